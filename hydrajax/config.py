@@ -1,0 +1,79 @@
+"""Settings as frozen, hashable dataclasses, so that they can be static arguments of jitted functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from hydrajax.errors import HydrajaxError
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """A change to the rotary frequencies that lengthens the context.
+
+    ``kind`` is ``"linear"`` (every frequency divided by ``factor``) or ``"llama3"`` (only the low frequencies are,
+    with a smooth passage between ``low_freq_factor`` and ``high_freq_factor``, as in LLaMA 3.1).
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+    def __post_init__(self):
+        if self.kind not in ("linear", "llama3"):
+            raise HydrajaxError(f"rope scaling: found type '{self.kind}', allowed are 'linear' and 'llama3'")
+        if self.factor <= 0:
+            raise HydrajaxError(f"rope scaling: factor must be positive, found {self.factor}")
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Shapes and constants of a LLaMA-family model, under the names of DESIGN section 2."""
+
+    vocab_size: int
+    width: int
+    mlp_width: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    max_positions: int = 2048
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    tied_lm_head: bool = False
+
+    def __post_init__(self):
+        for name in ("vocab_size", "width", "mlp_width", "n_layers", "n_heads", "n_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise HydrajaxError(f"{name}: must be at least 1, found {getattr(self, name)}")
+        if self.n_heads % self.n_kv_heads:
+            raise HydrajaxError(
+                f"n_kv_heads: must divide n_heads, found {self.n_kv_heads} key-value heads for {self.n_heads} heads"
+            )
+        if self.head_dim % 2:
+            raise HydrajaxError(f"head_dim: must be even for rotary embeddings, found {self.head_dim}")
+
+    @property
+    def queries_per_kv(self) -> int:
+        """Query heads that share one key-value head (1 for multi-head attention)."""
+        return self.n_heads // self.n_kv_heads
+
+    def replace(self, **changes) -> LlamaConfig:
+        return dataclasses.replace(self, **changes)
+
+
+# Published shapes, for benchmarks on random weights (`hydrajax bench --random NAME`). "25m" is the size used
+# to compare with transformers on a CPU; "tiny" is for trying a command out.
+PRESETS: dict[str, LlamaConfig] = {
+    "tiny": LlamaConfig(512, 64, 172, 3, 4, 4, 16, max_positions=1024),
+    "25m": LlamaConfig(4096, 512, 1536, 6, 8, 8, 64, max_positions=2048),
+    "1b": LlamaConfig(32_000, 2048, 5632, 22, 32, 4, 64, max_positions=2048, norm_eps=1e-5),  # TinyLlama 1.1B
+    "7b": LlamaConfig(32_000, 4096, 11_008, 32, 32, 32, 128, max_positions=8192),  # LLaMA 7B, Vicuna 7B
+    "13b": LlamaConfig(32_000, 5120, 13_824, 40, 40, 40, 128, max_positions=8192),
+    "33b": LlamaConfig(32_000, 6656, 17_920, 60, 52, 52, 128, max_positions=8192),
+    "8b": LlamaConfig(128_256, 4096, 14_336, 32, 32, 8, 128, 8192, 1e-5, 500_000.0),  # LLaMA 3 8B
+}

@@ -1,0 +1,92 @@
+"""The interface between the decode step and whatever proposes tokens.
+
+A drafter is a frozen dataclass. It owns the shapes of its parameters and of its state but holds no array; parameters
+and state are passed in and returned. Adding a drafter is one new file and no edit to the decode loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from hydrajax.config import LlamaConfig
+from hydrajax.models.llama import Llama
+from hydrajax.trees.tree import TreeTopology
+
+DraftParams = Any  # a nested dict of arrays
+DraftState = Any  # a pytree of arrays with leading batch axis
+
+
+@dataclass(frozen=True)
+class BoundBase:
+    """The parts of the frozen base that a drafter may read instead of keeping a copy."""
+
+    model: Llama
+    params: Any
+
+    @property
+    def config(self) -> LlamaConfig:
+        return self.model.config
+
+    def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+        """Raw input embeddings E(x)."""
+        return self.model.apply({"params": self.params}, tokens, method="embed")
+
+    def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        """The base's own next-token logits, float32."""
+        return self.model.apply({"params": self.params}, hidden, method="logits")
+
+    def head_kernel(self) -> Float[Array, "D V"]:
+        """The base's lm head, at which draft lm heads start (medusa 2.1.1)."""
+        return self.params["embedding"].T if self.config.tied_lm_head else self.params["lm_head"]
+
+
+class Drafter(Protocol):
+    """What the decode step and the trainer need of a drafter.
+
+    depth:               K, how many tokens ahead it can propose.
+    hidden_state_offset: which base layer it reads, see `Llama.__call__`.
+    """
+
+    depth: int
+    hidden_state_offset: int
+
+    def init(self, rng: Array, base: BoundBase) -> DraftParams:
+        """Fresh parameters for this base."""
+
+    def init_state(self, batch: int, slots: int) -> DraftState:
+        """The state before any token, for sequences that fit ``slots`` cache slots."""
+
+    def observe(
+        self,
+        params: DraftParams,
+        state: DraftState,
+        features: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        counts: Int[Array, " B"],
+        base: BoundBase,
+    ) -> DraftState:
+        """Take in the first ``counts[b]`` of T newly committed tokens of row b and the base's features there.
+
+        Called once with the whole prompt and once per step with root and accepted tokens. A row with count 0 has
+        finished: its state no longer matters.
+        """
+
+    def propose(
+        self, params: DraftParams, state: DraftState, root: Int[Array, " B"], tree: TreeTopology, base: BoundBase
+    ) -> Int[Array, "B N"]:
+        """Fill the tree: int32 tokens in node order, node 0 being ``root``."""
+
+    def teacher_forced(
+        self, params: DraftParams, features: Float[Array, "B T D"], tokens: Int[Array, "B T"], base: BoundBase
+    ) -> Float[Array, "K B T V"]:
+        """Training forward: logits of head k at position t, which predict token t + 2 + k."""
+
+
+def last_observed(features: Float[Array, "B T D"], counts: Int[Array, " B"]) -> Float[Array, "B D"]:
+    """The features of the last valid token of each row."""
+    index = jnp.maximum(counts - 1, 0)[:, None, None]
+    return jnp.take_along_axis(features, index, axis=1)[:, 0]

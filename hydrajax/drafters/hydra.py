@@ -1,0 +1,77 @@
+"""Hydra heads: sequentially dependent guesses (hydra section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from hydrajax.drafters.drafter import last_observed
+from hydrajax.drafters.heads import Head
+from hydrajax.drafters.medusa import init_heads
+from hydrajax.models.ranking import top_tokens
+
+
+@dataclass(frozen=True)
+class HydraHeads:
+    """Head k sees [h_t, E(x_{t+1}), E(x̂_{t+2}) ... E(x̂_{t+1+k})], so it knows the tokens before it on its path.
+
+    ``n_layers`` 1 is Hydra, 4 (with a prefix layer, `hydrajax.drafters.prefix`) is Hydra++ (hydra 3.1). State: the
+    last hidden state ``[B, D]``. Methods: `hydrajax.drafters.drafter.Drafter`.
+    """
+
+    n_heads: int
+    width: int
+    vocab_size: int
+    n_layers: int = 1
+    share_blocks: bool = True
+    hidden_state_offset: int = 0
+    dtype: jnp.dtype = jnp.float32
+
+    @property
+    def depth(self) -> int:
+        return self.n_heads
+
+    def head(self, k: int) -> Head:
+        return Head(
+            k + 2,
+            self.n_layers,
+            self.share_blocks,
+            lm_head_bias=True,
+            width=self.width,
+            vocab_size=self.vocab_size,
+            dtype=self.dtype,
+        )
+
+    def init(self, rng, base):
+        return init_heads([self.head(k) for k in range(self.n_heads)], rng, base)
+
+    def init_state(self, batch, slots):
+        return jnp.zeros((batch, self.width), self.dtype)
+
+    def observe(self, params, state, features, tokens, counts, base):
+        return last_observed(features, counts)
+
+    def propose(self, params, state, root, tree, base):
+        """Level by level: one head call for all parents of a level, one top-k at the level's widest rank."""
+        batch = root.shape[0]
+        candidates = root[:, None]
+        for k, level in enumerate(tree.levels):
+            # Nodes are ordered by depth, so the candidates so far hold every path down to this level's parents.
+            path = base.embed(candidates[:, level.paths]).astype(self.dtype)
+            n_parents = len(level.parents)
+            hidden = jnp.broadcast_to(state[:, None], (batch, n_parents, self.width))
+            inputs = jnp.concatenate([hidden, path.reshape(batch, n_parents, -1)], axis=-1)
+            logits = self.head(k).apply({"params": params[f"head_{k}"]}, inputs)
+            guesses = top_tokens(logits, level.width)[:, level.parent_slot, level.ranks]
+            candidates = jnp.concatenate([candidates, guesses], axis=1)
+        return candidates
+
+    def teacher_forced(self, params, features, tokens, base):
+        """Head k at position t reads the true tokens t+1 ... t+1+k; the last k+1 positions wrap and must be masked."""
+        embeddings = base.embed(tokens).astype(self.dtype)
+        inputs, logits = features, []
+        for k in range(self.n_heads):
+            inputs = jnp.concatenate([inputs, jnp.roll(embeddings, -(k + 1), axis=1)], axis=-1)
+            logits.append(self.head(k).apply({"params": params[f"head_{k}"]}, inputs))
+        return jnp.stack(logits)

@@ -1,0 +1,90 @@
+"""The Hydra++ prefix layer: one decoder layer over the base's hidden states, in front of any heads (hydra 3.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hydrajax.config import LlamaConfig
+from hydrajax.models.cache import KVCache, append, init_cache
+from hydrajax.models.layers import DecoderLayer, RMSNorm, causal_mask, rope_table
+
+
+class PrefixLayer(nn.Module):
+    """A one-layer LLaMA without embedding: decoder layer, then its own final norm."""
+
+    config: LlamaConfig
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, features, positions, block_mask, cache: KVCache | None = None):
+        """Refined features ``[B, T, D]`` and the layer's keys and values for the T tokens."""
+        layer = DecoderLayer(self.config, self.dtype, name="layer")
+        rope = rope_table(self.config, positions)
+        key_value, lengths = (None, None) if cache is None else (cache.layers[0], cache.lengths)
+        x, block = layer(features.astype(self.dtype), rope, block_mask, key_value, lengths)
+        return RMSNorm(self.config.norm_eps, self.dtype, name="norm")(x), (block,)
+
+
+class PrefixState(NamedTuple):
+    """The prefix layer's own cache (committed tokens only) and the state of the heads behind it."""
+
+    cache: KVCache
+    heads: Any
+
+
+@dataclass(frozen=True)
+class WithPrefix:
+    """``heads`` reading the prefix layer's output in place of h_t; Hydra++ is ``WithPrefix(HydraHeads(...))``.
+
+    The layer runs once per decode step, over the root and the accepted tokens at their true positions, so its cache
+    never holds a rejected token. ``config`` is the base's. Methods: `hydrajax.drafters.drafter.Drafter`.
+    """
+
+    heads: Any
+    config: LlamaConfig
+
+    @property
+    def depth(self) -> int:
+        return self.heads.depth
+
+    @property
+    def hidden_state_offset(self) -> int:
+        return self.heads.hidden_state_offset
+
+    @property
+    def layer(self) -> PrefixLayer:
+        return PrefixLayer(self.config.replace(n_layers=1), self.heads.dtype)
+
+    def init(self, rng, base):
+        example = jnp.zeros((1, 1, self.config.width), self.heads.dtype)
+        position = jnp.zeros((1, 1), jnp.int32)
+        layer_params = self.layer.init(jax.random.fold_in(rng, 1), example, position, np.ones((1, 1), bool))["params"]
+        return {"prefix": nn.unbox(layer_params), "heads": self.heads.init(jax.random.fold_in(rng, 2), base)}
+
+    def init_state(self, batch, slots):
+        cache = init_cache(self.layer.config, batch, slots, self.heads.dtype)
+        return PrefixState(cache, self.heads.init_state(batch, slots))
+
+    def observe(self, params, state, features, tokens, counts, base):
+        cache = state.cache
+        steps = jnp.arange(tokens.shape[1])
+        positions = cache.lengths[:, None] + steps
+        refined, block = self.layer.apply(
+            {"params": params["prefix"]}, features, positions, causal_mask(tokens.shape[1]), cache
+        )
+        heads = self.heads.observe(params["heads"], state.heads, refined, tokens, counts, base)
+        return PrefixState(append(cache, block, counts, refined[:, 0, 0]), heads)
+
+    def propose(self, params, state, root, tree, base):
+        return self.heads.propose(params["heads"], state.heads, root, tree, base)
+
+    def teacher_forced(self, params, features, tokens, base):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        refined, _ = self.layer.apply({"params": params["prefix"]}, features, positions, causal_mask(tokens.shape[1]))
+        return self.heads.teacher_forced(params["heads"], refined, tokens, base)

@@ -1,0 +1,108 @@
+"""Named trees: the root alone, chains, Cartesian products and the released 63-choice sparse trees.
+
+The sparse lists are the published result of a search and are reproduced as facts: `medusa/model/medusa_choices.py`
+of FasterDecoding/Medusa (e2a5d20) and `hydra/model/hydra_choices.py` of zankner/Hydra (3f39fbd), which holds
+``mc_sim_7b_63`` only. Each digit below is a rank, each word a choice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees.tree import TreeTopology
+
+_SPARSE = {
+    "mc_sim_7b_63": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 30 31 40 50 60 70 80
+        90 000 001 002 003 004 005 006 007 008 009 010 011 012 020 021 030 040 050 060 070 100 101 200 0000
+        0001
+    """,
+    "vicuna_7b_stage2": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 20 21 30 31 40 50 60 70 000 001 002
+        003 004 005 006 007 008 010 011 012 013 020 021 030 040 050 100 101 102 110 200 0000 0001 0002 0003
+        0010 0020 0100
+    """,
+    "vicuna_7b_stage1_ablation": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 20 21 30 31 40 50 60 000 001 002 003
+        004 005 006 007 008 009 010 011 012 013 020 021 030 040 050 100 101 102 110 200 300 0000 0001 0002
+        0003 0010 0020 0100
+    """,
+    "vicuna_7b_stage1": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 23 30 31 32 40 41 50
+        51 60 70 80 90 000 001 002 003 004 005 006 007 008 010 011 012 020 021 030 040 050 100 101 200 0000
+    """,
+    "vicuna_13b_stage2": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 20 21 30 40 50 000 001 002 003 004 005
+        006 007 008 009 010 011 012 013 020 021 030 040 050 100 101 102 110 200 300 0000 0001 0002 0003 0010
+        0011 0020 0100 1000
+    """,
+    "vicuna_13b_stage1": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 20 21 22 23 30 31 40 41 50 60
+        70 80 000 001 002 003 004 005 006 007 008 009 010 011 012 013 020 021 030 040 050 100 101 110 200
+        0000
+    """,
+    "vicuna_33b_stage2": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 20 21 22 30 31 40 50 60 70 000 001
+        002 003 004 005 006 007 008 009 010 011 012 013 020 021 030 040 050 100 101 102 110 200 0000 0001
+        0002 0010 0100
+    """,
+    "vicuna_33b_stage1": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 17 20 21 22 23 24 30 31 32 40
+        41 50 51 60 70 80 90 000 001 002 003 004 005 006 007 008 010 011 012 020 021 030 040 100 101 200
+    """,
+    "zephyr_stage2": """
+        0 1 2 3 4 5 6 7 8 9 00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 20 21 22 23 30 31 40 41 50 60 70
+        000 001 002 003 004 005 006 007 008 009 010 011 012 013 020 021 030 040 050 100 101 110 200 0000
+        0001 0010
+    """,
+}
+
+
+def root() -> TreeTopology:
+    """The root alone: one token per step, which is autoregressive decoding."""
+    return TreeTopology(())
+
+
+def chain(depth: int) -> TreeTopology:
+    """One path of best guesses, ``depth`` tokens long (classical speculation)."""
+    if depth < 0:
+        raise HydrajaxError(f"tree: a chain's depth must be 0 or more, found {depth}")
+    return TreeTopology.from_choices([(0,) * length for length in range(1, depth + 1)])
+
+
+def cartesian(widths: Sequence[int]) -> TreeTopology:
+    """Every combination of the best s_1, ..., s_K guesses of heads 1..K (medusa 2.1.2, figure 2)."""
+    if any(width < 1 for width in widths):
+        raise HydrajaxError(f"tree: Cartesian widths must be 1 or more, found {list(widths)}")
+    levels = (itertools.product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
+    return TreeTopology.from_choices(itertools.chain.from_iterable(levels))
+
+
+def sparse(name: str = "mc_sim_7b_63") -> TreeTopology:
+    """A released 63-choice tree by its published name."""
+    return TreeTopology.from_choices([tuple(map(int, word)) for word in _SPARSE[name].split()])
+
+
+def names() -> list[str]:
+    """What `by_name` understands, for messages and help texts."""
+    return ["root", "chain-K", "cartesian-S1xS2x...", *_SPARSE]
+
+
+def by_name(name: str) -> TreeTopology:
+    """A preset (``mc_sim_7b_63``, ``chain-4``, ``cartesian-4x2x2``, ``root``) or a ``.json`` tree file."""
+    if name.endswith(".json"):
+        return TreeTopology.from_json(Path(name))
+    if name == "root":
+        return root()
+    if name in _SPARSE:
+        return sparse(name)
+    if match := re.fullmatch(r"chain-(\d{1,3})", name):
+        return chain(int(match[1]))
+    if match := re.fullmatch(r"cartesian-(\d{1,3}(?:x\d{1,3})*)", name):
+        widths = [int(width) for width in match[1].split("x")]
+        return cartesian(widths)
+    raise HydrajaxError(f"--tree: found '{name}', allowed are {', '.join(names())} or a .json file")

@@ -1,0 +1,166 @@
+"""Candidate trees: from a list of rank paths to the static arrays of one decode step. NumPy only.
+
+A tree is written as *choices* (medusa 2.1.2 and the released code): ``[[0], [0, 0], [1]]`` says that the root has the
+children of rank 0 and 1 (the drafter's best and second-best guess) and that the first of them has one child.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hydrajax.errors import HydrajaxError
+
+Choice = tuple[int, ...]
+
+
+class Level(NamedTuple):
+    """The static gather plan that proposes all nodes of one depth at once.
+
+    parents:     int32 ``[P]`` nodes of the depth above that have children, in node order.
+    paths:       int32 ``[P, depth]`` the nodes from the root down to each parent, both included.
+    children:    int32 ``[C]`` the nodes proposed at this level, in node order.
+    parent_slot: int32 ``[C]`` index into ``parents`` of each child's parent.
+    ranks:       int32 ``[C]`` each child's rank among its parent's guesses. Ranks, not counts: a tree may skip one.
+    width:       widest rank + 1, the k of the level's single top-k.
+    """
+
+    parents: np.ndarray
+    paths: np.ndarray
+    children: np.ndarray
+    parent_slot: np.ndarray
+    ranks: np.ndarray
+    width: int
+
+
+@dataclass(frozen=True)
+class TreeTopology:
+    """An immutable, hashable tree; every array is derived from ``choices`` and cached.
+
+    Node 0 is the root, then choices sorted by (length, lexicographic): N = len(choices) + 1 nodes, depth K.
+    """
+
+    choices: tuple[Choice, ...]
+
+    @classmethod
+    def from_choices(cls, choices: Iterable[Sequence[int]]) -> TreeTopology:
+        """Validate rank paths and put them in canonical order. An empty list is the root alone (no speculation).
+
+        Raises `HydrajaxError` on an empty path, a rank that is not a non-negative integer, a duplicate, or a path
+        whose prefix is missing.
+        """
+        paths = []
+        for choice in choices:
+            if not isinstance(choice, (list, tuple)) or not choice:
+                raise HydrajaxError(f"tree: every choice must be a non-empty list of ranks, found {choice!r}")
+            for rank in choice:
+                if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or rank < 0:
+                    raise HydrajaxError(f"tree: ranks must be integers from 0 up, found {rank!r} in {list(choice)}")
+            paths.append(tuple(int(rank) for rank in choice))
+        known = set(paths)
+        if len(known) != len(paths):
+            twice = next(path for path in paths if paths.count(path) > 1)
+            raise HydrajaxError(f"tree: choice {list(twice)} appears more than once")
+        for path in paths:
+            if len(path) > 1 and path[:-1] not in known:
+                raise HydrajaxError(f"tree: choice {list(path)} has no parent, add {list(path[:-1])}")
+        return cls(tuple(sorted(paths, key=lambda path: (len(path), path))))
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> TreeTopology:
+        """Read a tree file: a JSON list of choices, or an object with such a list under ``choices``."""
+        try:
+            content = json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise HydrajaxError(f"--tree: no such file: {path}") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise HydrajaxError(f"--tree: {path} is not a JSON tree file: {error}") from None
+        if isinstance(content, dict):
+            content = content.get("choices")
+        if not isinstance(content, list):
+            raise HydrajaxError(f"--tree: {path} must hold a JSON list of choices such as [[0], [0, 0], [1]]")
+        return cls.from_choices(content)
+
+    @property
+    def size(self) -> int:
+        """N, the number of nodes, root included."""
+        return len(self.choices) + 1
+
+    @property
+    def depth(self) -> int:
+        """K, the longest path; 0 for the root alone."""
+        return max((len(path) for path in self.choices), default=0)
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank used, -1 for the root alone."""
+        return max((max(path) for path in self.choices), default=-1)
+
+    @cached_property
+    def _node_of(self) -> dict[Choice, int]:
+        return {(): 0} | {path: i + 1 for i, path in enumerate(self.choices)}
+
+    @cached_property
+    def parents(self) -> np.ndarray:
+        """int32 ``[N]`` parent of each node, -1 for the root."""
+        return np.array([-1] + [self._node_of[path[:-1]] for path in self.choices], np.int32)
+
+    @cached_property
+    def depths(self) -> np.ndarray:
+        """int32 ``[N]`` depth of each node; its position in the text is sequence length + depth."""
+        return np.array([0] + [len(path) for path in self.choices], np.int32)
+
+    @cached_property
+    def ancestor_mask(self) -> np.ndarray:
+        """bool ``[N, N]``: node i sees node j, that is j is i or an ancestor of i (the tree attention mask)."""
+        mask = np.eye(self.size, dtype=bool)
+        for node in range(1, self.size):
+            mask[node] |= mask[self.parents[node]]
+        return mask
+
+    @cached_property
+    def node_paths(self) -> np.ndarray:
+        """int32 ``[N, K+1]`` nodes from the root down to each node; beyond its depth the node itself, repeated."""
+        paths = np.empty((self.size, self.depth + 1), np.int32)
+        for node in range(self.size):
+            line = [node]
+            while line[0] != 0:
+                line.insert(0, int(self.parents[line[0]]))
+            paths[node] = line + [node] * (self.depth + 1 - len(line))
+        return paths
+
+    @cached_property
+    def leaf_paths(self) -> np.ndarray:
+        """int32 ``[leaves, K+1]`` root-to-leaf nodes padded with -1, deepest and last leaf first (released order)."""
+        has_child = set(self.parents.tolist())
+        leaves = [node for node in reversed(range(self.size)) if node not in has_child]
+        paths = self.node_paths[leaves].copy()
+        paths[np.arange(self.depth + 1) > self.depths[leaves][:, None]] = -1
+        return paths
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """One gather plan per depth 1..K."""
+        plans = []
+        for depth in range(1, self.depth + 1):
+            children = np.flatnonzero(self.depths == depth).astype(np.int32)
+            parents, slots = np.unique(self.parents[children], return_inverse=True)
+            ranks = np.array([self.choices[child - 1][-1] for child in children], np.int32)
+            paths = self.node_paths[parents][:, :depth]
+            plans.append(Level(parents, paths, children, slots.astype(np.int32), ranks, int(ranks.max()) + 1))
+        return tuple(plans)
+
+    def check(self, draft_depth: int, vocab_size: int) -> None:
+        """Refuse a tree that a drafter of ``draft_depth`` heads over ``vocab_size`` tokens cannot fill."""
+        if self.depth > draft_depth:
+            raise HydrajaxError(
+                f"tree: depth {self.depth} is deeper than the drafter, which proposes {draft_depth} tokens ahead"
+            )
+        if self.max_rank >= vocab_size:
+            raise HydrajaxError(f"tree: rank {self.max_rank} does not exist in a vocabulary of {vocab_size} tokens")
