@@ -56,4 +56,6 @@ class Greedy:
         # Deepest accepted node; siblings differ, so it is unique (argmax takes the first should a drafter repeat itself).
         last = jnp.argmax(jnp.where(accepted, tree.depths, -1), axis=1)
         path = jnp.asarray(tree.node_paths)[last]
-        return Acceptance(path, jnp.asarray(tree.depths)[last], jnp.take_along_axis(chosen, last[:, None], axis=1)[:, 0])
+        return Acceptance(
+            path, jnp.asarray(tree.depths)[last], jnp.take_along_axis(chosen, last[:, None], axis=1)[:, 0]
+        )

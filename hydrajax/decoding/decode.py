@@ -140,6 +140,4 @@ def make_autoregressive_fn(
     eos_ids: tuple[int, ...] = (),
 ) -> Callable[..., DecodeResult]:
     """The baseline: the same engine with the root-only tree. Pass `Params(base, {})`; see `make_decode_fn`."""
-    return make_decode_fn(
-        model, NoDrafter(), presets.root(), rule, max_new_tokens=max_new_tokens, eos_ids=eos_ids
-    )
+    return make_decode_fn(model, NoDrafter(), presets.root(), rule, max_new_tokens=max_new_tokens, eos_ids=eos_ids)

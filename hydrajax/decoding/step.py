@@ -140,9 +140,7 @@ class Engine:
         state, tokens, counts = self.commit(state, forward, candidates, accepted)
         return self.observe(params, state, forward, accepted, tokens, counts)
 
-    def prefill(
-        self, params: Params, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], rng: Array
-    ) -> DecodeState:
+    def prefill(self, params: Params, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], rng: Array) -> DecodeState:
         """Run right-padded prompts through the base and the drafter; choose the first root. Emits nothing yet."""
         batch, width = prompt.shape
         base = self.bind(params)
