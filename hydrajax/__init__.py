@@ -1,0 +1,30 @@
+"""hydrajax: tree speculative decoding in JAX.
+
+import hydrajax
+m = hydrajax.load("path/to/llama", "path/to/heads")
+decode_fn = hydrajax.make_decode_fn(m.model, m.drafter, hydrajax.trees.presets.sparse(), hydrajax.Greedy())
+out = decode_fn(m.params, prompt)  # out.tokens, out.lengths, out.accept_lengths, out.steps
+"""
+
+from hydrajax import trees
+from hydrajax.api import Generation, Loaded, generate, load
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.decode import DecodeResult, make_autoregressive_fn, make_decode_fn
+from hydrajax.decoding.step import Params
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees import TreeTopology
+
+__all__ = [
+    "DecodeResult",
+    "Generation",
+    "Greedy",
+    "HydrajaxError",
+    "Loaded",
+    "Params",
+    "TreeTopology",
+    "generate",
+    "load",
+    "make_autoregressive_fn",
+    "make_decode_fn",
+    "trees",
+]

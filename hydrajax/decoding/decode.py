@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from hydrajax.config import LlamaConfig
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.step import DecodeState, Engine, Params
 from hydrajax.drafters.autoregressive import NoDrafter
@@ -64,20 +65,24 @@ def result_of(state: DecodeState) -> DecodeResult:
     return DecodeResult(tokens, state.lengths, state.accept_lengths[:, :max_new], state.steps)
 
 
-def check_prompt(prompt: np.ndarray, lengths: np.ndarray, vocab_size: int, max_positions: int) -> None:
-    """Refuse empty or overlong rows and ids outside the vocabulary."""
+def check_prompt(ids: np.ndarray, where: str, config: LlamaConfig) -> None:
+    """Refuse an empty or overlong prompt and ids outside the vocabulary; ``where`` names the prompt in the message."""
+    if ids.size == 0:
+        raise HydrajaxError(f"{where}: is empty, at least one token is needed")
+    if ids.size > config.max_positions:
+        raise HydrajaxError(f"{where}: has {ids.size} tokens, the model's context is {config.max_positions}")
+    outside = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if outside.size:
+        raise HydrajaxError(f"{where}: token id {outside[0]} is outside the vocabulary 0..{config.vocab_size - 1}")
+
+
+def _check_prompts(prompt: np.ndarray, lengths: np.ndarray, config: LlamaConfig) -> None:
+    if lengths.shape != prompt.shape[:1]:
+        raise HydrajaxError(f"lengths: must be one per prompt row, found shape {lengths.shape} for {prompt.shape}")
     for row, (ids, length) in enumerate(zip(prompt, lengths, strict=True)):
-        where = f"prompt {row}" if len(prompt) > 1 else "prompt"
-        if length < 1:
-            raise HydrajaxError(f"{where}: is empty, at least one token is needed")
-        if length > len(ids):
-            raise HydrajaxError(f"{where}: length {length} exceeds its {len(ids)} columns")
-        if length > max_positions:
-            raise HydrajaxError(f"{where}: has {length} tokens, the model's context is {max_positions}")
-        outside = (ids[:length] < 0) | (ids[:length] >= vocab_size)
-        if outside.any():
-            found = int(ids[:length][outside][0])
-            raise HydrajaxError(f"{where}: token id {found} is outside the vocabulary 0..{vocab_size - 1}")
+        if not 0 <= length <= len(ids):
+            raise HydrajaxError(f"lengths: row {row} has length {length}, the prompt has {len(ids)} columns")
+        check_prompt(ids[:length], f"prompt {row}", config)
 
 
 def make_decode_fn(
@@ -122,7 +127,7 @@ def make_decode_fn(
             lengths = np.full(prompt.shape[0], prompt.shape[1], np.int32)
         lengths = xp.asarray(lengths, xp.int32)
         if not traced:
-            check_prompt(prompt, lengths, config.vocab_size, config.max_positions)
+            _check_prompts(prompt, lengths, config)
         padding = bucket(prompt.shape[1], config.max_positions) - prompt.shape[1]
         prompt = xp.pad(prompt, ((0, 0), (0, padding)))
         return run(params, prompt, lengths, jax.random.key(0) if rng is None else rng)

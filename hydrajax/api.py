@@ -1,0 +1,169 @@
+"""`load` and `generate`: from names on disk to text, for notebooks and the command line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from hydrajax.checkpoints.llama_hf import eos_ids, load_llama
+from hydrajax.checkpoints.official_heads import load_official_heads
+from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
+from hydrajax.decoding.decode import check_prompt, make_decode_fn
+from hydrajax.decoding.step import Params
+from hydrajax.drafters.autoregressive import NoDrafter
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.llama import Llama
+from hydrajax.sharding import placer
+from hydrajax.trees import presets
+from hydrajax.trees.tree import TreeTopology
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass
+class Loaded:
+    """A base with its drafter, ready to decode.
+
+    tokenizer: the directory's tokenizer (transformers), None if it has none. eos_ids: ids that end generation.
+    """
+
+    model: Llama
+    drafter: Any
+    params: Params
+    tokenizer: Any = None
+    eos_ids: tuple[int, ...] = ()
+    _decode_fns: dict = field(default_factory=dict, repr=False)
+
+    def decode_fn(self, tree: TreeTopology, rule: AcceptanceRule, max_new_tokens: int):
+        """A `make_decode_fn` for these settings, compiled once and kept."""
+        key = (tree, rule, max_new_tokens)
+        if key not in self._decode_fns:
+            self._decode_fns[key] = make_decode_fn(
+                self.model, self.drafter, tree, rule, max_new_tokens=max_new_tokens, eos_ids=self.eos_ids
+            )
+        return self._decode_fns[key]
+
+    def default_tree(self) -> TreeTopology:
+        """The released 63-choice tree where the drafter is deep enough, else a chain; the root alone without draft."""
+        tree = presets.sparse()
+        deep_enough = self.drafter.depth >= tree.depth and self.model.config.vocab_size > tree.max_rank
+        return tree if deep_enough else presets.chain(self.drafter.depth)
+
+
+def load(base: str | Path, draft: str | Path | None = None, *, dtype="float32", mesh: Mesh | None = None) -> Loaded:
+    """Load a base and, optionally, draft heads.
+
+    base:  a Hugging Face directory (``config.json`` and safetensors; the tokenizer if it holds one).
+    draft: a released Hydra or Medusa directory, or None to decode autoregressively.
+    dtype: ``"float32"`` or ``"bfloat16"``, of parameters, cache and matmuls.
+    mesh:  from `hydrajax.sharding.make_mesh`; the base is sharded over it, the draft replicated.
+
+    Raises `HydrajaxError` for anything missing, damaged, unsupported or made for another base.
+    """
+    if str(dtype) not in DTYPES:
+        raise HydrajaxError(f"dtype: found '{dtype}', allowed are {', '.join(DTYPES)}")
+    compute = DTYPES[str(dtype)]
+    model, base_params = load_llama(base, compute, placer(mesh))
+    drafter, draft_params = NoDrafter(), {}
+    if draft is not None:
+        drafter, draft_params = load_official_heads(draft, model.config, compute)
+        draft_params = jax.tree.map(lambda x: placer(mesh)(x, None), draft_params)
+    return Loaded(model, drafter, Params(base_params, draft_params), load_tokenizer(base), eos_ids(base))
+
+
+def load_tokenizer(directory: str | Path):
+    """The tokenizer of a Hugging Face directory, or None where it has none. Never runs code from the directory."""
+    directory = Path(directory)
+    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        return None
+    from transformers import AutoTokenizer  # slow to import, and a prompt of ids needs none
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # transformers raises many types for a damaged tokenizer
+        raise HydrajaxError(f"--base: cannot read the tokenizer in {directory}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One prompt's output. ``accept_lengths`` counts the root, as Spec-Bench does: it sums to ``new_tokens``.
+
+    ``wall_time`` is in seconds, prompt included, of the batch the prompt was in (compilation excluded if the shape was
+    seen before).
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    text: str | None
+    steps: int
+    accept_lengths: list[int]
+    new_tokens: int
+    wall_time: float
+
+
+def generate(
+    loaded: Loaded,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    tree: TreeTopology | None = None,
+    rule: AcceptanceRule | None = None,
+    max_new_tokens: int = 256,
+    batch_size: int = 1,
+    seed: int = 0,
+) -> Iterator[Generation]:
+    """Generate for texts or lists of token ids, in order, ``batch_size`` prompts at a time.
+
+    A generator: each batch's results are yielded when it is done. The last batch is padded to full size by repeating
+    its first prompt, so that it compiles nothing new. Raises `HydrajaxError` for every bad prompt before any is run.
+    """
+    if batch_size < 1:
+        raise HydrajaxError(f"batch_size: must be at least 1, found {batch_size}")
+    encoded = [_encode(loaded, prompt, row) for row, prompt in enumerate(prompts)]
+    decode = loaded.decode_fn(tree or loaded.default_tree(), rule or Greedy(), max_new_tokens)
+    return _generate(loaded, encoded, decode, batch_size, seed)
+
+
+def _encode(loaded: Loaded, prompt: str | Sequence[int], row: int) -> np.ndarray:
+    """Token ids of one prompt, checked against the model."""
+    where = f"prompt {row}"
+    if isinstance(prompt, str):
+        if loaded.tokenizer is None:
+            raise HydrajaxError(f"{where}: is text, but the base has no tokenizer; give token ids")
+        prompt = loaded.tokenizer.encode(prompt)
+    ids = np.asarray(prompt, np.int64)
+    check_prompt(ids, where, loaded.model.config)
+    return ids.astype(np.int32)
+
+
+def _generate(loaded: Loaded, encoded: list[np.ndarray], decode, batch_size: int, seed: int) -> Iterator[Generation]:
+    for start in range(0, len(encoded), batch_size):
+        batch = encoded[start : start + batch_size]
+        rows = batch + [batch[0]] * (batch_size - len(batch))
+        lengths = np.array([len(row) for row in rows], np.int32)
+        prompt = np.zeros((batch_size, lengths.max()), np.int32)
+        for row, ids in zip(prompt, rows, strict=True):
+            row[: len(ids)] = ids
+        began = time.perf_counter()
+        out = jax.device_get(decode(loaded.params, prompt, lengths, jax.random.key(seed)))
+        elapsed = time.perf_counter() - began
+        for row, ids in enumerate(batch):
+            output_ids = out.tokens[row, : out.lengths[row]].tolist()
+            text = None if loaded.tokenizer is None else loaded.tokenizer.decode(output_ids, skip_special_tokens=True)
+            steps = int(out.steps[row])
+            yield Generation(
+                prompt_ids=ids.tolist(),
+                output_ids=output_ids,
+                text=text,
+                steps=steps,
+                accept_lengths=(out.accept_lengths[row, :steps] + 1).tolist(),
+                new_tokens=len(output_ids),
+                wall_time=elapsed,
+            )

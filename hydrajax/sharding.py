@@ -1,0 +1,44 @@
+"""Logical axis names to mesh axes; the only file that knows device meshes.
+
+Parameters are declared with logical axes (`hydrajax.models.layers.declare`). A mesh has the axes ``data`` (batch) and
+``model`` (tensor parallelism); what a mesh axis does not divide evenly is replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from hydrajax.errors import HydrajaxError
+
+# One matmul per layer is split over its output (qkv, gate_up, lm head) and one over its input (out, down), so a
+# layer needs two all-reduces. "width" is never split.
+RULES = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model", "width": None}
+
+
+def make_mesh(data: int = 1, model: int = 1) -> Mesh:
+    """A ``data x model`` mesh over the first ``data * model`` devices, with Auto axes (the compiler places collectives)."""
+    wanted, present = data * model, len(jax.devices())
+    if data < 1 or model < 1 or wanted > present:
+        raise HydrajaxError(f"mesh: data={data} x model={model} needs {wanted} devices, {present} present")
+    devices = jax.devices()[:wanted]
+    return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+def sharding(mesh: Mesh, shape: tuple[int, ...], logical_axes: tuple[str | None, ...] | None) -> NamedSharding:
+    """The sharding of one array from the logical names of its axes (None: replicated)."""
+    spec = []
+    for size, name in zip(shape, logical_axes or (), strict=False):
+        axis = RULES[name] if name else None
+        spec.append(axis if axis and size % mesh.shape[axis] == 0 else None)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def placer(mesh: Mesh | None) -> Callable[[np.ndarray, tuple | None], jax.Array]:
+    """``place(host_array, logical_axes)``: onto the mesh, each device receiving its slice, or the default device."""
+    if mesh is None:
+        return lambda array, _: jax.device_put(array)
+    return lambda array, axes: jax.device_put(array, sharding(mesh, array.shape, axes))
