@@ -51,10 +51,15 @@ def llama_config(raw: dict) -> LlamaConfig:
     for field in ("attention_bias", "mlp_bias"):
         if raw.get(field):
             refuse(field, raw[field], "false")
+    for field in ("quantization_config", "rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(field) or {}, dict):
+            refuse(field, raw[field], "an object")
     if raw.get("quantization_config"):
         refuse("quantization_config", raw["quantization_config"].get("quant_method"), "none (float weights)")
     try:
         n_heads = int(raw["num_attention_heads"])
+        if n_heads < 1:
+            refuse("num_attention_heads", n_heads, "1 or more")
         width = int(raw["hidden_size"])
         rope = raw.get("rope_parameters") or {}
         return LlamaConfig(
@@ -248,7 +253,11 @@ def eos_ids(directory: str | Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         path = Path(directory) / name
         if path.exists():
-            ids = read_json(path, "--base").get("eos_token_id")
-            if ids is not None:
-                return tuple(ids) if isinstance(ids, list) else (ids,)
+            found = read_json(path, "--base").get("eos_token_id")
+            if found is None:
+                continue
+            ids = tuple(found) if isinstance(found, list) else (found,)
+            if not all(type(token) is int for token in ids):
+                raise HydrajaxError(f"{name}: eos_token_id is {found!r}, supported is an integer or a list of them")
+            return ids
     return ()
