@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from jax.sharding import Mesh
 from hydrajax.checkpoints.llama_hf import eos_ids, load_llama
 from hydrajax.checkpoints.official_heads import load_official_heads
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
-from hydrajax.decoding.decode import check_prompt, make_decode_fn
+from hydrajax.decoding.decode import bucket, check_prompt, make_decode_fn
 from hydrajax.decoding.step import Params
 from hydrajax.drafters.autoregressive import NoDrafter
 from hydrajax.errors import HydrajaxError
+from hydrajax.evaluation.answers import Generation
+from hydrajax.evaluation.prompts import Prompt
 from hydrajax.models.llama import Llama
 from hydrajax.sharding import placer
 from hydrajax.trees import presets
@@ -41,6 +43,7 @@ class Loaded:
     tokenizer: Any = None
     eos_ids: tuple[int, ...] = ()
     _decode_fns: dict = field(default_factory=dict, repr=False)
+    _compiled: set = field(default_factory=set, repr=False)
 
     def decode_fn(self, tree: TreeTopology, rule: AcceptanceRule, max_new_tokens: int):
         """A `make_decode_fn` for these settings, compiled once and kept."""
@@ -87,83 +90,83 @@ def load_tokenizer(directory: str | Path):
     from transformers import AutoTokenizer  # slow to import, and a prompt of ids needs none
 
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many types for a damaged tokenizer
         raise HydrajaxError(f"--base: cannot read the tokenizer in {directory}: {error}") from None
 
 
-@dataclass(frozen=True)
-class Generation:
-    """One prompt's output. ``accept_lengths`` counts the root, as Spec-Bench does: it sums to ``new_tokens``.
-
-    ``wall_time`` is in seconds, prompt included, of the batch the prompt was in (compilation excluded if the shape was
-    seen before).
-    """
-
-    prompt_ids: list[int]
-    output_ids: list[int]
-    text: str | None
-    steps: int
-    accept_lengths: list[int]
-    new_tokens: int
-    wall_time: float
-
-
 def generate(
     loaded: Loaded,
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[str | Sequence[int] | Prompt],
     *,
     tree: TreeTopology | None = None,
     rule: AcceptanceRule | None = None,
     max_new_tokens: int = 256,
     batch_size: int = 1,
     seed: int = 0,
+    on_status: Callable[[str], None] | None = None,
 ) -> Iterator[Generation]:
-    """Generate for texts or lists of token ids, in order, ``batch_size`` prompts at a time.
+    """Generate for texts, lists of token ids or `Prompt`s, in order, ``batch_size`` prompts at a time.
 
-    A generator: each batch's results are yielded when it is done. The last batch is padded to full size by repeating
-    its first prompt, so that it compiles nothing new. Raises `HydrajaxError` for every bad prompt before any is run.
+    A generator: each batch's results are yielded when it is done. Batches are taken in order, whatever the prompts'
+    lengths: a batch is as wide as the bucket of its longest prompt. The last one is padded to full size by repeating
+    its first prompt, so that it compiles nothing new. ``on_status`` is called with ``"compiling"`` before a new shape
+    is compiled and with ``"decoding"`` before each batch. Raises `HydrajaxError` for every bad prompt before any is
+    run.
     """
     if batch_size < 1:
         raise HydrajaxError(f"batch_size: must be at least 1, found {batch_size}")
-    encoded = [_encode(loaded, prompt, row) for row, prompt in enumerate(prompts)]
+    if isinstance(prompts, str):
+        raise HydrajaxError("prompts: must be a list of prompts, found one text; write [text]")
+    encoded = [_encode(loaded, prompt, f"prompt {row}") for row, prompt in enumerate(prompts)]
+    # More than the context cannot be generated, so it need not be allocated either.
+    max_new_tokens = min(max_new_tokens, loaded.model.config.max_positions)
     decode = loaded.decode_fn(tree or loaded.default_tree(), rule or Greedy(), max_new_tokens)
-    return _generate(loaded, encoded, decode, batch_size, seed)
+    return _generate(loaded, encoded, decode, min(batch_size, len(encoded)), seed, on_status or (lambda status: None))
 
 
-def _encode(loaded: Loaded, prompt: str | Sequence[int], row: int) -> np.ndarray:
-    """Token ids of one prompt, checked against the model."""
-    where = f"prompt {row}"
-    if isinstance(prompt, str):
-        if loaded.tokenizer is None:
-            raise HydrajaxError(f"{where}: is text, but the base has no tokenizer; give token ids")
-        prompt = loaded.tokenizer.encode(prompt)
-    ids = np.asarray(prompt, np.int64)
-    check_prompt(ids, where, loaded.model.config)
+def _encode(loaded: Loaded, prompt: str | Sequence[int] | Prompt, where: str) -> np.ndarray:
+    """Token ids of one prompt, checked against the model. ``where`` names it in messages unless it brings a name."""
+    if not isinstance(prompt, Prompt):
+        prompt = Prompt(prompt, where)
+    ids = np.asarray(prompt.ids(loaded.tokenizer), object)  # object: an id may exceed 64 bits, and is refused here
+    check_prompt(ids, prompt.where, loaded.model.config)
     return ids.astype(np.int32)
 
 
-def _generate(loaded: Loaded, encoded: list[np.ndarray], decode, batch_size: int, seed: int) -> Iterator[Generation]:
+def _generate(
+    loaded: Loaded, encoded: list[np.ndarray], decode, batch_size: int, seed: int, on_status: Callable[[str], None]
+) -> Iterator[Generation]:
     for start in range(0, len(encoded), batch_size):
         batch = encoded[start : start + batch_size]
         rows = batch + [batch[0]] * (batch_size - len(batch))
         lengths = np.array([len(row) for row in rows], np.int32)
-        prompt = np.zeros((batch_size, lengths.max()), np.int32)
+        prompt = np.zeros((batch_size, bucket(int(lengths.max()), loaded.model.config.max_positions)), np.int32)
         for row, ids in zip(prompt, rows, strict=True):
             row[: len(ids)] = ids
+        arguments = (loaded.params, prompt, lengths, jax.random.key(seed))
+        if (decode, prompt.shape) not in loaded._compiled:
+            on_status("compiling")
+            decode.jitted.lower(*arguments).compile()  # kept by jit, so that the timed call below only runs
+            loaded._compiled.add((decode, prompt.shape))
+        on_status("decoding")
         began = time.perf_counter()
-        out = jax.device_get(decode(loaded.params, prompt, lengths, jax.random.key(seed)))
+        out = jax.device_get(decode(*arguments))
         elapsed = time.perf_counter() - began
         for row, ids in enumerate(batch):
             output_ids = out.tokens[row, : out.lengths[row]].tolist()
-            text = None if loaded.tokenizer is None else loaded.tokenizer.decode(output_ids, skip_special_tokens=True)
             steps = int(out.steps[row])
             yield Generation(
                 prompt_ids=ids.tolist(),
                 output_ids=output_ids,
-                text=text,
+                text=None if loaded.tokenizer is None else decode_text(loaded.tokenizer, output_ids),
                 steps=steps,
                 accept_lengths=(out.accept_lengths[row, :steps] + 1).tolist(),
                 new_tokens=len(output_ids),
                 wall_time=elapsed,
             )
+
+
+def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Token ids as text, without special tokens and with no space removed."""
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

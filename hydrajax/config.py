@@ -27,6 +27,11 @@ class RopeScaling:
             raise HydrajaxError(f"rope scaling: found type '{self.kind}', allowed are 'linear' and 'llama3'")
         if self.factor <= 0:
             raise HydrajaxError(f"rope scaling: factor must be positive, found {self.factor}")
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise HydrajaxError(
+                "rope scaling: low_freq_factor must be below high_freq_factor, "
+                f"found {self.low_freq_factor} and {self.high_freq_factor}"
+            )
 
 
 @dataclass(frozen=True)

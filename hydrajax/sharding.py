@@ -20,7 +20,7 @@ RULES = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"
 
 
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:
-    """A ``data x model`` mesh over the first ``data * model`` devices, with Auto axes (the compiler places collectives)."""
+    """A ``data x model`` mesh over the first devices, with Auto axes (the compiler places collectives)."""
     wanted, present = data * model, len(jax.devices())
     if data < 1 or model < 1 or wanted > present:
         raise HydrajaxError(f"mesh: data={data} x model={model} needs {wanted} devices, {present} present")

@@ -44,7 +44,9 @@ class TorchTensors:
         except Exception as error:  # torch raises many types for a damaged or unsafe file
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise HydrajaxError(f"{what}: {path} is damaged or holds more than tensors: {reason}") from None
-        if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+        if not isinstance(state, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()
+        ):
             raise HydrajaxError(f"{what}: {path} must hold a state dict of tensors")
         self._state = state
 
@@ -159,7 +161,7 @@ _HYDRA_LAYOUTS = {"mlp": (1, ""), "prefix-mlp": (2, ".1")}
 
 def _load_hydra(directory: Path, config: dict, base: LlamaConfig, dtype):
     arch = config.get("hydra_head_arch", "mlp")
-    if arch not in _HYDRA_LAYOUTS:
+    if not isinstance(arch, str) or arch not in _HYDRA_LAYOUTS:
         allowed = ", ".join(f"'{name}'" for name in _HYDRA_LAYOUTS)
         raise HydrajaxError(f"{WHAT}: config.json: hydra_head_arch is '{arch}', supported are {allowed}")
     stride, lm_suffix = _HYDRA_LAYOUTS[arch]

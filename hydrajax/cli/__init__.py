@@ -1,6 +1,7 @@
 """The ``hydrajax`` program: one module per command, each a thin layer over the library.
 
-A command module has ``HELP`` (one line), ``add_arguments(parser)`` and ``run(args)``.
+A command module has ``HELP`` (one line), ``add_arguments(parser)`` and ``run(args)``. Only the chosen command's module
+is imported; all are for ``hydrajax --help``, so what is slow to import belongs in ``run``.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ class _Parser(argparse.ArgumentParser):
     """argparse with errors in the house form: one line, exit code 2."""
 
     def error(self, message: str):
-        raise HydrajaxError(message)
+        raise HydrajaxError(f"{message} (see {self.prog} --help)")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(argv: list[str]) -> argparse.ArgumentParser:
+    """The parser for this command line: of its one command if it names one first, else of all."""
     parser = _Parser(prog="hydrajax", description="Tree speculative decoding in JAX.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in COMMANDS:
+    for name in argv[:1] if argv and argv[0] in COMMANDS else COMMANDS:
         module = importlib.import_module(f"hydrajax.cli.{name}")
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        # No abbreviated flags: a script that uses one would break when a longer flag is added.
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
@@ -45,14 +48,26 @@ def use_compilation_cache() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Bad input prints one line and returns 2; Ctrl-C returns 130."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        args = build_parser().parse_args(argv)
+        args = build_parser(argv).parse_args(argv)
         use_compilation_cache()
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing: tokenizers need none
         args.run(args)
+        sys.stdout.flush()
     except HydrajaxError as error:
-        print(f"hydrajax: {error}", file=sys.stderr)
+        print(f"hydrajax: {' '.join(str(error).split())}", file=sys.stderr)  # libraries' messages may be of many lines
         return 2
     except KeyboardInterrupt:
         print("hydrajax: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of our output, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again while it exits
+        return 128 + 13  # what the shell reports for SIGPIPE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # Where no check foresaw it: such as a directory that may not be entered, or a name that is too long.
+        print(f"hydrajax: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     return 0

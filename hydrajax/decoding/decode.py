@@ -120,16 +120,15 @@ def make_decode_fn(
     def decode_fn(params: Params, prompt, lengths=None, rng=None) -> DecodeResult:
         traced = isinstance(prompt, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer)
         xp = jnp if traced else np  # padding on the host compiles nothing for a new prompt width
-        prompt = xp.asarray(prompt, xp.int32)
-        if prompt.ndim != 2:
-            raise HydrajaxError(f"prompt: must be int32 [batch, tokens], found shape {prompt.shape}")
-        if lengths is None:
-            lengths = np.full(prompt.shape[0], prompt.shape[1], np.int32)
-        lengths = xp.asarray(lengths, xp.int32)
+        ids = xp.asarray(prompt)
+        if ids.ndim != 2 or not xp.issubdtype(ids.dtype, xp.integer):
+            raise HydrajaxError(f"prompt: must be int32 [batch, tokens], found {ids.dtype} {list(ids.shape)}")
+        lengths = np.full(ids.shape[0], ids.shape[1], np.int32) if lengths is None else xp.asarray(lengths, xp.int32)
         if not traced:
-            _check_prompts(prompt, lengths, config)
-        padding = bucket(prompt.shape[1], config.max_positions) - prompt.shape[1]
-        prompt = xp.pad(prompt, ((0, 0), (0, padding)))
+            _check_prompts(ids, lengths, config)
+        padding = bucket(ids.shape[1], config.max_positions) - ids.shape[1]
+        if padding or not isinstance(prompt, jax.Array):  # a prompt placed on a mesh at full width keeps its sharding
+            prompt = xp.pad(ids.astype(xp.int32), ((0, 0), (0, padding)))
         return run(params, prompt, lengths, jax.random.key(0) if rng is None else rng)
 
     decode_fn.engine = engine

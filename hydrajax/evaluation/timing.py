@@ -9,25 +9,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.decoding.step import DecodeState, Engine, Params
-
-
-class PhaseTimes(NamedTuple):
-    """Median milliseconds per step. ``step`` is the whole step timed on its own, not the sum of the others."""
-
-    step: float
-    propose: float
-    verify: float
-    accept_commit: float
-    observe: float
-    prefill: float
-    compile_seconds: float
 
 
 def median_ms(call: Callable[[], object], repeats: int) -> float:
@@ -40,84 +29,152 @@ def median_ms(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times) * 1e3
 
 
-def phase_times(engine: Engine, params: Params, prompt: np.ndarray, n_steps: int, repeats: int) -> PhaseTimes:
-    """Time the engine's step and its phases after prefilling ``prompt`` int32 ``[B, P]``.
+class StepTimer:
+    """Times an engine's step and each of its phases; every method returns median milliseconds per step.
 
-    ``engine.max_new_tokens`` must hold ``n_steps * (K + 1)`` tokens, so that no row finishes while being timed.
+    The rows hold ``context`` tokens of random keys and values (never zeros: they can run faster) and may emit
+    ``engine.max_new_tokens``, which must hold ``n_steps`` steps of K+1 tokens, so that no row finishes in a timed
+    loop. ``compile_seconds`` adds up the compilations so far.
     """
-    lengths = np.full(prompt.shape[0], prompt.shape[1], np.int32)
-    prefill = jax.jit(lambda params: engine.prefill(params, prompt, lengths, jax.random.key(0)))
-    began = time.perf_counter()
-    state = jax.block_until_ready(prefill(params))
-    compile_seconds = time.perf_counter() - began
-    vocab = engine.model.config.vocab_size
 
-    def loop(body):
-        """Compile ``n_steps`` of ``body(params, carry)`` and return a function that times one call per step."""
-        compiled = jax.jit(
-            lambda params, carry: jax.lax.fori_loop(0, n_steps, lambda _, carry: body(params, carry), carry)
+    def __init__(
+        self, engine: Engine, params: Params, batch: int, context: int, n_steps: int, repeats: int, seed: int = 0
+    ):
+        self.engine, self.params = engine, params
+        self.batch, self.context = batch, context
+        self.n_steps, self.repeats, self.seed = n_steps, repeats, seed
+        self.compile_seconds = 0.0
+
+    def state(self) -> DecodeState:
+        """A fresh state as after prefilling ``context`` random tokens, without the prefill."""
+        engine, width = self.engine, self.context
+        prompt = jax.ShapeDtypeStruct((self.batch, width), jnp.int32)
+        lengths = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
+        shapes = jax.eval_shape(engine.prefill, self.params, prompt, lengths, jax.random.key(0))
+
+        def fill(rng):
+            leaves, treedef = jax.tree.flatten(shapes)
+            filled = [
+                jax.random.normal(jax.random.fold_in(rng, i), leaf.shape, leaf.dtype)
+                if jnp.issubdtype(leaf.dtype, jnp.floating)
+                else jnp.zeros(leaf.shape, leaf.dtype)
+                for i, leaf in enumerate(leaves[:-1])
+            ]
+            return self._rewound(jax.tree.unflatten(treedef, [*filled, rng]))
+
+        return jax.jit(fill)(jax.random.key(self.seed))
+
+    def _rewound(self, state: DecodeState) -> DecodeState:
+        """Back to ``context`` tokens per row, nothing emitted. Integer leaves of a drafter's state are lengths."""
+        back = jnp.full(self.batch, self.context, jnp.int32)
+        zero = jnp.zeros_like(back)
+        draft = jax.tree.map(lambda x: back if jnp.issubdtype(x.dtype, jnp.integer) else x, state.draft)
+        return state._replace(
+            cache=state.cache._replace(lengths=back),
+            draft=draft,
+            lengths=zero,
+            steps=zero,
+            limits=zero + self.engine.max_new_tokens,
+            done=zero > 0,
         )
 
-        def time_it(carry) -> float:
-            jax.block_until_ready(compiled(params, carry))
-            return median_ms(lambda: compiled(params, carry), repeats) / n_steps
-
-        return time_it
-
-    def propose(params, state: DecodeState):
-        # Every candidate feeds the next root, so none can be dropped.
-        return state._replace(root=jnp.sum(engine.propose(params, state), axis=1) % vocab)
-
-    candidates = jax.jit(engine.propose)(params, state)
-
-    def verify(params, carry):
-        state, candidates = carry
-        _, logits = engine.verify(params, state.cache, candidates)
-        # A maximum over the vocabulary, one pass over the logits, is the cheapest thing that needs all of them.
-        shift = (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
-        return state, (candidates + shift) % vocab
-
-    forward, logits = jax.jit(engine.verify)(params, state.cache, candidates)
-
-    def accept_commit(params, carry):
-        state, forward, logits, candidates = carry
-        # Adding something that changes keeps the argmax inside the loop; the addition fuses into it.
-        nudged = logits + (state.root[:, None, None] % 2) * jnp.float32(1e-6)
-        accepted = engine.accept(state, nudged, candidates)
-        state, _, _ = engine.commit(state, forward, candidates, accepted)
-        return state, forward, logits, candidates
-
-    accepted = jax.jit(engine.accept)(state, logits, candidates)
-    tokens = jnp.take_along_axis(candidates, accepted.path, axis=1)
-
-    def observe(params, carry):
-        state, forward = carry
-        new = engine.observe(params, state, forward, accepted, tokens, accepted.accept_length + 1)
-        leaves = [jnp.max(leaf) for leaf in jax.tree.leaves(new.draft) if leaf.ndim == 2]
-        shift = sum(leaves, jnp.float32(0)).astype(forward.features.dtype) * 1e-6
-        return new, forward._replace(features=forward.features + shift)
-
-    began = time.perf_counter()
-    run_steps = jax.jit(
-        lambda params, state: jax.lax.fori_loop(0, n_steps, lambda _, s: engine.decode_step(params, s), state),
-        donate_argnums=1,
-    )
-    run_steps = run_steps.lower(params, state).compile()
-    compile_seconds += time.perf_counter() - began
-
-    def timed_steps() -> float:
+    def _time(self, body: Callable[[Params, Any], Any], carry: Any) -> float:
+        """Milliseconds per iteration of ``carry = body(params, carry)``; the carry is donated and used again."""
+        n = self.n_steps
+        loop = jax.jit(
+            lambda params, carry: jax.lax.fori_loop(0, n, lambda _, c: body(params, c), carry), donate_argnums=1
+        )
+        rewind = jax.jit(
+            lambda carry: jax.tree.map(
+                lambda x: self._rewound(x) if isinstance(x, DecodeState) else x,
+                carry,
+                is_leaf=lambda x: isinstance(x, DecodeState),
+            ),
+            donate_argnums=0,
+        )
+        began = time.perf_counter()
+        loop = loop.lower(self.params, carry).compile()
+        self.compile_seconds += time.perf_counter() - began
+        carry = loop(self.params, jax.tree.map(jnp.copy, carry))
         times = []
-        for _ in range(repeats + 1):
-            fresh = jax.block_until_ready(prefill(params))  # the loop donates its state
-            times.append(median_ms(lambda fresh=fresh: run_steps(params, fresh), 1))
-        return statistics.median(times[1:]) / n_steps
+        for _ in range(self.repeats):
+            carry = jax.block_until_ready(rewind(carry))
+            began = time.perf_counter()
+            carry = jax.block_until_ready(loop(self.params, carry))
+            times.append(time.perf_counter() - began)
+        return statistics.median(times) * 1e3 / n
 
-    return PhaseTimes(
-        step=timed_steps(),
-        propose=loop(propose)(state),
-        verify=loop(verify)((state, candidates)),
-        accept_commit=loop(accept_commit)((state, forward, logits, candidates)),
-        observe=loop(observe)((state, forward)),
-        prefill=median_ms(lambda: prefill(params), repeats),
-        compile_seconds=compile_seconds,
-    )
+    # --- inputs that the phases share ---------------------------------------------------------------------------
+
+    @cached_property
+    def _start(self):
+        """A state and the results of its first three verbs."""
+        state = self.state()
+        candidates = jax.jit(self.engine.propose)(self.params, state)
+        forward, logits = jax.jit(self.engine.verify)(self.params, state.cache, candidates)
+        return state, candidates, forward, logits
+
+    # --- what is timed ------------------------------------------------------------------------------------------
+
+    def step(self) -> float:
+        """The whole step, timed on its own; the phases need not add up to it exactly."""
+        return self._time(self.engine.decode_step, self.state())
+
+    def propose(self) -> float:
+        vocab = self.engine.model.config.vocab_size
+
+        def body(params, state):  # every candidate feeds the next root, so none can be dropped
+            return state._replace(root=jnp.sum(self.engine.propose(params, state), axis=1) % vocab)
+
+        return self._time(body, self._start[0])
+
+    def verify(self) -> float:
+        vocab = self.engine.model.config.vocab_size
+
+        def body(params, carry):
+            state, candidates = carry
+            _, logits = self.engine.verify(params, state.cache, candidates)
+            # A maximum over the vocabulary, one pass over the logits, is the cheapest thing that needs all of them.
+            shift = (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
+            return state, (candidates + shift) % vocab
+
+        return self._time(body, self._start[:2])
+
+    def accept_commit(self) -> float:
+        def body(params, carry):
+            state, candidates, forward, logits = carry
+            # Adding something that changes keeps the argmax inside the loop; the addition fuses into it.
+            nudged = logits + (state.root[:, None, None] % 2) * jnp.float32(1e-6)
+            accepted = self.engine.accept(state, nudged, candidates)
+            state, _, _ = self.engine.commit(state, forward, candidates, accepted)
+            return state, candidates, forward, logits
+
+        return self._time(body, self._start)
+
+    def observe(self) -> float:
+        state, candidates, forward, logits = self._start
+        accepted = jax.jit(self.engine.accept)(state, logits, candidates)
+        tokens = jnp.take_along_axis(candidates, accepted.path, axis=1)
+        counts = accepted.accept_length + 1
+
+        def body(params, carry):
+            state, forward = carry
+            state = self.engine.observe(params, state, forward, accepted, tokens, counts)
+            # Feed something of the new draft state back, so that iterations follow each other.
+            changed = [jnp.max(x) for x in jax.tree.leaves(state.draft) if x.ndim == 2]
+            nudge = sum(changed, jnp.float32(0)).astype(forward.features.dtype) * 1e-6
+            return state, forward._replace(features=forward.features + nudge)
+
+        return self._time(body, (state, forward))
+
+    def prefill(self) -> float:
+        """Prefilling ``context`` random tokens per row; milliseconds per prompt batch."""
+        rng = np.random.default_rng(self.seed)
+        shape = (self.batch, self.context)
+        prompt = rng.integers(0, self.engine.model.config.vocab_size, shape, dtype=np.int32)
+        lengths = np.full(self.batch, self.context, np.int32)
+        run = jax.jit(self.engine.prefill)
+        began = time.perf_counter()
+        jax.block_until_ready(run(self.params, prompt, lengths, jax.random.key(0)))
+        self.compile_seconds += time.perf_counter() - began
+        return median_ms(lambda: run(self.params, prompt, lengths, jax.random.key(0)), self.repeats)

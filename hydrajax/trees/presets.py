@@ -84,6 +84,8 @@ def cartesian(widths: Sequence[int]) -> TreeTopology:
 
 def sparse(name: str = "mc_sim_7b_63") -> TreeTopology:
     """A released 63-choice tree by its published name."""
+    if name not in _SPARSE:
+        raise HydrajaxError(f"tree: found '{name}', the released trees are {', '.join(_SPARSE)}")
     return TreeTopology.from_choices([tuple(map(int, word)) for word in _SPARSE[name].split()])
 
 

@@ -1,0 +1,210 @@
+"""``hydrajax generate``: text from a base with or without draft heads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.segment import Segment, Segments
+from rich.style import Style
+
+from hydrajax.api import Loaded, decode_text, generate
+from hydrajax.cli.options import add_decoding_arguments, add_model_arguments, load_from, tree_from
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.evaluation.answers import AnswerWriter, Generation
+from hydrajax.evaluation.prompts import Prompt, read_prompts
+
+HELP = "generate text with a base model, faster with draft heads"
+RULES = {"greedy": Greedy}
+DRAFTED = "green underline"  # two signs: one is seen without colours, the other where terminals show no underline
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    files = parser.add_argument_group("input and output")
+    what = files.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    what.add_argument(
+        "--prompts", metavar="FILE.jsonl", help="one JSON object per line, with prompt_ids, prompt or turns"
+    )
+    files.add_argument("--output", metavar="FILE.jsonl", help="write results here instead of text to the screen")
+    add_model_arguments(parser)
+    decoding = add_decoding_arguments(parser)
+    decoding.add_argument("--rule", choices=list(RULES), default="greedy", help="acceptance (default %(default)s)")
+
+
+def run(args: argparse.Namespace) -> None:
+    tree = tree_from(args)
+    prompts = read_prompts(args.prompts) if args.prompt is None else [Prompt(args.prompt, "--prompt")]
+    totals = Totals()
+    with ExitStack() as stack:
+        writer = None if args.output is None else stack.enter_context(AnswerWriter(args.output))
+        progress = stack.enter_context(ProgressLine(len(prompts)))
+        progress.status("loading")
+        loaded = load_from(args)
+        tree = tree or loaded.default_tree()
+        screen = Screen(loaded, len(prompts), drafted=tree.depth > 0)
+        results = generate(
+            loaded,
+            prompts,
+            tree=tree,
+            rule=RULES[args.rule](),
+            max_new_tokens=args.max_new_tokens,
+            batch_size=args.batch_size,
+            seed=args.seed,
+            on_status=progress.status,
+        )
+        for number, result in enumerate(results):
+            totals.add(result, first_of_batch=number % args.batch_size == 0)
+            totals.cut += cut_by_context(result, loaded, args.max_new_tokens)
+            if writer is not None:
+                writer.write(result)
+            else:
+                progress.hide()  # it may share the terminal with the text
+                screen.show(result)
+            progress.update(totals)
+    if totals.cut:
+        context = loaded.model.config.max_positions
+        outputs = "1 output was" if totals.cut == 1 else f"{totals.cut} outputs were"
+        print(f"{outputs} cut by the model's context of {context} tokens, prompt included", file=sys.stderr)
+    print(totals.summary(), file=sys.stderr)
+
+
+def cut_by_context(result: Generation, loaded: Loaded, max_new_tokens: int) -> bool:
+    """Whether the model would have gone on: neither EOS nor the limit ended the output, but the full context."""
+    if result.new_tokens >= max_new_tokens or (result.output_ids and result.output_ids[-1] in loaded.eos_ids):
+        return False
+    return len(result.prompt_ids) + result.new_tokens >= loaded.model.config.max_positions
+
+
+@dataclass
+class Totals:
+    """Sums over all prompts so far. ``seconds`` counts each batch once and no compilation."""
+
+    prompts: int = 0
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    cut: int = 0
+
+    def add(self, result: Generation, first_of_batch: bool) -> None:
+        self.prompts += 1
+        self.tokens += result.new_tokens
+        self.steps += result.steps
+        self.seconds += result.wall_time if first_of_batch else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.tokens / max(self.steps, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def summary(self) -> str:
+        return (
+            f"{self.tokens} tokens in {self.steps} steps, tokens_per_step {self.tokens_per_step:.2f} (τ), "
+            f"{self.tokens_per_second:.1f} tokens/s"
+        )
+
+
+class ProgressLine:
+    """What is going on, on stderr; silent unless that is a terminal. A context manager that leaves no trace."""
+
+    def __init__(self, total: int):
+        self._line = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("prompts  {task.fields[speed]}"),
+            console=Console(stderr=True),
+            transient=True,
+            redirect_stdout=False,  # stdout is the user's, even where it is the same terminal
+            redirect_stderr=False,
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._line.add_task("", total=total, speed="")
+
+    def status(self, description: str) -> None:
+        """Show the line with this text: loading, compiling, decoding."""
+        self._line.update(self._task, description=f"{description} ...")
+        self._line.start()
+
+    def hide(self) -> None:
+        self._line.stop()
+
+    def update(self, totals: Totals) -> None:
+        speed = f"{totals.tokens_per_second:.1f} tokens/s  {totals.tokens_per_step:.2f} tokens per step"
+        self._line.update(self._task, completed=totals.prompts, speed=speed)
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.hide()
+
+
+class Screen:
+    """Results on stdout: plain text, or on a terminal with the accepted draft tokens marked."""
+
+    def __init__(self, loaded: Loaded, prompts: int, drafted: bool):
+        self._tokenizer, self._prompts, self._drafted = loaded.tokenizer, prompts, drafted
+        self._console = Console(highlight=False) if sys.stdout.isatty() else None
+        self._number = 0
+
+    def show(self, result: Generation) -> None:
+        self._number += 1
+        if self._console is None:
+            print(text_of(result), flush=True)
+            return
+        if self._number == 1 and self._drafted:
+            write_marked(Console(stderr=True), [("drafted and accepted", True), (", chosen by the base", False)])
+        if self._prompts > 1:
+            self._console.out(f"--- {self._number} of {self._prompts}", style="dim")
+        write_marked(self._console, pieces(self._tokenizer, result))
+
+
+def text_of(result: Generation) -> str:
+    """The output as text, or its ids where there is no tokenizer."""
+    return " ".join(map(str, result.output_ids)) if result.text is None else result.text
+
+
+def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
+    """The output cut where drafted and base tokens meet: ``(text, is_drafted)``, which join to `text_of`.
+
+    Every step of ``accept_lengths`` is one token chosen by the base and then drafted ones. A character whose bytes
+    are spread over several tokens belongs to the token that completes it.
+    """
+    text, cuts, end = text_of(result), [], 0
+    for accepted in result.accept_lengths:
+        for count, is_drafted in ((1, False), (accepted - 1, True)):
+            end += count
+            cuts.append((end, is_drafted))
+    found, start = [], 0
+    for end, is_drafted in cuts:
+        if end == len(result.output_ids):
+            stop = len(text)
+        elif tokenizer is None:
+            stop = len(" ".join(map(str, result.output_ids[:end]))) + 1
+        else:
+            so_far = decode_text(tokenizer, result.output_ids[:end])
+            if not text.startswith(so_far):
+                so_far = so_far.rstrip("\ufffd")  # the decoder's sign for a character that is not complete yet
+            stop = max(start, len(so_far)) if text.startswith(so_far) else start
+        if stop > start:
+            found.append((text[start:stop], is_drafted))
+        start = stop
+    return found
+
+
+def write_marked(console: Console, marked: Iterable[tuple[str, bool]]) -> None:
+    """Write pieces, the drafted ones styled, and end the line."""
+    # As segments: printed as text, rich would wrap lines, expand tabs and drop some control characters.
+    segments = [Segment(text, Style.parse(DRAFTED) if is_drafted else None) for text, is_drafted in marked]
+    console.print(Segments([*segments, Segment.line()]), crop=False, end="")

@@ -1,0 +1,126 @@
+"""Output files of generation: one JSON object per prompt, written whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.evaluation.prompts import integers, read_jsonl, shown
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One prompt's output; its fields are those of an output line (DESIGN section 6).
+
+    prompt_ids:     token ids fed, special tokens included.
+    output_ids:     generated ids only, EOS included if it was met.
+    text:           the output as text without special tokens, None if the base has no tokenizer.
+    steps:          decode steps: forward passes of the base after the prompt's.
+    accept_lengths: tokens emitted by each step, **counting the root** as Spec-Bench does: they sum to ``new_tokens``.
+    new_tokens:     generated tokens.
+    wall_time:      seconds, prompt included and compilation excluded, of the whole batch the prompt was in.
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    text: str | None
+    steps: int
+    accept_lengths: list[int]
+    new_tokens: int
+    wall_time: float
+
+
+class AnswerWriter:
+    """A context manager that writes output lines to ``path``, which appears, or is replaced, only on success.
+
+    Lines go to a hidden temporary file in the same directory, flushed one by one; it is renamed at the end and
+    removed on any error or Ctrl-C. Raises `HydrajaxError` at once if ``path`` cannot be written. ``flag`` names the
+    file's option in messages.
+    """
+
+    def __init__(self, path: str | Path, flag: str = "--output"):
+        self._path, self._flag = path, flag
+        self._target = Path(os.path.realpath(path))  # a link keeps pointing to the file it names
+        # os.path and not pathlib, whose questions raise for a name too long or a directory one may not enter.
+        if os.path.exists(self._target) and not os.path.isfile(self._target):
+            kind = (
+                "a directory" if os.path.isdir(self._target) else "not a regular file"
+            )  # a rename would replace a device
+            raise HydrajaxError(f"{flag}: {str(path)!r} is {kind}, the name of a file is needed")
+        if not os.path.isdir(self._target.parent):
+            raise HydrajaxError(f"{flag}: cannot write {path}: no such directory: {self._target.parent}")
+        self._partial = self._target.with_name(f".{self._target.name}.{os.getpid()}.tmp")
+        try:
+            self._file = self._partial.open("w", encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def write(self, answer: Generation) -> None:
+        """Add one line."""
+        try:
+            self._file.write(json.dumps(dataclasses.asdict(answer), ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:  # such as a full disk
+            raise self._cannot_write(error) from None
+
+    def __enter__(self) -> AnswerWriter:
+        return self
+
+    def __exit__(self, error_type, *_) -> None:
+        try:
+            self._file.close()
+            if error_type is None:
+                self._partial.replace(self._target)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+        finally:
+            self._partial.unlink(missing_ok=True)
+
+    def _cannot_write(self, error: OSError) -> HydrajaxError:
+        return HydrajaxError(f"{self._flag}: cannot write {self._path}: {error.strerror}")
+
+
+def read_answers(path: str | Path, what: str = "answers") -> list[Generation]:
+    """The lines of an output file, in order; fields this version does not know are ignored.
+
+    Raises `HydrajaxError` naming file, line and field if one is missing, has the wrong type or contradicts another
+    (`accept_lengths` must be one per step and sum to `new_tokens`, the number of `output_ids`).
+    """
+    return [_answer(where, line) for where, line in read_jsonl(path, what)]
+
+
+def _answer(where: str, line: dict) -> Generation:
+    names = [field.name for field in dataclasses.fields(Generation)]
+    missing = [name for name in names if name not in line]
+    if missing:
+        raise HydrajaxError(f"{where}: field {missing[0]} is missing; needed are {', '.join(names)}")
+
+    def number(name, types, allowed):
+        value = line[name]
+        if isinstance(value, bool) or not isinstance(value, types) or not value >= 0:
+            raise HydrajaxError(f"{where}: {name}: must be {allowed} from 0 up, found {shown(value)}")
+        return value
+
+    text = line["text"]
+    if text is not None and not isinstance(text, str):
+        raise HydrajaxError(f"{where}: text: must be text or null, found {shown(text)}")
+    answer = Generation(
+        prompt_ids=integers(line["prompt_ids"], f"{where}: prompt_ids"),
+        output_ids=integers(line["output_ids"], f"{where}: output_ids"),
+        text=text,
+        steps=number("steps", int, "an integer"),
+        accept_lengths=integers(line["accept_lengths"], f"{where}: accept_lengths"),
+        new_tokens=number("new_tokens", int, "an integer"),
+        wall_time=number("wall_time", (int, float), "a number"),
+    )
+    counts = {"output_ids holds": len(answer.output_ids), "accept_lengths sum to": sum(answer.accept_lengths)}
+    for what, count in counts.items():
+        if count != answer.new_tokens:
+            raise HydrajaxError(f"{where}: {what} {count} tokens, new_tokens is {answer.new_tokens}")
+    if len(answer.accept_lengths) != answer.steps:
+        raise HydrajaxError(f"{where}: accept_lengths has {len(answer.accept_lengths)} items, steps is {answer.steps}")
+    return answer

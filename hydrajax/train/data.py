@@ -1,0 +1,107 @@
+"""Text that every Python machine has: the standard library's own source, its tokenizer, and fixed training windows.
+
+Everything is a function of the files found and of the seed, so two runs on one machine see the same batches.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from hydrajax.errors import HydrajaxError
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Not code that anyone writes: installed packages, tests, generated tables and generated documentation.
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
+
+
+class SourceFile(NamedTuple):
+    """``name`` is the path below the library's folder with forward slashes."""
+
+    name: str
+    text: str
+
+
+def standard_library(max_chars: int, folder: str | Path | None = None, seed: int = 0) -> list[SourceFile]:
+    """Python files of the standard library in an order shuffled by ``seed``, together at most ``max_chars`` long.
+
+    A file that would pass the limit is left out and later, shorter ones may still fit. ``folder`` replaces the running
+    Python's library. Raises `HydrajaxError` where there is none to read (a zipped or frozen Python).
+    """
+    folder = Path(folder or sysconfig.get_paths()["stdlib"])
+    paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
+    paths = [path for path in paths if SKIPPED_FOLDERS.isdisjoint(path.split("/")[:-1])]
+    files, total = [], 0
+    for index in np.random.default_rng(seed).permutation(len(paths)):
+        try:
+            text = (folder / paths[index]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue  # a broken link, or one of the few old files in another encoding
+        if text and total + len(text) <= max_chars:
+            files.append(SourceFile(paths[index], text))
+            total += len(text)
+    if not files:
+        raise HydrajaxError(f"standard library: no Python source files to read in {folder}")
+    return files
+
+
+def split_files(files: Sequence[SourceFile], held_out: int) -> tuple[list[SourceFile], list[SourceFile]]:
+    """``(train, held out)``: the last ``held_out`` files are never trained on. Whole files, so no text is in both."""
+    if not 0 < held_out < len(files):
+        raise HydrajaxError(f"held_out: must be between 1 and {len(files) - 1} of {len(files)} files, found {held_out}")
+    return list(files[:-held_out]), list(files[-held_out:])
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int):
+    """A byte-level BPE (a transformers ``PreTrainedTokenizerFast``) of ``vocab_size`` ids; id 0 is `END_OF_TEXT`.
+
+    Byte-level, so every text has ids and decoding them gives it back exactly. The vocabulary is smaller where the
+    texts have too few pairs to merge; at least the 256 bytes and `END_OF_TEXT` are needed.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast  # both are slow to import, and only text needs them
+
+    if vocab_size < 257:
+        raise HydrajaxError(f"vocab_size: must be at least 257 (256 bytes and end of text), found {vocab_size}")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    # Code has spaces before commas and dots that must survive decoding.
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
+
+
+def pack(documents: Sequence[Sequence[int]], window: int, end_id: int) -> Int[np.ndarray, "n window"]:
+    """All documents, each closed by ``end_id``, in one stream cut into int32 windows; the short rest is dropped."""
+    stream = np.concatenate([np.asarray([*ids, end_id], np.int32) for ids in documents])
+    n_windows = len(stream) // window
+    if n_windows == 0:
+        raise HydrajaxError(f"window: {window} tokens are more than the {len(stream)} of the whole text")
+    return stream[: n_windows * window].reshape(n_windows, window)
+
+
+def batches(
+    windows: Int[np.ndarray, "n window"], batch_size: int, steps: int, seed: int
+) -> Iterator[Int[np.ndarray, "B window"]]:
+    """``steps`` batches of distinct windows, newly shuffled in every epoch; the short end of an epoch is dropped."""
+    if not 0 < batch_size <= len(windows):
+        raise HydrajaxError(f"batch_size: must be between 1 and {len(windows)} windows, found {batch_size}")
+    random = np.random.default_rng(seed)
+    per_epoch = len(windows) // batch_size
+    for step in range(steps):
+        if step % per_epoch == 0:
+            order = random.permutation(len(windows))
+        start = step % per_epoch * batch_size
+        yield windows[order[start : start + batch_size]]

@@ -1,0 +1,100 @@
+"""Fixtures shared by all tests: the golden folder, tiny checkpoints written by transformers, a tiny random base."""
+
+from __future__ import annotations
+
+import os
+
+# Before jax or torch starts its threads. A test machine may have an accelerator, but the tolerances are for CPU
+# float32; torch's models here are so small that a second thread only costs.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hydrajax.config import LlamaConfig
+from hydrajax.models.llama import Llama, init_base
+
+PROJECT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of reference outputs of the official code: ``$HYDRAJAX_GOLDEN`` or ``../shared/golden``."""
+    folder = Path(os.environ.get("HYDRAJAX_GOLDEN") or PROJECT.parent / "shared" / "golden")
+    if not (folder / "base" / "mha" / "config.json").is_file():
+        pytest.skip(f"no golden data in {folder}; set HYDRAJAX_GOLDEN")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama_checkpoint(tmp_path_factory):
+    """``make(**settings) -> Path``: a directory saved by transformers' LlamaForCausalLM, once per settings.
+
+    settings: fields of transformers' LlamaConfig over the small defaults below. Weights are random, large enough that
+    attention is not uniform and that the greedy token has a healthy margin; norm scales are not all ones.
+    """
+    made: dict[str, Path] = {}
+
+    def make(**settings) -> Path:
+        name = repr(sorted(settings.items()))
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("llama")
+            random_hf_llama(**settings).save_pretrained(made[name])
+        return made[name]
+
+    return make
+
+
+def random_hf_llama(**settings):
+    """A transformers LlamaForCausalLM with the random weights described at `llama_checkpoint`."""
+    import torch
+    from transformers import LlamaConfig as HFConfig
+    from transformers import LlamaForCausalLM
+
+    defaults = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 88,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = HFConfig(**(defaults | settings), attn_implementation="eager")
+    model = LlamaForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if parameter.ndim == 1 else 0.3 * noise)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(llama_checkpoint) -> Path:
+    """The default `llama_checkpoint`: vocabulary 96, width 32, 2 layers, 4 heads, 2 key-value heads, context 128."""
+    return llama_checkpoint()
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> tuple[Llama, dict]:
+    """``(Llama, base_params)``: random, float32, vocabulary 61, width 32, 2 layers, 4 heads, 2 kv heads, context 64.
+
+    Normal weights of std 0.3 in place of 0.02, so that the logits differ by much more than rounding.
+    """
+    model = Llama(LlamaConfig(61, 32, 80, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64))
+    shapes = jax.eval_shape(lambda: init_base(model, jax.random.key(0)))
+    random = np.random.default_rng(5)
+
+    def draw(leaf):
+        noise = random.standard_normal(leaf.shape).astype(np.float32)
+        return jnp.asarray(1 + 0.2 * noise if len(leaf.shape) == 1 else 0.3 * noise)
+
+    return model, jax.tree.map(draw, shapes)

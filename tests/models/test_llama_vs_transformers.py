@@ -1,0 +1,163 @@
+"""The base model against transformers' LLaMA (eager attention, CPU, float32): prefill, cached steps, greedy ids."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from hydrajax.checkpoints.llama_hf import load_llama
+from hydrajax.decoding.decode import make_autoregressive_fn
+from hydrajax.decoding.step import Params
+from hydrajax.models.cache import append, init_cache
+from hydrajax.models.layers import causal_mask, rope_frequencies
+from hydrajax.models.llama import Llama
+
+TOLERANCE = 1e-4
+N_TOKENS = 100  # long enough for rope scaling with an original context of 32 to matter
+N_STEPS = 33  # cached single-token steps
+
+# 16 features per head and theta 1e4 put one wavelength in each of llama3's three zones for an original context of 32:
+# 6.3 (kept), 19.9 (in the smooth passage) and 62.8 and up (stretched).
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES = {
+    "mha": {"num_key_value_heads": 4},
+    "gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "mqa": {"num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "head_dim": {"head_dim": 16},
+    "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "llama3": {"head_dim": 16, "rope_parameters": LLAMA3},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    "eps": {"rms_norm_eps": 1e-2},
+    "trained": None,  # the golden base
+}
+
+
+class Pair(NamedTuple):
+    """The same checkpoint opened by both packages, with two rows of tokens and transformers' logits for them."""
+
+    theirs: LlamaForCausalLM
+    model: Llama
+    params: dict
+    tokens: np.ndarray
+    logits: np.ndarray
+
+
+def theirs_on(model, tokens) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def pair(request, llama_checkpoint) -> Pair:
+    settings = CASES[request.param]
+    if settings is None:
+        golden = request.getfixturevalue("golden")
+        directory = golden / "base" / "mha"
+        text = np.load(golden / "hydra_mlp" / "greedy_small.npz")["output_ids"]
+        tokens = text[:2, :N_TOKENS]
+    else:
+        directory = llama_checkpoint(**settings)
+        tokens = np.random.default_rng(0).integers(0, 96, (2, N_TOKENS))
+    theirs = LlamaForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
+    model, params = load_llama(directory)
+    return Pair(theirs, model, params, tokens.astype(np.int32), theirs_on(theirs, tokens))
+
+
+def run(model, params, tokens, positions, mask, cache=None):
+    """Our forward pass and logits."""
+    forward = model.apply({"params": params}, tokens, positions, mask, cache)
+    return forward, model.apply({"params": params}, forward.hidden, method="logits")
+
+
+def test_logits_in_prefill_and_in_cached_steps(pair):
+    model, params, tokens = pair.model, pair.params, pair.tokens
+    positions = np.broadcast_to(np.arange(N_TOKENS), tokens.shape)
+    prefill = jax.jit(partial(run, model, mask=causal_mask(N_TOKENS)))
+    forward, logits = prefill(params, tokens, positions)
+    assert np.abs(pair.logits).max() > 1  # the comparison is of healthy numbers
+    np.testing.assert_allclose(logits, pair.logits, atol=TOLERANCE, rtol=0)
+
+    # Keep a different number of tokens per row, as after prompts of two lengths; the rest of the block is written as
+    # garbage, which the steps must not see.
+    starts = np.array([N_TOKENS - N_STEPS, 41], np.int32)
+    cache = append(init_cache(model.config, 2, N_TOKENS, jnp.float32), forward.block, jnp.asarray(starts))
+
+    @jax.jit
+    def step(params, cache, token):
+        forward, logits = run(model, params, token, cache.lengths[:, None], causal_mask(1), cache)
+        return append(cache, forward.block, jnp.ones(2, jnp.int32)), logits[:, 0]
+
+    for i in range(N_STEPS):
+        at = starts + i
+        cache, logits = step(params, cache, tokens[[0, 1], at][:, None])
+        np.testing.assert_allclose(logits, pair.logits[[0, 1], at], atol=TOLERANCE, rtol=0, err_msg=f"step {i}")
+
+
+def test_greedy_ids_of_a_ragged_batch(pair):
+    lengths, n_new = np.array([3, 16, 9], np.int32), 24
+    prompt = np.zeros((3, 16), np.int32)
+    expected = []
+    for row, length in enumerate(lengths):
+        ids = pair.tokens[row % 2, row * 7 : row * 7 + length]
+        prompt[row, :length] = ids
+        with torch.no_grad():
+            # Pass the mask: with padding ids unset transformers cannot tell padding from text.
+            ids = torch.tensor(ids[None], dtype=torch.long)
+            out = pair.theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=n_new,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        expected.append(out[0, length:].numpy())
+    decode = make_autoregressive_fn(pair.model, max_new_tokens=n_new)
+    out = decode(Params(pair.params, {}), prompt, lengths)
+    np.testing.assert_array_equal(out.tokens, np.stack(expected))
+    np.testing.assert_array_equal(out.lengths, [n_new] * 3)
+    np.testing.assert_array_equal(out.steps, [n_new] * 3)
+
+
+@pytest.mark.parametrize("case", ["llama3", "linear", "theta"])
+def test_rope_settings_matter_here(llama_checkpoint, tmp_path, case):
+    """Without the setting the logits are far off, so the agreement above is not an accident of short texts."""
+    scaled = llama_checkpoint(**CASES[case])
+    plain = tmp_path / "plain"
+    shutil.copytree(scaled, plain)
+    config = json.loads((plain / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    (plain / "config.json").write_text(json.dumps(config))
+    tokens = np.random.default_rng(0).integers(0, 96, (1, N_TOKENS))
+    positions = np.arange(N_TOKENS)[None]
+    logits = []
+    for directory in (scaled, plain):
+        model, params = load_llama(directory)
+        logits.append(jax.jit(partial(run, model, mask=causal_mask(N_TOKENS)))(params, tokens, positions)[1])
+    assert np.abs(logits[0] - logits[1]).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["mha", "head_dim", "theta", "llama3", "linear"])
+def test_rope_frequencies(llama_checkpoint, case):
+    """The angular frequencies themselves, to float32 rounding: at long positions a small error grows."""
+    directory = llama_checkpoint(**CASES[case])
+    theirs = LlamaForCausalLM.from_pretrained(directory).model.rotary_emb.inv_freq.numpy()
+    model, _ = load_llama(directory)
+    np.testing.assert_allclose(rope_frequencies(model.config), theirs, rtol=1e-6)

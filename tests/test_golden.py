@@ -1,0 +1,260 @@
+"""The whole path against outputs of the official Hydra code (see the README beside the data): trees, hidden states,
+head logits, every proposed tree, every accepted length and every token, for Hydra and Hydra++ heads and two trees."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hydrajax.api import Loaded, load
+from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.drafters.drafter import BoundBase
+from hydrajax.models.layers import causal_mask
+from hydrajax.trees import presets
+from hydrajax.trees.tree import TreeTopology
+
+TOLERANCE = 1e-4  # on logits and hidden states, as the data's README advises
+ARCHS, TREES = ("hydra_mlp", "hydra_pp"), ("mc63", "small")
+LONGEST = 140  # above the longest recorded output, 128 and one step's overshoot, so that no recorded step is cut
+
+
+class Recorded(NamedTuple):
+    """The official greedy run of 8 prompts, padded with -1 where rows differ in length."""
+
+    prompt: np.ndarray  # [8, P], padding 0
+    lengths: np.ndarray
+    output: list[np.ndarray]  # generated ids of each prompt
+    accept_lengths: list[np.ndarray]  # per step, root not counted
+    tree_tokens: list[np.ndarray]  # [steps, N] the tokens proposed at each step
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def arch(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=TREES)
+def tree_name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def loaded(golden, arch) -> Loaded:
+    return load(golden / "base" / "mha", golden / arch / "heads")
+
+
+@pytest.fixture(scope="module")
+def tree(golden, arch, tree_name) -> TreeTopology:
+    return TreeTopology.from_json(golden / arch / f"tree_{tree_name}.json")
+
+
+@pytest.fixture(scope="module")
+def trace(golden, arch, tree_name) -> dict[str, np.ndarray]:
+    return dict(np.load(golden / arch / f"trace_{tree_name}.npz"))
+
+
+def read_recorded(golden, arch: str, tree_name: str) -> Recorded:
+    run = np.load(golden / arch / f"greedy_{tree_name}.npz")
+    lengths = run["prompt_lens"]
+    rows = range(len(lengths))
+    return Recorded(
+        prompt=np.maximum(run["prompts"], 0),
+        lengths=lengths,
+        output=[run["output_ids"][i, lengths[i] : run["output_lens"][i]] for i in rows],
+        accept_lengths=[run["accept_lengths"][i, : run["num_steps"][i]] for i in rows],
+        tree_tokens=[run[f"tree_tokens_{i}"] for i in rows],
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(golden, arch, tree_name) -> Recorded:
+    return read_recorded(golden, arch, tree_name)
+
+
+@pytest.fixture(scope="module")
+def decode(loaded, tree):
+    return make_decode_fn(loaded.model, loaded.drafter, tree, max_new_tokens=LONGEST)
+
+
+def near(ours, recorded) -> None:
+    np.testing.assert_allclose(ours, recorded, atol=TOLERANCE, rtol=0)
+
+
+# --- the tree -------------------------------------------------------------------------------------------------
+
+
+def test_tree_arrays(tree, trace):
+    np.testing.assert_array_equal(tree.ancestor_mask, trace["hydra_attn_mask"] == 1)
+    np.testing.assert_array_equal(tree.depths, trace["hydra_position_ids"])
+    np.testing.assert_array_equal(tree.leaf_paths, trace["retrieve_indices"])
+    np.testing.assert_array_equal((tree.leaf_paths >= 0).sum(axis=1) - 1, trace["max_accepts"])
+
+
+def test_official_tree_is_the_preset(golden):
+    assert TreeTopology.from_json(golden / "hydra_mlp" / "tree_mc63.json") == presets.sparse()
+
+
+# --- hidden states and logits ---------------------------------------------------------------------------------
+
+
+def base_forward(loaded: Loaded, params, ids: np.ndarray):
+    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    return loaded.model.apply({"params": params.base}, ids, positions, causal_mask(ids.shape[1]))
+
+
+def test_prefill(loaded, trace):
+    prefill = jax.jit(lambda params: base_forward(loaded, params, trace["prompt"][None]).hidden[0])
+    hidden = prefill(loaded.params)
+    near(hidden, trace["prefill_hidden_all"])
+    near(hidden[-1], trace["prefill_hidden_last"])
+    logits = loaded.model.apply({"params": loaded.params.base}, hidden[-1], method="logits")
+    near(logits, trace["prefill_logits_last"])
+
+
+def teacher_forced(loaded: Loaded, ids: np.ndarray):
+    """Hidden states and head logits for the training forward, padding ids included."""
+
+    @jax.jit
+    def forward(params):
+        base = base_forward(loaded, params, ids)
+        bound = BoundBase(loaded.model, params.base)
+        return base.hidden, loaded.drafter.teacher_forced(params.draft, base.features, jnp.asarray(ids), bound)
+
+    return forward(loaded.params)
+
+
+def test_teacher_forced(golden, arch, loaded):
+    record = np.load(golden / arch / "teacher_forced.npz")
+    hidden, logits = teacher_forced(loaded, record["input_ids"].astype(np.int32))
+    near(hidden, record["base_hidden"])
+    near(logits, record["head_logits"])  # the last positions too: they wrap as torch.roll does
+
+
+def test_teacher_forced_with_right_padding(golden, arch, loaded):
+    if not (golden / arch / "teacher_forced_padded.npz").exists():
+        pytest.skip("recorded for hydra_pp only")
+    record = np.load(golden / arch / "teacher_forced_padded.npz")
+    valid = record["attention_mask"] == 1
+    assert valid[0].all()
+    assert valid[1].sum() == 25
+    hidden, logits = teacher_forced(loaded, record["input_ids"].astype(np.int32))
+    near(hidden[valid], record["base_hidden"][valid])
+    near(logits[jnp.array([0, 3])][:, valid], record["head_logits_heads_0_and_3"][:, valid])
+
+
+def test_first_step_of_the_trace(loaded, decode, trace):
+    """Proposal, then verification of the *recorded* tree: logits and hidden states at every node."""
+    engine = decode.engine
+    prompt = np.zeros((1, 64), np.int32)  # padded, as decode_fn pads it
+    prompt[0, :30] = trace["prompt"]
+
+    @jax.jit
+    def first_step(params, candidates):
+        state = engine.prefill(params, prompt, np.array([30], np.int32), jax.random.key(0))
+        return engine.propose(params, state), *engine.verify(params, state.cache, candidates)
+
+    candidates = trace["step0_tree_candidates"][None].astype(np.int32)
+    proposed, forward, logits = first_step(loaded.params, candidates)
+    np.testing.assert_array_equal(proposed, candidates)
+    near(forward.hidden[0], trace["step0_tree_hidden"])
+    near(logits[0], trace["step0_tree_logits"])
+
+
+# --- decoding -------------------------------------------------------------------------------------------------
+
+
+def test_output_ids_and_accept_lengths(loaded, decode, recorded):
+    """All 8 prompts in one ragged batch; the official code ran them one by one."""
+    out = jax.device_get(decode(loaded.params, recorded.prompt, recorded.lengths))
+    for row, (ids, accepts) in enumerate(zip(recorded.output, recorded.accept_lengths, strict=True)):
+        assert len(ids) < LONGEST
+        assert len(ids) == (accepts + 1).sum()  # the data agrees with itself
+        np.testing.assert_array_equal(out.tokens[row, : len(ids)], ids, err_msg=f"prompt {row}")
+        np.testing.assert_array_equal(out.accept_lengths[row, : len(accepts)], accepts, err_msg=f"prompt {row}")
+
+
+def test_every_proposed_tree(loaded, decode, recorded):
+    """The tree's tokens at every step of every prompt, rejected guesses included: they depend on the drafter's whole
+    state, which matching output would not show."""
+    engine = decode.engine
+    prompt = np.pad(recorded.prompt, ((0, 0), (0, 64 - recorded.prompt.shape[1])))
+    prefill = jax.jit(lambda params: engine.prefill(params, prompt, recorded.lengths, jax.random.key(0)))
+    step = jax.jit(lambda params, state: (engine.propose(params, state), engine.decode_step(params, state)))
+    state = prefill(loaded.params)
+    for i in range(max(map(len, recorded.tree_tokens))):
+        candidates, state = step(loaded.params, state)
+        for row, tokens in enumerate(recorded.tree_tokens):
+            if i < len(tokens):
+                np.testing.assert_array_equal(candidates[row], tokens[i], err_msg=f"prompt {row}, step {i}")
+
+
+def test_limit_cuts_the_last_step(golden, arch, loaded):
+    """Exactly 128 tokens: the recorded ones without the overshoot, the last step's accept length cut to match."""
+    limit = 128
+    recorded = read_recorded(golden, arch, "small")
+    tree = TreeTopology.from_json(golden / arch / "tree_small.json")
+    decode = make_decode_fn(loaded.model, loaded.drafter, tree, max_new_tokens=limit)
+    out = jax.device_get(decode(loaded.params, recorded.prompt, recorded.lengths))
+    assert max(map(len, recorded.output)) > limit
+    for row, (ids, accepts) in enumerate(zip(recorded.output, recorded.accept_lengths, strict=True)):
+        np.testing.assert_array_equal(out.tokens[row], ids[:limit], err_msg=f"prompt {row}")
+        expected = accepts.copy()
+        expected[-1] -= len(ids) - limit
+        n_steps = len(expected)
+        assert out.lengths[row] == limit
+        assert out.steps[row] == n_steps
+        np.testing.assert_array_equal(out.accept_lengths[row, :n_steps], expected, err_msg=f"prompt {row}")
+        assert (out.accept_lengths[row, n_steps:] == -1).all()
+
+
+def test_end_of_sequence(golden, arch, loaded):
+    """The official code stops after the step that holds EOS and keeps that step's tokens; ours ends at EOS itself.
+
+    One recorded run has an EOS. The other prompts' runs without one, cut at the same id, say what it must give there:
+    the base and its greedy tokens are the same.
+    """
+    record = np.load(golden / arch / "eos_mc63.npz")
+    eos, prompt = int(record["eos_id"]), record["prompt"]
+    runs = read_recorded(golden, arch, "mc63")
+    row = next(i for i, n in enumerate(runs.lengths) if np.array_equal(runs.prompt[i, :n], prompt))
+    runs.output[row] = record["output_ids"][len(prompt) :]
+    runs.accept_lengths[row] = record["accept_lengths"]
+
+    decode = make_decode_fn(loaded.model, loaded.drafter, presets.sparse(), max_new_tokens=LONGEST, eos_ids=(eos,))
+    out = jax.device_get(decode(loaded.params, runs.prompt, runs.lengths))
+    n_cut = 0
+    for row, (ids, accepts) in enumerate(zip(runs.output, runs.accept_lengths, strict=True)):
+        if eos not in ids:
+            np.testing.assert_array_equal(out.tokens[row, : len(ids)], ids, err_msg=f"prompt {row}")
+            assert out.lengths[row] >= len(ids)
+            continue
+        length = int(np.argmax(ids == eos)) + 1
+        ends = np.cumsum(accepts + 1)  # tokens emitted after each recorded step
+        steps = int(np.searchsorted(ends, length)) + 1
+        expected = accepts[:steps].copy()
+        expected[-1] -= ends[steps - 1] - length
+        n_cut += ends[steps - 1] > length
+        assert out.lengths[row] == length
+        assert out.steps[row] == steps
+        np.testing.assert_array_equal(out.tokens[row, :length], ids[:length], err_msg=f"prompt {row}")
+        assert (out.tokens[row, length:] == -1).all()
+        np.testing.assert_array_equal(out.accept_lengths[row, :steps], expected, err_msg=f"prompt {row}")
+        assert (out.accept_lengths[row, steps:] == -1).all()
+    assert n_cut >= 3  # in several runs EOS falls inside a step
+
+
+def test_pt_and_safetensors_are_the_same(golden, arch, loaded, tmp_path):
+    """`loaded` came from the .safetensors; the .pt beside it, read with torch, holds the same parameters."""
+    heads = golden / arch / "heads"
+    for name in ("config.json", "hydra_lm_head.pt"):
+        (tmp_path / name).symlink_to(heads / name)
+    from_pt = load(golden / "base" / "mha", tmp_path)
+    assert from_pt.drafter == loaded.drafter
+    ours, theirs = (jax.tree.leaves_with_path(m.params.draft) for m in (loaded, from_pt))
+    for (path, a), (other_path, b) in zip(ours, theirs, strict=True):
+        assert path == other_path
+        np.testing.assert_array_equal(a, b)

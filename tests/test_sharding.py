@@ -1,0 +1,164 @@
+"""Sharding over eight CPU devices: every weight where its rule puts it, and the ids of the single-device run.
+
+XLA fixes the number of CPU devices when it starts, so the work runs in one subprocess and the tests read its findings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.sharding import make_mesh
+
+WIDTH, VOCAB, N_HEADS, N_KV_HEADS, HEAD_DIM, MLP = 32, 96, 8, 4, 8, 88
+MAX_NEW = 20
+PROMPTS = [[5, 17, 60, 2, 33], [90, 1, 4, 4, 71, 8, 12, 50, 29]]
+TREE = [[rank] for rank in range(24)] + [[rank, 0] for rank in range(12)]  # wide: random heads guess badly
+
+SCRIPT = """
+import json, sys
+import jax, numpy as np
+import hydrajax
+from hydrajax.sharding import make_mesh
+
+base, heads, settings, answer = sys.argv[1:]
+settings = json.load(open(settings))
+found = {"devices": jax.device_count()}
+prompts = settings["prompts"]
+lengths = np.array([len(ids) for ids in prompts], np.int32)
+prompt = np.zeros((len(prompts), lengths.max()), np.int32)
+for row, ids in zip(prompt, prompts):
+    row[: len(ids)] = ids
+tree = hydrajax.TreeTopology.from_choices(settings["tree"])
+
+def by_path(tree, get):
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+    return {name(path): get(x) for path, x in jax.tree.leaves_with_path(tree)}
+
+def describe(x):
+    return {"shape": x.shape, "shards": [s.data.shape for s in x.addressable_shards],
+            "distinct": len({str(s.index) for s in x.addressable_shards})}
+
+plain = None
+for name, sizes in settings["meshes"].items():
+    mesh = make_mesh(**sizes) if sizes else None
+    m = hydrajax.load(base, heads, mesh=mesh)
+    plain = plain or m
+    decode = hydrajax.make_decode_fn(m.model, m.drafter, tree, max_new_tokens=settings["max_new"])
+    out = decode(m.params, prompt, lengths)
+    gathered = jax.tree.map(lambda a, b: bool(np.array_equal(np.asarray(a), np.asarray(b))), m.params, plain.params)
+    found[name] = {
+        "tokens": out.tokens.tolist(),
+        "accept_lengths": out.accept_lengths.tolist(),
+        "base": by_path(m.params.base, describe),
+        "draft": by_path(m.params.draft, describe),
+        "values_equal": all(jax.tree.leaves(gathered)),
+    }
+try:
+    make_mesh(data=3, model=4)
+except hydrajax.HydrajaxError as error:
+    found["refusal"] = str(error)
+json.dump(found, open(answer, "w"))
+"""
+
+MESHES = {"single": None, "model4": {"model": 4}, "data2_model4": {"data": 2, "model": 4}}
+
+
+@pytest.fixture(scope="module")
+def found(llama_checkpoint, tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("sharding")
+    base = llama_checkpoint(num_attention_heads=N_HEADS, num_key_value_heads=N_KV_HEADS, head_dim=HEAD_DIM)
+    random = np.random.default_rng(11)
+    heads = {}
+    for k in range(2):
+        rows = {"linear.weight": (WIDTH, (k + 2) * WIDTH), "linear.bias": (WIDTH,)}
+        rows |= {"res_connection.weight": rows["linear.weight"], "res_connection.bias": (WIDTH,)}
+        tensors = {f"hydra_mlp.{k}.0.{name}": shape for name, shape in rows.items()}
+        tensors |= {f"hydra_lm_head.{k}.weight": (VOCAB, WIDTH), f"hydra_lm_head.{k}.bias": (VOCAB,)}
+        heads |= {name: random.standard_normal(shape).astype(np.float32) for name, shape in tensors.items()}
+    save_file(heads, folder / "hydra_lm_head.safetensors")
+    config = {"hydra_num_heads": 2, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = {"prompts": PROMPTS, "tree": TREE, "max_new": MAX_NEW, "meshes": MESHES}
+    (folder / "settings.json").write_text(json.dumps(settings))
+    (folder / "script.py").write_text(SCRIPT)
+
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    arguments = [base, folder, folder / "settings.json", folder / "answer.json"]
+    run = subprocess.run(
+        [sys.executable, folder / "script.py", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    answer = json.loads((folder / "answer.json").read_text())
+    assert answer["devices"] == 8
+    return answer
+
+
+@pytest.mark.parametrize(("mesh", "n_devices"), [("model4", 4), ("data2_model4", 8)])
+def test_parameters_are_sharded(found, mesh, n_devices):
+    """The matrices are split in 4 along the axis their rule names (columns, then rows: two all-reduces per layer)."""
+    expected = {
+        "embedding": [VOCAB // 4, WIDTH],
+        "lm_head": [WIDTH, VOCAB // 4],
+        "norm/scale": [WIDTH],
+    }
+    for i in range(2):
+        expected |= {
+            f"layers_{i}/qkv": [WIDTH, N_KV_HEADS // 4, N_HEADS // N_KV_HEADS + 2, HEAD_DIM],
+            f"layers_{i}/out": [N_HEADS * HEAD_DIM // 4, WIDTH],
+            f"layers_{i}/gate_up": [WIDTH, 2, MLP // 4],
+            f"layers_{i}/down": [MLP // 4, WIDTH],
+            f"layers_{i}/attention_norm/scale": [WIDTH],
+            f"layers_{i}/mlp_norm/scale": [WIDTH],
+        }
+    leaves = found[mesh]["base"]
+    assert leaves.keys() == expected.keys()
+    for name, shard in expected.items():
+        leaf = leaves[name]
+        assert leaf["shards"] == [shard] * n_devices, name
+        # Different devices hold different quarters; the data axis repeats them.
+        assert leaf["distinct"] == (1 if leaf["shape"] == shard else 4), name
+
+
+@pytest.mark.parametrize(("mesh", "n_devices"), [("model4", 4), ("data2_model4", 8)])
+def test_draft_is_replicated(found, mesh, n_devices):
+    for name, leaf in found[mesh]["draft"].items():
+        assert leaf["shards"] == [leaf["shape"]] * n_devices, name
+
+
+@pytest.mark.parametrize("mesh", ["model4", "data2_model4"])
+def test_sharded_run_equals_single_device(found, mesh):
+    """The parameters put together again are the file's, and tree decoding gives the same ids and accepted lengths."""
+    assert found["single"]["base"]["embedding"]["shards"] == [[VOCAB, WIDTH]]
+    assert found[mesh]["values_equal"]
+    tokens = np.array(found["single"]["tokens"])
+    assert tokens.shape == (len(PROMPTS), MAX_NEW)
+    assert len(np.unique(tokens)) > 5  # not one token repeated, which any error could give too
+    np.testing.assert_array_equal(found[mesh]["tokens"], tokens)
+    accept_lengths = np.array(found["single"]["accept_lengths"])
+    assert (accept_lengths > 0).any()
+    np.testing.assert_array_equal(found[mesh]["accept_lengths"], accept_lengths)
+
+
+def test_too_many_devices(found):
+    assert found["refusal"] == "mesh: data=3 x model=4 needs 12 devices, 8 present"
+    with pytest.raises(HydrajaxError, match="model=1000 needs 1000 devices"):
+        make_mesh(model=1000)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 0}, {"model": 0}, {"model": -1}, {"data": -1, "model": -1}])
+def test_sizes_below_one(sizes):
+    with pytest.raises(HydrajaxError, match="mesh: data="):
+        make_mesh(**sizes)
