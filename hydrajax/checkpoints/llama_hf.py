@@ -7,6 +7,7 @@ with the right shape.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,18 +32,24 @@ def read_json(path: Path, what: str) -> dict:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         raise HydrajaxError(f"{what}: no such file: {path}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HydrajaxError(f"{what}: cannot read {path} as JSON: {error}") from None
     if not isinstance(content, dict):
         raise HydrajaxError(f"{what}: {path} must hold a JSON object")
     return content
 
 
-def llama_config(raw: dict) -> LlamaConfig:
-    """Translate ``config.json``; refuse by name what the model does not implement."""
+def check_directory(directory: Path, what: str) -> None:
+    """Refuse what is not a directory (by `os.path`: pathlib raises for a name too long or one may not enter)."""
+    if not os.path.isdir(directory):
+        raise HydrajaxError(f"{what}: no such directory: {directory}")
+
+
+def llama_config(raw: dict, what: str = "config.json") -> LlamaConfig:
+    """Translate ``config.json`` (``what`` in messages); refuse by name what the model does not implement."""
 
     def refuse(field, found, allowed):
-        raise HydrajaxError(f"config.json: {field} is {found!r}, supported is {allowed}")
+        raise HydrajaxError(f"{what}: {field} is {found!r}, supported is {allowed}")
 
     if raw.get("model_type") != "llama":
         refuse("model_type", raw.get("model_type"), "'llama'")
@@ -73,23 +80,23 @@ def llama_config(raw: dict) -> LlamaConfig:
             max_positions=int(raw.get("max_position_embeddings", 2048)),
             norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
-            rope_scaling=_rope_scaling(raw.get("rope_scaling") or rope, raw),
+            rope_scaling=_rope_scaling(raw.get("rope_scaling") or rope, raw, what),
             tied_lm_head=bool(raw.get("tie_word_embeddings", False)),
         )
     except KeyError as missing:
-        raise HydrajaxError(f"config.json: field {missing} is missing") from None
+        raise HydrajaxError(f"{what}: field {missing} is missing") from None
     except (TypeError, ValueError) as error:
         if isinstance(error, HydrajaxError):
             raise
-        raise HydrajaxError(f"config.json: a field has the wrong type: {error}") from None
+        raise HydrajaxError(f"{what}: a field has the wrong type: {error}") from None
 
 
-def _rope_scaling(scaling: dict, raw: dict) -> RopeScaling | None:
+def _rope_scaling(scaling: dict, raw: dict, what: str) -> RopeScaling | None:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return None
     if kind not in ("linear", "llama3"):
-        raise HydrajaxError(f"config.json: rope scaling type is '{kind}', supported are 'linear' and 'llama3'")
+        raise HydrajaxError(f"{what}: rope scaling type is '{kind}', supported are 'linear' and 'llama3'")
     if kind == "linear":
         return RopeScaling("linear", float(scaling["factor"]))
     return RopeScaling(
@@ -216,9 +223,9 @@ def load_llama(directory: str | Path, dtype=jnp.float32, place: Callable | None 
     """
     directory = Path(directory)
     what = "--base"
-    if not directory.is_dir():
-        raise HydrajaxError(f"{what}: no such directory: {directory}")
-    config = llama_config(read_json(directory / "config.json", what))
+    check_directory(directory, what)
+    config_file = directory / "config.json"
+    config = llama_config(read_json(config_file, what), f"{what}: {config_file}")
     model = Llama(config, jnp.dtype(dtype))
     tensors = TensorFiles(safetensors_files(directory, what), what)
 

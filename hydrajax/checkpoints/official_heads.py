@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.checkpoints.llama_hf import TensorFiles, decoder_layer, expect_keys, read_json
+from hydrajax.checkpoints.llama_hf import TensorFiles, check_directory, decoder_layer, expect_keys, read_json
 from hydrajax.config import LlamaConfig
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
@@ -68,8 +68,7 @@ class TorchTensors:
 def load_official_heads(directory: str | Path, base: LlamaConfig, dtype=jnp.float32):
     """``(drafter, draft_params)`` from a released Hydra or Medusa directory, for a base of this configuration."""
     directory = Path(directory)
-    if not directory.is_dir():
-        raise HydrajaxError(f"{WHAT}: no such directory: {directory}")
+    check_directory(directory, WHAT)
     config = read_json(directory / "config.json", WHAT)
     dtype = jnp.dtype(dtype)
     if "hydra_num_heads" in config:

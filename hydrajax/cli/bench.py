@@ -6,7 +6,7 @@ import argparse
 import json
 import platform
 import sys
-from pathlib import Path
+from contextlib import ExitStack
 
 import jax
 import numpy as np
@@ -20,7 +20,8 @@ from hydrajax.cli import options
 from hydrajax.config import PRESETS
 from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation import benchmark, prompts
-from hydrajax.evaluation.random_models import DRAFTERS, random_model
+from hydrajax.evaluation.files import WholeFile
+from hydrajax.evaluation.random_models import DRAFTERS, random_draft, random_model
 from hydrajax.trees import presets
 
 HELP = "time a decode step and its phases, autoregressive against tree decoding"
@@ -61,13 +62,25 @@ def _integers(text: str) -> list[int]:
 
 def run(args: argparse.Namespace) -> None:
     trees = _trees(args)
-    model, drafter, params, texts = _model(args)
-    on_terminal = Console(stderr=True)
-    rows = []
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=on_terminal, transient=True
-    ) as progress:
-        total = len(args.batch_sizes) * len(trees)
+    with ExitStack() as stack:  # an unwritable file is refused before anything is measured
+        file = stack.enter_context(WholeFile(args.json, "--json")) if args.json not in (None, "-") else None
+        model, drafter, params, texts = _model(args)
+        rows = _measure(args, model, drafter, params, trees, texts)
+        report = json.dumps({"machine": machine(), "arguments": _plain(args), "rows": [row.as_dict() for row in rows]})
+        if file is not None:
+            file.write_text(report + "\n")
+    if args.json == "-":
+        print(report)
+    else:
+        _print(rows, args, texts)
+
+
+def _measure(args: argparse.Namespace, model, drafter, params, trees, texts) -> list[benchmark.BenchmarkRow]:
+    """All cells, with the count of those done on stderr."""
+    rows: list[benchmark.BenchmarkRow] = []
+    total = len(args.batch_sizes) * len(trees)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"measuring 1 of {total}", total=None)
         for row in benchmark.run_benchmark(
             model,
@@ -82,13 +95,7 @@ def run(args: argparse.Namespace) -> None:
         ):
             rows.append(row)
             progress.update(task, description=f"measuring {min(len(rows) + 1, total)} of {total}")
-    report = {"machine": machine(), "arguments": _plain(args), "rows": [row.as_dict() for row in rows]}
-    if args.json == "-":
-        print(json.dumps(report, indent=1))
-        return
-    if args.json:
-        _write(Path(args.json), json.dumps(report, indent=1) + "\n")
-    _print(rows, args, texts)
+    return rows
 
 
 def machine() -> dict:
@@ -104,16 +111,6 @@ def machine() -> dict:
 
 def _plain(args: argparse.Namespace) -> dict:
     return {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list, type(None)))}
-
-
-def _write(path: Path, text: str) -> None:
-    """Write to a temporary name, then rename, so that no half-written report is left."""
-    temporary = path.with_name(path.name + ".partial")
-    try:
-        temporary.write_text(text)
-        temporary.replace(path)
-    except OSError as error:
-        raise HydrajaxError(f"--json: cannot write {path}: {error.strerror}") from None
 
 
 def _trees(args: argparse.Namespace):
@@ -141,8 +138,6 @@ def _model(args: argparse.Namespace):
         return model, drafter, params, []
     loaded = options.load_from(args)
     if args.random_draft:
-        from hydrajax.evaluation.random_models import random_draft
-
         drafter, params = random_draft(loaded.model, loaded.params.base, args.random_draft, args.seed)
         return loaded.model, drafter, params, []
     return loaded.model, loaded.drafter, loaded.params, _prompt_ids(args, loaded)

@@ -53,7 +53,7 @@ class Greedy:
         agrees = jnp.concatenate([jnp.ones_like(agrees[:, :1]), agrees], axis=1)
         # Accepted: the node and all its ancestors agree.
         accepted = jnp.all(agrees[:, None, :] | ~tree.ancestor_mask, axis=2)
-        # The deepest accepted node. Siblings differ, so it is unique; argmax takes the first should a drafter repeat itself.
+        # The deepest accepted node: unique, as siblings differ (the first, should a drafter repeat itself).
         last = jnp.argmax(jnp.where(accepted, tree.depths, -1), axis=1)
         path = jnp.asarray(tree.node_paths)[last]
         return Acceptance(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.evaluation.files import WholeFile
 from hydrajax.evaluation.prompts import integers, read_jsonl, shown
 
 
@@ -34,54 +34,15 @@ class Generation:
     wall_time: float
 
 
-class AnswerWriter:
-    """A context manager that writes output lines to ``path``, which appears, or is replaced, only on success.
-
-    Lines go to a hidden temporary file in the same directory, flushed one by one; it is renamed at the end and
-    removed on any error or Ctrl-C. Raises `HydrajaxError` at once if ``path`` cannot be written. ``flag`` names the
-    file's option in messages.
-    """
+class AnswerWriter(WholeFile):
+    """A `WholeFile` of output lines."""
 
     def __init__(self, path: str | Path, flag: str = "--output"):
-        self._path, self._flag = path, flag
-        self._target = Path(os.path.realpath(path))  # a link keeps pointing to the file it names
-        # os.path and not pathlib, whose questions raise for a name too long or a directory one may not enter.
-        if os.path.exists(self._target) and not os.path.isfile(self._target):
-            kind = (
-                "a directory" if os.path.isdir(self._target) else "not a regular file"
-            )  # a rename would replace a device
-            raise HydrajaxError(f"{flag}: {str(path)!r} is {kind}, the name of a file is needed")
-        if not os.path.isdir(self._target.parent):
-            raise HydrajaxError(f"{flag}: cannot write {path}: no such directory: {self._target.parent}")
-        self._partial = self._target.with_name(f".{self._target.name}.{os.getpid()}.tmp")
-        try:
-            self._file = self._partial.open("w", encoding="utf-8", newline="\n")
-        except OSError as error:
-            raise self._cannot_write(error) from None
+        super().__init__(path, flag)
 
     def write(self, answer: Generation) -> None:
         """Add one line."""
-        try:
-            self._file.write(json.dumps(dataclasses.asdict(answer), ensure_ascii=False) + "\n")
-            self._file.flush()
-        except OSError as error:  # such as a full disk
-            raise self._cannot_write(error) from None
-
-    def __enter__(self) -> AnswerWriter:
-        return self
-
-    def __exit__(self, error_type, *_) -> None:
-        try:
-            self._file.close()
-            if error_type is None:
-                self._partial.replace(self._target)
-        except OSError as error:
-            raise self._cannot_write(error) from None
-        finally:
-            self._partial.unlink(missing_ok=True)
-
-    def _cannot_write(self, error: OSError) -> HydrajaxError:
-        return HydrajaxError(f"{self._flag}: cannot write {self._path}: {error.strerror}")
+        self.write_text(json.dumps(dataclasses.asdict(answer), ensure_ascii=False) + "\n")
 
 
 def read_answers(path: str | Path, what: str = "answers") -> list[Generation]:

@@ -19,6 +19,9 @@ from hydrajax.errors import HydrajaxError
 
 Choice = tuple[int, ...]
 
+# The mask alone takes N * N bytes, and no device verifies thousands of nodes faster than it generates tokens.
+MAX_NODES = 4096
+
 
 class Level(NamedTuple):
     """The static gather plan that proposes all nodes of one depth at once.
@@ -63,6 +66,8 @@ class TreeTopology:
                 if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or rank < 0:
                     raise HydrajaxError(f"tree: ranks must be integers from 0 up, found {rank!r} in {list(choice)}")
             paths.append(tuple(int(rank) for rank in choice))
+            if len(paths) >= MAX_NODES:
+                raise HydrajaxError(f"tree: more than {MAX_NODES} nodes, root included, are not supported")
         known = set(paths)
         if len(known) != len(paths):
             twice = next(path for path in paths if paths.count(path) > 1)
@@ -79,7 +84,7 @@ class TreeTopology:
             content = json.loads(Path(path).read_text())
         except FileNotFoundError:
             raise HydrajaxError(f"--tree: no such file: {path}") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise HydrajaxError(f"--tree: {path} is not a JSON tree file: {error}") from None
         if isinstance(content, dict):
             content = content.get("choices")

@@ -1,0 +1,58 @@
+"""Writing a file whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Self
+
+from hydrajax.errors import HydrajaxError
+
+
+class WholeFile:
+    """A context manager that writes text to ``path``, which appears, or is replaced, only on success.
+
+    Text goes to a hidden temporary file in the same directory, flushed at each write; it is renamed at the end and
+    removed on any error or Ctrl-C. Raises `HydrajaxError` at once if ``path`` cannot be written. ``flag`` names the
+    file's option in messages.
+    """
+
+    def __init__(self, path: str | Path, flag: str):
+        self._path, self._flag = path, flag
+        self._target = Path(os.path.realpath(path))  # a link keeps pointing to the file it names
+        # os.path and not pathlib, whose questions raise for a name too long or a directory one may not enter.
+        if os.path.exists(self._target) and not os.path.isfile(self._target):
+            # Not a device either: the rename would replace it.
+            kind = "a directory" if os.path.isdir(self._target) else "not a regular file"
+            raise HydrajaxError(f"{flag}: {str(path)!r} is {kind}, the name of a file is needed")
+        if not os.path.isdir(self._target.parent):
+            raise HydrajaxError(f"{flag}: cannot write {path}: no such directory: {self._target.parent}")
+        self._partial = self._target.with_name(f".{self._target.name}.{os.getpid()}.tmp")
+        try:
+            self._file = self._partial.open("w", encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def write_text(self, text: str) -> None:
+        """Add text; it is on disk when this returns."""
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:  # such as a full disk
+            raise self._cannot_write(error) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type, *_) -> None:
+        try:
+            self._file.close()
+            if error_type is None:
+                self._partial.replace(self._target)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+        finally:
+            self._partial.unlink(missing_ok=True)
+
+    def _cannot_write(self, error: OSError) -> HydrajaxError:
+        return HydrajaxError(f"{self._flag}: cannot write {self._path}: {error.strerror}")

@@ -1,0 +1,131 @@
+"""A tiny base with a byte-level tokenizer, Medusa heads for it, and the program run in-process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from hydrajax.cli import main
+
+VOCAB, WIDTH, CONTEXT, HEADS = 320, 32, 128, 2
+
+# Characters of one to four bytes, so that tokens split them.
+SAMPLE = ["the tree of the draft, the base of the tree", "naïve café Straße", "日本語のテキスト", "🙂🌳🌲 trees 🌳"]
+CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """Byte-level BPE with <unk>, <s>, </s> = 0, 1, 2; it adds <s> by default and has a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokens.train_from_iterator(SAMPLE, trainer)
+    tokens.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokens,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=CHAT,
+        clean_up_tokenization_spaces=True,  # as many released tokenizers still say
+        model_max_length=16,  # transformers warns of longer texts unless told not to
+    )
+
+
+@pytest.fixture(scope="session")
+def wordless(llama_checkpoint) -> Path:
+    """A base without a tokenizer."""
+    return llama_checkpoint(vocab_size=VOCAB, hidden_size=WIDTH, max_position_embeddings=CONTEXT, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="session")
+def base(wordless, tokenizer, tmp_path_factory) -> Path:
+    """The same base with the tokenizer, whose vocabulary is smaller than the model's."""
+    folder = shutil.copytree(wordless, tmp_path_factory.mktemp("base") / "tiny")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def medusa(tmp_path_factory):
+    """``make(width=, vocab=) -> Path``: random Medusa heads in the released layout."""
+    import torch
+    from safetensors.torch import save_file
+
+    def make(width: int = WIDTH, vocab: int = VOCAB) -> Path:
+        folder = tmp_path_factory.mktemp("heads")
+        random = torch.Generator().manual_seed(3)
+        tensors = {}
+        for k in range(HEADS):
+            tensors[f"{k}.0.linear.weight"] = 0.1 * torch.randn(width, width, generator=random)
+            tensors[f"{k}.0.linear.bias"] = torch.zeros(width)
+            tensors[f"{k}.1.weight"] = torch.randn(vocab, width, generator=random)
+        save_file(tensors, folder / "medusa_lm_head.safetensors")
+        config = {"medusa_num_heads": HEADS, "medusa_num_layers": 1, "base_model_name_or_path": "tiny"}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def heads(medusa) -> Path:
+    return medusa()
+
+
+@pytest.fixture(scope="session")
+def wide_tree(tmp_path_factory) -> Path:
+    """A tree file so wide that even random heads hit now and then: 30 guesses, the first 6 with 6 more each."""
+    choices = [[i] for i in range(30)] + [[i, j] for i in range(6) for j in range(6)]
+    path = tmp_path_factory.mktemp("tree") / "wide.json"
+    path.write_text(json.dumps(choices))
+    return path
+
+
+@pytest.fixture(scope="session")
+def cache_home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def private_cache(cache_home, monkeypatch):
+    """The program keeps compiled code under the user's cache directory: not that of whoever runs the tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
+    monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # the program sets it; this restores it
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_everything():
+    """Also what compiles in less than the usual second: several tests run the same programs."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+
+
+@pytest.fixture
+def program(capsys):
+    """``program(*argv)`` runs the command line in this process: ``code``, ``out`` and ``err``."""
+
+    def run(*argv) -> SimpleNamespace:
+        capsys.readouterr()
+        code = main([str(arg) for arg in argv])
+        return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
+
+    return run

@@ -1,0 +1,383 @@
+"""Every mistake a user can make: one line naming field, found and allowed, exit code 2, and no output file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hydrajax.cli import generate as command
+from hydrajax.evaluation.answers import Generation
+
+
+@pytest.fixture
+def refused(program, tmp_path):
+    """``refused(pattern, *argv)``: `hydrajax generate` prints one line holding the pattern, and leaves no file."""
+
+    def check(pattern: str, *argv, output=True) -> str:
+        folder = tmp_path / "results"
+        folder.mkdir(exist_ok=True)
+        result = program("generate", *argv, *(["--output", folder / "out.jsonl"] if output else []))
+        assert result.code == 2, result
+        assert result.out == ""
+        assert re.fullmatch(r"hydrajax: [^\n]+\n", result.err), result.err
+        assert re.search(pattern, result.err), result.err
+        assert list(folder.iterdir()) == []
+        return result.err
+
+    return check
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """``prompts(*lines) -> Path`` of a prompt file; lines are objects, or text as it is."""
+
+    def write(*lines):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        return path
+
+    return write
+
+
+TEXT = ("--prompt", "the tree")
+
+
+# --- the base -------------------------------------------------------------------------------------------------
+
+
+def test_base(refused, base, tmp_path):
+    refused(r"--base: no such directory: .*/nowhere", "--base", tmp_path / "nowhere", *TEXT)
+    refused(r"--base: no such directory", "--base", base / "config.json", *TEXT)
+    refused(r"hydrajax: --base: no such directory: x{300}", "--base", "x" * 300, *TEXT)
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    refused(r"--base: no such file: .*config\.json", "--base", folder, *TEXT)
+
+
+@pytest.fixture
+def copied(base, tmp_path):
+    return shutil.copytree(base, tmp_path / "copy")
+
+
+def test_base_weights_missing_or_truncated(refused, copied):
+    weights = copied / "model.safetensors"
+    whole = weights.read_bytes()
+    for size in (0, 5, 500, len(whole) // 2, len(whole) - 1):
+        weights.write_bytes(whole[:size])
+        refused(r"--base: .*model\.safetensors is damaged", "--base", copied, *TEXT)
+    weights.unlink()
+    refused(r"--base: .* has neither model\.safetensors nor model\.safetensors\.index\.json", "--base", copied, *TEXT)
+    (copied / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-2.safetensors"}}')
+    refused(r"--base: shard model-2\.safetensors is named in .* but missing", "--base", copied, *TEXT)
+
+
+def test_base_of_another_shape_or_kind(refused, copied):
+    config = json.loads((copied / "config.json").read_text())
+    for change, pattern in [
+        ({"vocab_size": 319}, r"embed_tokens\.weight has shape \[320, 32\], expected \[319, 32\]"),
+        ({"num_hidden_layers": 2}, r"missing tensors 'model\.layers\.1\."),
+        ({"model_type": "mistral"}, r"model_type is 'mistral', supported is 'llama'"),
+    ]:
+        (copied / "config.json").write_text(json.dumps(config | change))
+        refused(pattern, "--base", copied, *TEXT)
+
+
+def test_damaged_tokenizer(refused, copied):
+    (copied / "tokenizer.json").write_text('{"version": "1.0", ')
+    refused(r"--base: cannot read the tokenizer in ", "--base", copied, *TEXT)
+
+
+# --- the draft ------------------------------------------------------------------------------------------------
+
+
+def test_draft_missing_or_foreign(refused, base, tmp_path):
+    common = ("--base", base, *TEXT, "--draft")
+    refused(r"--draft: no such directory: .*/nowhere", *common, tmp_path / "nowhere")
+    refused(r"--draft: .*config\.json has neither 'hydra_num_heads' nor 'medusa_num_heads'", *common, base)
+
+
+def test_draft_made_for_another_base(refused, base, medusa):
+    common = ("--base", base, *TEXT, "--draft")
+    refused(r"--draft: .*made for another base: their width is 16, not 32", *common, medusa(width=16))
+    refused(r"--draft: .*made for another base: their vocabulary is 300, not 320", *common, medusa(vocab=300))
+
+
+def test_draft_weights_missing_or_truncated(refused, base, medusa):
+    folder = medusa()
+    weights = folder / "medusa_lm_head.safetensors"
+    whole = weights.read_bytes()
+    common = ("--base", base, *TEXT, "--draft", folder)
+    weights.write_bytes(whole[:-100])
+    refused(r"--draft: .*medusa_lm_head\.safetensors is damaged", *common)
+    weights.unlink()
+    refused(r"--draft: .* has neither medusa_lm_head\.safetensors nor medusa_lm_head\.pt", *common)
+
+
+# --- the tree -------------------------------------------------------------------------------------------------
+
+
+def test_tree(refused, base, heads, tmp_path):
+    common = ("--base", base, "--draft", heads, *TEXT, "--tree")
+    refused(r"tree: depth 3 is deeper than the drafter, which proposes 2 tokens ahead", *common, "chain-3")
+    refused(r"tree: depth 4 is deeper than the drafter", *common, "mc_sim_7b_63")
+    refused(r"--tree: found 'oak', allowed are root, chain-K, .*mc_sim_7b_63.* or a \.json file", *common, "oak")
+    refused(r"--tree: no such file: .*/none\.json", *common, tmp_path / "none.json")
+    refused(r"tree: rank 320 does not exist in a vocabulary of 320 tokens", *common, "cartesian-321")
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern"),
+    [
+        ("[[0], [0, 0]", "is not a JSON tree file"),
+        ("", "is not a JSON tree file"),
+        ('"chain"', r"must hold a JSON list of choices such as \[\[0\]"),
+        ("[[0], [1, 0]]", r"choice \[1, 0\] has no parent, add \[1\]"),
+        ("[[0], [0]]", r"choice \[0\] appears more than once"),
+        ("[[0], [-1]]", r"ranks must be integers from 0 up, found -1"),
+        ("[[0], [1.5]]", r"ranks must be integers from 0 up, found 1\.5"),
+        ("[0, 1]", r"every choice must be a non-empty list of ranks, found 0"),
+    ],
+)
+def test_tree_file(refused, base, heads, tmp_path, content, pattern):
+    path = tmp_path / "tree.json"
+    path.write_text(content)
+    refused(pattern, "--base", base, "--draft", heads, *TEXT, "--tree", path)
+
+
+def test_tree_without_draft(refused, program, base):
+    for draft in ((), ("--draft", "none")):
+        pattern = r"--tree: found 'chain-2', but without --draft only 'root' is allowed"
+        refused(pattern, "--base", base, *draft, *TEXT, "--tree", "chain-2")
+    args = ["--base", base, "--prompt", "the tree", "--max-new-tokens", 8, "--tree", "root"]
+    assert program("generate", *args).code == 0
+
+
+# --- the prompts ----------------------------------------------------------------------------------------------
+
+
+def test_both_or_neither_prompt_flag(refused, base, prompts):
+    refused(r"one of the arguments --prompt --prompts is required", "--base", base)
+    file = prompts({"prompt": "a"})
+    refused(r"--prompts: not allowed with argument --prompt", "--base", base, "--prompt", "a", "--prompts", file)
+
+
+def test_empty_prompt(refused, base, wordless, prompts):
+    refused(r"--prompt: is empty", "--base", base, "--prompt", "")
+    for line, pattern in [
+        ({"prompt": ""}, r"prompts\.jsonl line 2: prompt: is empty"),
+        ({"turns": ["", "second"]}, r"prompts\.jsonl line 2: turns: is empty"),
+        ({"prompt_ids": []}, r"prompts\.jsonl line 2: prompt_ids: is empty"),
+    ]:
+        refused(pattern, "--base", base, "--prompts", prompts({"prompt_ids": [1]}, line))
+
+
+def test_text_that_encodes_to_nothing(refused, copied):
+    tokenizer = json.loads((copied / "tokenizer.json").read_text())
+    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
+    (copied / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None, "normalizer": strip}))
+    refused(r"--prompt: is empty, at least one token is needed", "--base", copied, "--prompt", "  ")
+
+
+def test_prompt_longer_than_the_context(refused, base, prompts):
+    refused(r"--prompt: has \d{3} tokens, the model's context is 128", "--base", base, "--prompt", "xyz" * 100)
+    file = prompts({"prompt_ids": [1] * 128}, "", {"prompt_ids": [1] * 129})
+    refused(
+        r"prompts\.jsonl line 3: prompt_ids: has 129 tokens, the model's context is 128",
+        "--base",
+        base,
+        "--prompts",
+        file,
+    )
+
+
+@pytest.mark.parametrize("token", [320, -1, 2**31, 2**63, 2**64, 10**30])
+def test_id_outside_the_vocabulary(refused, base, prompts, token):
+    file = prompts({"prompt_ids": [1]}, {"prompt_ids": [5, token]})
+    refused(
+        rf"line 2: prompt_ids: token id {token} is outside the vocabulary 0\.\.319", "--base", base, "--prompts", file
+    )
+
+
+def test_text_without_tokenizer(refused, wordless, prompts):
+    refused(r"--prompt: is text, but the base has no tokenizer; give token ids", "--base", wordless, *TEXT)
+    file = prompts({"turns": ["hello"]})
+    refused(r"line 1: turns: is text, but the base has no tokenizer", "--base", wordless, "--prompts", file)
+
+
+def test_text_that_is_not_unicode(refused, base, prompts):
+    refused(r"--prompt: is not valid Unicode text", "--base", base, "--prompt", "a\udcff")
+    file = prompts(r'{"prompt": "\ud800"}')
+    refused(r"line 1: prompt: is not valid Unicode text", "--base", base, "--prompts", file)
+
+
+def test_chat_template_that_fails(refused, copied, prompts):
+    (copied / "chat_template.jinja").write_text("{{ raise_exception('only the user may speak') }}")
+    file = prompts({"turns": ["hello"]})
+    pattern = r"line 1: turns: the tokenizer's chat template failed: only the user may speak"
+    refused(pattern, "--base", copied, "--prompts", file)
+
+
+def test_prompt_file(refused, base, prompts, tmp_path):
+    """Each way a file can be wrong is tested in tests/evaluation/test_prompts.py."""
+    common = ("--base", base, "--prompts")
+    refused(r"--prompts: no such file: .*/none\.jsonl", *common, tmp_path / "none.jsonl")
+    refused(r"--prompts: .* is empty", *common, prompts())
+    refused(r"line 2: is not JSON", *common, prompts({"prompt": "a"}, '{"prompt": '))
+
+
+# --- flags ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        (("--dtype", "float16"), r"--dtype: invalid choice: 'float16' \(choose from '?float32'?, '?bfloat16'?\)"),
+        (("--rule", "typical"), r"--rule: invalid choice: 'typical' \(choose from '?greedy'?\)"),
+        (("--max-new-tokens", "0"), r"--max-new-tokens: must be an integer from 1 up, found '0'"),
+        (("--max-new-tokens", "many"), r"--max-new-tokens: must be an integer from 1 up, found 'many'"),
+        (("--batch-size", "-2"), r"--batch-size: must be an integer from 1 up, found '-2'"),
+        (("--batch-size", "1.5"), r"--batch-size: must be an integer from 1 up, found '1\.5'"),
+        (("--seed", "-1"), r"--seed: must be an integer from 0 to 4294967295, found '-1'"),
+        (("--seed", str(2**32)), r"--seed: must be an integer from 0 to 4294967295"),
+        (("--temperature", "1"), r"unrecognized arguments: --temperature 1"),
+        (("--max-new", "5"), r"unrecognized arguments: --max-new 5"),
+    ],
+)
+def test_flags(refused, base, flags, pattern):
+    refused(pattern + r".*see hydrajax( generate)? --help", "--base", base, *TEXT, *flags)
+
+
+def test_missing_base(refused):
+    refused(r"the following arguments are required: --base", *TEXT)
+
+
+# --- the output -----------------------------------------------------------------------------------------------
+
+
+def test_unwritable_output_shows_before_anything_is_loaded(refused, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "load_from", lambda args: pytest.fail("loaded"))
+    file = tmp_path / "file"
+    file.touch()
+    common = ("--base", base, *TEXT, "--output")
+    for path, pattern in [
+        (tmp_path, r"--output: '.*' is a directory, the name of a file is needed"),
+        (tmp_path / "none" / "out.jsonl", r"--output: cannot write .*: no such directory: .*/none"),
+        (file / "out.jsonl", r"--output: cannot write .*: no such directory: .*/file"),
+        ("/dev/null", r"--output: '/dev/null' is not a regular file"),
+        ("", r"--output: '' is a directory"),
+    ]:
+        refused(pattern, *common, path, output=False)
+    assert list(tmp_path.glob("*.tmp")) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_output_without_permission(refused, base, tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    refused(
+        r"--output: cannot write .*: Permission denied", "--base", base, *TEXT, "--output", locked / "o", output=False
+    )
+
+
+def results_then(error):
+    """A stand-in for `generate` that is hit by an error after its first result."""
+
+    def generate(*_, **__):
+        yield Generation([1], [2], "a", 1, [1], 1, 0.1)
+        raise error
+
+    return generate
+
+
+def test_ctrl_c_leaves_no_file(program, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "generate", results_then(KeyboardInterrupt()))
+    result = program("generate", "--base", base, *TEXT, "--output", tmp_path / "out.jsonl")
+    assert result.code == 130
+    assert result.err == "hydrajax: interrupted\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_crash_leaves_the_old_file_alone(program, base, tmp_path, monkeypatch):
+    output = tmp_path / "out.jsonl"
+    output.write_text("old\n")
+    monkeypatch.setattr(command, "generate", results_then(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):  # a bug of ours keeps its traceback
+        program("generate", "--base", base, *TEXT, "--output", output)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert output.read_text() == "old\n"
+
+
+# --- the program ----------------------------------------------------------------------------------------------
+
+
+def test_unknown_command(program):
+    result = program("genreate")
+    assert result.code == 2
+    assert re.fullmatch(r"hydrajax: .*invalid choice: 'genreate' \(choose from .*generate.*\n", result.err)
+    result = program()
+    assert result.code == 2
+    assert re.fullmatch(r"hydrajax: the following arguments are required: COMMAND .*\n", result.err)
+
+
+def start(*argv, **kwargs):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "hydrajax", *map(str, argv)]
+    return subprocess.Popen(
+        command, env=environment, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE, **kwargs
+    )
+
+
+def test_a_real_process_prints_one_line_and_no_traceback(base, heads, tmp_path):
+    output = tmp_path / "out.jsonl"
+    process = start("generate", "--base", base, "--draft", heads, "--tree", "chain-9", *TEXT, "--output", output)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (2, "")
+    assert err == "hydrajax: tree: depth 9 is deeper than the drafter, which proposes 2 tokens ahead\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_real_ctrl_c(base, prompts, tmp_path):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    file = prompts(*[{"prompt_ids": [5]}] * 20_000)
+    args = ("generate", "--base", base, "--prompts", file, "--max-new-tokens", 120, "--output", folder / "out.jsonl")
+    process = start(*args)
+    deadline = time.monotonic() + 120
+    while not any(path.stat().st_size for path in folder.iterdir()):  # until the first result is in the temporary file
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "hydrajax: interrupted\n")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_reader_that_leaves_early_is_no_error(base, prompts):
+    file = prompts(*[{"prompt_ids": [5]}] * 200)
+    process = start("generate", "--base", base, "--prompts", file, "--max-new-tokens", 8)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 141
+    assert process.stderr.read() == ""
+
+
+def test_help_lists_the_commands_and_imports_nothing_slow():
+    program = """
+import atexit, sys
+from hydrajax.cli import main
+atexit.register(lambda: print({"torch", "transformers"} & set(sys.modules)))
+main(["--help"])
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert re.search(rf"^ +generate +{command.HELP}$", process.stdout, re.MULTILINE)
+    assert process.stdout.endswith("set()\n")

@@ -1,0 +1,285 @@
+"""`hydrajax generate`: what it writes, to files, pipes and terminals."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+import hydrajax
+from hydrajax.api import decode_text
+from hydrajax.cli.generate import DRAFTED, Totals, pieces, text_of, write_marked
+from hydrajax.evaluation.answers import Generation, read_answers
+
+NEW = 24
+# Of several lengths, in two buckets and in no order; the last batch of three is padded.
+LENGTHS = (5, 30, 1, 20)
+IDS = [np.random.default_rng(length).integers(3, 300, length).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "ids.jsonl"
+    path.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in IDS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(base):
+    """Greedy continuations by transformers, one prompt at a time."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(base)
+    outputs = []
+    for ids in IDS:
+        prompt = torch.tensor([ids])
+        mask = torch.ones_like(prompt)
+        found = model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=NEW, pad_token_id=0)
+        outputs.append(found[0, len(ids) :].tolist())
+    return outputs
+
+
+def generation(output_ids, accept_lengths, text=None) -> Generation:
+    return Generation([1], list(output_ids), text, len(accept_lengths), accept_lengths, len(output_ids), 1.0)
+
+
+def without_time(answers):
+    return [dataclasses.replace(answer, wall_time=0.0) for answer in answers]
+
+
+def test_output_is_the_greedy_output_of_transformers_at_any_batch_size(
+    program, base, heads, wide_tree, prompt_file, reference, tokenizer, tmp_path
+):
+    common = ["generate", "--base", base, "--prompts", prompt_file, "--max-new-tokens", NEW, "--output"]
+    drafted = ["--draft", heads, "--tree", wide_tree, "--rule", "greedy"]
+    one = program(*common, tmp_path / "one.jsonl", *drafted)
+    three = program(*common, tmp_path / "three.jsonl", *drafted, "--batch-size", 3)
+    plain = program(*common, tmp_path / "plain.jsonl", "--draft", "none", "--batch-size", 4)
+    assert [one.code, three.code, plain.code] == [0, 0, 0]
+    assert one.out == three.out == plain.out == ""
+
+    answers = read_answers(tmp_path / "one.jsonl")
+    assert without_time(answers) == without_time(read_answers(tmp_path / "three.jsonl"))
+    assert [answer.prompt_ids for answer in answers] == IDS
+    assert [answer.output_ids for answer in answers] == reference
+    assert [answer.text for answer in answers] == [decode_text(tokenizer, ids) for ids in reference]
+    assert any(length > 1 for answer in answers for length in answer.accept_lengths)
+
+    baseline = read_answers(tmp_path / "plain.jsonl")
+    assert [answer.output_ids for answer in baseline] == reference
+    assert all(answer.accept_lengths == [1] * NEW for answer in baseline)
+
+    first = json.loads((tmp_path / "one.jsonl").read_text().splitlines()[0])
+    assert list(first) == ["prompt_ids", "output_ids", "text", "steps", "accept_lengths", "new_tokens", "wall_time"]
+    tokens, steps = NEW * len(IDS), sum(answer.steps for answer in answers)
+    summary = rf"{tokens} tokens in {steps} steps, tokens_per_step {tokens / steps:.2f} \(τ\), [\d.]+ tokens/s\n"
+    assert re.fullmatch(summary, one.err), one.err
+
+
+def test_a_pipe_gets_plain_text(program, base, tokenizer):
+    result = program("generate", "--base", base, "--prompt", "the tree", "--max-new-tokens", 8)
+    loaded = hydrajax.load(base)
+    (expected,) = hydrajax.generate(loaded, [tokenizer.encode("the tree")], max_new_tokens=8)
+    assert result.code == 0
+    assert result.out == expected.text + "\n"
+    assert result.err.startswith("8 tokens in 8 steps, tokens_per_step 1.00 (τ), ")
+    assert result.err.count("\n") == 1
+
+
+def test_a_terminal_gets_marked_text(program, base, heads, wide_tree, prompt_file, reference, tokenizer, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    args = ["generate", "--base", base, "--prompts", prompt_file, "--draft", heads, "--tree", wide_tree]
+    result = program(*args, "--max-new-tokens", NEW, "--batch-size", 3)
+    assert result.code == 0
+    assert "\x1b[4;32m" in result.out
+    texts = enumerate((decode_text(tokenizer, ids) for ids in reference), start=1)
+    assert without_styles(result.out) == "".join(f"--- {n} of 4\n{text}\n" for n, text in texts)
+    for words in ("loading ...", "compiling ...", "decoding ...", "drafted and accepted, chosen by the base"):
+        assert words in without_styles(result.err)
+
+
+def test_a_base_without_tokenizer_shows_ids(program, wordless, prompt_file, reference, tmp_path):
+    args = ["generate", "--base", wordless, "--prompts", prompt_file, "--max-new-tokens", NEW, "--batch-size", 4]
+    result = program(*args)
+    assert result.code == 0
+    assert result.out == "".join(" ".join(map(str, ids)) + "\n" for ids in reference)
+    assert program(*args, "--output", tmp_path / "out.jsonl").code == 0
+    assert [answer.text for answer in read_answers(tmp_path / "out.jsonl")] == [None] * len(IDS)
+
+
+def test_turns_use_the_chat_template_once_and_only_the_first_turn(program, base, tokenizer, tmp_path):
+    prompts = tmp_path / "turns.jsonl"
+    lines = [{"question_id": 81, "turns": ["a tree?", "and then?"]}, {"prompt": "a tree?"}]
+    prompts.write_text("\n\n".join(map(json.dumps, lines)))
+    output = tmp_path / "out.jsonl"
+    args = ["generate", "--base", base, "--prompts", prompts, "--output", output]
+    result = program(*args, "--max-new-tokens", 2, "--batch-size", 2)
+    assert result.code == 0, result.err
+    chat, plain = (answer.prompt_ids for answer in read_answers(output))
+    assert tokenizer.decode(chat) == "<s>[user] a tree?\n[assistant]"
+    assert tokenizer.decode(plain) == "<s>a tree?"
+
+
+def test_output_cut_by_the_context_is_reported(program, base, tmp_path):
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_ids": [7] * length}) + "\n" for length in (120, 128, 127)))
+    output = tmp_path / "out.jsonl"
+    args = ["generate", "--base", base, "--prompts", prompts, "--batch-size", 3, "--output", output]
+    result = program(*args, "--max-new-tokens", 10**12)  # beyond the context, and beyond 32 bits: no error
+    assert result.code == 0
+    assert [answer.new_tokens for answer in read_answers(output)] == [8, 0, 1]
+    assert "3 outputs were cut by the model's context of 128 tokens, prompt included\n" in result.err
+
+
+def test_eos_ends_the_output_and_is_not_a_cut(program, base, prompt_file, reference, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "base")
+    eos = reference[0][4]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos]}))
+    output = tmp_path / "out.jsonl"
+    args = ["generate", "--base", folder, "--prompts", prompt_file, "--output", output, "--batch-size", 4]
+    result = program(*args, "--max-new-tokens", NEW)
+    assert result.code == 0
+    expected = [ids[: ids.index(eos) + 1] if eos in ids else ids for ids in reference]
+    assert [answer.output_ids for answer in read_answers(output)] == expected
+    assert "cut by" not in result.err
+
+
+def test_nothing_is_compiled_while_the_clock_runs(base):
+    compiled, statuses = [], []
+
+    def listen(event, _seconds, **_):
+        if event.endswith("backend_compile_duration") and statuses:
+            compiled.append(statuses[-1])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    loaded = hydrajax.load(base)
+    prompts = [[5, 6, 7], [8] * 20, [9, 10]]
+    results = list(hydrajax.generate(loaded, prompts, max_new_tokens=7, on_status=statuses.append))
+    assert statuses == ["compiling", "decoding", "compiling", "decoding", "decoding"]
+    assert set(compiled) == {"compiling"}
+    assert len(compiled) == 2
+    assert all(result.wall_time > 0 for result in results)
+
+
+def test_seconds_of_a_batch_count_once():
+    totals = Totals()
+    for row in range(4):
+        totals.add(generation([1, 2, 3], [2, 1]), first_of_batch=row % 2 == 0)
+    assert (totals.prompts, totals.tokens, totals.steps, totals.seconds) == (4, 12, 8, 2.0)
+    assert totals.summary() == "12 tokens in 8 steps, tokens_per_step 1.50 (τ), 6.0 tokens/s"
+    assert Totals().summary() == "0 tokens in 0 steps, tokens_per_step 0.00 (τ), 0.0 tokens/s"
+
+
+def test_generate_refuses_a_lone_text_and_never_reads_it_as_many_prompts(base):
+    with pytest.raises(hydrajax.HydrajaxError, match="prompts: must be a list of prompts"):
+        hydrajax.generate(hydrajax.load(base), "hello")
+
+
+# --- marking drafted tokens ------------------------------------------------------------------------------------
+
+
+def without_styles(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def rendered(marked) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system="standard", width=20, _environ={})
+    write_marked(console, marked)
+    return out.getvalue()
+
+
+@st.composite
+def outputs(draw, vocab: int):
+    accept_lengths = draw(st.lists(st.integers(1, 5), max_size=12))
+    ids = draw(st.lists(st.integers(0, vocab - 1), min_size=sum(accept_lengths), max_size=sum(accept_lengths)))
+    return ids, accept_lengths
+
+
+@pytest.fixture(scope="session")
+def byte_fallback_tokenizer():
+    """The decoder of LLaMA 2: words with ▁ for spaces, and one token per byte for all else."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<s>", "</s>", "▁the", "▁tree", "s", "▁", "é", "▁🌳"]
+    vocab = {word: i for i, word in enumerate(words)} | {f"<0x{b:02X}>": len(words) + b for b in range(256)}
+    tokens = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokens.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def check_reassembly(tokenizer, output):
+    ids, accept_lengths = output
+    result = generation(ids, accept_lengths, decode_text(tokenizer, ids))
+    marked = pieces(tokenizer, result)
+    assert "".join(text for text, _ in marked) == result.text
+    shown = rendered(marked)
+    if "\x1b" not in result.text:  # random bytes may spell a style
+        assert without_styles(shown) == result.text + "\n"
+
+
+@settings(max_examples=150, deadline=None)
+@given(output=outputs(VOCAB := 320))
+def test_marked_text_is_the_decoded_text_byte_level(tokenizer, output):
+    check_reassembly(tokenizer, output)
+
+
+@settings(max_examples=150, deadline=None)
+@given(output=outputs(265))
+def test_marked_text_is_the_decoded_text_byte_fallback(byte_fallback_tokenizer, output):
+    check_reassembly(byte_fallback_tokenizer, output)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(min_size=1, max_size=30), data=st.data())
+def test_marked_text_is_the_text_of_real_unicode(tokenizer, text, data):
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(ids) - 1), max_size=10))) if len(ids) > 1 else []
+    accept_lengths = np.diff([0, *cuts, len(ids)]).tolist()
+    marked = pieces(tokenizer, generation(ids, accept_lengths, text))
+    assert "".join(piece for piece, _ in marked) == text
+    assert not any("\ufffd" in piece for piece, _ in marked) or "\ufffd" in text
+
+
+def test_each_token_is_marked_as_what_it_was(tokenizer):
+    ids = [token for word in ("a", "b", "cd", "e", "f") for token in tokenizer.encode(word, add_special_tokens=False)]
+    assert len(ids) == 6
+    # Steps of 3, 1 and 2 tokens: the first of each is the base's.
+    marked = pieces(tokenizer, generation(ids, [3, 1, 2], "abcdef"))
+    assert marked == [("a", False), ("bc", True), ("d", False), ("e", False), ("f", True)]
+
+
+def test_a_split_character_belongs_to_the_token_that_completes_it(tokenizer):
+    ids = [tokenizer.convert_tokens_to_ids(c) for c in "Ċ"] + tokenizer.encode("ж", add_special_tokens=False)
+    assert len(ids) == 3  # a newline, and a character of two bytes that the tokenizer never saw
+    assert pieces(tokenizer, generation(ids, [1, 2], "\nж")) == [("\n", False), ("ж", True)]
+    assert pieces(tokenizer, generation(ids, [2, 1], "\nж")) == [("\n", False), ("ж", False)]
+
+
+def test_ids_are_marked_where_there_is_no_text():
+    result = generation([12, 3, 405], [2, 1])
+    assert pieces(None, result) == [("12 ", False), ("3 ", True), ("405", False)]
+    assert text_of(result) == "12 3 405"
+
+
+def test_long_lines_and_markup_reach_the_terminal_unchanged():
+    text = "[bold]not markup[/bold]\t" + "x" * 500 + " 1234 https://a.b :smile:\r\n"
+    assert rendered([(text, False)]) == text + "\n"
+    assert rendered([("ab", True)]) == "\x1b[4;32mab\x1b[0m\n"
+    assert DRAFTED == "green underline"
