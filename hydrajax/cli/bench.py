@@ -26,7 +26,7 @@ from hydrajax.trees import presets
 
 HELP = "time a decode step and its phases, autoregressive against tree decoding"
 
-NARROWEST = 100  # columns; a narrower terminal or a pipe gets whole figures on wrapped lines, never cut ones
+NARROWEST = 120  # columns; a narrower terminal or a pipe gets whole figures on wrapped lines, never cut ones
 # For models that bring a tokenizer when no --prompts are given.
 BUILT_IN_PROMPTS = (
     "def quicksort(items):\n",
@@ -80,7 +80,8 @@ def _measure(args: argparse.Namespace, model, drafter, params, trees, texts) -> 
     rows: list[benchmark.BenchmarkRow] = []
     total = len(args.batch_sizes) * len(trees)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    shown = {"console": Console(stderr=True), "transient": True, "disable": not sys.stderr.isatty()}
+    with Progress(*columns, **shown) as progress:
         task = progress.add_task(f"measuring 1 of {total}", total=None)
         for row in benchmark.run_benchmark(
             model,

@@ -1,0 +1,69 @@
+"""`hydrajax bench`: the report's shape, figures that must hold for any machine, and its refusals. No timing asserts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+FAST = ("--repeats", "1", "--context", "128")
+
+
+def report_of(result) -> dict:
+    assert result.code == 0, result
+    return json.loads(result.out)
+
+
+def test_random_shape_reports_every_phase_at_the_size_and_batch(program):
+    result = program(
+        *("bench", "--random", "tiny", "--tree-sizes", "5", "--batch-sizes", "2", "--json", *FAST),
+    )
+    report = report_of(result)
+    assert [(row["batch"], row["nodes"]) for row in report["rows"]] == [(2, 5)]
+    for row in report["rows"]:
+        for phase in ("autoregressive_step", "step", "propose", "verify", "accept_commit", "observe", "prefill"):
+            assert row[phase] > 0, phase
+        assert row["compile_seconds"] > 0
+        assert row["peak_memory_bytes"] > 0
+        assert row["break_even"] == pytest.approx(row["step"] / row["autoregressive_step"])
+        parts = row["propose"] + row["accept_commit"] + row["observe"]
+        assert row["draft_overhead"] == pytest.approx(parts / row["verify"])
+        assert row["tokens_per_second"] is None  # random weights say nothing about text
+    # Weights without the embedding table, and keys and values of 128 + 1 slots of 2 rows in 3 layers of 4 heads of 16.
+    weights = 3 * (4 * 64 * 64 + 3 * 64 * 172 + 2 * 64) + 64 + 64 * 512
+    assert report["rows"][0]["autoregressive_bytes_per_step"] == 4 * (weights + 2 * 3 * 2 * 4 * 129 * 16)
+
+
+def test_real_heads_report_rates_both_ways_and_equal_outputs(program, base, medusa, tmp_path):
+    file = tmp_path / "bench.json"
+    result = program(
+        *("bench", "--base", base, "--draft", medusa(), "--tree", "cartesian-2x2", "--max-new-tokens", "8"),
+        *("--json", file, *FAST),
+    )
+    assert result.code == 0, result
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["outputs_equal"] is True
+    assert 1 <= row["tokens_per_step"] <= 3
+    assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["autoregressive_tokens_per_second"])
+    assert "cartesian-2x2" in result.out
+    assert "…" not in result.out  # no figure is cut off
+
+
+def test_mistakes_end_in_one_line(program, base, medusa, tmp_path):
+    cases = {
+        "exactly one of --base and --random": [],
+        "--random: found '8x7b', allowed are tiny": ["--random", "8x7b"],
+        "--random-draft: found 'eagle', allowed are none, medusa": ["--random", "tiny", "--random-draft", "eagle"],
+        "--draft goes with --base": ["--random", "tiny", "--draft", medusa()],
+        "--context: must be more than": ["--random", "tiny", "--context", "10"],
+        "--context: must be at most the model's 1024": ["--random", "tiny", "--context", "4096"],
+        "tree sizes: must be from 1 to 64, found 65": ["--random", "tiny", "--tree-sizes", "65"],
+        "must be an integer from 1 up, found 'x'": ["--random", "tiny", "--tree-sizes", "1,x"],
+        "--json: cannot write": ["--random", "tiny", "--json", tmp_path / "no" / "such" / "file"],
+        "no such file": ["--base", base, "--prompts", tmp_path / "none.jsonl"],
+    }
+    for message, arguments in cases.items():
+        result = program("bench", *arguments)
+        assert result.code == 2, (message, result)
+        assert result.err.count("\n") == 1
+        assert message in result.err
