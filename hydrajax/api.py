@@ -55,10 +55,8 @@ class Loaded:
         return self._decode_fns[key]
 
     def default_tree(self) -> TreeTopology:
-        """The released 63-choice tree where the drafter is deep enough, else a chain; the root alone without draft."""
-        tree = presets.sparse()
-        deep_enough = self.drafter.depth >= tree.depth and self.model.config.vocab_size > tree.max_rank
-        return tree if deep_enough else presets.chain(self.drafter.depth)
+        """See `hydrajax.trees.presets.default_name`."""
+        return presets.by_name(presets.default_name(self.drafter.depth, self.model.config.vocab_size))
 
 
 def load(base: str | Path, draft: str | Path | None = None, *, dtype="float32", mesh: Mesh | None = None) -> Loaded:

@@ -22,7 +22,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation import benchmark, prompts
 from hydrajax.evaluation.files import WholeFile
 from hydrajax.evaluation.random_models import DRAFTERS, random_draft, random_model
-from hydrajax.trees import presets
+from hydrajax.trees import TreeTopology, presets
 
 HELP = "time a decode step and its phases, autoregressive against tree decoding"
 
@@ -61,10 +61,10 @@ def _integers(text: str) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> None:
-    trees = _trees(args)
     with ExitStack() as stack:  # an unwritable file is refused before anything is measured
         file = stack.enter_context(WholeFile(args.json, "--json")) if args.json not in (None, "-") else None
         model, drafter, params, texts = _model(args)
+        trees = _trees(args, drafter.depth, model.config.vocab_size)
         rows = _measure(args, model, drafter, params, trees, texts)
         report = json.dumps({"machine": machine(), "arguments": _plain(args), "rows": [row.as_dict() for row in rows]})
         if file is not None:
@@ -114,10 +114,9 @@ def _plain(args: argparse.Namespace) -> dict:
     return {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list, type(None)))}
 
 
-def _trees(args: argparse.Namespace):
-    if args.random_draft == "none" and not args.draft:
-        return benchmark.named_trees(["root"])
-    name = args.tree or "mc_sim_7b_63"
+def _trees(args: argparse.Namespace, depth: int, vocab_size: int) -> dict[str, TreeTopology]:
+    """The tree asked for, or subtrees of it, by name."""
+    name = args.tree or presets.default_name(depth, vocab_size)
     tree = presets.by_name(name)
     return benchmark.first_nodes(tree, args.tree_sizes) if args.tree_sizes else {name: tree}
 

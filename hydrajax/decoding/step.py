@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,6 +54,17 @@ class DecodeState(NamedTuple):
     rng: Array
 
 
+def exact_float32(method: Callable) -> Callable:
+    """Trace ``method`` with true float32 matmuls: GPUs would round float32 inputs to TF32. bfloat16 is unaffected."""
+
+    @functools.wraps(method)
+    def traced(*args):
+        with jax.default_matmul_precision("highest"):
+            return method(*args)
+
+    return traced
+
+
 @dataclass(frozen=True)
 class Engine:
     """The static half of decoding: model, drafter, tree, rule and limits. Its methods are pure functions of arrays.
@@ -75,10 +88,12 @@ class Engine:
 
     # --- the five verbs ---------------------------------------------------------------------------------------
 
+    @exact_float32
     def propose(self, params: Params, state: DecodeState) -> Int[Array, "B N"]:
         """Candidate tokens in node order."""
         return self.drafter.propose(params.draft, state.draft, state.root, self.tree, self.bind(params))
 
+    @exact_float32
     def verify(
         self, params: Params, cache: KVCache, candidates: Int[Array, "B N"]
     ) -> tuple[Forward, Float[Array, "B N V"]]:
@@ -122,6 +137,7 @@ class Engine:
         )
         return new_state, tokens, counts
 
+    @exact_float32
     def observe(
         self, params: Params, state: DecodeState, forward: Forward, accepted: Acceptance, tokens, counts
     ) -> DecodeState:
@@ -140,6 +156,7 @@ class Engine:
         state, tokens, counts = self.commit(state, forward, candidates, accepted)
         return self.observe(params, state, forward, accepted, tokens, counts)
 
+    @exact_float32
     def prefill(self, params: Params, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], rng: Array) -> DecodeState:
         """Run right-padded prompts through the base and the drafter; choose the first root. Emits nothing yet."""
         batch, width = prompt.shape

@@ -69,10 +69,6 @@ class BenchmarkRow:
         return asdict(self)
 
 
-def named_trees(names: Sequence[str]) -> dict[str, TreeTopology]:
-    return {name: presets.by_name(name) for name in names}
-
-
 def first_nodes(tree: TreeTopology, sizes: Sequence[int]) -> dict[str, TreeTopology]:
     """Subtrees of ``tree`` with the given node counts, the lowest total ranks first: a sweep over tree sizes."""
     order = sorted(tree.choices, key=lambda path: (sum(path) + len(path), len(path), path))

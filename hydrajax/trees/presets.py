@@ -89,6 +89,14 @@ def sparse(name: str = "mc_sim_7b_63") -> TreeTopology:
     return TreeTopology.from_choices([tuple(map(int, word)) for word in _SPARSE[name].split()])
 
 
+def default_name(draft_depth: int, vocab_size: int) -> str:
+    """The released 63-choice tree where the drafter is deep enough for it, else a chain; the root without a drafter."""
+    tree = sparse()
+    if draft_depth >= tree.depth and vocab_size > tree.max_rank:
+        return "mc_sim_7b_63"
+    return f"chain-{draft_depth}" if draft_depth else "root"
+
+
 def names() -> list[str]:
     """What `by_name` understands, for messages and help texts."""
     return ["root", "chain-K", "cartesian-S1xS2x...", *_SPARSE]
