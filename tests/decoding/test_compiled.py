@@ -1,0 +1,234 @@
+"""What the compiled decode loop may and may not contain, and when it is compiled.
+
+A copy of the cache inside the loop costs more than the step itself (DESIGN section 7) and changes no result, so the
+only way to notice one is to read the optimised HLO. CPU only: another backend schedules its own way.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hydrajax.config import LlamaConfig
+from hydrajax.decoding import step
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.decode import decode_loop, make_decode_fn, result_of
+from hydrajax.decoding.step import Engine, Params
+from hydrajax.drafters.autoregressive import NoDrafter
+from hydrajax.drafters.drafter import BoundBase
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.llama import Llama, init_base
+from hydrajax.trees import presets
+
+# 1000 new tokens: a cache row is then larger than every weight, logit block and buffer of this tiny model.
+CONFIG = LlamaConfig(17, 32, 48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=2048)
+MAX_NEW, BUCKET = 1000, 16
+TREE = presets.cartesian([3, 2])
+DRAFTERS = {
+    "autoregressive": (NoDrafter(), presets.root()),
+    "medusa": (MedusaHeads(2, 32, 17), TREE),
+    "hydra": (HydraHeads(2, 32, 17), TREE),
+    "hydra++": (WithPrefix(HydraHeads(2, 32, 17, n_layers=2), CONFIG), TREE),
+}
+
+
+def make_engine(name: str, kind=Engine) -> Engine:
+    drafter, tree = DRAFTERS[name]
+    return kind(Llama(CONFIG), drafter, tree, Greedy(), MAX_NEW)
+
+
+def optimised_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
+    """The compiled loop as text; shapes are enough for that, nothing is run."""
+    base = jax.eval_shape(lambda: init_base(engine.model, jax.random.key(0)))
+    draft = jax.eval_shape(lambda base: engine.drafter.init(jax.random.key(0), BoundBase(engine.model, base)), base)
+    params = Params(base, draft)
+    prompt, lengths = jax.ShapeDtypeStruct((batch, BUCKET), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
+    state = jax.eval_shape(engine.prefill, params, prompt, lengths, jax.random.key(0))
+    loop = jax.jit(lambda params, state: decode_loop(engine, params, state), donate_argnums=1 if donate else ())
+    # LLVM's optimisation comes after the HLO is final and would double the time.
+    return loop.lower(params, state).compile({"xla_backend_optimization_level": 0}).as_text()
+
+
+def instructions(hlo: str) -> list[tuple[str, str]]:
+    """``(result type, opcode)`` of every instruction, those inside fusions included."""
+    pattern = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([a-z][\w\-]*)\(", re.MULTILINE)
+    return pattern.findall(hlo)
+
+
+def element_counts(result_type: str) -> list[int]:
+    return [math.prod(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\w+\[([\d,]*)\]", result_type)]
+
+
+def cache_copies(engine: Engine, hlo: str) -> list[str]:
+    """Copies of anything as large as one row of one cache array (base or prefix: they have the same shape)."""
+    smallest = CONFIG.n_kv_heads * engine.cache_slots(BUCKET) * CONFIG.head_dim
+    return [
+        f"{result} {opcode}"
+        for result, opcode in instructions(hlo)
+        if opcode in ("copy", "copy-start") and max(element_counts(result), default=0) >= smallest
+    ]
+
+
+def cache_makers(engine: Engine, hlo: str, batch: int) -> dict[str, int]:
+    """How often each opcode yields an array of exactly a cache's shape."""
+    shape = f"f32[{batch},{CONFIG.n_kv_heads},{engine.cache_slots(BUCKET)},{CONFIG.head_dim}]"
+    makers: dict[str, int] = {}
+    for result, opcode in instructions(hlo):
+        if result.startswith(shape):
+            makers[opcode] = makers.get(opcode, 0) + 1
+    return makers
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_loop_updates_its_caches_in_place(name, batch):
+    engine = make_engine(name)
+    hlo = optimised_hlo(engine, batch)
+    assert cache_copies(engine, hlo) == []
+
+    # Nor is a cache rewritten whole by other means, such as a select over all its slots: every new one is an update
+    # of a few slots, on its own or as the only member of its shape in a fusion.
+    makers = cache_makers(engine, hlo, batch)
+    updates = makers.pop("dynamic-update-slice", 0) + makers.pop("scatter", 0)
+    n_caches = 2 * CONFIG.n_layers + 2 * (name == "hydra++")
+    assert updates == n_caches
+    assert makers.pop("fusion", 0) <= updates
+    assert set(makers) <= {"parameter", "get-tuple-element", "bitcast"}
+
+
+class CopyingEngine(Engine):
+    """Reads the old cache at a place only known after the update."""
+
+    def decode_step(self, params, state):
+        new = super().decode_step(params, state)
+        seen = state.cache.layers[0][0][:, 0, new.root, 0].sum()
+        return new._replace(root=new.root + (seen > 1e9))
+
+
+class RewritingEngine(Engine):
+    """Freezes finished rows by choosing between the old and the new cache."""
+
+    def decode_step(self, params, state):
+        new = super().decode_step(params, state)
+        keep = state.done[:, None, None, None]
+        layers = jax.tree.map(lambda old, new: jnp.where(keep, old, new), state.cache.layers, new.cache.layers)
+        return new._replace(cache=new.cache._replace(layers=layers))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_control_a_write_that_does_not_wait_for_the_reads_is_found(monkeypatch, batch):
+    """Without `append`'s data dependency the autoregressive loop copies every cache on jax 0.10's CPU backend."""
+    append = step.append
+    monkeypatch.setattr(step, "append", lambda cache, block, counts, after=None: append(cache, block, counts))
+    engine = make_engine("autoregressive")
+    assert len(cache_copies(engine, optimised_hlo(engine, batch))) >= 2 * CONFIG.n_layers
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_control_a_read_of_the_old_cache_is_found(batch):
+    engine = make_engine("hydra", CopyingEngine)
+    assert cache_copies(engine, optimised_hlo(engine, batch))
+
+
+def test_control_a_rewritten_cache_is_found():
+    engine = make_engine("medusa", RewritingEngine)
+    assert "select" in cache_makers(engine, optimised_hlo(engine, 3), 3)
+
+
+def test_control_a_state_that_is_not_donated_is_found():
+    engine = make_engine("medusa")
+    assert cache_copies(engine, optimised_hlo(engine, 1, donate=False))
+
+
+@pytest.fixture(scope="module")
+def compilations():
+    """Names of events, one for each compilation by the backend since the list was last cleared."""
+    events: list[str] = []
+
+    def listen(event: str, duration: float, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return events
+
+
+def test_prompts_of_one_bucket_share_a_compilation(lab, compilations):
+    decode_fn = make_decode_fn(lab.model, lab.drafters["medusa"], presets.chain(1), max_new_tokens=4)
+    params = Params(lab.base(0), lab.draft("medusa", 0))
+    others = Params(lab.base(1), lab.draft("medusa", 1))
+    key = jax.random.key(7)
+
+    def run(params, lengths, width, **kwargs):
+        compilations.clear()
+        prompt = np.random.default_rng(width).integers(0, lab.vocab, size=(len(lengths), width), dtype=np.int32)
+        out = jax.block_until_ready(decode_fn(params, prompt, np.array(lengths, np.int32), **kwargs))
+        assert out.lengths.tolist() == [4] * len(lengths)
+        return len(compilations)
+
+    assert run(params, [5, 2], 5) > 0
+    assert run(params, [9, 1], 9) == 0  # another width
+    assert run(others, [16, 16], 16, rng=key) == 0  # the bucket's last width, other values of everything
+    assert run(params, [17, 3], 17) > 0  # the next bucket
+
+
+@pytest.fixture(scope="module")
+def small_run(lab):
+    decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], presets.cartesian([3, 2]), max_new_tokens=12)
+    params = Params(lab.base(0), lab.draft("hydra", 0))
+    prompt = np.random.default_rng(4).integers(0, lab.vocab, size=(2, 16), dtype=np.int32)
+    lengths = np.array([16, 3], np.int32)
+    return decode_fn, params, prompt, lengths, jax.device_get(decode_fn(params, prompt, lengths))
+
+
+def assert_same(out, expected):
+    for name, value in expected._asdict().items():
+        np.testing.assert_array_equal(getattr(out, name), value, err_msg=name)
+
+
+def test_the_plain_call_says_what_the_base_says(lab, small_run):
+    """What the rest of this file compares with, and `decode_fn` as a user calls it, fully optimised."""
+    _, _, prompt, lengths, expected = small_run
+    for row, length in enumerate(lengths):
+        texts, _ = lab.references(0, [prompt[row, :length].tolist()])
+        assert expected.tokens[row].tolist() == lab.expected(texts[0], length, 12)
+
+
+def test_decode_fn_under_an_outer_jit(small_run):
+    decode_fn, params, prompt, lengths, expected = small_run
+
+    @jax.jit
+    def outer(params, prompt, lengths):
+        out = decode_fn(params, prompt[:, :16], lengths)
+        return out._replace(steps=out.steps + 0)
+
+    assert_same(outer(params, prompt, lengths), expected)
+
+
+def test_traced_prompt_without_lengths_is_padded_in_the_trace(lab, small_run):
+    decode_fn, params, prompt, _, _ = small_run
+    short = prompt[:, :7]
+    expected = jax.device_get(decode_fn(params, short))
+    assert_same(jax.jit(decode_fn)(params, short), expected)
+
+
+def test_a_prompt_already_on_the_device(small_run):
+    decode_fn, params, prompt, lengths, expected = small_run
+    assert_same(decode_fn(params, jnp.asarray(prompt), jnp.asarray(lengths)), expected)
+
+
+def test_prefill_and_a_donated_loop_apart(small_run):
+    decode_fn, params, prompt, lengths, expected = small_run
+    engine = decode_fn.engine
+    state = jax.jit(engine.prefill)(params, prompt, lengths, jax.random.key(0))
+    loop = jax.jit(lambda params, state: decode_loop(engine, params, state), donate_argnums=1)
+    final = loop(params, state)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.cache.layers, state.draft)))
+    assert_same(result_of(final), expected)

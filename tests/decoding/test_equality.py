@@ -1,0 +1,180 @@
+"""Tree decoding says what the base alone says, token for token in float32.
+
+The reference is the cacheless loop of `conftest.Lab.references`. Trees and drafters come from a small pool, so that
+few functions are compiled; hypothesis picks from it and varies parameters, prompts and, through the oracle, which
+guesses are right.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from hydrajax.decoding.decode import make_autoregressive_fn
+from hydrajax.decoding.step import Params
+from hydrajax.models.layers import causal_mask
+
+MAX_NEW = 24
+# A reference margin below this could be decided by rounding. Float32 logits here differ by about 1e-6 between batch
+# shapes; of random prompts well under 1 in 100 is turned away.
+HEALTHY = 2e-5
+UNTRAINED = [
+    ("none", "root"),
+    ("medusa", "skips ranks"),
+    ("medusa", "flat"),
+    ("hydra", "random"),
+    ("hydra", "cartesian"),
+    ("hydra on layer -1", "skips ranks"),
+    ("hydra++", "deep and late"),
+    ("hydra++", "random"),
+]
+ORACLE_TREES = ["one node", "chain", "skips ranks", "cartesian", "deep and late", "random"]
+
+base_seeds = st.integers(0, 2)
+# Lengths first, as the ends of the range (1 and the context) are where mistakes hide and where hypothesis looks.
+prompts = st.integers(1, 40).flatmap(lambda n: st.lists(st.integers(0, 16), min_size=n, max_size=n))
+
+
+def emitted(out, row: int) -> list[int]:
+    return out.tokens[row, : out.lengths[row]].tolist()
+
+
+@settings(max_examples=160, deadline=None)
+@given(st.sampled_from(UNTRAINED), base_seeds, st.integers(0, 2), st.tuples(prompts, prompts, prompts))
+def test_untrained_drafters_never_change_the_text(lab, case, base_seed, draft_seed, three):
+    texts, margin = lab.references(base_seed, three)
+    assume(margin > HEALTHY)
+    drafter, tree = case
+    decode_fn = lab.decode_fn(drafter, tree, MAX_NEW)
+    out = lab.decode(decode_fn, base_seed, lab.draft(drafter, draft_seed), three)
+    for row, prompt in enumerate(three):
+        assert emitted(out, row) == lab.expected(texts[row], len(prompt), MAX_NEW)
+        assert out.lengths[row] == min(MAX_NEW, lab.context - len(prompt))
+    longest = out.accept_lengths.max()
+    event(f"{drafter}: longest acceptance {longest}")
+    if drafter == "none":
+        assert longest <= 0
+
+
+@settings(max_examples=140, deadline=None)
+@given(
+    st.sampled_from(ORACLE_TREES), base_seeds, st.tuples(prompts, prompts, prompts), st.integers(0, 99),
+    st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+)  # fmt: skip
+def test_an_oracle_is_believed_exactly_as_far_as_it_is_right(lab, tree, base_seed, three, salt, seed, skill):
+    """Long and short acceptances on every path of the tree: same text, and the steps computed by hand."""
+    texts, margin = lab.references(base_seed, three)
+    assume(margin > HEALTHY)
+    right = np.random.default_rng(seed).random((3, lab.context + 5)) < skill
+    params = lab.oracle_params(texts, right, salt)
+    out = lab.decode(lab.decode_fn("oracle", tree, MAX_NEW), base_seed, params, three)
+    for row, prompt in enumerate(three):
+        assert emitted(out, row) == lab.expected(texts[row], len(prompt), MAX_NEW)
+        expected = lab.accept_lengths(lab.trees[tree], right[row], salt, len(prompt), int(out.lengths[row]))
+        assert out.accept_lengths[row, : out.steps[row]].tolist() == expected
+
+
+def test_untrained_drafters_are_sometimes_right(lab):
+    """Or the test above would compare nothing but rejections."""
+    random = np.random.default_rng(0)
+    three = [random.integers(0, 17, size=n).tolist() for n in (4, 9, 16)]
+    for drafter, tree in UNTRAINED[1:]:
+        out = lab.decode(lab.decode_fn(drafter, tree, MAX_NEW), 0, lab.draft(drafter, 0), three)
+        assert out.accept_lengths.max() >= 1, (drafter, tree)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([("none", "root"), ("hydra", "random"), ("hydra++", "random")]),
+    base_seeds, st.tuples(prompts, prompts, prompts), st.integers(0, 2),
+)  # fmt: skip
+def test_a_row_does_not_depend_on_its_neighbours(lab, case, base_seed, three, row):
+    texts, margin = lab.references(base_seed, three)
+    assume(margin > HEALTHY)
+    drafter, tree = case
+    decode_fn, params = lab.decode_fn(drafter, tree, MAX_NEW), lab.draft(drafter, 0)
+    together = lab.decode(decode_fn, base_seed, params, three)
+    alone = lab.decode(decode_fn, base_seed, params, three[row : row + 1])
+    assert emitted(alone, 0) == emitted(together, row)
+    assert emitted(alone, 0) == lab.expected(texts[row], len(three[row]), MAX_NEW)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.tuples(prompts, prompts, prompts), st.integers(0, 2))
+def test_a_row_takes_the_same_steps_alone(lab, three, row):
+    """With the oracle nothing rests on rounding, so the whole record must agree, not the text alone."""
+    texts, margin = lab.references(0, three)
+    assume(margin > HEALTHY)
+    right = np.random.default_rng(row).random((3, lab.context + 5)) < 0.8
+    decode_fn = lab.decode_fn("oracle", "random", MAX_NEW)
+    together = lab.decode(decode_fn, 0, lab.oracle_params(texts, right), three)
+    alone = lab.decode(decode_fn, 0, lab.oracle_params(texts[[row]], right[[row]]), three[row : row + 1])
+    for name, mine in alone._asdict().items():
+        np.testing.assert_array_equal(mine[0], getattr(together, name)[row], err_msg=name)
+
+
+@pytest.mark.parametrize(("drafter", "tree"), [("none", "root"), ("hydra++", "random"), ("oracle", "random")])
+def test_prompts_at_the_ends_of_the_context(lab, drafter, tree):
+    """One token; all but one of the context; the context exactly, which leaves no room for a token."""
+    random = np.random.default_rng(1)
+    three = [random.integers(0, 17, size=n).tolist() for n in (1, lab.context - 1, lab.context)]
+    texts, margin = lab.references(1, three)
+    assert margin > HEALTHY
+    params = lab.oracle_params(texts) if drafter == "oracle" else lab.draft(drafter, 0)
+    out = lab.decode(lab.decode_fn(drafter, tree, MAX_NEW), 1, params, three)
+    assert out.lengths.tolist() == [MAX_NEW, 1, 0]
+    assert [emitted(out, row) for row in range(3)] == [
+        lab.expected(text, len(prompt), MAX_NEW) for text, prompt in zip(texts, three, strict=True)
+    ]
+    assert out.steps[1:].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("drafter", ["none", "hydra++"])
+def test_a_batch_without_room_takes_no_step(lab, drafter):
+    full = [[3] * lab.context] * 3
+    tree = "root" if drafter == "none" else "random"
+    out = lab.decode(lab.decode_fn(drafter, tree, MAX_NEW), 0, lab.draft(drafter, 0), full)
+    assert out.lengths.tolist() == out.steps.tolist() == [0, 0, 0]
+
+
+def test_the_autoregressive_baseline_takes_a_step_per_token(lab):
+    random = np.random.default_rng(2)
+    three = [random.integers(0, 17, size=n).tolist() for n in (3, 20, 35)]
+    texts, margin = lab.references(2, three)
+    assert margin > HEALTHY
+    out = lab.decode(make_autoregressive_fn(lab.model, max_new_tokens=MAX_NEW), 2, {}, three)
+    assert out.steps.tolist() == out.lengths.tolist() == [24, 20, 5]
+    for row, prompt in enumerate(three):
+        assert emitted(out, row) == lab.expected(texts[row], len(prompt), MAX_NEW)
+
+
+def test_the_cache_holds_exactly_the_accepted_text(lab):
+    """After steps with rejections on branching paths, keys and values equal those of one pass over the text."""
+    random = np.random.default_rng(3)
+    three = [random.integers(0, 17, size=n).tolist() for n in (1, 6, 11)]
+    texts, _ = lab.references(0, three)
+    right = random.random((3, lab.context + 5)) < 0.7
+    params = Params(lab.base(0), lab.oracle_params(texts, right, salt=5))
+    engine = lab.decode_fn("oracle", "random", MAX_NEW).engine
+    padded = np.zeros((3, 16), np.int32)
+    for row, prompt in enumerate(three):
+        padded[row, : len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in three], np.int32)
+    state = lab.quick_jit(engine.prefill)(params, padded, lengths, jax.random.key(0))
+    step = lab.quick_jit(engine.decode_step)
+    for _ in range(6):
+        state = step(params, state)
+    accepted = np.asarray(state.accept_lengths)[:, :6]
+    assert 0 in accepted
+    assert accepted.max() >= 2
+    positions = np.broadcast_to(np.arange(lab.context), texts.shape)
+    forward = lab.quick_jit(lambda p: lab.model.apply({"params": p}, texts, positions, causal_mask(lab.context)))
+    whole = forward(params.base).block
+    for row, start in enumerate(lengths):
+        filled = start + int(state.lengths[row])
+        assert state.cache.lengths[row] == filled
+        for mine, full in zip(jax.tree.leaves(state.cache.layers), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_allclose(mine[row, :, :filled], full[row, :, :filled], atol=2e-4, rtol=1e-4)

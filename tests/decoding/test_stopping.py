@@ -1,0 +1,169 @@
+"""When a row ends: EOS wherever it falls in an accepted path, the token limit, and what happens to the other rows.
+
+With the oracle on a chain of 4 every step emits five tokens, so token e of the output is the root of its step where
+e % 5 is 0, inside the accepted path at 1..3 and its end at 4.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hydrajax.decoding.decode import result_of
+from hydrajax.decoding.step import Params
+
+MAX_NEW = 24
+EOS = (3,)
+SEVERAL = (3, 11, 5)
+HEALTHY = 2e-5  # see test_equality.py
+PROMPT = 6
+
+
+@pytest.fixture(scope="session")
+def examples(lab):
+    """``find(wanted) -> (prompt, text)``: a prompt of 6 tokens whose greedy continuation is as wanted."""
+    random = np.random.default_rng(0)
+    found, prompts = [], random.integers(0, lab.vocab, size=(200, PROMPT)).tolist()
+    lab.references(0, prompts)  # all at once is faster; each is kept
+    for prompt in prompts:
+        texts, margin = lab.references(0, [prompt])
+        if margin > HEALTHY:
+            found.append((prompt, texts[0]))
+
+    def find(wanted):
+        return next((prompt, text) for prompt, text in found if wanted(text[PROMPT : PROMPT + MAX_NEW].tolist()))
+
+    return find
+
+
+def first_eos_at(place: int, eos_ids=EOS):
+    return lambda out: [token in eos_ids for token in out].index(True) == place if set(out) & set(eos_ids) else False
+
+
+def never(eos_ids=EOS):
+    return lambda out: not set(out) & set(eos_ids)
+
+
+def run_oracle(lab, tree, max_new, eos_ids, rows):
+    prompts, texts = zip(*rows, strict=True)
+    decode_fn = lab.decode_fn("oracle", tree, max_new, eos_ids)
+    return lab.decode(decode_fn, 0, lab.oracle_params(np.stack(texts)), list(prompts))
+
+
+@pytest.mark.parametrize("place", range(10))
+def test_eos_at_every_place_of_a_path(lab, examples, place):
+    prompt, text = examples(first_eos_at(place))
+    out = run_oracle(lab, "chain", MAX_NEW, EOS, [(prompt, text)])
+    assert out.lengths[0] == place + 1
+    assert out.tokens[0, : place + 1].tolist() == text[PROMPT : PROMPT + place + 1].tolist()
+    assert out.tokens[0, place] in EOS
+    assert (out.tokens[0, place + 1 :] == -1).all()
+    assert out.steps[0] == place // 5 + 1
+    # What was accepted behind EOS is not counted.
+    assert out.accept_lengths[0, : out.steps[0]].tolist() == [4] * (place // 5) + [place % 5]
+
+
+def test_eos_never(lab, examples):
+    prompt, text = examples(never())
+    out = run_oracle(lab, "chain", MAX_NEW, EOS, [(prompt, text)])
+    assert out.lengths[0] == MAX_NEW
+    assert out.tokens[0].tolist() == text[PROMPT : PROMPT + MAX_NEW].tolist()
+    assert out.accept_lengths[0, :5].tolist() == [4, 4, 4, 4, 3]
+
+
+def test_eos_in_the_prompt_does_not_end_the_row(lab):
+    prompt = [3, 3, 1, 3]
+    texts, _ = lab.references(0, [prompt])
+    expected = lab.expected(texts[0], 4, MAX_NEW, EOS)
+    assert len(expected) > 1
+    out = run_oracle(lab, "chain", MAX_NEW, EOS, [(prompt, texts[0])])
+    assert out.tokens[0, : out.lengths[0]].tolist() == expected
+
+
+def test_rows_finish_at_different_steps(lab, examples):
+    """EOS in the first step, in the third, never: each row as if alone, and only as many steps as it needs."""
+    rows = [examples(first_eos_at(2)), examples(first_eos_at(11)), examples(never())]
+    out = run_oracle(lab, "chain", MAX_NEW, EOS, rows)
+    assert out.lengths.tolist() == [3, 12, MAX_NEW]
+    assert out.steps.tolist() == [1, 3, 5]
+    for row, (_, text) in enumerate(rows):
+        assert out.tokens[row, : out.lengths[row]].tolist() == lab.expected(text, PROMPT, MAX_NEW, EOS)
+    assert out.tokens_per_step() == pytest.approx((3 + 12 + MAX_NEW) / (1 + 3 + 5))
+
+
+def test_a_finished_row_disturbs_nobody(lab, examples):
+    """The other rows' whole record is the same whether the first row ends at once or never."""
+    others = [examples(first_eos_at(11)), examples(never())]
+    early = run_oracle(lab, "chain", MAX_NEW, EOS, [examples(first_eos_at(0)), *others])
+    late = run_oracle(lab, "chain", MAX_NEW, EOS, [examples(first_eos_at(16)), *others])
+    for name, value in early._asdict().items():
+        np.testing.assert_array_equal(value[1:], getattr(late, name)[1:], err_msg=name)
+
+
+def test_a_finished_row_is_frozen(lab, examples):
+    """Step by step: from the step after EOS on, nothing of the row's record changes, to the end of the batch."""
+    rows = [examples(first_eos_at(2)), examples(first_eos_at(11)), examples(never())]
+    prompts, texts = zip(*rows, strict=True)
+    engine = lab.decode_fn("oracle", "chain", MAX_NEW, EOS).engine
+    params = Params(lab.base(0), lab.oracle_params(np.stack(texts)))
+    lengths = np.full(3, PROMPT, np.int32)
+    state = lab.quick_jit(engine.prefill)(params, np.array(prompts, np.int32), lengths, jax.random.key(0))
+    step = lab.quick_jit(engine.decode_step)
+    assert state.done.tolist() == [False] * 3
+    done, records = [], []
+    for _ in range(6):  # one more than any row needs
+        state = step(params, state)
+        done.append(state.done.tolist())
+        result = jax.device_get(result_of(state))
+        cached = np.asarray(state.cache.lengths), np.asarray(state.draft)
+        keys = np.asarray(state.cache.layers[0][0])[0, :, : PROMPT + 3]
+        records.append([*(field[0].tolist() for field in result), *(int(x[0]) for x in cached), keys.tolist()])
+    assert done == [[True, False, False]] * 2 + [[True, True, False]] * 2 + [[True, True, True]] * 2
+    assert all(record == records[0] for record in records)
+    assert state.lengths.tolist() == [3, 12, MAX_NEW]
+    assert (state.cache.lengths - state.lengths).tolist() == [PROMPT] * 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([("oracle", "random"), ("hydra", "random")]),
+    st.lists(st.lists(st.integers(0, 16), min_size=1, max_size=40), min_size=3, max_size=3),
+    st.integers(0, 99), st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_several_eos_ids(lab, case, prompts, salt, seed):
+    drafter, tree = case
+    texts, margin = lab.references(0, prompts)
+    assume(margin > HEALTHY)
+    right = np.random.default_rng(seed).random((3, lab.context + 5)) < 0.8
+    params = lab.oracle_params(texts, right, salt) if drafter == "oracle" else lab.draft(drafter, 0)
+    out = lab.decode(lab.decode_fn(drafter, tree, MAX_NEW, SEVERAL), 0, params, prompts)
+    for row, prompt in enumerate(prompts):
+        expected = lab.expected(texts[row], len(prompt), MAX_NEW, SEVERAL)
+        assert out.tokens[row, : out.lengths[row]].tolist() == expected
+        if drafter == "oracle":
+            steps = lab.accept_lengths(lab.trees[tree], right[row], salt, len(prompt), len(expected))
+            assert out.accept_lengths[row, : out.steps[row]].tolist() == steps
+
+
+@pytest.mark.parametrize("place", [5, 6, 7, 8])
+def test_the_limit_cuts_a_path(lab, examples, place):
+    """Limit 7 falls inside the second path; EOS before, at and behind it."""
+    prompt, text = examples(first_eos_at(place))
+    out = run_oracle(lab, "chain", 7, EOS, [(prompt, text)])
+    emitted = min(7, place + 1)
+    assert out.tokens.shape == out.accept_lengths.shape == (1, 7)
+    assert out.tokens[0].tolist() == text[PROMPT : PROMPT + emitted].tolist() + [-1] * (7 - emitted)
+    assert out.lengths[0] == emitted
+    assert out.accept_lengths[0].tolist() == [4, emitted - 6] + [-1] * 5
+    assert out.steps[0] == 2
+
+
+def test_one_new_token(lab, examples):
+    rows = [examples(first_eos_at(0)), examples(first_eos_at(1)), examples(never())]
+    out = run_oracle(lab, "chain", 1, EOS, rows)
+    assert out.tokens.tolist() == [[int(text[PROMPT])] for _, text in rows]
+    assert out.lengths.tolist() == out.steps.tolist() == [1, 1, 1]
+    assert out.accept_lengths.tolist() == [[0], [0], [0]]

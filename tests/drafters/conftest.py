@@ -1,0 +1,138 @@
+"""NumPy float64 reimplementations of the draft heads and the prefix layer, and random parameters for them.
+
+Written from DESIGN sections 3 and 4, one vector at a time: no batching over rows, levels or heads.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hydrajax.drafters.drafter import BoundBase
+from hydrajax.trees.tree import TreeTopology
+
+
+def to_float64(params):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+class HeadsInNumPy:
+    """Logits of one head for one position. ``reads_path``: Hydra heads see the tokens proposed before them."""
+
+    def __init__(self, drafter, params, embedding, *, reads_path: bool):
+        self.drafter, self.params, self.reads_path = drafter, to_float64(params), reads_path
+        self.embedding = np.asarray(embedding, np.float64)
+
+    def logits(self, k: int, h: np.ndarray, path: list[int]) -> np.ndarray:
+        """Head k from the hidden state ``[D]`` and the k + 1 tokens from the root on."""
+        assert len(path) == k + 1
+        head = self.params[f"head_{k}"]
+        x, plain = h, self.drafter.n_layers
+        if self.reads_path:
+            x = np.concatenate([h, *(self.embedding[token] for token in path)])
+            w, r = head["conditioned"]["kernel"][:, 0], head["conditioned"]["kernel"][:, 1]
+            w_bias, r_bias = head["conditioned"]["bias"]
+            x = x @ r + r_bias + silu(x @ w + w_bias)
+            plain -= 1
+        for i in range(plain):
+            block = head["blocks_0" if self.drafter.share_blocks else f"blocks_{i}"]
+            x = x + silu(x @ block["kernel"] + block["bias"])
+        return x @ head["lm_kernel"] + head.get("lm_bias", 0.0)
+
+    def check_proposal(self, tree: TreeTopology, h: np.ndarray, root: int, candidates: np.ndarray) -> None:
+        """Every node must hold its rank's best token given the tokens of its own ancestors.
+
+        Compared by logit, so that two tokens closer than float32 rounding may stand in either order.
+        """
+        assert candidates[0] == root
+        token_of = {(): root} | dict(zip(tree.choices, candidates[1:].tolist(), strict=True))
+        for path in tree.choices:
+            ancestors = [token_of[path[:length]] for length in range(len(path))]
+            logits = self.logits(len(path) - 1, h, ancestors)
+            best_first = np.sort(logits)[::-1]
+            np.testing.assert_allclose(logits[token_of[path]], best_first[path[-1]], atol=2e-4, rtol=0)
+            siblings = [token for other, token in token_of.items() if other and other[:-1] == path[:-1]]
+            assert len(set(siblings)) == len(siblings)
+
+
+def rms_norm(x, scale, eps):
+    return x / np.sqrt(np.mean(x * x) + eps) * scale
+
+
+def rotate(vector, position, theta):
+    """Rotate pairs (i, i + H/2) by position / theta^(2i/H), as complex numbers."""
+    half = len(vector) // 2
+    turned = (vector[:half] + 1j * vector[half:]) * np.exp(1j * position * theta ** (-np.arange(half) / half))
+    return np.concatenate([turned.real, turned.imag])
+
+
+def prefix_layer_in_numpy(config, params, features: np.ndarray) -> np.ndarray:
+    """The prefix layer over a whole text ``[T, D]`` from position 0, one token and one head at a time."""
+    params = to_float64(params)
+    layer, eps, theta = params["layer"], config.norm_eps, config.rope_theta
+    n_q = config.n_heads // config.n_kv_heads
+    keys, values, out = [], [], []
+    for t, x in enumerate(np.asarray(features, np.float64)):
+        normed = rms_norm(x, layer["attention_norm"]["scale"], eps)
+        kernel = layer["qkv"]  # [D, kv heads, queries then key then value, H]
+        keys.append([rotate(normed @ kernel[:, g, n_q], t, theta) for g in range(config.n_kv_heads)])
+        values.append([normed @ kernel[:, g, n_q + 1] for g in range(config.n_kv_heads)])
+        heads = []
+        for head in range(config.n_heads):
+            group, member = divmod(head, n_q)
+            query = rotate(normed @ kernel[:, group, member], t, theta)
+            scores = np.array([query @ key[group] for key in keys]) / np.sqrt(config.head_dim)
+            weights = np.exp(scores - scores.max())
+            weights /= weights.sum()
+            heads.append(sum(w * value[group] for w, value in zip(weights, values, strict=True)))
+        x = x + np.concatenate(heads) @ layer["out"]
+        normed = rms_norm(x, layer["mlp_norm"]["scale"], eps)
+        gate, up = normed @ layer["gate_up"][:, 0], normed @ layer["gate_up"][:, 1]
+        x = x + (silu(gate) * up) @ layer["down"]
+        out.append(rms_norm(x, params["norm"]["scale"], eps))
+    return np.stack(out)
+
+
+def random_draft_params(drafter, base: BoundBase, seed: int):
+    """Noise in every leaf of the shapes of ``init``: a fresh head is an identity and would hide most mistakes."""
+    random = np.random.default_rng(seed)
+
+    def draw(leaf):
+        noise = random.standard_normal(leaf.shape).astype(np.float32)
+        return jnp.asarray(1 + 0.2 * noise if len(leaf.shape) == 1 else 0.3 * noise)
+
+    return jax.tree.map(draw, jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)))
+
+
+def random_tree(seed: int, n_choices: int, depth: int, widest: int) -> TreeTopology:
+    """A prefix-closed tree with ranks drawn freely, so that most trees skip some."""
+    random = np.random.default_rng(seed)
+    known = {()}
+    for _ in range(n_choices):
+        shallow = sorted(path for path in known if len(path) < depth)
+        known.add((*shallow[random.integers(len(shallow))], int(random.integers(widest))))
+    return TreeTopology.from_choices(known - {()})
+
+
+@pytest.fixture(scope="session")
+def base(tiny_model) -> BoundBase:
+    return BoundBase(*tiny_model)
+
+
+@pytest.fixture(scope="session")
+def oracle():
+    """The functions above, as test modules cannot import a conftest."""
+
+    class Oracle:
+        heads = HeadsInNumPy
+        prefix_layer = staticmethod(prefix_layer_in_numpy)
+        random_draft_params = staticmethod(random_draft_params)
+        random_tree = staticmethod(random_tree)
+
+    return Oracle

@@ -1,0 +1,165 @@
+"""The Hydra++ prefix layer: the same however the text arrives, and blind to rejected tokens."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.step import Engine, Params
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.layers import causal_mask
+from hydrajax.trees import presets
+from hydrajax.trees.tree import TreeTopology
+
+WIDTH, VOCAB = 32, 61  # of the `tiny_model` fixture
+LENGTH, SLOTS = 12, 24
+TREE = TreeTopology.from_choices([[0], [2], [0, 1], [2, 0], [2, 3], [2, 0, 0]])
+TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32 against float64, after RMSNorm
+
+
+# Nearly all the time here is compilation, and half of that LLVM's optimisation.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@pytest.fixture(scope="session", params=["hydra", "medusa"])
+def prefixed(request, base, oracle):
+    """``(drafter, params, observe, propose, heads in NumPy)``, the two methods jitted."""
+    heads = {"hydra": HydraHeads(3, WIDTH, VOCAB), "medusa": MedusaHeads(3, WIDTH, VOCAB)}[request.param]
+    drafter = WithPrefix(heads, base.config)
+    params = oracle.random_draft_params(drafter, base, seed=11)
+    observe = quick_jit(lambda *arrays: drafter.observe(params, *arrays, base))
+    propose = quick_jit(lambda *arrays: drafter.propose(params, *arrays, TREE, base))
+    in_numpy = oracle.heads(heads, params["heads"], base.params["embedding"], reads_path=request.param == "hydra")
+    return drafter, params, observe, propose, in_numpy
+
+
+def random_text(batch: int, seed: int = 0):
+    random = np.random.default_rng(seed)
+    features = random.standard_normal((batch, LENGTH, WIDTH)).astype(np.float32)
+    return features, random.integers(VOCAB, size=(batch, LENGTH), dtype=np.int32)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_prompt_at_once_matches_numpy(prefixed, base, oracle, batch):
+    drafter, params, observe, propose, in_numpy = prefixed
+    features, tokens = random_text(batch)
+    lengths = np.array([LENGTH, 1, 7][:batch], np.int32)
+    state = observe(drafter.init_state(batch, SLOTS), features, tokens, lengths)
+    assert state.cache.lengths.tolist() == lengths.tolist()
+    root = np.array([3, 5, 60][:batch], np.int32)
+    candidates = np.asarray(propose(state, root))
+    for row, length in enumerate(lengths):
+        refined = oracle.prefix_layer(base.config, params["prefix"], features[row, :length])
+        np.testing.assert_allclose(state.heads[row], refined[-1], **TOLERANCE)
+        in_numpy.check_proposal(TREE, refined[-1], int(root[row]), candidates[row])
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_ragged_chunks_give_the_state_of_the_whole(prefixed, base, oracle, data):
+    """Rows take in their text in chunks of different lengths, each padded with junk, as after decode steps."""
+    drafter, params, observe, _, _ = prefixed
+    batch, width = 3, 4  # one chunk width, so one compilation
+    n_chunks = data.draw(st.integers(1, 3), label="chunks")
+    counts = [data.draw(st.lists(st.integers(1, width), min_size=batch, max_size=batch)) for _ in range(n_chunks)]
+    features, tokens = random_text(batch, seed=data.draw(st.integers(0, 3)))
+    junk = np.random.default_rng(99)
+    state, taken = drafter.init_state(batch, SLOTS), np.zeros(batch, int)
+    for chunk in counts:
+        fed = 9 * junk.standard_normal((batch, width, WIDTH)).astype(np.float32)
+        for row, count in enumerate(chunk):
+            fed[row, :count] = features[row, taken[row] : taken[row] + count]
+        state = observe(state, fed, np.zeros((batch, width), np.int32), np.array(chunk, np.int32))
+        taken += chunk
+    assert state.cache.lengths.tolist() == taken.tolist()
+
+    at_once = observe(drafter.init_state(batch, SLOTS), features, tokens, taken.astype(np.int32))
+    np.testing.assert_allclose(state.heads, at_once.heads, **TOLERANCE)
+    for row, length in enumerate(taken):
+        refined = oracle.prefix_layer(base.config, params["prefix"], features[row, :length])
+        np.testing.assert_allclose(state.heads[row], refined[-1], **TOLERANCE)
+        for mine, whole in zip(state.cache.layers[0], at_once.cache.layers[0], strict=True):
+            np.testing.assert_allclose(mine[row, :, :length], whole[row, :, :length], **TOLERANCE)
+
+
+def test_token_by_token_gives_the_state_of_the_whole(prefixed):
+    drafter, _, observe, propose, _ = prefixed
+    features, tokens = random_text(2)
+    state = drafter.init_state(2, SLOTS)
+    for t in range(LENGTH):
+        state = observe(state, features[:, t : t + 1], tokens[:, t : t + 1], np.ones(2, np.int32))
+    at_once = observe(drafter.init_state(2, SLOTS), features, tokens, np.full(2, LENGTH, np.int32))
+    np.testing.assert_allclose(state.heads, at_once.heads, **TOLERANCE)
+    root = np.array([8, 9], np.int32)
+    proposals = [propose(s, root).tolist() for s in (state, at_once)]
+    assert proposals[0] == proposals[1]
+
+
+def test_uncounted_tokens_never_influence(prefixed):
+    """Two histories that differ only in the rejected part of each chunk lead to the same state, bit for bit."""
+    drafter, _, observe, propose, _ = prefixed
+    features, _ = random_text(2)
+    histories = []
+    for seed in (1, 2):
+        junk = np.random.default_rng(seed)
+        state = drafter.init_state(2, SLOTS)
+        for start, counts in ((0, [3, 1]), (3, [1, 2]), (6, [4, 3])):
+            fed = features[:, start : start + 4].copy()
+            tokens = junk.integers(VOCAB, size=(2, 4), dtype=np.int32)
+            for row, count in enumerate(counts):
+                fed[row, count:] = junk.standard_normal(fed[row, count:].shape)
+            state = observe(state, fed, tokens, np.array(counts, np.int32))
+        histories.append(state)
+    np.testing.assert_array_equal(histories[0].heads, histories[1].heads)
+    root = np.array([8, 9], np.int32)
+    proposals = [propose(s, root).tolist() for s in histories]
+    assert proposals[0] == proposals[1]
+
+
+def test_after_decode_steps_the_state_is_that_of_the_accepted_text(prefixed, base, oracle):
+    """In the engine: after several steps with rejections, its output equals a run over the text from scratch."""
+    drafter, params, _, _, _ = prefixed
+    tree = presets.cartesian([20, 2])  # so wide that untrained heads are right now and then
+    engine = Engine(base.model, drafter, tree, Greedy(), max_new_tokens=30)
+    both = Params(base.params, params)
+    lengths = np.array([5, 2], np.int32)
+    prompt = np.random.default_rng(0).integers(VOCAB, size=(2, 6), dtype=np.int32)
+    state = quick_jit(engine.prefill)(both, prompt, lengths, jax.random.key(0))
+    step = quick_jit(engine.decode_step)
+    for _ in range(6):
+        state = step(both, state)
+    assert not state.done.any()
+    accepted = np.asarray(state.accept_lengths)[:, :6]
+    assert accepted.min() == 0, "no step rejected everything"
+    assert accepted.max() >= 1, "no step accepted anything"
+    texts = np.concatenate([prompt, np.zeros((2, 34), np.int32)], axis=1)
+    for row, length in enumerate(lengths):
+        texts[row, length : length + state.lengths[row]] = np.asarray(state.tokens)[row, : state.lengths[row]]
+    positions = np.broadcast_to(np.arange(40), texts.shape)
+    forward = quick_jit(lambda params, texts: base.model.apply({"params": params}, texts, positions, causal_mask(40)))
+    hidden = forward(base.params, texts).hidden
+    for row, length in enumerate(lengths + state.lengths):
+        assert state.draft.cache.lengths[row] == length
+        refined = oracle.prefix_layer(base.config, params["prefix"], hidden[row, :length])
+        np.testing.assert_allclose(state.draft.heads[row], refined[-1], **TOLERANCE)
+
+
+def test_teacher_forced_matches_numpy(prefixed, base, oracle):
+    drafter, params, _, _, in_numpy = prefixed
+    features, tokens = random_text(2)
+    logits = np.asarray(quick_jit(lambda *arrays: drafter.teacher_forced(*arrays, base))(params, features, tokens))
+    assert logits.shape == (3, 2, LENGTH, VOCAB)
+    for row in range(2):
+        refined = oracle.prefix_layer(base.config, params["prefix"], features[row])
+        for k in range(drafter.depth):
+            for t in range(LENGTH - k - 1):
+                expected = in_numpy.logits(k, refined[t], tokens[row, t + 1 : t + 2 + k].tolist())
+                np.testing.assert_allclose(logits[k, row, t], expected, atol=1e-3, rtol=1e-3)

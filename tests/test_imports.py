@@ -1,0 +1,164 @@
+"""Imports run one way (DESIGN section 5), and importing the package loads neither torch nor transformers."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "hydrajax"
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+# What each part may import besides itself; a module belongs to the longest name that fits it.
+BASICS = {"errors", "config", "sharding", "trees"}
+BELOW: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "sharding": {"errors", "config"},
+    "trees": {"errors", "config"},
+    "models": BASICS,
+    "drafters": BASICS | {"models"},
+    "decoding": BASICS | {"models", "drafters"},
+    "trees.search": BASICS | {"models", "drafters", "decoding", "evaluation"},
+    "evaluation": BASICS | {"models", "drafters", "decoding", "trees.search"},
+    "checkpoints": BASICS | {"models", "drafters"},
+    "train": BASICS | {"models", "drafters", "decoding"},  # decoding only to report tokens_per_step
+}
+LIBRARY = set(BELOW)
+BELOW |= {
+    "api": LIBRARY,
+    "": LIBRARY | {"api"},  # the package's own __init__
+    "train.__main__": LIBRARY | {"api", "cli", ""},
+    "cli": LIBRARY | {"api", "train.__main__", ""},
+    "__main__": LIBRARY | {"api", "cli", ""},
+}
+
+
+def part_of(module: str) -> str:
+    """The table's name for a module such as ``hydrajax.trees.tree``."""
+    inside = module.removeprefix("hydrajax").removeprefix(".")
+    fitting = [name for name in BELOW if inside == name or (name and inside.startswith(name + "."))]
+    assert fitting, f"{module} is in no part of the table: decide what it may import and add it"
+    return max(fitting, key=len)
+
+
+def imported_modules(module: str, source: str, is_package: bool = False) -> set[str]:
+    """Every module the source imports, anywhere in it: a lazy upward import is upward too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                parents = module.split(".")[: len(module.split(".")) - node.level + is_package]
+                origin = ".".join([*parents, *filter(None, [node.module])])
+            # `from package import module` is an import of the module.
+            inner = {f"{origin}.{name.name}" for name in node.names}
+            found |= {name if name in MODULES else origin for name in inner}
+    return found
+
+
+def upward(module: str, source: str, is_package: bool = False) -> list[str]:
+    """The imports of the package's own modules that the table does not allow."""
+    mine = part_of(module)
+    allowed = BELOW[mine] | {mine}
+    ours = {name for name in imported_modules(module, source, is_package) if name.split(".")[0] == "hydrajax"}
+    return sorted(name for name in ours if part_of(name) not in allowed)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_upward_import(module):
+    path = MODULES[module]
+    assert upward(module, path.read_text(), path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "found"),
+    [
+        ("hydrajax.models.llama", "import hydrajax.drafters.hydra", ["hydrajax.drafters.hydra"]),
+        ("hydrajax.models.llama", "from hydrajax.models.cache import append", []),
+        ("hydrajax.models.llama", "from ..drafters import hydra", ["hydrajax.drafters.hydra"]),
+        ("hydrajax.models.llama", "from . import cache", []),
+        ("hydrajax.drafters.hydra", "def f():\n    from hydrajax import api", ["hydrajax.api"]),
+        ("hydrajax.drafters.hydra", "from hydrajax import make_decode_fn", ["hydrajax"]),
+        ("hydrajax.drafters.hydra", "from hydrajax.decoding.step import Params", ["hydrajax.decoding.step"]),
+        ("hydrajax.decoding.step", "from hydrajax.checkpoints import llama_hf", ["hydrajax.checkpoints.llama_hf"]),
+        ("hydrajax.trees.tree", "from hydrajax.trees.search import grow", ["hydrajax.trees.search"]),
+        ("hydrajax.trees.search", "from hydrajax.decoding.step import Engine", []),
+        ("hydrajax.evaluation.benchmark", "from hydrajax.api import load", ["hydrajax.api"]),
+        ("hydrajax.train.loop", "from hydrajax.api import load", ["hydrajax.api"]),
+        ("hydrajax.train.__main__", "from hydrajax.api import load", []),
+        ("hydrajax.api", "from hydrajax.cli import main", ["hydrajax.cli"]),
+        ("hydrajax.cli.demo", "from hydrajax.train import step\nfrom hydrajax import api", []),
+        ("hydrajax.errors", "import hydrajax.config", ["hydrajax.config"]),
+    ],
+)
+def test_the_check_itself(module, source, found):
+    assert upward(module, source) == found
+
+
+def test_a_new_part_must_be_placed():
+    with pytest.raises(AssertionError, match="in no part of the table"):
+        part_of("hydrajax.newcomer.thing")
+
+
+def test_no_cycles():
+    """Parts of one level may import each other, modules may not go round in a circle."""
+    graph = {
+        module: imported_modules(module, path.read_text(), path.name == "__init__.py") & set(MODULES)
+        for module, path in MODULES.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, trail: list[str]):
+        assert module not in trail, " -> ".join([*trail[trail.index(module) :], module])
+        if module not in done:
+            for other in sorted(graph[module] - {module}):
+                visit(other, [*trail, module])
+            done.add(module)
+
+    for module in graph:
+        visit(module, [])
+
+
+def heavy_imports(source: str, name: str) -> tuple[int, int]:
+    """How often a source imports the library: ``(at the top, inside functions)``."""
+
+    def imports(node):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        return any(found.split(".")[0] == name for found in names)
+
+    tree = ast.parse(source)
+    lazy = set()
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lazy |= {node for node in ast.walk(function) if imports(node)}
+    everywhere = {node for node in ast.walk(tree) if imports(node)}
+    return len(everywhere - lazy), len(lazy)
+
+
+def test_torch_is_imported_by_one_file_inside_functions():
+    counts = {module: heavy_imports(path.read_text(), "torch") for module, path in MODULES.items()}
+    users = {module: count for module, count in counts.items() if count != (0, 0)}
+    assert set(users) == {"hydrajax.checkpoints.official_heads"}
+    assert users["hydrajax.checkpoints.official_heads"][0] == 0
+
+
+def test_transformers_is_imported_inside_functions_only():
+    counts = {module: heavy_imports(path.read_text(), "transformers") for module, path in MODULES.items()}
+    assert [module for module, (top, _) in counts.items() if top] == []
+    assert any(lazy for _, lazy in counts.values()), "the check finds nothing at all"
+
+
+def test_importing_the_package_loads_neither_torch_nor_transformers():
+    program = "import sys, hydrajax; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,118 @@
+"""The named trees against counts and digests taken from the repositories that released them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees import presets
+from hydrajax.trees.tree import TreeTopology
+
+# name: (choices at depth 1, 2, ..., SHA-256 of the sorted list as JSON, first 16 digits), computed from the files
+# themselves: medusa/model/medusa_choices.py of FasterDecoding/Medusa e2a5d20; hydra/model/hydra_choices.py of
+# zankner/Hydra 3f39fbd holds the first one and gives the same digest.
+RELEASED = {
+    "mc_sim_7b_63": ([10, 28, 23, 2], "777efe164d32b799"),
+    "vicuna_7b_stage2": ([10, 23, 23, 7], "ac1b77303fb35bfe"),
+    "vicuna_7b_stage1_ablation": ([10, 21, 25, 7], "c0ad9c4459cba7ed"),
+    "vicuna_7b_stage1": ([10, 32, 20, 1], "ecdc8d5a1e009750"),
+    "vicuna_13b_stage2": ([10, 19, 25, 9], "21804df78d8f02a9"),
+    "vicuna_13b_stage1": ([10, 29, 23, 1], "d1d95d4668711fce"),
+    "vicuna_33b_stage2": ([10, 24, 24, 5], "96f759f0995eb562"),
+    "vicuna_33b_stage1": ([10, 34, 19], "18445a6c83d3743f"),
+    "zephyr_stage2": ([10, 27, 23, 3], "e23502832aa1a146"),
+}
+
+
+def sizes_by_depth(tree: TreeTopology) -> list[int]:
+    counts = Counter(len(path) for path in tree.choices)
+    return [counts[depth] for depth in range(1, max(counts, default=0) + 1)]
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_sparse_trees_are_the_released_ones(name):
+    sizes, digest = RELEASED[name]
+    tree = presets.sparse(name)
+    assert len(tree.choices) == len(set(tree.choices)) == 63
+    assert tree.size == 64
+    assert sizes_by_depth(tree) == sizes
+    assert all(path[:-1] in {(), *tree.choices} for path in tree.choices)
+    in_order = sorted(map(list, tree.choices), key=lambda path: (len(path), path))
+    assert hashlib.sha256(json.dumps(in_order).encode()).hexdigest()[:16] == digest
+
+
+def test_every_released_tree_is_named_and_the_default_is_the_common_one():
+    assert set(RELEASED) <= set(presets.names())
+    assert presets.sparse() == presets.sparse("mc_sim_7b_63")
+    assert len({presets.sparse(name) for name in RELEASED}) == len(RELEASED)
+
+
+@pytest.mark.parametrize("depth", range(6))
+def test_chain(depth):
+    tree = presets.chain(depth)
+    assert set(tree.choices) == {(0,) * length for length in range(1, depth + 1)}
+    assert (tree.size, tree.depth) == (depth + 1, depth)
+
+
+def test_root_is_the_empty_chain():
+    assert presets.root() == presets.chain(0) == TreeTopology.from_choices([])
+
+
+@given(st.lists(st.integers(1, 4), max_size=4))
+def test_cartesian_holds_every_combination(widths):
+    tree = presets.cartesian(widths)
+    assert len(tree.choices) == sum(math.prod(widths[:depth]) for depth in range(1, len(widths) + 1))
+    combinations = {
+        path
+        for depth in range(1, len(widths) + 1)
+        for path in itertools.product(range(4), repeat=depth)
+        if all(rank < width for rank, width in zip(path, widths, strict=False))
+    }
+    assert set(tree.choices) == combinations
+
+
+def test_by_name_of_every_kind(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text("[[1], [1, 2]]")
+    assert presets.by_name("root").choices == ()
+    assert presets.by_name("chain-3").choices == ((0,), (0, 0), (0, 0, 0))
+    assert presets.by_name("cartesian-2x1").choices == ((0,), (1,), (0, 0), (1, 0))
+    assert presets.by_name("cartesian-3").choices == ((0,), (1,), (2,))
+    assert presets.by_name(str(path)).choices == ((1,), (1, 2))
+    for name in RELEASED:
+        assert presets.by_name(name) == presets.sparse(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "chain", "chain-", "chain--1", "chain-4 ", "cartesian-", "cartesian-2x", "cartesian-x2", "mc_sim_7b"]
+)
+def test_by_name_refuses_and_says_what_is_allowed(name):
+    with pytest.raises(HydrajaxError) as caught:
+        presets.by_name(name)
+    message = str(caught.value)
+    for piece in [f"found '{name}'", "root", "chain-K", "cartesian-S1xS2x...", *RELEASED, ".json"]:
+        assert piece in message
+
+
+def test_sparse_refuses_an_unknown_name():
+    with pytest.raises(HydrajaxError, match=r"mc_sim_8b.*mc_sim_7b_63"):
+        presets.sparse("mc_sim_8b")
+
+
+def test_impossible_sizes_are_refused(tmp_path):
+    with pytest.raises(HydrajaxError, match=r"1 or more, found \[2, 0\]"):
+        presets.by_name("cartesian-2x0")
+    with pytest.raises(HydrajaxError, match="nodes, root included"):
+        presets.by_name("cartesian-999x999x999")  # refused before its billion paths are listed
+    with pytest.raises(HydrajaxError, match="0 or more, found -1"):
+        presets.chain(-1)
+    with pytest.raises(HydrajaxError, match="no such file"):
+        presets.by_name(str(tmp_path / "absent.json"))
