@@ -205,10 +205,14 @@ def _load_hydra(directory: Path, config: dict, base: LlamaConfig, dtype):
         if grounded:
             conditioned = f"hydra_mlp.{k}.{stride - 1}"
             parts = ("linear", "res_connection")
-            params[f"head_{k}"]["conditioned"] = {
-                "kernel": np.stack([read(f"{conditioned}.{part}.weight").T for part in parts], axis=1),
+            kernel = np.stack([read(f"{conditioned}.{part}.weight").T for part in parts], axis=1)
+            block = {
+                "shared_kernel": kernel[: 2 * width],
                 "bias": np.stack([read(f"{conditioned}.{part}.bias") for part in parts]),
             }
+            if k > 0:
+                block["path_kernel"] = kernel[2 * width :]
+            params[f"head_{k}"]["conditioned"] = block
     if grounded:
         drafter = HydraHeads(n_heads, width, base.vocab_size, n_layers, shared, offset, dtype)
     else:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hydrajax.models.layers import declare
+from hydrajax.models.linear import project
 
 
 class ResidualBlock(nn.Module):
@@ -20,28 +21,37 @@ class ResidualBlock(nn.Module):
         width = x.shape[-1]
         kernel = declare(self, "kernel", (width, width), ("width", "mlp"), nn.initializers.zeros)
         bias = declare(self, "bias", (width,), ("mlp",), nn.initializers.zeros)
-        return x + jax.nn.silu(x @ kernel + bias)
+        return x + jax.nn.silu(project(x, kernel) + bias)
 
 
 class ConditionedBlock(nn.Module):
-    """R x + r + SiLU(W x + b), narrowing ``slots`` concatenated vectors to one (hydra 3, DESIGN section 4).
+    """R x + r + SiLU(W x + b) over concatenated vectors, narrowing them to one (hydra 3, DESIGN section 4).
 
-    W and R read the same input, so they are one matmul: ``kernel[:, 0]`` is W, ``kernel[:, 1]`` is R.
+    W and R read the same input, so they are one matmul: ``kernel[:, 0]`` is W, ``kernel[:, 1]`` is R. The input is
+    [h, E(root)] and then the embeddings of ``path_length`` tokens. Only the latter differ between the paths of a
+    tree, so the two parts have kernels of their own and the shared one is multiplied once per tree.
     """
 
-    slots: int
+    path_length: int
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*rows SD"]) -> Float[Array, "*rows D"]:
-        width = x.shape[-1] // self.slots
-        kernel = declare(self, "kernel", (x.shape[-1], 2, width), ("width", None, "mlp"), _first_slot_passes)
-        bias = declare(self, "bias", (2, width), (None, "mlp"), nn.initializers.zeros)
-        both = x @ kernel.reshape(x.shape[-1], -1) + bias.reshape(-1)
+    def __call__(
+        self, shared: Float[Array, "*rows 2D"], path: Float[Array, "*paths kD"] | None
+    ) -> Float[Array, "*paths D"]:
+        width = shared.shape[-1] // 2
+        axes = ("width", None, "mlp")
+        kernel = declare(self, "shared_kernel", (2 * width, 2, width), axes, _hidden_state_passes)
+        bias = declare(self, "bias", (2, width), axes[1:], nn.initializers.zeros)
+        both = project(shared, kernel.reshape(2 * width, -1)) + bias.reshape(-1)
+        if self.path_length:
+            rows = self.path_length * width
+            kernel = declare(self, "path_kernel", (rows, 2, width), axes, nn.initializers.zeros)
+            both = both + project(path, kernel.reshape(rows, -1))
         return both[..., width:] + jax.nn.silu(both[..., :width])
 
 
-def _first_slot_passes(rng, shape, dtype):
+def _hidden_state_passes(rng, shape, dtype):
     """W = 0 and R = [identity; 0], so that a fresh head starts from the base's hidden state."""
     del rng
     fan_in, _, width = shape
@@ -50,13 +60,15 @@ def _first_slot_passes(rng, shape, dtype):
 
 
 class Head(nn.Module):
-    """A draft head over ``slots`` concatenated vectors of width D: ``n_layers`` blocks and an lm head.
+    """A draft head: ``n_layers`` blocks and an lm head.
 
-    With ``share_blocks`` every unconditioned block is the same one applied again, as in the released code.
-    ``hidden`` and ``logits`` are separate so that a trainer can chunk the vocabulary matmul.
+    path_length: None for a head that reads the hidden state alone (Medusa), else how many tokens after the root its
+    first, conditioned block reads (Hydra's head k: k). With ``share_blocks`` every unconditioned block is the same one
+    applied again, as in the released code. ``hidden`` and ``logits`` are separate so that a trainer can chunk the
+    vocabulary matmul.
     """
 
-    slots: int
+    path_length: int | None
     n_layers: int
     share_blocks: bool
     lm_head_bias: bool
@@ -64,30 +76,37 @@ class Head(nn.Module):
     vocab_size: int
     dtype: jnp.dtype
 
+    @property
+    def n_plain(self) -> int:
+        """Applications of unconditioned blocks."""
+        return self.n_layers - (self.path_length is not None)
+
     def setup(self):
-        plain = self.n_layers - (self.slots > 1)
-        self.blocks = [ResidualBlock(self.dtype) for _ in range(min(plain, 1) if self.share_blocks else plain)]
-        if self.slots > 1:
-            self.conditioned = ConditionedBlock(self.slots, self.dtype)
+        distinct = min(self.n_plain, 1) if self.share_blocks else self.n_plain
+        self.blocks = [ResidualBlock(self.dtype) for _ in range(distinct)]
+        if self.path_length is not None:
+            self.conditioned = ConditionedBlock(self.path_length, self.dtype)
         axes = ("width", "vocab")
         self.lm_kernel = declare(self, "lm_kernel", (self.width, self.vocab_size), axes, nn.initializers.normal(0.02))
         if self.lm_head_bias:
             self.lm_bias = declare(self, "lm_bias", (self.vocab_size,), axes[1:], nn.initializers.zeros)
 
-    def hidden(self, x: Float[Array, "*rows SD"]) -> Float[Array, "*rows D"]:
-        """The input of the lm head."""
-        plain = self.n_layers
-        if self.slots > 1:
-            x = self.conditioned(x)
-            plain -= 1
-        for i in range(plain):
+    def hidden(
+        self, x: Float[Array, "*rows D_or_2D"], path: Float[Array, "*paths kD"] | None = None
+    ) -> Float[Array, "*paths D"]:
+        """The input of the lm head. ``x`` is h_t, or [h_t, E(root)] for a conditioned head."""
+        if self.path_length is not None:
+            x = self.conditioned(x, path)
+        for i in range(self.n_plain):
             x = self.blocks[0 if self.share_blocks else i](x)
         return x
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Float32 logits of the token this head predicts."""
-        out = jnp.matmul(hidden, self.lm_kernel, preferred_element_type=jnp.float32)
+        out = project(hidden, self.lm_kernel, jnp.float32)
         return out + self.lm_bias.astype(jnp.float32) if self.lm_head_bias else out
 
-    def __call__(self, x: Float[Array, "*rows SD"]) -> Float[Array, "*rows V"]:
-        return self.logits(self.hidden(x))
+    def __call__(
+        self, x: Float[Array, "*rows D_or_2D"], path: Float[Array, "*paths kD"] | None = None
+    ) -> Float[Array, "*paths V"]:
+        return self.logits(self.hidden(x, path))

@@ -34,7 +34,7 @@ class HydraHeads:
 
     def head(self, k: int) -> Head:
         return Head(
-            k + 2,
+            k,
             self.n_layers,
             self.share_blocks,
             lm_head_bias=True,
@@ -56,13 +56,12 @@ class HydraHeads:
         """Level by level: one head call for all parents of a level, one top-k at the level's widest rank."""
         batch = root.shape[0]
         candidates = root[:, None]
+        shared = jnp.concatenate([state, base.embed(root).astype(self.dtype)], axis=-1)[:, None]
         for k, level in enumerate(tree.levels):
             # Nodes are ordered by depth, so the candidates so far hold every path down to this level's parents.
-            path = base.embed(candidates[:, level.paths]).astype(self.dtype)
-            n_parents = len(level.parents)
-            hidden = jnp.broadcast_to(state[:, None], (batch, n_parents, self.width))
-            inputs = jnp.concatenate([hidden, path.reshape(batch, n_parents, -1)], axis=-1)
-            logits = self.head(k).apply({"params": params[f"head_{k}"]}, inputs)
+            path = base.embed(candidates[:, level.paths[:, 1:]]).astype(self.dtype)
+            path = path.reshape(batch, len(level.parents), -1)
+            logits = self.head(k).apply({"params": params[f"head_{k}"]}, shared, path)
             guesses = top_tokens(logits, level.width)[:, level.parent_slot, level.ranks]
             candidates = jnp.concatenate([candidates, guesses], axis=1)
         return candidates
@@ -70,8 +69,10 @@ class HydraHeads:
     def teacher_forced(self, params, features, tokens, base):
         """Head k at position t reads the true tokens t+1 ... t+1+k; the last k+1 positions wrap and must be masked."""
         embeddings = base.embed(tokens).astype(self.dtype)
-        inputs, logits = features, []
+        shifted = [jnp.roll(embeddings, -(k + 1), axis=1) for k in range(self.n_heads)]
+        shared = jnp.concatenate([features, shifted[0]], axis=-1)
+        logits = []
         for k in range(self.n_heads):
-            inputs = jnp.concatenate([inputs, jnp.roll(embeddings, -(k + 1), axis=1)], axis=-1)
-            logits.append(self.head(k).apply({"params": params[f"head_{k}"]}, inputs))
+            path = jnp.concatenate(shifted[1 : k + 1], axis=-1) if k else None
+            logits.append(self.head(k).apply({"params": params[f"head_{k}"]}, shared, path))
         return jnp.stack(logits)

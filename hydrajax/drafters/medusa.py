@@ -36,7 +36,7 @@ class MedusaHeads:
 
     def head(self) -> Head:
         return Head(
-            1, self.n_layers, self.share_blocks, self.lm_head_bias, self.width, self.vocab_size, dtype=self.dtype
+            None, self.n_layers, self.share_blocks, self.lm_head_bias, self.width, self.vocab_size, dtype=self.dtype
         )
 
     def init(self, rng, base):
@@ -65,7 +65,9 @@ def init_heads(heads: list[Head], rng, base) -> dict:
     """Parameters ``{"head_0": ...}``, every lm head starting as a copy of the base's."""
     params = {}
     for k, head in enumerate(heads):
-        example = jnp.zeros((1, head.slots * head.width), head.dtype)
-        params[f"head_{k}"] = nn.unbox(head.init(jax.random.fold_in(rng, k), example)["params"])
+        conditioned = head.path_length is not None
+        example = jnp.zeros((1, head.width * (1 + conditioned)), head.dtype)
+        path = jnp.zeros((1, head.width * (head.path_length or 0)), head.dtype)
+        params[f"head_{k}"] = nn.unbox(head.init(jax.random.fold_in(rng, k), example, path)["params"])
         params[f"head_{k}"]["lm_kernel"] = base.head_kernel().astype(head.dtype)
     return params

@@ -136,6 +136,9 @@ class StepTimer:
             _, logits = self.engine.verify(params, state.cache, candidates)
             # A maximum over the vocabulary, one pass over the logits, is the cheapest thing that needs all of them.
             shift = (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
+            # Unchanged lengths that depend on the logits: otherwise masks and rotary angles are hoisted.
+            lengths = jnp.maximum(state.cache.lengths, -1 - shift[:, 0])
+            state = state._replace(cache=state.cache._replace(lengths=lengths))
             return state, (candidates + shift) % vocab
 
         return self._time(body, self._start[:2])

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from hydrajax.config import LlamaConfig
+from hydrajax.models.linear import project
 
 # Large enough that exp() underflows to zero after the row maximum is taken off, finite so that a fully
 # masked row (a padding token) gives a harmless average and not NaN.
@@ -143,16 +144,16 @@ class DecoderLayer(nn.Module):
         down_kernel = declare(self, "down", (c.mlp_width, width), ("mlp", "width"), fan_in)
 
         normed = RMSNorm(c.norm_eps, self.dtype, name="attention_norm")(x)
-        qkv = (normed @ qkv_kernel.reshape(width, -1)).reshape(batch, n_tokens, c.n_kv_heads, per_kv, c.head_dim)
+        qkv = project(normed, qkv_kernel.reshape(width, -1)).reshape(batch, n_tokens, c.n_kv_heads, per_kv, c.head_dim)
         qkv = qkv.transpose(0, 2, 3, 1, 4)  # [B, kv, queries + key + value, T, H]
         queries = qkv[:, :, : c.queries_per_kv].reshape(batch, c.n_heads, n_tokens, c.head_dim)
         block = rotate(qkv[:, :, -2], rope), qkv[:, :, -1]
         attended = attend(rotate(queries, rope), block, block_mask, cache, cache_lengths)
-        x = x + attended @ out_kernel
+        x = x + project(attended, out_kernel)
 
         normed = RMSNorm(c.norm_eps, self.dtype, name="mlp_norm")(x)
-        gate, up = jnp.split(normed @ gate_up_kernel.reshape(width, -1), 2, axis=-1)
-        return x + (jax.nn.silu(gate) * up) @ down_kernel, block
+        gate, up = jnp.split(project(normed, gate_up_kernel.reshape(width, -1)), 2, axis=-1)
+        return x + project(jax.nn.silu(gate) * up, down_kernel), block
 
 
 def causal_mask(n_tokens: int) -> Bool[np.ndarray, "T T"]:

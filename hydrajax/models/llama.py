@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from hydrajax.config import LlamaConfig
 from hydrajax.models.cache import Block, KVCache
 from hydrajax.models.layers import DecoderLayer, RMSNorm, declare, rope_table
+from hydrajax.models.linear import project
 
 
 class Forward(NamedTuple):
@@ -53,7 +54,7 @@ class Llama(nn.Module):
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Float32 next-token logits from post-norm hidden states."""
         kernel = self.embedding.T if self.config.tied_lm_head else self.lm_head
-        return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+        return project(hidden, kernel, jnp.float32)
 
     def __call__(
         self,

@@ -36,7 +36,10 @@ class HeadsInNumPy:
         x, plain = h, self.drafter.n_layers
         if self.reads_path:
             x = np.concatenate([h, *(self.embedding[token] for token in path)])
-            w, r = head["conditioned"]["kernel"][:, 0], head["conditioned"]["kernel"][:, 1]
+            parts = [
+                head["conditioned"][name] for name in ("shared_kernel", "path_kernel") if name in head["conditioned"]
+            ]
+            w, r = np.moveaxis(np.concatenate(parts), 1, 0)
             w_bias, r_bias = head["conditioned"]["bias"]
             x = x @ r + r_bias + silu(x @ w + w_bias)
             plain -= 1
