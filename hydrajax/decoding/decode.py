@@ -123,13 +123,16 @@ def make_decode_fn(
         ids = xp.asarray(prompt)
         if ids.ndim != 2 or not xp.issubdtype(ids.dtype, xp.integer):
             raise HydrajaxError(f"prompt: must be int32 [batch, tokens], found {ids.dtype} {list(ids.shape)}")
-        lengths = np.full(ids.shape[0], ids.shape[1], np.int32) if lengths is None else xp.asarray(lengths, xp.int32)
+        lengths = np.full(ids.shape[0], ids.shape[1], np.int32) if lengths is None else xp.asarray(lengths)
+        if not xp.issubdtype(lengths.dtype, xp.integer):
+            raise HydrajaxError(f"lengths: must be int32 [batch], found {lengths.dtype}")
         if not traced:
             _check_prompts(ids, lengths, config)
         padding = bucket(ids.shape[1], config.max_positions) - ids.shape[1]
-        if padding or not isinstance(prompt, jax.Array):  # a prompt placed on a mesh at full width keeps its sharding
+        ready = isinstance(prompt, jax.Array) and prompt.dtype == jnp.int32 and not padding
+        if not ready:  # a prompt placed on a mesh at full width keeps its sharding
             prompt = xp.pad(ids.astype(xp.int32), ((0, 0), (0, padding)))
-        return run(params, prompt, lengths, jax.random.key(0) if rng is None else rng)
+        return run(params, prompt, lengths.astype(xp.int32), jax.random.key(0) if rng is None else rng)
 
     decode_fn.engine = engine
     decode_fn.jitted = run

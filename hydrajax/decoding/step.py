@@ -103,7 +103,7 @@ class Engine:
         return forward, self.bind(params).logits(forward.hidden)
 
     def accept(self, state: DecodeState, logits: Float[Array, "B N V"], candidates: Int[Array, "B N"]) -> Acceptance:
-        return self.rule.accept(logits, candidates, self.tree, state.rng)
+        return self.rule.accept(logits, candidates, self.tree, jax.random.fold_in(state.rng, 1))
 
     def commit(
         self, state: DecodeState, forward: Forward, candidates: Int[Array, "B N"], accepted: Acceptance
@@ -133,7 +133,7 @@ class Engine:
             done=state.done | ended | (lengths >= state.limits),
             accept_lengths=write_rows(state.accept_lengths, step_record[:, None], state.steps),
             steps=state.steps + ~state.done,
-            rng=jax.random.split(state.rng, 1)[0],
+            rng=jax.random.fold_in(state.rng, 0),  # 1 is the rule's
         )
         return new_state, tokens, counts
 

@@ -46,6 +46,7 @@ class Level(NamedTuple):
 class TreeTopology:
     """An immutable, hashable tree; every array is derived from ``choices`` and cached.
 
+    Build it with `from_choices`, which validates and sorts; the bare constructor takes ``choices`` as they are.
     Node 0 is the root, then choices sorted by (length, lexicographic): N = len(choices) + 1 nodes, depth K.
     """
 

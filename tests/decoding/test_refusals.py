@@ -55,6 +55,7 @@ def test_no_tokens_wanted_is_refused(lab):
         (np.zeros((2, 5), int), [5], "lengths: must be one per prompt row"),
         (np.zeros((2, 5), int), [5, 6], "lengths: row 1 has length 6, the prompt has 5 columns"),
         (np.zeros((2, 5), int), [-1, 5], "lengths: row 0 has length -1"),
+        (np.zeros((1, 5), int), [3.9], r"lengths: must be int32 \[batch\], found float64"),
         (np.zeros(5, np.int32), None, r"prompt: must be int32 \[batch, tokens\], found int32 \[5\]"),
         (np.zeros((1, 5), np.float32), None, r"prompt: must be int32 \[batch, tokens\], found float32 \[1, 5\]"),
         (np.array([[1, 2**32 + 1]]), None, "prompt 0: token id 4294967297 is outside the vocabulary"),

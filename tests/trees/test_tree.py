@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.trees import presets
 from hydrajax.trees.tree import MAX_NODES, TreeTopology
 
 SKIPPING = [[1], [1, 2], [4], [1, 2, 0], [4, 3]]
@@ -226,3 +227,15 @@ def test_from_json_missing_file_and_directory(tmp_path):
         TreeTopology.from_json(tmp_path / "absent.json")
     with pytest.raises(HydrajaxError, match="is not a JSON tree file"):
         TreeTopology.from_json(tmp_path)
+
+
+def test_absurdly_large_trees_are_refused_before_they_are_built():
+    with pytest.raises(HydrajaxError, match="more than 4096 nodes"):
+        presets.cartesian([999, 999, 999])
+
+
+def test_deeply_nested_json_is_refused(tmp_path):
+    file = tmp_path / "deep.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(HydrajaxError, match="not a JSON tree file"):
+        TreeTopology.from_json(file)
