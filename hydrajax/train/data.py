@@ -5,6 +5,7 @@ Everything is a function of the files found and of the seed, so two runs on one 
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,25 +30,32 @@ class SourceFile(NamedTuple):
 
 
 def standard_library(max_chars: int, folder: str | Path | None = None, seed: int = 0) -> list[SourceFile]:
-    """Python files of the standard library in an order shuffled by ``seed``, together at most ``max_chars`` long.
+    """Python files of the standard library in an order shuffled by ``seed``, as many as fit ``max_chars`` together.
 
-    A file that would pass the limit is left out and later, shorter ones may still fit. ``folder`` replaces the running
-    Python's library. Raises `HydrajaxError` where there is none to read (a zipped or frozen Python).
+    ``folder`` replaces the running Python's library. Raises `HydrajaxError` where there is none to read (a zipped or
+    frozen Python).
     """
     folder = Path(folder or sysconfig.get_paths()["stdlib"])
-    paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
-    paths = [path for path in paths if SKIPPED_FOLDERS.isdisjoint(path.split("/")[:-1])]
+    paths = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = set(folders) - SKIPPED_FOLDERS  # not even entered: installed packages can be many
+        paths += [Path(parent, name).relative_to(folder).as_posix() for name in names if name.endswith(".py")]
+    paths.sort()
     files, total = [], 0
     for index in np.random.default_rng(seed).permutation(len(paths)):
         try:
             text = (folder / paths[index]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue  # a broken link, or one of the few old files in another encoding
-        if text and total + len(text) <= max_chars:
+        total += len(text)
+        if total > max_chars:
+            break
+        if text:
             files.append(SourceFile(paths[index], text))
-            total += len(text)
     if not files:
-        raise HydrajaxError(f"standard library: no Python source files to read in {folder}")
+        raise HydrajaxError(
+            f"standard library: found no Python source files of up to {max_chars} characters in {folder}"
+        )
     return files
 
 
