@@ -116,14 +116,14 @@ def generate(
         raise HydrajaxError(f"batch_size: must be at least 1, found {batch_size}")
     if isinstance(prompts, str):
         raise HydrajaxError("prompts: must be a list of prompts, found one text; write [text]")
-    encoded = [_encode(loaded, prompt, f"prompt {row}") for row, prompt in enumerate(prompts)]
+    encoded = [encode(loaded, prompt, f"prompt {row}") for row, prompt in enumerate(prompts)]
     # More than the context cannot be generated, so it need not be allocated either.
     max_new_tokens = min(max_new_tokens, loaded.model.config.max_positions)
     decode = loaded.decode_fn(tree or loaded.default_tree(), rule or Greedy(), max_new_tokens)
     return _generate(loaded, encoded, decode, min(batch_size, len(encoded)), seed, on_status or (lambda status: None))
 
 
-def _encode(loaded: Loaded, prompt: str | Sequence[int] | Prompt, where: str) -> np.ndarray:
+def encode(loaded: Loaded, prompt: str | Sequence[int] | Prompt, where: str) -> np.ndarray:
     """Token ids of one prompt, checked against the model. ``where`` names it in messages unless it brings a name."""
     if not isinstance(prompt, Prompt):
         prompt = Prompt(prompt, where)

@@ -106,7 +106,7 @@ def _same_base(tensors, lm_key: str, base: LlamaConfig) -> None:
             raise HydrajaxError(f"{WHAT}: the heads were made for another base: their {name} is {found}, not {wanted}")
 
 
-def _blocks(read: Read, names: list[str], dtype) -> tuple[dict, bool]:
+def _blocks(read: Read, names: list[str]) -> tuple[dict, bool]:
     """Unconditioned blocks under our names. Equal copies of one released block become one shared block."""
     pairs = [(read(f"{name}.linear.weight"), read(f"{name}.linear.bias")) for name in names]
     shared = all(np.array_equal(a, b) for pair in pairs[1:] for a, b in zip(pair, pairs[0], strict=True))
@@ -144,7 +144,7 @@ def _load_medusa(directory: Path, config: dict, base: LlamaConfig, dtype):
         wanted[f"{k}.{n_layers}.weight"] = (base.vocab_size, base.width)
     expect_keys({key: tensors.shape(key) for key in tensors}, wanted, f"{WHAT}: {directory}", IGNORED)
 
-    heads = [_blocks(tensors.read, names[k], dtype) for k in range(n_heads)]
+    heads = [_blocks(tensors.read, names[k]) for k in range(n_heads)]
     shared = _merge_sharing(heads, names)
     params = {}
     for k, (blocks, _) in enumerate(heads):
@@ -196,7 +196,7 @@ def _load_hydra(directory: Path, config: dict, base: LlamaConfig, dtype):
     expect_keys({key: tensors.shape(key) for key in tensors}, wanted, f"{WHAT}: {directory}", IGNORED)
 
     read = tensors.read
-    heads = [_blocks(read, names[k], dtype) for k in range(n_heads)]
+    heads = [_blocks(read, names[k]) for k in range(n_heads)]
     shared = _merge_sharing(heads, names)
     params = {}
     for k, (blocks, _) in enumerate(heads):

@@ -150,7 +150,7 @@ def _prompt_ids(args: argparse.Namespace, loaded: api.Loaded) -> list[np.ndarray
         texts = list(BUILT_IN_PROMPTS)
     else:
         return []
-    return [api._encode(loaded, text, f"prompt {row}") for row, text in enumerate(texts)]
+    return [api.encode(loaded, text, f"prompt {row}") for row, text in enumerate(texts)]
 
 
 def _print(rows: list[benchmark.BenchmarkRow], args: argparse.Namespace, texts) -> None:

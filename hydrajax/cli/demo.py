@@ -40,7 +40,7 @@ from hydrajax.trees import presets
 HELP = "train a tiny model and draft heads on Python's own library, then decode with and without the heads"
 
 
-FULL_CONFIG = LlamaConfig(1024, 128, 336, n_layers=6, n_heads=2, n_kv_heads=2, head_dim=64, max_positions=512)
+FULL_CONFIG = LlamaConfig(1024, 128, 336, n_layers=8, n_heads=2, n_kv_heads=2, head_dim=64, max_positions=512)
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Recipe:
     config: LlamaConfig = FULL_CONFIG
     window: int = 128
     base_batch: int = 4
-    base_steps: int = 800
-    base_lr: float = 5e-3
+    base_steps: int = 700
+    base_lr: float = 3.5e-3
     draft_heads: int = 4
     draft_batch: int = 4
     draft_steps: int = 400
     draft_lr: float = 5e-3
-    trees: tuple[str, ...] = ("chain-4", "cartesian-2x2", "mc_sim_7b_63")
+    trees: tuple[str, ...] = ("chain-3", "cartesian-2x2", "mc_sim_7b_63")
     prompts: int = 4
     prompt_tokens: int = 32
     max_new_tokens: int = 96
