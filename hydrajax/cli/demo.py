@@ -334,7 +334,7 @@ def report(console: Console, tokenizer, prompts, baseline: Contender, contenders
             )
     console.print("\n[bold]Each prompt[/]. Equal: token for token what the base says without heads", table, sep="\n")
 
-    table = result_table("nodes", "ms / step", last="one-node steps")
+    table = result_table("nodes", "ms", last="cost")
     for contender in (baseline, *contenders):
         table.add_row(
             str(contender.nodes),
@@ -344,7 +344,7 @@ def report(console: Console, tokenizer, prompts, baseline: Contender, contenders
             f"{contender.tokens_per_second / baseline.tokens_per_second:.2f}",
             f"{contender.step_seconds / baseline.step_seconds:.2f}",
         )
-    console.print("[bold]All prompts[/]. One-node steps: how many of them a step costs", table, sep="\n")
+    console.print("[bold]All prompts[/]. ms: of a step. Cost: of a step, in one-node steps", table, sep="\n")
 
     largest = max(contenders, key=lambda contender: contender.nodes)
     cost = largest.step_seconds / baseline.step_seconds

@@ -29,6 +29,9 @@ def test_demo_trains_decodes_and_finds_equal_outputs(program, corpus, monkeypatc
     assert all(1 <= float(row[-3]) <= 3 for row in equal)  # tokens_per_step of two heads
     assert re.search(r"Here it (does with|never does)", result.out)
     assert "module_" in result.out
+    costs = [row[-1] for row in rows if row and row[0] == "7"]  # the last column fits 80 columns: no figure is cut
+    assert len(costs) == 1
+    assert float(costs[0]) > 0
 
 
 def test_own_prompt_is_continued(program, corpus, monkeypatch):
