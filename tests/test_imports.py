@@ -16,9 +16,10 @@ MODULES = {
 }
 
 # What each part may import besides itself; a module belongs to the longest name that fits it.
-BASICS = {"errors", "config", "sharding", "trees"}
+BASICS = {"errors", "files", "config", "sharding", "trees"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
+    "files": {"errors"},
     "config": {"errors"},
     "sharding": {"errors", "config"},
     "trees": {"errors", "config"},
@@ -28,7 +29,8 @@ BELOW: dict[str, set[str]] = {
     "trees.search": BASICS | {"models", "drafters", "decoding", "evaluation"},
     "evaluation": BASICS | {"models", "drafters", "decoding", "trees.search"},
     "checkpoints": BASICS | {"models", "drafters"},
-    "train": BASICS | {"models", "drafters", "decoding"},  # decoding only to report tokens_per_step
+    # decoding to report tokens_per_step and to distil, checkpoints to save and resume
+    "train": BASICS | {"models", "drafters", "decoding", "checkpoints"},
 }
 LIBRARY = set(BELOW)
 BELOW |= {

@@ -20,7 +20,7 @@ from hydrajax.cli import options
 from hydrajax.config import PRESETS
 from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation import benchmark, prompts
-from hydrajax.evaluation.files import WholeFile
+from hydrajax.files import WholeFile
 from hydrajax.evaluation.random_models import DRAFTERS, random_draft, random_model
 from hydrajax.trees import TreeTopology, presets
 

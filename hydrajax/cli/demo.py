@@ -33,7 +33,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation.answers import Generation
 from hydrajax.evaluation.prompts import Prompt
 from hydrajax.models.llama import Llama, init_base
-from hydrajax.train import data
+from hydrajax.train import corpus
 from hydrajax.train.step import init_draft, make_base_step, make_head_step, make_optimizer
 from hydrajax.trees import presets
 
@@ -172,23 +172,23 @@ class NamedPrompt:
 def prepare(recipe: Recipe, own_prompt: str | None, seed: int) -> tuple[Any, np.ndarray, list[NamedPrompt]]:
     """``(tokenizer, training windows int32 [n, window], prompts)``. Refuses a bad own prompt before any training."""
     with Phase("read the standard library and train a tokenizer on it", 3) as phase:
-        train, held_out = data.split_files(data.standard_library(recipe.chars, seed=seed), recipe.held_out_files)
+        train, held_out = corpus.split_files(corpus.standard_library(recipe.chars, seed=seed), recipe.held_out_files)
         phase.advance()
         texts = [file.text for file in train]
-        tokenizer = data.train_tokenizer(texts, recipe.vocab_size)
+        tokenizer = corpus.train_tokenizer(texts, recipe.vocab_size)
         phase.advance()
         if own_prompt is None:
             prompts = held_out_prompts(held_out, tokenizer, recipe.prompts, recipe.prompt_tokens)
         else:
             prompts = [NamedPrompt("your prompt", Prompt(own_prompt, "--prompt").ids(tokenizer))]
             check_prompt(np.asarray(prompts[0].ids), "--prompt", recipe.config)
-        windows = data.pack(tokenizer(texts)["input_ids"], recipe.window, tokenizer.eos_token_id)
+        windows = corpus.pack(tokenizer(texts)["input_ids"], recipe.window, tokenizer.eos_token_id)
         phase.note = f"{len(train)} files, {windows.size / 1e6:.2f}M tokens of {len(tokenizer)}"
         phase.advance()
     return tokenizer, windows, prompts
 
 
-def held_out_prompts(files: Iterable[data.SourceFile], tokenizer: Any, count: int, n_tokens: int) -> list[NamedPrompt]:
+def held_out_prompts(files: Iterable[corpus.SourceFile], tokenizer: Any, count: int, n_tokens: int) -> list[NamedPrompt]:
     """The first ``n_tokens`` from the first function in the second half of each file, ``count`` files."""
     prompts = []
     for file in files:
@@ -217,7 +217,7 @@ def train_base(recipe: Recipe, windows: np.ndarray, seed: int) -> tuple[Llama, A
     params = init(jax.random.key(seed))
     with Phase(f"train a LLaMA of {size_of(params)} parameters", recipe.base_steps) as phase:
         opt_state = optimizer.init(params)
-        for tokens in data.batches(windows, recipe.base_batch, recipe.base_steps, seed):
+        for tokens in corpus.batches(windows, recipe.base_batch, recipe.base_steps, seed):
             params, opt_state, loss = step(params, opt_state, tokens)
             phase.advance(loss)
     return model, params
@@ -232,7 +232,7 @@ def train_heads(recipe: Recipe, name: str, model: Llama, base_params, drafter, w
         f"train {drafter.depth} {name} heads of {size_of(params)} parameters on the frozen base", steps
     ) as phase:
         opt_state = optimizer.init(params)
-        for tokens in data.batches(windows, recipe.draft_batch, steps, seed + 1):
+        for tokens in corpus.batches(windows, recipe.draft_batch, steps, seed + 1):
             params, opt_state, losses = step(params, opt_state, base_params, tokens)
             phase.advance(losses)
     return params

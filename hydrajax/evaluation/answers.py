@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation.files import WholeFile
+from hydrajax.files import WholeFile
 from hydrajax.evaluation.prompts import integers, read_jsonl, shown
 
 

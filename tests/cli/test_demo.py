@@ -7,14 +7,14 @@ import re
 import pytest
 
 from hydrajax.cli import demo
-from hydrajax.train import data
+from hydrajax.train import corpus
 
 
 @pytest.fixture(scope="module")
 def corpus():
     """A small, regular library in place of the running Python's, so that the test does not depend on its version."""
     functions = "".join(f"def get_{n}(self):\n    return self.value_{n}\n\n\n" for n in range(120))
-    return [data.SourceFile(f"module_{i}.py", functions) for i in range(10)]
+    return [corpus.SourceFile(f"module_{i}.py", functions) for i in range(10)]
 
 
 def test_demo_trains_decodes_and_finds_equal_outputs(program, corpus, monkeypatch):

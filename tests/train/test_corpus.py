@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.train import data
+from hydrajax.train import corpus
 
 
 @pytest.fixture
@@ -30,63 +30,63 @@ def library(tmp_path):
 
 
 def test_tests_packages_and_unreadable_files_are_left_out(library):
-    names = {file.name for file in data.standard_library(10**6, library)}
+    names = {file.name for file in corpus.standard_library(10**6, library)}
     assert names == {"a.py", "pkg/b.py", "pkg/c.py", "d.py"}
 
 
 def test_order_follows_the_seed_and_the_limit_holds(library):
-    first, again = data.standard_library(10**6, library, seed=3), data.standard_library(10**6, library, seed=3)
+    first, again = corpus.standard_library(10**6, library, seed=3), corpus.standard_library(10**6, library, seed=3)
     assert first == again
-    orders = {tuple(file.name for file in data.standard_library(10**6, library, seed)) for seed in range(6)}
+    orders = {tuple(file.name for file in corpus.standard_library(10**6, library, seed)) for seed in range(6)}
     assert len(orders) > 1
-    assert sum(len(file.text) for file in data.standard_library(700, library)) <= 700
+    assert sum(len(file.text) for file in corpus.standard_library(700, library)) <= 700
 
 
 def test_the_running_python_has_a_library():
-    files = data.standard_library(200_000)
+    files = corpus.standard_library(200_000)
     assert sum(len(file.text) for file in files) > 100_000
     assert not any("test" in file.name.split("/")[:-1] for file in files)
 
 
 def test_a_folder_without_source_is_refused(tmp_path):
     with pytest.raises(HydrajaxError, match="no Python source files"):
-        data.standard_library(1000, tmp_path)
+        corpus.standard_library(1000, tmp_path)
 
 
 def test_split_is_disjoint_and_complete(library):
-    files = data.standard_library(10**6, library)
-    train, held_out = data.split_files(files, 1)
+    files = corpus.standard_library(10**6, library)
+    train, held_out = corpus.split_files(files, 1)
     assert train + held_out == files
     assert len(held_out) == 1
     with pytest.raises(HydrajaxError, match="held_out: must be between 1 and 3 of 4 files, found 4"):
-        data.split_files(files, 4)
+        corpus.split_files(files, 4)
 
 
 def test_tokenizer_gives_text_back_and_pack_keeps_every_document(library):
-    texts = [file.text for file in data.standard_library(10**6, library)]
-    tokenizer = data.train_tokenizer(texts, 300)
+    texts = [file.text for file in corpus.standard_library(10**6, library)]
+    tokenizer = corpus.train_tokenizer(texts, 300)
     assert len(tokenizer) <= 300
     documents = [tokenizer.encode(text) for text in texts]
     for text, ids in zip(texts, documents, strict=True):
         assert tokenizer.decode(ids) == text
-    windows = data.pack(documents, 16, tokenizer.eos_token_id)
+    windows = corpus.pack(documents, 16, tokenizer.eos_token_id)
     assert windows.shape[1] == 16
     stream = [token for ids in documents for token in [*ids, tokenizer.eos_token_id]]
     assert windows.reshape(-1).tolist() == stream[: windows.size]
     assert len(stream) - windows.size < 16
     with pytest.raises(HydrajaxError, match="vocab_size: must be at least 257"):
-        data.train_tokenizer(texts, 100)
+        corpus.train_tokenizer(texts, 100)
     with pytest.raises(HydrajaxError, match="window: 1000000 tokens are more than"):
-        data.pack(documents, 10**6, 0)
+        corpus.pack(documents, 10**6, 0)
 
 
 def test_batches_visit_every_window_once_an_epoch_and_repeat_by_seed():
     windows = np.arange(12)[:, None] * np.ones((1, 3), np.int32)
-    epochs = np.concatenate([batch[:, 0] for batch in data.batches(windows, 4, 6, seed=5)]).reshape(2, 12)
+    epochs = np.concatenate([batch[:, 0] for batch in corpus.batches(windows, 4, 6, seed=5)]).reshape(2, 12)
     for epoch in epochs:
         assert sorted(epoch.tolist()) == list(range(12))
     assert epochs[0].tolist() != epochs[1].tolist()
-    again = np.concatenate([batch[:, 0] for batch in data.batches(windows, 4, 6, seed=5)])
+    again = np.concatenate([batch[:, 0] for batch in corpus.batches(windows, 4, 6, seed=5)])
     np.testing.assert_array_equal(epochs.reshape(-1), again)
     with pytest.raises(HydrajaxError, match="batch_size: must be between 1 and 12 windows, found 13"):
-        next(data.batches(windows, 13, 1, seed=0))
+        next(corpus.batches(windows, 13, 1, seed=0))
