@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import flax.linen as nn
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -29,12 +30,33 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
 
 
 def sharding(mesh: Mesh, shape: tuple[int, ...], logical_axes: tuple[str | None, ...] | None) -> NamedSharding:
-    """The sharding of one array from the logical names of its axes (None: replicated)."""
+    """The sharding of one array from the logical names of its axes (None: replicated).
+
+    A matrix none of whose axes the rules can split (52 heads over 8 devices) is split over its width instead: the
+    partial products cost an all-reduce, a copy on every device would cost its memory.
+    """
+    names = logical_axes or ()
     spec = []
-    for size, name in zip(shape, logical_axes or (), strict=False):
+    for size, name in zip(shape, names, strict=False):
         axis = RULES[name] if name else None
         spec.append(axis if axis and size % mesh.shape[axis] == 0 else None)
+    if len(shape) > 1 and "width" in names and not any(spec):
+        at = names.index("width")
+        spec[at] = "model" if shape[at] % mesh.shape["model"] == 0 else None
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def tree_shardings(mesh: Mesh, boxed):
+    """Shardings of a tree of parameters boxed with their logical axes (`models.llama.abstract_base`)."""
+    return jax.tree.map(
+        lambda box: sharding(mesh, box.value.shape, box.names),
+        boxed,
+        is_leaf=lambda box: isinstance(box, nn.LogicallyPartitioned),
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def placer(mesh: Mesh | None) -> Callable[[np.ndarray, tuple | None], jax.Array]:

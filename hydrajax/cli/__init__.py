@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from hydrajax.errors import HydrajaxError
@@ -47,10 +48,23 @@ def use_compilation_cache() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Bad input prints one line and returns 2; Ctrl-C returns 130."""
+    """The ``hydrajax`` program; see `guarded` for what it returns."""
     argv = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: build_parser(argv).parse_args(argv))
+
+
+def run_command(prog: str, module_help: str, add_arguments: Callable, run: Callable, argv: list[str]) -> int:
+    """A program of one command, such as ``python -m hydrajax.train``, under the same rules."""
+    parser = _Parser(prog=prog, description=module_help, allow_abbrev=False)
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+    return guarded(lambda: parser.parse_args(argv))
+
+
+def guarded(parse: Callable[[], argparse.Namespace]) -> int:
+    """Run what was parsed. Bad input prints one line and returns 2; Ctrl-C returns 130."""
     try:
-        args = build_parser(argv).parse_args(argv)
+        args = parse()
         use_compilation_cache()
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing: tokenizers need none
         args.run(args)

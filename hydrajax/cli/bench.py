@@ -20,8 +20,8 @@ from hydrajax.cli import options
 from hydrajax.config import PRESETS
 from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation import benchmark, prompts
-from hydrajax.files import WholeFile
 from hydrajax.evaluation.random_models import DRAFTERS, random_draft, random_model
+from hydrajax.files import WholeFile
 from hydrajax.trees import TreeTopology, presets
 
 HELP = "time a decode step and its phases, autoregressive against tree decoding"

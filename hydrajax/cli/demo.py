@@ -188,7 +188,9 @@ def prepare(recipe: Recipe, own_prompt: str | None, seed: int) -> tuple[Any, np.
     return tokenizer, windows, prompts
 
 
-def held_out_prompts(files: Iterable[corpus.SourceFile], tokenizer: Any, count: int, n_tokens: int) -> list[NamedPrompt]:
+def held_out_prompts(
+    files: Iterable[corpus.SourceFile], tokenizer: Any, count: int, n_tokens: int
+) -> list[NamedPrompt]:
     """The first ``n_tokens`` from the first function in the second half of each file, ``count`` files."""
     prompts = []
     for file in files:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.ranking import best_token
 from hydrajax.trees.tree import TreeTopology
 
@@ -46,16 +48,40 @@ class Greedy:
         return best_token(logits)
 
     def accept(self, logits, candidates, tree, rng):
-        chosen = best_token(logits)  # [B, N]
-        if tree.size == 1:
-            return Acceptance(jnp.zeros_like(candidates), jnp.zeros_like(chosen[:, 0]), chosen[:, 0])
-        agrees = candidates[:, 1:] == chosen[:, tree.parents[1:]]
-        agrees = jnp.concatenate([jnp.ones_like(agrees[:, :1]), agrees], axis=1)
-        # Accepted: the node and all its ancestors agree.
-        accepted = jnp.all(agrees[:, None, :] | ~tree.ancestor_mask, axis=2)
-        # The deepest accepted node: unique, as siblings differ (the first, should a drafter repeat itself).
-        last = jnp.argmax(jnp.where(accepted, tree.depths, -1), axis=1)
-        path = jnp.asarray(tree.node_paths)[last]
-        return Acceptance(
-            path, jnp.asarray(tree.depths)[last], jnp.take_along_axis(chosen, last[:, None], axis=1)[:, 0]
-        )
+        return follow(best_token(logits), candidates, tree)
+
+
+@dataclass(frozen=True)
+class ExactSampling:
+    """Sample from the base's distribution at ``temperature`` at every node; follow the child that holds the sample.
+
+    The output's distribution is the base's own, whatever was drafted (DESIGN section 3): each token is a sample of
+    the base given what precedes it, and the tree only decides how many of them one step finds. Without a tree it is
+    plain sampling. Raises `HydrajaxError` for a temperature that is not positive.
+    """
+
+    temperature: float = 1.0
+
+    def __post_init__(self):
+        if not 0 < self.temperature < float("inf"):
+            raise HydrajaxError(f"temperature: must be positive, found {self.temperature}")
+
+    def first_root(self, logits, rng):
+        return jax.random.categorical(rng, logits / self.temperature).astype(jnp.int32)
+
+    def accept(self, logits, candidates, tree, rng):
+        return follow(jax.random.categorical(rng, logits / self.temperature).astype(jnp.int32), candidates, tree)
+
+
+def follow(chosen: Int[Array, "B N"], candidates: Int[Array, "B N"], tree: TreeTopology) -> Acceptance:
+    """Accept the nodes that hold what the base ``chosen`` at their parent, with all their ancestors."""
+    if tree.size == 1:
+        return Acceptance(jnp.zeros_like(candidates), jnp.zeros_like(chosen[:, 0]), chosen[:, 0])
+    agrees = candidates[:, 1:] == chosen[:, tree.parents[1:]]
+    agrees = jnp.concatenate([jnp.ones_like(agrees[:, :1]), agrees], axis=1)
+    # Accepted: the node and all its ancestors agree.
+    accepted = jnp.all(agrees[:, None, :] | ~tree.ancestor_mask, axis=2)
+    # The deepest accepted node: unique, as siblings differ (the first, should a drafter repeat itself).
+    last = jnp.argmax(jnp.where(accepted, tree.depths, -1), axis=1)
+    path = jnp.asarray(tree.node_paths)[last]
+    return Acceptance(path, jnp.asarray(tree.depths)[last], jnp.take_along_axis(chosen, last[:, None], axis=1)[:, 0])

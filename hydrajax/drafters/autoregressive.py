@@ -18,6 +18,9 @@ class NoDrafter:
     depth: int = 0
     hidden_state_offset: int = 0
 
+    def init_boxed(self, rng, base):
+        return {}
+
     def init(self, rng, base):
         return {}
 
@@ -29,6 +32,9 @@ class NoDrafter:
 
     def propose(self, params, state, root, tree, base):
         return root[:, None]
+
+    def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
+        return ()
 
     def teacher_forced(self, params, features, tokens, base):
         return jnp.zeros((0, *tokens.shape, base.config.vocab_size))

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from hydrajax.config import LlamaConfig
 from hydrajax.models.llama import Llama
@@ -54,6 +55,9 @@ class Drafter(Protocol):
     depth: int
     hidden_state_offset: int
 
+    def init_boxed(self, rng: Array, base: BoundBase) -> Any:
+        """Fresh parameters with their logical axes attached (`flax.core.meta` boxes, `hydrajax.sharding`)."""
+
     def init(self, rng: Array, base: BoundBase) -> DraftParams:
         """Fresh parameters for this base."""
 
@@ -80,10 +84,46 @@ class Drafter(Protocol):
     ) -> Int[Array, "B N"]:
         """Fill the tree: int32 tokens in node order, node 0 being ``root``."""
 
+    def teacher_hidden(
+        self,
+        params: DraftParams,
+        features: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        base: BoundBase,
+        rng: Array | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        mask: Bool[Array, "B 1 1 T T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], ...]:
+        """First half of the training forward: what the lm head of each of the K heads reads.
+
+        With an ``rng`` key dropout is applied, everywhere but at the lm head. Where several documents share a row,
+        ``positions`` are those inside each document and ``mask[b, 0, 0, i, j]`` says whether token i sees token j; by
+        default a row is one document. Only drafters with attention need the two.
+        """
+
+    def head_logits(
+        self, params: DraftParams, k: int, hidden: Float[Array, "*rows D"], base: BoundBase, rng: Array | None = None
+    ) -> Float[Array, "*rows V"]:
+        """Second half: float32 logits of head k from any rows of ``teacher_hidden(...)[k]``, so it can be chunked.
+
+        With an ``rng`` key the dropout before the lm head is applied.
+        """
+
     def teacher_forced(
         self, params: DraftParams, features: Float[Array, "B T D"], tokens: Int[Array, "B T"], base: BoundBase
     ) -> Float[Array, "K B T V"]:
-        """Training forward: logits of head k at position t, which predict token t + 2 + k."""
+        """Both halves: logits of head k at position t, which predict token t + 2 + k. For tests and small inputs."""
+
+
+class Trainable:
+    """What follows from the rest of the interface, for drafters with parameters to inherit."""
+
+    def init(self, rng, base):
+        return nn.unbox(self.init_boxed(rng, base))
+
+    def teacher_forced(self, params, features, tokens, base):
+        hidden = self.teacher_hidden(params, features, tokens, base)
+        return jnp.stack([self.head_logits(params, k, rows, base) for k, rows in enumerate(hidden)])
 
 
 def last_observed(features: Float[Array, "B T D"], counts: Int[Array, " B"]) -> Float[Array, "B D"]:

@@ -7,8 +7,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from hydrajax.drafters.drafter import Trainable, last_observed
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.layers import declare
 from hydrajax.models.linear import project
+
+
+def check_dropout(rate: float) -> None:
+    if not 0 <= rate < 1:
+        raise HydrajaxError(f"dropout: must be at least 0 and below 1, found {rate}")
+
+
+def drop(x: Float[Array, "*rows D"], rate: float, rng: Array | None) -> Float[Array, "*rows D"]:
+    """Inverted dropout: the expectation of every element stays. Without a key, ``x`` itself."""
+    if rng is None or rate == 0:
+        return x
+    return jnp.where(jax.random.bernoulli(rng, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)
 
 
 class ResidualBlock(nn.Module):
@@ -65,7 +79,8 @@ class Head(nn.Module):
     path_length: None for a head that reads the hidden state alone (Medusa), else how many tokens after the root its
     first, conditioned block reads (Hydra's head k: k). With ``share_blocks`` every unconditioned block is the same one
     applied again, as in the released code. ``hidden`` and ``logits`` are separate so that a trainer can chunk the
-    vocabulary matmul.
+    vocabulary matmul. ``dropout`` precedes every block and the lm head (DESIGN section 4), and only where a key is
+    given: a shared block meets a new mask each time it is applied.
     """
 
     path_length: int | None
@@ -75,6 +90,7 @@ class Head(nn.Module):
     width: int
     vocab_size: int
     dtype: jnp.dtype
+    dropout: float = 0.0
 
     @property
     def n_plain(self) -> int:
@@ -92,21 +108,73 @@ class Head(nn.Module):
             self.lm_bias = declare(self, "lm_bias", (self.vocab_size,), axes[1:], nn.initializers.zeros)
 
     def hidden(
-        self, x: Float[Array, "*rows D_or_2D"], path: Float[Array, "*paths kD"] | None = None
+        self,
+        x: Float[Array, "*rows D_or_2D"],
+        path: Float[Array, "*paths kD"] | None = None,
+        rng: Array | None = None,
     ) -> Float[Array, "*paths D"]:
-        """The input of the lm head. ``x`` is h_t, or [h_t, E(root)] for a conditioned head."""
+        """The input of the lm head (before its dropout). ``x`` is h_t, or [h_t, E(root)] for a conditioned head."""
+
+        def dropped(x, place):
+            return drop(x, self.dropout, None if rng is None else jax.random.fold_in(rng, place))
+
         if self.path_length is not None:
-            x = self.conditioned(x, path)
+            x = self.conditioned(dropped(x, 0), dropped(path, 1) if self.path_length else None)
         for i in range(self.n_plain):
-            x = self.blocks[0 if self.share_blocks else i](x)
+            x = self.blocks[0 if self.share_blocks else i](dropped(x, 2 + i))
         return x
 
-    def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+    def logits(self, hidden: Float[Array, "*rows D"], rng: Array | None = None) -> Float[Array, "*rows V"]:
         """Float32 logits of the token this head predicts."""
-        out = project(hidden, self.lm_kernel, jnp.float32)
+        out = project(drop(hidden, self.dropout, rng), self.lm_kernel, jnp.float32)
         return out + self.lm_bias.astype(jnp.float32) if self.lm_head_bias else out
 
     def __call__(
         self, x: Float[Array, "*rows D_or_2D"], path: Float[Array, "*paths kD"] | None = None
     ) -> Float[Array, "*paths V"]:
         return self.logits(self.hidden(x, path))
+
+
+class HeadStack(Trainable):
+    """What Medusa and Hydra share: parameters ``{"head_0": ...}``, K independent heads and their two training halves.
+
+    A subclass is a frozen dataclass with ``n_heads``, ``width``, ``dtype`` and ``dropout``; ``head(k)`` says what head
+    k is and ``teacher_inputs`` what it reads.
+    """
+
+    def __post_init__(self):
+        check_dropout(self.dropout)
+
+    @property
+    def depth(self) -> int:
+        return self.n_heads
+
+    def init_boxed(self, rng, base):
+        """Every lm head starts as a copy of the base's (medusa 2.1.1)."""
+        params = {}
+        for k in range(self.n_heads):
+            head = self.head(k)
+            conditioned = head.path_length is not None
+            example = jnp.zeros((1, head.width * (1 + conditioned)), head.dtype)
+            path = jnp.zeros((1, head.width * (head.path_length or 0)), head.dtype)
+            fresh = dict(head.init(jax.random.fold_in(rng, k), example, path)["params"])
+            fresh["lm_kernel"] = fresh["lm_kernel"].replace_boxed(base.head_kernel().astype(head.dtype))
+            params[f"head_{k}"] = fresh
+        return params
+
+    def init_state(self, batch, slots):
+        return jnp.zeros((batch, self.width), self.dtype)
+
+    def observe(self, params, state, features, tokens, counts, base):
+        return last_observed(features, counts)
+
+    def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
+        inputs = self.teacher_inputs(features, tokens, base)
+        keys = [None if rng is None else jax.random.fold_in(rng, k) for k in range(self.n_heads)]
+        return tuple(
+            self.head(k).apply({"params": params[f"head_{k}"]}, *inputs[k], rng=keys[k], method="hidden")
+            for k in range(self.n_heads)
+        )
+
+    def head_logits(self, params, k, hidden, base, rng=None):
+        return self.head(k).apply({"params": params[f"head_{k}"]}, hidden, rng, method="logits")

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from hydrajax.drafters.drafter import last_observed
-from hydrajax.drafters.heads import Head
-from hydrajax.drafters.medusa import init_heads
+from hydrajax.drafters.heads import Head, HeadStack
 from hydrajax.models.ranking import top_tokens
 
 
 @dataclass(frozen=True)
-class HydraHeads:
+class HydraHeads(HeadStack):
     """Head k sees [h_t, E(x_{t+1}), E(x̂_{t+2}) ... E(x̂_{t+1+k})], so it knows the tokens before it on its path.
 
     ``n_layers`` 1 is Hydra, 4 (with a prefix layer, `hydrajax.drafters.prefix`) is Hydra++ (hydra 3.1). State: the
@@ -27,10 +25,7 @@ class HydraHeads:
     share_blocks: bool = True
     hidden_state_offset: int = 0
     dtype: jnp.dtype = jnp.float32
-
-    @property
-    def depth(self) -> int:
-        return self.n_heads
+    dropout: float = 0.0
 
     def head(self, k: int) -> Head:
         return Head(
@@ -41,16 +36,8 @@ class HydraHeads:
             width=self.width,
             vocab_size=self.vocab_size,
             dtype=self.dtype,
+            dropout=self.dropout,
         )
-
-    def init(self, rng, base):
-        return init_heads([self.head(k) for k in range(self.n_heads)], rng, base)
-
-    def init_state(self, batch, slots):
-        return jnp.zeros((batch, self.width), self.dtype)
-
-    def observe(self, params, state, features, tokens, counts, base):
-        return last_observed(features, counts)
 
     def propose(self, params, state, root, tree, base):
         """Level by level: one head call for all parents of a level, one top-k at the level's widest rank."""
@@ -66,13 +53,9 @@ class HydraHeads:
             candidates = jnp.concatenate([candidates, guesses], axis=1)
         return candidates
 
-    def teacher_forced(self, params, features, tokens, base):
+    def teacher_inputs(self, features, tokens, base):
         """Head k at position t reads the true tokens t+1 ... t+1+k; the last k+1 positions wrap and must be masked."""
         embeddings = base.embed(tokens).astype(self.dtype)
         shifted = [jnp.roll(embeddings, -(k + 1), axis=1) for k in range(self.n_heads)]
-        shared = jnp.concatenate([features, shifted[0]], axis=-1)
-        logits = []
-        for k in range(self.n_heads):
-            path = jnp.concatenate(shifted[1 : k + 1], axis=-1) if k else None
-            logits.append(self.head(k).apply({"params": params[f"head_{k}"]}, shared, path))
-        return jnp.stack(logits)
+        shared = jnp.concatenate([features.astype(self.dtype), shifted[0]], axis=-1)
+        return [(shared, jnp.concatenate(shifted[1 : k + 1], axis=-1) if k else None) for k in range(self.n_heads)]

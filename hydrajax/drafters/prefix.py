@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.config import LlamaConfig
+from hydrajax.drafters.drafter import Trainable
 from hydrajax.models.cache import KVCache, append, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm, causal_mask, rope_table
 
@@ -39,7 +40,7 @@ class PrefixState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WithPrefix:
+class WithPrefix(Trainable):
     """``heads`` reading the prefix layer's output in place of h_t; Hydra++ is ``WithPrefix(HydraHeads(...))``.
 
     The layer runs once per decode step, over the root and the accepted tokens at their true positions, so its cache
@@ -61,11 +62,11 @@ class WithPrefix:
     def layer(self) -> PrefixLayer:
         return PrefixLayer(self.config.replace(n_layers=1), self.heads.dtype)
 
-    def init(self, rng, base):
+    def init_boxed(self, rng, base):
         example = jnp.zeros((1, 1, self.config.width), self.heads.dtype)
         position = jnp.zeros((1, 1), jnp.int32)
         layer_params = self.layer.init(jax.random.fold_in(rng, 1), example, position, np.ones((1, 1), bool))["params"]
-        return {"prefix": nn.unbox(layer_params), "heads": self.heads.init(jax.random.fold_in(rng, 2), base)}
+        return {"prefix": layer_params, "heads": self.heads.init_boxed(jax.random.fold_in(rng, 2), base)}
 
     def init_state(self, batch, slots):
         cache = init_cache(self.layer.config, batch, slots, self.heads.dtype)
@@ -84,7 +85,13 @@ class WithPrefix:
     def propose(self, params, state, root, tree, base):
         return self.heads.propose(params["heads"], state.heads, root, tree, base)
 
-    def teacher_forced(self, params, features, tokens, base):
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        refined, _ = self.layer.apply({"params": params["prefix"]}, features, positions, causal_mask(tokens.shape[1]))
-        return self.heads.teacher_forced(params["heads"], refined, tokens, base)
+    def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        if mask is None:
+            mask = causal_mask(tokens.shape[1])
+        refined, _ = self.layer.apply({"params": params["prefix"]}, features, positions, mask)
+        return self.heads.teacher_hidden(params["heads"], refined, tokens, base, rng, positions, mask)
+
+    def head_logits(self, params, k, hidden, base, rng=None):
+        return self.heads.head_logits(params["heads"], k, hidden, base, rng)

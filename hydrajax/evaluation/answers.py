@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.files import WholeFile
 from hydrajax.evaluation.prompts import integers, read_jsonl, shown
+from hydrajax.files import WholeFile
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,100 @@
-"""Training losses: next token for the base; the text or the base's own distribution for the draft heads.
+"""Training objectives: next token for a base; for draft heads the text, the base's distribution, its hidden states.
 
-All are float32 means, in nats, over the positions whose *target* counts. Draft head k at position t answers for token
-t + 2 + k (the base's own head for t + 1), so in a row of T tokens it has targets up to t = T - 3 - k.
+All are float32, in nats, over the positions whose *target* counts. Draft head k at position t answers for token
+t + 2 + k (the base's own head for t + 1), so in a row of T tokens it has targets up to t = T - 3 - k. Logits exist for
+a few positions and one head at a time (`hydrajax.train.chunks`), never as ``[heads, B, T, V]``.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from hydrajax.drafters.drafter import BoundBase, Drafter
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.llama import Llama
+from hydrajax.train.chunks import chunk_width, into_chunks, sum_over_chunks
+from hydrajax.train.forward import row_layout
+
 IGNORED = -100  # a label that is no target, as in transformers and the released training code
 
 
-def targets(labels: Int[Array, "B T"], shift: int | Array) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
-    """The token ``shift`` places on from each position, and whether there is one that counts."""
+@dataclass(frozen=True)
+class Objective:
+    """What draft heads minimise: Σ_k λ_k (lm_weight · CE + teacher_weight · teacher CE + reconstruction_weight · L1).
+
+    lm_weight:             cross entropy against the text.
+    teacher_weight:        cross entropy against the base's own distribution (hydra 3.1, "teacher loss").
+    reconstruction_weight: smooth L1 between the input of a head's lm head and the base's hidden state from which the
+                           base predicts the same token (released Hydra code).
+    head_decay:            λ_k = head_decay^k; 1 in Hydra (DESIGN section 4), 0.8 in Medusa-1 (medusa 2.2.1).
+    noise_alpha:           α of the input noise U(-1, 1) · α / sqrt(length · D), an ablation of hydra (75 there).
+    chunk_tokens:          positions, over all rows, whose logits of one head exist at once. It changes the memory and
+                           nothing else.
+    """
+
+    lm_weight: float = 0.0
+    teacher_weight: float = 1.0
+    reconstruction_weight: float = 0.0
+    head_decay: float = 1.0
+    noise_alpha: float = 0.0
+    chunk_tokens: int = 2048
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not 0 <= value < float("inf"):  # so that NaN is refused too
+                raise HydrajaxError(f"objective.{field.name}: must be at least 0 and finite, found {value}")
+        if self.chunk_tokens < 1:
+            raise HydrajaxError(f"objective.chunk_tokens: must be at least 1, found {self.chunk_tokens}")
+        if not self.lm_weight + self.teacher_weight + self.reconstruction_weight:
+            raise HydrajaxError(
+                "objective: one of lm_weight, teacher_weight and reconstruction_weight must be positive, found 0, 0, 0"
+            )
+
+
+class HeadCounts(NamedTuple):
+    """How many targets each head has, float32 ``[K]``: tokens to predict, and hidden states to reconstruct."""
+
+    tokens: Float[Array, " K"]
+    hidden: Float[Array, " K"]
+
+
+class HeadMetrics(NamedTuple):
+    """Means over each head's targets, float32 ``[K]``.
+
+    lm and teacher are cross entropies, reconstruction a smooth L1, top1 how often the head's best token is the text's
+    and agreement how often it is the base's (a tie for the best counts). What needs something the objective does not
+    is NaN: teacher and agreement where ``teacher_weight`` is 0, lm and top1 where ``lm_weight`` is too, reconstruction
+    where its weight is 0.
+    """
+
+    lm: Float[Array, " K"]
+    teacher: Float[Array, " K"]
+    reconstruction: Float[Array, " K"]
+    top1: Float[Array, " K"]
+    agreement: Float[Array, " K"]
+
+
+def targets(
+    labels: Int[Array, "B T"], shift: int | Array, segments: Int[Array, "B T"] | None = None
+) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
+    """The token ``shift`` places on from each position, and whether there is one that counts.
+
+    With ``segments`` (documents packed in a row, 0 for padding) only one of the position's own segment does.
+    """
     ahead = jnp.roll(labels, -shift, axis=1)
     inside = jnp.arange(labels.shape[1]) < labels.shape[1] - shift  # the rest has wrapped around
-    return ahead, inside & (ahead != IGNORED)
+    counts = inside & (ahead != IGNORED)
+    if segments is not None:
+        counts &= (segments != 0) & (jnp.roll(segments, -shift, axis=1) == segments)
+    return ahead, counts
 
 
 def masked_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
@@ -28,43 +105,188 @@ def masked_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[
 def next_token_loss(
     logits: Float[Array, "B T V"], labels: Int[Array, "B T"], shift: int | Array = 1
 ) -> Float[Array, ""]:
-    """Cross entropy of the logits at position t against the token at t + ``shift``.
+    """Cross entropy of the logits at position t against the token at t + ``shift``, unchunked.
 
     ``labels`` are the token ids, `IGNORED` where a token is not to be predicted.
     """
     tokens, counts = targets(labels, shift)
     logits = logits.astype(jnp.float32)
-    chosen = jnp.take_along_axis(logits, jnp.where(counts, tokens, 0)[..., None], axis=-1)[..., 0]
-    return masked_mean(jax.nn.logsumexp(logits, axis=-1) - chosen, counts)
+    return masked_mean(jax.nn.logsumexp(logits, axis=-1) - _chosen(logits, tokens, counts), counts)
 
 
-def teacher_loss(
-    logits: Float[Array, "B T V"], base_probs: Float[Array, "B T V"], labels: Int[Array, "B T"], shift: int | Array
-) -> Float[Array, ""]:
-    """Cross entropy against the base's own distribution of the token at t + ``shift`` (hydra 3.1, "teacher loss").
+def language_model_loss(
+    model: Llama,
+    base_params: Any,
+    hidden: Float[Array, "B T D"],
+    labels: Int[Array, "B T"],
+    segments: Int[Array, "B T"] | None = None,
+    chunk_tokens: int = 2048,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The base's own next-token loss from its post-norm hidden states: ``(sum in nats, number of targets)``, float32.
 
-    The base speaks of that token at position t + ``shift`` - 1. ``labels`` say which targets count.
+    Differentiable in ``base_params`` (its lm head) and ``hidden``.
     """
-    _, counts = targets(labels, shift)
-    logits = logits.astype(jnp.float32)
-    expected = jnp.sum(jnp.roll(base_probs, 1 - shift, axis=1) * logits, axis=-1)
-    return masked_mean(jax.nn.logsumexp(logits, axis=-1) - expected, counts)
+
+    def chunk_loss(params, hidden, rows, _):
+        logits = BoundBase(model, params).logits(hidden)
+        tokens, counts = rows
+        nats = jax.nn.logsumexp(logits, axis=-1) - _chosen(logits, tokens, counts)
+        return jnp.sum(jnp.where(counts, nats, 0.0)), ()
+
+    width = chunk_width(chunk_tokens, labels.shape)
+    chunks = into_chunks(((hidden,), (targets(labels, 1, segments),)), width)
+    total, _ = sum_over_chunks([chunk_loss], lambda *_: None, base_params, *chunks, ())
+    return total, jnp.sum(targets(labels, 1, segments)[1], dtype=jnp.float32)
 
 
-def head_losses(
-    head_logits: Float[Array, "K B T V"], labels: Int[Array, "B T"], base_logits: Float[Array, "B T V"] | None = None
-) -> Float[Array, " K"]:
-    """The loss of each draft head: `teacher_loss` where ``base_logits`` are given, else `next_token_loss`.
+def head_counts(labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, n_heads: int) -> HeadCounts:
+    """What the means of `draft_loss` are divided by, at least 1. They depend on the batch alone."""
 
-    No gradient flows into ``base_logits``. Hydra minimises the plain sum over heads (DESIGN section 4), Medusa-1 a
-    weighted one (medusa 2.2.1).
+    def count(shift):
+        return jnp.maximum(jnp.sum(targets(labels, shift, segments)[1], dtype=jnp.float32), 1)
+
+    by_shift = jnp.stack([count(shift) for shift in range(1, n_heads + 2)])
+    return HeadCounts(tokens=by_shift[1:], hidden=by_shift[:-1])
+
+
+def draft_loss(
+    objective: Objective,
+    drafter: Drafter,
+    draft_params: Any,
+    features: Float[Array, "B T D"],
+    hidden: Float[Array, "B T D"],
+    batch: Mapping[str, Array],
+    base: BoundBase,
+    rng: Array | None = None,
+    counts: HeadCounts | None = None,
+) -> tuple[Float[Array, ""], HeadMetrics]:
+    """The loss of draft heads on a base, and its parts head by head.
+
+    features: what the drafter reads; hidden: the base's post-norm output, the teacher. No gradient reaches the teacher.
+    batch:    ``tokens`` and ``labels`` (`IGNORED` where a token is no target), int32 ``[B, T]``, and, where several
+              documents share a row, ``segments`` (0 is padding): no head looks or answers across documents.
+    rng:      switches on noise and the drafter's dropout.
+    counts:   `head_counts` of a larger batch of which this is a part: the losses, metrics and gradients of all parts
+              then add up to the whole batch's, exactly.
     """
-    shifts = 2 + jnp.arange(head_logits.shape[0])
-    if base_logits is None:
-        one_head = jax.checkpoint(lambda head: next_token_loss(head[0], labels, head[1]))
+    tokens, labels, segments = batch["tokens"], batch["labels"], batch.get("segments")
+    n_heads = drafter.depth
+    if counts is None:
+        counts = head_counts(labels, segments, n_heads)
+    noise_key, hidden_key, logits_key = (None,) * 3 if rng is None else jax.random.split(rng, 3)
+    if objective.noise_alpha and noise_key is not None:
+        features = features + input_noise(noise_key, objective.noise_alpha, labels, segments, features)
+    positions, mask = (None, None) if segments is None else row_layout(tokens, segments)
+    hidden = jax.lax.stop_gradient(hidden)
+    read = drafter.teacher_hidden(draft_params, features, tokens, base, hidden_key, positions, mask)
+    weights = objective.head_decay ** jnp.arange(n_heads, dtype=jnp.float32)
+
+    loss = jnp.zeros(())
+    missing = jnp.full(n_heads, jnp.nan)
+    reconstruction = missing
+    if objective.reconstruction_weight:
+        reconstruction = jnp.stack([_reconstruction(read[k], hidden, labels, segments, k) for k in range(n_heads)])
+        reconstruction = reconstruction / counts.hidden
+        loss = loss + objective.reconstruction_weight * jnp.sum(weights * reconstruction)
+
+    sums = [None] * 4
+    if objective.lm_weight or objective.teacher_weight:
+        scale = weights / counts.tokens
+        token_loss, sums = _token_losses(
+            objective, drafter, draft_params, read, hidden, labels, segments, base, logits_key, scale
+        )
+        loss = loss + token_loss
+    lm, teacher, top1, agreement = (missing if x is None else x / counts.tokens for x in sums)
+    return loss, jax.lax.stop_gradient(HeadMetrics(lm, teacher, reconstruction, top1, agreement))
+
+
+def input_noise(
+    rng: Array, alpha: float, labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, like: Float[Array, "B T D"]
+) -> Float[Array, "B T D"]:
+    """U(-1, 1) · α / sqrt(length · D), of the shape and dtype of ``like``.
+
+    length: of each position's document; in rows of one document up to the last target, as beyond it nothing is trained.
+    """
+    steps = 1 + jnp.arange(labels.shape[1])
+    if segments is None:
+        length = jnp.max(jnp.where(labels != IGNORED, steps, 1), axis=1, keepdims=True)
     else:
-        base_probs = jax.nn.softmax(jax.lax.stop_gradient(base_logits).astype(jnp.float32), axis=-1)
-        one_head = jax.checkpoint(lambda head: teacher_loss(head[0], base_probs, labels, head[1]))
-    # A loop with rematerialisation: nothing of the size of the logits is kept for the backward pass but they
-    # themselves. It is also twice as fast as iterating over them, whose gradient XLA CPU (jax 0.10) stacks badly.
-    return jax.lax.map(one_head, (head_logits, shifts))
+        length = jnp.sum(segments[:, :, None] == segments[:, None, :], axis=-1)
+    noise = jax.random.uniform(rng, like.shape, minval=-1.0, maxval=1.0)
+    return (noise * alpha / jnp.sqrt(length[..., None] * like.shape[-1])).astype(like.dtype)
+
+
+def _reconstruction(read, hidden, labels, segments, k: int) -> Float[Array, ""]:
+    """Sum over targets of the smooth L1 distance (mean over features) between head k's and the base's hidden state.
+
+    The base speaks of token t + 2 + k at position t + 1 + k; it counts where the *token there* is a target, as in the
+    released code.
+    """
+    _, counts = targets(labels, k + 1, segments)
+    gap = read.astype(jnp.float32) - jnp.roll(hidden, -(k + 1), axis=1).astype(jnp.float32)
+    size = jnp.abs(gap)
+    smooth = jnp.where(size < 1, 0.5 * gap * gap, size - 0.5)
+    return jnp.sum(jnp.where(counts, jnp.mean(smooth, axis=-1), 0.0))
+
+
+def _chosen(logits: Float[Array, "*rows V"], tokens: Int[Array, "*rows"], counts) -> Float[Array, "*rows"]:
+    """The logit of each target; of token 0 where there is none."""
+    return jnp.take_along_axis(logits, jnp.where(counts, tokens, 0)[..., None], axis=-1)[..., 0]
+
+
+class _Shared(NamedTuple):
+    """What all heads read at one chunk of positions; ``probs`` and ``best`` are the base's there and K - 1 further."""
+
+    rng: Array | None
+    scale: Float[Array, " K"]
+    base_params: Any
+    probs: Float[Array, "B halo V"] | None
+    best: Int[Array, "B halo"] | None
+
+
+def _token_losses(objective: Objective, drafter, draft_params, read, hidden, labels, segments, base, rng, scale):
+    """``(Σ_k scale_k (lm_weight Σ CE + teacher_weight Σ teacher CE), sums of lm, teacher, top1 and agreement [4 K])``.
+
+    One pass over chunks of positions: the base's distribution once, then one head after the other.
+    """
+    n_heads = len(read)
+    width = chunk_width(objective.chunk_tokens, labels.shape)
+
+    def prepare(frozen, index):
+        hidden, base_params, rng, scale = frozen
+        rng = None if rng is None else jax.random.fold_in(rng, index)
+        if not objective.teacher_weight:
+            return _Shared(rng, scale, base_params, None, None)
+        # Head k at position t has its teacher at t + 1 + k.
+        halo = jax.lax.dynamic_slice_in_dim(hidden, index * width + 1, width + n_heads - 1, axis=1)
+        logits = BoundBase(base.model, base_params).logits(halo)
+        return _Shared(rng, scale, base_params, jax.nn.softmax(logits, axis=-1), jnp.argmax(logits, axis=-1))
+
+    def head(k):
+        def chunk_loss(params, read, rows, shared: _Shared):
+            tokens, counts = rows
+            key = None if shared.rng is None else jax.random.fold_in(shared.rng, k)
+            logits = drafter.head_logits(params, k, read, BoundBase(base.model, shared.base_params), key)
+            log_z, best = jax.nn.logsumexp(logits, axis=-1), jnp.max(logits, axis=-1)
+            chosen = _chosen(logits, tokens, counts)
+            lm, teacher, agreement = log_z - chosen, None, None
+            nats = objective.lm_weight * lm if objective.lm_weight else jnp.zeros_like(lm)
+            if shared.probs is not None:
+                probs, top = (jax.lax.slice_in_dim(x, k, k + width, axis=1) for x in (shared.probs, shared.best))
+                teacher = log_z - jnp.sum(probs * logits, axis=-1)
+                nats = nats + objective.teacher_weight * teacher
+                agreement = _chosen(logits, top, counts) == best
+            sums = [
+                None if x is None else jnp.sum(x, where=counts, dtype=jnp.float32)
+                for x in (lm, teacher, chosen == best, agreement)
+            ]
+            return shared.scale[k] * jnp.sum(nats, where=counts), sums
+
+        return chunk_loss
+
+    per_head = tuple(targets(labels, k + 2, segments) for k in range(n_heads))
+    read, rows = into_chunks((tuple(read), per_head), width)
+    padding = len(rows[0][0]) * width + n_heads - labels.shape[1]
+    frozen = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))), base.params, rng, scale
+    loss, sums = sum_over_chunks([head(k) for k in range(n_heads)], prepare, draft_params, read, rows, frozen)
+    return loss, [None if x[0] is None else jnp.stack(x) for x in zip(*sums, strict=True)]

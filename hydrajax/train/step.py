@@ -1,101 +1,131 @@
-"""One optimizer step: of a base on its next token, and of draft heads on a frozen base.
-
-Both are pure jitted functions that donate what they replace, so a step needs no second copy of parameters or of
-optimizer state.
-"""
+"""One optimizer step, the same for whatever is trained: micro-batches, finite or skipped, sharded in and out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from hydrajax.drafters.drafter import BoundBase, Drafter
-from hydrajax.models.layers import causal_mask
-from hydrajax.models.llama import Forward, Llama
-from hydrajax.train.losses import head_losses, next_token_loss
+from hydrajax.sharding import replicated
+
+Batch = dict[str, Any]  # arrays with a leading batch axis
 
 
-def learning_rate(peak: float, steps: int, warmup: int, final_fraction: float) -> optax.Schedule:
-    """Linear from 0 to ``peak`` over ``warmup`` steps, then a cosine down to ``final_fraction * peak`` at ``steps``."""
-    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, peak * final_fraction)
+class TrainState(NamedTuple):
+    """All that a run carries from step to step, and all that a checkpoint must hold.
 
-
-def make_optimizer(
-    peak_lr: float,
-    steps: int,
-    *,
-    warmup: int,
-    final_fraction: float = 0.33,  # of the Hydra++ recipe, as are the other defaults (DESIGN section 4)
-    weight_decay: float = 0.1,
-    clip_norm: float = 1.0,
-) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine and clipping by global norm. Norm scales and biases do not decay."""
-    schedule = learning_rate(peak_lr, steps, warmup, final_fraction)
-    return optax.chain(
-        optax.clip_by_global_norm(clip_norm),
-        optax.adamw(schedule, b2=0.95, weight_decay=weight_decay, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
-    )
-
-
-def run_base(model: Llama, base_params, tokens: Int[Array, "B T"], feature_offset: int = 0) -> Forward:
-    """The base over whole rows, without a cache."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    mask = causal_mask(tokens.shape[1])
-    return model.apply({"params": base_params}, tokens, positions, mask, feature_offset=feature_offset)
-
-
-def make_base_step(model: Llama, optimizer: optax.GradientTransformation) -> Callable:
-    """``step(params, opt_state, tokens) -> (params, opt_state, loss)`` on int32 tokens ``[B, T]``.
-
-    ``params`` and ``opt_state`` are donated. The loss is the mean next-token cross entropy in nats.
+    params:    what is trained, float32.
+    opt_state: of the optimizer, each moment sharded like its parameter.
+    step:      int32 steps taken, skipped ones included: the position in the data and in the random stream.
+    bad_steps: int32 steps in a row that were skipped because the loss or the gradient was not finite.
     """
 
-    def loss_fn(params, tokens):
-        logits = BoundBase(model, params).logits(run_base(model, params, tokens).hidden)
-        return next_token_loss(logits, tokens)
-
-    def step(params, opt_state, tokens):
-        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    return jax.jit(step, donate_argnums=(0, 1))
+    params: Any
+    opt_state: Any
+    step: Int[Array, ""]
+    bad_steps: Int[Array, ""]
 
 
-def make_head_step(
-    model: Llama, drafter: Drafter, optimizer: optax.GradientTransformation, *, teacher: bool = True
+class Loss(Protocol):
+    """What is minimised, as a sum over micro-batches."""
+
+    def totals(self, batch: Batch) -> Any:
+        """How many targets the whole batch has: what its sums are divided by."""
+
+    def __call__(self, params, frozen, batch: Batch, totals, rng: Array) -> tuple[Array, dict[str, Array]]:
+        """This micro-batch's share of the loss and of every metric: added over micro-batches they are the batch's."""
+
+
+def init_state(params, optimizer: optax.GradientTransformation, shardings: TrainState) -> TrainState:
+    """The state before the first step. Moments are born sharded: a plain ``jit(optimizer.init)`` replicates them."""
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
+    zero = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
+    return TrainState(params, opt_state, zero, zero + 0)
+
+
+def abstract_state(params, optimizer: optax.GradientTransformation, shardings: TrainState) -> TrainState:
+    """The state as `jax.ShapeDtypeStruct` with shardings, from abstract (or real) parameters; nothing is allocated."""
+    zero = jax.ShapeDtypeStruct((), jnp.int32)
+    state = TrainState(params, jax.eval_shape(optimizer.init, params), zero, zero)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
+
+
+def state_shardings(mesh: Mesh, params, param_shardings, optimizer: optax.GradientTransformation) -> TrainState:
+    """Where every leaf of the state lives: moments with their parameter, counters everywhere.
+
+    A moment is found by its path, which ends in its parameter's whichever transformations it is wrapped in
+    (`optax.tree_utils.tree_map_params` does not see through `optax.partition`, on which Muon rests).
+    """
+    everywhere = replicated(mesh)
+    shapes = {tuple(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
+    homes = {tuple(path): home for path, home in jax.tree.leaves_with_path(param_shardings)}
+
+    def home(path, leaf):
+        endings = (tuple(path[start:]) for start in range(len(path)))
+        return next((homes[end] for end in endings if shapes.get(end) == leaf.shape), everywhere)
+
+    moments = jax.tree.map_with_path(home, jax.eval_shape(optimizer.init, params))
+    return TrainState(param_shardings, moments, everywhere, everywhere)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows of a batch over the ``data`` axis."""
+    return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def make_train_step(
+    loss: Loss, optimizer: optax.GradientTransformation, accumulation: int, shardings: TrainState, frozen_shardings
 ) -> Callable:
-    """``step(draft_params, opt_state, base_params, tokens) -> (draft_params, opt_state, losses [K])``.
+    """``step(state, frozen, batch, rng) -> (state, metrics)``, jitted; ``state`` is donated, ``frozen`` only read.
 
-    ``draft_params`` and ``opt_state`` are donated; the base is only read. Its forward pass lies outside the
-    differentiated function, so it has no backward pass and keeps no activations. ``teacher`` trains against the
-    base's distribution (Hydra++), otherwise against the text; the sum over heads is minimised.
+    batch:   dict of arrays ``[B, ...]`` sharded over ``data``; B a multiple of ``accumulation``.
+    metrics: ``loss``, the global ``grad_norm`` before clipping, and what the loss reports.
+
+    Gradients of ``accumulation`` micro-batches are added in float32 and equal the whole batch's. A step whose loss or
+    gradient is not finite changes nothing but the counters.
     """
 
-    def step(draft_params, opt_state, base_params, tokens):
-        base = BoundBase(model, base_params)
-        forward = run_base(model, base_params, tokens, drafter.hidden_state_offset)
-        base_logits = base.logits(forward.hidden) if teacher else None
+    def gradients(params, frozen, batch, rng):
+        totals = loss.totals(batch)
+        value_and_grad = jax.value_and_grad(loss, has_aux=True)
+        if accumulation == 1:
+            return value_and_grad(params, frozen, batch, totals, rng)
+        # Row i goes to micro-batch i mod A, so that each keeps its rows on the devices where they are.
+        parts = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
 
-        def loss_fn(draft_params):
-            head_logits = drafter.teacher_forced(draft_params, forward.features, tokens, base)
-            losses = head_losses(head_logits, tokens, base_logits)
-            return jnp.sum(losses), losses
+        def add_part(sums, part_and_index):
+            part, index = part_and_index
+            out = value_and_grad(params, frozen, part, totals, jax.random.fold_in(rng, index))
+            return jax.tree.map(jnp.add, sums, out), None
 
-        grads, losses = jax.grad(loss_fn, has_aux=True)(draft_params)
-        updates, opt_state = optimizer.update(grads, opt_state, draft_params)
-        return optax.apply_updates(draft_params, updates), opt_state, losses
+        first = jax.tree.map(lambda x: x[0], parts)
+        shapes = jax.eval_shape(value_and_grad, params, frozen, first, totals, rng)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return jax.lax.scan(add_part, zeros, (parts, jnp.arange(accumulation)))[0]
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    def step(state: TrainState, frozen, batch: Batch, rng):
+        (value, metrics), grads = gradients(state.params, frozen, batch, jax.random.fold_in(rng, state.step))
+        grad_norm = optax.global_norm(grads)
+        finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
+        bad_steps = jnp.where(finite, 0, state.bad_steps + 1)
+        metrics = metrics | {"loss": value, "grad_norm": grad_norm, "bad_steps": bad_steps}
+        return TrainState(params, opt_state, state.step + 1, bad_steps), metrics
 
-
-def init_draft(model: Llama, drafter: Drafter, base_params, rng: Array):
-    """Fresh draft parameters that share no buffer with the base, or with each other.
-
-    Every draft lm head starts as the base's (medusa 2.1.1), the very same array; donating it would take the base's.
-    """
-    return jax.tree.map(lambda x: jnp.array(x, copy=True), drafter.init(rng, BoundBase(model, base_params)))
+    everywhere = shardings.step
+    rows = NamedSharding(everywhere.mesh, PartitionSpec("data"))
+    return jax.jit(
+        step,
+        in_shardings=(shardings, frozen_shardings, rows, everywhere),
+        out_shardings=(shardings, everywhere),
+        donate_argnums=0,
+    )

@@ -163,3 +163,27 @@ def test_teacher_forced_matches_numpy(prefixed, base, oracle):
             for t in range(LENGTH - k - 1):
                 expected = in_numpy.logits(k, refined[t], tokens[row, t + 1 : t + 2 + k].tolist())
                 np.testing.assert_allclose(logits[k, row, t], expected, atol=1e-3, rtol=1e-3)
+
+
+def test_packed_documents_do_not_see_each_other(prefixed, base, oracle):
+    """With positions and a mask per row, each document of a row is refined as if it stood alone."""
+    drafter, params, _, _, in_numpy = prefixed
+    features, tokens = random_text(2)
+    lengths = [(7, 5), (1, 11)]
+    positions = np.array([np.concatenate([np.arange(n) for n in row]) for row in lengths])
+    owner = np.array([np.repeat([0, 1], row) for row in lengths])
+    mask = ((owner[:, :, None] == owner[:, None, :]) & causal_mask(LENGTH))[:, None, None]
+
+    @quick_jit
+    def last_head(params, features, tokens, positions, mask):
+        read = drafter.teacher_hidden(params, features, tokens, base, positions=positions, mask=mask)
+        return drafter.head_logits(params, drafter.depth - 1, read[-1], base)
+
+    logits = np.asarray(last_head(params, features, tokens, positions, mask))
+    k = drafter.depth - 1
+    for row, (first, _) in enumerate(lengths):
+        for start, end in ((0, first), (first, LENGTH)):
+            refined = oracle.prefix_layer(base.config, params["prefix"], features[row, start:end])
+            for t in range(start, end - k - 1):
+                expected = in_numpy.logits(k, refined[t - start], tokens[row, t + 1 : t + 2 + k].tolist())
+                np.testing.assert_allclose(logits[row, t], expected, atol=1e-3, rtol=1e-3)

@@ -1,0 +1,310 @@
+"""Everything a training run is told, read from one YAML file with strict keys.
+
+Every section is a frozen dataclass whose fields are the YAML keys; `load_config` is the only way in. What a run may
+contradict itself in is refused here, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydrajax.config import LlamaConfig
+from hydrajax.errors import HydrajaxError
+from hydrajax.train.losses import Objective
+
+
+def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise HydrajaxError(f"{name}: found {value!r}, allowed are {', '.join(allowed)}")
+
+
+def at_least(name: str, value: float | None, least: float) -> None:
+    if value is not None and not value >= least:  # so that NaN is refused too
+        raise HydrajaxError(f"{name}: must be at least {least}, found {value}")
+
+
+def below(name: str, value: float, limit: float) -> None:
+    if not 0 <= value < limit:
+        raise HydrajaxError(f"{name}: must be from 0 up to, not including, {limit}, found {value}")
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Which heads. Hydra: ``hydra``, 1 layer. Hydra++: ``hydra``, 4 layers, ``prefix``. Medusa: ``medusa``.
+
+    init: a directory of released or exported heads to start from, in place of fresh ones. ``share_blocks``: blocks
+    2..n are one block applied again, as in the released code (DESIGN section 4).
+    """
+
+    heads: str = "hydra"
+    n_heads: int = 4
+    n_layers: int = 1
+    share_blocks: bool = True
+    prefix: bool = False
+    dropout: float = 0.0
+    hidden_state_offset: int = 0
+    init: str | None = None
+
+    def __post_init__(self):
+        one_of("draft.heads", self.heads, ("medusa", "hydra"))
+        at_least("draft.n_heads", self.n_heads, 1)
+        at_least("draft.n_layers", self.n_layers, 1)
+        at_least("draft.hidden_state_offset", self.hidden_state_offset, 0)
+        below("draft.dropout", self.dropout, 1)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with warm-up from 0 to ``lr``, then a decay to ``final_fraction * lr``; the Hydra++ recipe by default.
+
+    ``muon`` orthogonalises the update of every weight matrix but embeddings and lm heads, which stay with Adam; its
+    updates are scaled to the size of Adam's, so ``lr`` means the same. It makes a base from scratch learn faster.
+    Norm scales and biases do not decay. ``clip_norm``: of the global gradient norm, null for none.
+    """
+
+    name: str = "adamw"
+    lr: float = 5e-4
+    schedule: str = "cosine"
+    warmup_steps: int = 100
+    final_fraction: float = 0.33
+    weight_decay: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.999
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self):
+        one_of("optimizer.name", self.name, ("adamw", "muon"))
+        one_of("optimizer.schedule", self.schedule, ("cosine", "linear", "constant"))
+        if not 0 < self.lr < float("inf"):
+            raise HydrajaxError(f"optimizer.lr: must be positive, found {self.lr}")
+        at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+        at_least("optimizer.weight_decay", self.weight_decay, 0)
+        if not 0 <= self.final_fraction <= 1:
+            raise HydrajaxError(f"optimizer.final_fraction: must be from 0 to 1, found {self.final_fraction}")
+        below("optimizer.b1", self.b1, 1)
+        below("optimizer.b2", self.b2, 1)
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise HydrajaxError(f"optimizer.clip_norm: must be positive or null, found {self.clip_norm}")
+
+
+FORMATS = ("auto", "sharegpt", "alpaca", "messages", "text", "standard_library", "generations")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on, and how it is cut into rows.
+
+    files:       JSON, JSONL or text files and folders. Not needed for ``standard_library``, the running Python's own.
+    dataset:     a name for `datasets.load_dataset`, with ``split``, in place of files.
+    format:      ``auto`` finds the kind of every record; ``text`` is plain text, every token a target; ``generations``
+                 are lines of ``prompt_ids`` and ``output_ids`` (`hydrajax generate --output`, `train.distill`).
+    template:    ``auto`` is the tokenizer's own; ``vicuna`` and ``plain`` are built in.
+    targets:     ``assistant`` trains on what the assistant says, ``all`` on every token.
+    tokenizer:   its directory; by default the model's. ``new_tokenizer``: train one of that many ids on the text.
+    length:      tokens per row. ``rows``: ``pad`` one document per row, ``pack`` several, ``stream`` cut one stream.
+    held_out:    share of conversations or files kept for evaluation. ``limit``: use only so many.
+    hidden_cache_gb: store the base's hidden states on disk, if they fit this many GB, and never run the base again.
+    """
+
+    files: tuple[str, ...] = ()
+    dataset: str | None = None
+    split: str = "train"
+    format: str = "auto"
+    template: str = "auto"
+    targets: str = "assistant"
+    tokenizer: str | None = None
+    new_tokenizer: int | None = None
+    length: int = 2048
+    rows: str = "pad"
+    held_out: float = 0.02
+    limit: int | None = None
+    prefetch: int = 2
+    hidden_cache_gb: float = 0.0
+
+    def __post_init__(self):
+        one_of("data.format", self.format, FORMATS)
+        one_of("data.targets", self.targets, ("assistant", "all"))
+        one_of("data.rows", self.rows, ("pad", "pack", "stream"))
+        at_least("data.length", self.length, 8)
+        at_least("data.limit", self.limit, 1)
+        at_least("data.prefetch", self.prefetch, 1)
+        at_least("data.hidden_cache_gb", self.hidden_cache_gb, 0)
+        below("data.held_out", self.held_out, 1)
+        sources = bool(self.files) + (self.dataset is not None)
+        if self.format == "standard_library":
+            if sources:
+                raise HydrajaxError("data: format standard_library needs neither files nor dataset")
+        elif sources != 1:
+            raise HydrajaxError(f"data: give either files or dataset, found {'both' if sources else 'neither'}")
+        if self.tokenizer and self.new_tokenizer:
+            raise HydrajaxError("data: tokenizer and new_tokenizer exclude each other")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """``data * model`` devices; ``cpu_devices`` splits a CPU into that many (two of one core each beat one of two)."""
+
+    data: int = 1
+    model: int = 1
+    cpu_devices: int | None = None
+
+    def __post_init__(self):
+        at_least("mesh.data", self.data, 1)
+        at_least("mesh.model", self.model, 1)
+        at_least("mesh.cpu_devices", self.cpu_devices, 1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run: ``python -m hydrajax.train --config FILE``.
+
+    output:     directory of the run: checkpoints, metrics, and at the end what `--base` or `--draft` load.
+    task:       ``heads`` on a frozen base (``model``: its directory; a preset such as vicuna-7b for a dry run), or a
+                ``base`` from scratch, of the shape given in ``scratch``.
+    dtype:      of the computation and of the frozen base; what is trained is kept in float32.
+    batch_size: rows per optimizer step, over ``accumulation`` passes. ``steps`` or ``epochs`` end the run.
+    tree:       for which tokens_per_step is simulated on held-out data.
+    max_bad_steps: steps in a row whose loss or gradient is not finite, before the run stops; each is skipped.
+    """
+
+    output: str
+    task: str = "heads"
+    model: str | None = None
+    scratch: LlamaConfig | None = None
+    dtype: str = "bfloat16"
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    objective: Objective = field(default_factory=Objective)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(format="standard_library"))
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    batch_size: int = 32
+    accumulation: int = 1
+    steps: int | None = None
+    epochs: float | None = None
+    seed: int = 0
+    tree: str = "mc_sim_7b_63"
+    log_every: int = 10
+    eval_every: int = 200
+    eval_rows: int = 64
+    checkpoint_every: int = 200
+    keep_checkpoints: int = 2
+    max_bad_steps: int = 10
+
+    def __post_init__(self):
+        one_of("task", self.task, ("heads", "base"))
+        one_of("dtype", self.dtype, ("float32", "bfloat16"))
+        for name in ("batch_size", "accumulation", "log_every", "eval_every", "eval_rows"):
+            at_least(name, getattr(self, name), 1)
+        for name in ("checkpoint_every", "keep_checkpoints", "max_bad_steps"):
+            at_least(name, getattr(self, name), 1)
+        if not 0 <= self.seed < 2**32:
+            raise HydrajaxError(f"seed: must be an integer from 0 to {2**32 - 1}, found {self.seed}")
+        if (self.steps is None) == (self.epochs is None):
+            raise HydrajaxError("steps, epochs: give one of the two")
+        at_least("steps", self.steps, 1)
+        if self.epochs is not None and not 0 < self.epochs < float("inf"):
+            raise HydrajaxError(f"epochs: must be positive, found {self.epochs}")
+        wanted, other = ("model", "scratch") if self.task == "heads" else ("scratch", "model")
+        if getattr(self, wanted) is None:
+            raise HydrajaxError(f"{wanted}: is needed for task {self.task}")
+        if getattr(self, other) is not None:
+            raise HydrajaxError(f"{other}: contradicts task {self.task}, which takes {wanted}")
+        if self.task == "heads" and self.data.new_tokenizer:
+            raise HydrajaxError("data.new_tokenizer: contradicts task heads: the frozen base has its own tokenizer")
+        if self.task == "base" and self.data.hidden_cache_gb:
+            raise HydrajaxError("data.hidden_cache_gb: contradicts task base, whose hidden states change as it learns")
+        parts = self.accumulation * self.mesh.data
+        if self.batch_size % parts:
+            raise HydrajaxError(
+                f"batch_size: must be a multiple of accumulation x mesh.data = {parts}, found {self.batch_size}"
+            )
+        if self.scratch and self.scratch.max_positions < self.data.length:
+            raise HydrajaxError(
+                f"data.length: must be at most scratch.max_positions {self.scratch.max_positions}, "
+                f"found {self.data.length}"
+            )
+
+
+# --- from YAML ------------------------------------------------------------------------------------------------------
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The settings in a YAML file, changed by ``key.sub=value`` overrides whose values are YAML too.
+
+    Raises `HydrajaxError` for an unreadable file, an unknown key (naming the nearest that exists), a value of the
+    wrong type, and settings that contradict each other.
+    """
+    import yaml
+
+    try:
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HydrajaxError(f"--config: cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise HydrajaxError(f"--config: {path} is not YAML: {error}") from None
+    if not isinstance(raw, dict):
+        raise HydrajaxError(f"--config: {path} must hold settings by name, found {type(raw).__name__}")
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not all(key.split(".")):
+            raise HydrajaxError(f"override: must look like key.sub=value, found '{override}'")
+        try:
+            _set(raw, key.split("."), yaml.safe_load(value), key)
+        except yaml.YAMLError:
+            raise HydrajaxError(f"{key}: the value is not YAML: {value}") from None
+    return config_from(raw)
+
+
+def config_from(raw: dict) -> TrainConfig:
+    """`TrainConfig` of nested dicts, such as a parsed YAML file's."""
+    import draccus
+    from draccus.utils import DecodingError
+
+    check_keys(raw, TrainConfig)
+    try:
+        return draccus.decode(TrainConfig, raw)
+    except HydrajaxError:
+        raise
+    except DecodingError as error:
+        where = ".".join(str(key) for key in getattr(error, "key_path", ()) or ())
+        raise HydrajaxError(f"{where or 'config'}: {getattr(error, 'message', error)}") from None
+    except (TypeError, ValueError) as error:  # such as a missing key of the outermost section
+        cause = error.__cause__ if isinstance(error.__cause__, HydrajaxError) else error
+        raise HydrajaxError(f"config: {cause}") from None
+
+
+def check_keys(raw: dict, section: type, prefix: str = "") -> None:
+    """Refuse keys that are no field of the dataclass, or of one inside it."""
+    types = typing.get_type_hints(section)
+    names = [f.name for f in dataclasses.fields(section)]
+    for key, value in raw.items():
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"allowed are {', '.join(names)}"
+            raise HydrajaxError(f"config: unknown key {prefix}{key}; {hint}")
+        inner = next((t for t in (types[key], *typing.get_args(types[key])) if dataclasses.is_dataclass(t)), None)
+        if inner is not None and isinstance(value, dict):
+            check_keys(value, inner, f"{prefix}{key}.")
+        elif inner is not None and value is not None:
+            raise HydrajaxError(f"{prefix}{key}: must hold settings by name, found {value!r}")
+    required = [f.name for f in dataclasses.fields(section) if _required(f) and f.name not in raw]
+    if required:
+        raise HydrajaxError(f"config: {', '.join(prefix + name for name in required)} missing")
+
+
+def _required(f: dataclasses.Field) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _set(raw: dict, keys: list[str], value: Any, name: str) -> None:
+    for key in keys[:-1]:
+        raw = raw.setdefault(key, {})
+        if not isinstance(raw, dict):
+            raise HydrajaxError(f"override: {name} goes through '{key}', which is a value and not a section")
+    raw[keys[-1]] = value

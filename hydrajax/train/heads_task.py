@@ -1,0 +1,195 @@
+"""Draft heads on a frozen base: what the loop needs to know of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from hydrajax.checkpoints.export import export_heads
+from hydrajax.checkpoints.official_heads import load_official_heads
+from hydrajax.config import LlamaConfig
+from hydrajax.drafters.drafter import BoundBase, Drafter
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.llama import Llama, abstract_base
+from hydrajax.sharding import tree_shardings
+from hydrajax.train.config import DraftConfig, TrainConfig
+from hydrajax.train.dataset import Dataset
+from hydrajax.train.flops import drafter_forward_flops, forward_flops
+from hydrajax.train.forward import run_base
+from hydrajax.train.losses import Objective, draft_loss, head_counts
+from hydrajax.train.simulate import Tally, head_ranks
+from hydrajax.train.step import Batch
+from hydrajax.trees import TreeTopology, presets
+
+TOP_K = 5  # head accuracies are reported for the first 1 .. TOP_K guesses
+
+
+def make_drafter(draft: DraftConfig, base: LlamaConfig, dtype) -> Drafter:
+    """The drafter that the settings describe, for a base of this shape."""
+    if draft.hidden_state_offset > base.n_layers:
+        raise HydrajaxError(
+            f"draft.hidden_state_offset: must be at most the base's {base.n_layers} layers, "
+            f"found {draft.hidden_state_offset}"
+        )
+    common = {
+        "n_heads": draft.n_heads,
+        "width": base.width,
+        "vocab_size": base.vocab_size,
+        "n_layers": draft.n_layers,
+        "share_blocks": draft.share_blocks,
+        "hidden_state_offset": draft.hidden_state_offset,
+        "dtype": jnp.dtype(dtype),
+        "dropout": draft.dropout,
+    }
+    # Behind a prefix layer the released layout knows only heads whose lm head has a bias.
+    heads = HydraHeads(**common) if draft.heads == "hydra" else MedusaHeads(**common, lm_head_bias=draft.prefix)
+    return WithPrefix(heads, base) if draft.prefix else heads
+
+
+@dataclass(frozen=True)
+class HeadsLoss:
+    """`draft_loss` on the frozen base; see `hydrajax.train.step.Loss`. ``frozen`` are the base's parameters.
+
+    A batch may bring the base's post-norm hidden states as ``hidden`` ``[B, T, D]``; else the base is run.
+    """
+
+    model: Llama
+    drafter: Drafter  # computes in its own dtype; the parameters it is given are float32
+    objective: Objective
+
+    def totals(self, batch: Batch):
+        return head_counts(batch["labels"], batch.get("segments"), self.drafter.depth)
+
+    def __call__(self, params, frozen, batch: Batch, totals, rng):
+        base = BoundBase(self.model, frozen)
+        features, hidden = self.features(frozen, batch)
+        params = jax.tree.map(lambda x: x.astype(self.model.dtype), params)
+        loss, parts = draft_loss(
+            self.objective, self.drafter, params, features, hidden, batch, base, rng, totals
+        )  # fmt: skip
+        return loss, {name: value for name, value in parts._asdict().items() if self.reports(name)}
+
+    def features(self, frozen, batch: Batch):
+        """``(what the drafter reads, the base's post-norm hidden states)``."""
+        if "hidden" in batch:
+            hidden = batch["hidden"].astype(self.model.dtype)
+            return hidden, hidden
+        offset, segments = self.drafter.hidden_state_offset, batch.get("segments")
+        forward = run_base(self.model, frozen, batch["tokens"], offset, segments)
+        return forward.features, forward.hidden
+
+    def reports(self, part: str) -> bool:
+        """Whether the objective computes this metric at all (else it is NaN)."""
+        objective = self.objective
+        weights = {"reconstruction": objective.reconstruction_weight} | dict.fromkeys(
+            ("teacher", "agreement"), objective.teacher_weight
+        )
+        return weights.get(part, objective.lm_weight + objective.teacher_weight) > 0
+
+
+class HeadsTask:
+    """Draft heads: see `hydrajax.train.loop.Task`."""
+
+    metric, higher_is_better = "tokens_per_step", True
+
+    def __init__(self, config: TrainConfig, dataset: Dataset, model: Llama, base_params: Any, mesh: Mesh, extras=None):
+        self.config, self.dataset, self.model, self.mesh = config, dataset, model, mesh
+        self.extras = extras or {}
+        drafter = make_drafter(config.draft, model.config, config.dtype)
+        self.drafter, self.master = drafter, with_dtype(drafter, jnp.float32)
+        self.tree = tree_for(config.tree, drafter, model.config.vocab_size)
+        self.loss = HeadsLoss(model, drafter, config.objective)
+        boxed_base = abstract_base(model)
+        self.frozen, self.frozen_shardings = base_params, tree_shardings(mesh, boxed_base)
+        boxed = abstract_draft(self.master, model)
+        self.abstract_params = nn.unbox(boxed)
+        self.param_shardings = tree_shardings(mesh, boxed)
+        self.flops_per_token = self._flops(nn.unbox(boxed_base))
+        self._ranks = jax.jit(self._rank_heads)
+
+    def _flops(self, base_params) -> float:
+        """The base forward (not its lm head, if nobody asks what it says) and the heads forward and twice back."""
+        length = self.config.data.length
+        if not self.config.objective.teacher_weight:
+            base_params = {name: leaf for name, leaf in base_params.items() if name != "lm_head"}
+        base = 0 if "hidden" in self.extras else forward_flops(self.model.config, base_params, length)
+        return base + 3 * drafter_forward_flops(self.drafter, self.abstract_params, length)
+
+    def init_params(self, rng):
+        if self.config.draft.init:
+            return self._start_from(self.config.draft.init)
+        init = jax.jit(
+            lambda rng, base: self.master.init(rng, BoundBase(self.model, base)), out_shardings=self.param_shardings
+        )
+        return init(rng, self.frozen)
+
+    def _start_from(self, directory: str):
+        found, params = load_official_heads(directory, self.model.config, jnp.float32)
+        if undropped(found) != undropped(self.master):
+            raise HydrajaxError(f"draft.init: the heads in {directory} are {found}, the settings ask for {self.master}")
+        return jax.tree.map(jax.device_put, params, self.param_shardings)
+
+    def _rank_heads(self, params, frozen, batch: Batch):
+        features, _ = self.loss.features(frozen, batch)
+        params = jax.tree.map(lambda x: x.astype(self.model.dtype), params)
+        return head_ranks(
+            self.drafter, params, features, batch, BoundBase(self.model, frozen), self.config.objective.chunk_tokens
+        )
+
+    def evaluate(self, params, batches: Iterable[Batch]) -> dict[str, Any]:
+        """Held-out ``tokens_per_step`` as `Tally` simulates it, and ``top1`` ... ``top5`` accuracies per head."""
+        tally = Tally(self.tree, self.drafter.depth, TOP_K)
+        for batch in batches:
+            host = {name: jax.device_get(batch[name]) for name in ("labels", "segments") if name in batch}
+            tally.add(jax.device_get(self._ranks(params, self.frozen, batch)), host["labels"], host.get("segments"))
+        return tally.report()
+
+    def note(self, metrics: dict[str, Any]) -> str:
+        if "top1" not in metrics:
+            return ""
+        return "top1 " + " ".join(f"{x:.2f}" for x in metrics["top1"])
+
+    def export(self, directory: Path, params) -> str:
+        target = directory / "heads"
+        export_heads(
+            target, self.drafter, params, base_name=str(self.config.model), dtype=jnp.dtype(self.config.dtype),
+            overwrite=True,
+        )  # fmt: skip
+        return f"--draft {target}"
+
+
+def with_dtype(drafter: Drafter, dtype) -> Drafter:
+    if isinstance(drafter, WithPrefix):
+        return dataclasses.replace(drafter, heads=with_dtype(drafter.heads, dtype))
+    return dataclasses.replace(drafter, dtype=jnp.dtype(dtype))
+
+
+def undropped(drafter: Drafter) -> Drafter:
+    """The drafter as it decodes."""
+    if isinstance(drafter, WithPrefix):
+        return dataclasses.replace(drafter, heads=undropped(drafter.heads))
+    return dataclasses.replace(drafter, dropout=0.0)
+
+
+def abstract_draft(drafter: Drafter, model: Llama):
+    """Boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the drafter, nothing allocated."""
+    return jax.eval_shape(
+        lambda base: drafter.init_boxed(jax.random.key(0), BoundBase(model, base)), nn.unbox(abstract_base(model))
+    )
+
+
+def tree_for(name: str, drafter: Drafter, vocab_size: int) -> TreeTopology:
+    tree = presets.by_name(name)
+    tree.check(drafter.depth, vocab_size)
+    return tree

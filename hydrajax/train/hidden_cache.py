@@ -1,0 +1,85 @@
+"""The base's hidden states of the training rows on disk, so that many epochs run the base once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.llama import Llama
+from hydrajax.sharding import replicated
+from hydrajax.train.config import TrainConfig
+from hydrajax.train.forward import run_base
+from hydrajax.train.rows import Rows
+from hydrajax.train.step import batch_sharding
+
+FILE, RECORD = "hidden.bin", "hidden.json"
+
+
+def hidden_states(
+    config: TrainConfig, model: Llama, base_params: Any, rows: Rows, mesh, console: Console
+) -> dict[str, np.ndarray]:
+    """``{"hidden": memmap [n, T, D]}`` of post-norm hidden states, computed if ``output`` has none; {} if not wanted.
+
+    The size is printed before anything is written. Raises `HydrajaxError` where it exceeds ``data.hidden_cache_gb`` or
+    the free disk, and for drafters that read another layer. The file holds bfloat16, or float32 if the run is.
+    """
+    limit = config.data.hidden_cache_gb
+    if not limit:
+        return {}
+    if config.draft.hidden_state_offset:
+        raise HydrajaxError("data.hidden_cache_gb: the cache holds the base's last hidden states, but "
+                            f"draft.hidden_state_offset is {config.draft.hidden_state_offset}")  # fmt: skip
+    shape = (*rows.tokens.shape, model.config.width)
+    dtype = np.dtype(np.float32) if config.dtype == "float32" else np.dtype(ml_dtypes.bfloat16)
+    size = int(np.prod(shape)) * dtype.itemsize
+    folder = Path(config.output)
+    wanted = {"shape": list(shape), "dtype": dtype.name, "rows": fingerprint(rows, base_params)}
+    path, record = folder / FILE, folder / RECORD
+    if record.exists() and json.loads(record.read_text()) == wanted and path.stat().st_size == size:
+        console.print(f"hidden states: {size / 1e9:.2f} GB, found in {path}")
+        return {"hidden": np.memmap(path, dtype, "r", shape=shape)}
+    console.print(f"hidden states: {size / 1e9:.2f} GB to write to {path} (limit {limit} GB)")
+    free = shutil.disk_usage(folder).free
+    if size > min(limit * 1e9, free):
+        raise HydrajaxError(
+            f"data.hidden_cache_gb: {size / 1e9:.2f} GB are needed, allowed are {limit} and free {free / 1e9:.2f}"
+        )
+    record.unlink(missing_ok=True)  # the record says that the file is whole
+    write(path, np.memmap(path, dtype, "w+", shape=shape), config, model, base_params, rows, mesh)
+    record.write_text(json.dumps(wanted))
+    return {"hidden": np.memmap(path, dtype, "r", shape=shape)}
+
+
+def write(path: Path, out: np.memmap, config: TrainConfig, model: Llama, base_params, rows: Rows, mesh) -> None:
+    @jax.jit
+    def forward(params, tokens, segments):
+        return run_base(model, params, tokens, segments=segments).hidden.astype(out.dtype)
+
+    batch, n_rows = config.batch_size, len(rows.tokens)
+    for start in track(range(0, n_rows, batch), "hidden states", transient=True, console=Console(stderr=True)):
+        indices = np.arange(start, start + batch) % n_rows  # one shape; the overlap is not kept
+        arrays = [None if x is None else jax.device_put(x[indices], batch_sharding(mesh)) for x in (rows.tokens, rows.segments)]
+        hidden = jax.device_put(forward(base_params, *arrays), replicated(mesh))
+        out[start : start + batch] = np.asarray(hidden)[: n_rows - start]
+    out.flush()
+
+
+def fingerprint(rows: Rows, base_params) -> str:
+    """Of the tokens, and of the base by a sample of every tensor."""
+    digest = hashlib.sha256(rows.tokens.tobytes())
+    if rows.segments is not None:
+        digest.update(rows.segments.tobytes())
+    for leaf in jax.tree.leaves(base_params):
+        digest.update(np.asarray(jnp.ravel(leaf)[:64].astype(jnp.float32)).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,308 @@
+"""The training loop: the same for a base and for heads, and the same run whether or not it was interrupted.
+
+A step is a function of the state, the data at that step and the seed. Nothing else is carried, so a run that was
+killed and started again does exactly what it would have done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+
+from hydrajax.checkpoints.native import TrainCheckpoints
+from hydrajax.errors import HydrajaxError
+from hydrajax.sharding import replicated
+from hydrajax.train.config import TrainConfig
+from hydrajax.train.dataset import Dataset
+from hydrajax.train.feed import Feed
+from hydrajax.train.flops import peak_flops
+from hydrajax.train.losses import IGNORED
+from hydrajax.train.metrics import Metrics
+from hydrajax.train.optimizer import learning_rate, make_optimizer
+from hydrajax.train.rows import Rows
+from hydrajax.train.step import (
+    Batch,
+    Loss,
+    abstract_state,
+    batch_sharding,
+    init_state,
+    make_train_step,
+    state_shardings,
+)
+
+
+class Task(Protocol):
+    """What is trained.
+
+    metric, higher_is_better: the held-out figure by which the best checkpoint is kept.
+    frozen: what the loss reads but does not train. flops_per_token: of training, for MFU.
+    extras: arrays by row beside the training rows (`Feed`).
+    """
+
+    metric: str
+    higher_is_better: bool
+    dataset: Dataset
+    loss: Loss
+    frozen: Any
+    frozen_shardings: Any
+    abstract_params: Any
+    param_shardings: Any
+    flops_per_token: float
+    extras: dict[str, Any]
+
+    def init_params(self, rng) -> Any: ...
+
+    def evaluate(self, params, batches: Iterator[Batch]) -> dict[str, Any]: ...
+
+    def note(self, metrics: dict[str, Any]) -> str:
+        """What the progress bar shows beside the loss."""
+
+    def export(self, directory: Path, params) -> str:
+        """Write what `--base` or `--draft` load; returns how to name it."""
+
+
+# Settings that may change between the two halves of a run without making it another run.
+FREE = (
+    "output",
+    "log_every",
+    "eval_every",
+    "eval_rows",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "max_bad_steps",
+    "mesh",
+)
+
+
+def total_steps(config: TrainConfig, n_rows: int) -> int:
+    per_epoch = n_rows // config.batch_size
+    return config.steps or max(1, round(config.epochs * per_epoch))
+
+
+def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool:
+    """Train to the end, or to a SIGTERM or Ctrl-C; either way the state is saved. Returns whether the end was reached.
+
+    Raises `HydrajaxError` where the run in ``output`` had other settings, and after ``max_bad_steps`` steps in a row
+    whose loss or gradient was not finite.
+    """
+    output = Path(config.output)
+    rows = task.dataset.train
+    steps = total_steps(config, len(rows.tokens))
+    optimizer = make_optimizer(config.optimizer, steps)
+    schedule = learning_rate(config.optimizer, steps)
+    shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
+    step_fn = make_train_step(task.loss, optimizer, config.accumulation, shardings, task.frozen_shardings)
+    rng = jax.device_put(jax.random.key(config.seed), replicated(mesh))
+    place = placer(mesh)
+    fingerprint = settings_of(config)
+
+    with (
+        TrainCheckpoints(
+            output / "checkpoints", keep=config.keep_checkpoints, higher_is_better=task.higher_is_better
+        ) as checkpoints,
+        Interrupts() as interrupts,
+    ):
+        if checkpoints.latest() is None:
+            state = init_state(task.init_params(jax.random.fold_in(rng, 2**31)), optimizer, shardings)
+            start = 0
+        else:
+            check_settings(checkpoints.meta(), fingerprint)
+            abstract = abstract_state(task.abstract_params, optimizer, shardings)
+            start, state, _ = checkpoints.restore(abstract, on_warning=console.print)
+            console.print(f"resumed at step {start} of {steps}")
+        if start >= steps:
+            console.print(f"{output} is finished: {start} of {steps} steps; raise steps or name another output")
+        meter = Meter(task.flops_per_token, rows.tokens.shape[1] * config.batch_size, mesh)
+        with (
+            Metrics(output, start, steps, console) as metrics,
+            Feed(
+                rows, config.batch_size, start, steps, seed=config.seed, place=place, extras=task.extras,
+                depth=config.data.prefetch,
+            ) as feed,
+        ):  # fmt: skip
+
+            def evaluate(step: int) -> float | None:
+                if task.dataset.held_out is None:
+                    return None
+                with meter.paused():
+                    batches = eval_batches(task.dataset.held_out, config.batch_size, config.eval_rows, place)
+                    report = task.evaluate(state.params, batches)
+                metrics.log(step, "eval", report)
+                metrics.say(f"step {step}: held-out " + ", ".join(f"{k} {_short(v)}" for k, v in report.items()))
+                return float(report[task.metric])
+
+            def save(step: int, metric: float | None, wait: bool = False) -> None:
+                meta = {"settings": fingerprint, metric_name: metric}
+                checkpoints.save(step, state, meta, metric, wait=wait)
+
+            metric_name = task.metric
+            if start == 0:
+                evaluate(0)
+            saved = start
+            for step, batch in feed:
+                state, report = step_fn(state, task.frozen, batch, rng)
+                done = step + 1
+                meter.tick()
+                if done % config.log_every == 0 or done == steps:
+                    report = jax.device_get(report)
+                    stop_if_bad(int(report.pop("bad_steps")), done, config.max_bad_steps, output)
+                    report |= {"learning_rate": float(schedule(step))} | meter.read()
+                    metrics.log(done, "train", report)
+                    metrics.progress(done, progress_note(task, report))
+                metric = None
+                if done % config.eval_every == 0 or done == steps:
+                    metric = evaluate(done)
+                if done % config.checkpoint_every == 0 or done == steps or metric is not None:
+                    save(done, metric)
+                    saved = done
+                if interrupts.requested:
+                    if saved != done:
+                        save(done, None, wait=True)
+                    checkpoints.wait()
+                    metrics.say(f"stopped at step {done} of {steps}; the same command resumes there")
+                    return False
+            checkpoints.wait()
+    console.print(f"finished {steps} steps: {task.export(output, state.params)}", soft_wrap=True)
+    return True
+
+
+def progress_note(task: Task, report: dict[str, Any]) -> str:
+    mfu = f" mfu {report['mfu']:.1%}" if "mfu" in report else f" {report['tflops_per_second']:.2f} TFLOP/s"
+    loss = " ".join(filter(None, [f"loss {float(report['loss']):.3f}", task.note(report)]))
+    return f"{loss} {report['tokens_per_second']:.0f} tok/s{mfu}"
+
+
+def stop_if_bad(bad_steps: int, step: int, most: int, output: Path) -> None:
+    if bad_steps >= most:
+        raise HydrajaxError(
+            f"max_bad_steps: the loss or gradient of the last {bad_steps} steps, up to step {step}, was not finite; "
+            f"lower optimizer.lr. The last good checkpoint is in {output / 'checkpoints'}"
+        )
+
+
+def settings_of(config: TrainConfig) -> dict:
+    """The settings that make a run what it is, as JSON values."""
+    raw = dataclasses.asdict(config)
+    for name in FREE:
+        del raw[name]
+    return json.loads(json.dumps(raw))
+
+
+def check_settings(meta: dict, wanted: dict) -> None:
+    """Refuse to go on with a run that was begun with other settings."""
+    found = meta.get("settings", {})
+    changed = sorted(name for name in _flat(wanted) | _flat(found) if _flat(wanted).get(name) != _flat(found).get(name))
+    if changed:
+        name = changed[0]
+        raise HydrajaxError(
+            f"output: holds a run with {name}={_flat(found).get(name)!r}, this one has {_flat(wanted).get(name)!r}; "
+            "name another output to start anew"
+        )
+
+
+def _flat(raw: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in raw.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def placer(mesh: Mesh) -> Callable[[dict[str, np.ndarray]], Batch]:
+    """Puts a batch on the mesh; with several hosts, each gives its devices their rows."""
+    rows = batch_sharding(mesh)
+
+    def place(batch):
+        return {
+            name: jax.make_array_from_callback(array.shape, rows, lambda index, array=array: array[index])
+            for name, array in batch.items()
+        }
+
+    return place
+
+
+def eval_batches(rows: Rows, batch_size: int, limit: int, place) -> Iterator[Batch]:
+    """The first ``limit`` rows in batches of one shape; the last is filled up with rows in which nothing counts."""
+    for start in range(0, min(limit, len(rows.tokens)), batch_size):
+        batch = {}
+        for name, array in rows._asdict().items():
+            if array is not None:
+                part = array[start : min(start + batch_size, limit)]
+                empty = IGNORED if name == "labels" else 0
+                batch[name] = np.pad(part, ((0, batch_size - len(part)), (0, 0)), constant_values=empty)
+        yield place(batch)
+
+
+def _short(value) -> str:
+    values = np.atleast_1d(np.asarray(value))
+    return " ".join(f"{x:.3f}" for x in values)
+
+
+class Meter:
+    """Tokens per second and model FLOPs utilisation since it was last read; pauses (evaluation) do not count."""
+
+    def __init__(self, flops_per_token: float, tokens_per_step: int, mesh: Mesh):
+        self._flops, self._tokens = flops_per_token, tokens_per_step
+        peak = peak_flops(mesh.devices.flat[0])
+        self._peak = peak * mesh.size if peak else None
+        self._steps, self._began = 0, None
+
+    def tick(self) -> None:
+        """A step was started. The first one compiles, and is not counted."""
+        if self._began is None:
+            self._began = time.perf_counter()
+        else:
+            self._steps += 1
+
+    def read(self) -> dict[str, float]:
+        now = time.perf_counter()
+        rate = self._steps * self._tokens / max(now - self._began, 1e-9)
+        self._steps, self._began = 0, now
+        report = {"tokens_per_second": rate, "tflops_per_second": rate * self._flops / 1e12}
+        return report | ({"mfu": rate * self._flops / self._peak} if self._peak else {})
+
+    def paused(self):
+        return _Pause(self)
+
+
+class _Pause:
+    def __init__(self, meter: Meter):
+        self._meter = meter
+
+    def __enter__(self):
+        self._at = time.perf_counter()
+
+    def __exit__(self, *_):
+        if self._meter._began is not None:
+            self._meter._began += time.perf_counter() - self._at
+
+
+class Interrupts:
+    """Turns the first SIGTERM or Ctrl-C into ``requested``; a second Ctrl-C interrupts at once."""
+
+    def __init__(self):
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def _handle(self, number, frame) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __enter__(self):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,82 @@
+"""What a run reports: a progress bar, JSON lines and TensorBoard, none of which a resumed run repeats or loses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """A context manager that writes ``metrics.jsonl`` and TensorBoard events below ``directory``.
+
+    Lines of steps after ``resumed_at`` belong to work that was lost and is done again: they are dropped.
+    """
+
+    def __init__(self, directory: Path, resumed_at: int, total_steps: int, console: Console):
+        from tensorboardX import SummaryWriter  # slow to import
+
+        path = directory / FILE
+        kept = [line for line in read_metrics(path) if line["step"] <= resumed_at]
+        partial = path.with_suffix(".tmp")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        partial.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed_at + 1)
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(compact=True),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._bar.add_task("train", total=total_steps, completed=resumed_at, note="")
+
+    def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        """One line ``{"step", "kind", ...}``; arrays become lists, and one curve per element in TensorBoard."""
+        values = {name: np.asarray(value).tolist() for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, "kind": kind} | values) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            for i, element in enumerate(value if isinstance(value, list) else [value]):
+                suffix = f"_{i}" if isinstance(value, list) else ""
+                self._events.add_scalar(f"{kind}/{name}{suffix}", element, step)
+
+    def progress(self, step: int, note: str) -> None:
+        self._bar.update(self._task, completed=step, note=note)
+
+    def say(self, message: str) -> None:
+        """A line that stays, above the bar."""
+        (self._bar.console if not self._bar.disable else self._console).print(message, highlight=False, markup=False)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bar.stop()
+        self._file.close()
+        self._events.close()
+
+
+def read_metrics(path: str | Path) -> list[dict]:
+    """The lines of a ``metrics.jsonl``; none if there is no such file, and not a last line that was cut off."""
+    lines = []
+    if Path(path).exists():
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                break
+    return lines

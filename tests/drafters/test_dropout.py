@@ -1,0 +1,125 @@
+"""Dropout of the draft heads, and the logical axes that their fresh parameters carry.
+
+Heads are made into identities, so that what comes out shows the masks themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hydrajax.drafters.autoregressive import NoDrafter
+from hydrajax.drafters.heads import drop
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.errors import HydrajaxError
+
+WIDTH, VOCAB = 32, 61  # of the `tiny_model` fixture
+RATE = 0.25
+TOKENS = np.zeros((4, 64), np.int32)
+ONES = np.ones((4, 64, WIDTH), np.float32)  # 8192 elements: a share of them is known to within 0.02
+
+# Nearly all the time here is compilation, and half of that LLVM's optimisation.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def fresh(drafter, base, seed=0):
+    return quick_jit(lambda rng: drafter.init(rng, base))(jax.random.key(seed))
+
+
+def share_kept(values, scale: float) -> float:
+    """The share that is not 0; every other element must be ``scale``."""
+    values = np.asarray(values)
+    np.testing.assert_allclose(values[values != 0], scale, rtol=1e-6)
+    return float((values != 0).mean())
+
+
+def test_inverted_dropout_keeps_the_expectation():
+    x = np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32)
+    keys = jax.random.split(jax.random.key(0), 4000)
+    mean = jax.jit(lambda keys: jax.vmap(lambda key: drop(x, RATE, key))(keys).mean(axis=0))(keys)
+    # The mean of 4000 draws of x · Bernoulli / keep has standard deviation |x| · sqrt(rate / keep / 4000).
+    np.testing.assert_array_less(np.abs(mean - x), 5 * np.abs(x) * np.sqrt(RATE / (1 - RATE) / 4000))
+    assert drop(x.astype(jnp.bfloat16), RATE, keys[0]).dtype == jnp.bfloat16
+    assert drop(x, RATE, None) is x
+    assert drop(x, 0.0, keys[0]) is x
+
+
+@pytest.mark.parametrize("n_layers", [1, 3])
+@pytest.mark.parametrize("kind", [MedusaHeads, HydraHeads])
+def test_every_block_has_its_own_mask(base, kind, n_layers):
+    """Also when it is one shared block applied again: equal masks would keep 0.75 of the elements, not 0.75^n."""
+    drafter = kind(2, WIDTH, VOCAB, n_layers, dropout=RATE)
+    params = fresh(drafter, base)  # fresh heads pass the hidden state on
+    read = quick_jit(lambda params, key: drafter.teacher_hidden(params, ONES, TOKENS, base, key))
+    np.testing.assert_array_equal(read(params, None)[1], ONES)
+    hidden = read(params, jax.random.key(1))
+    for values in hidden:
+        assert share_kept(values, (1 - RATE) ** -n_layers) == pytest.approx((1 - RATE) ** n_layers, abs=0.02)
+    assert np.any(np.asarray(hidden[0]) != np.asarray(hidden[1])), "two heads share their masks"
+
+
+def test_the_path_of_a_conditioned_block_is_dropped_too(base):
+    drafter = HydraHeads(2, WIDTH, VOCAB, dropout=RATE)
+    params = fresh(drafter, base)
+    block = params["head_1"]["conditioned"]
+    block["shared_kernel"] = jnp.zeros_like(block["shared_kernel"])
+    block["path_kernel"] = block["path_kernel"].at[:, 1].set(jnp.eye(WIDTH))  # passes E(token t + 2) on
+    read = quick_jit(lambda key: drafter.teacher_hidden(params, ONES, TOKENS, base, key)[1])(jax.random.key(1))
+    embedding = np.asarray(base.params["embedding"])[0]
+    assert share_kept(np.asarray(read) / embedding, 1 / (1 - RATE)) == pytest.approx(1 - RATE, abs=0.02)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_the_lm_head_drops_its_own_input(base, prefix):
+    drafter = MedusaHeads(1, WIDTH, WIDTH, dropout=RATE)
+    params = {"head_0": {"lm_kernel": jnp.eye(WIDTH)}}
+    if prefix:
+        drafter, params = WithPrefix(drafter, base.config), {"heads": params}
+    np.testing.assert_array_equal(drafter.head_logits(params, 0, ONES, base), ONES)
+    dropped = drafter.head_logits(params, 0, ONES, base, jax.random.key(2))
+    assert share_kept(dropped, 1 / (1 - RATE)) == pytest.approx(1 - RATE, abs=0.02)
+
+
+def test_decoding_and_evaluation_never_drop(base, oracle):
+    plain, dropping = (WithPrefix(HydraHeads(2, WIDTH, VOCAB, 2, dropout=rate), base.config) for rate in (0.0, 0.9))
+    params = oracle.random_draft_params(plain, base, seed=3)
+    features = np.random.default_rng(0).standard_normal((1, 5, WIDTH)).astype(np.float32)
+
+    def logits(drafter):
+        forward = quick_jit(lambda params: drafter.teacher_forced(params, features, TOKENS[:1, :5], base))
+        return np.asarray(forward(params))
+
+    np.testing.assert_array_equal(logits(plain), logits(dropping))
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
+def test_bad_rates_are_refused(rate):
+    for kind in (MedusaHeads, HydraHeads):
+        with pytest.raises(HydrajaxError, match="dropout: must be at least 0 and below 1, found"):
+            kind(1, WIDTH, VOCAB, dropout=rate)
+
+
+def test_fresh_parameters_carry_their_axes(base):
+    """Every matrix of a draft can be sharded: its boxes name an axis per dimension, and hold what ``init`` gives."""
+    drafter = WithPrefix(HydraHeads(2, WIDTH, VOCAB, n_layers=2), base.config)
+    boxed = quick_jit(lambda rng: drafter.init_boxed(rng, base))(jax.random.key(4))
+    is_box = nn.meta.AxisMetadata
+    for path, box in jax.tree.leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, is_box)):
+        assert isinstance(box, is_box), path
+        assert len(box.names) == box.value.ndim, path
+    specs = nn.get_partition_spec(boxed)
+    head = specs["heads"]["head_1"]
+    assert head["lm_kernel"] == jax.sharding.PartitionSpec("width", "vocab")
+    assert head["conditioned"]["path_kernel"] == jax.sharding.PartitionSpec("width", None, "mlp")
+    assert specs["prefix"]["layer"]["down"] == jax.sharding.PartitionSpec("mlp", "width")
+    plain = fresh(drafter, base, seed=4)
+    jax.tree.map(np.testing.assert_array_equal, nn.unbox(boxed), plain)
+    np.testing.assert_array_equal(plain["heads"]["head_1"]["lm_kernel"], base.params["lm_head"])
+    assert NoDrafter().init_boxed(jax.random.key(0), base) == {}
