@@ -20,6 +20,7 @@ BASICS = {"errors", "files", "config", "sharding", "trees"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
+    "assets": {"errors"},
     "config": {"errors"},
     "sharding": {"errors", "config"},
     "trees": {"errors", "config"},
@@ -37,6 +38,7 @@ BELOW |= {
     "api": LIBRARY,
     "": LIBRARY | {"api"},  # the package's own __init__
     "train.__main__": LIBRARY | {"api", "cli", ""},
+    "train.distill": LIBRARY | {"api", "cli", ""},  # a program too
     "cli": LIBRARY | {"api", "train.__main__", ""},
     "__main__": LIBRARY | {"api", "cli", ""},
 }

@@ -12,10 +12,11 @@ import sys
 
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from safetensors.numpy import save_file
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.sharding import make_mesh
+from hydrajax.sharding import make_mesh, sharding
 
 WIDTH, VOCAB, N_HEADS, N_KV_HEADS, HEAD_DIM, MLP = 32, 96, 8, 4, 8, 88
 MAX_NEW = 20
@@ -162,3 +163,25 @@ def test_too_many_devices(found):
 def test_sizes_below_one(sizes):
     with pytest.raises(HydrajaxError, match="mesh: data="):
         make_mesh(**sizes)
+
+
+# --- one array on an abstract mesh ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "model", "expected"),
+    [
+        ((64, 16), ("vocab", "width"), 8, ("model", None)),
+        ((16, 8, 3, 4), ("width", "kv_heads", None, None), 8, (None, "model", None, None)),
+        ((16, 2, 32), ("width", None, "mlp"), 4, (None, None, "model")),
+        # LLaMA 33B has 52 heads: on 8 devices their kernel is split over the width, which 8 divides.
+        ((6656, 52, 3, 128), ("width", "kv_heads", None, None), 8, ("model", None, None, None)),
+        ((6656, 52, 3, 128), ("width", "kv_heads", None, None), 4, (None, "model", None, None)),
+        ((18, 52), ("width", "kv_heads"), 8, (None, None)),  # nothing to split: a copy on each
+        ((16,), ("width",), 8, (None,)),  # a norm's scale is too small to be worth it
+        ((16,), None, 8, ()),
+    ],
+)
+def test_an_axis_is_split_where_it_divides(shape, axes, model, expected):
+    mesh = AbstractMesh((2, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    assert sharding(mesh, shape, axes).spec == PartitionSpec(*expected)

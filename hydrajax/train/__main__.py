@@ -26,6 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="load nothing: print parameters, bytes per device and hours"
     )
     parser.add_argument(
+        "--device-memory",
+        metavar="GB",
+        type=positive,
+        default=80,
+        help="with --dry-run: of a device (default %(default)s)",
+    )
+    parser.add_argument(
         "--preview", metavar="N", type=positive, help="print N documents with their training targets marked, and stop"
     )
     parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that replace the file's")
@@ -37,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     if args.dry_run:
         from hydrajax.train.dry_run import dry_run
 
-        dry_run(config, console)
+        dry_run(config, console, args.device_memory)
         return
     start_devices(config)
     if args.preview:
@@ -61,6 +68,8 @@ def start_devices(config: TrainConfig) -> None:
         jax.config.update("jax_num_cpu_devices", config.mesh.cpu_devices)
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
         jax.distributed.initialize()
+    if jax.process_count() > 1:  # batches and the step are ready for it, checkpoints and evaluation are not
+        raise HydrajaxError(f"mesh: found {jax.process_count()} processes; training runs in one, on all its devices")
 
 
 def make_task(config: TrainConfig, mesh, console: Console):
@@ -92,6 +101,9 @@ def tokenizer_of(config: TrainConfig):
     if config.data.new_tokenizer:
         return None
     directory = config.data.tokenizer or config.model
+    if directory is not None and not Path(directory).is_dir():
+        name = "data.tokenizer" if config.data.tokenizer else "model"
+        raise HydrajaxError(f"{name}: {directory} is not a directory")
     tokenizer = None if directory is None else load_tokenizer(Path(directory))
     if tokenizer is None:
         raise HydrajaxError(f"data.tokenizer: found no tokenizer in {directory}; name its directory")
@@ -120,7 +132,7 @@ def preview(config: TrainConfig, count: int, console: Console) -> None:
     found = dataset.documents(config.data, tokenizer_of(config), config.seed, console.print)
     for document in found.train[:count]:
         console.rule()
-        console.print(marked(document, found.tokenizer))
+        console.print(marked(document, found.tokenizer, color=console.is_terminal))
 
 
 def main(argv: list[str] | None = None) -> int:

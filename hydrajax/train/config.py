@@ -142,6 +142,8 @@ class DataConfig:
                 raise HydrajaxError("data: format standard_library needs neither files nor dataset")
         elif sources != 1:
             raise HydrajaxError(f"data: give either files or dataset, found {'both' if sources else 'neither'}")
+        if self.dataset is not None and self.format in ("text", "generations"):
+            raise HydrajaxError(f"data.dataset: contradicts data.format {self.format}, which reads files")
         if self.tokenizer and self.new_tokenizer:
             raise HydrajaxError("data: tokenizer and new_tokenizer exclude each other")
 
@@ -262,21 +264,34 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def config_from(raw: dict) -> TrainConfig:
-    """`TrainConfig` of nested dicts, such as a parsed YAML file's."""
-    import draccus
-    from draccus.utils import DecodingError
-
+    """`TrainConfig` of nested dicts, such as a parsed YAML file's; see `load_config` for what is refused."""
     check_keys(raw, TrainConfig)
-    try:
-        return draccus.decode(TrainConfig, raw)
-    except HydrajaxError:
-        raise
-    except DecodingError as error:
-        where = ".".join(str(key) for key in getattr(error, "key_path", ()) or ())
-        raise HydrajaxError(f"{where or 'config'}: {getattr(error, 'message', error)}") from None
-    except (TypeError, ValueError) as error:  # such as a missing key of the outermost section
-        cause = error.__cause__ if isinstance(error.__cause__, HydrajaxError) else error
-        raise HydrajaxError(f"config: {cause}") from None
+    return _typed(raw, TrainConfig, "")
+
+
+# Strict, and therefore ours: the usual libraries turn true into 1, null into "None" and a text into its letters.
+def _typed(value: Any, kind: Any, name: str) -> Any:
+    """``value`` as what the annotation ``kind`` says; ``name`` is of the setting, for messages."""
+    if dataclasses.is_dataclass(kind):
+        types = typing.get_type_hints(kind)
+        prefix = name and f"{name}."
+        return kind(**{key: _typed(inner, types[key], prefix + key) for key, inner in value.items()})
+    choices = typing.get_args(kind)
+    if type(None) in choices:
+        return None if value is None else _typed(value, choices[0], name)
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise HydrajaxError(f"{name}: must be a list such as [a, b], found {value!r}")
+        return tuple(_typed(item, choices[0], f"{name}[{i}]") for i, item in enumerate(value))
+    if kind is float and type(value) in (int, str):
+        try:
+            return float(value)  # YAML 1.1 reads 3e-4 as text
+        except (ValueError, OverflowError):
+            pass
+    if type(value) is not kind:
+        what = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[kind]
+        raise HydrajaxError(f"{name}: must be {what}, found {value!r}")
+    return value
 
 
 def check_keys(raw: dict, section: type, prefix: str = "") -> None:
@@ -291,7 +306,7 @@ def check_keys(raw: dict, section: type, prefix: str = "") -> None:
         inner = next((t for t in (types[key], *typing.get_args(types[key])) if dataclasses.is_dataclass(t)), None)
         if inner is not None and isinstance(value, dict):
             check_keys(value, inner, f"{prefix}{key}.")
-        elif inner is not None and value is not None:
+        elif inner is not None and (value is not None or type(None) not in typing.get_args(types[key])):
             raise HydrajaxError(f"{prefix}{key}: must hold settings by name, found {value!r}")
     required = [f.name for f in dataclasses.fields(section) if _required(f) and f.name not in raw]
     if required:

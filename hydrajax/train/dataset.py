@@ -70,11 +70,18 @@ def build(config: DataConfig, tokenizer: Any | None, seed: int, say: Callable[[s
     found = documents(config, tokenizer, seed, say)
     return Dataset(
         cut(config, found.tokenizer, found.train),
-        cut(config, found.tokenizer, found.held_out) if found.held_out else None,
+        _cut_held_out(config, found) if found.held_out else None,
         found.tokenizer,
         found.bytes_per_token,
         found.held_out_names,
     )
+
+
+def _cut_held_out(config: DataConfig, found: Documents) -> Rows:
+    try:
+        return cut(config, found.tokenizer, found.held_out)
+    except HydrajaxError as error:
+        raise HydrajaxError(f"data.held_out: too little to evaluate on; raise it, or 0 for none: {error}") from None
 
 
 def read(config: DataConfig, say: Callable[[str], None]) -> tuple[list[Named], Callable]:

@@ -5,6 +5,8 @@ MFU counts what the mathematics needs (PaLM, appendix B): no recomputation, a ca
 
 from __future__ import annotations
 
+import re
+
 import jax
 from jax.tree_util import DictKey
 
@@ -18,8 +20,9 @@ PEAK_BF16 = {
     "L4": 121e12,
     "T4": 65e12,  # float16
     "TPU v6": 918e12,
-    "TPU v5p": 459e12,
     "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,  # as jax names the v5p
     "TPU v4": 275e12,
 }
 
@@ -40,7 +43,10 @@ def forward_flops(config: LlamaConfig, params, length: int, n_layers: int | None
 
 def peak_flops(device: jax.Device) -> float | None:
     """Of one device in bf16; None if it is not in the table (a CPU's peak depends on its clock and its neighbours)."""
-    return next((peak for name, peak in PEAK_BF16.items() if name in device.device_kind), None)
+    for name, peak in PEAK_BF16.items():
+        if re.search(rf"{name}(?![0-9A-Za-z])", device.device_kind):  # an L40S is no L4
+            return peak
+    return None
 
 
 def drafter_forward_flops(drafter, params, length: int) -> float:

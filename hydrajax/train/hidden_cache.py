@@ -46,7 +46,7 @@ def hidden_states(
     folder = Path(config.output)
     wanted = {"shape": list(shape), "dtype": dtype.name, "rows": fingerprint(rows, base_params)}
     path, record = folder / FILE, folder / RECORD
-    if record.exists() and json.loads(record.read_text()) == wanted and path.stat().st_size == size:
+    if _known(record) == wanted and path.exists() and path.stat().st_size == size:
         console.print(f"hidden states: {size / 1e9:.2f} GB, found in {path}")
         return {"hidden": np.memmap(path, dtype, "r", shape=shape)}
     console.print(f"hidden states: {size / 1e9:.2f} GB to write to {path} (limit {limit} GB)")
@@ -56,23 +56,39 @@ def hidden_states(
             f"data.hidden_cache_gb: {size / 1e9:.2f} GB are needed, allowed are {limit} and free {free / 1e9:.2f}"
         )
     record.unlink(missing_ok=True)  # the record says that the file is whole
-    write(path, np.memmap(path, dtype, "w+", shape=shape), config, model, base_params, rows, mesh)
-    record.write_text(json.dumps(wanted))
+    try:
+        write(path, dtype, config, model, base_params, rows, mesh)
+        record.write_text(json.dumps(wanted))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise HydrajaxError(f"data.hidden_cache_gb: cannot write {path}: {error.strerror}") from None
     return {"hidden": np.memmap(path, dtype, "r", shape=shape)}
 
 
-def write(path: Path, out: np.memmap, config: TrainConfig, model: Llama, base_params, rows: Rows, mesh) -> None:
+def _known(record: Path) -> dict | None:
+    try:
+        return json.loads(record.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def write(path: Path, dtype: np.dtype, config: TrainConfig, model: Llama, base_params, rows: Rows, mesh) -> None:
+    """In order and not through a map: on a disk that fills up, writing to a map kills the process."""
+
     @jax.jit
     def forward(params, tokens, segments):
-        return run_base(model, params, tokens, segments=segments).hidden.astype(out.dtype)
+        return run_base(model, params, tokens, segments=segments).hidden.astype(dtype)
 
     batch, n_rows = config.batch_size, len(rows.tokens)
-    for start in track(range(0, n_rows, batch), "hidden states", transient=True, console=Console(stderr=True)):
-        indices = np.arange(start, start + batch) % n_rows  # one shape; the overlap is not kept
-        arrays = [None if x is None else jax.device_put(x[indices], batch_sharding(mesh)) for x in (rows.tokens, rows.segments)]
-        hidden = jax.device_put(forward(base_params, *arrays), replicated(mesh))
-        out[start : start + batch] = np.asarray(hidden)[: n_rows - start]
-    out.flush()
+    sharding = batch_sharding(mesh)
+    with path.open("wb") as file:
+        for start in track(range(0, n_rows, batch), "hidden states", transient=True, console=Console(stderr=True)):
+            indices = np.arange(start, start + batch) % n_rows  # one shape; the overlap is not kept
+            tokens, segments = (
+                None if x is None else jax.device_put(x[indices], sharding) for x in (rows.tokens, rows.segments)
+            )
+            hidden = jax.device_put(forward(base_params, tokens, segments), replicated(mesh))
+            file.write(np.asarray(hidden)[: n_rows - start].tobytes())
 
 
 def fingerprint(rows: Rows, base_params) -> str:

@@ -7,6 +7,7 @@ killed and started again does exactly what it would have done.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import signal
 import time
@@ -104,7 +105,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
     step_fn = make_train_step(task.loss, optimizer, config.accumulation, shardings, task.frozen_shardings)
     rng = jax.device_put(jax.random.key(config.seed), replicated(mesh))
     place = placer(mesh)
-    fingerprint = settings_of(config)
+    fingerprint = settings_of(config) | {"rows": fingerprint_of(rows)}
 
     with (
         TrainCheckpoints(
@@ -121,7 +122,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
             start, state, _ = checkpoints.restore(abstract, on_warning=console.print)
             console.print(f"resumed at step {start} of {steps}")
         if start >= steps:
-            console.print(f"{output} is finished: {start} of {steps} steps; raise steps or name another output")
+            console.print(f"{output} holds a finished run of {steps} steps; name another output to train anew")
         meter = Meter(task.flops_per_token, rows.tokens.shape[1] * config.batch_size, mesh)
         with (
             Metrics(output, start, steps, console) as metrics,
@@ -155,7 +156,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
                 meter.tick()
                 if done % config.log_every == 0 or done == steps:
                     report = jax.device_get(report)
-                    stop_if_bad(int(report.pop("bad_steps")), done, config.max_bad_steps, output)
+                    stop_if_bad(int(report["bad_steps"]), done, config.max_bad_steps, output)
                     report |= {"learning_rate": float(schedule(step))} | meter.read()
                     metrics.log(done, "train", report)
                     metrics.progress(done, progress_note(task, report))
@@ -186,7 +187,7 @@ def stop_if_bad(bad_steps: int, step: int, most: int, output: Path) -> None:
     if bad_steps >= most:
         raise HydrajaxError(
             f"max_bad_steps: the loss or gradient of the last {bad_steps} steps, up to step {step}, was not finite; "
-            f"lower optimizer.lr. The last good checkpoint is in {output / 'checkpoints'}"
+            f"lower optimizer.lr, under another output. The last good checkpoint is in {output / 'checkpoints'}"
         )
 
 
@@ -196,6 +197,13 @@ def settings_of(config: TrainConfig) -> dict:
     for name in FREE:
         del raw[name]
     return json.loads(json.dumps(raw))
+
+
+def fingerprint_of(rows: Rows) -> str:
+    """A short hash of the training rows: the same settings may name files that have changed."""
+    digest = hashlib.sha256(rows.tokens.tobytes())
+    digest.update(rows.labels.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def check_settings(meta: dict, wanted: dict) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,25 +13,31 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hydrajax.errors import HydrajaxError
+
 FILE = "metrics.jsonl"
 
 
 class Metrics:
     """A context manager that writes ``metrics.jsonl`` and TensorBoard events below ``directory``.
 
-    Lines of steps after ``resumed_at`` belong to work that was lost and is done again: they are dropped.
+    Lines of steps after ``resumed_at`` belong to work that was lost and is done again: they are dropped. Raises
+    `HydrajaxError` where nothing more can be written, such as on a full disk.
     """
 
     def __init__(self, directory: Path, resumed_at: int, total_steps: int, console: Console):
         from tensorboardX import SummaryWriter  # slow to import
 
         path = directory / FILE
-        kept = [line for line in read_metrics(path) if line["step"] <= resumed_at]
+        # A run that starts anew also repeats the evaluation of step 0.
+        kept = [line for line in read_metrics(path) if line["step"] <= resumed_at] if resumed_at else []
         partial = path.with_suffix(".tmp")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        partial.replace(path)
-        self._file = path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed_at + 1)
+        self._path = path
+        with self._written():
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            partial.replace(path)
+            self._file = path.open("a", encoding="utf-8")
+            self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed_at + 1)
         self._console = console
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -46,8 +53,9 @@ class Metrics:
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """One line ``{"step", "kind", ...}``; arrays become lists, and one curve per element in TensorBoard."""
         values = {name: np.asarray(value).tolist() for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, "kind": kind} | values) + "\n")
-        self._file.flush()
+        with self._written():
+            self._file.write(json.dumps({"step": step, "kind": kind} | values) + "\n")
+            self._file.flush()
         for name, value in values.items():
             for i, element in enumerate(value if isinstance(value, list) else [value]):
                 suffix = f"_{i}" if isinstance(value, list) else ""
@@ -64,10 +72,21 @@ class Metrics:
         self._bar.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, error_type, *_) -> None:
         self._bar.stop()
-        self._file.close()
-        self._events.close()
+        for writer in (self._file, self._events):
+            try:
+                writer.close()
+            except OSError:
+                if error_type is None:  # else the first error is the one to show
+                    raise
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise HydrajaxError(f"output: cannot write {self._path}: {error.strerror}") from None
 
 
 def read_metrics(path: str | Path) -> list[dict]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
@@ -31,24 +32,39 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     schedule = learning_rate(config, steps)
     decays = {"weight_decay": config.weight_decay}
     if config.name == "adamw":
-        update = optax.adamw(schedule, config.b1, config.b2, **decays, mask=_matrices)
+        update = optax.adamw(schedule, config.b1, config.b2, **decays, mask=_decaying)
     else:
-        update = muon(
+        muon_and_adam = muon(
             schedule,
             **decays,
-            weight_decay_mask=_matrices,
             consistent_rms=0.2,  # the RMS of Adam's updates, so that one learning rate suits both (Moonlight, 2025)
             adam_b1=config.b1,
             adam_b2=config.b2,
             adam_weight_decay=config.weight_decay,
             muon_weight_dimension_numbers=_muon_dimensions,
         )
+        update = _sparing_decay(muon_and_adam)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     return optax.chain(clip, update)
 
 
-def _matrices(params):
-    return jax.tree.map(lambda x: x.ndim > 1, params)
+def _decaying(params):
+    """True for matrices. The bias of a conditioned block, ``[2, D]``, is none (`hydrajax.drafters.heads`)."""
+    return jax.tree.map_with_path(lambda path, x: x.ndim > 1 and path[-1].key != "bias", params)
+
+
+def _sparing_decay(update: optax.GradientTransformation) -> optax.GradientTransformation:
+    """``update`` without decay of norm scales and biases: it sees zeros in their place.
+
+    optax's Muon has a mask for the decay of its matrices, none for what it leaves to Adam. Neither reads parameters for
+    anything but the decay.
+    """
+
+    def sparing(grads, state, params):
+        seen = jax.tree.map(lambda x, decays: x if decays else jnp.zeros_like(x), params, _decaying(params))
+        return update.update(grads, state, seen)
+
+    return optax.GradientTransformation(update.init, sparing)
 
 
 # A fused kernel holds several matrices; each is orthogonalised by itself.

@@ -1,58 +1,188 @@
-"""`hydrajax demo --quick`: the whole way from text to the table, in seconds."""
+"""`hydrajax demo` on a tiny base and random heads in place of the shipped ones."""
 
 from __future__ import annotations
 
-import re
+import json
+import shutil
 
+import jax
 import pytest
 
+from hydrajax import assets
+from hydrajax.checkpoints.export import export_heads
+from hydrajax.checkpoints.llama_hf import load_llama
 from hydrajax.cli import demo
-from hydrajax.train import corpus
+from hydrajax.drafters.drafter import BoundBase
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.errors import HydrajaxError
+from hydrajax.evaluation.answers import Generation
+from hydrajax.train.corpus import SourceFile
+from hydrajax.train.preview import CLOSE, OPEN
+
+RECIPE = demo.Recipe(2, 16, 12, repeats=1, candidates=("chain-1", "chain-2"), trial_prompts=1, large="cartesian-2x2")
+HELD_OUT = ["bisect.py", "no_such_module.py", "heapq.py"]  # two that every Python has
 
 
 @pytest.fixture(scope="module")
-def corpus():
-    """A small, regular library in place of the running Python's, so that the test does not depend on its version."""
-    functions = "".join(f"def get_{n}(self):\n    return self.value_{n}\n\n\n" for n in range(120))
-    return [corpus.SourceFile(f"module_{i}.py", functions) for i in range(10)]
+def shipped_folder(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("assets")
+    shutil.copytree(base, folder / "base")
+    model, params = load_llama(base)
+    sizes = (2, model.config.width, model.config.vocab_size)
+    drafters = {
+        "medusa": MedusaHeads(*sizes),
+        "hydra": HydraHeads(*sizes),
+        "hydra_pp": WithPrefix(HydraHeads(*sizes, n_layers=2), model.config),
+    }
+    for name, drafter in drafters.items():
+        export_heads(folder / name, drafter, drafter.init(jax.random.key(0), BoundBase(model, params)))
+    (folder / "ABOUT.json").write_text(json.dumps({"held_out": HELD_OUT}))
+    return folder
 
 
-def test_demo_trains_decodes_and_finds_equal_outputs(program, corpus, monkeypatch):
-    monkeypatch.setattr(data, "standard_library", lambda max_chars, seed: corpus)
-    result = program("demo", "--quick")
+@pytest.fixture
+def shipped(shipped_folder, monkeypatch):
+    monkeypatch.setattr(assets, "FOLDER", shipped_folder)
+    monkeypatch.setattr(demo, "RECIPE", RECIPE)
+    return shipped_folder
+
+
+def rows_of(out: str) -> dict[str, list[str]]:
+    """The table: ``{heads and tree: the other cells}``."""
+    lines = [line.rstrip() for line in out.splitlines()]
+    lines = [line for line in lines if line.strip().startswith(("autoregressive", "Medusa", "Hydra"))]
+    assert all(len(line) <= 80 for line in lines)
+    assert "step cost" in out  # no heading is cut either
+    return {" ".join(line.split()[:-5]): line.split()[-5:] for line in lines}
+
+
+def test_demo_compares_all_heads_on_held_out_code(program, shipped):
+    result = program("demo")
     assert result.code == 0, result.err
-    rows = [line.split() for line in result.out.splitlines()]
-    equal = [row for row in rows if row and row[0] in ("yes", "no")]
-    per_prompt = len(demo.QUICK.trees) + 1  # Hydra with every tree, Medusa with one
-    assert len(equal) == demo.QUICK.prompts * per_prompt
-    assert all(row[0] == "yes" for row in equal)
-    assert all(1 <= float(row[-3]) <= 3 for row in equal)  # tokens_per_step of two heads
-    assert re.search(r"Here it (does with|never does)", result.out)
-    assert "module_" in result.out
-    costs = [row[-1] for row in rows if row and row[0] == "7"]  # the last column fits 80 columns: no figure is cut
-    assert len(costs) == 1
-    assert float(costs[0]) > 0
+    rows = rows_of(result.out)
+    names = [name.split() for name in rows]
+    assert [name[0] for name in names] == ["autoregressive"] + 2 * ["Medusa"] + 2 * ["Hydra"] + 2 * ["Hydra++"]
+    assert all(name[1] in RECIPE.candidates for name in names[1::2])
+    assert all(name[1] == RECIPE.large for name in names[2::2])
+    assert rows["Hydra++ cartesian-2x2"][0] == "7"  # nodes
+    assert (rows["autoregressive"][1], rows["autoregressive"][3:]) == ("1.00", ["1.00", "1.00"])
+    assert all(1 <= float(tau) <= 3 for _, tau, *_ in rows.values())  # two heads
+    assert "1. bisect.py, line" in result.out
+    assert "2. heapq.py, line" in result.out
+    assert "All outputs are token for token what the base says without heads." in result.out
 
 
-def test_own_prompt_is_continued(program, corpus, monkeypatch):
-    monkeypatch.setattr(data, "standard_library", lambda max_chars, seed: corpus)
-    result = program("demo", "--quick", "--prompt", "def get_7(self):")
+def test_own_prompt_is_continued_as_the_base_would(program, shipped):
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    result = program("demo", "--prompt", "the tree of")
     assert result.code == 0, result.err
-    assert "your prompt" in result.out
-    assert "def get_7(self):" in result.out
+    tokenizer = AutoTokenizer.from_pretrained(shipped / "base")
+    model = LlamaForCausalLM.from_pretrained(shipped / "base")
+    prompt = torch.tensor([tokenizer.encode("the tree of")])
+    ids = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=RECIPE.max_new_tokens,
+        pad_token_id=0,
+    )[0, prompt.shape[1] :]  # fmt: skip
+    expected = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert "1. your prompt" in result.out
+    assert f"the tree of{expected}\n" in result.out.replace(OPEN, "").replace(CLOSE, "")
 
 
-def test_a_bad_prompt_is_refused_before_training(program, corpus, monkeypatch):
-    monkeypatch.setattr(data, "standard_library", lambda max_chars, seed: corpus)
-    monkeypatch.setattr(demo, "train_base", lambda *_: pytest.fail("trained"))
-    result = program("demo", "--quick", "--prompt", "")
+def test_different_outputs_end_with_exit_code_1(program, shipped, monkeypatch):
+    generate = demo.generate
+
+    def tampered(loaded, *args, **settings):
+        for result in generate(loaded, *args, **settings):
+            if isinstance(loaded.drafter, MedusaHeads):
+                result.output_ids[-1] ^= 1
+            yield result
+
+    monkeypatch.setattr(demo, "generate", tampered)
+    with pytest.raises(SystemExit, match=r"prompt 1: Medusa chain-\d differs from autoregressive decoding"):
+        program("demo", "--prompt", "the tree")
+
+
+@pytest.mark.parametrize(("prompt", "message"), [("", "--prompt: is empty"), ("x" * 300, "the model's context is 128")])
+def test_a_bad_prompt_is_refused_before_decoding(program, shipped, monkeypatch, prompt, message):
+    monkeypatch.setattr(demo, "measure", lambda *_: pytest.fail("decoded"))
+    result = program("demo", "--prompt", prompt)
     assert (result.code, result.err.count("\n")) == (2, 1)
-    assert "--prompt: is empty" in result.err
+    assert message in result.err
 
 
-def test_different_outputs_end_with_exit_code_1(program, corpus, monkeypatch):
-    monkeypatch.setattr(data, "standard_library", lambda max_chars, seed: corpus)
-    monkeypatch.setattr(demo, "differs", lambda *_: True)
-    with pytest.raises(SystemExit) as stopped:
-        program("demo", "--quick")
-    assert "differs from autoregressive decoding" in str(stopped.value.code)
+def test_missing_shipped_model(program, monkeypatch, tmp_path):
+    monkeypatch.setattr(assets, "FOLDER", tmp_path)
+    result = program("demo")
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert f"assets: no base in {tmp_path}: the package is installed without its shipped model" in result.err
+    with pytest.raises(HydrajaxError, match="found 'eagle', shipped are base, medusa, hydra, hydra_pp"):
+        assets.path("eagle")
+
+
+# --- prompts --------------------------------------------------------------------------------------------------------
+
+
+def test_held_out_files_are_those_this_python_has(shipped, tmp_path):
+    (tmp_path / "heapq.py").write_text("heap")
+    assert list(demo.held_out_files(tmp_path)) == [SourceFile("heapq.py", "heap")]
+
+
+def test_held_out_prompts_begin_at_a_function_of_the_second_half(tokenizer):
+    text = "def first():\n    pass\n" + "# words\n" * 8 + "    def second(self):\n        return 1234567890\n"
+    assert text.splitlines()[10] == "    def second(self):"
+    files = [SourceFile("a.py", text), SourceFile("short.py", "x = 1\n"), SourceFile("c.py", text)]
+    found = list(demo.held_out_prompts(files, tokenizer, 20))
+    assert [prompt.name for prompt in found] == ["a.py, line 11", "c.py, line 11"]
+    start = tokenizer.decode(found[0].ids, skip_special_tokens=True)
+    assert len(found[0].ids) == 20
+    assert len(start) > 8
+    assert text[text.index("    def second") :].startswith(start)
+
+
+def test_prompts_are_built_in_where_nothing_held_out_is_found(shipped, monkeypatch):
+    monkeypatch.setattr(demo, "held_out_files", lambda library: iter(()))
+    plain, _ = demo.load_shipped()
+    texts = [plain.tokenizer.decode(p.ids, skip_special_tokens=True) for p in demo.make_prompts(RECIPE, plain, None)]
+    assert texts == list(demo.BUILT_IN_PROMPTS)
+
+
+# --- figures, by hand -----------------------------------------------------------------------------------------------
+
+
+def contender(heads: str, tree: str, steps: int, seconds: list[float]) -> demo.Contender:
+    """One prompt of 12 new tokens, timed several times."""
+    runs = [Generation([1], list(range(12)), "", steps, [], 12, wall_time) for wall_time in seconds]
+    return demo.Contender(heads, tree, None, [runs])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "found"),
+    [
+        ([0.2, 0.3, 9.0], "Here it does, best with Hydra chain-2: 2.00 times the speed."),
+        ([1.0, 1.2, 9.0], "even Hydra chain-2 has 0.50 times the speed. Speculation does not pay on it."),
+    ],
+)
+def test_verdict_and_figures(seconds, found):
+    baseline = contender("autoregressive", "root", 12, [0.6])
+    slow, fast = contender("Hydra", "mc_sim_7b_63", 3, [3.0]), contender("Hydra", "chain-2", 6, seconds)
+    assert fast.tokens_per_step == 2
+    assert fast.tokens_per_second == pytest.approx(12 / seconds[1])  # the median
+    assert slow.step_seconds == pytest.approx(1.0)
+    text = demo.verdict(baseline, [slow, fast])
+    assert found in text
+    assert "64 nodes cost 20.0 times as much as one" in text
+
+
+def test_each_kind_of_heads_gets_its_fastest_tree(monkeypatch):
+    seconds = {("a", "chain-1"): 2.0, ("a", "chain-2"): 1.0, ("b", "chain-1"): 1.0, ("b", "chain-2"): 2.0}
+
+    def measured(title, recipe, prompts, contenders):
+        for each in contenders:
+            each.outputs = contender("", "root", 6, [seconds[each.heads, each.tree]]).outputs
+
+    monkeypatch.setattr(demo, "measure", measured)
+    assert demo.choose_trees(RECIPE, [], {"a": None, "b": None}) == {"a": "chain-2", "b": "chain-1"}

@@ -1,13 +1,15 @@
-"""Greedy acceptance against a walk over rank paths in plain Python."""
+"""Greedy acceptance against a walk over rank paths in plain Python; exact sampling against the distribution."""
 
 from __future__ import annotations
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology
 
@@ -102,3 +104,65 @@ def test_first_root_is_the_smallest_best_token():
     root = Greedy().first_root(logits, None)
     assert root.tolist() == [1, 0]
     assert root.dtype == np.int32
+
+
+# --- exact sampling ---------------------------------------------------------------------------------------------------
+
+TEMPERATURE = 0.7
+SAMPLES = 20_000
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp((logits - logits.max(axis=-1, keepdims=True)) / TEMPERATURE)
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def within_four_sigma(counts: np.ndarray, probabilities: np.ndarray) -> bool:
+    n = counts.sum()
+    return bool((np.abs(counts - n * probabilities) < 4 * np.sqrt(n * probabilities * (1 - probabilities)) + 1).all())
+
+
+def test_samples_follow_the_bases_distribution_whatever_is_drafted():
+    """The first two tokens after the root, over many keys, with fixed logits per context: a Markov chain of the base.
+
+    The second token is known where the first draft was accepted: its distribution must not depend on that.
+    """
+    random = np.random.default_rng(0)
+    after = random.normal(size=(VOCAB, VOCAB)).astype(np.float32)  # logits after each token
+    tree = TreeTopology.from_choices([[0], [1], [0, 0], [1, 0]])
+    candidates = np.array([2, 0, 3, 1, 3], np.int32)  # root 2; guesses 0 and 3, after them 1 and 3
+    logits = np.broadcast_to(after[candidates], (SAMPLES, tree.size, VOCAB))
+    batch = np.broadcast_to(candidates, (SAMPLES, tree.size))
+    rule = ExactSampling(TEMPERATURE)
+    accepted = jax.device_get(rule.accept(logits, batch, tree, jax.random.key(3)))
+    tokens = candidates[accepted.path]  # [samples, 3], the last repeated beyond the accepted ones
+    length = accepted.accept_length
+    first = np.where(length >= 1, tokens[:, 1], accepted.next_root)
+    assert within_four_sigma(np.bincount(first, minlength=VOCAB), softmax(after[2]))
+    for guess, child in ((0, 1), (3, 3)):
+        taken = (length >= 1) & (first == guess)
+        # Every sample that equals a guess is accepted, none is turned into something else.
+        assert taken.sum() == (first == guess).sum() > SAMPLES / 20
+        second = np.where(length[taken] == 2, tokens[taken, 2], accepted.next_root[taken])
+        assert within_four_sigma(np.bincount(second, minlength=VOCAB), softmax(after[guess]))
+        assert (second[length[taken] == 2] == child).all()
+        assert (second[length[taken] == 1] != child).all()
+    assert not np.isin(first[length == 0], (0, 3)).any()
+
+
+def test_without_a_tree_it_is_plain_sampling():
+    logits = np.random.default_rng(1).normal(size=(1, 1, VOCAB)).astype(np.float32)
+    many = np.broadcast_to(logits, (SAMPLES, 1, VOCAB))
+    rule = ExactSampling(TEMPERATURE)
+    accepted = rule.accept(many, np.zeros((SAMPLES, 1), np.int32), presets.root(), jax.random.key(0))
+    assert within_four_sigma(np.bincount(accepted.next_root, minlength=VOCAB), softmax(logits[0, 0]))
+    first = rule.first_root(many[:, 0], jax.random.key(1))
+    assert first.dtype == np.int32
+    assert within_four_sigma(np.bincount(first, minlength=VOCAB), softmax(logits[0, 0]))
+    assert not within_four_sigma(np.bincount(first, minlength=VOCAB), softmax(logits[0, 0] * 1.2))  # it can fail
+
+
+@pytest.mark.parametrize("temperature", [0, -1, float("nan"), float("inf")])
+def test_a_temperature_that_is_not_positive_is_refused(temperature):
+    with pytest.raises(HydrajaxError, match="temperature: must be positive"):
+        ExactSampling(temperature)

@@ -1,73 +1,284 @@
-"""One training step: what it changes, what it leaves alone, and the learning rate schedule."""
+"""The train step on every mesh, in parts, with a NaN and in bfloat16: the same step as on one device, or none at all.
+
+XLA fixes the number of CPU devices when it starts, so the work on meshes runs in one subprocess and the tests read its
+findings; what one device shows is tested in this process.
+"""
 
 from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.prefix import WithPrefix
-from hydrajax.train.step import init_draft, learning_rate, make_base_step, make_head_step, make_optimizer
+from hydrajax.config import LlamaConfig
+from hydrajax.models.llama import Llama
+from hydrajax.sharding import make_mesh
+from hydrajax.train.base_task import BaseLoss, scaled_init
+from hydrajax.train.config import OptimizerConfig
+from hydrajax.train.optimizer import make_optimizer
+from hydrajax.train.step import init_state, make_train_step, state_shardings
+
+SCRIPT = """
+import dataclasses, json, sys
+import jax, jax.numpy as jnp, numpy as np
+from hydrajax.config import LlamaConfig
+from hydrajax.models.llama import Llama, init_base, abstract_base
+from hydrajax.sharding import make_mesh, tree_shardings
+from hydrajax.train.config import DataConfig, DraftConfig, OptimizerConfig, TrainConfig
+from hydrajax.train.heads_task import HeadsTask
+from hydrajax.train.loop import placer
+from hydrajax.train.losses import Objective
+from hydrajax.train.optimizer import make_optimizer
+from hydrajax.train.step import init_state, make_train_step, state_shardings
+
+FOLDER = sys.argv[1]
+SHAPE = LlamaConfig(64, 32, 64, n_layers=1, n_heads=8, n_kv_heads=8, head_dim=4, max_positions=64)
+CONFIG = TrainConfig(
+    output="unused", model="unused", dtype="float32", steps=10, batch_size=8, tree="cartesian-2x2",
+    draft=DraftConfig(n_heads=2, n_layers=2, prefix=True, dropout=0.2),
+    objective=Objective(lm_weight=0.5, chunk_tokens=32),
+    data=DataConfig(format="standard_library", length=16),
+)
+POISON = SHAPE.vocab_size - 1  # a token whose embedding is NaN; only the last batch of a run holds it
+
+random = np.random.default_rng(0)
+tokens = random.integers(1, POISON, (3, 8, 16)).astype(np.int32)
+labels = np.where(random.random(tokens.shape) < 0.6, tokens, -100)
+labels[:, :3] = tokens[:, :3]  # rows and so micro-batches differ in how many targets they have
+tokens[2, 5, 7] = POISON
+batches = [{"tokens": t, "labels": l} for t, l in zip(tokens, labels)]
+
+def weights():
+    shapes = jax.eval_shape(lambda: init_base(Llama(SHAPE), jax.random.key(0)))
+    noise = np.random.default_rng(1)
+    draw = lambda x: (noise.standard_normal(x.shape) * (0.3 if x.ndim > 1 else 0.1) + (x.ndim == 1)).astype(np.float32)
+    base = jax.tree.map(draw, shapes)
+    base["embedding"][POISON] = np.nan
+    return base
+
+def named(tree):
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(tree)}
+
+def same_place(tree, params):
+    # every array of ``tree`` that is named as a parameter (all but counters and Muon's coefficients), against it
+    found, homes = {}, named(params)
+    for name, leaf in named(tree).items():
+        for home in (x for end, x in homes.items() if name.endswith("/" + end)):
+            found[name] = bool(leaf.sharding.is_equivalent_to(home.sharding, leaf.ndim))
+    return found
+
+def setup(mesh, config):
+    model = Llama(SHAPE, jnp.dtype(config.dtype))
+    homes = tree_shardings(mesh, abstract_base(model))
+    base = jax.tree.map(lambda x, home: jax.device_put(x.astype(config.dtype), home), weights(), homes)
+    task = HeadsTask(config, None, model, base, mesh)
+    optimizer = make_optimizer(OptimizerConfig(lr=1e-3, warmup_steps=0), 10)
+    shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
+    params = task.init_params(jax.random.key(1))
+    noise = np.random.default_rng(2)  # fresh heads are identities and would hide mistakes
+    draw = lambda x: 0.1 * noise.standard_normal(x.shape).astype(np.float32)
+    noisy = lambda x: jax.device_put(np.asarray(x) + draw(x), x.sharding)
+    return task, optimizer, shardings, params, jax.tree.map(noisy, params)
+
+def run(name, mesh, n_batches, **changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    task, optimizer, shardings, fresh, params = setup(mesh, config)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((fresh, task.frozen))] if mesh.size == 1 else []
+    state = init_state(params, optimizer, shardings)
+    base_before = jax.tree.map(np.asarray, task.frozen)
+    step = make_train_step(task.loss, optimizer, config.accumulation, shardings, task.frozen_shardings)
+    place, rng = placer(mesh), jax.device_put(jax.random.key(7), shardings.step)
+    history, arrays = [], {}
+    for i, batch in enumerate(batches[:n_batches]):
+        state, metrics = step(state, task.frozen, place(batch), rng)
+        report = {k: np.asarray(v).tolist() for k, v in metrics.items()}
+        history.append(report | {"step": int(state.step), "kept_bad_steps": int(state.bad_steps)})
+        for kind in ("mu", "nu"):
+            moments = named(getattr(state.opt_state[1][0], kind))
+            arrays |= {f"{i}/{kind}/{k}": np.asarray(v) for k, v in moments.items()}
+        arrays |= {f"{i}/params/{k}": np.asarray(v) for k, v in named(state.params).items()}
+    np.savez(f"{FOLDER}/{name}.npz", **arrays)
+    unchanged = jax.tree.map(lambda a, b: np.array_equal(a, np.asarray(b), equal_nan=True), base_before, task.frozen)
+    return {
+        "history": history,
+        "base_unchanged": all(jax.tree.leaves(unchanged)),
+        "state_sizes": sorted(x.size for x in jax.tree.leaves(state.opt_state) if x.ndim),
+        "param_sizes": sorted(x.size for x in jax.tree.leaves(state.params)),
+        "dtypes": sorted({str(x.dtype) for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim}),
+        "split": {k: x.sharding.shard_shape(x.shape) != x.shape for k, x in named(state.params).items()},
+        "same_place": same_place(state.opt_state, state.params),
+        "distinct_buffers": len(set(pointers)) == len(pointers),
+    }
+
+found = {"devices": jax.device_count()}
+for data, model in ((1, 1), (8, 1), (4, 2), (1, 8)):
+    found[f"{data}x{model}"] = run(f"{data}x{model}", make_mesh(data, model), 3 if data == model else 2)
+undropped = dataclasses.replace(CONFIG.draft, dropout=0.0)
+for parts in (1, 4):
+    found[f"parts{parts}"] = run(f"parts{parts}", make_mesh(2, 2), 1, draft=undropped, accumulation=parts)
+found["bfloat16"] = run("bfloat16", make_mesh(), 2, draft=undropped, dtype="bfloat16")
+
+mesh = make_mesh(4, 2)
+task, _, _, _, params = setup(mesh, CONFIG)
+for name in ("adamw", "muon"):
+    optimizer = make_optimizer(OptimizerConfig(name=name), 10)
+    shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
+    found[name] = {
+        "init_state": same_place(init_state(params, optimizer, shardings).opt_state, params),
+        "plain": same_place(jax.jit(optimizer.init)(params), params),
+        "split": {k: x.sharding.shard_shape(x.shape) != x.shape for k, x in named(params).items()},
+    }
+json.dump(found, open(f"{FOLDER}/answer.json", "w"))
+"""
+
+LR = 1e-3  # of the script
+MESHES = ["8x1", "4x2", "1x8"]
 
 
-def repeating_tokens(vocab: int) -> np.ndarray:
-    """Rows that count upwards: every token follows from the one before."""
-    return (np.arange(24) + np.arange(4)[:, None] * 7).astype(np.int32) % vocab
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("step")
+    (folder / "script.py").write_text(SCRIPT)
+    # Nearly all the time is compilation, and half of that LLVM's optimisation.
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"  # eight devices on two busy cores
+    run = subprocess.run(
+        [sys.executable, folder / "script.py", folder],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    answer = json.loads((folder / "answer.json").read_text())
+    assert answer["devices"] == 8
+    for name in ("1x1", *MESHES, "parts1", "parts4", "bfloat16"):
+        with np.load(folder / f"{name}.npz") as arrays:
+            answer[name]["arrays"] = dict(arrays)
+    return answer
 
 
-def test_base_step_learns_a_simple_text(tiny_model):
-    model, params = tiny_model
-    params = jax.tree.map(jnp.copy, params)  # the step donates them, the fixture is shared
-    optimizer = make_optimizer(3e-3, 60, warmup=5)
-    step, opt_state = make_base_step(model, optimizer), optimizer.init(params)
-    tokens = repeating_tokens(model.config.vocab_size)
-    losses = []
-    for _ in range(60):
-        params, opt_state, loss = step(params, opt_state, tokens)
-        losses.append(float(loss))
-    assert losses[0] > 2.0
-    assert losses[-1] < 0.3 * losses[0]
+def assert_same_step(ours: dict, expected: dict, i: int) -> None:
+    """Metrics, moments and parameters after step i, within float32 rounding.
+
+    Adam's update is the gradient over its own size, so that rounding decides the sign where a gradient is rounding
+    itself: moments are compared everywhere, parameters (to a hundredth of a step) where every gradient so far was at
+    least a hundredth of the largest.
+    """
+    for name, value in expected["history"][i].items():
+        np.testing.assert_allclose(ours["history"][i][name], value, rtol=2e-5, atol=1e-6, err_msg=name)
+    names = [name.removeprefix(f"{i}/mu/") for name in expected["arrays"] if name.startswith(f"{i}/mu/")]
+    assert len(names) == len(expected["param_sizes"])
+    for name in names:
+        clear = True
+        for step in range(i + 1):
+            moment = expected["arrays"][f"{step}/mu/{name}"]
+            largest = np.abs(moment).max()
+            assert largest > 0, name
+            clear = clear & (np.abs(moment) > 1e-2 * largest)
+        same = ours["arrays"][f"{i}/mu/{name}"]
+        np.testing.assert_allclose(same, moment, rtol=1e-3, atol=1e-5 * largest, err_msg=name)
+        assert clear.mean() > 0.1, name
+        gap = np.abs(ours["arrays"][f"{i}/params/{name}"] - expected["arrays"][f"{i}/params/{name}"])
+        assert gap[clear].max() < 1e-2 * LR, name
 
 
-@pytest.mark.parametrize("teacher", [True, False])
-def test_head_step_trains_the_draft_alone(tiny_model, teacher):
-    model, base = tiny_model
-    before = jax.tree.map(np.array, base)
-    config = model.config
-    drafter = WithPrefix(HydraHeads(2, config.width, config.vocab_size), config)
-    draft = init_draft(model, drafter, base, jax.random.key(0))
-    start = jax.tree.map(np.array, draft)
-    optimizer = make_optimizer(3e-3, 40, warmup=4)
-    opt_state = optimizer.init(draft)
-    step = make_head_step(model, drafter, optimizer, teacher=teacher)
-    tokens = repeating_tokens(config.vocab_size)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_takes_the_step_of_one_device(found, mesh):
+    """Two steps, dropout included: the random stream does not depend on the mesh either."""
+    for i in range(2):
+        assert_same_step(found[mesh], found["1x1"], i)
+    first, second = found["1x1"]["history"][:2]
+    assert second["loss"] != first["loss"]
+
+
+def test_micro_batches_add_up_to_the_batch(found):
+    """Rows differ in how many targets they have, so that means of means would not."""
+    assert_same_step(found["parts4"], found["parts1"], 0)
+
+
+@pytest.mark.parametrize("mesh", ["1x1", *MESHES])
+def test_the_base_is_left_alone(found, mesh):
+    """Its parameters are the same bits after the steps, and the moments are two for each of the heads' parameters."""
+    assert found[mesh]["base_unchanged"]
+    assert found[mesh]["state_sizes"] == sorted(2 * found[mesh]["param_sizes"])
+
+
+def test_fresh_heads_share_no_buffer_with_the_base(found):
+    """A donated lm head that is the base's own array would delete it."""
+    assert found["1x1"]["distinct_buffers"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_moments_live_with_their_parameters(found, optimizer):
+    """And would not, had XLA to choose: the parameters are in 2 parts, the moments of a plain jit are whole."""
+    report = found[optimizer]
+    assert sum(report["split"].values()) > len(report["split"]) / 2
+    assert len(report["init_state"]) >= len(report["split"])
+    assert all(report["init_state"].values())
+    assert not all(report["plain"].values())
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_step_leaves_the_moments_in_place(found, mesh):
+    assert len(found[mesh]["same_place"]) == 2 * len(found[mesh]["split"])
+    assert all(found[mesh]["same_place"].values())
+    assert any(found[mesh]["split"].values()) == (mesh != "8x1")
+
+
+def test_a_step_that_is_not_finite_is_skipped(found):
+    """The third batch holds a token whose embedding is NaN: only the counters move."""
+    report = found["1x1"]
+    good, bad = report["history"][1:]
+    assert np.isfinite(good["loss"])
+    assert good["kept_bad_steps"] == good["bad_steps"] == 0
+    assert np.isnan([bad["loss"], bad["grad_norm"]]).all()
+    assert bad["kept_bad_steps"] == bad["bad_steps"] == 1
+    assert [entry["step"] for entry in report["history"]] == [1, 2, 3]
+    names = [name for name in report["arrays"] if name.startswith("2/")]
+    assert len(names) == 3 * len(report["param_sizes"])
+    for name in names:
+        np.testing.assert_array_equal(report["arrays"][name], report["arrays"]["1" + name[1:]], err_msg=name)
+        assert np.isfinite(report["arrays"][name]).all()
+
+
+def test_bfloat16_computes_and_float32_keeps(found):
+    """Steps of 1e-4 of a weight's size, which bfloat16 could not hold, add up in the parameters."""
+    report = found["bfloat16"]
+    assert report["dtypes"] == ["float32"]
+    exact, rounded = found["parts1"]["history"][0]["loss"], report["history"][0]["loss"]
+    assert rounded != exact
+    np.testing.assert_allclose(rounded, exact, rtol=0.05)
+    before, after = (report["arrays"][f"{i}/params/prefix/norm/scale"] for i in range(2))
+    as_bfloat16 = after.astype(jnp.bfloat16).astype(np.float32)
+    assert np.any(after != as_bfloat16)
+    assert np.all(before != after)
+
+
+# --- one device -----------------------------------------------------------------------------------------------------
+
+
+def test_a_base_learns_a_simple_text():
+    """Rows that count upwards: every token follows from the one before. Masters are float32, the state is donated."""
+    model = Llama(LlamaConfig(61, 32, 80, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64))
+    mesh, optimizer = make_mesh(), make_optimizer(OptimizerConfig(lr=1e-2, warmup_steps=5), 40)
+    params = scaled_init(model, jax.random.key(0))
+    home = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P()), params)
+    shardings = state_shardings(mesh, params, home, optimizer)
+    state = init_state(jax.device_put(params, home), optimizer, shardings)
+    step = make_train_step(BaseLoss(model, chunk_tokens=64), optimizer, 1, shardings, ())
+    tokens = (np.arange(24) + np.arange(4)[:, None] * 7).astype(np.int32) % 61
     losses = []
     for _ in range(40):
-        draft, opt_state, per_head = step(draft, opt_state, base, tokens)
-        assert per_head.shape == (2,)
-        losses.append(float(per_head.sum()))
-    assert losses[-1] < 0.8 * losses[0]
-    # The base is the same bit for bit, every draft array has moved, and no optimizer state has the base's shapes.
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(base), strict=True):
-        np.testing.assert_array_equal(old, np.asarray(new))
-    for (path, old), new in zip(jax.tree.leaves_with_path(start), jax.tree.leaves(draft), strict=True):
-        assert np.any(old != np.asarray(new)), path
-    moments = sum(leaf.size for leaf in jax.tree.leaves(opt_state) if leaf.ndim > 0)
-    assert moments == 2 * sum(leaf.size for leaf in jax.tree.leaves(draft))
-
-
-def test_fresh_heads_share_no_buffer_with_the_base(tiny_model):
-    """A donated lm head that is the base's own array would delete it."""
-    model, base = tiny_model
-    draft = init_draft(model, HydraHeads(2, model.config.width, model.config.vocab_size), base, jax.random.key(0))
-    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((draft, base))]
-    assert len(set(pointers)) == len(pointers)
-
-
-def test_learning_rate_equals_the_official_cosine(golden):
-    recorded = np.load(golden / "lr_schedules.npz")["cosine"]  # warm-up 100, total 1000, final multiplier 0.33
-    schedule = learning_rate(1.0, 1000, 100, 0.33)
-    ours = np.array([float(schedule(step)) for step in range(0, 1001, 25)])
-    np.testing.assert_allclose(ours, recorded[::25], atol=1e-5)
+        state, metrics = step(state, (), {"tokens": tokens, "labels": tokens}, jax.random.key(0))
+        losses.append(float(metrics["loss"]))
+    assert losses[0] > 3.0
+    assert losses[-1] < 0.3 * losses[0]
+    assert int(state.step) == 40

@@ -1,0 +1,234 @@
+"""What a run would need, without running it: parameters, bytes per device as XLA plans them, and hours.
+
+Nothing is allocated and no data or weights are read. The mesh is simulated on a CPU, the train step is compiled for
+abstract sharded arrays, and XLA says how much memory its temporaries take.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from rich.console import Console
+
+from hydrajax.checkpoints.llama_hf import llama_config, read_json
+from hydrajax.config import PRESETS, LlamaConfig
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.llama import Llama, abstract_base
+from hydrajax.sharding import make_mesh, tree_shardings
+from hydrajax.train.base_task import BaseTask
+from hydrajax.train.config import TrainConfig
+from hydrajax.train.flops import PEAK_BF16
+from hydrajax.train.heads_task import HeadsTask
+from hydrajax.train.optimizer import make_optimizer
+from hydrajax.train.step import TrainState, abstract_state, batch_sharding, make_train_step, state_shardings
+
+SHAPES = PRESETS | {
+    "vicuna-7b": PRESETS["7b"],
+    "vicuna-13b": PRESETS["13b"],
+    "vicuna-33b": PRESETS["33b"],
+    "llama3-8b": PRESETS["8b"],
+}
+
+ASSUMED_MFU = 0.4
+GB = 1e9
+GPU_SHARE = 0.75  # of a GPU's memory JAX takes by default
+# Two depths are compiled and the temporaries extrapolated: 60 unrolled layers would take minutes.
+SHALLOW, DEEPER = 2, 4
+
+
+class Temporaries(NamedTuple):
+    """Bytes per device beside the arguments, at the base's full depth."""
+
+    bytes: float
+    extrapolated: bool
+
+
+def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) -> bool:
+    """Print what the run needs of each device; returns whether it fits ``device_memory`` GB (10^9 bytes).
+
+    ``config.model`` may name a shape in `SHAPES` or a directory with a ``config.json``. Where the run does not fit,
+    more accumulation is tried. Raises `HydrajaxError` for settings that no run could have.
+    """
+    shape = shape_of(config)
+    simulate_devices(config.mesh.data * config.mesh.model)
+    mesh = make_mesh(config.mesh.data, config.mesh.model)
+    task = abstract_task(config, shape, mesh)
+    state = state_of(config, task, mesh)
+    say = console.print
+
+    name = config.model if config.task == "heads" else "from scratch"
+    if config.task == "heads":
+        say(f"base   {name}: {millions(task.frozen)} parameters in {config.dtype}, frozen")
+    what = type(task.drafter).__name__ if config.task == "heads" else f"base {name}"
+    say(f"train  {what}: {millions(state.params)} parameters in float32, computing in {config.dtype}")
+    say(
+        f"mesh   {mesh.shape['data']} x {mesh.shape['model']} (data x model); batch {config.batch_size} x "
+        f"{config.data.length} tokens, in {config.accumulation} passes"
+    )
+    resident = {
+        "base weights": bytes_per_device(task.frozen),
+        "draft weights" if config.task == "heads" else "weights": bytes_per_device(state.params),
+        "optimizer": bytes_per_device(state.opt_state),
+    }
+    held = sum(resident.values())
+    planned = temporaries(config, shape, mesh)
+    total = held + planned.bytes
+    say("\nper device, in GB of 10^9 bytes")
+    for label, size in (resident | {"temporaries": planned.bytes, "total": total}).items():
+        say(f"  {label:14s}{size / GB:10.3f}")
+    fits = total <= device_memory * GB
+    how = f"extrapolated from {SHALLOW} and {DEEPER} layers of the base, " if planned.extrapolated else ""
+    say(
+        f"temporaries (activations, gradients, casts): {how}as XLA's CPU compiler plans them. It multiplies bfloat16 "
+        "as float32 copies and schedules differently, so that a GPU or TPU may need less or more."
+    )
+    verdict(config, shape, mesh, held, total, device_memory, console)
+    hours(config, task.flops_per_token, mesh.size, console)
+    return fits
+
+
+def verdict(
+    config: TrainConfig, shape: LlamaConfig, mesh: Mesh, held: float, total: float, memory: float, console: Console
+) -> None:
+    """Whether it fits and, if not, what would."""
+    if total <= memory * GB:
+        console.print(f"\nfits in {memory:g} GB: {total / (memory * GB):.0%} used")
+        if total > GPU_SHARE * memory * GB:
+            console.print(
+                f"  JAX takes {GPU_SHARE:.0%} of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
+            )
+        return
+    console.print(f"\nDOES NOT FIT in {memory:g} GB: {total / GB:.1f} GB needed on each device")
+    if held < memory * GB:
+        for accumulation in more_accumulation(config):
+            need = held + temporaries(dataclasses.replace(config, accumulation=accumulation), shape, mesh).bytes
+            console.print(f"  accumulation={accumulation}: {need / GB:.1f} GB" + ", fits" * (need <= memory * GB))
+            if need <= memory * GB:
+                return
+    console.print("  no accumulation helps: a larger mesh.model splits the base and the moments over more devices")
+
+
+def more_accumulation(config: TrainConfig) -> Iterator[int]:
+    """Twice the passes, and twice again, down to one row per device and pass."""
+    passes = 2 * config.accumulation
+    while config.batch_size % (passes * config.mesh.data) == 0:
+        yield passes
+        passes *= 2
+
+
+def hours(config: TrainConfig, flops_per_token: float, n_devices: int, console: Console) -> None:
+    """The time at an assumed MFU: of the run where its steps are given, else (the data is not read) per token."""
+    tokens, what = 1e6, "per million tokens"
+    if config.steps:
+        tokens = config.steps * config.batch_size * config.data.length
+        what = f"for {config.steps} steps, {tokens / 1e6:.0f} million tokens"
+    console.print(f"\n{flops_per_token / 1e9:.2f} GFLOP per token; hours {what}, if MFU is {ASSUMED_MFU}")
+    for device in ("A100", "H100"):
+        time = flops_per_token * tokens / (n_devices * PEAK_BF16[device] * ASSUMED_MFU) / 3600
+        console.print(f"  {n_devices} x {device}: {time:.3g} h")
+
+
+# --- the run, abstract ----------------------------------------------------------------------------------------------
+
+
+def shape_of(config: TrainConfig) -> LlamaConfig:
+    """The base's shape, by name or from its directory."""
+    if config.task == "base":
+        return config.scratch
+    if config.model in SHAPES:
+        return SHAPES[config.model]
+    path = Path(config.model) / "config.json"
+    if not path.is_file():
+        raise HydrajaxError(
+            f"model: found {config.model!r}, allowed in a dry run are a directory with a config.json and "
+            f"{', '.join(SHAPES)}"
+        )
+    shape = llama_config(read_json(path, "model"))
+    if config.data.length > shape.max_positions:
+        raise HydrajaxError(
+            f"data.length: must be at most the base's context {shape.max_positions}, found {config.data.length}"
+        )
+    return shape
+
+
+def simulate_devices(count: int) -> None:
+    """Make the CPU look like so many devices. JAX can do it only before its first array."""
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        return  # JAX has started; if its devices are too few, `make_mesh` says so
+    jax.config.update("jax_platforms", "cpu")
+
+
+def abstract_task(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> HeadsTask | BaseTask:
+    """The task of a base of this shape, of which only shapes, shardings and the loss are used."""
+    if config.task == "base":
+        vocabulary = SimpleNamespace(tokenizer=range(shape.vocab_size))  # of which the task asks the length
+        return BaseTask(dataclasses.replace(config, scratch=shape), vocabulary, mesh)
+    model = Llama(shape, jnp.dtype(config.dtype))
+    boxed = abstract_base(model)
+    return HeadsTask(config, None, model, placed(nn.unbox(boxed), tree_shardings(mesh, boxed)), mesh)
+
+
+def state_of(config: TrainConfig, task: HeadsTask | BaseTask, mesh: Mesh) -> TrainState:
+    optimizer = make_optimizer(config.optimizer, config.steps or 1)
+    shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
+    return abstract_state(task.abstract_params, optimizer, shardings)
+
+
+def temporaries(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> Temporaries:
+    """What XLA's memory analysis says of the train step.
+
+    Layers are unrolled and alike: two depths tell. A frozen base keeps nothing of a layer, so its depth hardly counts.
+    """
+    offset = config.draft.hidden_state_offset if config.task == "heads" else 0
+    shallow, deeper = (max(depth, offset + depth - SHALLOW) for depth in (SHALLOW, DEEPER))
+    if shape.n_layers <= deeper:
+        return Temporaries(planned_bytes(config, shape, mesh), extrapolated=False)
+    low, high = (planned_bytes(config, shape.replace(n_layers=depth), mesh) for depth in (shallow, deeper))
+    per_layer = (high - low) / (deeper - shallow)
+    return Temporaries(high + (shape.n_layers - deeper) * per_layer, extrapolated=True)
+
+
+def planned_bytes(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> int:
+    """Temporaries of the compiled train step on one device, and its outputs that do not take the place of inputs.
+
+    Of several passes one is compiled, and the float32 sum of gradients added that the others would leave: in a loop
+    over passes XLA's CPU compiler keeps float32 copies of all base weights, which no GPU needs.
+    """
+    one_pass = dataclasses.replace(config, batch_size=config.batch_size // config.accumulation, accumulation=1)
+    task = abstract_task(one_pass, shape, mesh)
+    optimizer = make_optimizer(config.optimizer, config.steps or 1)
+    shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
+    step = make_train_step(task.loss, optimizer, 1, shardings, task.frozen_shardings)
+    state = abstract_state(task.abstract_params, optimizer, shardings)
+    names = ("tokens", "labels", "segments") if config.data.rows == "pack" else ("tokens", "labels")
+    rows = jax.ShapeDtypeStruct((one_pass.batch_size, config.data.length), jnp.int32, sharding=batch_sharding(mesh))
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    lowered = step.lower(state, task.frozen, dict.fromkeys(names, rows), rng)
+    # Unoptimised machine code: the memory is planned before it is made.
+    plan = lowered.compile({"xla_backend_optimization_level": 0}).memory_analysis()
+    sums = bytes_per_device(state.params) if config.accumulation > 1 else 0
+    return plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes + sums
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda x, home: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home), tree, shardings)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Of abstract arrays with shardings, on the device that holds most."""
+    return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree))
+
+
+def millions(tree: Any) -> str:
+    return f"{sum(math.prod(x.shape) for x in jax.tree.leaves(tree)) / 1e6:,.1f} million"

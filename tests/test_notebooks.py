@@ -1,0 +1,62 @@
+"""The notebooks run from top to bottom, say what they should, and open in Colab."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
+NAMES = ["01_decode", "02_train_heads"]
+
+
+def executed(name: str, folder: Path) -> list:
+    """The code cells with their outputs. Raises where a cell does. Runs elsewhere: nothing may depend on a clone."""
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text_of(cells) -> str:
+    return "".join(output.text for cell in cells for output in cell.outputs if output.output_type == "stream")
+
+
+def pictures(cells) -> int:
+    return sum("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
+
+
+def test_decode(tmp_path):
+    cells = executed("01_decode", tmp_path)
+    assert pictures(cells) == 3  # steps, tree, mask
+    text = text_of(cells)
+    assert "tokens per step" in text
+    assert "mc_sim_7b_63        64 nodes" in text
+
+
+def test_train_heads(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYDRAJAX_NOTEBOOK_STEPS", "5")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    cells = executed("02_train_heads", tmp_path)
+    assert pictures(cells) == 1
+    text = text_of(cells)
+    assert "step 5: held-out tokens_per_step" in text
+    assert "these heads: " in text
+    assert list(tmp_path.glob("hydrajax-*/heads/*.safetensors"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_colab_badge_and_install(name):
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    badge = f"https://colab.research.google.com/github/hydrajax/hydrajax/blob/main/notebooks/{name}.ipynb"
+    assert badge in notebook.cells[0].source
+    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    assert 'if "google.colab" in sys.modules:\n    %pip install' in first.source
+
+
+def test_every_notebook_is_tested():
+    assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES

@@ -1,0 +1,106 @@
+"""A tiny base with its tokenizer in a directory, text for it, and the training program run in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+
+VOCAB, WIDTH, CONTEXT = 300, 32, 64
+
+
+def invented_text(seed: int, words: int) -> str:
+    """Sentences of made-up words: enough pattern to learn something from."""
+    random = np.random.default_rng(seed)
+    return " ".join(random.choice(["the", "tree", "of", "draft", "heads", "grows", "a", "branch."], words))
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> Path:
+    """A folder of six text files."""
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(6):
+        (folder / f"{i}.txt").write_text(invented_text(i, 700))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_base(tmp_path_factory, texts):
+    """``make(seed) -> Path``: a random one-layer base with a byte-level tokenizer, as a Hugging Face directory."""
+    from hydrajax.checkpoints.export import export_llama
+    from hydrajax.config import LlamaConfig
+    from hydrajax.models.llama import Llama, init_base
+    from hydrajax.train.corpus import train_tokenizer
+
+    def make(seed: int) -> Path:
+        tokenizer = train_tokenizer([path.read_text() for path in sorted(texts.iterdir())], VOCAB)
+        model = Llama(
+            LlamaConfig(VOCAB, WIDTH, 48, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, max_positions=CONTEXT)
+        )
+        params = jax.tree.map(lambda x: x * 15 if x.ndim > 1 else x, init_base(model, jax.random.key(seed)))
+        folder = tmp_path_factory.mktemp("base") / "tiny"
+        export_llama(folder, model, params, tokenizer=tokenizer, dtype=jnp.float32, eos_ids=(0,))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def base(make_base) -> Path:
+    return make_base(0)
+
+
+@pytest.fixture(scope="session")
+def settings(base, texts) -> dict:
+    """A run of Hydra heads with dropout, a few milliseconds a step."""
+    return {
+        "task": "heads",
+        "model": str(base),
+        "dtype": "float32",
+        "draft": {"heads": "hydra", "n_heads": 2, "dropout": 0.2},
+        "optimizer": {"lr": 3e-3, "warmup_steps": 3},
+        "data": {"files": [str(texts)], "format": "text", "rows": "stream", "length": 32, "held_out": 0.2},
+        "batch_size": 4,
+        "steps": 4,
+        "tree": "cartesian-4x2",
+        "log_every": 1,
+        "eval_every": 100,
+        "eval_rows": 4,
+        "checkpoint_every": 100,
+    }
+
+
+@pytest.fixture
+def config_file(tmp_path, settings):
+    """``make(**changes) -> Path``: the settings as a YAML file, changed at top level; ``output`` is below tmp_path."""
+
+    def make(**changes) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump({"output": str(tmp_path / "run")} | settings | changes))
+        return path
+
+    return make
+
+
+@pytest.fixture
+def program(capfd, tmp_path_factory, monkeypatch):
+    """``program(*argv, main=...)`` runs a command line in this process: ``code``, ``out`` and ``err``."""
+    from hydrajax.train import __main__ as train
+
+    cache = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # the program sets it; this restores it
+    before = jax.config.jax_compilation_cache_dir
+
+    def run(*argv, main=train.main) -> SimpleNamespace:
+        capfd.readouterr()
+        code = main([str(arg) for arg in argv])
+        return SimpleNamespace(code=code, **capfd.readouterr()._asdict())
+
+    yield run
+    jax.config.update("jax_compilation_cache_dir", before)

@@ -1,0 +1,143 @@
+"""The dry run against counts written out by hand, and its verdicts. XLA's own plan is only asked to be of a size."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import jax
+import pytest
+from rich.console import Console
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.sharding import make_mesh
+from hydrajax.train import dry_run as module
+from hydrajax.train.config import DataConfig, DraftConfig, MeshConfig, OptimizerConfig, TrainConfig
+
+GB = 1e9
+
+
+def settings(**changes) -> TrainConfig:
+    defaults = {
+        "output": "nowhere",
+        "model": "tiny",
+        "dtype": "float32",
+        "draft": DraftConfig(n_heads=2, n_layers=2, prefix=True),
+        "data": DataConfig(files=("absent.json",), length=32),
+        "tree": "cartesian-2x2",
+        "batch_size": 8,
+        "steps": 1000,
+    }
+    return TrainConfig(**(defaults | changes))
+
+
+@pytest.fixture
+def dry_run():
+    """``run(config, memory) -> (fits, lines)``."""
+
+    def run(config, memory=80.0):
+        out = io.StringIO()
+        fits = module.dry_run(config, Console(file=out, width=200, highlight=False, markup=False), memory)
+        return fits, out.getvalue()
+
+    return run
+
+
+@pytest.fixture
+def no_compilation(monkeypatch):
+    """10 GB in one pass, half as much in two, and so on; what was asked is recorded."""
+    asked = []
+
+    def planned(config, shape, mesh):
+        asked.append((config.accumulation, shape.n_layers))
+        return 10 * GB / config.accumulation
+
+    monkeypatch.setattr(module, "planned_bytes", planned)
+    return asked
+
+
+def figure(text: str, label: str) -> float:
+    (line,) = [line for line in text.splitlines() if line.strip().startswith(label + " ")]
+    return float(line.split()[-1])
+
+
+def test_counts_of_vicuna_7b(no_compilation, dry_run):
+    """Hydra++ on LLaMA 7B in bfloat16: 2 bytes a base weight, 4 and 8 a trained one."""
+    draft = DraftConfig(n_heads=4, n_layers=4, prefix=True)
+    fits, text = dry_run(settings(model="vicuna-7b", dtype="bfloat16", draft=draft))
+    d, mlp, v = 4096, 11_008, 32_000
+    layer = 4 * d * d + 3 * d * mlp + 2 * d
+    base = 32 * layer + 2 * v * d + d
+    heads = sum(2 * ((k + 2) * d * d + d) + (d * d + d) + (v * d + v) for k in range(4))
+    trained = layer + d + heads
+    assert f"{base / 1e6:,.1f} million parameters in bfloat16, frozen" in text
+    assert f"{trained / 1e6:,.1f} million parameters in float32" in text
+    assert figure(text, "base weights") == pytest.approx(2 * base / GB, abs=1e-3)
+    assert figure(text, "draft weights") == pytest.approx(4 * trained / GB, abs=1e-3)
+    assert figure(text, "optimizer") == pytest.approx(8 * trained / GB, abs=1e-3)
+    assert figure(text, "total") == pytest.approx((2 * base + 12 * trained) / GB + 10, abs=2e-3)
+    assert fits
+    assert [layers for _, layers in no_compilation] == [2, 4]
+    assert "extrapolated from 2 and 4 layers" in text
+
+
+def test_verdict_and_what_would_help(no_compilation, dry_run):
+    fits, text = dry_run(settings(), memory=11)
+    assert fits
+    assert "fits in 11 GB" in text
+    fits, text = dry_run(settings(), memory=4)
+    assert not fits
+    assert "DOES NOT FIT in 4 GB: 10.0 GB needed on each device" in text
+    assert "accumulation=2: 5.0 GB\n" in text
+    assert "accumulation=4: 2.5 GB, fits" in text
+    assert "accumulation=8" not in text
+    fits, text = dry_run(settings(), memory=1)
+    assert not fits
+    assert "accumulation=8: 1.3 GB\n" in text  # one row per pass
+    assert "accumulation=16" not in text
+    assert "no accumulation helps" in text
+
+
+def test_hours(no_compilation, dry_run):
+    """6 N D of a base from scratch, nearly: its embedding is only looked up, its attention comes on top."""
+    shape = module.SHAPES["tiny"]
+    _, text = dry_run(settings(task="base", model=None, scratch=shape, optimizer=OptimizerConfig(name="muon")))
+    weights = 3 * (4 * 64 * 64 + 3 * 64 * 172) + 64 * 512
+    per_token = 6 * weights + 3 * 3 * 2 * 64 * 32
+    hours = per_token * 1000 * 8 * 32 / (312e12 * 0.4) / 3600
+    assert f"1 x A100: {hours:.3g} h" in text
+    assert "for 1000 steps" in text
+    _, text = dry_run(settings(steps=None, epochs=2.0))
+    assert "per million tokens" in text
+
+
+def test_the_plan_of_a_real_compilation(dry_run):
+    """A tiny run end to end: more than the gradients, which must exist, and not out of proportion."""
+    fits, text = dry_run(settings())
+    assert fits
+    assert "extrapolated" not in text  # three layers are compiled as they are
+    config, mesh = settings(), make_mesh()
+    task = module.abstract_task(config, module.shape_of(config), mesh)
+    gradients = sum(4 * leaf.size for leaf in jax.tree.leaves(task.abstract_params))
+    planned = figure(text, "temporaries") * GB
+    assert gradients < planned < 30 * gradients
+
+
+def test_a_directory_needs_its_config_alone(tmp_path, no_compilation, dry_run):
+    raw = {
+        "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    _, named = dry_run(settings())
+    _, read = dry_run(settings(model=str(tmp_path)))
+    assert read.replace(str(tmp_path), "tiny") == named
+    with pytest.raises(HydrajaxError, match=r"data\.length: must be at most the base's context 1024, found 2048"):
+        dry_run(settings(model=str(tmp_path), data=DataConfig(files=("absent.json",), length=2048)))
+
+
+def test_mistakes(no_compilation, dry_run):
+    with pytest.raises(HydrajaxError, match=r"model: found 'vicuna-8b', allowed .* vicuna-7b, vicuna-13b, vicuna-33b"):
+        dry_run(settings(model="vicuna-8b"))
+    with pytest.raises(HydrajaxError, match="mesh: data=4 x model=1000 needs 4000 devices"):
+        dry_run(settings(mesh=MeshConfig(data=4, model=1000)))

@@ -1,0 +1,97 @@
+"""metrics.jsonl and TensorBoard across interruptions."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.train.metrics import Metrics, read_metrics
+
+
+def opened(directory, resumed_at: int) -> Metrics:
+    return Metrics(directory, resumed_at, 9, Console(file=io.StringIO()))
+
+
+def events(directory) -> list[bytes]:
+    """The records of all event files: length, its checksum, the record, its checksum (TensorFlow's TFRecord)."""
+    records = []
+    for path in (directory / "tensorboard").iterdir():
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            records.append(data[12 : 12 + length])
+            data = data[16 + length :]
+    return records
+
+
+def test_lines_are_json_and_arrays_become_lists_and_curves(tmp_path):
+    with opened(tmp_path, 0) as metrics:
+        metrics.log(3, "train", {"loss": np.float32(0.5), "lm": np.array([1.0, 2.0], np.float32)})
+        # Flushed at once: a killed process loses none.
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+        metrics.log(4, "eval", {"tokens_per_step": 1.25})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"step": 3, "kind": "train", "loss": 0.5, "lm": [1.0, 2.0]},
+        {"step": 4, "kind": "eval", "tokens_per_step": 1.25},
+    ]
+    assert read_metrics(tmp_path / "metrics.jsonl") == lines
+    found = b"".join(events(tmp_path))
+    for curve in (b"train/loss", b"train/lm_0", b"train/lm_1", b"eval/tokens_per_step"):
+        assert curve in found
+
+
+def test_a_resumed_run_drops_the_lines_of_lost_work(tmp_path):
+    with opened(tmp_path, 0) as metrics:
+        metrics.log(0, "eval", {"x": 1})
+        for step in range(1, 7):
+            metrics.log(step, "train", {"x": step})
+    with opened(tmp_path, 4) as metrics:
+        metrics.log(5, "train", {"x": 50})
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(line["step"], line["x"]) for line in lines] == [(0, 1), (1, 1), (2, 2), (3, 3), (4, 4), (5, 50)]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_its_file_anew(tmp_path):
+    """It evaluates step 0 once more: the first line must not be there twice."""
+    for _ in range(2):
+        with opened(tmp_path, 0) as metrics:
+            metrics.log(0, "eval", {"x": 1})
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0]
+
+
+@pytest.mark.parametrize("rest", ['{"step": 2, "ki', '{"step": 2', "\0\0\0"])
+def test_a_line_that_was_cut_off_is_dropped(tmp_path, rest):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "kind": "train"}\n' + rest)
+    assert read_metrics(path) == [{"step": 1, "kind": "train"}]
+    with opened(tmp_path, 1) as metrics:
+        metrics.log(2, "train", {})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_no_file_has_no_lines(tmp_path):
+    assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_full_disk(tmp_path, monkeypatch):
+    metrics = opened(tmp_path, 0)
+
+    def full():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(metrics, "_file", type("Full", (), {"write": lambda *_: full(), "close": full}))
+    with pytest.raises(HydrajaxError, match=r"output: cannot write .*metrics.jsonl: No space left on device"), metrics:
+        metrics.log(1, "train", {"x": 1})
+
+
+def test_nan_is_kept(tmp_path):
+    with opened(tmp_path, 0) as metrics:
+        metrics.log(1, "train", {"loss": float("nan")})
+    assert np.isnan(read_metrics(tmp_path / "metrics.jsonl")[0]["loss"])

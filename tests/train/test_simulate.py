@@ -1,0 +1,166 @@
+"""The simulated tokens_per_step: its parts against brute force, the whole against real decoding."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
+from hydrajax.decoding.step import Params
+from hydrajax.drafters.drafter import BoundBase
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.train.forward import run_base
+from hydrajax.train.losses import IGNORED
+from hydrajax.train.simulate import Tally, accepted_lengths, head_ranks, runs
+from hydrajax.trees import presets
+from hydrajax.trees.tree import TreeTopology
+
+PROMPT, NEW, ROWS = 9, 30, 6
+WIDE = presets.cartesian([12, 6, 3])  # so wide that random heads are right now and then
+
+
+@st.composite
+def trees(draw) -> TreeTopology:
+    known = {()}
+    for _ in range(draw(st.integers(0, 15))):
+        parent = draw(st.sampled_from(sorted(path for path in known if len(path) < 4)))
+        known.add((*parent, draw(st.integers(0, 4))))
+    return TreeTopology.from_choices(known - {()})
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees(), st.integers(0, 2**32 - 1))
+def test_accepted_lengths_equal_brute_force(tree, seed):
+    ranks = np.random.default_rng(seed).integers(0, 6, size=(4, 2, 7))  # rank 5 is in no tree
+    found = accepted_lengths(tree, ranks)
+    for place in np.ndindex(2, 7):
+        path = tuple(ranks[(slice(None), *place)].tolist())
+        assert found[place] == max((len(c) for c in tree.choices if c == path[: len(c)]), default=0)
+
+
+def test_runs():
+    labels = np.array([1, 1, 0, 1, 1, 1, 1, 0, 0, 1], bool)
+    assert runs(labels, np.ones(10, int)) == [(1, 2), (3, 7), (9, 10)]  # nothing comes before token 0
+    owner = np.array([1, 1, 1, 1, 1, 2, 2, 2, 2, 2])
+    assert runs(labels, owner) == [(1, 2), (3, 5), (6, 7), (9, 10)]  # nor before a document's first
+    assert runs(np.zeros(3, bool), np.ones(3, int)) == []
+
+
+def test_tally_by_hand():
+    """Nine tokens of which 2..8 count; a chain of 2; ranks say by how much each draft was right."""
+    labels = np.array([[IGNORED, IGNORED, 5, 5, 5, 5, 5, 5, 5]])
+    ranks = np.full((2, 1, 9), 9)
+    ranks[:, 0, 1] = 0, 0  # drafted before token 2: accepts 3 and 4
+    ranks[:, 0, 4] = 0, 1  # before token 5: accepts 6
+    ranks[:, 0, 6] = 0, 0  # before token 7: accepts 8; a second one would be beyond the end
+    tally = Tally(presets.chain(2), 2, 2)
+    tally.add(ranks, labels)
+    report = tally.report()
+    assert report["tokens_per_step"] == 7 / 3
+    # Head 0 answers at positions 0..6 for tokens 2..8, head 1 at 0..5 for 3..8: right are those set above.
+    assert report["top1"] == [3 / 7, 1 / 6]
+    assert report["top2"] == [3 / 7, 2 / 6]
+
+
+DRAFTERS = {"hydra": HydraHeads(3, 32, 61, n_layers=2), "medusa": MedusaHeads(3, 32, 61)}
+
+
+def random_draft(model, base, drafter):
+    """Parameters large enough that the heads' guesses differ from token to token."""
+    shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(model, base)))
+    random = np.random.default_rng(1)
+    return jax.tree.map(lambda x: jnp.asarray(0.3 * random.standard_normal(x.shape), jnp.float32), shapes)
+
+
+@pytest.fixture(scope="module")
+def generated(tiny_model):
+    """``(prompts, greedy continuations)`` of the tiny base, each int32 [rows, tokens]."""
+    model, base = tiny_model
+    prompts = np.random.default_rng(0).integers(0, 61, (ROWS, PROMPT), dtype=np.int32)
+    out = make_autoregressive_fn(model, max_new_tokens=NEW)(Params(base, {}), prompts)
+    return prompts, np.asarray(out.tokens)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_ranks_equal_numpy(tiny_model, name):
+    model, base = tiny_model
+    drafter = DRAFTERS[name]
+    draft = random_draft(model, base, drafter)
+    tokens = np.random.default_rng(2).integers(0, 61, (2, 11), dtype=np.int32)
+    features = run_base(model, base, tokens).hidden
+    bound = BoundBase(model, base)
+    found = np.asarray(head_ranks(drafter, draft, features, {"tokens": tokens}, bound, chunk_tokens=8))
+    logits = np.asarray(drafter.teacher_forced(draft, features, tokens, bound))
+    for k, row, at in np.ndindex(3, 2, 11):
+        if at + k + 2 < 11:
+            order = np.argsort(-logits[k, row, at], kind="stable").tolist()
+            assert found[k, row, at] == order.index(tokens[row, at + k + 2])
+
+
+def test_of_equal_logits_the_smaller_id_ranks_first(tiny_model):
+    model, base = tiny_model
+    drafter = DRAFTERS["medusa"]
+    draft = jax.tree.map(jnp.zeros_like, random_draft(model, base, drafter))  # all logits are 0
+    tokens = np.array([[4, 0, 60, 7, 3]], np.int32)
+    features = jnp.ones((1, 5, 32))
+    ranks = head_ranks(drafter, draft, features, {"tokens": tokens}, BoundBase(model, base), chunk_tokens=64)
+    assert ranks[0, 0, :3].tolist() == [60, 7, 3]
+
+
+def tally_of(tree, model, base, drafter, draft, batch) -> Tally:
+    forward = run_base(model, base, batch["tokens"], drafter.hidden_state_offset, batch.get("segments"))
+    ranks = head_ranks(drafter, draft, forward.features, batch, BoundBase(model, base), chunk_tokens=32)
+    tally = Tally(tree, drafter.depth, 5)
+    tally.add(np.asarray(ranks), batch["labels"], batch.get("segments"))
+    return tally
+
+
+@pytest.mark.parametrize("prefix", [False, True], ids=["hydra", "hydra++"])
+def test_tokens_per_step_is_what_decoding_gives(tiny_model, generated, prefix):
+    model, base = tiny_model
+    drafter = WithPrefix(DRAFTERS["hydra"], model.config) if prefix else DRAFTERS["hydra"]
+    draft = random_draft(model, base, drafter)
+    prompts, outputs = generated
+    decode = make_decode_fn(model, drafter, WIDE, max_new_tokens=NEW)
+    out = jax.device_get(decode(Params(base, draft), prompts))
+    np.testing.assert_array_equal(out.tokens, outputs)
+    assert len(set(out.steps.tolist())) > 1  # else the test could not fail
+    assert 1.05 < out.tokens_per_step() < 3
+
+    tokens = np.concatenate([prompts, outputs], axis=1)
+    labels = np.where(np.arange(PROMPT + NEW) < PROMPT, IGNORED, tokens)
+    tally = tally_of(WIDE, model, base, drafter, draft, {"tokens": tokens, "labels": labels})
+    assert (tally._tokens, tally._steps) == (out.lengths.sum(), out.steps.sum())
+
+    # The same documents, of various lengths, packed two in a row behind each other.
+    lengths = np.array([NEW, 7, 12, NEW, 1, 20])
+    rows = []
+    for first, second in ((0, 1), (2, 3), (4, 5)):
+        width = 2 * (PROMPT + NEW)
+        row = np.zeros(width, np.int32), np.full(width, IGNORED, np.int32), np.zeros(width, np.int32)
+        at = 0
+        for number, document in enumerate((first, second), start=1):
+            end = at + PROMPT + lengths[document]
+            row[0][at:end] = tokens[document, : end - at]
+            row[1][at:end] = labels[document, : end - at]
+            row[2][at:end] = number
+            at = end
+        rows.append(row)
+    batch = dict(zip(("tokens", "labels", "segments"), map(np.stack, zip(*rows, strict=True)), strict=True))
+    packed = tally_of(WIDE, model, base, drafter, draft, batch)
+    assert packed._tokens == lengths.sum()
+    expected = [steps_up_to(out.accept_lengths[row], length) for row, length in enumerate(lengths)]
+    assert packed._steps == sum(expected)
+    assert packed.report()["tokens_per_step"] == lengths.sum() / sum(expected)
+
+
+def steps_up_to(accept_lengths: np.ndarray, length: int) -> int:
+    """Steps that decoding would take to emit ``length`` tokens: those of a longer run, the last one cut short."""
+    emitted = np.cumsum(accept_lengths[accept_lengths >= 0] + 1)
+    return int(np.searchsorted(emitted, length)) + 1

@@ -1,0 +1,148 @@
+"""`python -m hydrajax.train` from the outside: what it refuses, the guard against NaN, a base and data not ours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from hydrajax.checkpoints.official_heads import load_official_heads
+from hydrajax.config import LlamaConfig
+
+
+def refused(result) -> str:
+    """The one line of a run that was refused."""
+    assert result.code == 2, result.out + result.err
+    assert "Traceback" not in result.err
+    (line,) = [line for line in result.err.splitlines() if line.startswith("hydrajax: ")]
+    return line.removeprefix("hydrajax: ")
+
+
+def train_lines(output) -> list[dict]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "train"]
+
+
+def test_settings(program, config_file, tmp_path):
+    assert refused(program("--config", config_file(draft={"n_head": 3}))).endswith("did you mean draft.n_heads?")
+    assert refused(program("--config", config_file(), "steps=many")) == "steps: must be an integer, found 'many'"
+    assert "--config: cannot read" in refused(program("--config", tmp_path / "none.yaml"))
+    assert "--config" in refused(program())
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_and_empty_inputs(program, config_file, settings, texts, tmp_path):
+    missing = tmp_path / "nowhere"
+    assert refused(program("--config", config_file(model=str(missing)))) == f"model: {missing} is not a directory"
+    assert refused(program("--config", config_file(), f"data.tokenizer={missing}")).startswith("data.tokenizer: ")
+    assert str(texts) in refused(program("--config", config_file(model=str(texts))))  # a folder without a model
+    assert str(missing) in refused(program("--config", config_file(), f"data.files=[{missing}]"))
+    (tmp_path / "empty.txt").write_text("")
+    assert "found no text" in refused(program("--config", config_file(), f"data.files=[{tmp_path / 'empty.txt'}]"))
+
+
+def test_data_the_base_cannot_read(program, config_file, base, texts, tmp_path):
+    assert refused(program("--config", config_file(), "data.length=65")).startswith(
+        "data.length: must be at most the base's context 64, found 65"
+    )
+    from hydrajax.train.corpus import train_tokenizer
+
+    other = tmp_path / "other"
+    words = " ".join(f"word{i} tree" for i in range(300))
+    train_tokenizer([words] + [path.read_text() for path in texts.iterdir()], 600).save_pretrained(other)
+    data = tmp_path / "words.d"
+    shutil.copytree(texts, data)
+    for i in range(3):
+        (data / f"w{i}.txt").write_text(words)
+    line = refused(program("--config", config_file(), f"data.tokenizer={other}", f"data.files=[{data}]"))
+    assert line.startswith("data.tokenizer: gives token id ")
+    assert line.endswith("the base's vocabulary is 0..299: another model's tokenizer")
+
+
+def test_settings_that_do_not_fit_the_base_or_the_data(program, config_file):
+    config = config_file()
+    assert "tree: depth 4 is deeper than the drafter" in refused(program("--config", config, "tree=chain-4"))
+    assert "allowed are root, chain-K" in refused(program("--config", config, "tree=none"))
+    assert "batch_size: must be from 1 to the" in refused(program("--config", config, "batch_size=4000"))
+    assert "draft.hidden_state_offset" in refused(program("--config", config, "draft.hidden_state_offset=9"))
+    assert "mesh: data=64" in refused(program("--config", config, "mesh.data=64", "batch_size=64"))
+
+
+def test_output_that_cannot_be_written(program, config_file, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    line = refused(program("--config", config_file(output=str(tmp_path / "file" / "run"))))
+    assert line.startswith(f"output: cannot make the directory {tmp_path / 'file' / 'run'}")
+    assert refused(program("--config", config_file(output=str(tmp_path / "file")))).startswith("output: cannot make")
+
+
+def test_finished_run_is_exported_again_and_other_settings_are_named(program, config_file, tmp_path):
+    output, config = tmp_path / "run", config_file()
+    assert program("--config", config, "steps=2").code == 0
+    line = refused(program("--config", config, "steps=2", "optimizer.lr=0.5"))
+    assert line.startswith("output: holds a run with optimizer.lr=0.003, this one has 0.5")
+    assert "steps=2, this one has 3" in refused(program("--config", config, "steps=3"))
+
+    before = next((output / "heads").glob("*.safetensors")).read_bytes()
+    shutil.rmtree(output / "heads")
+    # What may change: how often is logged, saved and evaluated.
+    again = program("--config", config, "steps=2", "log_every=7", "checkpoint_every=3", "keep_checkpoints=1")
+    assert again.code == 0, again.err
+    assert "holds a finished run of 2 steps" in again.out
+    assert next((output / "heads").glob("*.safetensors")).read_bytes() == before
+    assert [line["step"] for line in train_lines(output)] == [1, 2]
+
+
+def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(program, config_file, settings, tmp_path):
+    """A learning rate that makes the weights infinite at the first step after the warm-up began."""
+    optimizer = {"lr": 1e38, "warmup_steps": 0, "clip_norm": None}
+    config = config_file(optimizer=optimizer, max_bad_steps=3, steps=9, checkpoint_every=1)
+    line = refused(program("--config", config))
+    assert line.startswith("max_bad_steps: the loss or gradient of the last 3 steps, up to step 4, was not finite")
+    assert "optimizer.lr" in line
+    assert str(tmp_path / "run" / "checkpoints") in line
+    found = train_lines(tmp_path / "run")
+    assert [line["bad_steps"] for line in found] == [0, 1, 2]  # the fourth line is the message
+    assert np.isfinite(found[0]["loss"])
+    assert not all(np.isfinite([line["loss"], line["grad_norm"]]).all() for line in found[1:])
+
+
+def test_heads_for_a_base_and_conversations_of_others(program, golden, settings, tmp_path):
+    """The golden base has no chat template: the run must say which to use. FastChat's conversations, as released."""
+    conversations = golden.parent / "prompts" / "fastchat_dummy_conversation.json"
+    if not conversations.is_file():
+        pytest.skip(f"no {conversations}")
+    base = golden / "base" / "mha"
+
+    data = {
+        "files": [str(conversations)],
+        "template": "vicuna",
+        "length": 64,
+        "rows": "pack",
+        "held_out": 0.1,
+        "limit": 60,
+    }
+    draft = {"heads": "hydra", "n_heads": 2, "n_layers": 2, "prefix": True}
+    changes = {"model": str(base), "data": data, "draft": draft, "steps": 3, "output": str(tmp_path / "run")}
+    config = tmp_path / "golden.yaml"
+    config.write_text(yaml.safe_dump(settings | changes))
+    line = refused(program("--config", config, "data.template=auto"))
+    assert "template" in line
+    result = program("--config", config)
+    assert result.code == 0, result.err
+    found = train_lines(tmp_path / "run")
+    assert len(found) == 3
+    assert np.isfinite([line["loss"] for line in found]).all()
+    c = json.loads((base / "config.json").read_text())
+    shape = LlamaConfig(
+        c["vocab_size"], c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"], c["num_attention_heads"],
+        c["num_key_value_heads"], c["hidden_size"] // c["num_attention_heads"], c["max_position_embeddings"],
+    )  # fmt: skip
+    drafter, _ = load_official_heads(tmp_path / "run" / "heads", shape, jnp.float32)
+    assert drafter.depth == 2
+    tensors = load_file(next((tmp_path / "run" / "heads").glob("*.safetensors")))
+    assert all(np.isfinite(tensor).all() for tensor in tensors.values())
