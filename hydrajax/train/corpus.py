@@ -1,18 +1,14 @@
-"""Text that every Python machine has: the standard library's own source, its tokenizer, and fixed training windows.
-
-Everything is a function of the files found and of the seed, so two runs on one machine see the same batches.
-"""
+"""Text that every Python machine has: the standard library's own source, and a tokenizer trained on text."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
 
 from hydrajax.errors import HydrajaxError
 
@@ -59,13 +55,6 @@ def standard_library(max_chars: int, folder: str | Path | None = None, seed: int
     return files
 
 
-def split_files(files: Sequence[SourceFile], held_out: int) -> tuple[list[SourceFile], list[SourceFile]]:
-    """``(train, held out)``: the last ``held_out`` files are never trained on. Whole files, so no text is in both."""
-    if not 0 < held_out < len(files):
-        raise HydrajaxError(f"held_out: must be between 1 and {len(files) - 1} of {len(files)} files, found {held_out}")
-    return list(files[:-held_out]), list(files[-held_out:])
-
-
 def train_tokenizer(texts: Sequence[str], vocab_size: int):
     """A byte-level BPE (a transformers ``PreTrainedTokenizerFast``) of ``vocab_size`` ids; id 0 is `END_OF_TEXT`.
 
@@ -89,27 +78,3 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int):
     bpe.train_from_iterator(texts, trainer)
     # Code has spaces before commas and dots that must survive decoding.
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)
-
-
-def pack(documents: Sequence[Sequence[int]], window: int, end_id: int) -> Int[np.ndarray, "n window"]:
-    """All documents, each closed by ``end_id``, in one stream cut into int32 windows; the short rest is dropped."""
-    stream = np.concatenate([np.asarray([*ids, end_id], np.int32) for ids in documents])
-    n_windows = len(stream) // window
-    if n_windows == 0:
-        raise HydrajaxError(f"window: {window} tokens are more than the {len(stream)} of the whole text")
-    return stream[: n_windows * window].reshape(n_windows, window)
-
-
-def batches(
-    windows: Int[np.ndarray, "n window"], batch_size: int, steps: int, seed: int
-) -> Iterator[Int[np.ndarray, "B window"]]:
-    """``steps`` batches of distinct windows, newly shuffled in every epoch; the short end of an epoch is dropped."""
-    if not 0 < batch_size <= len(windows):
-        raise HydrajaxError(f"batch_size: must be between 1 and {len(windows)} windows, found {batch_size}")
-    random = np.random.default_rng(seed)
-    per_epoch = len(windows) // batch_size
-    for step in range(steps):
-        if step % per_epoch == 0:
-            order = random.permutation(len(windows))
-        start = step % per_epoch * batch_size
-        yield windows[order[start : start + batch_size]]

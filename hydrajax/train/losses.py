@@ -97,23 +97,6 @@ def targets(
     return ahead, counts
 
 
-def masked_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """The mean of ``values`` where ``mask`` holds; 0 where it holds nowhere."""
-    return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
-
-
-def next_token_loss(
-    logits: Float[Array, "B T V"], labels: Int[Array, "B T"], shift: int | Array = 1
-) -> Float[Array, ""]:
-    """Cross entropy of the logits at position t against the token at t + ``shift``, unchunked.
-
-    ``labels`` are the token ids, `IGNORED` where a token is not to be predicted.
-    """
-    tokens, counts = targets(labels, shift)
-    logits = logits.astype(jnp.float32)
-    return masked_mean(jax.nn.logsumexp(logits, axis=-1) - _chosen(logits, tokens, counts), counts)
-
-
 def language_model_loss(
     model: Llama,
     base_params: Any,

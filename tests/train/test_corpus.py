@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from hydrajax.errors import HydrajaxError
@@ -53,40 +52,12 @@ def test_a_folder_without_source_is_refused(tmp_path):
         corpus.standard_library(1000, tmp_path)
 
 
-def test_split_is_disjoint_and_complete(library):
-    files = corpus.standard_library(10**6, library)
-    train, held_out = corpus.split_files(files, 1)
-    assert train + held_out == files
-    assert len(held_out) == 1
-    with pytest.raises(HydrajaxError, match="held_out: must be between 1 and 3 of 4 files, found 4"):
-        corpus.split_files(files, 4)
-
-
-def test_tokenizer_gives_text_back_and_pack_keeps_every_document(library):
+def test_tokenizer_gives_text_back(library):
     texts = [file.text for file in corpus.standard_library(10**6, library)]
     tokenizer = corpus.train_tokenizer(texts, 300)
     assert len(tokenizer) <= 300
     documents = [tokenizer.encode(text) for text in texts]
     for text, ids in zip(texts, documents, strict=True):
         assert tokenizer.decode(ids) == text
-    windows = corpus.pack(documents, 16, tokenizer.eos_token_id)
-    assert windows.shape[1] == 16
-    stream = [token for ids in documents for token in [*ids, tokenizer.eos_token_id]]
-    assert windows.reshape(-1).tolist() == stream[: windows.size]
-    assert len(stream) - windows.size < 16
     with pytest.raises(HydrajaxError, match="vocab_size: must be at least 257"):
         corpus.train_tokenizer(texts, 100)
-    with pytest.raises(HydrajaxError, match="window: 1000000 tokens are more than"):
-        corpus.pack(documents, 10**6, 0)
-
-
-def test_batches_visit_every_window_once_an_epoch_and_repeat_by_seed():
-    windows = np.arange(12)[:, None] * np.ones((1, 3), np.int32)
-    epochs = np.concatenate([batch[:, 0] for batch in corpus.batches(windows, 4, 6, seed=5)]).reshape(2, 12)
-    for epoch in epochs:
-        assert sorted(epoch.tolist()) == list(range(12))
-    assert epochs[0].tolist() != epochs[1].tolist()
-    again = np.concatenate([batch[:, 0] for batch in corpus.batches(windows, 4, 6, seed=5)])
-    np.testing.assert_array_equal(epochs.reshape(-1), again)
-    with pytest.raises(HydrajaxError, match="batch_size: must be between 1 and 12 windows, found 13"):
-        next(corpus.batches(windows, 13, 1, seed=0))

@@ -34,8 +34,6 @@ from hydrajax.train.losses import (
     head_counts,
     input_noise,
     language_model_loss,
-    masked_mean,
-    next_token_loss,
     targets,
 )
 
@@ -203,8 +201,6 @@ def test_ignored_targets_do_not_count(base, example):
 def test_no_target_at_all_is_zero_and_not_nan(base, example):
     features, hidden, batch = example
     labels = np.full_like(batch["labels"], IGNORED)
-    assert float(next_token_loss(jnp.ones((1, 5, 3)), jnp.full((1, 5), IGNORED))) == 0.0
-    assert float(masked_mean(jnp.ones(3), jnp.zeros(3, bool))) == 0.0
     drafter = MedusaHeads(1, WIDTH, VOCAB)
     rows = {"tokens": batch["tokens"], "labels": labels}
     loss = quick_jit(lambda params: draft_loss(Objective(**MIXED), drafter, params, features, hidden, rows, base))
