@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import jax
 import pytest
@@ -57,8 +58,8 @@ def no_compilation(monkeypatch):
 
 
 def figure(text: str, label: str) -> float:
-    (line,) = [line for line in text.splitlines() if line.strip().startswith(label + " ")]
-    return float(line.split()[-1])
+    (number,) = re.findall(rf"^ *{label} +([\d.]+)$", text, re.MULTILINE)
+    return float(number)
 
 
 def test_counts_of_vicuna_7b(no_compilation, dry_run):
