@@ -349,7 +349,12 @@ def test_a_real_ctrl_c(base, prompts, tmp_path):
     folder.mkdir()
     file = prompts(*[{"prompt_ids": [5]}] * 20_000)
     args = ("generate", "--base", base, "--prompts", file, "--max-new-tokens", 120, "--output", folder / "out.jsonl")
-    process = start(*args)
+    # A shell starts background jobs with Ctrl-C ignored, and children inherit that: as in the foreground, whoever runs us.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        process = start(*args)
+    finally:
+        signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 120
     while not any(path.stat().st_size for path in folder.iterdir()):  # until the first result is in the temporary file
         assert process.poll() is None, process.communicate()
