@@ -349,7 +349,7 @@ def test_a_real_ctrl_c(base, prompts, tmp_path):
     folder.mkdir()
     file = prompts(*[{"prompt_ids": [5]}] * 20_000)
     args = ("generate", "--base", base, "--prompts", file, "--max-new-tokens", 120, "--output", folder / "out.jsonl")
-    # A shell starts background jobs with Ctrl-C ignored, and children inherit that: as in the foreground, whoever runs us.
+    # A shell starts background jobs with Ctrl-C ignored, and children inherit that: here as in the foreground.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         process = start(*args)
