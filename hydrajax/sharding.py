@@ -22,7 +22,11 @@ RULES = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"
 
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:
     """A ``data x model`` mesh over the first devices, with Auto axes (the compiler places collectives)."""
-    wanted, present = data * model, len(jax.devices())
+    wanted, present, n_processes = data * model, len(jax.devices()), jax.process_count()
+    if n_processes > 1 and wanted != present:
+        raise HydrajaxError(
+            f"mesh: data={data} x model={model} are {wanted} devices; {n_processes} processes must use all {present}"
+        )
     if data < 1 or model < 1 or wanted > present:
         raise HydrajaxError(f"mesh: data={data} x model={model} needs {wanted} devices, {present} present")
     devices = jax.devices()[:wanted]
@@ -63,4 +67,9 @@ def placer(mesh: Mesh | None) -> Callable[[np.ndarray, tuple | None], jax.Array]
     """``place(host_array, logical_axes)``: onto the mesh, each device receiving its slice, or the default device."""
     if mesh is None:
         return lambda array, _: jax.device_put(array)
-    return lambda array, axes: jax.device_put(array, sharding(mesh, array.shape, axes))
+    return lambda array, axes: distribute(array, sharding(mesh, array.shape, axes))
+
+
+def distribute(array: np.ndarray, home: NamedSharding) -> jax.Array:
+    """A host array as one on the mesh. Each process hands its own devices their slices."""
+    return jax.make_array_from_callback(array.shape, home, lambda index: array[index])

@@ -16,12 +16,13 @@ MODULES = {
 }
 
 # What each part may import besides itself; a module belongs to the longest name that fits it.
-BASICS = {"errors", "files", "config", "sharding", "trees"}
+BASICS = {"errors", "files", "config", "processes", "sharding", "trees"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "assets": {"errors"},
     "config": {"errors"},
+    "processes": {"errors"},
     "sharding": {"errors", "config"},
     "trees": {"errors", "config"},
     "models": BASICS,

@@ -2,7 +2,7 @@
 
 A checkpoint is whole or absent: orbax writes to a temporary directory and renames it. Beside orbax's ``state/`` lies
 our `RECORD` with the meta data and the size and checksum of every file: orbax alone would load an array of which a
-byte has changed. One process only.
+byte has changed. Several processes share the directory: each writes its part of the arrays, the main one the rest.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.processes import anywhere, is_main, main_does
 
 WHAT = "checkpoint"
 RECORD = "hydrajax.json"
@@ -64,7 +65,7 @@ class TrainCheckpoints:
         context.asynchronous.post_finalization_callback = lambda: self._write_record()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._remove_unfinished()
+            main_does(self._remove_unfinished)
             self._checkpointer = ocp.training.Checkpointer(
                 self.directory,
                 context=context,
@@ -178,8 +179,7 @@ class TrainCheckpoints:
     # --- one checkpoint --------------------------------------------------------------------------------------------
 
     def _restore(self, step: int, abstract_state: Any) -> tuple[Any, dict]:
-        record = self._read_record(step)
-        self._check_files(step, record["files"])
+        record = self._whole_record(step)
         wanted = _named_leaves(abstract_state)
         self._check_tree(step, record["tree"], {name: _describe(leaf) for name, leaf in wanted.items()})
         default = SingleDeviceSharding(jax.devices()[0])
@@ -195,8 +195,23 @@ class TrainCheckpoints:
             raise Damaged(_one_line(error)) from None
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [leaves[name] for name in wanted]), record["meta"]
 
+    def _whole_record(self, step: int) -> dict:
+        """The record of a checkpoint that every process can read and whose files the main one has found whole."""
+        reason = None
+        try:
+            record = self._read_record(step)
+            if is_main():
+                self._check_files(step, record["files"])
+        except Damaged as found:
+            reason = found
+        if anywhere(reason is not None):
+            raise reason or Damaged("another process cannot read it")
+        return record
+
     def _write_record(self) -> None:
         """Called by orbax's thread when every array is written, before the directory gets its final name."""
+        if not is_main():
+            return
         directory = self.directory / f"{self._saving}{UNFINISHED}"
         files = sorted(path for path in (directory / STATE).rglob("*") if path.is_file())
         listing = {str(path.relative_to(directory)): _size_and_checksum(path) for path in files}
@@ -238,7 +253,8 @@ class TrainCheckpoints:
         """After a failed save: free what it wrote (the disk may be full) and forget the step."""
         step, self._saving = self._saving, None
         self._metrics.pop(step, None)
-        self._remove_unfinished()
+        if is_main():
+            self._remove_unfinished()
         self._checkpointer.reload()
         return HydrajaxError(f"{WHAT}: saving step {step} in {self.directory} failed: {_one_line(error)}")
 
@@ -248,14 +264,19 @@ class TrainCheckpoints:
 
     def _set_damaged_aside(self) -> None:
         """Out of the way of new checkpoints, which are counted without them; nothing is deleted."""
+        if not self._damaged:
+            return
+        main_does(self._rename_damaged)
+        for step in self._damaged:
+            self._metrics.pop(step, None)
+        self._damaged.clear()
+        self._checkpointer.reload()
+
+    def _rename_damaged(self) -> None:
         for step in self._damaged:
             target = self.directory / f"{step}.damaged"
             shutil.rmtree(target, ignore_errors=True)
             (self.directory / str(step)).rename(target)
-            self._metrics.pop(step, None)
-        if self._damaged:
-            self._damaged.clear()
-            self._checkpointer.reload()
 
 
 class _Best:

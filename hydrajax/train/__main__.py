@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
+from hydrajax import processes
 from hydrajax.cli import run_command
 from hydrajax.cli.options import positive
 from hydrajax.errors import HydrajaxError
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> None:
         dry_run(config, console, args.device_memory)
         return
     start_devices(config)
+    console.quiet = not processes.is_main()
     if args.preview:
         preview(config, args.preview, console)
         return
@@ -66,10 +67,7 @@ def start_devices(config: TrainConfig) -> None:
     """Before the first array: a CPU as several devices, and several hosts where JAX's own environment names them."""
     if config.mesh.cpu_devices:
         jax.config.update("jax_num_cpu_devices", config.mesh.cpu_devices)
-    if "JAX_COORDINATOR_ADDRESS" in os.environ:
-        jax.distributed.initialize()
-    if jax.process_count() > 1:  # batches and the step are ready for it, checkpoints and evaluation are not
-        raise HydrajaxError(f"mesh: found {jax.process_count()} processes; training runs in one, on all its devices")
+    processes.start()
 
 
 def make_task(config: TrainConfig, mesh, console: Console):

@@ -11,18 +11,19 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from hydrajax.checkpoints.export import export_llama
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama import Llama, abstract_base, init_base
-from hydrajax.sharding import tree_shardings
+from hydrajax.sharding import replicated, tree_shardings
 from hydrajax.train.config import TrainConfig
 from hydrajax.train.dataset import Dataset
 from hydrajax.train.flops import forward_flops
 from hydrajax.train.forward import run_base
 from hydrajax.train.losses import language_model_loss, targets
-from hydrajax.train.step import Batch
+from hydrajax.train.step import Batch, batch_placer
 
 
 @dataclass(frozen=True)
@@ -64,19 +65,23 @@ class BaseTask:
         self.abstract_params = nn.unbox(boxed)
         self.param_shardings = tree_shardings(mesh, boxed)
         self._init = jax.jit(lambda rng: scaled_init(master, rng), out_shardings=self.param_shardings)
-        self._evaluate = jax.jit(lambda params, batch: self.loss(params, (), batch, 1, None)[0])
+        self._place = batch_placer(mesh)
+        self._nats_and_count = jax.jit(
+            lambda params, batch: (self.loss(params, (), batch, 1, None)[0], self.loss.totals(batch)),
+            out_shardings=replicated(mesh),
+        )
         # Forward, and twice as much backward.
         self.flops_per_token = 3 * forward_flops(config.scratch, self.abstract_params, config.data.length)
 
     def init_params(self, rng):
         return self._init(rng)
 
-    def evaluate(self, params, batches: Iterable[Batch]) -> dict[str, Any]:
+    def evaluate(self, params, batches: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
         """Held-out ``loss`` (nats per token) and ``bits_per_byte``, which does not depend on the tokenizer."""
         nats = count = 0
         for batch in batches:
-            nats += float(self._evaluate(params, batch))
-            count += int(self.loss.totals(batch))
+            more = jax.device_get(self._nats_and_count(params, self._place(batch)))
+            nats, count = nats + float(more[0]), count + int(more[1])
         loss = nats / max(count, 1)
         report = {"loss": loss}
         if self.dataset.bytes_per_token:

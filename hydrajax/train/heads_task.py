@@ -11,6 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from hydrajax.checkpoints.export import export_heads
@@ -22,14 +23,14 @@ from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama import Llama, abstract_base
-from hydrajax.sharding import tree_shardings
+from hydrajax.sharding import distribute, replicated, tree_shardings
 from hydrajax.train.config import DraftConfig, TrainConfig
 from hydrajax.train.dataset import Dataset
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
 from hydrajax.train.forward import run_base
 from hydrajax.train.losses import Objective, draft_loss, head_counts
 from hydrajax.train.simulate import Tally, head_ranks
-from hydrajax.train.step import Batch
+from hydrajax.train.step import Batch, batch_placer
 from hydrajax.trees import TreeTopology, presets
 
 TOP_K = 5  # head accuracies are reported for the first 1 .. TOP_K guesses
@@ -75,9 +76,7 @@ class HeadsLoss:
         base = BoundBase(self.model, frozen)
         features, hidden = self.features(frozen, batch)
         params = jax.tree.map(lambda x: x.astype(self.model.dtype), params)
-        loss, parts = draft_loss(
-            self.objective, self.drafter, params, features, hidden, batch, base, rng, totals
-        )  # fmt: skip
+        loss, parts = draft_loss(self.objective, self.drafter, params, features, hidden, batch, base, rng, totals)
         return loss, {name: value for name, value in parts._asdict().items() if self.reports(name)}
 
     def features(self, frozen, batch: Batch):
@@ -107,7 +106,7 @@ class HeadsTask:
         self.config, self.dataset, self.model, self.mesh = config, dataset, model, mesh
         self.extras = extras or {}
         drafter = make_drafter(config.draft, model.config, config.dtype)
-        self.drafter, self.master = drafter, with_dtype(drafter, jnp.float32)
+        self.drafter, self.master = drafter, replace_in_heads(drafter, dtype=jnp.dtype(jnp.float32))
         self.tree = tree_for(config.tree, drafter, model.config.vocab_size)
         self.loss = HeadsLoss(model, drafter, config.objective)
         boxed_base = abstract_base(model)
@@ -116,7 +115,8 @@ class HeadsTask:
         self.abstract_params = nn.unbox(boxed)
         self.param_shardings = tree_shardings(mesh, boxed)
         self.flops_per_token = self._flops(nn.unbox(boxed_base))
-        self._ranks = jax.jit(self._rank_heads)
+        self._place = batch_placer(mesh)
+        self._ranks = jax.jit(self._rank_heads, out_shardings=replicated(mesh))
 
     def _flops(self, base_params) -> float:
         """The base forward (not its lm head, if nobody asks what it says) and the heads forward and twice back."""
@@ -136,9 +136,9 @@ class HeadsTask:
 
     def _start_from(self, directory: str):
         found, params = load_official_heads(directory, self.model.config, jnp.float32)
-        if undropped(found) != undropped(self.master):
+        if found != replace_in_heads(self.master, dropout=0.0):
             raise HydrajaxError(f"draft.init: the heads in {directory} are {found}, the settings ask for {self.master}")
-        return jax.tree.map(jax.device_put, params, self.param_shardings)
+        return jax.tree.map(lambda x, home: distribute(np.asarray(x), home), params, self.param_shardings)
 
     def _rank_heads(self, params, frozen, batch: Batch):
         features, _ = self.loss.features(frozen, batch)
@@ -147,12 +147,12 @@ class HeadsTask:
             self.drafter, params, features, batch, BoundBase(self.model, frozen), self.config.objective.chunk_tokens
         )
 
-    def evaluate(self, params, batches: Iterable[Batch]) -> dict[str, Any]:
+    def evaluate(self, params, batches: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
         """Held-out ``tokens_per_step`` as `Tally` simulates it, and ``top1`` ... ``top5`` accuracies per head."""
         tally = Tally(self.tree, self.drafter.depth, TOP_K)
         for batch in batches:
-            host = {name: jax.device_get(batch[name]) for name in ("labels", "segments") if name in batch}
-            tally.add(jax.device_get(self._ranks(params, self.frozen, batch)), host["labels"], host.get("segments"))
+            ranks = jax.device_get(self._ranks(params, self.frozen, self._place(batch)))
+            tally.add(ranks, batch["labels"], batch.get("segments"))
         return tally.report()
 
     def note(self, metrics: dict[str, Any]) -> str:
@@ -169,17 +169,11 @@ class HeadsTask:
         return f"--draft {target}"
 
 
-def with_dtype(drafter: Drafter, dtype) -> Drafter:
+def replace_in_heads(drafter: Drafter, **changes) -> Drafter:
+    """`dataclasses.replace`, of the heads behind a prefix layer."""
     if isinstance(drafter, WithPrefix):
-        return dataclasses.replace(drafter, heads=with_dtype(drafter.heads, dtype))
-    return dataclasses.replace(drafter, dtype=jnp.dtype(dtype))
-
-
-def undropped(drafter: Drafter) -> Drafter:
-    """The drafter as it decodes."""
-    if isinstance(drafter, WithPrefix):
-        return dataclasses.replace(drafter, heads=undropped(drafter.heads))
-    return dataclasses.replace(drafter, dropout=0.0)
+        return dataclasses.replace(drafter, heads=replace_in_heads(drafter.heads, **changes))
+    return dataclasses.replace(drafter, **changes)
 
 
 def abstract_draft(drafter: Drafter, model: Llama):

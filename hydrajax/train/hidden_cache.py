@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -20,7 +19,7 @@ from hydrajax.models.llama import Llama
 from hydrajax.sharding import replicated
 from hydrajax.train.config import TrainConfig
 from hydrajax.train.forward import run_base
-from hydrajax.train.rows import Rows
+from hydrajax.train.rows import Rows, digest
 from hydrajax.train.step import batch_sharding
 
 FILE, RECORD = "hidden.bin", "hidden.json"
@@ -37,6 +36,8 @@ def hidden_states(
     limit = config.data.hidden_cache_gb
     if not limit:
         return {}
+    if jax.process_count() > 1:
+        raise HydrajaxError("data.hidden_cache_gb: the cache is for one process; set it to 0 with several")
     if config.draft.hidden_state_offset:
         raise HydrajaxError("data.hidden_cache_gb: the cache holds the base's last hidden states, but "
                             f"draft.hidden_state_offset is {config.draft.hidden_state_offset}")  # fmt: skip
@@ -93,9 +94,5 @@ def write(path: Path, dtype: np.dtype, config: TrainConfig, model: Llama, base_p
 
 def fingerprint(rows: Rows, base_params) -> str:
     """Of the tokens, and of the base by a sample of every tensor."""
-    digest = hashlib.sha256(rows.tokens.tobytes())
-    if rows.segments is not None:
-        digest.update(rows.segments.tobytes())
-    for leaf in jax.tree.leaves(base_params):
-        digest.update(np.asarray(jnp.ravel(leaf)[:64].astype(jnp.float32)).tobytes())
-    return digest.hexdigest()
+    samples = [np.asarray(jnp.ravel(leaf)[:64].astype(jnp.float32)) for leaf in jax.tree.leaves(base_params)]
+    return digest(rows.tokens, rows.segments, *samples)

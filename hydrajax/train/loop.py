@@ -7,11 +7,11 @@ killed and started again does exactly what it would have done.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,24 +22,27 @@ from rich.console import Console
 
 from hydrajax.checkpoints.native import TrainCheckpoints
 from hydrajax.errors import HydrajaxError
+from hydrajax.processes import anywhere, is_main, main_does, same_everywhere, to_host
 from hydrajax.sharding import replicated
 from hydrajax.train.config import TrainConfig
 from hydrajax.train.dataset import Dataset
 from hydrajax.train.feed import Feed
 from hydrajax.train.flops import peak_flops
 from hydrajax.train.losses import IGNORED
-from hydrajax.train.metrics import Metrics
+from hydrajax.train.metrics import Metrics, Silent
 from hydrajax.train.optimizer import learning_rate, make_optimizer
-from hydrajax.train.rows import Rows
+from hydrajax.train.rows import Rows, digest
 from hydrajax.train.step import (
-    Batch,
     Loss,
     abstract_state,
-    batch_sharding,
+    batch_placer,
     init_state,
     make_train_step,
     state_shardings,
 )
+
+
+HostBatch = dict[str, np.ndarray]
 
 
 class Task(Protocol):
@@ -63,7 +66,7 @@ class Task(Protocol):
 
     def init_params(self, rng) -> Any: ...
 
-    def evaluate(self, params, batches: Iterator[Batch]) -> dict[str, Any]: ...
+    def evaluate(self, params, batches: Iterator[HostBatch]) -> dict[str, Any]: ...
 
     def note(self, metrics: dict[str, Any]) -> str:
         """What the progress bar shows beside the loss."""
@@ -103,9 +106,12 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
     schedule = learning_rate(config.optimizer, steps)
     shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
     step_fn = make_train_step(task.loss, optimizer, config.accumulation, shardings, task.frozen_shardings)
-    rng = jax.device_put(jax.random.key(config.seed), replicated(mesh))
-    place = placer(mesh)
-    fingerprint = settings_of(config) | {"rows": fingerprint_of(rows)}
+    rng = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(config.seed)
+    place = batch_placer(mesh)
+    content = digest(*rows)  # the same settings may name files that have changed
+    fingerprint = settings_of(config) | {"rows": content[:16]}
+    if not same_everywhere(bytes.fromhex(content)):
+        raise HydrajaxError("data: the processes read different training data")
 
     with (
         TrainCheckpoints(
@@ -125,7 +131,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
             console.print(f"{output} holds a finished run of {steps} steps; name another output to train anew")
         meter = Meter(task.flops_per_token, rows.tokens.shape[1] * config.batch_size, mesh)
         with (
-            Metrics(output, start, steps, console) as metrics,
+            Metrics(output, start, steps, console) if is_main() else Silent() as metrics,
             Feed(
                 rows, config.batch_size, start, steps, seed=config.seed, place=place, extras=task.extras,
                 depth=config.data.prefetch,
@@ -136,7 +142,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
                 if task.dataset.held_out is None:
                     return None
                 with meter.paused():
-                    batches = eval_batches(task.dataset.held_out, config.batch_size, config.eval_rows, place)
+                    batches = eval_batches(task.dataset.held_out, config.batch_size, config.eval_rows)
                     report = task.evaluate(state.params, batches)
                 metrics.log(step, "eval", report)
                 metrics.say(f"step {step}: held-out " + ", ".join(f"{k} {_short(v)}" for k, v in report.items()))
@@ -166,14 +172,17 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
                 if done % config.checkpoint_every == 0 or done == steps or metric is not None:
                     save(done, metric)
                     saved = done
-                if interrupts.requested:
+                if interrupts.agreed(done % config.log_every == 0):
                     if saved != done:
                         save(done, None, wait=True)
                     checkpoints.wait()
                     metrics.say(f"stopped at step {done} of {steps}; the same command resumes there")
                     return False
             checkpoints.wait()
-    console.print(f"finished {steps} steps: {task.export(output, state.params)}", soft_wrap=True)
+    params = to_host(state.params)
+    main_does(
+        lambda: console.print(f"finished {steps} steps: {task.export(output, params)}", soft_wrap=True)
+    )
     return True
 
 
@@ -199,13 +208,6 @@ def settings_of(config: TrainConfig) -> dict:
     return json.loads(json.dumps(raw))
 
 
-def fingerprint_of(rows: Rows) -> str:
-    """A short hash of the training rows: the same settings may name files that have changed."""
-    digest = hashlib.sha256(rows.tokens.tobytes())
-    digest.update(rows.labels.tobytes())
-    return digest.hexdigest()[:16]
-
-
 def check_settings(meta: dict, wanted: dict) -> None:
     """Refuse to go on with a run that was begun with other settings."""
     found = meta.get("settings", {})
@@ -225,20 +227,7 @@ def _flat(raw: dict, prefix: str = "") -> dict:
     return flat
 
 
-def placer(mesh: Mesh) -> Callable[[dict[str, np.ndarray]], Batch]:
-    """Puts a batch on the mesh; with several hosts, each gives its devices their rows."""
-    rows = batch_sharding(mesh)
-
-    def place(batch):
-        return {
-            name: jax.make_array_from_callback(array.shape, rows, lambda index, array=array: array[index])
-            for name, array in batch.items()
-        }
-
-    return place
-
-
-def eval_batches(rows: Rows, batch_size: int, limit: int, place) -> Iterator[Batch]:
+def eval_batches(rows: Rows, batch_size: int, limit: int) -> Iterator[HostBatch]:
     """The first ``limit`` rows in batches of one shape; the last is filled up with rows in which nothing counts."""
     for start in range(0, min(limit, len(rows.tokens)), batch_size):
         batch = {}
@@ -247,7 +236,7 @@ def eval_batches(rows: Rows, batch_size: int, limit: int, place) -> Iterator[Bat
                 part = array[start : min(start + batch_size, limit)]
                 empty = IGNORED if name == "labels" else 0
                 batch[name] = np.pad(part, ((0, batch_size - len(part)), (0, 0)), constant_values=empty)
-        yield place(batch)
+        yield batch
 
 
 def _short(value) -> str:
@@ -278,20 +267,12 @@ class Meter:
         report = {"tokens_per_second": rate, "tflops_per_second": rate * self._flops / 1e12}
         return report | ({"mfu": rate * self._flops / self._peak} if self._peak else {})
 
-    def paused(self):
-        return _Pause(self)
-
-
-class _Pause:
-    def __init__(self, meter: Meter):
-        self._meter = meter
-
-    def __enter__(self):
-        self._at = time.perf_counter()
-
-    def __exit__(self, *_):
-        if self._meter._began is not None:
-            self._meter._began += time.perf_counter() - self._at
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        at = time.perf_counter()
+        yield
+        if self._began is not None:
+            self._began += time.perf_counter() - at
 
 
 class Interrupts:
@@ -300,6 +281,10 @@ class Interrupts:
     def __init__(self):
         self.requested = False
         self._before: dict[int, Any] = {}
+
+    def agreed(self, meeting: bool) -> bool:
+        """Whether to stop now, in every process; several ask each other only at a ``meeting``, for it costs them time."""
+        return self.requested if jax.process_count() == 1 else meeting and anywhere(self.requested)
 
     def _handle(self, number, frame) -> None:
         if self.requested and number == signal.SIGINT:

@@ -89,6 +89,21 @@ class Metrics:
             raise HydrajaxError(f"output: cannot write {self._path}: {error.strerror}") from None
 
 
+class Silent:
+    """`Metrics` of a process that leaves them to the main one."""
+
+    def log(self, *_) -> None: ...
+
+    def progress(self, *_) -> None: ...
+
+    def say(self, *_) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None: ...
+
+
 def read_metrics(path: str | Path) -> list[dict]:
     """The lines of a ``metrics.jsonl``; none if there is no such file, and not a last line that was cut off."""
     lines = []

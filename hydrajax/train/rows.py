@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -36,6 +37,15 @@ class Rows(NamedTuple):
     tokens: Int[np.ndarray, "n T"]
     labels: Int[np.ndarray, "n T"]
     segments: Int[np.ndarray, "n T"] | None
+
+
+def digest(*arrays: np.ndarray | None) -> str:
+    """SHA-256 of the arrays' bytes, in hexadecimal; None counts as nothing."""
+    found = hashlib.sha256()
+    for array in arrays:
+        if array is not None:
+            found.update(np.ascontiguousarray(array))
+    return found.hexdigest()
 
 
 def all_targets(ids: Sequence[int]) -> Document:

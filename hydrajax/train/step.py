@@ -7,11 +7,12 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from hydrajax.sharding import replicated
+from hydrajax.sharding import distribute, replicated
 
 Batch = dict[str, Any]  # arrays with a leading batch axis
 
@@ -44,8 +45,8 @@ class Loss(Protocol):
 def init_state(params, optimizer: optax.GradientTransformation, shardings: TrainState) -> TrainState:
     """The state before the first step. Moments are born sharded: a plain ``jit(optimizer.init)`` replicates them."""
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
-    zero = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
-    return TrainState(params, opt_state, zero, zero + 0)
+    zero = np.zeros((), np.int32)
+    return TrainState(params, opt_state, distribute(zero, shardings.step), distribute(zero, shardings.bad_steps))
 
 
 def abstract_state(params, optimizer: optax.GradientTransformation, shardings: TrainState) -> TrainState:
@@ -76,6 +77,12 @@ def state_shardings(mesh: Mesh, params, param_shardings, optimizer: optax.Gradie
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows of a batch over the ``data`` axis."""
     return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def batch_placer(mesh: Mesh) -> Callable[[dict[str, np.ndarray]], Batch]:
+    """Puts a batch of host arrays, whole in every process, on the mesh."""
+    rows = batch_sharding(mesh)
+    return lambda batch: {name: distribute(array, rows) for name, array in batch.items()}
 
 
 def make_train_step(
@@ -122,10 +129,9 @@ def make_train_step(
         return TrainState(params, opt_state, state.step + 1, bad_steps), metrics
 
     everywhere = shardings.step
-    rows = NamedSharding(everywhere.mesh, PartitionSpec("data"))
     return jax.jit(
         step,
-        in_shardings=(shardings, frozen_shardings, rows, everywhere),
+        in_shardings=(shardings, frozen_shardings, batch_sharding(everywhere.mesh), everywhere),
         out_shardings=(shardings, everywhere),
         donate_argnums=0,
     )

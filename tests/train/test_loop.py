@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import os
+import functools
 import random
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from runs import finish, heads_file, start, wait_for_step, without_clock
 from safetensors.numpy import load_file
 
-PROJECT = Path(__file__).resolve().parents[2]
+from hydrajax.train.metrics import read_metrics
+
 STEPS = 60
-CLOCK = {"tokens_per_second", "tflops_per_second"}  # what differs from run to run
 TWO_DEVICES = ("mesh.data=2", "mesh.cpu_devices=2")
 
 
 @pytest.fixture(scope="module")
 def launch(settings, tmp_path_factory):
     """``launch(output, *overrides) -> Popen`` of the training program; checkpoints are frequent and of odd steps."""
-    folder = tmp_path_factory.mktemp("runs")
-    config = folder / "run.yaml"
+    config = tmp_path_factory.mktemp("runs") / "run.yaml"
     changes = {"steps": STEPS, "checkpoint_every": 5, "eval_every": 16}
     config.write_text(yaml.safe_dump(settings | changes | {"output": "given below"}))
-    environment = os.environ | {
-        "XDG_CACHE_HOME": str(folder / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # the second process need not compile
-    }
-
-    def launch(output: Path, *overrides: str, **options) -> subprocess.Popen:
-        command = [sys.executable, "-m", "hydrajax.train", "--config", str(config), f"output={output}", *overrides]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, cwd=PROJECT, env=environment, **pipes, **options)
-
-    return launch
+    return functools.partial(start, config)
 
 
 @pytest.fixture(scope="module")
@@ -50,38 +37,8 @@ def uninterrupted(launch, tmp_path_factory) -> Path:
     return output
 
 
-def finish(process: subprocess.Popen, code: int = 0) -> str:
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == code, err
-    return out if code == 0 else err
-
-
-def lines_of(output: Path) -> list[dict]:
-    path = output / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def wait_for_step(process: subprocess.Popen, output: Path, step: int) -> None:
-    """Until this process has logged the step: what an earlier one had logged beyond its checkpoint is dropped first."""
-    until = time.monotonic() + 600
-    while not any(line["step"] >= step for line in lines_of(output)):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
-def heads_file(output: Path) -> Path:
-    (path,) = (output / "heads").glob("*.safetensors")
-    return path
-
-
-def without_clock(lines: list[dict]) -> list[dict]:
-    return [{name: value for name, value in line.items() if name not in CLOCK} for line in lines]
-
-
 def test_metrics_of_an_uninterrupted_run(uninterrupted):
-    lines = lines_of(uninterrupted)
+    lines = read_metrics(uninterrupted / "metrics.jsonl")
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, STEPS + 1))
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 16, 32, 48, STEPS]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
@@ -98,7 +55,7 @@ def test_killed_and_stopped_run_ends_bitwise_where_the_uninterrupted_one_ends(la
     wait_for_step(killed, output, kill_at)
     killed.kill()
     finish(killed, -signal.SIGKILL)
-    reached = max(line["step"] for line in lines_of(output))
+    reached = max(line["step"] for line in read_metrics(output / "metrics.jsonl"))
     assert reached < STEPS, f"killed at {kill_at}, too late"
 
     stopped = launch(output)
@@ -109,13 +66,13 @@ def test_killed_and_stopped_run_ends_bitwise_where_the_uninterrupted_one_ends(la
     assert message.endswith(f" of {STEPS}; the same command resumes there")
     stopped_at = int(message.split()[3])
     assert stop_at <= stopped_at < STEPS, "stopped too late"
-    assert max(line["step"] for line in lines_of(output)) == stopped_at
+    assert max(line["step"] for line in read_metrics(output / "metrics.jsonl")) == stopped_at
 
     out = finish(launch(output))
     assert f"resumed at step {stopped_at} of {STEPS}" in out  # no step that was done is done again
     assert heads_file(output).read_bytes() == heads_file(uninterrupted).read_bytes(), (kill_at, stop_at)
     # No line twice, none missing, and the same figures: losses, gradients, evaluations.
-    assert without_clock(lines_of(output)) == without_clock(lines_of(uninterrupted))
+    assert without_clock(output) == without_clock(uninterrupted)
 
 
 def test_run_resumed_on_another_mesh_ends_there_within_rounding(launch, uninterrupted, tmp_path):

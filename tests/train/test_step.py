@@ -32,10 +32,9 @@ from hydrajax.models.llama import Llama, init_base, abstract_base
 from hydrajax.sharding import make_mesh, tree_shardings
 from hydrajax.train.config import DataConfig, DraftConfig, OptimizerConfig, TrainConfig
 from hydrajax.train.heads_task import HeadsTask
-from hydrajax.train.loop import placer
 from hydrajax.train.losses import Objective
 from hydrajax.train.optimizer import make_optimizer
-from hydrajax.train.step import init_state, make_train_step, state_shardings
+from hydrajax.train.step import batch_placer, init_state, make_train_step, state_shardings
 
 FOLDER = sys.argv[1]
 SHAPE = LlamaConfig(64, 32, 64, n_layers=1, n_heads=8, n_kv_heads=8, head_dim=4, max_positions=64)
@@ -93,7 +92,7 @@ def run(name, mesh, n_batches, **changes):
     state = init_state(params, optimizer, shardings)
     base_before = jax.tree.map(np.asarray, task.frozen)
     step = make_train_step(task.loss, optimizer, config.accumulation, shardings, task.frozen_shardings)
-    place, rng = placer(mesh), jax.device_put(jax.random.key(7), shardings.step)
+    place, rng = batch_placer(mesh), jax.device_put(jax.random.key(7), shardings.step)
     history, arrays = [], {}
     for i, batch in enumerate(batches[:n_batches]):
         state, metrics = step(state, task.frozen, place(batch), rng)

@@ -1,0 +1,51 @@
+"""The training program in processes of its own, and what it leaves behind; shared by the tests that interrupt it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hydrajax.train.metrics import read_metrics
+
+PROJECT = Path(__file__).resolve().parents[2]
+CLOCK = {"tokens_per_second", "tflops_per_second"}  # what differs from run to run
+
+
+def start(config: Path, output: Path, *overrides: str, **environment: str) -> subprocess.Popen:
+    """``python -m hydrajax.train``; compiled programs are kept beside the config, so that a second process finds them."""
+    command = [sys.executable, "-m", "hydrajax.train", "--config", str(config), f"output={output}", *overrides]
+    environment |= {
+        "XDG_CACHE_HOME": str(config.parent / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=PROJECT, env=os.environ | environment, **pipes)
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> str:
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == code, err
+    return out if code == 0 else err
+
+
+def wait_for_step(process: subprocess.Popen, output: Path, step: int) -> None:
+    """Until this process has logged the step: what an earlier one had logged beyond its checkpoint is dropped first."""
+    until = time.monotonic() + 600
+    while not any(line["step"] >= step for line in read_metrics(output / "metrics.jsonl")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def heads_file(output: Path) -> Path:
+    (path,) = (output / "heads").glob("*.safetensors")
+    return path
+
+
+def without_clock(output: Path) -> list[dict]:
+    """The lines of its metrics that two equal runs have in common."""
+    lines = read_metrics(output / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if name not in CLOCK} for line in lines]

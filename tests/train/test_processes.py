@@ -1,0 +1,101 @@
+"""Training by several processes, which meet through `jax.distributed`: two on this machine, of two CPU devices each."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from runs import finish, heads_file, start, wait_for_step, without_clock
+
+STEPS = 24
+MESH = {"data": 2, "model": 2}  # the model axis lies within a process, the data axis between the two
+
+
+@pytest.fixture(scope="module")
+def launch(settings, tmp_path_factory):
+    """``launch(output, n_processes, *overrides) -> [Popen]``: the same command, in one process or in several."""
+    config = tmp_path_factory.mktemp("processes") / "run.yaml"
+    changes = {"steps": STEPS, "checkpoint_every": 5, "eval_every": 8, "log_every": 2, "output": "given below"}
+    config.write_text(yaml.safe_dump(settings | changes))
+
+    def launch(output: Path, n_processes: int, *overrides: str) -> list[subprocess.Popen]:
+        mesh = MESH | {"cpu_devices": 4 // n_processes}
+        overrides = (*(f"mesh.{name}={value}" for name, value in mesh.items()), *overrides)
+        if n_processes == 1:
+            return [start(config, output, *overrides)]
+        meeting = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(n_processes)}
+        return [start(config, output, *overrides, **meeting, JAX_PROCESS_ID=str(i)) for i in range(n_processes)]
+
+    return launch
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def two(launch, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("two")
+    main, other = launch(output, 2)
+    assert f"finished {STEPS} steps: --draft {output / 'heads'}" in finish(main)
+    said = [line for line in finish(other).splitlines() if not line.startswith("[Gloo]")]  # XLA's own
+    assert said == []  # what there is to say is said once
+    return output
+
+
+def test_two_processes_train_what_one_trains(two, launch, tmp_path):
+    (process,) = launch(tmp_path / "one", 1)
+    finish(process)
+    one = tmp_path / "one"
+    found, expected = (without_clock(output) for output in (two, one))
+    assert [(line["step"], line["kind"]) for line in found] == [(line["step"], line["kind"]) for line in expected]
+    for line, wanted in zip(found, expected, strict=True):
+        for name in wanted.keys() - {"kind"}:
+            np.testing.assert_allclose(line[name], wanted[name], rtol=1e-3, err_msg=f"{wanted['step']} {name}")
+    found, expected = load_file(heads_file(two)), load_file(heads_file(one))
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+def test_stopping_either_process_stops_both_and_they_resume(two, launch, tmp_path):
+    output = tmp_path / "run"
+    main, other = launch(output, 2)
+    wait_for_step(main, output, 6)
+    other.send_signal(signal.SIGTERM)
+    out = finish(main)
+    finish(other)
+    (line,) = [line for line in out.splitlines() if line.startswith("stopped at step ")]
+    stopped_at = int(line.split()[3])
+    assert 6 <= stopped_at < STEPS, line
+
+    # The newest checkpoint loses a byte: both must go back to the same one before it.
+    (damaged,) = [path for path in (output / "checkpoints" / str(stopped_at) / "state").rglob("d/*")][:1]
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    main, other = launch(output, 2)
+    out = finish(main)
+    finish(other)
+    assert f"step {stopped_at} is damaged: " in out
+    assert "resumed at step " in out
+    assert heads_file(output).read_bytes() == heads_file(two).read_bytes()
+    assert without_clock(output) == without_clock(two)
+
+
+def test_what_several_processes_cannot_do_is_refused_by_all(launch, tmp_path):
+    for override, message in {
+        "data.hidden_cache_gb=1": "data.hidden_cache_gb: the cache is for one process; set it to 0 with several",
+        "mesh.data=1": "mesh: data=1 x model=2 are 2 devices; 2 processes must use all 4",
+    }.items():
+        for process in launch(tmp_path / "run", 2, override):
+            assert f"hydrajax: {message}" in finish(process, 2)
