@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-import hydrajax
+from hydrajax import assets
 from hydrajax.checkpoints.export import export_heads
 from hydrajax.checkpoints.llama_hf import load_llama
 from hydrajax.checkpoints.official_heads import load_official_heads
@@ -24,7 +24,6 @@ from hydrajax.train import dataset
 from hydrajax.train.config import load_config
 
 CONFIGS = Path(__file__).parent / "configs" / "shipped"
-ASSETS = Path(hydrajax.__file__).parent / "assets"
 MOST_BYTES = 40_000_000
 LICENCE = (
     "Trained on the source of CPython's standard library (tests excluded), Copyright (c) 2001 Python Software "
@@ -35,22 +34,27 @@ LICENCE = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, default=Path("runs/shipped"))
-    parser.add_argument("--only", nargs="*", default=["base", "medusa", "hydra", "hydra_pp"])
+    parser.add_argument("--only", nargs="*", default=assets.NAMES)
     args = parser.parse_args()
 
     if "base" in args.only:
-        shutil.rmtree(ASSETS / "base", ignore_errors=True)
-        shutil.copytree(args.runs / "base" / "base", ASSETS / "base")
+        shutil.rmtree(assets.FOLDER / "base", ignore_errors=True)
+        shutil.copytree(args.runs / "base" / "base", assets.FOLDER / "base")
         about()
-    model, _ = load_llama(ASSETS / "base")
+    model, _ = load_llama(assets.FOLDER / "base")
     for name in args.only:
         if name != "base":
             drafter, params = load_official_heads(args.runs / name / "heads", model.config, jnp.float32)
             export_heads(
-                ASSETS / name, drafter, params, base_name="hydrajax/assets/base", dtype=jnp.bfloat16, overwrite=True
+                assets.FOLDER / name,
+                drafter,
+                params,
+                base_name="hydrajax/assets/base",
+                dtype=jnp.bfloat16,
+                overwrite=True,
             )
-    size = sum(path.stat().st_size for path in ASSETS.rglob("*") if path.is_file() and path.suffix != ".py")
-    print(f"{ASSETS}: {size / 1e6:.1f} MB")
+    size = sum(path.stat().st_size for path in assets.FOLDER.rglob("*") if path.is_file() and path.suffix != ".py")
+    print(f"{assets.FOLDER}: {size / 1e6:.1f} MB")
     if size > MOST_BYTES:
         raise SystemExit(f"the assets may hold at most {MOST_BYTES / 1e6:.0f} MB")
 
@@ -64,7 +68,7 @@ def about() -> None:
         "data": "the standard library's own source", "files": len(items), "python": platform.python_version(),
         "licence": LICENCE, "held_out": [item.name for item in held_out],
     }  # fmt: skip
-    (ASSETS / "ABOUT.json").write_text(json.dumps(content, indent=1) + "\n")
+    (assets.FOLDER / "ABOUT.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-import hydrajax
+from hydrajax import assets
 from hydrajax.checkpoints.llama_hf import eos_ids, load_llama
 from hydrajax.checkpoints.official_heads import load_official_heads
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
@@ -28,14 +28,14 @@ from hydrajax.train import corpus, rows
 from hydrajax.train.distill import cut_prompts
 from hydrajax.trees import presets
 
-ASSETS = Path(hydrajax.__file__).parent / "assets"
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base", default=str(ASSETS / "base"))
-    parser.add_argument("--heads", nargs="+", default=[str(ASSETS / name) for name in ("medusa", "hydra", "hydra_pp")])
-    parser.add_argument("--held-out", default=str(ASSETS / "ABOUT.json"), help="JSON with a list 'held_out' of files")
+    parser.add_argument("--base", default=str(assets.base()))
+    parser.add_argument("--heads", nargs="+", default=[str(assets.path(name)) for name in assets.DRAFTERS])
+    parser.add_argument(
+        "--held-out", default=str(assets.FOLDER / "ABOUT.json"), help="JSON with a list 'held_out' of files"
+    )
     parser.add_argument("--tree", default="mc_sim_7b_63")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=64)

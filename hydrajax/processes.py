@@ -82,7 +82,7 @@ def main_does(work: Callable[[], None]) -> None:
 
 
 def to_host(tree: Any) -> Any:
-    """Arrays that span processes as whole NumPy arrays, one after the other; with one process, the arrays as they are."""
+    """Arrays that span processes, gathered one by one as NumPy arrays; with one process, the arrays as they are."""
     if jax.process_count() == 1:
         return tree
     return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), tree)

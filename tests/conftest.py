@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 
 # Before jax or torch starts its threads. A test machine may have an accelerator, but the tolerances are for CPU
 # float32; torch's models here are so small that a second thread only costs.
@@ -29,6 +32,33 @@ def golden() -> Path:
     if not (folder / "base" / "mha" / "config.json").is_file():
         pytest.skip(f"no golden data in {folder}; set HYDRAJAX_GOLDEN")
     return folder
+
+
+@pytest.fixture(scope="session")
+def on_eight_devices():
+    """``run(folder, script, *arguments, flags="") -> answer``: a program in a process of its own, on 8 CPU devices.
+
+    XLA fixes their number when it starts. The script is given the folder and the arguments; its findings, with the
+    number of ``devices`` among them, go to ``answer.json`` in the folder. flags: more of XLA's.
+    """
+
+    def run(folder: Path, script: str, *arguments, flags: str = "") -> dict:
+        (folder / "script.py").write_text(script)
+        flags = f"--xla_force_host_platform_device_count=8 {flags}"
+        done = subprocess.run(
+            [sys.executable, folder / "script.py", folder, *arguments],
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        answer = json.loads((folder / "answer.json").read_text())
+        assert answer["devices"] == 8
+        return answer
+
+    return run
 
 
 @pytest.fixture(scope="session")

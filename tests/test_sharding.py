@@ -6,9 +6,6 @@ XLA fixes the number of CPU devices when it starts, so the work runs in one subp
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -29,8 +26,8 @@ import jax, numpy as np
 import hydrajax
 from hydrajax.sharding import make_mesh
 
-base, heads, settings, answer = sys.argv[1:]
-settings = json.load(open(settings))
+heads, base = sys.argv[1:]
+settings = json.load(open(heads + "/settings.json"))
 found = {"devices": jax.device_count()}
 prompts = settings["prompts"]
 lengths = np.array([len(ids) for ids in prompts], np.int32)
@@ -66,14 +63,14 @@ try:
     make_mesh(data=3, model=4)
 except hydrajax.HydrajaxError as error:
     found["refusal"] = str(error)
-json.dump(found, open(answer, "w"))
+json.dump(found, open(heads + "/answer.json", "w"))
 """
 
 MESHES = {"single": None, "model4": {"model": 4}, "data2_model4": {"data": 2, "model": 4}}
 
 
 @pytest.fixture(scope="module")
-def found(llama_checkpoint, tmp_path_factory) -> dict:
+def found(llama_checkpoint, tmp_path_factory, on_eight_devices) -> dict:
     folder = tmp_path_factory.mktemp("sharding")
     base = llama_checkpoint(num_attention_heads=N_HEADS, num_key_value_heads=N_KV_HEADS, head_dim=HEAD_DIM)
     random = np.random.default_rng(11)
@@ -89,22 +86,7 @@ def found(llama_checkpoint, tmp_path_factory) -> dict:
     (folder / "config.json").write_text(json.dumps(config))
     settings = {"prompts": PROMPTS, "tree": TREE, "max_new": MAX_NEW, "meshes": MESHES}
     (folder / "settings.json").write_text(json.dumps(settings))
-    (folder / "script.py").write_text(SCRIPT)
-
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    arguments = [base, folder, folder / "settings.json", folder / "answer.json"]
-    run = subprocess.run(
-        [sys.executable, folder / "script.py", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    answer = json.loads((folder / "answer.json").read_text())
-    assert answer["devices"] == 8
-    return answer
+    return on_eight_devices(folder, SCRIPT, base)
 
 
 @pytest.mark.parametrize(("mesh", "n_devices"), [("model4", 4), ("data2_model4", 8)])

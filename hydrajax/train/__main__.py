@@ -14,7 +14,7 @@ from hydrajax import processes
 from hydrajax.cli import run_command
 from hydrajax.cli.options import positive
 from hydrajax.errors import HydrajaxError
-from hydrajax.train.config import TrainConfig, load_config
+from hydrajax.train.config import TrainConfig, check_length, load_config
 
 PROG = "python -m hydrajax.train"
 HELP = "Train draft heads on a frozen base, or a base from scratch. The same command resumes an interrupted run."
@@ -116,10 +116,7 @@ def check_fit(config: TrainConfig, data, model) -> None:
             f"data.tokenizer: gives token id {largest}, the base's vocabulary is 0..{model.config.vocab_size - 1}: "
             "another model's tokenizer"
         )
-    if config.data.length > model.config.max_positions:
-        raise HydrajaxError(
-            f"data.length: must be at most the base's context {model.config.max_positions}, found {config.data.length}"
-        )
+    check_length(config, model.config)
 
 
 def preview(config: TrainConfig, count: int, console: Console) -> None:

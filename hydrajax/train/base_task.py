@@ -21,7 +21,7 @@ from hydrajax.sharding import replicated, tree_shardings
 from hydrajax.train.config import TrainConfig
 from hydrajax.train.dataset import Dataset
 from hydrajax.train.flops import forward_flops
-from hydrajax.train.forward import run_base
+from hydrajax.train.forward import cast, run_base
 from hydrajax.train.losses import language_model_loss, targets
 from hydrajax.train.step import Batch, batch_placer
 
@@ -37,7 +37,7 @@ class BaseLoss:
         return jnp.maximum(jnp.sum(targets(batch["labels"], 1, batch.get("segments"))[1]), 1)
 
     def __call__(self, params, frozen, batch: Batch, totals, rng):
-        params = jax.tree.map(lambda x: x.astype(self.model.dtype), params)
+        params = cast(params, self.model.dtype)
         segments = batch.get("segments")
         hidden = run_base(self.model, params, batch["tokens"], segments=segments).hidden
         nats, _ = language_model_loss(self.model, params, hidden, batch["labels"], segments, self.chunk_tokens)

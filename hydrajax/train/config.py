@@ -16,6 +16,7 @@ from typing import Any
 
 from hydrajax.config import LlamaConfig
 from hydrajax.errors import HydrajaxError
+from hydrajax.train.conversations import FORMATS as CONVERSATION_FORMATS
 from hydrajax.train.losses import Objective
 
 
@@ -93,7 +94,7 @@ class OptimizerConfig:
             raise HydrajaxError(f"optimizer.clip_norm: must be positive or null, found {self.clip_norm}")
 
 
-FORMATS = ("auto", "sharegpt", "alpaca", "messages", "text", "standard_library", "generations")
+FORMATS = (*CONVERSATION_FORMATS, "text", "standard_library", "generations")
 
 
 @dataclass(frozen=True)
@@ -226,11 +227,16 @@ class TrainConfig:
             raise HydrajaxError(
                 f"batch_size: must be a multiple of accumulation x mesh.data = {parts}, found {self.batch_size}"
             )
-        if self.scratch and self.scratch.max_positions < self.data.length:
-            raise HydrajaxError(
-                f"data.length: must be at most scratch.max_positions {self.scratch.max_positions}, "
-                f"found {self.data.length}"
-            )
+        if self.scratch:
+            check_length(self, self.scratch)
+
+
+def check_length(config: TrainConfig, base: LlamaConfig) -> None:
+    """Refuse rows beyond the base's context."""
+    if config.data.length > base.max_positions:
+        raise HydrajaxError(
+            f"data.length: must be at most the base's context {base.max_positions}, found {config.data.length}"
+        )
 
 
 # --- from YAML ------------------------------------------------------------------------------------------------------
@@ -265,17 +271,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 def config_from(raw: dict) -> TrainConfig:
     """`TrainConfig` of nested dicts, such as a parsed YAML file's; see `load_config` for what is refused."""
-    check_keys(raw, TrainConfig)
-    return _typed(raw, TrainConfig, "")
+    return _section(raw, TrainConfig, "")
 
 
 # Strict, and therefore ours: the usual libraries turn true into 1, null into "None" and a text into its letters.
 def _typed(value: Any, kind: Any, name: str) -> Any:
     """``value`` as what the annotation ``kind`` says; ``name`` is of the setting, for messages."""
     if dataclasses.is_dataclass(kind):
-        types = typing.get_type_hints(kind)
-        prefix = name and f"{name}."
-        return kind(**{key: _typed(inner, types[key], prefix + key) for key, inner in value.items()})
+        if not isinstance(value, dict):
+            raise HydrajaxError(f"{name}: must hold settings by name, found {value!r}")
+        return _section(value, kind, f"{name}.")
     choices = typing.get_args(kind)
     if type(None) in choices:
         return None if value is None else _typed(value, choices[0], name)
@@ -294,23 +299,19 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
     return value
 
 
-def check_keys(raw: dict, section: type, prefix: str = "") -> None:
-    """Refuse keys that are no field of the dataclass, or of one inside it."""
+def _section(raw: dict, section: type, prefix: str) -> Any:
+    """The dataclass of these settings, whose keys must be its fields."""
     types = typing.get_type_hints(section)
     names = [f.name for f in dataclasses.fields(section)]
-    for key, value in raw.items():
+    for key in raw:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"allowed are {', '.join(names)}"
             raise HydrajaxError(f"config: unknown key {prefix}{key}; {hint}")
-        inner = next((t for t in (types[key], *typing.get_args(types[key])) if dataclasses.is_dataclass(t)), None)
-        if inner is not None and isinstance(value, dict):
-            check_keys(value, inner, f"{prefix}{key}.")
-        elif inner is not None and (value is not None or type(None) not in typing.get_args(types[key])):
-            raise HydrajaxError(f"{prefix}{key}: must hold settings by name, found {value!r}")
     required = [f.name for f in dataclasses.fields(section) if _required(f) and f.name not in raw]
     if required:
         raise HydrajaxError(f"config: {', '.join(prefix + name for name in required)} missing")
+    return section(**{key: _typed(value, types[key], prefix + key) for key, value in raw.items()})
 
 
 def _required(f: dataclasses.Field) -> bool:

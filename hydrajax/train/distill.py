@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -95,6 +95,9 @@ def temperatures(text: str) -> tuple[float, ...]:
 
 
 def run(args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
     from hydrajax.api import load
     from hydrajax.files import WholeFile
     from hydrajax.train.config import load_config
@@ -110,25 +113,13 @@ def run(args: argparse.Namespace) -> None:
     written = continuations(
         base.model, base.params.base, prompts, per_prompt, args.new_tokens, base.eos_ids, args.batch_size, args.seed
     )
-    with WholeFile(args.output, "--output") as file:
-        for _ in track(written, args.count, lambda record: file.write_text(json.dumps(record) + "\n")):
-            pass
-
-
-def track(records: Iterator[tuple[int, dict]], count: int, write: Callable[[dict], None]) -> Iterator[None]:
-    """Write each record as it comes, under a progress bar."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     began, tokens = time.perf_counter(), 0
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("continue", total=count)
-        for _, record in records:
-            write(record)
+    progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
+    with WholeFile(args.output, "--output") as file, progress:
+        for _, record in progress.track(written, args.count, description="continue"):
+            file.write_text(json.dumps(record) + "\n")
             tokens += len(record["output_ids"])
-            progress.advance(task)
-            yield
-    print(f"{count} continuations, {tokens:,} tokens in {time.perf_counter() - began:.0f} s")
+    print(f"{args.count} continuations, {tokens:,} tokens in {time.perf_counter() - began:.0f} s")
 
 
 def main(argv: list[str] | None = None) -> int:

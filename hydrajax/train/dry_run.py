@@ -25,7 +25,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama import Llama, abstract_base
 from hydrajax.sharding import make_mesh, tree_shardings
 from hydrajax.train.base_task import BaseTask
-from hydrajax.train.config import TrainConfig
+from hydrajax.train.config import TrainConfig, check_length
 from hydrajax.train.flops import PEAK_BF16
 from hydrajax.train.heads_task import HeadsTask
 from hydrajax.train.optimizer import make_optimizer
@@ -153,10 +153,7 @@ def shape_of(config: TrainConfig) -> LlamaConfig:
             f"{', '.join(SHAPES)}"
         )
     shape = llama_config(read_json(path, "model"))
-    if config.data.length > shape.max_positions:
-        raise HydrajaxError(
-            f"data.length: must be at most the base's context {shape.max_positions}, found {config.data.length}"
-        )
+    check_length(config, shape)
     return shape
 
 

@@ -1,6 +1,8 @@
-"""The frozen or learning base over whole rows, without a cache."""
+"""The base, frozen or learning, over whole rows without a cache."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,11 @@ def row_layout(tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None = N
     positions = steps - jax.lax.cummax(jnp.where(starts, steps, 0), axis=1)
     same = segments[:, :, None] == segments[:, None, :]
     return positions, (same & causal)[:, None, None]
+
+
+def cast(params: Any, dtype) -> Any:
+    """Float32 master parameters in the dtype of the computation."""
+    return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
 def run_base(

@@ -27,7 +27,7 @@ from hydrajax.sharding import distribute, replicated, tree_shardings
 from hydrajax.train.config import DraftConfig, TrainConfig
 from hydrajax.train.dataset import Dataset
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
-from hydrajax.train.forward import run_base
+from hydrajax.train.forward import cast, run_base
 from hydrajax.train.losses import Objective, draft_loss, head_counts
 from hydrajax.train.simulate import Tally, head_ranks
 from hydrajax.train.step import Batch, batch_placer
@@ -75,7 +75,7 @@ class HeadsLoss:
     def __call__(self, params, frozen, batch: Batch, totals, rng):
         base = BoundBase(self.model, frozen)
         features, hidden = self.features(frozen, batch)
-        params = jax.tree.map(lambda x: x.astype(self.model.dtype), params)
+        params = cast(params, self.model.dtype)
         loss, parts = draft_loss(self.objective, self.drafter, params, features, hidden, batch, base, rng, totals)
         return loss, {name: value for name, value in parts._asdict().items() if self.reports(name)}
 
@@ -142,7 +142,7 @@ class HeadsTask:
 
     def _rank_heads(self, params, frozen, batch: Batch):
         features, _ = self.loss.features(frozen, batch)
-        params = jax.tree.map(lambda x: x.astype(self.model.dtype), params)
+        params = cast(params, self.model.dtype)
         return head_ranks(
             self.drafter, params, features, batch, BoundBase(self.model, frozen), self.config.objective.chunk_tokens
         )

@@ -41,7 +41,6 @@ from hydrajax.train.step import (
     state_shardings,
 )
 
-
 HostBatch = dict[str, np.ndarray]
 
 
@@ -180,9 +179,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
                     return False
             checkpoints.wait()
     params = to_host(state.params)
-    main_does(
-        lambda: console.print(f"finished {steps} steps: {task.export(output, params)}", soft_wrap=True)
-    )
+    main_does(lambda: console.print(f"finished {steps} steps: {task.export(output, params)}", soft_wrap=True))
     return True
 
 
@@ -283,7 +280,7 @@ class Interrupts:
         self._before: dict[int, Any] = {}
 
     def agreed(self, meeting: bool) -> bool:
-        """Whether to stop now, in every process; several ask each other only at a ``meeting``, for it costs them time."""
+        """Whether to stop now. Several processes ask each other, and only at a ``meeting``, as it costs them time."""
         return self.requested if jax.process_count() == 1 else meeting and anywhere(self.requested)
 
     def _handle(self, number, frame) -> None:

@@ -159,7 +159,7 @@ def draft_loss(
     noise_key, hidden_key, logits_key = (None,) * 3 if rng is None else jax.random.split(rng, 3)
     if objective.noise_alpha and noise_key is not None:
         features = features + input_noise(noise_key, objective.noise_alpha, labels, segments, features)
-    positions, mask = (None, None) if segments is None else row_layout(tokens, segments)
+    positions, mask = row_layout(tokens, segments)
     hidden = jax.lax.stop_gradient(hidden)
     read = drafter.teacher_hidden(draft_params, features, tokens, base, hidden_key, positions, mask)
     weights = objective.head_decay ** jnp.arange(n_heads, dtype=jnp.float32)

@@ -32,7 +32,7 @@ def head_ranks(
     Positions without such a token hold garbage. Of equal logits the smaller id ranks first, as in top-k.
     """
     tokens, segments = batch["tokens"], batch.get("segments")
-    positions, mask = (None, None) if segments is None else row_layout(tokens, segments)
+    positions, mask = row_layout(tokens, segments)
     read = drafter.teacher_hidden(params, features, tokens, base, None, positions, mask)
     width = chunk_width(chunk_tokens, tokens.shape)
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydrajax.train.metrics import read_metrics
@@ -14,9 +15,14 @@ PROJECT = Path(__file__).resolve().parents[2]
 CLOCK = {"tokens_per_second", "tflops_per_second"}  # what differs from run to run
 
 
-def start(config: Path, output: Path, *overrides: str, **environment: str) -> subprocess.Popen:
-    """``python -m hydrajax.train``; compiled programs are kept beside the config, so that a second process finds them."""
-    command = [sys.executable, "-m", "hydrajax.train", "--config", str(config), f"output={output}", *overrides]
+def start(
+    config: Path, output: Path, *overrides: str, under: Sequence[str] = (), **environment: str
+) -> subprocess.Popen:
+    """``python -m hydrajax.train``, if need be ``under`` a command that starts another.
+
+    Compiled programs are kept beside the config, for the next process.
+    """
+    command = [*under, sys.executable, "-m", "hydrajax.train", "--config", str(config), f"output={output}", *overrides]
     environment |= {
         "XDG_CACHE_HOME": str(config.parent / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -143,7 +143,7 @@ def test_more_contradictions():
         ({"data": {"dataset": "name", "format": "text"}}, "data.dataset: contradicts data.format text"),
         (
             {"data": text | {"length": 64}, "scratch": SCRATCH | {"max_positions": 32}},
-            "at most scratch.max_positions 32",
+            "at most the base's context 32",
         ),
         ({"data": text, "model": "m"}, "model: contradicts task base"),
         ({"data": text, "scratch": {"width": 3}}, "scratch.vocab_size, scratch.mlp_width"),

@@ -91,12 +91,13 @@ def test_run_resumed_on_another_mesh_ends_there_within_rounding(launch, uninterr
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on file sizes")
 def test_disk_that_fills_up_ends_the_run_with_one_line(launch, tmp_path):
     """A limit on the size of files stands for the full disk: every write beyond it fails likewise."""
-    import resource
-
     output = tmp_path / "run"
     limit = 20_000  # bytes: the metrics fit, a checkpoint does not
-    process = launch(output, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    err = finish(process, 2)
+    limited = (
+        f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    err = finish(launch(output, under=(sys.executable, "-c", limited)), 2)
     last = err.strip().splitlines()[-1]
     assert last.startswith("hydrajax: checkpoint: saving step 5 in ")
     assert "Traceback" not in err

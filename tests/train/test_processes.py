@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from safetensors.numpy import load_file
-
 from runs import finish, heads_file, start, wait_for_step, without_clock
+from safetensors.numpy import load_file
 
 STEPS = 24
 MESH = {"data": 2, "model": 2}  # the model axis lies within a process, the data axis between the two
@@ -79,7 +78,7 @@ def test_stopping_either_process_stops_both_and_they_resume(two, launch, tmp_pat
     assert 6 <= stopped_at < STEPS, line
 
     # The newest checkpoint loses a byte: both must go back to the same one before it.
-    (damaged,) = [path for path in (output / "checkpoints" / str(stopped_at) / "state").rglob("d/*")][:1]
+    damaged = next((output / "checkpoints" / str(stopped_at) / "state").rglob("d/*"))
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)

@@ -6,11 +6,6 @@ findings; what one device shows is tested in this process.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,23 +136,12 @@ MESHES = ["8x1", "4x2", "1x8"]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
+def found(tmp_path_factory, on_eight_devices) -> dict:
     folder = tmp_path_factory.mktemp("step")
-    (folder / "script.py").write_text(SCRIPT)
     # Nearly all the time is compilation, and half of that LLVM's optimisation.
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    flags = "--xla_backend_optimization_level=0"
     flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"  # eight devices on two busy cores
-    run = subprocess.run(
-        [sys.executable, folder / "script.py", folder],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    answer = json.loads((folder / "answer.json").read_text())
-    assert answer["devices"] == 8
+    answer = on_eight_devices(folder, SCRIPT, flags=flags)
     for name in ("1x1", *MESHES, "parts1", "parts4", "bfloat16"):
         with np.load(folder / f"{name}.npz") as arrays:
             answer[name]["arrays"] = dict(arrays)

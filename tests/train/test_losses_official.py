@@ -1,0 +1,93 @@
+"""Training objectives against the official Hydra code: its losses, accuracies and the teacher's gradients."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from hydrajax import load
+from hydrajax.drafters.drafter import BoundBase
+from hydrajax.train.forward import run_base
+from hydrajax.train.losses import Objective, draft_loss
+
+
+def official_names(arch: str, grads: dict) -> dict[str, np.ndarray]:
+    """Our gradient tree under the released keys and layouts (rows are outputs)."""
+    stride, lm_suffix = {"hydra_mlp": (1, ""), "hydra_pp": (2, ".1")}[arch]
+    heads = grads.get("heads", grads)
+    out = {}
+    for k in range(4):
+        head, block = heads[f"head_{k}"], heads[f"head_{k}"]["conditioned"]
+        out[f"hydra_lm_head.{k}{lm_suffix}.weight"] = head["lm_kernel"].T
+        out[f"hydra_lm_head.{k}{lm_suffix}.bias"] = head["lm_bias"]
+        parts = [block[name] for name in ("shared_kernel", "path_kernel") if name in block]
+        kernel = np.concatenate(parts)
+        for i, part in enumerate(("linear", "res_connection")):
+            out[f"hydra_mlp.{k}.{stride - 1}.{part}.weight"] = kernel[:, i].T
+            out[f"hydra_mlp.{k}.{stride - 1}.{part}.bias"] = block["bias"][i]
+        if "blocks_0" in head:  # the shared block: the sum over its uses, under its first name
+            out[f"hydra_mlp.{k}.{2 * stride - 1}.linear.weight"] = head["blocks_0"]["kernel"].T
+            out[f"hydra_mlp.{k}.{2 * stride - 1}.linear.bias"] = head["blocks_0"]["bias"]
+    if "prefix" in grads:
+        layer, name = grads["prefix"]["layer"], "prefix_embeding_layer.layers.0."
+        for i, projection in enumerate("qkv"):  # as many key-value heads as heads: one row of each per head
+            out[f"{name}self_attn.{projection}_proj.weight"] = layer["qkv"][:, :, i].reshape(64, 64).T
+        out[f"{name}self_attn.o_proj.weight"] = layer["out"].T
+        for i, projection in enumerate(("gate", "up")):
+            out[f"{name}mlp.{projection}_proj.weight"] = layer["gate_up"][:, i].T
+        out[f"{name}mlp.down_proj.weight"] = layer["down"].T
+        out[f"{name}input_layernorm.weight"] = layer["attention_norm"]["scale"]
+        out[f"{name}post_attention_layernorm.weight"] = layer["mlp_norm"]["scale"]
+        out["prefix_embeding_layer.norm.weight"] = grads["prefix"]["norm"]["scale"]
+    return out
+
+
+@pytest.fixture(scope="module", params=["hydra_mlp", "hydra_pp"])
+def official(golden, request):
+    """The official run of one architecture: ``(folder, recorded losses, loss(objective, params), params)``."""
+    folder = golden / request.param
+    m = load(golden / "base" / "mha", folder / "heads")
+    recorded = np.load(folder / "losses.npz")
+    batch = {name: recorded[key].astype(np.int32) for name, key in (("tokens", "input_ids"), ("labels", "labels"))}
+    base = BoundBase(m.model, m.params.base)
+    forward = run_base(m.model, m.params.base, batch["tokens"])
+
+    def loss(objective, params):
+        return draft_loss(objective, m.drafter, params, forward.features, forward.hidden, batch, base)
+
+    return folder, recorded, loss, m.params.draft
+
+
+def test_losses_equal_the_official_code(official):
+    folder, recorded, loss, params = official
+    logs = json.loads((folder / "loss_logs.json").read_text())
+    objective = Objective(lm_weight=0.5, reconstruction_weight=2.0, chunk_tokens=14)  # 5 chunks of 7 positions, of 32
+    value, metrics = quick_jit(functools.partial(loss, objective))(params)
+    lm, teacher, reconstruction = (float(recorded[name]) for name in ("loss_lm", "loss_teacher", "loss_recon"))
+    totals = [float(part.sum()) for part in metrics[:3]]
+    np.testing.assert_allclose(totals, [lm, teacher, reconstruction], atol=1e-4)
+    assert float(value) == pytest.approx(0.5 * lm + teacher + 2 * reconstruction, abs=3e-4)
+    names = {"lm": "lm_loss", "teacher": "teacher_loss", "reconstruction": "reconstruct_loss"}
+    names |= {"top1": "top1", "agreement": "teacher_top1"}
+    for field, name in names.items():
+        expected = [logs[f"hydra{k}_{name}"] for k in range(4)]
+        np.testing.assert_allclose(getattr(metrics, field), expected, atol=1e-4, err_msg=name)
+
+
+def test_teacher_gradients_equal_the_official_code(official):
+    from safetensors.numpy import load_file
+
+    folder, recorded, loss, params = official
+    step = quick_jit(jax.value_and_grad(functools.partial(loss, Objective(chunk_tokens=14)), has_aux=True))
+    (value, _), grads = step(params)
+    assert float(value) == pytest.approx(float(recorded["loss_teacher"]), abs=1e-4)
+    ours = official_names(folder.name, jax.tree.map(np.asarray, grads))
+    expected = load_file(folder / "teacher_loss_grads.safetensors")
+    assert len(expected) > 20
+    for name, gradient in expected.items():
+        scale = np.abs(gradient).max()
+        np.testing.assert_allclose(ours[name] / scale, gradient / scale, atol=1e-4, rtol=0, err_msg=name)
