@@ -8,7 +8,7 @@ out = decode_fn(m.params, prompt)  # out.tokens, out.lengths, out.accept_lengths
 
 from hydrajax import trees
 from hydrajax.api import Generation, Loaded, generate, load
-from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.acceptance import ExactSampling, Greedy, RejectionSampling, Typical
 from hydrajax.decoding.decode import DecodeResult, make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.step import Params
 from hydrajax.errors import HydrajaxError
@@ -16,12 +16,15 @@ from hydrajax.trees import TreeTopology
 
 __all__ = [
     "DecodeResult",
+    "ExactSampling",
     "Generation",
     "Greedy",
     "HydrajaxError",
     "Loaded",
     "Params",
+    "RejectionSampling",
     "TreeTopology",
+    "Typical",
     "generate",
     "load",
     "make_autoregressive_fn",

@@ -135,14 +135,17 @@ def encode(loaded: Loaded, prompt: str | Sequence[int] | Prompt, where: str) -> 
 def _generate(
     loaded: Loaded, encoded: list[np.ndarray], decode, batch_size: int, seed: int, on_status: Callable[[str], None]
 ) -> Iterator[Generation]:
+    key = jax.random.key(seed)
     for start in range(0, len(encoded), batch_size):
         batch = encoded[start : start + batch_size]
+        # By the prompt's number, so that what is drawn for it does not depend on the batch size.
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, start + jnp.arange(batch_size))
         rows = batch + [batch[0]] * (batch_size - len(batch))
         lengths = np.array([len(row) for row in rows], np.int32)
         prompt = np.zeros((batch_size, bucket(int(lengths.max()), loaded.model.config.max_positions)), np.int32)
         for row, ids in zip(prompt, rows, strict=True):
             row[: len(ids)] = ids
-        arguments = (loaded.params, prompt, lengths, jax.random.key(seed))
+        arguments = (loaded.params, prompt, lengths, keys)
         if (decode, prompt.shape) not in loaded._compiled:
             on_status("compiling")
             decode.jitted.lower(*arguments).compile()  # kept by jit, so that the timed call below only runs

@@ -15,13 +15,18 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from hydrajax.api import Loaded, decode_text, generate
-from hydrajax.cli.options import add_decoding_arguments, add_model_arguments, load_from, tree_from
-from hydrajax.decoding.acceptance import Greedy
+from hydrajax.cli.options import (
+    add_decoding_arguments,
+    add_model_arguments,
+    add_rule_arguments,
+    load_from,
+    rule_from,
+    tree_from,
+)
 from hydrajax.evaluation.answers import AnswerWriter, Generation
 from hydrajax.evaluation.prompts import Prompt, read_prompts
 
 HELP = "generate text with a base model, faster with draft heads"
-RULES = {"greedy": Greedy}
 DRAFTED = "green underline"  # two signs: one is seen without colours, the other where terminals show no underline
 
 
@@ -34,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     files.add_argument("--output", metavar="FILE.jsonl", help="write results here instead of text to the screen")
     add_model_arguments(parser)
-    decoding = add_decoding_arguments(parser)
-    decoding.add_argument("--rule", choices=list(RULES), default="greedy", help="acceptance (default %(default)s)")
+    add_decoding_arguments(parser)
+    add_rule_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    tree = tree_from(args)
+    tree, rule = tree_from(args), rule_from(args)
     prompts = read_prompts(args.prompts) if args.prompt is None else [Prompt(args.prompt, "--prompt")]
     totals = Totals()
     with ExitStack() as stack:
@@ -53,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
             loaded,
             prompts,
             tree=tree,
-            rule=RULES[args.rule](),
+            rule=rule,
             max_new_tokens=args.max_new_tokens,
             batch_size=args.batch_size,
             seed=args.seed,

@@ -283,3 +283,37 @@ def test_long_lines_and_markup_reach_the_terminal_unchanged():
     assert rendered([(text, False)]) == text + "\n"
     assert rendered([("ab", True)]) == "\x1b[4;32mab\x1b[0m\n"
     assert DRAFTED == "green underline"
+
+
+def test_rules_reach_the_decoder(program, base, heads, wide_tree, prompt_file, tmp_path):
+    """Sampling is the same with and without heads and in any batch; typical and rejection run; seeds matter."""
+
+    def outputs(name, *flags):
+        path = tmp_path / f"{name}.jsonl"
+        result = program(
+            "generate", "--base", base, "--prompts", prompt_file, "--max-new-tokens", NEW, "--output", path, *flags
+        )
+        assert result.code == 0, result.err
+        return [answer.output_ids for answer in read_answers(path)]
+
+    drafted = ["--draft", heads, "--tree", wide_tree]
+    exact = ["--rule", "exact", "--temperature", 1.3, "--top-k", 20, "--top-p", 0.9]
+    plain = outputs("plain", *exact)
+    assert outputs("tree", *exact, *drafted, "--batch-size", 3) == plain
+    assert outputs("seed", *exact, "--seed", 1) != plain
+    greedy = outputs("greedy")
+    assert plain != greedy
+    assert outputs("k1", "--rule", "exact", "--top-k", 1, *drafted) == greedy
+    assert outputs("typical", "--rule", "typical", "--epsilon", 0, "--alpha", 0, *drafted) != greedy  # accepts all
+    drawn = outputs("rejection", "--rule", "rejection", "--top-k", 20, "--draft", heads, "--tree", "chain-2")
+    assert drawn == outputs("again", "--rule", "rejection", "--top-k", 20, "--draft", heads, "--tree", "chain-2")
+
+
+def test_rejection_needs_a_drafter_and_a_tree_without_gaps(program, base, heads, tmp_path):
+    gap = tmp_path / "gap.json"
+    gap.write_text("[[0], [2]]")
+    result = program(
+        "generate", "--base", base, "--prompt", "a", "--draft", heads, "--rule", "rejection", "--tree", gap
+    )
+    assert result.code == 2
+    assert "tree: RejectionSampling needs siblings of rank 0, 1, 2 ..., found [2]" in result.err
