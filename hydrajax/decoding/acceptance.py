@@ -60,6 +60,8 @@ class Greedy:
 
     def accept(self, logits, candidates, tree, keys):
         chosen = best_token(logits)
+        if tree.size == 1:  # the autoregressive baseline: nothing to compute
+            return ending_at(jnp.zeros_like(chosen[:, 0]), tree, chosen[:, 0])
         last = deepest(accepted_nodes(candidates[:, 1:] == chosen[:, tree.parents[1:]], tree), tree)
         return ending_at(last, tree, jnp.take_along_axis(chosen, last[:, None], axis=1)[:, 0])
 
@@ -261,4 +263,6 @@ def deepest(accepted: Bool[Array, "B N"], tree: TreeTopology) -> Int[Array, " B"
 
 def ending_at(last: Int[Array, " B"], tree: TreeTopology, next_root: Int[Array, " B"]) -> Acceptance:
     """The path from the root to node ``last`` of each row."""
+    if tree.size == 1:
+        return Acceptance(last[:, None], last, next_root)
     return Acceptance(jnp.asarray(tree.node_paths)[last], jnp.asarray(tree.depths)[last], next_root)

@@ -180,8 +180,18 @@ class Engine:
         return self.observe(params, state, forward, accepted, tokens, counts)
 
     @exact_float32
-    def prefill(self, params: Params, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], rng: Array) -> DecodeState:
-        """Run right-padded prompts through the base and the drafter; choose the first root. Emits nothing yet."""
+    def prefill(
+        self,
+        params: Params,
+        prompt: Int[Array, "B P"],
+        lengths: Int[Array, " B"],
+        rng: Array,
+        limits: Int[Array, " B"] | None = None,
+    ) -> DecodeState:
+        """Run right-padded prompts through the base and the drafter; choose the first root. Emits nothing yet.
+
+        rng: a key, or one per row. limits: most tokens each row may emit, at most and by default ``max_new_tokens``.
+        """
         batch, width = prompt.shape
         base = self.bind(params)
         slots = self.cache_slots(width)
@@ -192,7 +202,8 @@ class Engine:
         draft = jax.lax.optimization_barrier(self.drafter.init_state(batch, slots))
         draft = self.drafter.observe(params.draft, draft, forward.features, prompt, lengths, base)
         last_hidden = jnp.take_along_axis(forward.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        limits = jnp.clip(self.model.config.max_positions - lengths, 0, self.max_new_tokens)
+        most = self.max_new_tokens if limits is None else jnp.clip(limits, 0, self.max_new_tokens)
+        limits = jnp.clip(self.model.config.max_positions - lengths, 0, most)
         keys = row_keys(rng, batch)
         return DecodeState(
             cache=cache,
