@@ -167,7 +167,8 @@ def _decode(
     for row, ids in zip(prompt, rows, strict=True):
         row[: len(ids)] = ids
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), number + jnp.arange(batch_size))
-    arguments = loaded.params, prompt, lengths, keys, np.resize(np.asarray(limits, np.int32), batch_size)
+    most = np.array([min(limit, request.max_new_tokens) for limit in limits], np.int32)
+    arguments = loaded.params, prompt, lengths, keys, np.resize(most, batch_size)
     bursts = loaded.bursts(request.tree, request.rule, request.max_new_tokens)
     if (bursts, prompt.shape) not in loaded.compiled:
         request.on_status("compiling")
