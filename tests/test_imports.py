@@ -38,10 +38,11 @@ LIBRARY = set(BELOW)
 BELOW |= {
     "api": LIBRARY,
     "generation": LIBRARY | {"api"},
+    "chat": LIBRARY | {"api", "generation"},
     "": LIBRARY | {"api", "generation"},  # the package's own __init__
     "train.__main__": LIBRARY | {"api", "cli", ""},
     "train.distill": LIBRARY | {"api", "cli", ""},  # a program too
-    "cli": LIBRARY | {"api", "generation", "train.__main__", ""},
+    "cli": LIBRARY | {"api", "generation", "chat", "train.__main__", ""},
     "__main__": LIBRARY | {"api", "cli", ""},
 }
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hydrajax.errors import HydrajaxError
 
-COMMANDS = ("demo", "generate", "bench", "certify")
+COMMANDS = ("demo", "generate", "chat", "bench", "certify")
 
 
 class _Parser(argparse.ArgumentParser):

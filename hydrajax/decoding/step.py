@@ -193,17 +193,42 @@ class Engine:
         rng: a key, or one per row. limits: most tokens each row may emit, at most and by default ``max_new_tokens``.
         """
         batch, width = prompt.shape
-        base = self.bind(params)
         slots = self.cache_slots(width)
         positions = jnp.broadcast_to(jnp.arange(width), prompt.shape)
         forward = self.forward(params, prompt, positions, causal_mask(width))
         cache = append(init_cache(self.model.config, batch, slots, self.model.dtype), forward.block, lengths)
         # The barrier keeps XLA from folding the first pass over an empty draft cache at compile time, which is slow.
         draft = jax.lax.optimization_barrier(self.drafter.init_state(batch, slots))
-        draft = self.drafter.observe(params.draft, draft, forward.features, prompt, lengths, base)
-        last_hidden = jnp.take_along_axis(forward.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        return self._ready(params, cache, draft, forward, prompt, lengths, rng, limits)
+
+    @exact_float32
+    def extend(
+        self,
+        params: Params,
+        state: DecodeState,
+        more: Int[Array, "B T"],
+        counts: Int[Array, " B"],
+        rng: Array,
+        limits: Int[Array, " B"] | None = None,
+    ) -> DecodeState:
+        """Go on after more text, such as the next message of a conversation, with the cache that is there.
+
+        more: right-padded, ``counts[b]`` tokens of row b that follow all it has emitted. Beyond that as `prefill`: the
+        counts of what is emitted begin anew. T slots must be left in the cache: a write beyond them would be moved.
+        """
+        positions = state.cache.lengths[:, None] + jnp.arange(more.shape[1])
+        forward = self.forward(params, more, positions, causal_mask(more.shape[1]), state.cache)
+        cache = append(state.cache, forward.block, counts, more[:, 0])
+        return self._ready(params, cache, state.draft, forward, more, counts, rng, limits)
+
+    def _ready(self, params, cache: KVCache, draft, forward: Forward, tokens, counts, rng, limits) -> DecodeState:
+        """The state after the first ``counts`` of these tokens were fed to the base."""
+        batch = len(tokens)
+        base = self.bind(params)
+        draft = self.drafter.observe(params.draft, draft, forward.features, tokens, counts, base)
+        last_hidden = jnp.take_along_axis(forward.hidden, (counts - 1)[:, None, None], axis=1)[:, 0]
         most = self.max_new_tokens if limits is None else jnp.clip(limits, 0, self.max_new_tokens)
-        limits = jnp.clip(self.model.config.max_positions - lengths, 0, most)
+        limits = jnp.clip(self.model.config.max_positions - cache.lengths, 0, most)
         keys = row_keys(rng, batch)
         return DecodeState(
             cache=cache,

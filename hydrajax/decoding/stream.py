@@ -51,6 +51,23 @@ class Bursts:
 
         return jax.jit(burst, donate_argnums=1)
 
+    @cached_property
+    def _extend(self):
+        return jax.jit(self.engine.extend, donate_argnums=1)
+
+    def start(self, params: Params, prompt, lengths, keys, limits) -> DecodeState:
+        """`Engine.prefill`, compiled."""
+        return self._start(params, prompt, lengths, keys, limits)
+
+    def extend(self, params: Params, state: DecodeState, more, counts, keys, limits) -> DecodeState:
+        """`Engine.extend`, compiled; ``state`` is donated."""
+        return self._extend(params, state, more, counts, keys, limits)
+
+    def advance(self, params: Params, state: DecodeState, stopped, n_steps: int) -> tuple[DecodeState, Snapshot]:
+        """At most ``n_steps`` decode steps further; ``state`` is donated. Rows in ``stopped`` take none."""
+        state = self._advance(params, state, np.array(stopped), np.int32(n_steps))
+        return state, Snapshot(*jax.device_get(tuple(getattr(state, name) for name in Snapshot._fields)))
+
     def compile(self, params: Params, prompt, lengths, keys, limits) -> None:
         """Compile for inputs of these shapes; `run` then only runs."""
         start = self._start.lower(params, prompt, lengths, keys, limits)
@@ -66,10 +83,9 @@ class Bursts:
         The arguments are those of `Engine.prefill`; ``prompt`` has the width of a bucket. A row ends early where the
         caller sets its element of ``stopped`` between two snapshots.
         """
-        state = self._start(params, prompt, lengths, keys, limits)
+        state = self.start(params, prompt, lengths, keys, limits)
         while True:
-            state = self._advance(params, state, np.array(stopped), np.int32(n_steps))
-            now = Snapshot(*jax.device_get(tuple(getattr(state, name) for name in Snapshot._fields)))
+            state, now = self.advance(params, state, stopped, n_steps)
             yield now
             if (now.done | stopped).all():
                 return
