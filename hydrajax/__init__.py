@@ -7,24 +7,31 @@ out = decode_fn(m.params, prompt)  # out.tokens, out.lengths, out.accept_lengths
 """
 
 from hydrajax import trees
-from hydrajax.api import Generation, Loaded, generate, load
-from hydrajax.decoding.acceptance import Greedy
+from hydrajax.api import Loaded, load
+from hydrajax.decoding.acceptance import ExactSampling, Greedy, RejectionSampling, Typical
 from hydrajax.decoding.decode import DecodeResult, make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.step import Params
 from hydrajax.errors import HydrajaxError
+from hydrajax.evaluation.answers import Generation
+from hydrajax.generation import Stream, generate, stream
 from hydrajax.trees import TreeTopology
 
 __all__ = [
     "DecodeResult",
+    "ExactSampling",
     "Generation",
     "Greedy",
     "HydrajaxError",
     "Loaded",
     "Params",
+    "RejectionSampling",
+    "Stream",
     "TreeTopology",
+    "Typical",
     "generate",
     "load",
     "make_autoregressive_fn",
     "make_decode_fn",
+    "stream",
     "trees",
 ]

@@ -1,9 +1,8 @@
-"""`load` and `generate`: from names on disk to text, for notebooks and the command line."""
+"""`load`: from names on disk to a model that decodes, for notebooks and the command line."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from jax.sharding import Mesh
 
 from hydrajax.checkpoints.llama_hf import eos_ids, load_llama
 from hydrajax.checkpoints.official_heads import load_official_heads
-from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
-from hydrajax.decoding.decode import bucket, check_prompt, make_decode_fn
+from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.decode import check_prompt, make_decode_fn
 from hydrajax.decoding.step import Params
+from hydrajax.decoding.stream import Bursts
 from hydrajax.drafters.autoregressive import NoDrafter
 from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation.answers import Generation
 from hydrajax.evaluation.prompts import Prompt
 from hydrajax.models.llama import Llama
 from hydrajax.sharding import placer
@@ -35,6 +34,7 @@ class Loaded:
     """A base with its drafter, ready to decode.
 
     tokenizer: the directory's tokenizer (transformers), None if it has none. eos_ids: ids that end generation.
+    compiled: which programs `hydrajax.generation` has compiled, for which shapes.
     """
 
     model: Llama
@@ -42,8 +42,9 @@ class Loaded:
     params: Params
     tokenizer: Any = None
     eos_ids: tuple[int, ...] = ()
+    compiled: set = field(default_factory=set, repr=False)
     _decode_fns: dict = field(default_factory=dict, repr=False)
-    _compiled: set = field(default_factory=set, repr=False)
+    _bursts: dict = field(default_factory=dict, repr=False)
 
     def decode_fn(self, tree: TreeTopology, rule: AcceptanceRule, max_new_tokens: int):
         """A `make_decode_fn` for these settings, compiled once and kept."""
@@ -53,6 +54,13 @@ class Loaded:
                 self.model, self.drafter, tree, rule, max_new_tokens=max_new_tokens, eos_ids=self.eos_ids
             )
         return self._decode_fns[key]
+
+    def bursts(self, tree: TreeTopology, rule: AcceptanceRule, max_new_tokens: int) -> Bursts:
+        """The same decoding in `Bursts`, kept too."""
+        key = (tree, rule, max_new_tokens)
+        if key not in self._bursts:
+            self._bursts[key] = Bursts(self.decode_fn(*key).engine)
+        return self._bursts[key]
 
     def default_tree(self) -> TreeTopology:
         """See `hydrajax.trees.presets.default_name`."""
@@ -93,36 +101,6 @@ def load_tokenizer(directory: str | Path):
         raise HydrajaxError(f"--base: cannot read the tokenizer in {directory}: {error}") from None
 
 
-def generate(
-    loaded: Loaded,
-    prompts: Sequence[str | Sequence[int] | Prompt],
-    *,
-    tree: TreeTopology | None = None,
-    rule: AcceptanceRule | None = None,
-    max_new_tokens: int = 256,
-    batch_size: int = 1,
-    seed: int = 0,
-    on_status: Callable[[str], None] | None = None,
-) -> Iterator[Generation]:
-    """Generate for texts, lists of token ids or `Prompt`s, in order, ``batch_size`` prompts at a time.
-
-    A generator: each batch's results are yielded when it is done. Batches are taken in order, whatever the prompts'
-    lengths: a batch is as wide as the bucket of its longest prompt. The last one is padded to full size by repeating
-    its first prompt, so that it compiles nothing new. ``on_status`` is called with ``"compiling"`` before a new shape
-    is compiled and with ``"decoding"`` before each batch. Raises `HydrajaxError` for every bad prompt before any is
-    run.
-    """
-    if batch_size < 1:
-        raise HydrajaxError(f"batch_size: must be at least 1, found {batch_size}")
-    if isinstance(prompts, str):
-        raise HydrajaxError("prompts: must be a list of prompts, found one text; write [text]")
-    encoded = [encode(loaded, prompt, f"prompt {row}") for row, prompt in enumerate(prompts)]
-    # More than the context cannot be generated, so it need not be allocated either.
-    max_new_tokens = min(max_new_tokens, loaded.model.config.max_positions)
-    decode = loaded.decode_fn(tree or loaded.default_tree(), rule or Greedy(), max_new_tokens)
-    return _generate(loaded, encoded, decode, min(batch_size, len(encoded)), seed, on_status or (lambda status: None))
-
-
 def encode(loaded: Loaded, prompt: str | Sequence[int] | Prompt, where: str) -> np.ndarray:
     """Token ids of one prompt, checked against the model. ``where`` names it in messages unless it brings a name."""
     if not isinstance(prompt, Prompt):
@@ -130,39 +108,6 @@ def encode(loaded: Loaded, prompt: str | Sequence[int] | Prompt, where: str) -> 
     ids = np.asarray(prompt.ids(loaded.tokenizer), object)  # object: an id may exceed 64 bits, and is refused here
     check_prompt(ids, prompt.where, loaded.model.config)
     return ids.astype(np.int32)
-
-
-def _generate(
-    loaded: Loaded, encoded: list[np.ndarray], decode, batch_size: int, seed: int, on_status: Callable[[str], None]
-) -> Iterator[Generation]:
-    for start in range(0, len(encoded), batch_size):
-        batch = encoded[start : start + batch_size]
-        rows = batch + [batch[0]] * (batch_size - len(batch))
-        lengths = np.array([len(row) for row in rows], np.int32)
-        prompt = np.zeros((batch_size, bucket(int(lengths.max()), loaded.model.config.max_positions)), np.int32)
-        for row, ids in zip(prompt, rows, strict=True):
-            row[: len(ids)] = ids
-        arguments = (loaded.params, prompt, lengths, jax.random.key(seed))
-        if (decode, prompt.shape) not in loaded._compiled:
-            on_status("compiling")
-            decode.jitted.lower(*arguments).compile()  # kept by jit, so that the timed call below only runs
-            loaded._compiled.add((decode, prompt.shape))
-        on_status("decoding")
-        began = time.perf_counter()
-        out = jax.device_get(decode(*arguments))
-        elapsed = time.perf_counter() - began
-        for row, ids in enumerate(batch):
-            output_ids = out.tokens[row, : out.lengths[row]].tolist()
-            steps = int(out.steps[row])
-            yield Generation(
-                prompt_ids=ids.tolist(),
-                output_ids=output_ids,
-                text=None if loaded.tokenizer is None else decode_text(loaded.tokenizer, output_ids),
-                steps=steps,
-                accept_lengths=(out.accept_lengths[row, :steps] + 1).tolist(),
-                new_tokens=len(output_ids),
-                wall_time=elapsed,
-            )
 
 
 def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -36,6 +36,8 @@ def start() -> None:
             raise ValueError
     except ValueError:
         raise HydrajaxError(f"{ADDRESS}: must be host:port, found {address!r}") from None
+    if count is not None and index is not None and index >= count:
+        raise HydrajaxError(f"{INDEX}: must be below {COUNT} = {count}, found {index}")
     try:
         jax.distributed.initialize(address, count, index, shutdown_timeout_seconds=SHUTDOWN_SECONDS)
     except (ValueError, RuntimeError) as error:

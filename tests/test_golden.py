@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hydrajax.api import Loaded, load
+from hydrajax.decoding.acceptance import Typical
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.drafters.drafter import BoundBase
 from hydrajax.models.layers import causal_mask
@@ -258,3 +259,18 @@ def test_pt_and_safetensors_are_the_same(golden, arch, loaded, tmp_path):
     for (path, a), (other_path, b) in zip(ours, theirs, strict=True):
         assert path == other_path
         np.testing.assert_array_equal(a, b)
+
+
+def test_typical_acceptance_equals_the_official_code(golden, arch, loaded, tree, tree_name):
+    """The recorded runs of ε 0.09, α 0.3, temperature 0.7: deterministic, so ids and accept lengths are exact."""
+    run = np.load(golden / arch / f"typical_{tree_name}.npz")
+    rule, lengths = Typical(epsilon=0.09, alpha=0.3, temperature=0.7), run["prompt_lens"]
+    decode = make_decode_fn(loaded.model, loaded.drafter, tree, rule, max_new_tokens=LONGEST)
+    out = decode(loaded.params, np.maximum(run["prompts"], 0), lengths)
+    for row, length in enumerate(lengths):
+        wanted = run["output_ids"][row, length : run["output_lens"][row]]
+        assert out.tokens[row, : len(wanted)].tolist() == wanted.tolist()
+        steps = run["num_steps"][row]
+        assert out.accept_lengths[row, :steps].tolist() == run["accept_lengths"][row, :steps].tolist()
+    greedy = np.load(golden / arch / f"greedy_{tree_name}.npz")["accept_lengths"][[1, 3, 5, 7], :4]
+    assert (run["accept_lengths"][:, :4] != greedy).any()  # the same prompts under another rule

@@ -37,10 +37,12 @@ BELOW: dict[str, set[str]] = {
 LIBRARY = set(BELOW)
 BELOW |= {
     "api": LIBRARY,
-    "": LIBRARY | {"api"},  # the package's own __init__
+    "generation": LIBRARY | {"api"},
+    "chat": LIBRARY | {"api", "generation"},
+    "": LIBRARY | {"api", "generation"},  # the package's own __init__
     "train.__main__": LIBRARY | {"api", "cli", ""},
     "train.distill": LIBRARY | {"api", "cli", ""},  # a program too
-    "cli": LIBRARY | {"api", "train.__main__", ""},
+    "cli": LIBRARY | {"api", "generation", "chat", "train.__main__", ""},
     "__main__": LIBRARY | {"api", "cli", ""},
 }
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hydrajax.errors import HydrajaxError
 
-COMMANDS = ("demo", "generate", "bench")
+COMMANDS = ("demo", "generate", "chat", "bench", "certify")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,12 +62,12 @@ def run_command(prog: str, module_help: str, add_arguments: Callable, run: Calla
 
 
 def guarded(parse: Callable[[], argparse.Namespace]) -> int:
-    """Run what was parsed. Bad input prints one line and returns 2; Ctrl-C returns 130."""
+    """Run what was parsed and return its exit code, None for 0. Bad input prints one line and returns 2, Ctrl-C 130."""
     try:
         args = parse()
         use_compilation_cache()
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing: tokenizers need none
-        args.run(args)
+        code = args.run(args)
         sys.stdout.flush()
     except HydrajaxError as error:
         print(f"hydrajax: {' '.join(str(error).split())}", file=sys.stderr)  # libraries' messages may be of many lines
@@ -84,4 +84,4 @@ def guarded(parse: Callable[[], argparse.Namespace]) -> int:
         # Where no check foresaw it: such as a directory that may not be entered, or a name that is too long.
         print(f"hydrajax: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
-    return 0
+    return code or 0

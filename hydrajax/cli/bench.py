@@ -38,6 +38,7 @@ BUILT_IN_PROMPTS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser, base_required=False)
+    options.add_rule_arguments(parser)
     parser.add_argument("--random", metavar="SHAPE", help=f"random weights instead of --base: {', '.join(PRESETS)}")
     parser.add_argument(
         "--random-draft",
@@ -63,9 +64,10 @@ def _integers(text: str) -> list[int]:
 def run(args: argparse.Namespace) -> None:
     with ExitStack() as stack:  # an unwritable file is refused before anything is measured
         file = stack.enter_context(WholeFile(args.json, "--json")) if args.json not in (None, "-") else None
+        rule = options.rule_from(args)
         model, drafter, params, texts = _model(args)
         trees = _trees(args, drafter.depth, model.config.vocab_size)
-        rows = _measure(args, model, drafter, params, trees, texts)
+        rows = _measure(args, rule, model, drafter, params, trees, texts)
         report = json.dumps({"machine": machine(), "arguments": _plain(args), "rows": [row.as_dict() for row in rows]})
         if file is not None:
             file.write_text(report + "\n")
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
         _print(rows, args, texts)
 
 
-def _measure(args: argparse.Namespace, model, drafter, params, trees, texts) -> list[benchmark.BenchmarkRow]:
+def _measure(args: argparse.Namespace, rule, model, drafter, params, trees, texts) -> list[benchmark.BenchmarkRow]:
     """All cells, with the count of those done on stderr."""
     rows: list[benchmark.BenchmarkRow] = []
     total = len(args.batch_sizes) * len(trees)
@@ -90,6 +92,7 @@ def _measure(args: argparse.Namespace, model, drafter, params, trees, texts) -> 
             trees,
             args.batch_sizes,
             args.context,
+            rule=rule,
             prompts=texts,
             max_new_tokens=args.max_new_tokens,
             repeats=args.repeats,
@@ -174,7 +177,8 @@ def _print(rows: list[benchmark.BenchmarkRow], args: argparse.Namespace, texts) 
         for row in rows:
             cells = [str(row.batch), row.tree, str(row.nodes), f"{row.tokens_per_step:.2f}"]
             cells += [f"{row.autoregressive_tokens_per_second:.0f}", f"{row.tokens_per_second:.0f}"]
-            rates.add_row(*cells, f"{row.speedup:.2f}x", "yes" if row.outputs_equal else "NO")
+            equal = {True: "yes", False: "NO", None: ""}[row.outputs_equal]
+            rates.add_row(*cells, f"{row.speedup:.2f}x", equal)
         console.print(rates)
         print(f"generated {args.max_new_tokens} tokens for each of {len(texts)} prompts, both ways interleaved")
     last = rows[-1]

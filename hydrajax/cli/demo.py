@@ -23,12 +23,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hydrajax import assets
-from hydrajax.api import Loaded, decode_text, encode, generate, load
+from hydrajax.api import Loaded, decode_text, encode, load
 from hydrajax.checkpoints.official_heads import load_official_heads
 from hydrajax.cli.generate import pieces, write_marked
 from hydrajax.decoding.step import Params
 from hydrajax.evaluation.answers import Generation
 from hydrajax.evaluation.prompts import Prompt
+from hydrajax.generation import generate
 from hydrajax.train.corpus import SourceFile
 from hydrajax.train.preview import CLOSE, OPEN
 from hydrajax.trees import presets

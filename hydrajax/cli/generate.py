@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +14,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.segment import Segment, Segments
 from rich.style import Style
 
-from hydrajax.api import Loaded, decode_text, generate
-from hydrajax.cli.options import add_decoding_arguments, add_model_arguments, load_from, tree_from
-from hydrajax.decoding.acceptance import Greedy
+from hydrajax.api import Loaded, decode_text
+from hydrajax.cli.options import (
+    add_decoding_arguments,
+    add_model_arguments,
+    add_rule_arguments,
+    load_from,
+    rule_from,
+    tree_from,
+)
+from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation.answers import AnswerWriter, Generation
 from hydrajax.evaluation.prompts import Prompt, read_prompts
+from hydrajax.generation import generate, stream
 
 HELP = "generate text with a base model, faster with draft heads"
-RULES = {"greedy": Greedy}
 DRAFTED = "green underline"  # two signs: one is seen without colours, the other where terminals show no underline
 
 
@@ -35,11 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--output", metavar="FILE.jsonl", help="write results here instead of text to the screen")
     add_model_arguments(parser)
     decoding = add_decoding_arguments(parser)
-    decoding.add_argument("--rule", choices=list(RULES), default="greedy", help="acceptance (default %(default)s)")
+    decoding.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="end before this text; may be given several times"
+    )
+    decoding.add_argument("--stream", action="store_true", help="print text as it is accepted, one prompt at a time")
+    add_rule_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    tree = tree_from(args)
+    tree, rule = tree_from(args), rule_from(args)
+    if args.stream and (args.output or args.batch_size > 1):
+        raise HydrajaxError("--stream: prints one prompt at a time, it goes with neither --output nor --batch-size")
     prompts = read_prompts(args.prompts) if args.prompt is None else [Prompt(args.prompt, "--prompt")]
     totals = Totals()
     with ExitStack() as stack:
@@ -49,22 +62,18 @@ def run(args: argparse.Namespace) -> None:
         loaded = load_from(args)
         tree = tree or loaded.default_tree()
         screen = Screen(loaded, len(prompts), drafted=tree.depth > 0)
-        results = generate(
-            loaded,
-            prompts,
-            tree=tree,
-            rule=RULES[args.rule](),
-            max_new_tokens=args.max_new_tokens,
-            batch_size=args.batch_size,
-            seed=args.seed,
-            on_status=progress.status,
-        )
+        settings = {"tree": tree, "rule": rule, "max_new_tokens": args.max_new_tokens, "stop": args.stop}
+        settings |= {"seed": args.seed, "on_status": progress.status}
+        if args.stream:
+            results = streamed(loaded, prompts, settings, progress)
+        else:
+            results = generate(loaded, prompts, batch_size=args.batch_size, **settings)
         for number, result in enumerate(results):
             totals.add(result, first_of_batch=number % args.batch_size == 0)
-            totals.cut += cut_by_context(result, loaded, args.max_new_tokens)
+            totals.cut += result.finish_reason == "context"
             if writer is not None:
                 writer.write(result)
-            else:
+            elif not args.stream:
                 progress.hide()  # it may share the terminal with the text
                 screen.show(result)
             progress.update(totals)
@@ -75,11 +84,20 @@ def run(args: argparse.Namespace) -> None:
     print(totals.summary(), file=sys.stderr)
 
 
-def cut_by_context(result: Generation, loaded: Loaded, max_new_tokens: int) -> bool:
-    """Whether the model would have gone on: neither EOS nor the limit ended the output, but the full context."""
-    if result.new_tokens >= max_new_tokens or (result.output_ids and result.output_ids[-1] in loaded.eos_ids):
-        return False
-    return len(result.prompt_ids) + result.new_tokens >= loaded.model.config.max_positions
+def streamed(loaded: Loaded, prompts: list[Prompt], settings: dict, progress: ProgressLine) -> Iterator[Generation]:
+    """Print every prompt's text as it comes. Ctrl-C leaves what has come, on a line of its own."""
+    for number, prompt in enumerate(prompts):
+        if len(prompts) > 1:
+            print(f"--- {number + 1} of {len(prompts)}")
+        text = stream(loaded, prompt, number=number, **settings)
+        try:
+            for piece in text:
+                progress.hide()
+                print(piece, end="", flush=True)
+        finally:
+            progress.hide()
+            print(flush=True)
+        yield text.result
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hydrajax import api
+from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, RejectionSampling, Typical
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import TreeTopology, presets
 
@@ -44,6 +45,43 @@ def add_decoding_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: i
     group.add_argument("--batch-size", metavar="B", type=positive, default=1, help="default %(default)s")
     group.add_argument("--seed", metavar="S", type=seed, default=0, help="default %(default)s")
     return group
+
+
+# Every rule with the flags that it takes.
+RULES = {
+    "greedy": (Greedy, ()),
+    "typical": (Typical, ("temperature", "epsilon", "alpha")),
+    "exact": (ExactSampling, ("temperature", "top_k", "top_p")),
+    "rejection": (RejectionSampling, ("temperature", "top_k", "top_p")),
+}
+
+
+def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--rule`` and its numbers: see `rule_from`."""
+    group = parser.add_argument_group("acceptance")
+    group.add_argument("--rule", choices=list(RULES), default="greedy", help="default %(default)s")
+    group.add_argument(
+        "--temperature", metavar="T", type=float, help="of exact and rejection sampling (1.0) and typical (0.7)"
+    )
+    group.add_argument("--top-k", metavar="K", type=positive, help="sample from the K likeliest tokens")
+    group.add_argument("--top-p", metavar="P", type=float, help="sample from the likeliest tokens that hold share P")
+    group.add_argument("--epsilon", metavar="E", type=float, help="posterior threshold of typical acceptance (0.1)")
+    group.add_argument("--alpha", metavar="A", type=float, help="its entropy factor (square root of E)")
+
+
+def rule_from(args: argparse.Namespace) -> AcceptanceRule:
+    """The rule asked for. Raises `HydrajaxError` for a number out of range or that the rule does not have."""
+    rule, fields = RULES[args.rule]
+    for name in ("temperature", "top_k", "top_p", "epsilon", "alpha"):
+        if getattr(args, name) is not None and name not in fields:
+            takers = ", ".join(other for other, (_, known) in RULES.items() if name in known)
+            flag = "--" + name.replace("_", "-")
+            raise HydrajaxError(f"{flag}: has no meaning with --rule {args.rule}, only with {takers}")
+    try:
+        return rule(**{name: getattr(args, name) for name in fields if getattr(args, name) is not None})
+    except HydrajaxError as error:
+        name, _, rest = str(error).partition(":")
+        raise HydrajaxError(f"--{name.replace('_', '-')}:{rest}") from None
 
 
 def positive(text: str) -> int:

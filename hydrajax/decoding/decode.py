@@ -94,13 +94,15 @@ def make_decode_fn(
     max_new_tokens: int = 256,
     eos_ids: tuple[int, ...] = (),
 ) -> Callable[..., DecodeResult]:
-    """Build ``decode_fn(params, prompt, lengths=None, rng=None) -> DecodeResult``.
+    """Build ``decode_fn(params, prompt, lengths=None, rng=None, limits=None) -> DecodeResult``.
 
     params:  `Params(base, draft)`.
     prompt:  int32 ``[B, P]``, right-padded; P is padded on to a power of two, so prompts of one bucket share a
              compilation.
     lengths: int32 ``[B]`` prompt lengths, default P for every row.
-    rng:     a `jax.random.key`, for rules that sample.
+    rng:     a `jax.random.key`, or one for each row ``[B]``, for rules that sample. What a row draws depends on its
+             key alone; a single key makes one for each row number.
+    limits:  int32 ``[B]`` most tokens of each row, default (and at most) ``max_new_tokens``.
 
     The function is pure, compiled once per (B, bucket) and may itself be called under `jax.jit`. Row b's output does
     not depend on the other rows. Generation ends per row at the first of ``eos_ids``, after ``max_new_tokens``, or
@@ -114,10 +116,10 @@ def make_decode_fn(
     engine = Engine(model, drafter, tree, rule or Greedy(), max_new_tokens, tuple(eos_ids))
 
     @jax.jit
-    def run(params: Params, prompt, lengths, rng) -> DecodeResult:
-        return result_of(decode_loop(engine, params, engine.prefill(params, prompt, lengths, rng)))
+    def run(params: Params, prompt, lengths, rng, limits=None) -> DecodeResult:
+        return result_of(decode_loop(engine, params, engine.prefill(params, prompt, lengths, rng, limits)))
 
-    def decode_fn(params: Params, prompt, lengths=None, rng=None) -> DecodeResult:
+    def decode_fn(params: Params, prompt, lengths=None, rng=None, limits=None) -> DecodeResult:
         traced = isinstance(prompt, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer)
         xp = jnp if traced else np  # padding on the host compiles nothing for a new prompt width
         ids = xp.asarray(prompt)
@@ -132,7 +134,11 @@ def make_decode_fn(
         ready = isinstance(prompt, jax.Array) and prompt.dtype == jnp.int32 and not padding
         if not ready:  # a prompt placed on a mesh at full width keeps its sharding
             prompt = xp.pad(ids.astype(xp.int32), ((0, 0), (0, padding)))
-        return run(params, prompt, lengths.astype(xp.int32), jax.random.key(0) if rng is None else rng)
+        if limits is not None:
+            limits = xp.asarray(limits)
+            if limits.shape != lengths.shape or not xp.issubdtype(limits.dtype, xp.integer):
+                raise HydrajaxError(f"limits: must be int32 [batch], found {limits.dtype} {list(limits.shape)}")
+        return run(params, prompt, lengths.astype(xp.int32), jax.random.key(0) if rng is None else rng, limits)
 
     decode_fn.engine = engine
     decode_fn.jitted = run

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hydrajax.decoding.acceptance import Acceptance, AcceptanceRule
+from hydrajax.decoding.sampling import position_keys, row_keys
 from hydrajax.drafters.drafter import BoundBase, Drafter
 from hydrajax.models.cache import KVCache, append, init_cache, take_tokens
 from hydrajax.models.layers import causal_mask
@@ -39,7 +40,7 @@ class DecodeState(NamedTuple):
     done:           bool ``[B]``.
     accept_lengths: int32 ``[B, max_new + 1]`` emitted draft tokens of each step, -1 where the row took no step.
     steps:          int32 ``[B]`` steps each row took.
-    rng:            key of the next step.
+    keys:           ``[B]`` each row's random key; what it draws depends on it and on the place in the row's output.
     """
 
     cache: KVCache
@@ -51,7 +52,7 @@ class DecodeState(NamedTuple):
     done: Array
     accept_lengths: Int[Array, "B max_steps"]
     steps: Int[Array, " B"]
-    rng: Array
+    keys: Array
 
 
 def exact_float32(method: Callable) -> Callable:
@@ -88,10 +89,26 @@ class Engine:
 
     # --- the five verbs ---------------------------------------------------------------------------------------
 
+    def draft(self, params: Params, state: DecodeState) -> tuple:
+        """``(candidates,)``, or for a rule that judges draws `sample`'s ``(candidates, draft_logits)``."""
+        return self.sample(params, state) if self.samples else (self.propose(params, state),)
+
     @exact_float32
     def propose(self, params: Params, state: DecodeState) -> Int[Array, "B N"]:
         """Candidate tokens in node order."""
         return self.drafter.propose(params.draft, state.draft, state.root, self.tree, self.bind(params))
+
+    @property
+    def samples(self) -> bool:
+        """Whether the rule judges drafts by the distributions they were drawn from."""
+        return hasattr(self.rule, "draft") and self.tree.size > 1
+
+    @exact_float32
+    def sample(self, params: Params, state: DecodeState) -> tuple[Int[Array, "B N"], Float[Array, "B P V"]]:
+        """Candidate tokens drawn from the draft, and its logits at the P nodes with children."""
+        return self.rule.draft(
+            self.drafter, params.draft, state.draft, state.root, self.tree, self.bind(params), self.keys_below(state)
+        )
 
     @exact_float32
     def verify(
@@ -102,8 +119,15 @@ class Engine:
         forward = self.forward(params, candidates, positions, self.tree.ancestor_mask, cache)
         return forward, self.bind(params).logits(forward.hidden)
 
-    def accept(self, state: DecodeState, logits: Float[Array, "B N V"], candidates: Int[Array, "B N"]) -> Acceptance:
-        return self.rule.accept(logits, candidates, self.tree, jax.random.fold_in(state.rng, 1))
+    def keys_below(self, state: DecodeState) -> Array:
+        """Random keys ``[B, K+1]`` of the places after a node of depth 0 .. K."""
+        return position_keys(state.keys, state.lengths[:, None] + 1 + jnp.arange(self.tree.depth + 1))
+
+    def accept(
+        self, state: DecodeState, logits: Float[Array, "B N V"], candidates: Int[Array, "B N"], *draft
+    ) -> Acceptance:
+        """``draft``: what `sample` gave beside the candidates."""
+        return self.rule.accept(logits, candidates, self.tree, self.keys_below(state), *draft)
 
     def commit(
         self, state: DecodeState, forward: Forward, candidates: Int[Array, "B N"], accepted: Acceptance
@@ -133,7 +157,6 @@ class Engine:
             done=state.done | ended | (lengths >= state.limits),
             accept_lengths=write_rows(state.accept_lengths, step_record[:, None], state.steps),
             steps=state.steps + ~state.done,
-            rng=jax.random.fold_in(state.rng, 0),  # 1 is the rule's
         )
         return new_state, tokens, counts
 
@@ -150,38 +173,74 @@ class Engine:
 
     def decode_step(self, params: Params, state: DecodeState) -> DecodeState:
         """Emit between 1 and K+1 tokens for every unfinished row."""
-        candidates = self.propose(params, state)
+        candidates, *draft = self.draft(params, state)
         forward, logits = self.verify(params, state.cache, candidates)
-        accepted = self.accept(state, logits, candidates)
+        accepted = self.accept(state, logits, candidates, *draft)
         state, tokens, counts = self.commit(state, forward, candidates, accepted)
         return self.observe(params, state, forward, accepted, tokens, counts)
 
     @exact_float32
-    def prefill(self, params: Params, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], rng: Array) -> DecodeState:
-        """Run right-padded prompts through the base and the drafter; choose the first root. Emits nothing yet."""
+    def prefill(
+        self,
+        params: Params,
+        prompt: Int[Array, "B P"],
+        lengths: Int[Array, " B"],
+        rng: Array,
+        limits: Int[Array, " B"] | None = None,
+    ) -> DecodeState:
+        """Run right-padded prompts through the base and the drafter; choose the first root. Emits nothing yet.
+
+        rng: a key, or one per row. limits: most tokens each row may emit, at most and by default ``max_new_tokens``.
+        """
         batch, width = prompt.shape
-        base = self.bind(params)
         slots = self.cache_slots(width)
         positions = jnp.broadcast_to(jnp.arange(width), prompt.shape)
         forward = self.forward(params, prompt, positions, causal_mask(width))
         cache = append(init_cache(self.model.config, batch, slots, self.model.dtype), forward.block, lengths)
         # The barrier keeps XLA from folding the first pass over an empty draft cache at compile time, which is slow.
         draft = jax.lax.optimization_barrier(self.drafter.init_state(batch, slots))
-        draft = self.drafter.observe(params.draft, draft, forward.features, prompt, lengths, base)
-        last_hidden = jnp.take_along_axis(forward.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        limits = jnp.clip(self.model.config.max_positions - lengths, 0, self.max_new_tokens)
-        rng, first = jax.random.split(rng)
+        return self._ready(params, cache, draft, forward, prompt, lengths, rng, limits)
+
+    @exact_float32
+    def extend(
+        self,
+        params: Params,
+        state: DecodeState,
+        more: Int[Array, "B T"],
+        counts: Int[Array, " B"],
+        rng: Array,
+        limits: Int[Array, " B"] | None = None,
+    ) -> DecodeState:
+        """Go on after more text, such as the next message of a conversation, with the cache that is there.
+
+        more: right-padded, ``counts[b]`` tokens of row b that follow all it has emitted. Beyond that as `prefill`: the
+        counts of what is emitted begin anew. T slots must be left in the cache: a write beyond them would be moved.
+        """
+        positions = state.cache.lengths[:, None] + jnp.arange(more.shape[1])
+        forward = self.forward(params, more, positions, causal_mask(more.shape[1]), state.cache)
+        cache = append(state.cache, forward.block, counts, more[:, 0])
+        return self._ready(params, cache, state.draft, forward, more, counts, rng, limits)
+
+    def _ready(self, params, cache: KVCache, draft, forward: Forward, tokens, counts, rng, limits) -> DecodeState:
+        """The state after the first ``counts`` of these tokens were fed to the base."""
+        batch = len(tokens)
+        base = self.bind(params)
+        draft = self.drafter.observe(params.draft, draft, forward.features, tokens, counts, base)
+        last_hidden = jnp.take_along_axis(forward.hidden, (counts - 1)[:, None, None], axis=1)[:, 0]
+        most = self.max_new_tokens if limits is None else jnp.clip(limits, 0, self.max_new_tokens)
+        limits = jnp.clip(self.model.config.max_positions - cache.lengths, 0, most)
+        keys = row_keys(rng, batch)
         return DecodeState(
             cache=cache,
             draft=draft,
-            root=self.rule.first_root(base.logits(last_hidden), first),
+            root=self.rule.first_root(base.logits(last_hidden), position_keys(keys, jnp.zeros(batch, jnp.int32))),
             tokens=jnp.zeros((batch, self.max_new_tokens + self.tree.depth + 1), jnp.int32),
             lengths=jnp.zeros(batch, jnp.int32),
             limits=limits,
             done=limits <= 0,
             accept_lengths=jnp.full((batch, self.max_new_tokens + 1), -1, jnp.int32),
             steps=jnp.zeros(batch, jnp.int32),
-            rng=rng,
+            keys=keys,
         )
 
     def cache_slots(self, prompt_width: int) -> int:

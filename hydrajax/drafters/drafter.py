@@ -115,6 +115,26 @@ class Drafter(Protocol):
         """Both halves: logits of head k at position t, which predict token t + 2 + k. For tests and small inputs."""
 
 
+class SamplingDrafter(Drafter, Protocol):
+    """A drafter that can also draw its proposals, for `hydrajax.decoding.acceptance.RejectionSampling`."""
+
+    def sample(
+        self,
+        params: DraftParams,
+        state: DraftState,
+        root: Int[Array, " B"],
+        tree: TreeTopology,
+        base: BoundBase,
+        keys: Array,
+        temperature: float,
+    ) -> tuple[Int[Array, "B N"], Float[Array, "B P V"]]:
+        """Fill the tree with draws: the children of a node without replacement, rank 0 first.
+
+        keys: ``[B, K+1]``, of the places after a node of depth 0 .. K. Returns tokens in node order and, for the P
+        nodes with children, in node order too, float32 logits of the distribution the children were drawn from.
+        """
+
+
 class Trainable:
     """What follows from the rest of the interface, for drafters with parameters to inherit."""
 

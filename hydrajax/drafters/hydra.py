@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from hydrajax.drafters.heads import Head, HeadStack
-from hydrajax.models.ranking import top_tokens
+from hydrajax.models.ranking import sampled_tokens, top_tokens
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,20 @@ class HydraHeads(HeadStack):
         )
 
     def propose(self, params, state, root, tree, base):
-        """Level by level: one head call for all parents of a level, one top-k at the level's widest rank."""
+        return self._fill(params, state, root, tree, base, lambda k, logits, width: top_tokens(logits, width))
+
+    def sample(self, params, state, root, tree, base, keys, temperature):
+        drawn_from = []
+
+        def draw(k, logits, width):
+            drawn_from.append(logits / temperature)
+            return sampled_tokens(keys[:, k], drawn_from[-1], width)
+
+        candidates = self._fill(params, state, root, tree, base, draw)
+        return candidates, jnp.concatenate(drawn_from, axis=1)
+
+    def _fill(self, params, state, root, tree, base, rank):
+        """Level by level: one head call for all parents of a level, one ``rank(k, logits, width)`` at its widest."""
         batch = root.shape[0]
         candidates = root[:, None]
         shared = jnp.concatenate([state, base.embed(root).astype(self.dtype)], axis=-1)[:, None]
@@ -49,7 +62,7 @@ class HydraHeads(HeadStack):
             path = base.embed(candidates[:, level.paths[:, 1:]]).astype(self.dtype)
             path = path.reshape(batch, len(level.parents), -1)
             logits = self.head(k).apply({"params": params[f"head_{k}"]}, shared, path)
-            guesses = top_tokens(logits, level.width)[:, level.parent_slot, level.ranks]
+            guesses = rank(k, logits, level.width)[:, level.parent_slot, level.ranks]
             candidates = jnp.concatenate([candidates, guesses], axis=1)
         return candidates
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from hydrajax.drafters.heads import Head, HeadStack
-from hydrajax.models.ranking import top_tokens
+from hydrajax.models.ranking import sampled_tokens, top_tokens
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,17 @@ class MedusaHeads(HeadStack):
             logits = self.head(k).apply({"params": params[f"head_{k}"]}, state)
             candidates.append(top_tokens(logits, level.width)[:, level.ranks])
         return jnp.concatenate(candidates, axis=1)
+
+    def sample(self, params, state, root, tree, base, keys, temperature):
+        """Every parent of a level draws its own children from the same distribution."""
+        candidates, drawn_from = [root[:, None]], []
+        for k, level in enumerate(tree.levels):
+            logits = self.head(k).apply({"params": params[f"head_{k}"]}, state) / temperature
+            logits = jnp.broadcast_to(logits[:, None], (len(root), len(level.parents), self.vocab_size))
+            drawn = sampled_tokens(keys[:, k], logits, level.width)
+            candidates.append(drawn[:, level.parent_slot, level.ranks])
+            drawn_from.append(logits)
+        return jnp.concatenate(candidates, axis=1), jnp.concatenate(drawn_from, axis=1)
 
     def teacher_inputs(self, features, tokens, base):
         return [(features.astype(self.dtype),)] * self.n_heads

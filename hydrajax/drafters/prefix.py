@@ -85,6 +85,9 @@ class WithPrefix(Trainable):
     def propose(self, params, state, root, tree, base):
         return self.heads.propose(params["heads"], state.heads, root, tree, base)
 
+    def sample(self, params, state, root, tree, base, keys, temperature):
+        return self.heads.sample(params["heads"], state.heads, root, tree, base, keys, temperature)
+
     def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

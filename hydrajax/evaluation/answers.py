@@ -11,6 +11,8 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation.prompts import integers, read_jsonl, shown
 from hydrajax.files import WholeFile
 
+FINISH_REASONS = ("eos", "stop", "length", "context")
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -23,6 +25,8 @@ class Generation:
     accept_lengths: tokens emitted by each step, **counting the root** as Spec-Bench does: they sum to ``new_tokens``.
     new_tokens:     generated tokens.
     wall_time:      seconds, prompt included and compilation excluded, of the whole batch the prompt was in.
+    finish_reason:  what ended it: "eos", "stop" (a stop string), "length" (the limit) or "context" (it is full). None
+                    in files that do not say.
     """
 
     prompt_ids: list[int]
@@ -32,6 +36,7 @@ class Generation:
     accept_lengths: list[int]
     new_tokens: int
     wall_time: float
+    finish_reason: str | None = None
 
 
 class AnswerWriter(WholeFile):
@@ -55,7 +60,7 @@ def read_answers(path: str | Path, what: str = "answers") -> list[Generation]:
 
 
 def _answer(where: str, line: dict) -> Generation:
-    names = [field.name for field in dataclasses.fields(Generation)]
+    names = [field.name for field in dataclasses.fields(Generation) if field.default is dataclasses.MISSING]
     missing = [name for name in names if name not in line]
     if missing:
         raise HydrajaxError(f"{where}: field {missing[0]} is missing; needed are {', '.join(names)}")
@@ -69,6 +74,10 @@ def _answer(where: str, line: dict) -> Generation:
     text = line["text"]
     if text is not None and not isinstance(text, str):
         raise HydrajaxError(f"{where}: text: must be text or null, found {shown(text)}")
+    reason = line.get("finish_reason")
+    if reason not in (None, *FINISH_REASONS):
+        allowed = ", ".join(FINISH_REASONS)
+        raise HydrajaxError(f"{where}: finish_reason: must be null or one of {allowed}, found {shown(reason)}")
     answer = Generation(
         prompt_ids=integers(line["prompt_ids"], f"{where}: prompt_ids"),
         output_ids=integers(line["output_ids"], f"{where}: output_ids"),
@@ -77,6 +86,7 @@ def _answer(where: str, line: dict) -> Generation:
         accept_lengths=integers(line["accept_lengths"], f"{where}: accept_lengths"),
         new_tokens=number("new_tokens", int, "an integer"),
         wall_time=number("wall_time", (int, float), "a number"),
+        finish_reason=reason,
     )
     counts = {"output_ids holds": len(answer.output_ids), "accept_lengths sum to": sum(answer.accept_lengths)}
     for what, count in counts.items():

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy
 from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.step import Engine, Params
 from hydrajax.drafters.autoregressive import NoDrafter
@@ -114,16 +114,17 @@ def run_benchmark(
     batches: Sequence[int],
     context: int,
     *,
+    rule: AcceptanceRule | None = None,
     prompts: Sequence[np.ndarray] = (),
     max_new_tokens: int = 128,
     repeats: int = 5,
 ) -> Iterator[BenchmarkRow]:
     """Measure every batch size and tree, yielding each row when it is done.
 
-    context: cache slots per row, tree room excluded; steps are timed near its end. prompts: token ids to generate
-    for, both ways; with none, rates are left out.
+    context: cache slots per row, tree room excluded; steps are timed near its end. rule: `Greedy` by
+    default. prompts: token ids to generate for, both ways; with none, rates are left out.
     """
-    config = model.config
+    config, rule = model.config, rule or Greedy()
     on_cpu = jax.devices()[0].platform == "cpu"
     bandwidth = None if on_cpu else copy_bandwidth()
     for tree in trees.values():
@@ -136,7 +137,7 @@ def run_benchmark(
     for batch in batches:
 
         def timer(drafter, draft_params, tree, batch=batch) -> StepTimer:
-            engine = Engine(model, drafter, tree, Greedy(), room)
+            engine = Engine(model, drafter, tree, rule, room)
             return StepTimer(engine, Params(params.base, draft_params), batch, context - room, TIMED_STEPS, repeats)
 
         autoregressive_step = timer(NoDrafter(), {}, presets.root()).step()
@@ -145,7 +146,7 @@ def run_benchmark(
             timed = timer(drafter, params.draft, tree)
             step, verify, propose = timed.step(), timed.verify(), timed.propose()
             accept_commit, observe = timed.accept_commit(), timed.observe()
-            rates = generation_rates(model, drafter, params, tree, prompts, batch, max_new_tokens, repeats)
+            rates = generation_rates(model, drafter, params, tree, rule, prompts, batch, max_new_tokens, repeats)
             yield BenchmarkRow(
                 batch=batch,
                 context=context,
@@ -171,15 +172,23 @@ def run_benchmark(
 
 
 def generation_rates(
-    model: Llama, drafter, params: Params, tree: TreeTopology, prompts, batch: int, max_new_tokens: int, repeats: int
+    model: Llama,
+    drafter,
+    params: Params,
+    tree: TreeTopology,
+    rule: AcceptanceRule,
+    prompts,
+    batch: int,
+    max_new_tokens: int,
+    repeats: int,
 ) -> dict[str, Any]:
     """Tokens per second both ways on real prompts, interleaved; the fields of `BenchmarkRow` that need prompts."""
     if not prompts:
         return {}
     rows = [prompts[i % len(prompts)] for i in range(max(batch, len(prompts) // batch * batch))]
     ways: dict[str, tuple[Callable, Params]] = {
-        "tree": (make_decode_fn(model, drafter, tree, max_new_tokens=max_new_tokens), params),
-        "plain": (make_autoregressive_fn(model, max_new_tokens=max_new_tokens), Params(params.base, {})),
+        "tree": (make_decode_fn(model, drafter, tree, rule, max_new_tokens=max_new_tokens), params),
+        "plain": (make_autoregressive_fn(model, rule, max_new_tokens=max_new_tokens), Params(params.base, {})),
     }
     batches = []
     for start in range(0, len(rows), batch):
@@ -205,7 +214,10 @@ def generation_rates(
         "tokens_per_second": rate["tree"],
         "autoregressive_tokens_per_second": rate["plain"],
         "speedup": rate["tree"] / rate["plain"],
+        # The other rules give another text than without a tree: of another distribution, or another draw from it.
         "outputs_equal": all(
             np.array_equal(a.tokens, b.tokens) for a, b in zip(outputs["tree"], outputs["plain"], strict=True)
-        ),
+        )
+        if isinstance(rule, (Greedy, ExactSampling))
+        else None,
     }

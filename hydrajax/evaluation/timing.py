@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hydrajax.decoding.sampling import row_keys
 from hydrajax.decoding.step import DecodeState, Engine, Params
 
 
@@ -60,7 +61,7 @@ class StepTimer:
                 else jnp.zeros(leaf.shape, leaf.dtype)
                 for i, leaf in enumerate(leaves[:-1])
             ]
-            return self._rewound(jax.tree.unflatten(treedef, [*filled, rng]))
+            return self._rewound(jax.tree.unflatten(treedef, [*filled, row_keys(rng, self.batch)]))
 
         return jax.jit(fill)(jax.random.key(self.seed))
 
@@ -108,11 +109,11 @@ class StepTimer:
 
     @cached_property
     def _start(self):
-        """A state and the results of its first three verbs."""
+        """A state, what is drafted there, and what the base makes of it."""
         state = self.state()
-        candidates = jax.jit(self.engine.propose)(self.params, state)
-        forward, logits = jax.jit(self.engine.verify)(self.params, state.cache, candidates)
-        return state, candidates, forward, logits
+        drafted = jax.jit(self.engine.draft)(self.params, state)
+        forward, logits = jax.jit(self.engine.verify)(self.params, state.cache, drafted[0])
+        return state, drafted, forward, logits
 
     # --- what is timed ------------------------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ class StepTimer:
         vocab = self.engine.model.config.vocab_size
 
         def body(params, state):  # every candidate feeds the next root, so none can be dropped
-            return state._replace(root=jnp.sum(self.engine.propose(params, state), axis=1) % vocab)
+            return state._replace(root=jnp.sum(self.engine.draft(params, state)[0], axis=1) % vocab)
 
         return self._time(body, self._start[0])
 
@@ -141,23 +142,24 @@ class StepTimer:
             state = state._replace(cache=state.cache._replace(lengths=lengths))
             return state, (candidates + shift) % vocab
 
-        return self._time(body, self._start[:2])
+        state, drafted, *_ = self._start
+        return self._time(body, (state, drafted[0]))
 
     def accept_commit(self) -> float:
         def body(params, carry):
-            state, candidates, forward, logits = carry
+            state, drafted, forward, logits = carry
             # Adding something that changes keeps the argmax inside the loop; the addition fuses into it.
             nudged = logits + (state.root[:, None, None] % 2) * jnp.float32(1e-6)
-            accepted = self.engine.accept(state, nudged, candidates)
-            state, _, _ = self.engine.commit(state, forward, candidates, accepted)
-            return state, candidates, forward, logits
+            accepted = self.engine.accept(state, nudged, *drafted)
+            state, _, _ = self.engine.commit(state, forward, drafted[0], accepted)
+            return state, drafted, forward, logits
 
         return self._time(body, self._start)
 
     def observe(self) -> float:
-        state, candidates, forward, logits = self._start
-        accepted = jax.jit(self.engine.accept)(state, logits, candidates)
-        tokens = jnp.take_along_axis(candidates, accepted.path, axis=1)
+        state, drafted, forward, logits = self._start
+        accepted = jax.jit(self.engine.accept)(state, logits, *drafted)
+        tokens = jnp.take_along_axis(drafted[0], accepted.path, axis=1)
         counts = accepted.accept_length + 1
 
         def body(params, carry):

@@ -118,6 +118,15 @@ class TreeTopology:
         return np.array([-1] + [self._node_of[path[:-1]] for path in self.choices], np.int32)
 
     @cached_property
+    def children(self) -> np.ndarray:
+        """int32 ``[N, C]`` children of each node in the order of their ranks, padded with -1."""
+        lists = [[] for _ in range(self.size)]
+        for node in range(1, self.size):
+            lists[self.parents[node]].append(node)
+        most = max(map(len, lists))
+        return np.array([nodes + [-1] * (most - len(nodes)) for nodes in lists], np.int32).reshape(self.size, most)
+
+    @cached_property
     def depths(self) -> np.ndarray:
         """int32 ``[N]`` depth of each node; its position in the text is sequence length + depth."""
         return np.array([0] + [len(path) for path in self.choices], np.int32)

@@ -240,19 +240,40 @@ def test_prompt_file(refused, base, prompts, tmp_path):
     ("flags", "pattern"),
     [
         (("--dtype", "float16"), r"--dtype: invalid choice: 'float16' \(choose from '?float32'?, '?bfloat16'?\)"),
-        (("--rule", "typical"), r"--rule: invalid choice: 'typical' \(choose from '?greedy'?\)"),
+        (("--rule", "best"), r"--rule: invalid choice: 'best' \(choose from '?greedy'?, '?typical'?, .*\)"),
         (("--max-new-tokens", "0"), r"--max-new-tokens: must be an integer from 1 up, found '0'"),
         (("--max-new-tokens", "many"), r"--max-new-tokens: must be an integer from 1 up, found 'many'"),
         (("--batch-size", "-2"), r"--batch-size: must be an integer from 1 up, found '-2'"),
         (("--batch-size", "1.5"), r"--batch-size: must be an integer from 1 up, found '1\.5'"),
         (("--seed", "-1"), r"--seed: must be an integer from 0 to 4294967295, found '-1'"),
         (("--seed", str(2**32)), r"--seed: must be an integer from 0 to 4294967295"),
-        (("--temperature", "1"), r"unrecognized arguments: --temperature 1"),
+        (("--temperature", "warm"), r"--temperature: invalid float value: 'warm'"),
         (("--max-new", "5"), r"unrecognized arguments: --max-new 5"),
     ],
 )
 def test_flags(refused, base, flags, pattern):
     refused(pattern + r".*see hydrajax( generate)? --help", "--base", base, *TEXT, *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--temperature", "1"),
+            "--temperature: has no meaning with --rule greedy, only with typical, exact, rejection",
+        ),
+        (
+            ("--rule", "typical", "--top-k", "3"),
+            "--top-k: has no meaning with --rule typical, only with exact, rejection",
+        ),
+        (("--rule", "exact", "--epsilon", "0.1"), "--epsilon: has no meaning with --rule exact, only with typical"),
+        (("--rule", "exact", "--temperature", "0"), "--temperature: must be positive, found 0.0"),
+        (("--rule", "exact", "--top-p", "1.5"), "--top-p: must be above 0 and at most 1, found 1.5"),
+        (("--rule", "typical", "--epsilon", "2"), "--epsilon: must be from 0 to 1, found 2.0"),
+    ],
+)
+def test_rules(refused, base, flags, message):
+    refused(message, "--base", base, *TEXT, *flags)
 
 
 def test_missing_base(refused):

@@ -81,7 +81,8 @@ def test_output_is_the_greedy_output_of_transformers_at_any_batch_size(
     assert all(answer.accept_lengths == [1] * NEW for answer in baseline)
 
     first = json.loads((tmp_path / "one.jsonl").read_text().splitlines()[0])
-    assert list(first) == ["prompt_ids", "output_ids", "text", "steps", "accept_lengths", "new_tokens", "wall_time"]
+    fields = ["prompt_ids", "output_ids", "text", "steps", "accept_lengths", "new_tokens", "wall_time", "finish_reason"]
+    assert list(first) == fields
     tokens, steps = NEW * len(IDS), sum(answer.steps for answer in answers)
     summary = rf"{tokens} tokens in {steps} steps, tokens_per_step {tokens / steps:.2f} \(τ\), [\d.]+ tokens/s\n"
     assert re.fullmatch(summary, one.err), one.err
@@ -171,7 +172,7 @@ def test_nothing_is_compiled_while_the_clock_runs(base):
     results = list(hydrajax.generate(loaded, prompts, max_new_tokens=7, on_status=statuses.append))
     assert statuses == ["compiling", "decoding", "compiling", "decoding", "decoding"]
     assert set(compiled) == {"compiling"}
-    assert len(compiled) == 2
+    assert len(compiled) == 4  # the prefill and the loop, for two shapes
     assert all(result.wall_time > 0 for result in results)
 
 
@@ -283,3 +284,61 @@ def test_long_lines_and_markup_reach_the_terminal_unchanged():
     assert rendered([(text, False)]) == text + "\n"
     assert rendered([("ab", True)]) == "\x1b[4;32mab\x1b[0m\n"
     assert DRAFTED == "green underline"
+
+
+def test_rules_reach_the_decoder(program, base, heads, wide_tree, prompt_file, tmp_path):
+    """Sampling is the same with and without heads and in any batch; typical and rejection run; seeds matter."""
+
+    def outputs(name, *flags):
+        path = tmp_path / f"{name}.jsonl"
+        result = program(
+            "generate", "--base", base, "--prompts", prompt_file, "--max-new-tokens", NEW, "--output", path, *flags
+        )
+        assert result.code == 0, result.err
+        return [answer.output_ids for answer in read_answers(path)]
+
+    drafted = ["--draft", heads, "--tree", wide_tree]
+    exact = ["--rule", "exact", "--temperature", 1.3, "--top-k", 20, "--top-p", 0.9]
+    plain = outputs("plain", *exact)
+    assert outputs("tree", *exact, *drafted, "--batch-size", 3) == plain
+    assert outputs("seed", *exact, "--seed", 1) != plain
+    greedy = outputs("greedy")
+    assert plain != greedy
+    assert outputs("k1", "--rule", "exact", "--top-k", 1, *drafted) == greedy
+    assert outputs("typical", "--rule", "typical", "--epsilon", 0, "--alpha", 0, *drafted) != greedy  # accepts all
+    drawn = outputs("rejection", "--rule", "rejection", "--top-k", 20, "--draft", heads, "--tree", "chain-2")
+    assert drawn == outputs("again", "--rule", "rejection", "--top-k", 20, "--draft", heads, "--tree", "chain-2")
+
+
+def test_rejection_needs_a_drafter_and_a_tree_without_gaps(program, base, heads, tmp_path):
+    gap = tmp_path / "gap.json"
+    gap.write_text("[[0], [2]]")
+    result = program(
+        "generate", "--base", base, "--prompt", "a", "--draft", heads, "--rule", "rejection", "--tree", gap
+    )
+    assert result.code == 2
+    assert "tree: RejectionSampling needs siblings of rank 0, 1, 2 ..., found [2]" in result.err
+
+
+def test_streamed_text_is_the_text(program, base, heads, wide_tree, tokenizer):
+    common = ["generate", "--base", base, "--draft", heads, "--tree", wide_tree, "--max-new-tokens", NEW]
+    whole = program(*common, "--prompt", "the tree")
+    streamed = program(*common, "--prompt", "the tree", "--stream")
+    assert [whole.code, streamed.code] == [0, 0]
+    assert streamed.out == whole.out
+    middle = whole.out[3:6]
+    cut = program(*common, "--prompt", "the tree", "--stop", middle, "--stop", "never said")
+    assert cut.out == whole.out[: whole.out.index(middle)] + "\n"
+    assert program(*common, "--prompt", "the tree", "--stop", middle, "--stream").out == cut.out
+
+
+def test_what_stop_and_stream_cannot_do(program, base, tmp_path):
+    common = ["generate", "--base", base, "--prompt", "a"]
+    result = program(*common, "--stream", "--batch-size", 2)
+    assert result.code == 2
+    assert "--stream: prints one prompt at a time, it goes with neither --output nor --batch-size" in result.err
+    assert program(*common, "--stream", "--output", tmp_path / "a.jsonl").code == 2
+    assert not (tmp_path / "a.jsonl").exists()
+    result = program(*common, "--stop", "")
+    assert result.code == 2
+    assert "stop: found an empty string" in result.err

@@ -12,7 +12,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation.answers import AnswerWriter, Generation, read_answers
 
 ANSWERS = [
-    Generation([1, 5], [7, 8, 9], "tree 🌳\n\u2028é", 2, [2, 1], 3, 0.25),
+    Generation([1, 5], [7, 8, 9], "tree 🌳\n\u2028é", 2, [2, 1], 3, 0.25, "stop"),
     Generation([4], [], None, 0, [], 0, 0.5),
 ]
 
@@ -43,6 +43,7 @@ def test_a_line_is_the_contract(tmp_path):
         "accept_lengths": [2, 1],
         "new_tokens": 3,
         "wall_time": 0.25,
+        "finish_reason": "stop",
     }
     assert "🌳" in text
 
@@ -149,4 +150,15 @@ def test_missing_fields_and_new_ones(tmp_path):
     del line["wall_time"]
     path.write_text(json.dumps(line))
     with pytest.raises(HydrajaxError, match="line 1: field wall_time is missing; needed are prompt_ids, output_ids"):
+        read_answers(path)
+
+
+def test_reasons_are_known_and_may_be_missing(tmp_path):
+    path = tmp_path / "a.jsonl"
+    line = dataclasses.asdict(ANSWERS[0])
+    del line["finish_reason"]  # files of earlier versions
+    path.write_text(json.dumps(line) + "\n")
+    assert read_answers(path) == [dataclasses.replace(ANSWERS[0], finish_reason=None)]
+    path.write_text(json.dumps(line | {"finish_reason": "bored"}) + "\n")
+    with pytest.raises(HydrajaxError, match="line 1: finish_reason: must be null or one of eos, stop, length, context"):
         read_answers(path)

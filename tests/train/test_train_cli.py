@@ -146,3 +146,21 @@ def test_heads_for_a_base_and_conversations_of_others(program, golden, settings,
     assert drafter.depth == 2
     tensors = load_file(next((tmp_path / "run" / "heads").glob("*.safetensors")))
     assert all(np.isfinite(tensor).all() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "nowhere"}, "JAX_COORDINATOR_ADDRESS: must be host:port, found 'nowhere'"),
+        ({"JAX_COORDINATOR_ADDRESS": "host:99999"}, "JAX_COORDINATOR_ADDRESS: must be host:port, found 'host:99999'"),
+        ({"JAX_PROCESS_ID": "first"}, "JAX_PROCESS_ID: must be an integer from 0 up, found 'first'"),
+        (
+            {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
+            "JAX_PROCESS_ID: must be below JAX_NUM_PROCESSES = 2, found 2",
+        ),
+    ],
+)
+def test_other_processes_that_make_no_sense(program, config_file, monkeypatch, variables, message):
+    for name, value in ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1234"} | variables).items():
+        monkeypatch.setenv(name, value)
+    assert message in refused(program("--config", config_file()))

@@ -1,0 +1,162 @@
+"""A conversation that keeps the key-value cache: each turn feeds the base only what is new."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from hydrajax.api import Loaded, decode_text
+from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
+from hydrajax.decoding.decode import bucket
+from hydrajax.decoding.step import DecodeState
+from hydrajax.decoding.text import GrowingText
+from hydrajax.errors import HydrajaxError
+from hydrajax.generation import STEPS_PER_BURST
+from hydrajax.train.templates import make_encoder
+from hydrajax.trees.tree import TreeTopology
+
+
+@dataclass
+class Turn:
+    """What an answer took. prompt_tokens: of the whole conversation before it, of which ``reused`` were in the cache.
+
+    seconds: of decoding, from the question to the last token, compilation included in a session's first turns.
+    """
+
+    prompt_tokens: int = 0
+    reused: int = 0
+    new_tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    full: bool = False  # the context is full: the answer was cut by it
+
+
+class Chat:
+    """A conversation with a loaded base, in its tokenizer's chat template or a named one.
+
+    template: ``auto`` is the tokenizer's own; ``vicuna`` and ``plain`` are built in. `say` adds a message and yields
+    the answer's text; ``messages`` is the conversation so far and may be edited between turns.
+
+    The cache is kept as long as the conversation, written out by the template, begins with the very tokens it holds.
+    Where it does not (an edited message, an answer that was interrupted, a template that rewrites what is past), the
+    turn starts from an empty cache. Raises `HydrajaxError` where tokenizer and template do not go together.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        tree: TreeTopology | None = None,
+        rule: AcceptanceRule | None = None,
+        template: str = "auto",
+        max_new_tokens: int = 512,
+        seed: int = 0,
+    ):
+        if loaded.tokenizer is None:
+            raise HydrajaxError("--base: has no tokenizer, and a conversation needs one")
+        if max_new_tokens < 1:
+            raise HydrajaxError(f"max_new_tokens: must be at least 1, found {max_new_tokens}")
+        try:
+            self._encoder = make_encoder(loaded.tokenizer, template)
+        except HydrajaxError as error:
+            raise HydrajaxError(str(error).replace("data.template:", "--template:")) from None
+        self._loaded, self._limit, self._seed = loaded, max_new_tokens, seed
+        self._context = loaded.model.config.max_positions
+        # As many new tokens as the context holds, so that the cache has room for the whole conversation.
+        self._bursts = loaded.bursts(tree or loaded.default_tree(), rule or Greedy(), self._context)
+        self._state: DecodeState | None = None
+        self._held: list[int] = []  # the tokens in the cache
+        self._turns = 0
+        self.messages: list[dict[str, str]] = []
+        self.turn = Turn()
+
+    def reset(self) -> None:
+        """Begin a new conversation."""
+        self.messages, self._state, self._held = [], None, []
+
+    def say(self, message: str) -> Iterator[str]:
+        """Answer a message, piece by piece. ``turn`` says afterwards what it took.
+
+        An answer that is broken off (the iterator closed, Ctrl-C) stays in the conversation as far as it was yielded.
+        Raises `HydrajaxError`, and forgets the message, where it is empty or the context has no room for it.
+        """
+        if not message.strip():
+            raise HydrajaxError("message: is empty")
+        self.messages.append({"role": "user", "content": message})
+        try:
+            ids = self._written_out()
+        except HydrajaxError:
+            self.messages.pop()
+            raise
+        said = ""
+        try:
+            for piece in self._answer(ids):
+                said += piece
+                yield piece
+        finally:
+            self.messages.append({"role": "assistant", "content": said})
+
+    def _written_out(self) -> list[int]:
+        """The conversation up to the answer that is to come, as token ids."""
+        found = self._encoder.special.search(self.messages[-1]["content"])
+        if found:
+            raise HydrajaxError(f"message: holds the text of the special token {found[0]}")
+        tokenizer = self._loaded.tokenizer
+        try:
+            text = tokenizer.apply_chat_template(
+                self.messages, chat_template=self._encoder.source, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is a program of the tokenizer's author: anything may be raised
+            raise HydrajaxError(f"the chat template failed: {error}") from None
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if not self._encoder.own and tokenizer.bos_token_id is not None and _adds_bos(tokenizer):
+            ids = [tokenizer.bos_token_id, *ids]
+        if len(ids) >= self._context:
+            raise HydrajaxError(
+                f"message: the conversation would have {len(ids)} tokens, the model's context is {self._context}"
+            )
+        return ids
+
+    def _answer(self, ids: list[int]) -> Iterator[str]:
+        began = time.perf_counter()
+        keys = jax.random.fold_in(jax.random.key(self._seed), self._turns)[None]
+        self._turns += 1
+        held, state = self._held, self._state
+        self._held, self._state = [], None  # until the turn has ended well
+        reused = len(held) if state is not None and len(held) < len(ids) and ids[: len(held)] == held else 0
+        self.turn = Turn(prompt_tokens=len(ids), reused=reused)
+        limit = np.array([self._limit], np.int32)
+        params = self._loaded.params
+        if reused:
+            more, count = self._padded(ids[reused:], room=self._context - reused)
+            state = self._bursts.extend(params, state, more, count, keys, limit)
+        else:
+            prompt, count = self._padded(ids, room=self._context)
+            state = self._bursts.start(params, prompt, count, keys, limit)
+        text = GrowingText(lambda ids: decode_text(self._loaded.tokenizer, ids))
+        done = False
+        while not done:
+            state, now = self._bursts.advance(params, state, np.zeros(1, bool), STEPS_PER_BURST)
+            done, emitted = bool(now.done[0]), now.tokens[0, : now.lengths[0]].tolist()
+            self.turn.new_tokens, self.turn.steps = len(emitted), int(now.steps[0])
+            self.turn.seconds = time.perf_counter() - began
+            if piece := text.grow(emitted, final=done):
+                yield piece
+        self.turn.full = len(ids) + len(emitted) >= self._context
+        self._held, self._state = ids + emitted, state
+
+    def _padded(self, ids: list[int], room: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids in a bucket's width, so that turns share compilations, but never wider than the room."""
+        width = bucket(len(ids), room)
+        padded = np.zeros((1, width), np.int32)
+        padded[0, : len(ids)] = ids
+        return padded, np.array([len(ids)], np.int32)
+
+
+def _adds_bos(tokenizer) -> bool:
+    """Whether the tokenizer begins every text with BOS."""
+    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]

@@ -1,0 +1,84 @@
+"""``hydrajax chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.console import Console
+
+from hydrajax.cli import options
+from hydrajax.errors import HydrajaxError
+
+HELP = "talk with a model; the cache is kept between turns"
+COMMANDS = {"/reset": "begin a new conversation", "/exit": "leave (or Ctrl-D)"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model_arguments(parser)
+    parser.add_argument(
+        "--template", metavar="NAME", default="auto", help="chat template: auto (the tokenizer's own), vicuna or plain"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument("--max-new-tokens", metavar="N", type=options.positive, default=512, help="default %(default)s")
+    parser.add_argument("--seed", metavar="S", type=options.seed, default=0, help="default %(default)s")
+    options.add_rule_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    from hydrajax.chat import Chat  # transformers' templates are slow to import
+
+    tree, rule = options.tree_from(args), options.rule_from(args)
+    console = Console(stderr=True, highlight=False)
+    chat = Chat(
+        options.load_from(args),
+        tree=tree,
+        rule=rule,
+        template=args.template,
+        max_new_tokens=args.max_new_tokens,
+        seed=args.seed,
+    )
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    chat.messages = list(system)
+    if sys.stdin.isatty():
+        console.print(", ".join(f"{name}: {what}" for name, what in COMMANDS.items()), style="dim")
+    while (line := read_line()) is not None:
+        if line.strip() == "/exit":
+            break
+        if line.strip() == "/reset":
+            chat.reset()
+            chat.messages = list(system)
+        elif line.strip():
+            answer(chat, line, console)
+
+
+def read_line() -> str | None:
+    """A message, None at the end of the input. Ctrl-C at the prompt ends the program, as everywhere."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+def answer(chat, line: str, console: Console) -> None:
+    """Print the answer as it comes; Ctrl-C breaks it off and leaves the conversation as far as it went."""
+    pieces = chat.say(line)
+    try:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print(flush=True)
+    except HydrajaxError as error:
+        console.print(f"{error}", style="red", markup=False)
+        return
+    except KeyboardInterrupt:
+        pieces.close()
+        print(flush=True)
+        console.print("broken off", style="dim")
+    turn = chat.turn
+    rate = turn.new_tokens / turn.seconds if turn.seconds else 0.0
+    console.print(
+        f"τ {turn.new_tokens / max(turn.steps, 1):.2f}, {rate:.1f} tokens/s, {turn.new_tokens} tokens; "
+        f"{turn.reused} of {turn.prompt_tokens} prompt tokens were in the cache"
+        + ("; cut by the model's context" if turn.full else ""),
+        style="dim",
+    )

@@ -1,0 +1,91 @@
+"""Decoding in bursts: a jitted loop that returns every few steps, so that text can be shown and stopped on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int
+
+from hydrajax.decoding.step import DecodeState, Engine, Params
+
+
+class Snapshot(NamedTuple):
+    """What has been emitted so far, on the host; the fields are those of `DecodeState`."""
+
+    tokens: Int[np.ndarray, "B room"]
+    lengths: Int[np.ndarray, " B"]
+    accept_lengths: Int[np.ndarray, "B max_steps"]
+    steps: Int[np.ndarray, " B"]
+    done: Bool[np.ndarray, " B"]
+
+
+@dataclass(frozen=True)
+class Bursts:
+    """An engine's loop cut into bursts; the tokens are those of `hydrajax.decoding.decode.decode_loop`."""
+
+    engine: Engine
+
+    @cached_property
+    def _start(self):
+        return jax.jit(self.engine.prefill)
+
+    @cached_property
+    def _advance(self):
+        def burst(params: Params, state: DecodeState, stopped, n_steps):
+            def goes_on(carry):
+                state, taken = carry
+                return ~jnp.all(state.done) & (taken < n_steps)
+
+            def step(carry):
+                state, taken = carry
+                return self.engine.decode_step(params, state), taken + 1
+
+            state = state._replace(done=state.done | stopped)
+            return jax.lax.while_loop(goes_on, step, (state, jnp.zeros((), jnp.int32)))[0]
+
+        return jax.jit(burst, donate_argnums=1)
+
+    @cached_property
+    def _extend(self):
+        return jax.jit(self.engine.extend, donate_argnums=1)
+
+    def start(self, params: Params, prompt, lengths, keys, limits) -> DecodeState:
+        """`Engine.prefill`, compiled."""
+        return self._start(params, prompt, lengths, keys, limits)
+
+    def extend(self, params: Params, state: DecodeState, more, counts, keys, limits) -> DecodeState:
+        """`Engine.extend`, compiled; ``state`` is donated."""
+        return self._extend(params, state, more, counts, keys, limits)
+
+    def advance(self, params: Params, state: DecodeState, stopped, n_steps: int) -> tuple[DecodeState, Snapshot]:
+        """At most ``n_steps`` decode steps further; ``state`` is donated. Rows in ``stopped`` take none."""
+        state = self._advance(params, state, np.array(stopped), np.int32(n_steps))
+        return state, Snapshot(*jax.device_get(tuple(getattr(state, name) for name in Snapshot._fields)))
+
+    def compile(self, params: Params, prompt, lengths, keys, limits) -> None:
+        """Compile for inputs of these shapes; `run` then only runs."""
+        start = self._start.lower(params, prompt, lengths, keys, limits)
+        start.compile()
+        stopped = np.zeros(len(prompt), bool)
+        self._advance.lower(params, start.out_info, stopped, np.int32(0)).compile()
+
+    def run(
+        self, params: Params, prompt, lengths, keys, limits, *, n_steps: int, stopped: Bool[np.ndarray, " B"]
+    ) -> Iterator[Snapshot]:
+        """One snapshot after every ``n_steps`` decode steps, the last when every row is done.
+
+        The arguments are those of `Engine.prefill`; ``prompt`` has the width of a bucket. A row ends early where the
+        caller sets its element of ``stopped`` between two snapshots.
+        """
+        state = self.start(params, prompt, lengths, keys, limits)
+        while True:
+            state, now = self.advance(params, state, stopped, n_steps)
+            yield now
+            if (now.done | stopped).all():
+                return

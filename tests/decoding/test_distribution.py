@@ -1,0 +1,268 @@
+"""Chi-square tests of the joint distribution of three sampled tokens, and that they fail for rules that are wrong.
+
+The base is so small that the probability of every sequence can be written down: plain passes over whole texts, shaped
+by temperature, top-k and top-p in NumPy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from hydrajax.config import LlamaConfig
+from hydrajax.decoding.acceptance import ExactSampling, RejectionSampling, Typical, _rows, walk
+from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.decoding.sampling import sample
+from hydrajax.decoding.step import Params
+from hydrajax.drafters.autoregressive import NoDrafter
+from hydrajax.drafters.drafter import BoundBase
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.layers import causal_mask
+from hydrajax.models.llama import Llama, init_base
+from hydrajax.models.ranking import sampled_tokens
+from hydrajax.trees import presets
+from hydrajax.trees.tree import TreeTopology
+
+VOCAB, WIDTH, LENGTH, SAMPLES = 5, 16, 3, 102_400
+CONFIG = LlamaConfig(VOCAB, WIDTH, 24, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, max_positions=16)
+MODEL = Llama(CONFIG)
+PROMPT = [3, 1, 4]
+SEQUENCES = list(itertools.product(range(VOCAB), repeat=LENGTH))
+TREE = TreeTopology.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
+P_VALUE = 0.001
+
+
+def random_leaves(shapes, seed: int, scale: float):
+    random = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: jnp.asarray(random.standard_normal(x.shape).astype(np.float32) * scale + (x.ndim == 1)), shapes
+    )
+
+
+BASE = random_leaves(jax.eval_shape(lambda: init_base(MODEL, jax.random.key(0))), 0, 0.45)
+
+
+@dataclass(frozen=True)
+class Bigram:
+    """A draft model in miniature: its logits are the base's without its layer, and a little or much beside them."""
+
+    astray: float
+    depth: int = 3
+    hidden_state_offset: int = 0
+
+    def init_state(self, batch, slots):
+        return jnp.zeros(batch, jnp.int32)
+
+    def observe(self, params, state, features, tokens, counts, base):
+        return state
+
+    def logits(self, tokens, base):
+        table = jnp.asarray(np.random.default_rng(5).standard_normal((VOCAB, VOCAB)).astype(np.float32))
+        x = base.embed(tokens)
+        x = x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + CONFIG.norm_eps) * base.params["norm"]["scale"]
+        return base.logits(x) + self.astray * table[tokens]
+
+    def sample(self, params, state, root, tree, base, keys, temperature):
+        candidates, drawn_from = root[:, None], []
+        for k, level in enumerate(tree.levels):
+            logits = self.logits(candidates[:, level.parents], base) / temperature
+            drawn = sampled_tokens(keys[:, k], logits, level.width)[:, level.parent_slot, level.ranks]
+            candidates = jnp.concatenate([candidates, drawn], axis=1)
+            drawn_from.append(logits)
+        return candidates, jnp.concatenate(drawn_from, axis=1)
+
+
+DRAFTERS = {
+    "none": NoDrafter(),
+    "medusa": MedusaHeads(2, WIDTH, VOCAB),
+    "hydra": HydraHeads(2, WIDTH, VOCAB),
+    "hydra++": WithPrefix(HydraHeads(2, WIDTH, VOCAB, n_layers=2), CONFIG),
+    "near": Bigram(0.0),
+    "far": Bigram(4.0),
+}
+
+
+def draft_params(name: str):
+    if name in ("none", "near", "far"):
+        return {}
+    drafter = DRAFTERS[name]
+    return random_leaves(jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(MODEL, BASE))), 1, 0.3)
+
+
+def probabilities(rule) -> np.ndarray:
+    """Of each of `SEQUENCES` after the prompt."""
+    texts = np.array([[*PROMPT, *sequence] for sequence in SEQUENCES])
+    positions = np.broadcast_to(np.arange(texts.shape[1]), texts.shape)
+    hidden = MODEL.apply({"params": BASE}, texts, positions, causal_mask(texts.shape[1])).hidden
+    logits = np.asarray(MODEL.apply({"params": BASE}, hidden, method="logits"), np.float64)
+    found = np.ones(len(SEQUENCES))
+    for row, sequence in enumerate(SEQUENCES):
+        for place, token in enumerate(sequence):
+            found[row] *= shaped(logits[row, len(PROMPT) - 1 + place], rule)[token]
+    return found
+
+
+def shaped(logits: np.ndarray, rule) -> np.ndarray:
+    p = np.exp((logits - logits.max()) / rule.temperature)
+    order = np.argsort(-p)
+    if rule.top_k is not None:
+        p[order[rule.top_k :]] = 0
+    p /= p.sum()
+    before = np.cumsum(p[order]) - p[order]
+    p[order[before >= rule.top_p]] = 0
+    return p / p.sum()
+
+
+def draws(rule, drafter: str, tree: TreeTopology, batch: int) -> np.ndarray:
+    """``[SAMPLES, LENGTH]`` tokens from as many decodings; all rows of a batch have the same prompt."""
+    decode = make_decode_fn(MODEL, DRAFTERS[drafter], tree, rule, max_new_tokens=LENGTH)
+    params, prompt = Params(BASE, draft_params(drafter)), np.array([PROMPT] * batch)
+    many = jax.jit(
+        lambda keys: jax.lax.map(lambda some: jax.vmap(lambda key: decode(params, prompt, rng=key))(some), keys)
+    )
+    out = many(jax.random.split(jax.random.key(7), (8, SAMPLES // batch // 8)))
+    assert (out.lengths == LENGTH).all()
+    return np.asarray(out.tokens).reshape(SAMPLES, LENGTH)
+
+
+def p_value(tokens: np.ndarray, expected: np.ndarray) -> float:
+    """Of the chi-square statistic; rare sequences are counted together, impossible ones must not occur."""
+    counts = np.bincount(tokens @ VOCAB ** np.arange(LENGTH)[::-1], minlength=VOCAB**LENGTH)
+    if counts[expected == 0].any():
+        return 0.0
+    rare = expected * SAMPLES < 10
+    counts, wanted = (np.append(x[~rare], x[rare].sum()) for x in (counts, expected * SAMPLES))
+    keep = wanted > 0
+    return float(stats.chisquare(counts[keep], wanted[keep] * counts[keep].sum() / wanted[keep].sum()).pvalue)
+
+
+CUTS = {"whole": {}, "cut": {"top_k": 4, "top_p": 0.8}}
+GRID = [
+    (temperature, cut, drafter, batch)
+    for temperature in (0.7, 1.0, 1.5)
+    for cut in CUTS
+    for drafter in ("medusa", "hydra", "hydra++")
+    for batch in (1, 8)
+]
+QUICK = [(0.7, "whole", "medusa", 8), (1.0, "cut", "hydra", 1), (1.5, "cut", "hydra++", 8)]
+
+
+def in_part(cases, quick):
+    """All cases; those that are not quick are marked slow."""
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(("temperature", "cut", "drafter", "batch"), in_part(GRID, QUICK))
+def test_exact_sampling(temperature, cut, drafter, batch):
+    rule = ExactSampling(temperature, **CUTS[cut])
+    assert p_value(draws(rule, drafter, TREE, batch), probabilities(rule)) > P_VALUE
+
+
+def test_plain_sampling():
+    rule = ExactSampling(1.0, top_p=0.9)
+    assert p_value(draws(rule, "none", presets.root(), 8), probabilities(rule)) > P_VALUE
+
+
+REJECTION = [
+    (temperature, cut, drafter, tree)
+    for temperature in (0.7, 1.0, 1.5)
+    for cut in CUTS
+    for drafter in ("near", "far", "hydra", "medusa")
+    for tree in ("chain", "tree")
+]
+QUICK_REJECTION = [(0.7, "whole", "far", "tree"), (1.0, "cut", "near", "chain")]
+
+
+@pytest.mark.parametrize(("temperature", "cut", "drafter", "tree"), in_part(REJECTION, QUICK_REJECTION))
+def test_rejection_sampling(temperature, cut, drafter, tree):
+    rule = RejectionSampling(temperature, **CUTS[cut], draft_temperature=1.2)
+    tree = {"chain": presets.chain(2), "tree": TREE}[tree]
+    assert p_value(draws(rule, drafter, tree, 8), probabilities(rule)) > P_VALUE
+
+
+class TwoChances(ExactSampling):
+    """Wrong: where no child holds the sample, it samples again, and may then follow one."""
+
+    def accept(self, logits, candidates, tree, keys):
+        def choose(node, depth):
+            shaped = self.shape(_rows(logits, node))
+            token = sample(keys[:, depth], shaped)
+            held = jnp.any((jnp.asarray(tree.parents) == node[:, None]) & (candidates == token[:, None]), axis=1)
+            return jnp.where(held, token, sample(keys[:, depth + 1], shaped))
+
+        return walk(tree, candidates, choose)
+
+
+class Uncut(ExactSampling):
+    """Wrong: forgets top-k and top-p after the first token."""
+
+    def accept(self, logits, candidates, tree, keys):
+        return ExactSampling(self.temperature).accept(logits, candidates, tree, keys)
+
+
+class NoResidual(RejectionSampling):
+    """Wrong: after a rejection it draws from p and not from norm(max(0, p - q))."""
+
+    def accept(self, logits, candidates, tree, keys, draft_logits=None):
+        accepted = super().accept(logits, candidates, tree, keys, draft_logits)
+        last = accepted.path[:, -1]
+        again = sample(keys[:, 0], self.shape(_rows(logits, last)))
+        return accepted._replace(next_root=again)
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafter"),
+    [
+        (TwoChances(1.0), "hydra"),
+        pytest.param(Uncut(1.0, top_k=4, top_p=0.8), "hydra", marks=pytest.mark.slow),
+        (NoResidual(1.0), "far"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+)
+def test_the_test_fails_for_a_wrong_rule(rule, drafter):
+    assert p_value(draws(rule, drafter, TREE, 8), probabilities(rule)) < 1e-9
+
+
+@pytest.mark.slow
+def test_typical_acceptance_is_not_the_bases_distribution():
+    rule = ExactSampling(0.7)
+    assert p_value(draws(Typical(0.1, temperature=0.7), "hydra", TREE, 8), probabilities(rule)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "rule", [ExactSampling(0.9, top_p=0.95), RejectionSampling(0.9)], ids=lambda r: type(r).__name__
+)
+def test_a_row_draws_the_same_in_any_batch_and_with_the_same_seed(rule):
+    prompts = np.array([[3, 1, 4], [1, 0, 2], [4, 4, 4]])
+    decode = make_decode_fn(MODEL, DRAFTERS["hydra"], TREE, rule, max_new_tokens=9)
+    params, keys = Params(BASE, draft_params("hydra")), jax.random.split(jax.random.key(11), 3)
+    together = decode(params, prompts, rng=keys)
+    again = decode(params, prompts, rng=keys)
+    np.testing.assert_array_equal(together.tokens, again.tokens)
+    for row in range(3):
+        alone = decode(params, prompts[row : row + 1], rng=keys[row : row + 1])
+        np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
+        np.testing.assert_array_equal(alone.accept_lengths[0], together.accept_lengths[row])
+    other = decode(params, prompts, rng=jax.random.split(jax.random.key(12), 3))
+    assert (np.asarray(other.tokens) != np.asarray(together.tokens)).any()
+
+
+@pytest.mark.parametrize("drafter", ["medusa", "hydra", "hydra++"])
+def test_exact_sampling_draws_the_tokens_of_plain_sampling(drafter):
+    """The same key gives the same text with any draft, as what is drawn depends on the place alone."""
+    rule, prompts = ExactSampling(1.1, top_k=4), np.array([[3, 1, 4], [1, 0, 2]])
+    plain = make_decode_fn(MODEL, NoDrafter(), presets.root(), rule, max_new_tokens=12)
+    tree = make_decode_fn(MODEL, DRAFTERS[drafter], TREE, rule, max_new_tokens=12)
+    for seed in range(5):
+        expected = plain(Params(BASE, {}), prompts, rng=jax.random.key(seed))
+        found = tree(Params(BASE, draft_params(drafter)), prompts, rng=jax.random.key(seed))
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        assert found.steps.sum() < expected.steps.sum()

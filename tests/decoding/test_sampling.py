@@ -1,0 +1,94 @@
+"""The sampled distribution against transformers' warpers; keys that belong to rows and places."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from hydrajax.decoding.sampling import FEW, Sampling, position_keys, row_keys
+from hydrajax.errors import HydrajaxError
+
+
+def warped(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float) -> np.ndarray:
+    """What `transformers.generate(do_sample=True)` draws from, in float64: float32 sums may miss by a token."""
+    scores = TemperatureLogitsWarper(temperature)(None, torch.tensor(logits, dtype=torch.float64))
+    if top_k is not None:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    return torch.softmax(scores, dim=-1).numpy()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [None, 1, 7, 300, 5000])
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-6])
+def test_distribution_equals_transformers(temperature, top_k, top_p):
+    """Rows from peaked to flat, so that the nucleus is of one token in some and of most of the vocabulary in others."""
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(6, 1000)).astype(np.float32) * np.array([[0.01, 0.3, 1, 3, 10, 100]], np.float32).T
+    rule = Sampling(temperature, top_k, top_p)
+    found = np.asarray(jax.nn.softmax(rule.shape(logits), axis=-1))
+    expected = warped(logits, temperature, min(top_k, 1000) if top_k else None, top_p)
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-7)
+    kept = (found > 0).sum(axis=-1)
+    if top_k is None and top_p == 0.95:
+        assert kept.max() > FEW > kept.min()  # both ways to find the nucleus; in one batch the slow one
+
+
+def test_a_batch_of_small_nuclei_needs_no_sort():
+    logits = np.random.default_rng(1).normal(size=(3, 1000)).astype(np.float32) * 5
+    found = np.asarray(jax.nn.softmax(Sampling(1.0, None, 0.9).shape(logits), axis=-1))
+    assert (found > 0).sum(axis=-1).max() < FEW
+    np.testing.assert_allclose(found, warped(logits, 1.0, None, 0.9), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(2, 1.0), (None, 0.4), (2, 0.5), (1, 0.9)])
+def test_equally_likely_tokens_stay_together(top_k, top_p):
+    logits = np.log(np.array([[0.2, 0.3, 0.3, 0.2]], np.float32))
+    assert np.isfinite(Sampling(1.0, top_k, top_p).shape(logits)).tolist() == [[False, True, True, False]]
+
+
+def test_of_tokens_that_tie_at_the_kth_the_share_counts_all():
+    """Four tokens of 0.25 are all kept by top-k 2; half of *their* probability takes two, which tie with all."""
+    logits = np.zeros((1, 4), np.float32)
+    assert np.isfinite(Sampling(1.0, 2, 0.5).shape(logits)).all()
+    logits = np.log(np.array([[0.4, 0.2, 0.2, 0.2]], np.float32))
+    # top-k 2 keeps 0.4 and the three that tie: of those 0.4 is less than half.
+    assert np.isfinite(Sampling(1.0, 2, 0.39).shape(logits)).tolist() == [[True, False, False, False]]
+    assert np.isfinite(Sampling(1.0, 2, 0.5).shape(logits)).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.0}, "temperature: must be positive, found 0.0"),
+        ({"temperature": float("nan")}, "temperature: must be positive, found nan"),
+        ({"temperature": float("inf")}, "temperature: must be positive, found inf"),
+        ({"top_k": 0}, "top_k: must be an integer from 1 up, found 0"),
+        ({"top_k": 2.5}, "top_k: must be an integer from 1 up, found 2.5"),
+        ({"top_p": 0.0}, "top_p: must be above 0 and at most 1, found 0.0"),
+        ({"top_p": 1.1}, "top_p: must be above 0 and at most 1, found 1.1"),
+        ({"top_p": float("nan")}, "top_p: must be above 0 and at most 1, found nan"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(settings, message):
+    with pytest.raises(HydrajaxError, match=message):
+        Sampling(**settings)
+
+
+def test_keys_belong_to_rows_and_places():
+    key = jax.random.key(3)
+    four, two = row_keys(key, 4), row_keys(key, 2)
+    assert (jax.random.key_data(four[:2]) == jax.random.key_data(two)).all()
+    assert (jax.random.key_data(row_keys(four, 4)) == jax.random.key_data(four)).all()
+    places = np.array([[5, 6, 7], [0, 1, 2], [5, 6, 7], [9, 9, 9]])
+    keys = jax.random.key_data(position_keys(four, places))
+    assert keys.shape[:2] == (4, 3)
+    assert len({tuple(found) for found in np.asarray(keys).reshape(12, -1).tolist()}) == 10  # place 9 thrice
+    single = jax.random.key_data(position_keys(four[2:3], np.array([6])))
+    assert (single[0] == keys[2, 1]).all()
+    with pytest.raises(HydrajaxError, match="rng: must be one key or one per row, found 4 for 3 rows"):
+        row_keys(four, 3)

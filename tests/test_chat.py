@@ -1,0 +1,171 @@
+"""Conversations on the shipped model: every answer is what the whole conversation gives without a kept cache."""
+
+from __future__ import annotations
+
+import io
+
+import jax
+import numpy as np
+import pytest
+
+import hydrajax
+from hydrajax import assets
+from hydrajax.chat import Chat
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees import presets
+
+TREE, NEW = presets.chain(2), 24
+MESSAGES = ["def first(items):", "import sys", "class Third:"]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return hydrajax.load(assets.base(), assets.path("hydra_pp"))
+
+
+def make(loaded, **settings) -> Chat:
+    return Chat(loaded, tree=TREE, template="plain", max_new_tokens=NEW, **settings)
+
+
+def cold(loaded, chat: Chat) -> str:
+    """The answer to the conversation without its last answer, from an empty cache."""
+    ids = loaded.tokenizer.encode(
+        "".join(
+            message["content"] + ("\n" if message["role"] == "user" else loaded.tokenizer.eos_token)
+            for message in chat.messages[:-1]
+        ),
+        add_special_tokens=False,
+    )
+    (result,) = hydrajax.generate(loaded, [ids], tree=TREE, max_new_tokens=NEW)
+    assert chat.turn.prompt_tokens == len(ids)
+    return result.text
+
+
+def test_every_turn_answers_the_whole_conversation(loaded):
+    chat, reused = make(loaded), []
+    for message in MESSAGES:
+        answer = "".join(chat.say(message))
+        assert answer == cold(loaded, chat)
+        assert chat.messages[-2:] == [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+        assert 0 < chat.turn.new_tokens <= NEW
+        assert chat.turn.steps < chat.turn.new_tokens
+        reused.append(chat.turn.reused)
+    assert reused[0] == 0
+    assert max(reused) > NEW  # the prompt before and its answer
+
+
+def test_an_edited_conversation_starts_from_an_empty_cache(loaded):
+    chat = make(loaded)
+    list(chat.say(MESSAGES[0]))
+    chat.messages[1]["content"] = "    return items[0]\n"
+    answer = "".join(chat.say(MESSAGES[1]))
+    assert chat.turn.reused == 0
+    assert answer == cold(loaded, chat)
+
+
+def test_an_answer_broken_off_stays_as_far_as_it_went(loaded):
+    chat = make(loaded)
+    pieces = chat.say(MESSAGES[0])
+    first = next(pieces)
+    pieces.close()
+    assert chat.messages[-1] == {"role": "assistant", "content": first}
+    answer = "".join(chat.say(MESSAGES[1]))
+    assert answer == cold(loaded, chat)
+    chat.reset()
+    assert chat.messages == []
+    list(chat.say(MESSAGES[2]))
+    assert chat.turn.reused == 0
+
+
+def test_a_full_context_ends_the_answer_and_refuses_the_next_message(loaded):
+    chat = make(loaded)
+    long = "x = 1\n" * 160
+    context = loaded.model.config.max_positions
+    with pytest.raises(HydrajaxError, match=f"tokens, the model's context is {context}"):
+        list(chat.say(long * 3))
+    assert chat.messages == []
+    while True:  # as long as fits
+        ids = loaded.tokenizer.encode(long + "\n", add_special_tokens=False)
+        if len(ids) < context - 4:
+            break
+        long = long[:-2]
+    list(chat.say(long))
+    if chat.turn.full:
+        assert chat.turn.prompt_tokens + chat.turn.new_tokens == context
+    with pytest.raises(HydrajaxError, match="message: the conversation would have"):
+        list(chat.say(MESSAGES[0]))
+
+
+def test_bad_conversations_are_refused(loaded):
+    with pytest.raises(HydrajaxError, match="--template: found 'nice', allowed are auto, vicuna, plain"):
+        Chat(loaded, template="nice")
+    with pytest.raises(HydrajaxError, match="--template: the tokenizer has no chat template of its own"):
+        Chat(loaded)
+    chat = make(loaded)
+    with pytest.raises(HydrajaxError, match="message: is empty"):
+        list(chat.say("  "))
+    with pytest.raises(HydrajaxError, match="message: holds the text of the special token"):
+        list(chat.say(f"a {loaded.tokenizer.eos_token} b"))
+    assert chat.messages == []
+
+
+@pytest.mark.parametrize("draft", ["medusa", "hydra_pp"])
+def test_more_text_on_a_kept_cache_is_the_whole_text_at_once(draft):
+    """`Engine.extend` after some steps, rows of different lengths, against a prefill of everything."""
+    loaded = hydrajax.load(assets.base(), assets.path(draft))
+    engine = hydrajax.make_decode_fn(loaded.model, loaded.drafter, TREE, max_new_tokens=100).engine
+    random = np.random.default_rng(0)
+    prompt, lengths = random.integers(5, 900, (2, 16), dtype=np.int32), np.array([16, 11], np.int32)
+    more, counts = random.integers(5, 900, (2, 8), dtype=np.int32), np.array([3, 8], np.int32)
+    step = jax.jit(engine.decode_step)
+
+    def finish(state):
+        while not state.done.all():
+            state = step(loaded.params, state)
+        return state
+
+    limits = np.array([7, 20], np.int32)
+    key = jax.random.key(0)
+    first = finish(jax.jit(engine.prefill)(loaded.params, prompt, lengths, key, limits))
+    second = finish(jax.jit(engine.extend)(loaded.params, first, more, counts, key, limits))
+    whole = [
+        np.concatenate([prompt[row, : lengths[row]], first.tokens[row, : first.lengths[row]], more[row, : counts[row]]])
+        for row in range(2)
+    ]
+    padded = np.zeros((2, 64), np.int32)
+    for row, ids in zip(padded, whole, strict=True):
+        row[: len(ids)] = ids
+    at_once = finish(
+        jax.jit(engine.prefill)(loaded.params, padded, np.array([len(ids) for ids in whole], np.int32), key, limits)
+    )
+    assert second.lengths.tolist() == at_once.lengths.tolist() == [7, 20]
+    for row in range(2):
+        assert second.tokens[row, :7].tolist() == at_once.tokens[row, :7].tolist()
+    np.testing.assert_array_equal(second.accept_lengths, at_once.accept_lengths)
+
+
+def test_in_the_terminal(loaded, monkeypatch, capfd, tmp_path):
+    """Through the program, messages from a pipe."""
+    from hydrajax.cli import main
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    before = jax.config.jax_compilation_cache_dir
+    common = ["chat", "--base", str(assets.base()), "--draft", str(assets.path("hydra_pp")), "--tree", "chain-2"]
+    common += ["--max-new-tokens", str(NEW)]
+    try:
+        monkeypatch.setattr(
+            "sys.stdin", io.StringIO(f"{MESSAGES[0]}\n\n{MESSAGES[1]}\n/reset\n{MESSAGES[0]}\n/exit\nno\n")
+        )
+        assert main([*common, "--template", "plain"]) == 0
+        out, err = capfd.readouterr()
+        chat = make(loaded)
+        first, second = ("".join(chat.say(message)) for message in MESSAGES[:2])
+        assert out == f"{first}\n{second}\n{first}\n"
+        assert err.count("τ ") == 3
+        assert "prompt tokens were in the cache" in err
+        monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+        assert main(common) == 2
+        assert "--template: the tokenizer has no chat template" in capfd.readouterr().err
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

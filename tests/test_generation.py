@@ -1,0 +1,128 @@
+"""`generate` and `stream` on the shipped model: stop strings, reasons, limits by row, and pieces that join."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hydrajax
+from hydrajax import assets
+from hydrajax.decoding.text import first_stop
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees import presets
+
+PROMPTS = ["def quicksort(items):\n", "import os\n\nclass Walker:\n    def __init__(self", "# a comment\nfor line in "]
+NEW = 48
+SETTINGS = {"tree": presets.chain(2), "max_new_tokens": NEW}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return hydrajax.load(assets.base(), assets.path("hydra"))
+
+
+@pytest.fixture(scope="module")
+def whole(loaded):
+    """The full texts, without a stop string."""
+    return list(hydrajax.generate(loaded, PROMPTS, **SETTINGS))
+
+
+def joined(stream) -> str:
+    return "".join(stream)
+
+
+def test_reasons(loaded, whole):
+    assert {result.finish_reason for result in whole} == {"length"}
+    assert [result.new_tokens for result in whole] == [NEW] * 3
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_stop_strings_cut_streamed_and_whole_text_alike(loaded, whole, data):
+    """Stop strings are stretches of the text itself, some with a strange character; some straddle steps or tokens."""
+    number = data.draw(st.integers(0, len(PROMPTS) - 1))
+    full = whole[number]
+    places = st.tuples(st.integers(0, len(full.text) - 1), st.integers(1, 12))
+    stop = [full.text[at : at + size] for at, size in data.draw(st.lists(places, min_size=1, max_size=2))]
+    stop += data.draw(st.lists(st.just("never said"), max_size=1))
+    stopped = list(hydrajax.generate(loaded, PROMPTS, stop=stop, batch_size=3, **SETTINGS))
+    for result, without in zip(stopped, whole, strict=True):
+        cut = first_stop(without.text, stop)
+        assert result.text == without.text[:cut]
+        assert result.finish_reason == ("length" if cut is None else "stop")
+        assert result.output_ids == without.output_ids[: result.new_tokens]
+        assert sum(result.accept_lengths) == result.new_tokens
+        steps = result.steps
+        assert result.accept_lengths[:-1] == without.accept_lengths[: steps - 1]
+        assert result.accept_lengths[-1] <= without.accept_lengths[steps - 1]
+    pieces = hydrajax.stream(loaded, PROMPTS[number], stop=stop, **SETTINGS)
+    assert joined(pieces) == stopped[number].text
+    streamed = pieces.result
+    assert (streamed.output_ids, streamed.accept_lengths) == (
+        stopped[number].output_ids,
+        stopped[number].accept_lengths,
+    )
+    assert streamed.finish_reason == "stop"
+
+
+def test_streamed_pieces_are_several_and_join_to_the_text(loaded, whole):
+    pieces = hydrajax.stream(loaded, PROMPTS[0], **SETTINGS)
+    assert pieces.result is None
+    found = list(pieces)
+    assert len(found) > 1
+    assert "".join(found) == whole[0].text
+    assert pieces.result.finish_reason == "length"
+    assert pieces.result.output_ids == whole[0].output_ids
+
+
+def test_sampled_text_is_the_same_streamed_and_at_any_batch_size(loaded):
+    rule = hydrajax.ExactSampling(0.9, top_p=0.95)
+    one = [result.output_ids for result in hydrajax.generate(loaded, PROMPTS, rule=rule, seed=5, **SETTINGS)]
+    two = hydrajax.generate(loaded, PROMPTS, rule=rule, seed=5, batch_size=2, **SETTINGS)
+    assert [result.output_ids for result in two] == one
+    for number, prompt in enumerate(PROMPTS):
+        pieces = hydrajax.stream(loaded, prompt, rule=rule, seed=5, number=number, **SETTINGS)
+        list(pieces)
+        assert pieces.result.output_ids == one[number]
+
+
+def test_every_prompt_may_have_its_own_limit(loaded, whole):
+    limits = [5, NEW, 17]
+    results = list(hydrajax.generate(loaded, PROMPTS, tree=SETTINGS["tree"], max_new_tokens=limits, batch_size=2))
+    assert [result.new_tokens for result in results] == limits
+    for result, without in zip(results, whole, strict=True):
+        assert result.output_ids == without.output_ids[: result.new_tokens]
+        assert result.finish_reason == "length"
+
+
+def test_end_of_text_and_a_full_context_are_reasons(loaded, whole):
+    """Any token can be an end: here the tenth of the first text."""
+    ends = hydrajax.load(assets.base(), assets.path("hydra"))
+    ends.eos_ids = (whole[0].output_ids[9], whole[1].output_ids[30])
+    first, second, _ = hydrajax.generate(ends, PROMPTS, **SETTINGS)
+    assert first.finish_reason == "eos"
+    assert first.output_ids == whole[0].output_ids[: first.new_tokens]
+    assert first.output_ids[-1] in ends.eos_ids
+    assert not set(first.output_ids[:-1]) & set(ends.eos_ids)
+    assert second.finish_reason == "eos"
+    context = loaded.model.config.max_positions
+    (full,) = hydrajax.generate(loaded, [np.ones(context - 3, int).tolist()], **SETTINGS)
+    assert full.finish_reason == "context"
+    assert full.new_tokens == 3
+
+
+def test_bad_requests_are_refused(loaded):
+    for arguments, message in [
+        ({"stop": "\n"}, "stop: must be a list of strings, found one"),
+        ({"stop": [""]}, "stop: found an empty string"),
+        ({"max_new_tokens": [3]}, "max_new_tokens: found 1 numbers for 3 prompts"),
+        ({"max_new_tokens": [3, 0, 1]}, "max_new_tokens: must be at least 1, found 0"),
+    ]:
+        with pytest.raises(HydrajaxError, match=message):
+            hydrajax.generate(loaded, PROMPTS, **arguments)
+    without = hydrajax.load(assets.base())
+    without.tokenizer = None
+    with pytest.raises(HydrajaxError, match="stop: the base has no tokenizer"):
+        hydrajax.generate(without, [[1, 2]], stop=["a"])
