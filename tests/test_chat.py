@@ -54,6 +54,7 @@ def test_every_turn_answers_the_whole_conversation(loaded):
     assert max(reused) > NEW  # the prompt before and its answer
 
 
+@pytest.mark.slow
 def test_an_edited_conversation_starts_from_an_empty_cache(loaded):
     chat = make(loaded)
     list(chat.say(MESSAGES[0]))
@@ -77,6 +78,7 @@ def test_an_answer_broken_off_stays_as_far_as_it_went(loaded):
     assert chat.turn.reused == 0
 
 
+@pytest.mark.slow
 def test_a_full_context_ends_the_answer_and_refuses_the_next_message(loaded):
     chat = make(loaded)
     long = "x = 1\n" * 160
@@ -109,7 +111,7 @@ def test_bad_conversations_are_refused(loaded):
     assert chat.messages == []
 
 
-@pytest.mark.parametrize("draft", ["medusa", "hydra_pp"])
+@pytest.mark.parametrize("draft", [pytest.param("medusa", marks=pytest.mark.slow), "hydra_pp"])
 def test_more_text_on_a_kept_cache_is_the_whole_text_at_once(draft):
     """`Engine.extend` after some steps, rows of different lengths, against a prefill of everything."""
     loaded = hydrajax.load(assets.base(), assets.path(draft))

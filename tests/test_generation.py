@@ -38,7 +38,7 @@ def test_reasons(loaded, whole):
     assert [result.new_tokens for result in whole] == [NEW] * 3
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_stop_strings_cut_streamed_and_whole_text_alike(loaded, whole, data):
     """Stop strings are stretches of the text itself, some with a strange character; some straddle steps or tokens."""

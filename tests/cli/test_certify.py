@@ -39,6 +39,7 @@ def test_greedy(program, draft, tmp_path):
     assert report["checks"][0]["details"] == []
 
 
+@pytest.mark.slow
 def test_bfloat16_differs_at_ties_only(program, tmp_path):
     """Whether a tie is met depends on the machine; each one that is met must be explained."""
     path = tmp_path / "certificate.json"
@@ -95,9 +96,9 @@ class Lenient(Typical):
     ("name", "rule", "failing"),
     [
         ("greedy", WrongRoot, ["FAILS: tokens equal", "defect"]),
-        ("exact", FavoursDrafts, ["FAILS: tokens equal", "FAILS: distribution"]),
+        pytest.param("exact", FavoursDrafts, ["FAILS: tokens equal", "FAILS: distribution"], marks=pytest.mark.slow),
         pytest.param("rejection", NoResidual, ["FAILS: distribution"], marks=pytest.mark.slow),
-        ("typical", Lenient, ["FAILS: typical"]),
+        pytest.param("typical", Lenient, ["FAILS: typical"], marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_rule_is_not_certified(program, monkeypatch, name, rule, failing):

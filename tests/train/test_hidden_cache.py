@@ -109,3 +109,10 @@ def test_a_write_that_fails_is_one_line(program, config_file, settings, tmp_path
     assert result.code == 2
     assert f"data.hidden_cache_gb: cannot write {tmp_path / 'run' / 'hidden.bin'}: No space left" in result.err
     assert not (tmp_path / "run" / "hidden.json").exists()
+
+
+def test_several_processes_have_no_cache(program, config_file, settings, monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    result = program("--config", config_file(**data(settings)))
+    assert result.code == 2
+    assert "data.hidden_cache_gb: the cache is for one process; set it to 0 with several" in result.err

@@ -14,6 +14,9 @@ from hydrajax.drafters.drafter import BoundBase
 from hydrajax.train.forward import run_base
 from hydrajax.train.losses import Objective, draft_loss
 
+# Nearly all the time here is compilation, and half of that LLVM's optimisation.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
 
 def official_names(arch: str, grads: dict) -> dict[str, np.ndarray]:
     """Our gradient tree under the released keys and layouts (rows are outputs)."""
