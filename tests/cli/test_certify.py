@@ -16,7 +16,7 @@ from hydrajax.decoding.sampling import sample
 from hydrajax.evaluation.certificate import pooled
 
 DRAFT = ["--base", assets.base(), "--draft", assets.path("hydra")]
-QUICK = ["--tree", "cartesian-3x2", "--max-new-tokens", 24, "--samples", 2048, "--limit", 2]
+QUICK = ["--tree", "cartesian-3x2", "--max-new-tokens", 24, "--samples", 1024, "--limit", 2]
 
 
 def certify(program, *flags, code=0):

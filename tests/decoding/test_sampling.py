@@ -28,10 +28,10 @@ def warped(logits: np.ndarray, temperature: float, top_k: int | None, top_p: flo
 def test_distribution_equals_transformers(temperature, top_k, top_p):
     """Rows from peaked to flat, so that the nucleus is of one token in some and of most of the vocabulary in others."""
     random = np.random.default_rng(0)
-    logits = random.normal(size=(6, 1000)).astype(np.float32) * np.array([[0.01, 0.3, 1, 3, 10, 100]], np.float32).T
+    logits = random.normal(size=(6, 3000)).astype(np.float32) * np.array([[0.01, 0.3, 1, 3, 10, 100]], np.float32).T
     rule = Sampling(temperature, top_k, top_p)
     found = np.asarray(jax.nn.softmax(rule.shape(logits), axis=-1))
-    expected = warped(logits, temperature, min(top_k, 1000) if top_k else None, top_p)
+    expected = warped(logits, temperature, min(top_k, 3000) if top_k else None, top_p)
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-7)
     kept = (found > 0).sum(axis=-1)
     if top_k is None and top_p == 0.95:
@@ -39,7 +39,7 @@ def test_distribution_equals_transformers(temperature, top_k, top_p):
 
 
 def test_a_batch_of_small_nuclei_needs_no_sort():
-    logits = np.random.default_rng(1).normal(size=(3, 1000)).astype(np.float32) * 5
+    logits = np.random.default_rng(1).normal(size=(3, 3000)).astype(np.float32) * 5
     found = np.asarray(jax.nn.softmax(Sampling(1.0, None, 0.9).shape(logits), axis=-1))
     assert (found > 0).sum(axis=-1).max() < FEW
     np.testing.assert_allclose(found, warped(logits, 1.0, None, 0.9), rtol=1e-4, atol=1e-7)

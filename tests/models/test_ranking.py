@@ -1,0 +1,32 @@
+"""The best token of large vocabularies is found chunk by chunk: the same as NumPy's argmax, ties and all."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from hydrajax.models.ranking import CHUNK, best_token, sampled_tokens, top_tokens
+
+
+@pytest.mark.parametrize("size", [5, 1000, 1024, 4096, 4096 + CHUNK, 5000])
+def test_best_token_is_the_first_of_the_largest(size):
+    random = np.random.default_rng(size)
+    logits = random.integers(0, 40, (3, 7, size)).astype(np.float32)  # many ties, within and between chunks
+    logits[0, 0] = 1.0
+    logits[0, 1] = -np.inf
+    logits[0, 2, -1] = 99.0
+    found = jax.jit(best_token)(logits)
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, logits.argmax(axis=-1))
+    np.testing.assert_array_equal(top_tokens(logits, 1)[..., 0], found)
+
+
+def test_draws_without_replacement_are_distinct_and_follow_the_distribution():
+    p = np.array([0.5, 0.3, 0.15, 0.05])
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    drawn = np.asarray(sampled_tokens(keys, np.broadcast_to(np.log(p).astype(np.float32), (20_000, 4)), 2))
+    assert (drawn[:, 0] != drawn[:, 1]).all()
+    np.testing.assert_allclose(np.bincount(drawn[:, 0], minlength=4) / 20_000, p, atol=0.015)
+    after_first = drawn[drawn[:, 0] == 0, 1]
+    np.testing.assert_allclose(np.bincount(after_first, minlength=4) / len(after_first), [0, 0.6, 0.3, 0.1], atol=0.02)
