@@ -49,6 +49,7 @@ def test_bfloat16_differs_at_ties_only(program, tmp_path):
         assert 0 <= found["margin"] <= found["rounding"] < 1
 
 
+@pytest.mark.slow
 def test_exact_sampling(program):
     out = certify(program, "--rule", "exact", "--temperature", 0.8, "--top-p", 0.95)
     assert "holds: tokens equal" in out

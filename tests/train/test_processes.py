@@ -66,6 +66,7 @@ def test_two_processes_train_what_one_trains(two, launch, tmp_path):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_stopping_either_process_stops_both_and_they_resume(two, launch, tmp_path):
     output = tmp_path / "run"
     main, other = launch(output, 2)
