@@ -43,23 +43,16 @@ class Loaded:
     tokenizer: Any = None
     eos_ids: tuple[int, ...] = ()
     compiled: set = field(default_factory=set, repr=False)
-    _decode_fns: dict = field(default_factory=dict, repr=False)
     _bursts: dict = field(default_factory=dict, repr=False)
 
-    def decode_fn(self, tree: TreeTopology, rule: AcceptanceRule, max_new_tokens: int):
-        """A `make_decode_fn` for these settings, compiled once and kept."""
-        key = (tree, rule, max_new_tokens)
-        if key not in self._decode_fns:
-            self._decode_fns[key] = make_decode_fn(
-                self.model, self.drafter, tree, rule, max_new_tokens=max_new_tokens, eos_ids=self.eos_ids
-            )
-        return self._decode_fns[key]
-
     def bursts(self, tree: TreeTopology, rule: AcceptanceRule, max_new_tokens: int) -> Bursts:
-        """The same decoding in `Bursts`, kept too."""
+        """The engine of a `make_decode_fn` with these settings, in `Bursts`: compiled once and kept."""
         key = (tree, rule, max_new_tokens)
         if key not in self._bursts:
-            self._bursts[key] = Bursts(self.decode_fn(*key).engine)
+            decode_fn = make_decode_fn(
+                self.model, self.drafter, tree, rule, max_new_tokens=max_new_tokens, eos_ids=self.eos_ids
+            )
+            self._bursts[key] = Bursts(decode_fn.engine)
         return self._bursts[key]
 
     def default_tree(self) -> TreeTopology:

@@ -11,7 +11,8 @@ import numpy as np
 
 from hydrajax.api import Loaded, decode_text
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
-from hydrajax.decoding.decode import bucket
+from hydrajax.decoding.decode import bucket, right_padded
+from hydrajax.decoding.sampling import row_keys
 from hydrajax.decoding.step import DecodeState
 from hydrajax.decoding.text import GrowingText
 from hydrajax.errors import HydrajaxError
@@ -105,16 +106,7 @@ class Chat:
         found = self._encoder.special.search(self.messages[-1]["content"])
         if found:
             raise HydrajaxError(f"message: holds the text of the special token {found[0]}")
-        tokenizer = self._loaded.tokenizer
-        try:
-            text = tokenizer.apply_chat_template(
-                self.messages, chat_template=self._encoder.source, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # a template is a program of the tokenizer's author: anything may be raised
-            raise HydrajaxError(f"the chat template failed: {error}") from None
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if not self._encoder.own and tokenizer.bos_token_id is not None and _adds_bos(tokenizer):
-            ids = [tokenizer.bos_token_id, *ids]
+        ids = self._encoder.prompt(self.messages)
         if len(ids) >= self._context:
             raise HydrajaxError(
                 f"message: the conversation would have {len(ids)} tokens, the model's context is {self._context}"
@@ -123,7 +115,7 @@ class Chat:
 
     def _answer(self, ids: list[int]) -> Iterator[str]:
         began = time.perf_counter()
-        keys = jax.random.fold_in(jax.random.key(self._seed), self._turns)[None]
+        keys = row_keys(jax.random.key(self._seed), 1, self._turns)
         self._turns += 1
         held, state = self._held, self._state
         self._held, self._state = [], None  # until the turn has ended well
@@ -132,10 +124,10 @@ class Chat:
         limit = np.array([self._limit], np.int32)
         params = self._loaded.params
         if reused:
-            more, count = self._padded(ids[reused:], room=self._context - reused)
+            more, count = right_padded([ids[reused:]], bucket(len(ids) - reused, self._context - reused))
             state = self._bursts.extend(params, state, more, count, keys, limit)
         else:
-            prompt, count = self._padded(ids, room=self._context)
+            prompt, count = right_padded([ids], bucket(len(ids), self._context))
             state = self._bursts.start(params, prompt, count, keys, limit)
         text = GrowingText(lambda ids: decode_text(self._loaded.tokenizer, ids))
         done = False
@@ -148,15 +140,3 @@ class Chat:
                 yield piece
         self.turn.full = len(ids) + len(emitted) >= self._context
         self._held, self._state = ids + emitted, state
-
-    def _padded(self, ids: list[int], room: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids in a bucket's width, so that turns share compilations, but never wider than the room."""
-        width = bucket(len(ids), room)
-        padded = np.zeros((1, width), np.int32)
-        padded[0, : len(ids)] = ids
-        return padded, np.array([len(ids)], np.int32)
-
-
-def _adds_bos(tokenizer) -> bool:
-    """Whether the tokenizer begins every text with BOS."""
-    return tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]

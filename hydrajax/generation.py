@@ -8,12 +8,12 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.api import Loaded, decode_text, encode
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
-from hydrajax.decoding.decode import bucket
+from hydrajax.decoding.decode import bucket, right_padded
+from hydrajax.decoding.sampling import row_keys
 from hydrajax.decoding.stream import Snapshot
 from hydrajax.decoding.text import GrowingText
 from hydrajax.errors import HydrajaxError
@@ -162,11 +162,8 @@ def _decode(
     """Snapshots of a batch, ``texts`` grown to each, and the seconds it took; ``number`` is its first prompt's."""
     loaded = request.loaded
     rows = [batch[row % len(batch)] for row in range(batch_size)]
-    lengths = np.array([len(row) for row in rows], np.int32)
-    prompt = np.zeros((batch_size, bucket(int(lengths.max()), loaded.model.config.max_positions)), np.int32)
-    for row, ids in zip(prompt, rows, strict=True):
-        row[: len(ids)] = ids
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), number + jnp.arange(batch_size))
+    prompt, lengths = right_padded(rows, bucket(max(map(len, rows)), loaded.model.config.max_positions))
+    keys = row_keys(jax.random.key(seed), batch_size, number)
     most = np.array([min(limit, request.max_new_tokens) for limit in limits], np.int32)
     arguments = loaded.params, prompt, lengths, keys, np.resize(most, batch_size)
     bursts = loaded.bursts(request.tree, request.rule, request.max_new_tokens)

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
         model, drafter, params, texts = _model(args)
         trees = _trees(args, drafter.depth, model.config.vocab_size)
         rows = _measure(args, rule, model, drafter, params, trees, texts)
-        report = json.dumps({"machine": machine(), "arguments": _plain(args), "rows": [row.as_dict() for row in rows]})
+        report = json.dumps({"machine": machine(), "arguments": plain(args), "rows": [row.as_dict() for row in rows]})
         if file is not None:
             file.write_text(report + "\n")
     if args.json == "-":
@@ -113,7 +113,7 @@ def machine() -> dict:
     }
 
 
-def _plain(args: argparse.Namespace) -> dict:
+def plain(args: argparse.Namespace) -> dict:
     return {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list, type(None)))}
 
 

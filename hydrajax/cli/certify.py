@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from hydrajax import api
 from hydrajax.cli import options
-from hydrajax.cli.bench import BUILT_IN_PROMPTS, machine
+from hydrajax.cli.bench import BUILT_IN_PROMPTS, machine, plain
 from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation.certificate import Check, Subject, certify
 from hydrajax.evaluation.prompts import Prompt, read_prompts
@@ -87,7 +87,3 @@ def built_in(loaded: api.Loaded) -> list[Prompt]:
     if loaded.tokenizer is None:
         raise HydrajaxError("--prompts: is needed, as the base has no tokenizer for the built-in ones")
     return [Prompt(text, f"built-in prompt {row}") for row, text in enumerate(BUILT_IN_PROMPTS)]
-
-
-def plain(args: argparse.Namespace) -> dict:
-    return {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, type(None)))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -48,6 +48,14 @@ def bucket(length: int, max_positions: int) -> int:
     """The padded width of a prompt: the next power of two, at most the context."""
     width = max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
     return max(length, min(width, max_positions))
+
+
+def right_padded(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray, "B width"], Int[np.ndarray, " B"]]:
+    """Token ids of several lengths as one int32 array, filled up with 0, and the lengths."""
+    padded = np.zeros((len(rows), width), np.int32)
+    for row, ids in zip(padded, rows, strict=True):
+        row[: len(ids)] = ids
+    return padded, np.array([len(ids) for ids in rows], np.int32)
 
 
 def decode_loop(engine: Engine, params: Params, state: DecodeState) -> DecodeState:

@@ -86,13 +86,13 @@ def sample(keys: Array, logits: Float[Array, "B V"]) -> Int[Array, " B"]:
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
-def row_keys(rng: Array, batch: int) -> Array:
-    """Keys ``[batch]``: the given ones, or one for each row of a batch made from a single key."""
+def row_keys(rng: Array, batch: int, first: int = 0) -> Array:
+    """Keys ``[batch]``: the given ones, or of a single key one for each row number, from ``first`` on."""
     if rng.ndim == 1:
         if rng.shape != (batch,):
             raise HydrajaxError(f"rng: must be one key or one per row, found {rng.shape[0]} for {batch} rows")
         return rng
-    return jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(batch))
+    return jax.vmap(jax.random.fold_in, (None, 0))(rng, first + jnp.arange(batch))
 
 
 def position_keys(keys: Array, positions: Int[Array, "B *n"]) -> Array:

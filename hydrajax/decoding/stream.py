@@ -32,8 +32,14 @@ class Bursts:
     engine: Engine
 
     @cached_property
-    def _start(self):
+    def start(self):
+        """`Engine.prefill`, compiled."""
         return jax.jit(self.engine.prefill)
+
+    @cached_property
+    def extend(self):
+        """`Engine.extend`, compiled; the state is donated."""
+        return jax.jit(self.engine.extend, donate_argnums=1)
 
     @cached_property
     def _advance(self):
@@ -51,18 +57,6 @@ class Bursts:
 
         return jax.jit(burst, donate_argnums=1)
 
-    @cached_property
-    def _extend(self):
-        return jax.jit(self.engine.extend, donate_argnums=1)
-
-    def start(self, params: Params, prompt, lengths, keys, limits) -> DecodeState:
-        """`Engine.prefill`, compiled."""
-        return self._start(params, prompt, lengths, keys, limits)
-
-    def extend(self, params: Params, state: DecodeState, more, counts, keys, limits) -> DecodeState:
-        """`Engine.extend`, compiled; ``state`` is donated."""
-        return self._extend(params, state, more, counts, keys, limits)
-
     def advance(self, params: Params, state: DecodeState, stopped, n_steps: int) -> tuple[DecodeState, Snapshot]:
         """At most ``n_steps`` decode steps further; ``state`` is donated. Rows in ``stopped`` take none."""
         state = self._advance(params, state, np.array(stopped), np.int32(n_steps))
@@ -70,7 +64,7 @@ class Bursts:
 
     def compile(self, params: Params, prompt, lengths, keys, limits) -> None:
         """Compile for inputs of these shapes; `run` then only runs."""
-        start = self._start.lower(params, prompt, lengths, keys, limits)
+        start = self.start.lower(params, prompt, lengths, keys, limits)
         start.compile()
         stopped = np.zeros(len(prompt), bool)
         self._advance.lower(params, start.out_info, stopped, np.int32(0)).compile()

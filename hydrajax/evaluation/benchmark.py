@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy
-from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
+from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn, right_padded
 from hydrajax.decoding.step import Engine, Params
 from hydrajax.drafters.autoregressive import NoDrafter
 from hydrajax.errors import HydrajaxError
@@ -193,11 +193,7 @@ def generation_rates(
     batches = []
     for start in range(0, len(rows), batch):
         group = rows[start : start + batch]
-        lengths = np.array([len(ids) for ids in group], np.int32)
-        padded = np.zeros((batch, max(len(ids) for ids in rows)), np.int32)  # one width: one compilation
-        for row, ids in zip(padded, group, strict=True):
-            row[: len(ids)] = ids
-        batches.append((padded, lengths))
+        batches.append(right_padded(group, max(map(len, rows))))  # one width: one compilation
     outputs = {way: [jax.device_get(fn(p, *b)) for b in batches] for way, (fn, p) in ways.items()}  # warm-up
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(repeats):

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, RejectionSampling, Typical
-from hydrajax.decoding.decode import bucket, make_autoregressive_fn, make_decode_fn
+from hydrajax.decoding.decode import bucket, make_autoregressive_fn, make_decode_fn, right_padded
 from hydrajax.decoding.step import Params, exact_float32
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.layers import causal_mask
@@ -265,8 +265,7 @@ def last_logits(model: Llama, base_params, texts: Sequence[np.ndarray]) -> Float
 
 def all_logits(model: Llama, base_params, text: Int[np.ndarray, " T"]) -> Float[np.ndarray, "T V"]:
     """Float32 logits after every token of a text, by one pass without a cache."""
-    padded = np.zeros((1, bucket(len(text), max(len(text), model.config.max_positions))), np.int32)
-    padded[0, : len(text)] = text
+    padded, _ = right_padded([text], bucket(len(text), model.config.max_positions))
     return np.asarray(_plain_pass(model, base_params, padded), np.float32)[0, : len(text)]
 
 

@@ -151,6 +151,10 @@ class Encoder:
             targets[index] = index > 0 and targets[index - 1]
         return Document(ids, targets)
 
+    def prompt(self, messages: list[dict]) -> list[int]:
+        """Token ids of the messages and of what opens the assistant's next one."""
+        return self._tokenize(_render(self.tokenizer, messages, self.source, prompt=True))[0].tolist()
+
     def _tokenize(self, text: str) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, "n 2"]]:
         encoded = self.tokenizer(text, add_special_tokens=not self.own, return_offsets_mapping=True, verbose=False)
         ids, offsets = np.asarray(encoded["input_ids"], np.int32), np.asarray(encoded["offset_mapping"])
@@ -202,13 +206,7 @@ def _rendered_spans(tokenizer: Any, messages: list[dict], source: str) -> tuple[
     """The rendered text, and the characters from each generation prompt to the end of the answer's rendering."""
 
     def render(count: int, prompt: bool) -> str:
-        return _attempt(
-            tokenizer.apply_chat_template,
-            messages[:count],
-            chat_template=source,
-            tokenize=False,
-            add_generation_prompt=prompt,
-        )
+        return _render(tokenizer, messages[:count], source, prompt)
 
     text = render(len(messages), prompt=False)
     spans = []
@@ -223,6 +221,16 @@ def _rendered_spans(tokenizer: Any, messages: list[dict], source: str) -> tuple[
                 raise HydrajaxError(f"the chat template writes message {index + 1} otherwise once others follow it")
             spans.append((len(before), len(after)))
     return text, spans
+
+
+def _render(tokenizer: Any, messages: list[dict], source: str, prompt: bool) -> str:
+    return _attempt(
+        tokenizer.apply_chat_template,
+        messages,
+        chat_template=source,
+        tokenize=False,
+        add_generation_prompt=prompt,
+    )
 
 
 def _attempt(render: Any, *args, **settings) -> Any:
