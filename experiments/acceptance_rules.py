@@ -21,8 +21,8 @@ from rich.progress import track
 from shipped_tau import held_out_prompts
 
 from hydrajax import assets
+from hydrajax.checkpoints.draft import load_draft
 from hydrajax.checkpoints.llama_hf import eos_ids, load_llama
-from hydrajax.checkpoints.official_heads import load_official_heads
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.step import Params
@@ -57,7 +57,7 @@ def main() -> None:
         "machine": platform.processor() or platform.machine(), "jax": jax.__version__, "drafters": {},
     }  # fmt: skip
     for directory in args.heads:
-        drafter, params = load_official_heads(directory, model.config)
+        drafter, params = load_draft(directory, model.config)
         found: dict[str, list] = {}
         for (name, value), rule in track(rules.items(), Path(directory).name):
             decode = make_decode_fn(model, drafter, tree, rule, max_new_tokens=args.new_tokens, eos_ids=ends)
@@ -79,7 +79,7 @@ def table(report: dict) -> None:
 
 
 def picture(report: dict, path: Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), sharey=True, layout="constrained")
     for i, (name, found) in enumerate(report["drafters"].items()):
         color = f"C{i}"
         left.plot(*np.array(found["exact, temperature"]).T, "o-", color=color, label=f"{name}, exact sampling")
@@ -91,7 +91,7 @@ def picture(report: dict, path: Path) -> None:
             axes.axhline(found["greedy"][0][1], color=color, linewidth=1, linestyle=":", label=f"{name}, greedy")
     left.set(xlabel="temperature", ylabel="tokens_per_step (τ)")
     right.set(xlabel="posterior threshold ε, at temperature 0.7, α = √ε")
-    left.legend(fontsize=7)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=120)
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from hydrajax import assets
+from hydrajax.checkpoints.draft import load_draft
 from hydrajax.checkpoints.export import export_heads
 from hydrajax.checkpoints.llama_hf import load_llama
-from hydrajax.checkpoints.official_heads import load_official_heads
 from hydrajax.train import dataset
 from hydrajax.train.config import load_config
 
@@ -44,7 +44,7 @@ def main() -> None:
     model, _ = load_llama(assets.FOLDER / "base")
     for name in args.only:
         if name != "base":
-            drafter, params = load_official_heads(args.runs / name / "heads", model.config, jnp.float32)
+            drafter, params = load_draft(args.runs / name / "heads", model.config, jnp.float32)
             export_heads(
                 assets.FOLDER / name,
                 drafter,

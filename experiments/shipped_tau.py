@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from hydrajax import assets
+from hydrajax.checkpoints.draft import load_draft
 from hydrajax.checkpoints.llama_hf import eos_ids, load_llama
-from hydrajax.checkpoints.official_heads import load_official_heads
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.step import Params
@@ -73,7 +73,7 @@ def main() -> None:
     }
     print(f"{'':12}" + "".join(f"{name:>34}" for name in settings), flush=True)
     for directory in args.heads:
-        drafter, params = load_official_heads(directory, model.config)
+        drafter, params = load_draft(directory, model.config)
         row = {}
         for name, (rule, new_tokens) in settings.items():
             out, n_tokens, _, steps = decode(drafter, params, rule, new_tokens)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hydrajax.checkpoints.llama_hf import eos_ids, load_llama
-from hydrajax.checkpoints.official_heads import load_official_heads
+from hydrajax.checkpoints.draft import load_draft
+from hydrajax.checkpoints.hub import resolve
+from hydrajax.checkpoints.llama_hf import Progress, eos_ids, load_llama
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import check_prompt, make_decode_fn
 from hydrajax.decoding.step import Params
@@ -27,6 +28,7 @@ from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+QUANTIZED = ("int8",)
 
 
 @dataclass
@@ -60,23 +62,40 @@ class Loaded:
         return presets.by_name(presets.default_name(self.drafter.depth, self.model.config.vocab_size))
 
 
-def load(base: str | Path, draft: str | Path | None = None, *, dtype="float32", mesh: Mesh | None = None) -> Loaded:
+def load(
+    base: str | Path,
+    draft: str | Path | None = None,
+    *,
+    dtype="float32",
+    mesh: Mesh | None = None,
+    quantize: str | None = None,
+    force: bool = False,
+    on_progress: Progress = lambda done, total: None,
+) -> Loaded:
     """Load a base and, optionally, draft heads.
 
-    base:  a Hugging Face directory (``config.json`` and safetensors; the tokenizer if it holds one).
-    draft: a released Hydra or Medusa directory, or None to decode autoregressively.
+    base:  a Hugging Face directory (``config.json`` and weights; the tokenizer if it holds one), or a repository on the
+        Hub, ``org/name`` or ``org/name@revision``.
+    draft: a directory or repository of heads (`hydrajax.checkpoints.draft`), or None to decode autoregressively.
     dtype: ``"float32"`` or ``"bfloat16"``, of parameters, cache and matmuls.
     mesh:  from `hydrajax.sharding.make_mesh`; the base is sharded over it, the draft replicated.
+    quantize: ``"int8"`` keeps the base's matmul weights in one byte each: half of bfloat16's memory, other logits.
+    force: load heads that say they were made for another base.
+    on_progress: told how many of the base's numbers have been loaded.
 
     Raises `HydrajaxError` for anything missing, damaged, unsupported or made for another base.
     """
     if str(dtype) not in DTYPES:
         raise HydrajaxError(f"dtype: found '{dtype}', allowed are {', '.join(DTYPES)}")
+    if quantize not in (None, *QUANTIZED):
+        raise HydrajaxError(f"quantize: found '{quantize}', allowed are {', '.join(QUANTIZED)}")
     compute = DTYPES[str(dtype)]
-    model, base_params = load_llama(base, compute, placer(mesh))
+    base, draft = resolve(base, "--base"), None if draft is None else resolve(draft, "--draft")
+    int8 = quantize == "int8"
+    model, base_params = load_llama(base, compute, placer(mesh), int8=int8, on_progress=on_progress)
     drafter, draft_params = NoDrafter(), {}
     if draft is not None:
-        drafter, draft_params = load_official_heads(draft, model.config, compute)
+        drafter, draft_params = load_draft(draft, model.config, compute, base_directory=None if force else base)
         draft_params = jax.tree.map(lambda x: placer(mesh)(x, None), draft_params)
     return Loaded(model, drafter, Params(base_params, draft_params), load_tokenizer(base), eos_ids(base))
 

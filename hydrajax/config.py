@@ -50,6 +50,9 @@ class LlamaConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     tied_lm_head: bool = False
+    qkv_bias: bool = False  # Qwen2
+    qk_norm: bool = False  # Qwen3: RMSNorm over each head's query and key features, before rotation
+    sliding_window: int | None = None  # Mistral: a token sees this many, itself included; None for all
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "mlp_width", "n_layers", "n_heads", "n_kv_heads", "head_dim"):
@@ -59,6 +62,8 @@ class LlamaConfig:
             raise HydrajaxError(
                 f"n_kv_heads: must divide n_heads, found {self.n_kv_heads} key-value heads for {self.n_heads} heads"
             )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise HydrajaxError(f"sliding_window: must be at least 1, found {self.sliding_window}")
         if self.head_dim % 2:
             raise HydrajaxError(f"head_dim: must be even for rotary embeddings, found {self.head_dim}")
 
@@ -66,6 +71,11 @@ class LlamaConfig:
     def queries_per_kv(self) -> int:
         """Query heads that share one key-value head (1 for multi-head attention)."""
         return self.n_heads // self.n_kv_heads
+
+    @property
+    def plain_layer(self) -> LlamaConfig:
+        """One LLaMA layer of this shape without a family's extras: what a prefix layer is (hydra 3.1)."""
+        return self.replace(n_layers=1, qkv_bias=False, qk_norm=False, sliding_window=None)
 
     def replace(self, **changes) -> LlamaConfig:
         return dataclasses.replace(self, **changes)

@@ -1,12 +1,24 @@
-"""Writing a file whole or not at all."""
+"""Writing a file whole or not at all; telling whether one is what was written."""
 
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 from typing import Self
 
 from hydrajax.errors import HydrajaxError
+
+CHUNK = 1 << 22  # bytes read at a time for a checksum
+
+
+def size_and_checksum(path: Path) -> list[int]:
+    """Bytes and CRC-32 of a file."""
+    size = checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    return [size, checksum]
 
 
 class WholeFile:

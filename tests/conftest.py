@@ -63,10 +63,11 @@ def on_eight_devices():
 
 @pytest.fixture(scope="session")
 def llama_checkpoint(tmp_path_factory):
-    """``make(**settings) -> Path``: a directory saved by transformers' LlamaForCausalLM, once per settings.
+    """``make(**settings) -> Path``: a directory saved by transformers, once per settings.
 
-    settings: fields of transformers' LlamaConfig over the small defaults below. Weights are random, large enough that
-    attention is not uniform and that the greedy token has a healthy margin; norm scales are not all ones.
+    settings: fields of transformers' configuration over the small defaults below, of LLaMA or the ``model_type`` given.
+    Weights are random, large enough that attention is not uniform and that the greedy token has a healthy margin; norm
+    scales are not all ones.
     """
     made: dict[str, Path] = {}
 
@@ -80,11 +81,10 @@ def llama_checkpoint(tmp_path_factory):
     return make
 
 
-def random_hf_llama(**settings):
-    """A transformers LlamaForCausalLM with the random weights described at `llama_checkpoint`."""
+def random_hf_llama(model_type: str = "llama", **settings):
+    """A transformers model with the random weights described at `llama_checkpoint`."""
     import torch
-    from transformers import LlamaConfig as HFConfig
-    from transformers import LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     defaults = {
         "vocab_size": 96,
@@ -97,8 +97,8 @@ def random_hf_llama(**settings):
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    config = HFConfig(**(defaults | settings), attn_implementation="eager")
-    model = LlamaForCausalLM(config).eval()
+    config = AutoConfig.for_model(model_type, **(defaults | settings))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -155,8 +155,8 @@ def heavy_imports(source: str, name: str) -> tuple[int, int]:
 def test_torch_is_imported_by_one_file_inside_functions():
     counts = {module: heavy_imports(path.read_text(), "torch") for module, path in MODULES.items()}
     users = {module: count for module, count in counts.items() if count != (0, 0)}
-    assert set(users) == {"hydrajax.checkpoints.official_heads"}
-    assert users["hydrajax.checkpoints.official_heads"][0] == 0
+    assert set(users) == {"hydrajax.checkpoints.tensors"}
+    assert users["hydrajax.checkpoints.tensors"][0] == 0
 
 
 def test_transformers_is_imported_inside_functions_only():

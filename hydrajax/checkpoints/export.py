@@ -1,7 +1,7 @@
-"""Saving in the formats that other programs read: Hugging Face LLaMA directories, official Hydra and Medusa heads.
+"""Saving in the formats that other programs read, and in our own.
 
-The inverse of `hydrajax.checkpoints.llama_hf` and `hydrajax.checkpoints.official_heads`, bit for bit. A directory is
-written under a temporary name and renamed, so that it is never half-written.
+The inverse of `hydrajax.checkpoints.llama_hf` and `hydrajax.checkpoints.draft`, bit for bit. A directory is written
+under a temporary name and renamed, so that it is never half-written.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
-from hydrajax.config import LlamaConfig
+from hydrajax.checkpoints import native_heads
+from hydrajax.checkpoints.draft import RECORD
+from hydrajax.checkpoints.families import from_llama_config
+from hydrajax.checkpoints.head_layouts import VLLM_NAMING, heads_layout, hydra_layout, medusa_naming
+from hydrajax.checkpoints.layout import Layout, base_layout, write
+from hydrajax.checkpoints.model_card import model_card
+from hydrajax.checkpoints.tensors import save_safetensors, save_torch
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
@@ -28,7 +34,7 @@ from hydrajax.models.llama import Llama
 
 WHAT = "export"
 MARK = "hydrajax_export"  # in config.json: the files of the directory, by which a later export knows its own
-Tensors = dict[str, np.ndarray]
+FORMATS = ("hydra", "medusa", "vllm-medusa", "native")
 
 
 def export_llama(
@@ -42,7 +48,7 @@ def export_llama(
     extra: dict | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Save a base as ``config.json`` and ``model.safetensors`` in the layout of transformers' LlamaForCausalLM.
+    """Save a base as ``config.json`` and ``model.safetensors`` in the layout of transformers.
 
     dtype: of the file; None keeps each parameter's own. tokenizer: anything with transformers' ``save_pretrained``.
     extra: more fields for config.json. An earlier export is replaced; a directory that holds anything else only with
@@ -50,19 +56,17 @@ def export_llama(
 
     Raises `HydrajaxError` if the directory may not be replaced or cannot be written.
     """
+    if model.int8:
+        raise HydrajaxError(f"{WHAT}: the base is quantised to int8, supported are float weights")
     c = model.config
     with _whole_directory(directory, overwrite) as folder:
-        tensors = {"model.embed_tokens.weight": params["embedding"], "model.norm.weight": params["norm"]["scale"]}
-        for i in range(c.n_layers):
-            tensors |= _split_layer(f"model.layers.{i}.", params[f"layers_{i}"], c)
-        if not c.tied_lm_head:
-            tensors["lm_head.weight"] = params["lm_head"].T
-        found = _save(folder / "model.safetensors", tensors, dtype)
+        tensors = _cast(write(base_layout(c), params), dtype)
+        save_safetensors(folder / "model.safetensors", tensors)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         eos = (eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)) if eos_ids else None
-        config = _hf_config(c) | {
-            "torch_dtype": found,
+        config = from_llama_config(c, WHAT) | {
+            "torch_dtype": tensors["model.norm.weight"].dtype.name,
             "bos_token_id": getattr(tokenizer, "bos_token_id", None),
             "eos_token_id": eos,  # null too: transformers' default is id 2
         }
@@ -74,130 +78,114 @@ def export_heads(
     drafter,
     params: Any,
     *,
+    format: str | None = None,
     base_name: str = "",
+    base_fingerprint: dict | None = None,
+    story: dict[str, Any] | None = None,
     dtype=jnp.bfloat16,
+    torch_file: bool = False,
     extra: dict | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Save draft heads as the official Hydra or Medusa code lays them out, in safetensors.
+    """Save draft heads with their ``config.json`` and a model card, ``README.md``.
 
-    `HydraHeads` are grounded Hydra heads; `MedusaHeads` are Medusa v1 heads, or with ``lm_head_bias`` ungrounded
-    Hydra heads; either kind of Hydra heads may be in `WithPrefix`. A shared block is written once per application, as
-    the official code does; the loader takes equal blocks for a shared one. The official files also hold copies of the
-    base's embedding, which their code takes from the base anyway: they are left out. ``base_name`` becomes
-    ``base_model_name_or_path``; the rest is as at `export_llama`.
+    format: of `FORMATS`; None is hydra or medusa, as the heads are.
+        hydra: what the released Hydra code reads, of `HydraHeads` (grounded) and of `MedusaHeads` with
+            ``lm_head_bias`` (ungrounded); either may be in `WithPrefix`.
+        medusa: what the released Medusa code and TGI read, of `MedusaHeads` without ``lm_head_bias``.
+        vllm-medusa: vLLM's, of the same.
+        native: an orbax directory, of any.
+    base_fingerprint: `hydrajax.checkpoints.fingerprint.fingerprint` of the base; the heads then load onto no other.
+    story: ``data``, ``recipe`` (texts) and ``tokens_per_step`` (a number or text), for the card and later exports.
+    torch_file: write a ``.pt`` too, where torch is installed: the released code opens no other.
 
-    Raises `HydrajaxError` also for drafters that the official layouts cannot express.
+    A shared block is written once per application, as the official code does; the loader takes equal blocks for a
+    shared one. The official files also hold copies of the base's embedding, which their code takes from the base
+    anyway: they are left out. ``base_name`` becomes ``base_model_name_or_path``; the rest is as at `export_llama`.
+
+    Raises `HydrajaxError` also for drafters that the format cannot express.
     """
-    heads, prefix = (drafter.heads, drafter.config) if isinstance(drafter, WithPrefix) else (drafter, None)
+    prefix = drafter.config if isinstance(drafter, WithPrefix) else None
+    heads = native_heads.heads_of(drafter)
     if not isinstance(heads, (HydraHeads, MedusaHeads)):
         _refuse(f"drafter is {type(heads).__name__}", "HydraHeads and MedusaHeads, also in WithPrefix")
-    grounded = isinstance(heads, HydraHeads)
-    if grounded or heads.lm_head_bias:
-        stem = "hydra_lm_head"
-        config = {
-            "hydra_num_heads": heads.n_heads,
-            "hydra_num_layers": heads.n_layers,
-            "hydra_head_arch": "mlp" if prefix is None else "prefix-mlp",
-            "grounded_heads": grounded,
-            "hidden_state_offset": heads.hidden_state_offset,
-        }
-    else:
-        if prefix is not None:
-            _refuse("drafter is WithPrefix(MedusaHeads) without lm_head_bias", "MedusaHeads with it behind a prefix")
-        if heads.hidden_state_offset:
-            _refuse(f"hidden_state_offset of Medusa heads is {heads.hidden_state_offset}", "0")
-        stem = "medusa_lm_head"
-        config = {"medusa_num_heads": heads.n_heads, "medusa_num_layers": heads.n_layers}
-
+    if format is None:
+        format = "hydra" if isinstance(heads, HydraHeads) or heads.lm_head_bias else "medusa"
+    if format not in FORMATS:
+        raise HydrajaxError(f"{WHAT}: format is {format!r}, allowed are {', '.join(FORMATS)}")
+    stem, config, layout = _LAYOUTS[format](heads, prefix) if format != "native" else ("", {}, [])
+    config |= {"base_model_name_or_path": base_name}
+    if base_fingerprint or story:
+        config[RECORD] = {"base": base_fingerprint, "story": story or {}}
     with _whole_directory(directory, overwrite) as folder:
-        tensors: Tensors = {}
-        if prefix is not None:
-            layer, params = params["prefix"], params["heads"]
-            tensors |= _split_layer("prefix_embeding_layer.layers.0.", layer["layer"], prefix)
-            tensors["prefix_embeding_layer.norm.weight"] = layer["norm"]["scale"]
-        for k in range(heads.n_heads):
-            head = params[f"head_{k}"]
-            if stem == "medusa_lm_head":
-                block_names, lm_head = [f"{k}.{i}" for i in range(heads.n_layers)], f"{k}.{heads.n_layers}"
-            else:  # with a prefix, a dropout lies before every block and lm head
-                indices = [i if prefix is None else 2 * i + 1 for i in range(heads.n_layers)]
-                block_names = [f"hydra_mlp.{k}.{i}" for i in indices]
-                lm_head = f"hydra_lm_head.{k}" + ("" if prefix is None else ".1")
-            if grounded:
-                tensors |= _split_conditioned(block_names.pop(0), head["conditioned"])
-            for i, name in enumerate(block_names):
-                block = head["blocks_0" if heads.share_blocks else f"blocks_{i}"]
-                tensors |= {f"{name}.linear.weight": block["kernel"].T, f"{name}.linear.bias": block["bias"]}
-            tensors[f"{lm_head}.weight"] = head["lm_kernel"].T
-            if grounded or heads.lm_head_bias:
-                tensors[f"{lm_head}.bias"] = head["lm_bias"]
-        _save(folder / f"{stem}.safetensors", tensors, dtype)
-        _write_config(folder, config | {"base_model_name_or_path": base_name} | (extra or {}))
+        if format == "native":
+            own = heads.dtype if dtype is None else jnp.dtype(dtype)
+            params = jax.tree.map(lambda x: np.asarray(x, own), params)
+            config |= native_heads.save_native(folder, native_heads.replace_in_heads(drafter, dtype=own), params)
+        else:
+            tensors = _cast(write(layout, params), dtype)
+            save_safetensors(folder / f"{stem}.safetensors", tensors)
+            if torch_file:
+                save_torch(folder / f"{stem}.pt", tensors)
+        (folder / "README.md").write_text(model_card(drafter, format, base_name, story or {}))
+        _write_config(folder, config | (extra or {}))
 
 
-def _split_layer(name: str, layer: dict, c: LlamaConfig) -> Tensors:
-    """Our fused decoder layer as the official matrices; see `hydrajax.checkpoints.llama_hf.decoder_layer`."""
-    # [width, kv head, its queries then its key and its value, feature]
-    qkv, gate_up = layer["qkv"], layer["gate_up"]
-    parts = {"q": qkv[:, :, :-2], "k": qkv[:, :, -2], "v": qkv[:, :, -1]}
-    tensors = {f"self_attn.{part}_proj.weight": kernel.reshape(c.width, -1).T for part, kernel in parts.items()}
-    tensors |= {
-        "self_attn.o_proj.weight": layer["out"].T,
-        "mlp.gate_proj.weight": gate_up[:, 0].T,
-        "mlp.up_proj.weight": gate_up[:, 1].T,
-        "mlp.down_proj.weight": layer["down"].T,
-        "input_layernorm.weight": layer["attention_norm"]["scale"],
-        "post_attention_layernorm.weight": layer["mlp_norm"]["scale"],
-    }
-    return {name + key: tensor for key, tensor in tensors.items()}
-
-
-def _split_conditioned(name: str, block: dict) -> Tensors:
-    """W and R of a `ConditionedBlock` under the official names."""
-    kernels = [block[part] for part in ("shared_kernel", "path_kernel") if part in block]
-    tensors = {}
-    for i, part in enumerate(("linear", "res_connection")):
-        tensors[f"{name}.{part}.weight"] = np.concatenate([np.asarray(kernel[:, i]) for kernel in kernels]).T
-        tensors[f"{name}.{part}.bias"] = block["bias"][i]
-    return tensors
-
-
-def _hf_config(c: LlamaConfig) -> dict:
-    """Fields that transformers 4 and 5 both read."""
+def _hydra(heads, prefix) -> tuple[str, dict, Layout]:
+    grounded = isinstance(heads, HydraHeads)
+    if not grounded and not heads.lm_head_bias:
+        what = "MedusaHeads without lm_head_bias"
+        _refuse(f"drafter is {what if prefix is None else f'WithPrefix({what})'}", "Hydra heads, for format hydra")
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.width,
-        "intermediate_size": c.mlp_width,
-        "num_hidden_layers": c.n_layers,
-        "num_attention_heads": c.n_heads,
-        "num_key_value_heads": c.n_kv_heads,
-        "head_dim": c.head_dim,
-        "max_position_embeddings": c.max_positions,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "rope_scaling": None,
-        "tie_word_embeddings": c.tied_lm_head,
+        "hydra_num_heads": heads.n_heads,
+        "hydra_num_layers": heads.n_layers,
+        "hydra_head_arch": "mlp" if prefix is None else "prefix-mlp",
+        "grounded_heads": grounded,
+        "hidden_state_offset": heads.hidden_state_offset,
     }
-    if c.rope_scaling is not None:
-        scaling = config["rope_scaling"] = {"rope_type": c.rope_scaling.kind, "factor": c.rope_scaling.factor}
-        if c.rope_scaling.kind == "llama3":
-            scaling["low_freq_factor"] = c.rope_scaling.low_freq_factor
-            scaling["high_freq_factor"] = c.rope_scaling.high_freq_factor
-            scaling["original_max_position_embeddings"] = c.rope_scaling.original_max_position
-    return config
+    return "hydra_lm_head", config, hydra_layout(heads, prefix)
 
 
-def _save(path: Path, tensors: Tensors, dtype) -> str:
-    """Write a safetensors file that transformers opens; returns the dtype of its first tensor."""
-    arrays = {name: np.ascontiguousarray(np.asarray(x, dtype)) for name, x in tensors.items()}
-    save_file(arrays, path, metadata={"format": "pt"})
-    return next(iter(arrays.values())).dtype.name
+def _medusa(heads, prefix) -> tuple[str, dict, Layout]:
+    _check_medusa(heads, prefix)
+    config = {"medusa_num_heads": heads.n_heads, "medusa_num_layers": heads.n_layers}
+    return "medusa_lm_head", config, heads_layout(heads, medusa_naming(heads.n_layers))
+
+
+def _vllm_medusa(heads, prefix) -> tuple[str, dict, Layout]:
+    """The fields of vllm/transformers_utils/configs/medusa.py; any other name with "num" and "heads" or "layers" in it
+    would be taken for one of them.
+    """
+    _check_medusa(heads, prefix)
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": heads.width,
+        "vocab_size": heads.vocab_size,
+        "truncated_vocab_size": heads.vocab_size,
+        "num_heads": heads.n_heads,
+        "num_hidden_layers": heads.n_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": False,
+        "torch_dtype": jnp.dtype(heads.dtype).name,
+    }
+    return "model", config, heads_layout(heads, VLLM_NAMING)
+
+
+_LAYOUTS = {"hydra": _hydra, "medusa": _medusa, "vllm-medusa": _vllm_medusa}
+
+
+def _check_medusa(heads, prefix) -> None:
+    if prefix is not None or not isinstance(heads, MedusaHeads) or heads.lm_head_bias:
+        kind = type(heads).__name__ if prefix is None else f"WithPrefix({type(heads).__name__})"
+        bias = " with lm_head_bias" if getattr(heads, "lm_head_bias", False) else ""
+        _refuse(f"drafter is {kind}{bias}", "MedusaHeads without lm_head_bias, for Medusa's formats")
+    if heads.hidden_state_offset:
+        _refuse(f"hidden_state_offset of Medusa heads is {heads.hidden_state_offset}", "0")
+
+
+def _cast(tensors: dict[str, np.ndarray], dtype) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x, dtype) for name, x in tensors.items()}
 
 
 def _write_config(folder: Path, config: dict) -> None:

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -24,12 +23,12 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.files import size_and_checksum
 from hydrajax.processes import anywhere, is_main, main_does
 
 WHAT = "checkpoint"
 RECORD = "hydrajax.json"
 STATE, UNFINISHED = "state", ".orbax-checkpoint-tmp"  # orbax's names
-CHUNK = 1 << 22  # bytes read at a time for a checksum
 
 # Orbax logs every failure with its traceback through absl; here it becomes one line of a HydrajaxError.
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
@@ -214,7 +213,7 @@ class TrainCheckpoints:
             return
         directory = self.directory / f"{self._saving}{UNFINISHED}"
         files = sorted(path for path in (directory / STATE).rglob("*") if path.is_file())
-        listing = {str(path.relative_to(directory)): _size_and_checksum(path) for path in files}
+        listing = {str(path.relative_to(directory)): size_and_checksum(path) for path in files}
         (directory / RECORD).write_text(json.dumps(self._record | {"files": listing}))
 
     def _read_record(self, step: int) -> dict:
@@ -236,7 +235,7 @@ class TrainCheckpoints:
     def _check_files(self, step: int, files: dict[str, list[int]]) -> None:
         for name, expected in files.items():
             try:
-                found = _size_and_checksum(self.directory / str(step) / name)
+                found = size_and_checksum(self.directory / str(step) / name)
             except OSError as error:
                 raise Damaged(f"cannot read {name}: {error.strerror}") from None
             if found != expected:
@@ -299,14 +298,6 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 def _describe(leaf) -> str:
     return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
-
-
-def _size_and_checksum(path: Path) -> list[int]:
-    size = checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-    return [size, checksum]
 
 
 def _one_line(error: Exception, most: int = 300) -> str:

@@ -1,7 +1,8 @@
-"""Draft heads as the official Hydra and Medusa code released them (DESIGN section 4).
+"""Draft heads as other programs wrote them (DESIGN section 4): Hydra, Medusa v1 and Medusa-2, vLLM's Medusa.
 
 Hydra: ``config.json`` with ``hydra_num_heads, hydra_num_layers, hydra_head_arch, grounded_heads`` and
-``hydra_lm_head.{safetensors,pt}``. Medusa v1: ``medusa_num_layers`` and ``medusa_lm_head.{safetensors,pt}``.
+``hydra_lm_head.{safetensors,pt}``. Medusa v1: ``medusa_num_layers`` and ``medusa_lm_head.{safetensors,pt}``. Medusa-2:
+the same fields beside a whole model, whose ``medusa_head.`` tensors are the heads. vLLM: ``model_type`` medusa.
 Keys and shapes are checked strictly; the files hold copies of the base's embedding, which are ignored.
 """
 
@@ -15,7 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.checkpoints.llama_hf import TensorFiles, check_directory, decoder_layer, expect_keys, read_json
+from hydrajax.checkpoints.head_layouts import (
+    VLLM_NAMING,
+    Naming,
+    heads_layout,
+    hydra_layout,
+    hydra_naming,
+    medusa_naming,
+)
+from hydrajax.checkpoints.layout import Layout, read, shapes
+from hydrajax.checkpoints.tensors import TensorFiles, expect_tensors, open_model, open_one
 from hydrajax.config import LlamaConfig
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
@@ -23,202 +33,147 @@ from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
 
 WHAT = "--draft"
-# Saved with the heads but not theirs: the base's embedding (twice) and a rotary buffer.
-IGNORED = re.compile(r"input_embed_fn\.weight|prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq)")
-Shapes = dict[str, tuple[int, ...]]
-Read = Callable[[str], np.ndarray]
+# Saved with Hydra heads but not theirs: the base's embedding (twice) and a rotary buffer.
+NOT_HYDRAS = r"input_embed_fn\.weight|prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq)"
+MEDUSA_2 = "medusa_head."  # what the names of its heads begin with, beside the base's
 
 
-class TorchTensors:
-    """The tensors of a ``.pt`` file by name. Only tensors are unpickled (``weights_only=True``)."""
+def load_hydra(directory: Path, config: dict, base: LlamaConfig, dtype):
+    """``(drafter, draft_params)`` from a released Hydra directory, for a base of this configuration.
 
-    def __init__(self, path: Path, what: str):
-        try:
-            import torch  # only here: a .pt file cannot be read without it
-        except ImportError:
-            raise HydrajaxError(
-                f"{what}: reading {path.name} needs torch, which is not installed; install it or use .safetensors"
-            ) from None
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises many types for a damaged or unsafe file
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise HydrajaxError(f"{what}: {path} is damaged or holds more than tensors: {reason}") from None
-        if not isinstance(state, dict) or not all(
-            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()
-        ):
-            raise HydrajaxError(f"{what}: {path} must hold a state dict of tensors")
-        self._state = state
+    dtype: of parameters and computation; None keeps that of the file.
+    """
+    arch = config.get("hydra_head_arch", "mlp")
+    if not isinstance(arch, str) or arch not in ("mlp", "prefix-mlp"):
+        raise HydrajaxError(f"{WHAT}: config.json: hydra_head_arch is '{arch}', supported are 'mlp', 'prefix-mlp'")
+    n_heads, n_layers = integer(config, "hydra_num_heads", 1), integer(config, "hydra_num_layers", 1)
+    offset = integer(config, "hidden_state_offset", 0) if "hidden_state_offset" in config else 0
+    if offset > base.n_layers:
+        raise HydrajaxError(
+            f"{WHAT}: config.json: hidden_state_offset {offset} exceeds the base's {base.n_layers} layers"
+        )
+    files = open_one(directory, "hydra_lm_head", WHAT)
+    prefix = base if arch == "prefix-mlp" else None
+    naming = hydra_naming(prefix is not None)
+    _same_base(files, f"{naming.lm_head(0)}.weight", base)
 
-    def __iter__(self):
-        return iter(self._state)
+    def heads(shared: bool, dtype):
+        sizes = (n_heads, base.width, base.vocab_size, n_layers, shared)
+        if config.get("grounded_heads", False):
+            return HydraHeads(*sizes, offset, dtype)
+        return MedusaHeads(*sizes, True, offset, dtype)
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._state[key].shape)
+    def layout(heads):
+        return hydra_layout(heads, prefix)
 
-    def read(self, key: str) -> np.ndarray:
-        tensor = self._state[key].detach().contiguous()
-        if str(tensor.dtype) == "torch.bfloat16":  # NumPy gets its bfloat16 from ml_dtypes, torch does not know it
-            import torch
-
-            return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
-        return tensor.numpy()
+    found, params = _load(directory, files, heads, layout, naming, dtype, NOT_HYDRAS)
+    return (found if prefix is None else WithPrefix(found, base)), params
 
 
-def load_official_heads(directory: str | Path, base: LlamaConfig, dtype=jnp.float32):
-    """``(drafter, draft_params)`` from a released Hydra or Medusa directory, for a base of this configuration."""
-    directory = Path(directory)
-    check_directory(directory, WHAT)
-    config = read_json(directory / "config.json", WHAT)
-    dtype = jnp.dtype(dtype)
-    if "hydra_num_heads" in config:
-        return _load_hydra(directory, config, base, dtype)
-    if "medusa_num_heads" in config:
-        return _load_medusa(directory, config, base, dtype)
-    raise HydrajaxError(
-        f"{WHAT}: {directory / 'config.json'} has neither 'hydra_num_heads' nor 'medusa_num_heads': "
-        "not a released Hydra or Medusa directory"
-    )
+def load_medusa(directory: Path, config: dict, base: LlamaConfig, dtype):
+    """Medusa v1 heads, or those of a Medusa-2 checkpoint, which lie beside their base; as `load_hydra`."""
+    if any((directory / f"medusa_lm_head.{suffix}").is_file() for suffix in ("safetensors", "pt")):
+        files, prefix, ignored = open_one(directory, "medusa_lm_head", WHAT), "", ""
+    else:
+        files, prefix, ignored = open_model(directory, WHAT), MEDUSA_2, f"(?!{re.escape(MEDUSA_2)}).*"
+    # The released config.json may declare fewer heads than the file holds: trust the file.
+    n_heads = len({match[1] for match in _matches(files, re.escape(prefix) + r"(\d+)\..*")})
+    if n_heads == 0:
+        raise HydrajaxError(
+            f"{WHAT}: {directory} holds no tensor named like '{prefix}0.0.linear.weight': not Medusa heads"
+        )
+    lm_heads = _matches(files, re.escape(prefix) + r"0\.(\d+)\.weight")
+    if not lm_heads and f"{prefix}0.0.linear.weight" in files:
+        raise HydrajaxError(
+            f"{WHAT}: {directory} holds Medusa heads without lm heads of their own (config.json's version 2), "
+            "supported are those with them"
+        )
+    # Some released Medusa-2 configurations do not mention the heads at all.
+    if "medusa_num_layers" in config or not lm_heads:
+        n_layers = integer(config, "medusa_num_layers", 1)
+    else:
+        n_layers = min(int(lm_heads[0][1]), len(files))
+    return _load_medusa(directory, files, n_heads, n_layers, medusa_naming(n_layers, prefix), base, dtype, ignored)
 
 
-def _open(directory: Path, stem: str):
-    for name in (f"{stem}.safetensors", f"{stem}.pt"):
-        path = directory / name
-        if path.is_file():
-            return TensorFiles([path], WHAT) if path.suffix == ".safetensors" else TorchTensors(path, WHAT)
-    raise HydrajaxError(f"{WHAT}: {directory} has neither {stem}.safetensors nor {stem}.pt")
+def load_vllm_medusa(directory: Path, config: dict, base: LlamaConfig, dtype):
+    """Heads in vLLM's layout, of which ``config.json`` gives their number and layers; as `load_hydra`."""
+    n_heads, n_layers = integer(config, "num_heads", 1), integer(config, "num_hidden_layers", 1)
+    if config.get("truncated_vocab_size") not in (None, base.vocab_size) or config.get("original_lm_head"):
+        raise HydrajaxError(
+            f"{WHAT}: config.json: truncated_vocab_size is {config.get('truncated_vocab_size')!r}, original_lm_head "
+            f"{config.get('original_lm_head', False)!r}, supported are heads over the base's {base.vocab_size} tokens"
+        )
+    files = open_model(directory, WHAT)
+    bias = config.get("medusa_fc_bias", False) is True
+    return _load_medusa(directory, files, n_heads, n_layers, VLLM_NAMING, base, dtype, block_bias=bias)
 
 
-def _integer(config: dict, field: str, least: int) -> int:
+def _load_medusa(directory, files, n_heads, n_layers, naming, base: LlamaConfig, dtype, ignored="", block_bias=True):
+    _same_base(files, f"{naming.lm_head(0)}.weight", base)
+
+    def heads(shared: bool, dtype):
+        return MedusaHeads(n_heads, base.width, base.vocab_size, n_layers, shared, dtype=dtype)
+
+    def layout(heads):
+        return heads_layout(heads, naming, block_bias=block_bias)
+
+    return _load(directory, files, heads, layout, naming, dtype, ignored)
+
+
+def _load(
+    directory: Path,
+    files: TensorFiles,
+    heads_of: Callable,
+    layout_of: Callable[..., Layout],
+    naming: Naming,
+    dtype,
+    ignored: str,
+):
+    """Check the files and read them. Blocks that are copies of one another in every head become one shared block."""
+    own = jnp.dtype(files.dtype(f"{naming.lm_head(0)}.weight")) if dtype is None else dtype
+    heads = heads_of(False, own)
+    if heads.n_heads * heads.n_layers > len(files):  # or a slip in a number would have us list millions of names
+        raise HydrajaxError(
+            f"{WHAT}: {directory} has {len(files)} tensors, too few for {heads.n_heads} heads x {heads.n_layers} blocks"
+        )
+    expect_tensors(files, shapes(layout_of(heads)), f"{WHAT}: {directory}", re.compile(ignored or "(?!)"))
+    heads = heads_of(_blocks_are_copies(heads, naming, files), own)
+    params = read(layout_of(heads), files, lambda path, array: {path[-1]: jax.device_put(np.asarray(array, dtype))})
+    return heads, params
+
+
+def _blocks_are_copies(heads, naming: Naming, files: TensorFiles) -> bool:
+    def equal(one: str, other: str, part: str) -> bool:
+        names = f"{one}.{part}", f"{other}.{part}"
+        return names[0] not in files or np.array_equal(*map(files.read, names))
+
+    for k in range(heads.n_heads):
+        first = heads.n_layers - heads.head(k).n_plain
+        stems = [naming.block(k, i) + naming.linear for i in range(first, heads.n_layers)]
+        if not all(equal(stems[0], stem, part) for stem in stems[1:] for part in ("weight", "bias")):
+            return False
+    return True
+
+
+def _matches(files: TensorFiles, pattern: str) -> list[re.Match]:
+    return [match for key in files if (match := re.fullmatch(pattern, key))]
+
+
+def integer(config: dict, field: str, least: int) -> int:
+    """A whole number that config.json must hold."""
     value = config.get(field)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise HydrajaxError(f"{WHAT}: config.json: {field} must be an integer from {least} up, found {value!r}")
     return value
 
 
-def _same_base(tensors, lm_key: str, base: LlamaConfig) -> None:
+def _same_base(files: TensorFiles, lm_key: str, base: LlamaConfig) -> None:
     """Refuse heads of another base before any key is compared: the message should say what is wrong."""
-    if lm_key not in tensors:
+    if lm_key not in files:
         raise HydrajaxError(f"{WHAT}: missing tensor '{lm_key}'")
-    shape = tensors.shape(lm_key)
-    for name, found, wanted in zip(("vocabulary", "width"), shape, (base.vocab_size, base.width), strict=False):
+    for name, found, wanted in zip(
+        ("vocabulary", "width"), files.shape(lm_key), (base.vocab_size, base.width), strict=False
+    ):
         if found != wanted:
             raise HydrajaxError(f"{WHAT}: the heads were made for another base: their {name} is {found}, not {wanted}")
-
-
-def _blocks(read: Read, names: list[str]) -> tuple[dict, bool]:
-    """Unconditioned blocks under our names. Equal copies of one released block become one shared block."""
-    pairs = [(read(f"{name}.linear.weight"), read(f"{name}.linear.bias")) for name in names]
-    shared = all(np.array_equal(a, b) for pair in pairs[1:] for a, b in zip(pair, pairs[0], strict=True))
-    kept = pairs[:1] if shared else pairs
-    return {f"blocks_{i}": {"kernel": w.T, "bias": b} for i, (w, b) in enumerate(kept)}, shared
-
-
-def _to_device(params: dict, dtype) -> dict:
-    return jax.tree.map(lambda x: jax.device_put(np.asarray(x, dtype)), params)
-
-
-def _merge_sharing(heads: list[tuple[dict, bool]], names: list[list[str]]) -> bool:
-    """All heads must agree on sharing; a head whose blocks only happen to be equal is expanded to match."""
-    shared = all(is_shared for _, is_shared in heads)
-    if not shared:
-        for (params, is_shared), blocks in zip(heads, names, strict=True):
-            if is_shared:
-                params |= {f"blocks_{i}": params["blocks_0"] for i in range(len(blocks))}
-    return shared
-
-
-def _load_medusa(directory: Path, config: dict, base: LlamaConfig, dtype):
-    n_layers = _integer(config, "medusa_num_layers", 1)
-    tensors = _open(directory, "medusa_lm_head")
-    # The released config.json may declare fewer heads than the file holds: trust the file.
-    n_heads = len({key.split(".")[0] for key in tensors if key.split(".")[0].isdigit()})
-    if n_heads == 0:
-        raise HydrajaxError(f"{WHAT}: {directory} holds no tensor named like '0.0.linear.weight': not Medusa v1 heads")
-    _same_base(tensors, f"0.{n_layers}.weight", base)
-    names = [[f"{k}.{layer}" for layer in range(n_layers)] for k in range(n_heads)]
-    wanted: Shapes = {}
-    for k in range(n_heads):
-        for name in names[k]:
-            wanted |= {f"{name}.linear.weight": (base.width, base.width), f"{name}.linear.bias": (base.width,)}
-        wanted[f"{k}.{n_layers}.weight"] = (base.vocab_size, base.width)
-    expect_keys({key: tensors.shape(key) for key in tensors}, wanted, f"{WHAT}: {directory}", IGNORED)
-
-    heads = [_blocks(tensors.read, names[k]) for k in range(n_heads)]
-    shared = _merge_sharing(heads, names)
-    params = {}
-    for k, (blocks, _) in enumerate(heads):
-        params[f"head_{k}"] = blocks | {"lm_kernel": tensors.read(f"{k}.{n_layers}.weight").T}
-    drafter = MedusaHeads(n_heads, base.width, base.vocab_size, n_layers, shared, dtype=dtype)
-    return drafter, _to_device(params, dtype)
-
-
-# hydra_head_arch -> (modules per block in the released nn.Sequential, lm head key suffix): the prefix heads put a
-# dropout before every block and lm head, so their indices are 1, 3, 5 ... and "hydra_lm_head.k.1".
-_HYDRA_LAYOUTS = {"mlp": (1, ""), "prefix-mlp": (2, ".1")}
-
-
-def _load_hydra(directory: Path, config: dict, base: LlamaConfig, dtype):
-    arch = config.get("hydra_head_arch", "mlp")
-    if not isinstance(arch, str) or arch not in _HYDRA_LAYOUTS:
-        allowed = ", ".join(f"'{name}'" for name in _HYDRA_LAYOUTS)
-        raise HydrajaxError(f"{WHAT}: config.json: hydra_head_arch is '{arch}', supported are {allowed}")
-    stride, lm_suffix = _HYDRA_LAYOUTS[arch]
-    n_heads, n_layers = _integer(config, "hydra_num_heads", 1), _integer(config, "hydra_num_layers", 1)
-    grounded = bool(config.get("grounded_heads", False))
-    offset = _integer(config, "hidden_state_offset", 0) if "hidden_state_offset" in config else 0
-    if offset > base.n_layers:
-        raise HydrajaxError(
-            f"{WHAT}: config.json: hidden_state_offset {offset} exceeds the base's {base.n_layers} layers"
-        )
-    tensors = _open(directory, "hydra_lm_head")
-    _same_base(tensors, f"hydra_lm_head.0{lm_suffix}.weight", base)
-
-    width, names = base.width, []
-    wanted: Shapes = {}
-    for k in range(n_heads):
-        blocks = [f"hydra_mlp.{k}.{stride * layer + stride - 1}" for layer in range(n_layers)]
-        if grounded:
-            conditioned = blocks.pop(0)
-            for part in ("linear", "res_connection"):
-                wanted |= {
-                    f"{conditioned}.{part}.weight": (width, (k + 2) * width),
-                    f"{conditioned}.{part}.bias": (width,),
-                }
-        for name in blocks:
-            wanted |= {f"{name}.linear.weight": (width, width), f"{name}.linear.bias": (width,)}
-        lm_head = f"hydra_lm_head.{k}{lm_suffix}"
-        wanted |= {f"{lm_head}.weight": (base.vocab_size, width), f"{lm_head}.bias": (base.vocab_size,)}
-        names.append(blocks)
-    layer_keys, assemble_layer = decoder_layer("prefix_embeding_layer.layers.0.", base)
-    if arch == "prefix-mlp":
-        wanted |= layer_keys | {"prefix_embeding_layer.norm.weight": (width,)}
-    expect_keys({key: tensors.shape(key) for key in tensors}, wanted, f"{WHAT}: {directory}", IGNORED)
-
-    read = tensors.read
-    heads = [_blocks(read, names[k]) for k in range(n_heads)]
-    shared = _merge_sharing(heads, names)
-    params = {}
-    for k, (blocks, _) in enumerate(heads):
-        lm_head = f"hydra_lm_head.{k}{lm_suffix}"
-        params[f"head_{k}"] = blocks | {"lm_kernel": read(f"{lm_head}.weight").T, "lm_bias": read(f"{lm_head}.bias")}
-        if grounded:
-            conditioned = f"hydra_mlp.{k}.{stride - 1}"
-            parts = ("linear", "res_connection")
-            kernel = np.stack([read(f"{conditioned}.{part}.weight").T for part in parts], axis=1)
-            block = {
-                "shared_kernel": kernel[: 2 * width],
-                "bias": np.stack([read(f"{conditioned}.{part}.bias") for part in parts]),
-            }
-            if k > 0:
-                block["path_kernel"] = kernel[2 * width :]
-            params[f"head_{k}"]["conditioned"] = block
-    if grounded:
-        drafter = HydraHeads(n_heads, width, base.vocab_size, n_layers, shared, offset, dtype)
-    else:
-        drafter = MedusaHeads(n_heads, width, base.vocab_size, n_layers, shared, True, offset, dtype)
-    if arch == "prefix-mlp":
-        drafter = WithPrefix(drafter, base)
-        norm = {"scale": read("prefix_embeding_layer.norm.weight")}
-        params = {"prefix": {"layer": assemble_layer(read), "norm": norm}, "heads": params}
-    return drafter, _to_device(params, dtype)

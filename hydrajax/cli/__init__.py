@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hydrajax.errors import HydrajaxError
 
-COMMANDS = ("demo", "generate", "chat", "bench", "certify")
+COMMANDS = ("demo", "generate", "chat", "bench", "certify", "convert")
 
 
 class _Parser(argparse.ArgumentParser):

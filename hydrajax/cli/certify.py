@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         file = None if args.json is None else stack.enter_context(WholeFile(args.json, "--json"))
         loaded = options.load_from(args)
-        exact = loaded if args.dtype == "float32" else api.load(args.base, options.draft_of(args), dtype="float32")
+        exact = loaded if args.dtype == "float32" else options.load_from(args, dtype="float32")
         texts = read_prompts(args.prompts)[: args.limit] if args.prompts else built_in(loaded)
         prompts = [api.encode(loaded, text, f"prompt {row}") for row, text in enumerate(texts)]
         tree = tree or loaded.default_tree()

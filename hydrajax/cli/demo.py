@@ -24,7 +24,7 @@ from rich.table import Table
 
 from hydrajax import assets
 from hydrajax.api import Loaded, decode_text, encode, load
-from hydrajax.checkpoints.official_heads import load_official_heads
+from hydrajax.checkpoints.draft import load_draft
 from hydrajax.cli.generate import pieces, write_marked
 from hydrajax.decoding.step import Params
 from hydrajax.evaluation.answers import Generation
@@ -139,7 +139,7 @@ def load_shipped() -> tuple[Loaded, dict[str, Loaded]]:
         phase.advance()
         drafted = {}
         for name in assets.DRAFTERS:
-            drafter, params = load_official_heads(assets.path(name), plain.model.config)
+            drafter, params = load_draft(assets.path(name), plain.model.config)
             params = Params(plain.params.base, jax.device_put(params))
             drafted[name] = Loaded(plain.model, drafter, params, plain.tokenizer, plain.eos_ids)
             phase.advance()

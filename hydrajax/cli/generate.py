@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
         writer = None if args.output is None else stack.enter_context(AnswerWriter(args.output))
         progress = stack.enter_context(ProgressLine(len(prompts)))
         progress.status("loading")
-        loaded = load_from(args)
+        loaded = load_from(args, progress.status)
         tree = tree or loaded.default_tree()
         screen = Screen(loaded, len(prompts), drafted=tree.depth > 0)
         settings = {"tree": tree, "rule": rule, "max_new_tokens": args.max_new_tokens, "stop": args.stop}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from rich.console import Console
 
 from hydrajax import api
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, RejectionSampling, Typical
@@ -14,13 +18,16 @@ LARGEST_SEED = 2**32 - 1  # a JAX key holds 32 bits of seed unless 64-bit mode i
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, base_required: bool = True) -> None:
-    """``--base, --draft, --tree, --dtype``: see `load_from` and `tree_from`."""
+    """``--base, --draft, --tree, --dtype, --quantize, --force``: see `load_from` and `tree_from`."""
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--base", metavar="DIR", required=base_required, help="LLaMA-family model in Hugging Face layout"
+        "--base",
+        metavar="DIR|NAME",
+        required=base_required,
+        help="LLaMA-family model in Hugging Face layout; org/name or org/name@revision is fetched from the Hub",
     )
     group.add_argument(
-        "--draft", metavar="DIR", help=f"Hydra or Medusa heads as released; '{NO_DRAFT}' or absent: autoregressive"
+        "--draft", metavar="DIR|NAME", help=f"Hydra or Medusa heads; '{NO_DRAFT}' or absent: autoregressive"
     )
     group.add_argument(
         "--tree",
@@ -34,6 +41,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, base_required: bool 
         default="float32",
         help="of parameters and computation (default %(default)s)",
     )
+    group.add_argument(
+        "--quantize",
+        choices=api.QUANTIZED,
+        help="base weights in 8 bits (hydrajax convert int8 says the cost)",
+    )
+    group.add_argument("--force", action="store_true", help="load heads that say they were made for another base")
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: int = 256) -> argparse._ArgumentGroup:
@@ -123,6 +136,17 @@ def tree_from(args: argparse.Namespace) -> TreeTopology | None:
     return tree
 
 
-def load_from(args: argparse.Namespace) -> api.Loaded:
-    """The base and the draft heads that the arguments name."""
-    return api.load(args.base, draft_of(args), dtype=args.dtype)
+def load_from(args: argparse.Namespace, on_status: Callable[[str], None] | None = None, **changes) -> api.Loaded:
+    """The base and the draft heads that the arguments name; ``changes`` are to the arguments of `hydrajax.api.load`.
+
+    on_status: is told how far loading is; by default a line on a terminal's stderr is.
+    """
+    settings = {"dtype": args.dtype, "quantize": args.quantize, "force": args.force} | changes
+    with Console(stderr=True).status("loading") if on_status is None else nullcontext() as line:
+        say = on_status or line.update
+        return api.load(
+            args.base,
+            draft_of(args),
+            **settings,
+            on_progress=lambda done, total: say(f"loading {done / total:.0%}"),
+        )

@@ -42,7 +42,7 @@ class BoundBase:
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """The base's lm head, at which draft lm heads start (medusa 2.1.1)."""
-        return self.params["embedding"].T if self.config.tied_lm_head else self.params["lm_head"]
+        return self.model.apply({"params": self.params}, method="head_kernel")
 
 
 class Drafter(Protocol):

@@ -57,11 +57,11 @@ class ConditionedBlock(nn.Module):
         axes = ("width", None, "mlp")
         kernel = declare(self, "shared_kernel", (2 * width, 2, width), axes, _hidden_state_passes)
         bias = declare(self, "bias", (2, width), axes[1:], nn.initializers.zeros)
-        both = project(shared, kernel.reshape(2 * width, -1)) + bias.reshape(-1)
+        both = project(shared, kernel) + bias.reshape(-1)
         if self.path_length:
             rows = self.path_length * width
             kernel = declare(self, "path_kernel", (rows, 2, width), axes, nn.initializers.zeros)
-            both = both + project(path, kernel.reshape(rows, -1))
+            both = both + project(path, kernel)
         return both[..., width:] + jax.nn.silu(both[..., :width])
 
 

@@ -60,7 +60,7 @@ class WithPrefix(Trainable):
 
     @property
     def layer(self) -> PrefixLayer:
-        return PrefixLayer(self.config.replace(n_layers=1), self.heads.dtype)
+        return PrefixLayer(self.config.plain_layer, self.heads.dtype)
 
     def init_boxed(self, rng, base):
         example = jnp.zeros((1, 1, self.config.width), self.heads.dtype)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from hydrajax.config import LlamaConfig
-from hydrajax.models.linear import project
+from hydrajax.models.linear import Int8, project
 
 # Large enough that exp() underflows to zero after the row maximum is taken off, finite so that a fully
 # masked row (a padding token) gives a harmless average and not NaN.
@@ -64,11 +64,13 @@ def attend(
     block_mask: Bool[np.ndarray, "T T"],
     cache: KeyValue | None,
     cache_lengths: Int[Array, " B"] | None,
+    first_seen: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T width"]:
     """Attention over [cache | block]: every cached token is visible, the block through ``block_mask``.
 
     ``block_mask[i, j]`` says whether block token i sees block token j (DESIGN section 7: the candidate tree stays out
-    of the cache until it is accepted). Softmax in float32. Returns the heads side by side, ``width = n_heads * H``.
+    of the cache until it is accepted). With ``first_seen`` a token sees no cached one before that position (sliding
+    windows; the mask already knows). Softmax in float32. Returns the heads side by side, ``width = n_heads * H``.
     """
     keys, values = block
     batch, n_heads, n_tokens, head_dim = queries.shape
@@ -90,8 +92,11 @@ def attend(
     # on [T, H] and not on [T, S]. On a CPU 20% faster for a 64-node tree than softmax over the concatenation.
     parts = [(scores(keys, block_mask), values)]
     if cache is not None:
-        filled = jnp.arange(cache[0].shape[2]) < cache_lengths[:, None]
-        parts.append((scores(cache[0], filled[:, None, None, None, :]), cache[1]))
+        slots = jnp.arange(cache[0].shape[2])
+        filled = (slots < cache_lengths[:, None])[:, None, None, None, :]
+        if first_seen is not None:
+            filled = filled & (slots >= first_seen[:, None, None, :, None])
+        parts.append((scores(cache[0], filled), cache[1]))
     peak = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for s, _ in parts])
     exps = [(jnp.exp(s - peak), v) for s, v in parts]
     total = sum(jnp.sum(e, axis=-1) for e, _ in exps).reshape(batch, n_kv, -1, 1)
@@ -103,6 +108,18 @@ def attend(
 def declare(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init) -> Array:
     """A parameter with its shape, logical axes (`hydrajax.sharding`) and initialiser in one place."""
     return module.param(name, nn.with_logical_partitioning(init, axes), shape, module.dtype)
+
+
+def declare_kernel(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array | Int8:
+    """A matmul's weight, contracted over its first axis: normal with std 0.02, or `Int8` where ``module.int8``.
+
+    Of the latter nothing but the shape is meant before a checkpoint is loaded (`hydrajax.models.linear.quantize`).
+    """
+    if not module.int8:
+        return declare(module, name, shape, axes, nn.initializers.normal(0.02))
+    zeros = nn.with_logical_partitioning(lambda rng, shape: jnp.zeros(shape, jnp.int8), axes)
+    ones = nn.with_logical_partitioning(lambda rng, shape: jnp.ones(shape, jnp.float32), axes[1:])
+    return Int8(module.param(name, zeros, shape), module.param(f"{name}_scale", ones, shape[1:]))
 
 
 class RMSNorm(nn.Module):
@@ -129,30 +146,35 @@ class DecoderLayer(nn.Module):
 
     config: LlamaConfig
     dtype: jnp.dtype
+    int8: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"], rope, block_mask, cache, cache_lengths):
+    def __call__(self, x: Float[Array, "B T D"], rope, block_mask, cache, cache_lengths, first_seen=None):
         c = self.config
         batch, n_tokens, width = x.shape
-        fan_in = nn.initializers.normal(0.02)
-        per_kv = c.queries_per_kv + 2
-        qkv_kernel = declare(
-            self, "qkv", (width, c.n_kv_heads, per_kv, c.head_dim), ("width", "kv_heads", None, None), fan_in
-        )
-        out_kernel = declare(self, "out", (c.n_heads * c.head_dim, width), ("heads", "width"), fan_in)
-        gate_up_kernel = declare(self, "gate_up", (width, 2, c.mlp_width), ("width", None, "mlp"), fan_in)
-        down_kernel = declare(self, "down", (c.mlp_width, width), ("mlp", "width"), fan_in)
+        per_head = (c.n_kv_heads, c.queries_per_kv + 2, c.head_dim)  # its queries, then its key and its value
+        head_axes = ("kv_heads", None, None)
+        qkv_kernel = declare_kernel(self, "qkv", (width, *per_head), ("width", *head_axes))
+        out_kernel = declare_kernel(self, "out", (c.n_heads * c.head_dim, width), ("heads", "width"))
+        gate_up_kernel = declare_kernel(self, "gate_up", (width, 2, c.mlp_width), ("width", None, "mlp"))
+        down_kernel = declare_kernel(self, "down", (c.mlp_width, width), ("mlp", "width"))
 
         normed = RMSNorm(c.norm_eps, self.dtype, name="attention_norm")(x)
-        qkv = project(normed, qkv_kernel.reshape(width, -1)).reshape(batch, n_tokens, c.n_kv_heads, per_kv, c.head_dim)
+        qkv = project(normed, qkv_kernel).reshape(batch, n_tokens, *per_head)
+        if c.qkv_bias:
+            qkv = qkv + declare(self, "qkv_bias", per_head, head_axes, nn.initializers.zeros)
         qkv = qkv.transpose(0, 2, 3, 1, 4)  # [B, kv, queries + key + value, T, H]
         queries = qkv[:, :, : c.queries_per_kv].reshape(batch, c.n_heads, n_tokens, c.head_dim)
-        block = rotate(qkv[:, :, -2], rope), qkv[:, :, -1]
-        attended = attend(rotate(queries, rope), block, block_mask, cache, cache_lengths)
+        keys, values = qkv[:, :, -2], qkv[:, :, -1]
+        if c.qk_norm:
+            queries = RMSNorm(c.norm_eps, self.dtype, name="query_norm")(queries)
+            keys = RMSNorm(c.norm_eps, self.dtype, name="key_norm")(keys)
+        block = rotate(keys, rope), values
+        attended = attend(rotate(queries, rope), block, block_mask, cache, cache_lengths, first_seen)
         x = x + project(attended, out_kernel)
 
         normed = RMSNorm(c.norm_eps, self.dtype, name="mlp_norm")(x)
-        gate, up = jnp.split(project(normed, gate_up_kernel.reshape(width, -1)), 2, axis=-1)
+        gate, up = jnp.split(project(normed, gate_up_kernel), 2, axis=-1)
         return x + project(jax.nn.silu(gate) * up, down_kernel), block
 
 

@@ -1,4 +1,4 @@
-"""The frozen base model: a LLaMA-family decoder as a pure Flax module."""
+"""The frozen base model: a LLaMA-family decoder as a pure Flax module; what differs in a family is in its config."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from hydrajax.config import LlamaConfig
 from hydrajax.models.cache import Block, KVCache
-from hydrajax.models.layers import DecoderLayer, RMSNorm, declare, rope_table
-from hydrajax.models.linear import project
+from hydrajax.models.layers import DecoderLayer, RMSNorm, declare, declare_kernel, rope_table
+from hydrajax.models.linear import Int8, project
 
 
 class Forward(NamedTuple):
@@ -32,20 +32,22 @@ class Forward(NamedTuple):
 class Llama(nn.Module):
     """LLaMA: RMSNorm, rotary grouped-query attention, SwiGLU, tied or untied lm head.
 
-    Parameters and computation share ``dtype``; norms, softmax, rotary angles and logits are float32.
+    Parameters and computation share ``dtype``; norms, softmax, rotary angles and logits are float32. With ``int8``
+    the matmuls' weights are `hydrajax.models.linear.Int8` (not the embedding, nor an lm head tied to it).
     """
 
     config: LlamaConfig
     dtype: jnp.dtype = jnp.float32
+    int8: bool = False
 
     def setup(self):
         c = self.config
         normal = nn.initializers.normal(0.02)
         self.embedding = declare(self, "embedding", (c.vocab_size, c.width), ("vocab", "width"), normal)
-        self.layers = [DecoderLayer(c, self.dtype) for _ in range(c.n_layers)]
+        self.layers = [DecoderLayer(c, self.dtype, self.int8) for _ in range(c.n_layers)]
         self.norm = RMSNorm(c.norm_eps, self.dtype)
         if not c.tied_lm_head:
-            self.lm_head = declare(self, "lm_head", (c.width, c.vocab_size), ("width", "vocab"), normal)
+            self.lm_head = declare_kernel(self, "lm_head", (c.width, c.vocab_size), ("width", "vocab"))
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Raw input embeddings E(x), the ones Hydra heads read (hydra section 3)."""
@@ -53,8 +55,15 @@ class Llama(nn.Module):
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Float32 next-token logits from post-norm hidden states."""
-        kernel = self.embedding.T if self.config.tied_lm_head else self.lm_head
-        return project(hidden, kernel, jnp.float32)
+        return project(hidden, self._head_kernel(), jnp.float32)
+
+    def head_kernel(self) -> Float[Array, "D V"]:
+        """The lm head as one float array."""
+        kernel = self._head_kernel()
+        return kernel.dequantized().astype(self.dtype) if isinstance(kernel, Int8) else kernel
+
+    def _head_kernel(self) -> Array | Int8:
+        return self.embedding.T if self.config.tied_lm_head else self.lm_head
 
     def __call__(
         self,
@@ -73,10 +82,14 @@ class Llama(nn.Module):
         x = self.embed(tokens)
         rope = rope_table(self.config, positions)
         lengths = None if cache is None else cache.lengths
+        window, first_seen = self.config.sliding_window, None
+        if window is not None:
+            first_seen = positions - window + 1
+            block_mask = block_mask & (positions[:, None, :] >= first_seen[:, :, None])[:, None, None]
         inputs, block = [], []
         for i, layer in enumerate(self.layers):
             inputs.append(x)
-            x, key_value = layer(x, rope, block_mask, None if cache is None else cache.layers[i], lengths)
+            x, key_value = layer(x, rope, block_mask, None if cache is None else cache.layers[i], lengths, first_seen)
             block.append(key_value)
         hidden = self.norm(x)
         features = hidden if feature_offset == 0 else inputs[-feature_offset]

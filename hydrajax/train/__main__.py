@@ -80,13 +80,21 @@ def make_task(config: TrainConfig, mesh, console: Console):
         data = dataset.build(config.data, tokenizer_of(config), config.seed, console.print)
         return BaseTask(config, data, mesh)
 
+    from hydrajax.checkpoints.hub import resolve
     from hydrajax.checkpoints.llama_hf import load_llama
     from hydrajax.sharding import placer
     from hydrajax.train.heads_task import HeadsTask
     from hydrajax.train.hidden_cache import hidden_states
 
     data = dataset.build(config.data, tokenizer_of(config), config.seed, console.print)
-    model, base_params = load_llama(config.model, jnp.dtype(config.dtype), placer(mesh))
+    directory = resolve(config.model, "model")
+    with console.status("loading the base") as line:
+        model, base_params = load_llama(
+            directory,
+            jnp.dtype(config.dtype),
+            placer(mesh),
+            on_progress=lambda done, total: line.update(f"loading the base {done / total:.0%}"),
+        )
     check_fit(config, data, model)
     extras = hidden_states(config, model, base_params, data.train, mesh, console)
     return HeadsTask(config, data, model, base_params, mesh, extras)
@@ -95,14 +103,12 @@ def make_task(config: TrainConfig, mesh, console: Console):
 def tokenizer_of(config: TrainConfig):
     """The tokenizer that the settings name, by default the base's; None where one is to be trained."""
     from hydrajax.api import load_tokenizer
+    from hydrajax.checkpoints.hub import resolve
 
     if config.data.new_tokenizer:
         return None
-    directory = config.data.tokenizer or config.model
-    if directory is not None and not Path(directory).is_dir():
-        name = "data.tokenizer" if config.data.tokenizer else "model"
-        raise HydrajaxError(f"{name}: {directory} is not a directory")
-    tokenizer = None if directory is None else load_tokenizer(Path(directory))
+    name, directory = ("data.tokenizer", config.data.tokenizer) if config.data.tokenizer else ("model", config.model)
+    tokenizer = None if directory is None else load_tokenizer(resolve(directory, name))
     if tokenizer is None:
         raise HydrajaxError(f"data.tokenizer: found no tokenizer in {directory}; name its directory")
     return tokenizer

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
 
-from hydrajax.checkpoints.llama_hf import llama_config, read_json
+from hydrajax.checkpoints.families import to_llama_config
+from hydrajax.checkpoints.tensors import read_json
 from hydrajax.config import PRESETS, LlamaConfig
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama import Llama, abstract_base
@@ -152,7 +153,7 @@ def shape_of(config: TrainConfig) -> LlamaConfig:
             f"model: found {config.model!r}, allowed in a dry run are a directory with a config.json and "
             f"{', '.join(SHAPES)}"
         )
-    shape = llama_config(read_json(path, "model"))
+    shape = to_llama_config(read_json(path, "model"))
     check_length(config, shape)
     return shape
 

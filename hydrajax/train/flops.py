@@ -28,9 +28,10 @@ PEAK_BF16 = {
 
 
 def matmul_params(params) -> int:
-    """Weights that every token is multiplied with: matrices, but not the embedding table that is only looked up."""
+    """Weights that every token is multiplied with: matrices, but no bias and not the table that is only looked up."""
     leaves = jax.tree.leaves_with_path(params)
-    return sum(leaf.size for path, leaf in leaves if leaf.ndim > 1 and path[-1] != DictKey("embedding"))
+    looked_up = [DictKey("embedding"), DictKey("qkv_bias"), DictKey("bias")]
+    return sum(leaf.size for path, leaf in leaves if leaf.ndim > 1 and path[-1] not in looked_up)
 
 
 def forward_flops(config: LlamaConfig, params, length: int, n_layers: int | None = None) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from hydrajax.checkpoints.draft import load_draft
 from hydrajax.checkpoints.export import export_heads
-from hydrajax.checkpoints.official_heads import load_official_heads
+from hydrajax.checkpoints.fingerprint import fingerprint
+from hydrajax.checkpoints.hub import resolve
+from hydrajax.checkpoints.native_heads import replace_in_heads
 from hydrajax.config import LlamaConfig
 from hydrajax.drafters.drafter import BoundBase, Drafter
 from hydrajax.drafters.hydra import HydraHeads
@@ -115,6 +117,7 @@ class HeadsTask:
         self.abstract_params = nn.unbox(boxed)
         self.param_shardings = tree_shardings(mesh, boxed)
         self.flops_per_token = self._flops(nn.unbox(boxed_base))
+        self.tokens_per_step: float | None = None  # as last evaluated
         self._place = batch_placer(mesh)
         self._ranks = jax.jit(self._rank_heads, out_shardings=replicated(mesh))
 
@@ -135,7 +138,7 @@ class HeadsTask:
         return init(rng, self.frozen)
 
     def _start_from(self, directory: str):
-        found, params = load_official_heads(directory, self.model.config, jnp.float32)
+        found, params = load_draft(directory, self.model.config, jnp.float32)
         if found != replace_in_heads(self.master, dropout=0.0):
             raise HydrajaxError(f"draft.init: the heads in {directory} are {found}, the settings ask for {self.master}")
         return jax.tree.map(lambda x, home: distribute(np.asarray(x), home), params, self.param_shardings)
@@ -153,7 +156,9 @@ class HeadsTask:
         for batch in batches:
             ranks = jax.device_get(self._ranks(params, self.frozen, self._place(batch)))
             tally.add(ranks, batch["labels"], batch.get("segments"))
-        return tally.report()
+        report = tally.report()
+        self.tokens_per_step = report["tokens_per_step"]
+        return report
 
     def note(self, metrics: dict[str, Any]) -> str:
         if "top1" not in metrics:
@@ -164,16 +169,20 @@ class HeadsTask:
         target = directory / "heads"
         export_heads(
             target, self.drafter, params, base_name=str(self.config.model), dtype=jnp.dtype(self.config.dtype),
+            base_fingerprint=fingerprint(resolve(self.config.model, "model"), "model"), story=self._story(),
             overwrite=True,
         )  # fmt: skip
         return f"--draft {target}"
 
-
-def replace_in_heads(drafter: Drafter, **changes) -> Drafter:
-    """`dataclasses.replace`, of the heads behind a prefix layer."""
-    if isinstance(drafter, WithPrefix):
-        return dataclasses.replace(drafter, heads=replace_in_heads(drafter.heads, **changes))
-    return dataclasses.replace(drafter, **changes)
+    def _story(self) -> dict[str, Any]:
+        """For the model card."""
+        c = self.config
+        length = f"{c.steps} steps" if c.epochs is None else f"{c.epochs:g} epochs"
+        recipe = f"{length} of {c.batch_size} rows of {c.data.length} tokens, {c.optimizer.name}, lr {c.optimizer.lr:g}"
+        story = {"data": ", ".join(Path(name).name for name in c.data.files) or "see the settings", "recipe": recipe}
+        if self.tokens_per_step is not None:
+            story["tokens_per_step"] = f"{self.tokens_per_step:.2f}, simulated on held-out text, tree {c.tree}"
+        return story
 
 
 def abstract_draft(drafter: Drafter, model: Llama):

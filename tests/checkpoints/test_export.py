@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -17,10 +18,11 @@ import torch
 from safetensors.numpy import load_file
 from transformers import LlamaForCausalLM
 
-from hydrajax.checkpoints import export
+from hydrajax.checkpoints import tensors
+from hydrajax.checkpoints.draft import load_draft
 from hydrajax.checkpoints.export import export_heads, export_llama
 from hydrajax.checkpoints.llama_hf import eos_ids, load_llama
-from hydrajax.checkpoints.official_heads import IGNORED, load_official_heads
+from hydrajax.checkpoints.official_heads import NOT_HYDRAS
 from hydrajax.config import RopeScaling
 from hydrajax.drafters.autoregressive import NoDrafter
 from hydrajax.drafters.drafter import BoundBase
@@ -157,7 +159,7 @@ def test_heads_round_trip(tiny_model, tmp_path, kind, arch, grounded, share, dty
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
     assert (config.get("hydra_head_arch"), config.get("grounded_heads")) == (arch, grounded)
     assert (config["base_model_name_or_path"], config["steps"]) == ("the-base", 10)
-    loaded, ours = load_official_heads(tmp_path / "heads", model.config, dtype)
+    loaded, ours = load_draft(tmp_path / "heads", model.config, dtype)
     assert loaded == drafter
     identical(params, ours, dtype)
 
@@ -169,7 +171,7 @@ def test_one_layer_and_float32_as_bfloat16(tiny_model, tmp_path, kind):
     drafter = heads_of(kind, model.config, n_layers=1)
     params = random_params(drafter, tiny_model)
     export_heads(tmp_path / "heads", drafter, params)
-    loaded, ours = load_official_heads(tmp_path / "heads", model.config)
+    loaded, ours = load_draft(tmp_path / "heads", model.config)
     assert loaded == drafter
     rounded = jax.tree.map(lambda x: torch.tensor(np.asarray(x)).bfloat16().float().numpy(), params)
     identical(rounded, ours, jnp.float32)
@@ -179,25 +181,25 @@ def test_dropout_is_not_written(tiny_model, tmp_path):
     model, _ = tiny_model
     drafter = heads_of("hydra", model.config, dropout=0.2)
     export_heads(tmp_path / "heads", drafter, random_params(drafter, tiny_model))
-    assert load_official_heads(tmp_path / "heads", model.config)[0] == dataclasses.replace(drafter, dropout=0.0)
+    assert load_draft(tmp_path / "heads", model.config)[0] == dataclasses.replace(drafter, dropout=0.0)
 
 
 def test_hidden_state_offset(tiny_model, tmp_path):
     model, _ = tiny_model
     drafter = heads_of("hydra++", model.config, hidden_state_offset=1)
     export_heads(tmp_path / "heads", drafter, random_params(drafter, tiny_model))
-    assert load_official_heads(tmp_path / "heads", model.config)[0].hidden_state_offset == 1
+    assert load_draft(tmp_path / "heads", model.config)[0].hidden_state_offset == 1
 
 
 @pytest.mark.parametrize("arch", ["hydra_mlp", "hydra_pp"])
 def test_golden_heads_keep_every_tensor(golden, tmp_path, arch):
     model, _ = load_llama(golden / "base" / "mha")
     source = golden / arch / "heads"
-    drafter, params = load_official_heads(source, model.config)
+    drafter, params = load_draft(source, model.config)
     export_heads(tmp_path / "heads", drafter, params, dtype=None)
     original = load_file(source / "hydra_lm_head.safetensors")
     exported = load_file(tmp_path / "heads" / "hydra_lm_head.safetensors")
-    theirs = {name for name in original if not IGNORED.fullmatch(name)}
+    theirs = {name for name in original if not re.fullmatch(NOT_HYDRAS, name)}
     assert len(theirs) > 10
     assert exported.keys() == theirs
     for name in theirs:
@@ -259,7 +261,7 @@ def test_failed_export_leaves_the_earlier_one(tiny_model, tmp_path, monkeypatch)
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "save_file", full_disk)
+    monkeypatch.setattr(tensors, "save_file", full_disk)
     refused(lambda: export_llama(target, *tiny_model), "cannot write", str(target), "No space left on device")
     monkeypatch.undo()
     identical(tiny_model[1], load_llama(target)[1], jnp.float32)

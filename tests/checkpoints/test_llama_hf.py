@@ -181,7 +181,7 @@ def test_fields_that_old_files_leave_out(copy):
 @pytest.mark.parametrize(
     ("changes", "pieces"),
     [
-        ({"model_type": "mistral"}, ("model_type", "'mistral'", "'llama'")),
+        ({"model_type": "gpt2"}, ("model_type", "'gpt2'", "'llama'", "'mistral'", "'qwen2'", "'qwen3'")),
         ({"attention_bias": True}, ("attention_bias", "True", "false")),
         ({"mlp_bias": True}, ("mlp_bias", "True", "false")),
         ({"hidden_act": "gelu"}, ("hidden_act", "'gelu'", "'silu'")),

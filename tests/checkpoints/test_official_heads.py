@@ -16,8 +16,8 @@ from torch import nn
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM, LlamaModel
 
+from hydrajax.checkpoints.draft import load_draft
 from hydrajax.checkpoints.llama_hf import load_llama
-from hydrajax.checkpoints.official_heads import load_official_heads
 from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
@@ -151,7 +151,7 @@ def some_tokens() -> np.ndarray:
 def agrees(directory: Path, official: nn.Module, base, features: torch.Tensor | None = None):
     """Our teacher-forced logits equal torch's on random features; returns the drafter."""
     _, bound = base
-    drafter, params = load_official_heads(directory, bound.config)
+    drafter, params = load_draft(directory, bound.config)
     tokens = some_tokens()
     if features is None:
         features = torch.randn((2, 12, WIDTH), generator=torch.Generator().manual_seed(2))
@@ -260,7 +260,7 @@ def test_hidden_state_offset(base, tmp_path):
         states = theirs(torch.tensor(tokens), output_hidden_states=True).hidden_states
     official = randomise(OfficialHydra(theirs, 2, 1, grounded=True, blocks="shared", prefix=False))
     directory = release(tmp_path, official.state_dict(), hydra_config(2, 1, hidden_state_offset=1))
-    drafter, params = load_official_heads(directory, bound.config)
+    drafter, params = load_draft(directory, bound.config)
     assert drafter.hidden_state_offset == 1
 
     positions = np.broadcast_to(np.arange(12), tokens.shape)
@@ -281,7 +281,7 @@ def test_hidden_state_offset(base, tmp_path):
 def refused(directory, base, *pieces: str) -> str:
     """Loading fails in one line that holds every piece."""
     with pytest.raises(HydrajaxError) as caught:
-        load_official_heads(directory, base[1].config)
+        load_draft(directory, base[1].config)
     message = str(caught.value)
     assert "\n" not in message
     for piece in ("--draft", *pieces):
@@ -380,7 +380,7 @@ def test_unsupported_config(base, hydra_state, tmp_path, change, pieces):
 
 def test_config_of_neither_kind(base, tmp_path):
     (tmp_path / "config.json").write_text('{"num_heads": 2}')
-    refused(tmp_path, base, "hydra_num_heads", "medusa_num_heads", "config.json")
+    refused(tmp_path, base, "hydra_num_heads", "medusa_num_heads", "no directory of draft heads", str(tmp_path))
 
 
 def test_missing_files(base, hydra_state, tmp_path):
@@ -434,4 +434,4 @@ def test_pt_without_torch(base, hydra_state, tmp_path, monkeypatch):
     safe = release(tmp_path / "safe", hydra_state, hydra_config(2, 1), ".safetensors")
     monkeypatch.setitem(sys.modules, "torch", None)
     refused(pt, base, "hydra_lm_head.pt", "needs torch", ".safetensors")
-    load_official_heads(safe, base[1].config)
+    load_draft(safe, base[1].config)

@@ -1,4 +1,7 @@
-"""The base model against transformers' LLaMA (eager attention, CPU, float32): prefill, cached steps, greedy ids."""
+"""The base model against transformers (eager attention, CPU, float32): prefill, cached steps, greedy ids.
+
+Every family that loads, in its variants; released configurations are in ``tests/checkpoints/test_families.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from hydrajax.checkpoints.llama_hf import load_llama
 from hydrajax.decoding.decode import make_autoregressive_fn
@@ -45,6 +48,12 @@ CASES = {
     "llama3": {"head_dim": 16, "rope_parameters": LLAMA3},
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
     "eps": {"rms_norm_eps": 1e-2},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    # The window leaves tokens behind in the prefill and in the cached steps.
+    "mistral_window": {"model_type": "mistral", "sliding_window": 21},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2_window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 30, "max_window_layers": 0},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "trained": None,  # the golden base
 }
 
@@ -52,7 +61,7 @@ CASES = {
 class Pair(NamedTuple):
     """The same checkpoint opened by both packages, with two rows of tokens and transformers' logits for them."""
 
-    theirs: LlamaForCausalLM
+    theirs: torch.nn.Module
     model: Llama
     params: dict
     tokens: np.ndarray
@@ -75,7 +84,7 @@ def pair(request, llama_checkpoint) -> Pair:
     else:
         directory = llama_checkpoint(**settings)
         tokens = np.random.default_rng(0).integers(0, 96, (2, N_TOKENS))
-    theirs = LlamaForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
     model, params = load_llama(directory)
     return Pair(theirs, model, params, tokens.astype(np.int32), theirs_on(theirs, tokens))
 
@@ -158,6 +167,6 @@ def test_rope_settings_matter_here(llama_checkpoint, tmp_path, case):
 def test_rope_frequencies(llama_checkpoint, case):
     """The angular frequencies themselves, to float32 rounding: at long positions a small error grows."""
     directory = llama_checkpoint(**CASES[case])
-    theirs = LlamaForCausalLM.from_pretrained(directory).model.rotary_emb.inv_freq.numpy()
+    theirs = AutoModelForCausalLM.from_pretrained(directory).model.rotary_emb.inv_freq.numpy()
     model, _ = load_llama(directory)
     np.testing.assert_allclose(rope_frequencies(model.config), theirs, rtol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from hydrajax.checkpoints.official_heads import load_official_heads
+from hydrajax.checkpoints.draft import load_draft
 from hydrajax.config import LlamaConfig
 
 
@@ -38,7 +38,7 @@ def test_settings(program, config_file, tmp_path):
 
 def test_missing_and_empty_inputs(program, config_file, settings, texts, tmp_path):
     missing = tmp_path / "nowhere"
-    assert refused(program("--config", config_file(model=str(missing)))) == f"model: {missing} is not a directory"
+    assert refused(program("--config", config_file(model=str(missing)))) == f"model: no such directory: {missing}"
     assert refused(program("--config", config_file(), f"data.tokenizer={missing}")).startswith("data.tokenizer: ")
     assert str(texts) in refused(program("--config", config_file(model=str(texts))))  # a folder without a model
     assert str(missing) in refused(program("--config", config_file(), f"data.files=[{missing}]"))
@@ -142,7 +142,7 @@ def test_heads_for_a_base_and_conversations_of_others(program, golden, settings,
         c["vocab_size"], c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"], c["num_attention_heads"],
         c["num_key_value_heads"], c["hidden_size"] // c["num_attention_heads"], c["max_position_embeddings"],
     )  # fmt: skip
-    drafter, _ = load_official_heads(tmp_path / "run" / "heads", shape, jnp.float32)
+    drafter, _ = load_draft(tmp_path / "run" / "heads", shape, jnp.float32)
     assert drafter.depth == 2
     tensors = load_file(next((tmp_path / "run" / "heads").glob("*.safetensors")))
     assert all(np.isfinite(tensor).all() for tensor in tensors.values())

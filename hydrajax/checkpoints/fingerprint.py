@@ -1,0 +1,52 @@
+"""Which base some heads were made for: shapes and a hash of a few tensors, read from its directory."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from hydrajax.checkpoints.families import to_llama_config
+from hydrajax.checkpoints.tensors import open_model, read_json
+from hydrajax.errors import HydrajaxError
+
+ROWS = 64  # of the embedding; it and the norms tell fine-tunes of one model apart
+
+
+def fingerprint(directory: str | Path, what: str = "--base") -> dict[str, Any]:
+    """``{"shapes": {...}, "sha256": ...}`` of a base in a Hugging Face directory.
+
+    Numbers are rounded to bfloat16 first, so that a model saved in another dtype is the same model.
+    """
+    directory = Path(directory)
+    config = to_llama_config(read_json(directory / "config.json", what), f"{what}: {directory / 'config.json'}")
+    files, digest = open_model(directory, what), hashlib.sha256()
+    for name in (
+        "model.embed_tokens.weight",
+        "model.layers.0.input_layernorm.weight",
+        f"model.layers.{config.n_layers - 1}.post_attention_layernorm.weight",
+        "model.norm.weight",
+    ):
+        if name not in files:
+            raise HydrajaxError(f"{what}: missing tensor '{name}'")
+        digest.update(np.asarray(files.read_first(name, ROWS), jnp.bfloat16).tobytes())
+    shapes = {name: getattr(config, name) for name in ("vocab_size", "width", "n_layers", "n_heads", "n_kv_heads")}
+    return {"shapes": shapes, "sha256": digest.hexdigest()}
+
+
+def check_fingerprint(recorded: Any, name: str, directory: Path, what: str) -> None:
+    """Refuse heads whose record is of another base than the one in ``directory``."""
+    mine = fingerprint(directory)
+    if recorded == mine:
+        return
+    found = recorded.get("shapes") if isinstance(recorded, dict) else None
+    if found != mine["shapes"]:
+        difference = f"its shapes are {found}, those of {directory} {mine['shapes']}"
+    else:
+        difference = f"{directory} has the same shapes but other weights"
+    raise HydrajaxError(
+        f"{what}: the heads were made for another base, {name or 'of unknown name'}: {difference}; --force loads them"
+    )

@@ -1,0 +1,127 @@
+"""Draft heads in our own format: an orbax directory ``params/`` beside a ``config.json`` that describes the drafter.
+
+``config.json`` also has the size and checksum of every file: orbax alone would load an array of which a byte has
+changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from orbax.checkpoint import v1 as ocp
+
+from hydrajax.config import LlamaConfig
+from hydrajax.drafters.drafter import BoundBase
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.errors import HydrajaxError
+from hydrajax.files import size_and_checksum
+from hydrajax.models.llama import Llama, abstract_base
+
+WHAT = "--draft"
+MARK = "hydrajax_draft"  # the field of config.json by which the format is known; its value is the version
+VERSION = 1
+PARAMS = "params"
+KINDS = {"hydra": HydraHeads, "medusa": MedusaHeads}
+
+
+def save_native(folder: Path, drafter, params: Any) -> dict[str, Any]:
+    """Write ``params/`` into a directory and return the fields of ``config.json`` that `load_native` needs."""
+    heads, prefix = (drafter.heads, True) if isinstance(drafter, WithPrefix) else (drafter, False)
+    kinds = {kind: name for name, kind in KINDS.items()}
+    if type(heads) not in kinds:
+        raise HydrajaxError(f"export: drafter is {type(heads).__name__}, the native format allows {', '.join(KINDS)}")
+    ocp.save(folder / PARAMS, jax.tree.map(np.asarray, params))
+    files = sorted(path for path in (folder / PARAMS).rglob("*") if path.is_file())
+    fields = dataclasses.asdict(heads) | {"dtype": jnp.dtype(heads.dtype).name}
+    return {
+        MARK: VERSION,
+        "drafter": {"heads": kinds[type(heads)], "prefix": prefix, "settings": fields},
+        "files": {str(path.relative_to(folder)): size_and_checksum(path) for path in files},
+    }
+
+
+def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
+    """``(drafter, draft_params)`` for a base of this configuration; dtype None keeps the saved one."""
+    if config[MARK] != VERSION:
+        raise HydrajaxError(f"{WHAT}: config.json: {MARK} is {config[MARK]!r}, supported is {VERSION}")
+    drafter = _drafter(config.get("drafter"), base)
+    _check_files(directory, config.get("files"))
+    saved = heads_of(drafter).dtype
+    boxed = jax.eval_shape(
+        lambda params: drafter.init_boxed(jax.random.key(0), BoundBase(Llama(base, saved), params)),
+        nn.unbox(abstract_base(Llama(base, saved))),
+    )
+    here = SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), nn.unbox(boxed))
+    try:
+        params = ocp.load(directory / PARAMS, target)
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise  # this machine's trouble, not the file's
+    except Exception as error:  # orbax raises many types for a damaged or foreign directory
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise HydrajaxError(f"{WHAT}: {directory / PARAMS} is damaged: {reason}") from None
+    if dtype is None or dtype == saved:
+        return drafter, params
+    return replace_in_heads(drafter, dtype=jnp.dtype(dtype)), jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def heads_of(drafter):
+    """The heads, out from behind a prefix layer."""
+    return drafter.heads if isinstance(drafter, WithPrefix) else drafter
+
+
+def replace_in_heads(drafter, **changes):
+    """`dataclasses.replace`, of the heads behind a prefix layer."""
+    if isinstance(drafter, WithPrefix):
+        return dataclasses.replace(drafter, heads=replace_in_heads(drafter.heads, **changes))
+    return dataclasses.replace(drafter, **changes)
+
+
+def _drafter(described: Any, base: LlamaConfig):
+    try:
+        kind, settings = KINDS[described["heads"]], dict(described["settings"])
+        settings["dtype"] = jnp.dtype(settings["dtype"])
+        wanted = {field.name: field.type for field in dataclasses.fields(kind)}
+        if settings.keys() != wanted.keys():
+            raise ValueError(f"its settings are {', '.join(sorted(settings))}")
+        kinds = {"int": int, "bool": bool, "float": (int, float)}
+        for name, value in settings.items():
+            if wanted[name] in kinds and (
+                not isinstance(value, kinds[wanted[name]]) or (wanted[name] == "int" and isinstance(value, bool))
+            ):
+                raise ValueError(f"{name} is {value!r}")
+        heads = kind(**settings)
+        prefix = described["prefix"]
+    except HydrajaxError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise HydrajaxError(f"{WHAT}: config.json: 'drafter' is not what was written: {error}") from None
+    for name, found, wanted in (
+        ("vocabulary", heads.vocab_size, base.vocab_size),
+        ("width", heads.width, base.width),
+    ):
+        if found != wanted:
+            raise HydrajaxError(f"{WHAT}: the heads were made for another base: their {name} is {found}, not {wanted}")
+    return WithPrefix(heads, base) if prefix else heads
+
+
+def _check_files(directory: Path, files: Any) -> None:
+    if not isinstance(files, dict) or not files:
+        raise HydrajaxError(f"{WHAT}: config.json: 'files' is not what was written")
+    present = {str(path.relative_to(directory)) for path in (directory / PARAMS).rglob("*") if path.is_file()}
+    for name in sorted(files.keys() | present):
+        if name not in files:
+            raise HydrajaxError(f"{WHAT}: {directory} holds {name}, which was not written with it")
+        if name not in present:
+            raise HydrajaxError(f"{WHAT}: {name} is missing from {directory}")
+        if size_and_checksum(directory / name) != files[name]:
+            raise HydrajaxError(f"{WHAT}: {directory / name} is damaged: it is not what was written")

@@ -1,0 +1,261 @@
+"""Tensors by name in safetensors and PyTorch files. Reading is strict: nothing is executed and nothing is guessed.
+
+One file is open at a time and one tensor is read at a time, so that the host never holds a model (measured by
+``experiments/load_memory.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from hydrajax.errors import HydrajaxError
+
+Shape = tuple[int, ...]
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names, NumPy's
+NOTHING = re.compile(r"(?!)")
+
+
+def read_json(path: Path, what: str) -> dict:
+    """A JSON object from a file, or one clear line."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise HydrajaxError(f"{what}: no such file: {path}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise HydrajaxError(f"{what}: cannot read {path} as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise HydrajaxError(f"{what}: {path} must hold a JSON object")
+    return content
+
+
+def check_directory(directory: Path, what: str) -> None:
+    """Refuse what is not a directory (by `os.path`: pathlib raises for a name too long or one may not enter)."""
+    if not os.path.isdir(directory):
+        raise HydrajaxError(f"{what}: no such directory: {directory}")
+
+
+class Description(NamedTuple):
+    """What a file says of a tensor before it is read. dtype: as NumPy names it, or the file's own name for others."""
+
+    shape: Shape
+    dtype: str
+
+
+class TensorFiles:
+    """The tensors of one or several files by name. A subclass opens one file and knows what is in it."""
+
+    def __init__(self, files: list[Path], what: str):
+        self._what = what
+        self._open_file: tuple[Path, Any] | None = None
+        self._file_of: dict[str, Path] = {}
+        self._described: dict[str, Description] = {}
+        for path in files:
+            for key, description in self._describe(self._opened(path)).items():
+                if key in self._file_of:
+                    raise HydrajaxError(f"{what}: tensor '{key}' is in both {self._file_of[key].name} and {path.name}")
+                self._file_of[key], self._described[key] = path, description
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._described)
+
+    def __len__(self) -> int:
+        return len(self._described)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._described
+
+    def shape(self, key: str) -> Shape:
+        return self._described[key].shape
+
+    def dtype(self, key: str) -> str:
+        return self._described[key].dtype
+
+    def read(self, key: str) -> np.ndarray:
+        """One tensor as NumPy, bfloat16 as ml_dtypes' type."""
+        return self._read(self._opened(self._file_of[key]), key)
+
+    def read_first(self, key: str, rows: int) -> np.ndarray:
+        """The first rows of a tensor; no other is read."""
+        return self._read(self._opened(self._file_of[key]), key, rows)
+
+    def _opened(self, path: Path):
+        if self._open_file is None or self._open_file[0] != path:
+            self._open_file = None  # closes the one before: its pages leave the memory of this process
+            self._open_file = path, self._open(path)
+        return self._open_file[1]
+
+    def _open(self, path: Path):
+        raise NotImplementedError
+
+    def _describe(self, file) -> dict[str, Description]:
+        raise NotImplementedError
+
+    def _read(self, file, key: str, rows: int | None = None) -> np.ndarray:
+        raise NotImplementedError
+
+
+class SafetensorFiles(TensorFiles):
+    """``.safetensors``."""
+
+    def _open(self, path):
+        try:
+            return safe_open(path, framework="np")
+        except FileNotFoundError:
+            raise HydrajaxError(f"{self._what}: no such file: {path}") from None
+        except (SafetensorError, OSError) as error:
+            raise HydrajaxError(f"{self._what}: {path} is damaged or not a safetensors file: {error}") from None
+
+    def _describe(self, file):
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (safe_open is not a dict)
+        return {
+            key: Description(tuple(part.get_shape()), FLOATS.get(part.get_dtype(), part.get_dtype()))
+            for key, part in slices.items()
+        }
+
+    def _read(self, file, key, rows=None):
+        try:
+            return file.get_tensor(key) if rows is None else file.get_slice(key)[:rows]
+        except SafetensorError as error:
+            raise HydrajaxError(f"{self._what}: cannot read tensor '{key}': {error}") from None
+
+
+class TorchFiles(TensorFiles):
+    """``.pt`` and ``.bin``: state dicts of tensors. Only tensors are unpickled (``weights_only=True``)."""
+
+    def _open(self, path):
+        try:
+            import torch  # only here: such a file cannot be read without it
+        except ImportError:
+            raise HydrajaxError(
+                f"{self._what}: reading {path.name} needs torch, which is not installed; install it or use .safetensors"
+            ) from None
+        if not path.is_file():
+            raise HydrajaxError(f"{self._what}: no such file: {path}")
+        try:
+            # Files of torch before 1.6 cannot be mapped and are read whole.
+            mapped = _starts_as_zip(path)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        except Exception as error:  # torch raises many types for a damaged or unsafe file
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise HydrajaxError(f"{self._what}: {path} is damaged or holds more than tensors: {reason}") from None
+        if not isinstance(state, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()
+        ):
+            raise HydrajaxError(f"{self._what}: {path} must hold a state dict of tensors")
+        return state
+
+    def _describe(self, file):
+        return {
+            name: Description(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in file.items()
+        }
+
+    def _read(self, file, key, rows=None):
+        tensor = file[key].detach()[:rows].contiguous() if rows else file[key].detach().contiguous()
+        if str(tensor.dtype) == "torch.bfloat16":  # NumPy gets its bfloat16 from ml_dtypes, torch does not know it
+            import torch
+
+            return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
+        return tensor.numpy()
+
+
+def _starts_as_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def open_model(directory: Path, what: str) -> TensorFiles:
+    """The weights of a Hugging Face directory: safetensors before PyTorch files, shards by their index.
+
+    Every shard that an index names must lie in the directory itself.
+    """
+    for stem, suffix, kind in (
+        ("model", "safetensors", SafetensorFiles),
+        ("pytorch_model", "bin", TorchFiles),
+    ):
+        single, index = directory / f"{stem}.{suffix}", directory / f"{stem}.{suffix}.index.json"
+        if index.exists():
+            return kind(_shards(directory, index, what), what)
+        if single.is_file():
+            return kind([single], what)
+    raise HydrajaxError(
+        f"{what}: {directory} has neither model.safetensors nor pytorch_model.bin, nor the .index.json of either"
+    )
+
+
+def _shards(directory: Path, index: Path, what: str) -> list[Path]:
+    names = read_json(index, what).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise HydrajaxError(f"{what}: {index} has no 'weight_map' of file names")
+    shards = sorted(set(names.values()))
+    for shard in shards:
+        if Path(shard).name != shard or "\0" in shard:
+            raise HydrajaxError(f"{what}: {index.name} names {shard!r}, a path outside the directory")
+        if not os.path.isfile(directory / shard):
+            raise HydrajaxError(f"{what}: shard {shard} is named in {index.name} but missing from {directory}")
+    return [directory / shard for shard in shards]
+
+
+def open_one(directory: Path, stem: str, what: str) -> TensorFiles:
+    """``stem.safetensors``, else ``stem.pt``."""
+    for name, kind in ((f"{stem}.safetensors", SafetensorFiles), (f"{stem}.pt", TorchFiles)):
+        if (directory / name).is_file():
+            return kind([directory / name], what)
+    raise HydrajaxError(f"{what}: {directory} has neither {stem}.safetensors nor {stem}.pt")
+
+
+def save_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A file that transformers opens, too."""
+    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def save_torch(path: Path, tensors: dict[str, np.ndarray]) -> bool:
+    """A state dict as ``torch.save`` writes it; False where torch is not installed."""
+    try:
+        import torch
+    except ImportError:
+        return False
+
+    def tensor(x):
+        if x.dtype == jnp.bfloat16:
+            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(x)
+
+    torch.save({name: tensor(np.array(x, order="C")) for name, x in tensors.items()}, path)
+    return True
+
+
+def expect_tensors(found: TensorFiles, wanted: dict[str, Shape], what: str, ignored: re.Pattern = NOTHING) -> None:
+    """Refuse missing, unexpected, misshapen and non-float tensors, naming each (the first few, and how many more)."""
+    missing = sorted(set(wanted) - set(found))
+    extra = sorted(key for key in set(found) - set(wanted) if not ignored.fullmatch(key))
+    for problem, keys in (("missing", missing), ("unexpected", extra)):
+        if keys:
+            raise HydrajaxError(f"{what}: {problem} tensor{'s' * (len(keys) > 1)} {_some(map(repr, keys))}")
+    lines = [
+        f"{key} has shape {list(found.shape(key))}, expected {list(shape)}"
+        for key, shape in wanted.items()
+        if found.shape(key) != tuple(shape)
+    ]
+    lines += [
+        f"{key} has dtype {found.dtype(key)}, expected {', '.join(FLOATS.values())}"
+        for key in wanted
+        if found.dtype(key) not in FLOATS.values()
+    ]
+    if lines:
+        raise HydrajaxError(f"{what}: {_some(lines)}")
+
+
+def _some(items, most: int = 5) -> str:
+    items = list(items)
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")

@@ -1,0 +1,119 @@
+"""``hydrajax convert``: heads into other formats and onto the Hub, and what int8 does to a base."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from hydrajax.checkpoints.hub import push, resolve
+from hydrajax.cli import options
+from hydrajax.errors import HydrajaxError
+
+HELP = "write draft heads in other formats, put them on the Hub, see what int8 costs"
+FORMATS = ("hydra", "medusa", "vllm-medusa", "native")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, text, add in (
+        ("export", "write draft heads in another format, bit for bit", _export_arguments),
+        ("push", "upload an exported directory to the Hugging Face Hub", _push_arguments),
+        ("int8", "compare a base's logits with those of its int8 version", _int8_arguments),
+    ):
+        add(verbs.add_parser(name, help=text, description=text, allow_abbrev=False))
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", metavar="DIR|NAME", required=True, help="the base that the heads were made for")
+    parser.add_argument("--draft", metavar="DIR|NAME", required=True, help="the heads, in any format that loads")
+    parser.add_argument("--format", choices=FORMATS, required=True)
+    parser.add_argument("--output", metavar="DIR", required=True, help="a new directory, or an earlier export")
+    parser.add_argument("--dtype", choices=list(options.api.DTYPES), help="of the file (default: that of the heads)")
+    parser.add_argument("--base-name", metavar="NAME", help="what the base is called (default: as the heads say)")
+    for name, text in (("data", "what the heads learnt from"), ("recipe", "how"), ("tau", "their tokens_per_step")):
+        parser.add_argument(f"--{name}", metavar="TEXT", help=f"for the model card: {text}")
+    parser.add_argument("--force", action="store_true", help="also heads that say they were made for another base")
+
+
+def _push_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="a directory written by convert export or by training")
+    parser.add_argument("repository", metavar="ORG/NAME", help="created if it is not there")
+    parser.add_argument("--private", action="store_true", help="create it as a private one")
+    parser.add_argument("--message", metavar="TEXT", help="of the commit")
+
+
+def _int8_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", metavar="DIR|NAME", required=True, help="the model to quantise")
+    parser.add_argument("--prompts", metavar="FILE.jsonl", help="texts to compare on (default: a few built in)")
+    parser.add_argument("--limit", metavar="N", type=options.positive, default=16, help="prompts (default %(default)s)")
+    parser.add_argument("--dtype", choices=list(options.api.DTYPES), default="float32", help="default %(default)s")
+    parser.add_argument("--json", metavar="FILE", help="write the figures here too")
+
+
+def run(args: argparse.Namespace) -> None:
+    {"export": _export, "push": _push, "int8": _int8}[args.verb](args)
+
+
+def _export(args: argparse.Namespace) -> None:
+    from hydrajax.checkpoints.draft import RECORD, load_draft
+    from hydrajax.checkpoints.export import export_heads
+    from hydrajax.checkpoints.families import to_llama_config
+    from hydrajax.checkpoints.fingerprint import fingerprint
+    from hydrajax.checkpoints.tensors import read_json
+
+    base, draft = resolve(args.base, "--base"), resolve(args.draft, "--draft")
+    if Path(args.output).resolve() == draft.resolve():
+        raise HydrajaxError(f"--output: is the directory of the heads themselves, {args.output}")
+    config = to_llama_config(read_json(base / "config.json", "--base"), f"--base: {base / 'config.json'}")
+    drafter, params = load_draft(draft, config, None, base_directory=None if args.force else base)
+    source = read_json(draft / "config.json", "--draft")
+    record = source.get(RECORD) if isinstance(source.get(RECORD), dict) else {}
+    story = record.get("story") if isinstance(record.get("story"), dict) else {}
+    said = {"data": args.data, "recipe": args.recipe, "tokens_per_step": args.tau}
+    name = args.base_name or source.get("base_model_name_or_path")
+    export_heads(
+        args.output,
+        drafter,
+        params,
+        format=args.format,
+        base_name=name if isinstance(name, str) and name else args.base,
+        base_fingerprint=fingerprint(base),
+        story=story | {key: value for key, value in said.items() if value is not None},
+        dtype=None if args.dtype is None else options.api.DTYPES[args.dtype],
+        torch_file=args.format in ("hydra", "medusa"),
+    )
+    files = sorted(path.name for path in Path(args.output).iterdir())
+    print(f"{args.output}: {', '.join(files)}")
+
+
+def _push(args: argparse.Namespace) -> None:
+    print(push(args.directory, args.repository, private=args.private, message=args.message))
+
+
+def _int8(args: argparse.Namespace) -> None:
+    import jax
+
+    from hydrajax.cli.bench import BUILT_IN_PROMPTS
+    from hydrajax.evaluation.prompts import Prompt, read_prompts
+    from hydrajax.evaluation.quantization import logit_effect
+    from hydrajax.files import WholeFile
+
+    texts = read_prompts(args.prompts) if args.prompts else [Prompt(text, "built-in") for text in BUILT_IN_PROMPTS]
+    plain = options.api.load(args.base, dtype=args.dtype)
+    quantized = options.api.load(args.base, dtype=args.dtype, quantize="int8")
+    if plain.tokenizer is None and not args.prompts:
+        raise HydrajaxError("--prompts: is needed, as the base has no tokenizer for the built-in ones")
+    ids = [options.api.encode(plain, text, f"prompt {row}") for row, text in enumerate(texts[: args.limit])]
+    effect = logit_effect((plain.model, plain.params.base), (quantized.model, quantized.params.base), ids)
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(m.params.base)) for m in (plain, quantized)]
+    print(f"{args.base}: {sizes[0] / 1e6:.1f} MB in {args.dtype}, {sizes[1] / 1e6:.1f} MB with int8 weights")
+    print(
+        f"logits at {effect.positions} positions of {len(ids)} prompts: they differ by {effect.mean:.3g} on average, "
+        f"{effect.largest:.3g} at most, KL {effect.kl:.3g} nats, same likeliest token at {effect.agreement:.1%}"
+    )
+    if args.json:
+        with WholeFile(args.json, "--json") as file:
+            report = {"base": str(args.base), "dtype": args.dtype, "bytes": sizes[0], "bytes_int8": sizes[1]}
+            file.write_text(json.dumps(report | dataclasses.asdict(effect), indent=1) + "\n")

@@ -1,0 +1,57 @@
+"""What quantising the base does to its logits, position by position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hydrajax.models.layers import causal_mask
+from hydrajax.models.llama import Llama
+
+
+@dataclass(frozen=True)
+class LogitEffect:
+    """positions: how many next-token distributions were compared. largest, mean: absolute difference of logits.
+    kl: mean KL(before || after) in nats. agreement: share of positions with the same likeliest token.
+    """
+
+    positions: int
+    largest: float
+    mean: float
+    kl: float
+    agreement: float
+
+
+def logit_effect(before: tuple[Llama, Any], after: tuple[Llama, Any], prompts: Iterable[np.ndarray]) -> LogitEffect:
+    """Compare two versions of a base, each ``(model, params)``, on token ids ``[T]`` of several texts."""
+    count, largest, total, kl, agree = 0, 0.0, 0.0, 0.0, 0
+    for ids in prompts:
+        found = jax.device_get(_differences(before[0], after[0], before[1], after[1], np.asarray(ids)[None]))
+        count += len(ids)
+        largest = max(largest, float(found["largest"]))
+        total, kl, agree = total + found["mean"] * len(ids), kl + found["kl"], agree + found["agree"]
+    return LogitEffect(count, largest, float(total / count), float(kl / count), float(agree / count))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _differences(before: Llama, after: Llama, params_before, params_after, ids):
+    positions = jnp.arange(ids.shape[1])[None]
+
+    def logits(model, params):
+        hidden = model.apply({"params": params}, ids, positions, causal_mask(ids.shape[1])).hidden
+        return model.apply({"params": params}, hidden, method="logits")[0]
+
+    one, other = logits(before, params_before), logits(after, params_after)
+    difference, log_p, log_q = jnp.abs(one - other), jax.nn.log_softmax(one), jax.nn.log_softmax(other)
+    return {
+        "largest": jnp.max(difference),
+        "mean": jnp.mean(difference),
+        "kl": jnp.sum(jnp.exp(log_p) * (log_p - log_q)),
+        "agree": jnp.sum(jnp.argmax(one, axis=-1) == jnp.argmax(other, axis=-1)),
+    }
