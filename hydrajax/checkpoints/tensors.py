@@ -1,6 +1,6 @@
 """Tensors by name in safetensors and PyTorch files. Reading is strict: nothing is executed and nothing is guessed.
 
-One file is open at a time and one tensor is read at a time, so that the host never holds a model (measured by
+One tensor is read at a time and the file let go, so that the host never holds a model (measured by
 ``experiments/load_memory.py``).
 """
 
@@ -90,7 +90,7 @@ class TensorFiles:
 
     def _opened(self, path: Path):
         if self._open_file is None or self._open_file[0] != path:
-            self._open_file = None  # closes the one before: its pages leave the memory of this process
+            self._open_file = None  # closes the one before
             self._open_file = path, self._open(path)
         return self._open_file[1]
 
@@ -106,6 +106,10 @@ class TensorFiles:
 
 class SafetensorFiles(TensorFiles):
     """``.safetensors``."""
+
+    def _opened(self, path):
+        """Anew for every tensor: the file is mapped, and what was read of it would stay in memory while it is open."""
+        return self._open(path)
 
     def _open(self, path):
         try:

@@ -15,6 +15,9 @@ from jaxtyping import Array, Float
 from jaxtyping import Int8 as Int8Array
 
 
+ROWS = 256
+
+
 class Int8(NamedTuple):
     """A weight-only quantised kernel: ``values * scale``, symmetric around zero, the scale per output feature.
 
@@ -30,10 +33,16 @@ class Int8(NamedTuple):
 
 def quantize(kernel: np.ndarray) -> Int8:
     """The nearest int8 kernel, each output feature's largest weight being 127 (on the host)."""
-    kernel = np.asarray(kernel, np.float32)
-    largest = np.max(np.abs(kernel), axis=0)
-    scale = np.where(largest > 0, largest / np.float32(127), np.float32(1)).astype(np.float32)
-    return Int8(np.rint(kernel / scale).astype(np.int8), scale)
+    # Row by row in blocks: several float32 copies of an lm head at once would be the peak of the host's memory.
+    blocks = [slice(i, i + ROWS) for i in range(0, len(kernel), ROWS)]
+    largest = np.zeros(kernel.shape[1:], np.float32)
+    for rows in blocks:
+        np.maximum(largest, np.max(np.abs(kernel[rows].astype(np.float32)), axis=0), out=largest)
+    scale = np.where(largest > 0, largest / np.float32(127), np.float32(1))
+    values = np.empty(kernel.shape, np.int8)
+    for rows in blocks:
+        values[rows] = np.rint(kernel[rows].astype(np.float32) / scale)
+    return Int8(values, scale)
 
 
 def project(x: Float[Array, "*rows D"], kernel: Array | Int8, dtype=None) -> Float[Array, "*rows F"]:
