@@ -63,7 +63,7 @@ def on_eight_devices():
 
 @pytest.fixture(scope="session")
 def llama_checkpoint(tmp_path_factory):
-    """``make(**settings) -> Path``: a directory saved by transformers, once per settings.
+    """``make(max_shard_size="1GB", **settings) -> Path``: a directory saved by transformers, once per settings.
 
     settings: fields of transformers' configuration over the small defaults below, of LLaMA or the ``model_type`` given.
     Weights are random, large enough that attention is not uniform and that the greedy token has a healthy margin; norm
@@ -71,11 +71,11 @@ def llama_checkpoint(tmp_path_factory):
     """
     made: dict[str, Path] = {}
 
-    def make(**settings) -> Path:
-        name = repr(sorted(settings.items()))
+    def make(max_shard_size: str = "1GB", **settings) -> Path:
+        name = repr((max_shard_size, sorted(settings.items())))
         if name not in made:
             made[name] = tmp_path_factory.mktemp("llama")
-            random_hf_llama(**settings).save_pretrained(made[name])
+            random_hf_llama(**settings).save_pretrained(made[name], max_shard_size=max_shard_size)
         return made[name]
 
     return make

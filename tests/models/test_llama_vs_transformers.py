@@ -41,7 +41,7 @@ LLAMA3 = {
 CASES = {
     "mha": {"num_key_value_heads": 4},
     "gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
-    "mqa": {"num_key_value_heads": 1},
+    "mqa": {"num_key_value_heads": 1, "max_shard_size": "20KB"},
     "tied": {"tie_word_embeddings": True},
     "head_dim": {"head_dim": 16},
     "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
@@ -50,10 +50,10 @@ CASES = {
     "eps": {"rms_norm_eps": 1e-2},
     "mistral": {"model_type": "mistral", "sliding_window": None},
     # The window leaves tokens behind in the prefill and in the cached steps.
-    "mistral_window": {"model_type": "mistral", "sliding_window": 21},
-    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "mistral_window": {"model_type": "mistral", "sliding_window": 21, "max_shard_size": "20KB"},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "max_shard_size": "20KB"},
     "qwen2_window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 30, "max_window_layers": 0},
-    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "max_shard_size": "20KB"},
     "trained": None,  # the golden base
 }
 
