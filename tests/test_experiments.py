@@ -1,5 +1,5 @@
-"""The scripts of ``experiments/`` that need a GPU run on a CPU with tiny shapes, without timing asserts; and the one that
-measures the memory of loading, at full size.
+"""The scripts of ``experiments/``: those that need a GPU, on a CPU with tiny shapes and without timing asserts; the one
+that measures the memory of loading, at full size.
 """
 
 from __future__ import annotations
