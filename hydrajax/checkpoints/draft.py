@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from hydrajax.checkpoints import native_heads, official_heads
 from hydrajax.checkpoints.fingerprint import check_fingerprint
-from hydrajax.checkpoints.tensors import check_directory, open_model, read_json
+from hydrajax.checkpoints.tensors import check_directory, holds_model, open_model, read_json
 from hydrajax.config import LlamaConfig
 from hydrajax.errors import HydrajaxError
 
@@ -51,10 +51,7 @@ def _loader(directory: Path, config: dict):
         return official_heads.load_medusa
     if config.get("model_type") == "medusa":
         return official_heads.load_vllm_medusa
-    try:
-        names = set(open_model(directory, WHAT))
-    except HydrajaxError:
-        names = set()
+    names = set(open_model(directory, WHAT)) if holds_model(directory) else set()
     if any(name.startswith(official_heads.MEDUSA_2) for name in names):
         return official_heads.load_medusa
     if config.get("model_type") == "eagle" or "fc.weight" in names:

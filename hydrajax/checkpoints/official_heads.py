@@ -25,7 +25,7 @@ from hydrajax.checkpoints.head_layouts import (
     medusa_naming,
 )
 from hydrajax.checkpoints.layout import Layout, read, shapes
-from hydrajax.checkpoints.tensors import TensorFiles, expect_tensors, open_model, open_one
+from hydrajax.checkpoints.tensors import TensorFiles, expect_tensors, holds_model, open_model, open_one
 from hydrajax.config import LlamaConfig
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
@@ -72,7 +72,8 @@ def load_hydra(directory: Path, config: dict, base: LlamaConfig, dtype):
 
 def load_medusa(directory: Path, config: dict, base: LlamaConfig, dtype):
     """Medusa v1 heads, or those of a Medusa-2 checkpoint, which lie beside their base; as `load_hydra`."""
-    if any((directory / f"medusa_lm_head.{suffix}").is_file() for suffix in ("safetensors", "pt")):
+    alone = any((directory / f"medusa_lm_head.{suffix}").is_file() for suffix in ("safetensors", "pt"))
+    if alone or not holds_model(directory):
         files, prefix, ignored = open_one(directory, "medusa_lm_head", WHAT), "", ""
     else:
         files, prefix, ignored = open_model(directory, WHAT), MEDUSA_2, f"(?!{re.escape(MEDUSA_2)}).*"

@@ -178,16 +178,21 @@ def _starts_as_zip(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
+MODEL_FILES = (("model.safetensors", SafetensorFiles), ("pytorch_model.bin", TorchFiles))
+
+
+def holds_model(directory: Path) -> bool:
+    """Whether a directory has weights that `open_model` would look at."""
+    return any((directory / f"{name}{suffix}").exists() for name, _ in MODEL_FILES for suffix in ("", ".index.json"))
+
+
 def open_model(directory: Path, what: str) -> TensorFiles:
     """The weights of a Hugging Face directory: safetensors before PyTorch files, shards by their index.
 
     Every shard that an index names must lie in the directory itself.
     """
-    for stem, suffix, kind in (
-        ("model", "safetensors", SafetensorFiles),
-        ("pytorch_model", "bin", TorchFiles),
-    ):
-        single, index = directory / f"{stem}.{suffix}", directory / f"{stem}.{suffix}.index.json"
+    for name, kind in MODEL_FILES:
+        single, index = directory / name, directory / f"{name}.index.json"
         if index.exists():
             return kind(_shards(directory, index, what), what)
         if single.is_file():
