@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from jaxtyping import Int8 as Int8Array
-
 
 ROWS = 256
 
@@ -24,7 +22,7 @@ class Int8(NamedTuple):
     values: int8 ``[D, *features]``. scale: float32 ``[*features]``.
     """
 
-    values: Int8Array[Array, "D *features"]
+    values: Array
     scale: Float[Array, "*features"]
 
     def dequantized(self) -> Float[Array, "D *features"]:
