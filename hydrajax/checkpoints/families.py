@@ -107,7 +107,8 @@ def to_llama_config(raw: dict, what: str = "config.json") -> LlamaConfig:
         raise HydrajaxError(f"{what}: field {missing} is missing") from None
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         if isinstance(error, HydrajaxError):
-            raise
+            line = str(error)
+            raise HydrajaxError(line if line.startswith(what) else f"{what}: {line}") from None
         raise HydrajaxError(f"{what}: a field has the wrong type: {error}") from None
 
 
@@ -141,11 +142,13 @@ def _window(kind: str, raw: dict, n_layers: int, max_positions: int, what: str) 
         return None
     types = raw.get("layer_types")
     if types is None:
-        full = 0 if kind == "mistral" else min(int(raw.get("max_window_layers", 28)), n_layers)
-        types = ["full_attention"] * full + ["sliding_attention"] * (n_layers - full)
-    if types == ["full_attention"] * n_layers:
+        n_full = 0 if kind == "mistral" else min(int(raw.get("max_window_layers", 28)), n_layers)
+        n_sliding = n_layers - n_full
+    else:
+        n_full, n_sliding = (list(types).count(f"{name}_attention") for name in ("full", "sliding"))
+    if n_full == n_layers:
         return None
-    if types != ["sliding_attention"] * n_layers:
+    if n_sliding != n_layers:
         raise HydrajaxError(
             f"{what}: layer_types mixes layers with and without a sliding window (or lists others), "
             "supported is one kind for all layers"

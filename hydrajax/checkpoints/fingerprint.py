@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.checkpoints.families import to_llama_config
-from hydrajax.checkpoints.tensors import open_model, read_json
+from hydrajax.checkpoints.tensors import FLOATS, open_model, read_json
 from hydrajax.errors import HydrajaxError
 
 ROWS = 64  # of the embedding; it and the norms tell fine-tunes of one model apart
@@ -32,6 +32,10 @@ def fingerprint(directory: str | Path, what: str = "--base") -> dict[str, Any]:
     ):
         if name not in files:
             raise HydrajaxError(f"{what}: missing tensor '{name}'")
+        if files.dtype(name) not in FLOATS.values() or not files.shape(name):
+            raise HydrajaxError(
+                f"{what}: tensor '{name}' is {files.dtype(name)}{list(files.shape(name))}, not of floats"
+            )
         digest.update(np.asarray(files.read_first(name, ROWS), jnp.bfloat16).tobytes())
     shapes = {name: getattr(config, name) for name in ("vocab_size", "width", "n_layers", "n_heads", "n_kv_heads")}
     return {"shapes": shapes, "sha256": digest.hexdigest()}

@@ -29,6 +29,7 @@ READ = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "tree_b*.json",  # of hydrajax tree search
     "params/*",  # orbax names its files as it likes
 )
 WRITTEN = (*READ, "*.pt", "README.md")

@@ -128,7 +128,7 @@ class SafetensorFiles(TensorFiles):
 
     def _read(self, file, key, rows=None):
         try:
-            return file.get_tensor(key) if rows is None else file.get_slice(key)[:rows]
+            return file.get_tensor(key) if rows is None else file.get_slice(key)[: min(rows, self.shape(key)[0])]
         except SafetensorError as error:
             raise HydrajaxError(f"{self._what}: cannot read tensor '{key}': {error}") from None
 
@@ -137,12 +137,11 @@ class TorchFiles(TensorFiles):
     """``.pt`` and ``.bin``: state dicts of tensors. Only tensors are unpickled (``weights_only=True``)."""
 
     def _open(self, path):
-        try:
-            import torch  # only here: such a file cannot be read without it
-        except ImportError:
+        torch = torch_module()
+        if torch is None:
             raise HydrajaxError(
                 f"{self._what}: reading {path.name} needs torch, which is not installed; install it or use .safetensors"
-            ) from None
+            )
         if not path.is_file():
             raise HydrajaxError(f"{self._what}: no such file: {path}")
         try:
@@ -156,6 +155,9 @@ class TorchFiles(TensorFiles):
             isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()
         ):
             raise HydrajaxError(f"{self._what}: {path} must hold a state dict of tensors")
+        for name, tensor in state.items():
+            if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+                raise HydrajaxError(f"{self._what}: {path}: '{name}' must be a plain dense tensor")
         return state
 
     def _describe(self, file):
@@ -165,12 +167,20 @@ class TorchFiles(TensorFiles):
         }
 
     def _read(self, file, key, rows=None):
-        tensor = file[key].detach()[:rows].contiguous() if rows else file[key].detach().contiguous()
+        tensor = file[key].detach()[:rows] if rows else file[key].detach()
+        tensor = tensor.clone(memory_format=torch_module().contiguous_format)  # the file is mapped, and let go
         if str(tensor.dtype) == "torch.bfloat16":  # NumPy gets its bfloat16 from ml_dtypes, torch does not know it
-            import torch
-
-            return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
+            return tensor.view(torch_module().int16).numpy().view(jnp.bfloat16)
         return tensor.numpy()
+
+
+def torch_module():
+    """torch, imported only where a file of its own is read or written; None where it is not installed."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch
 
 
 def _starts_as_zip(path: Path) -> bool:
@@ -193,10 +203,10 @@ def open_model(directory: Path, what: str) -> TensorFiles:
     """
     for name, kind in MODEL_FILES:
         single, index = directory / name, directory / f"{name}.index.json"
+        if single.is_file():  # before an index, as transformers does
+            return kind([single], what)
         if index.exists():
             return kind(_shards(directory, index, what), what)
-        if single.is_file():
-            return kind([single], what)
     raise HydrajaxError(
         f"{what}: {directory} has neither model.safetensors nor pytorch_model.bin, nor the .index.json of either"
     )
@@ -225,14 +235,13 @@ def open_one(directory: Path, stem: str, what: str) -> TensorFiles:
 
 def save_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """A file that transformers opens, too."""
-    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, path, metadata={"format": "pt"})
+    save_file({name: np.array(x, order="C") for name, x in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def save_torch(path: Path, tensors: dict[str, np.ndarray]) -> bool:
     """A state dict as ``torch.save`` writes it; False where torch is not installed."""
-    try:
-        import torch
-    except ImportError:
+    torch = torch_module()
+    if torch is None:
         return False
 
     def tensor(x):

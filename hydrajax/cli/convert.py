@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 from hydrajax.checkpoints.hub import push, resolve
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
+from hydrajax.files import WholeFile
 
 HELP = "write draft heads in other formats, put them on the Hub, see what int8 costs"
 FORMATS = ("hydra", "medusa", "vllm-medusa", "native")
@@ -93,18 +95,24 @@ def _push(args: argparse.Namespace) -> None:
 
 
 def _int8(args: argparse.Namespace) -> None:
+    with WholeFile(args.json, "--json") if args.json else nullcontext() as file:
+        report = _int8_report(args)
+        if file:
+            file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _int8_report(args: argparse.Namespace) -> dict:
     import jax
 
     from hydrajax.cli.bench import BUILT_IN_PROMPTS
     from hydrajax.evaluation.prompts import Prompt, read_prompts
     from hydrajax.evaluation.quantization import logit_effect
-    from hydrajax.files import WholeFile
 
     texts = read_prompts(args.prompts) if args.prompts else [Prompt(text, "built-in") for text in BUILT_IN_PROMPTS]
     plain = options.api.load(args.base, dtype=args.dtype)
-    quantized = options.api.load(args.base, dtype=args.dtype, quantize="int8")
     if plain.tokenizer is None and not args.prompts:
         raise HydrajaxError("--prompts: is needed, as the base has no tokenizer for the built-in ones")
+    quantized = options.api.load(args.base, dtype=args.dtype, quantize="int8")
     ids = [options.api.encode(plain, text, f"prompt {row}") for row, text in enumerate(texts[: args.limit])]
     effect = logit_effect((plain.model, plain.params.base), (quantized.model, quantized.params.base), ids)
     sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(m.params.base)) for m in (plain, quantized)]
@@ -113,7 +121,5 @@ def _int8(args: argparse.Namespace) -> None:
         f"logits at {effect.positions} positions of {len(ids)} prompts: they differ by {effect.mean:.3g} on average, "
         f"{effect.largest:.3g} at most, KL {effect.kl:.3g} nats, same likeliest token at {effect.agreement:.1%}"
     )
-    if args.json:
-        with WholeFile(args.json, "--json") as file:
-            report = {"base": str(args.base), "dtype": args.dtype, "bytes": sizes[0], "bytes_int8": sizes[1]}
-            file.write_text(json.dumps(report | dataclasses.asdict(effect), indent=1) + "\n")
+    report = {"base": str(args.base), "dtype": args.dtype, "bytes": sizes[0], "bytes_int8": sizes[1]}
+    return report | dataclasses.asdict(effect)

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-ROWS = 256
+from hydrajax.errors import HydrajaxError
+
+ROWS = 256  # of a kernel that are quantised at once
 
 
 class Int8(NamedTuple):
@@ -36,7 +38,10 @@ def quantize(kernel: np.ndarray) -> Int8:
     largest = np.zeros(kernel.shape[1:], np.float32)
     for rows in blocks:
         np.maximum(largest, np.max(np.abs(kernel[rows].astype(np.float32)), axis=0), out=largest)
-    scale = np.where(largest > 0, largest / np.float32(127), np.float32(1))
+    if not np.all(np.isfinite(largest)):
+        raise HydrajaxError("quantize: a weight is not a finite number")
+    scale = largest / np.float32(127)
+    scale = np.where(scale >= np.finfo(np.float32).tiny, scale, np.float32(1))  # of a feature of zeros, or nearly
     values = np.empty(kernel.shape, np.int8)
     for rows in blocks:
         values[rows] = np.rint(kernel[rows].astype(np.float32) / scale)

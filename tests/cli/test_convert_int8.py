@@ -1,0 +1,82 @@
+"""`hydrajax convert int8`: what it prints and writes, and its refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from hydrajax.checkpoints.llama_hf import load_llama
+from hydrajax.evaluation.quantization import logit_effect
+
+# The base of conftest.py: 320 tokens, width 32, one layer, 4 heads and 2 key-value heads of 8 features, MLP of 88.
+KERNELS = 32 * (32 + 16 + 16) + 32 * 32 + 32 * 2 * 88 + 88 * 32 + 32 * 320
+OUTPUTS = (32 + 16 + 16) + 32 + 2 * 88 + 32 + 320  # of these kernels
+OTHERS = 320 * 32 + 3 * 32
+TEXTS = ["the tree", "the draft of the base"]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def test_figures_are_printed_and_written(program, base, prompts, tmp_path):
+    result = program("convert", "int8", "--base", base, "--prompts", prompts, "--json", tmp_path / "effect.json")
+    assert result.code == 0, result
+    report = json.loads((tmp_path / "effect.json").read_text())
+    assert report["base"] == str(base)
+    assert report["dtype"] == "float32"
+    assert report["bytes"] == 4 * (KERNELS + OTHERS)
+    assert report["bytes_int8"] == KERNELS + 4 * (OUTPUTS + OTHERS)
+
+    ids = [AutoTokenizer.from_pretrained(base).encode(text) for text in TEXTS]
+    assert report["positions"] == sum(map(len, ids))
+    effect = logit_effect(load_llama(base), load_llama(base, int8=True), ids)
+    for name, value in dataclasses.asdict(effect).items():
+        assert report[name] == pytest.approx(value, rel=1e-5), name
+    assert 0 < report["mean"] < report["largest"]
+    assert 0 < report["kl"] < 0.1
+    assert 0.5 < report["agreement"] <= 1
+
+    sizes, figures = result.out.splitlines()
+    megabytes = [f"{report[name] / 1e6:.1f} MB" for name in ("bytes", "bytes_int8")]
+    assert sizes == f"{base}: {megabytes[0]} in float32, {megabytes[1]} with int8 weights"
+    assert f"{report['positions']} positions of 2 prompts" in figures
+    for name in ("mean", "largest", "kl"):
+        assert f"{report[name]:.3g}" in figures
+    assert f"{report['agreement']:.1%}" in figures
+
+
+def test_limit_and_token_ids_without_a_tokenizer(program, wordless, tmp_path):
+    path = tmp_path / "ids.jsonl"
+    path.write_text('{"prompt_ids": [1, 2, 3]}\n{"prompt_ids": [4, 5, 6]}\n{"prompt_ids": [999]}\n')
+    result = program("convert", "int8", "--base", wordless, "--prompts", path, "--limit", 2)
+    assert result.code == 0, result
+    assert "6 positions of 2 prompts" in result.out
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_mistakes_end_in_one_line(program, base, wordless, prompts, tmp_path):
+    outside = tmp_path / "outside.jsonl"
+    outside.write_text('{"prompt_ids": [1, 320]}\n')
+    cases = {
+        "--base: no such directory": ["--base", tmp_path / "nowhere"],
+        "--prompts: is needed, as the base has no tokenizer": ["--base", wordless],
+        "but the base has no tokenizer; give token ids": ["--base", wordless, "--prompts", prompts],
+        "token id 320 is outside the vocabulary 0..319": ["--base", base, "--prompts", outside],
+        "no such file": ["--base", base, "--prompts", tmp_path / "none.jsonl"],
+        "--json: cannot write": ["--base", base, "--prompts", prompts, "--json", tmp_path / "no" / "file.json"],
+        "--limit": ["--base", base, "--prompts", prompts, "--limit", "0"],
+        "--dtype": ["--base", base, "--prompts", prompts, "--dtype", "int8"],
+    }
+    for message, arguments in cases.items():
+        result = program("convert", "int8", *arguments)
+        assert result.code == 2, (message, result)
+        assert result.err.count("\n") == 1, (message, result)
+        assert message in result.err
+    assert {path.name for path in tmp_path.iterdir()} == {"outside.jsonl", "prompts.jsonl"}
