@@ -36,7 +36,8 @@ class Loaded:
     """A base with its drafter, ready to decode.
 
     tokenizer: the directory's tokenizer (transformers), None if it has none. eos_ids: ids that end generation.
-    compiled: which programs `hydrajax.generation` has compiled, for which shapes.
+    draft_directory: where the heads were loaded from. compiled: which programs `hydrajax.generation` has compiled, for
+    which shapes.
     """
 
     model: Llama
@@ -44,6 +45,7 @@ class Loaded:
     params: Params
     tokenizer: Any = None
     eos_ids: tuple[int, ...] = ()
+    draft_directory: Path | None = None
     compiled: set = field(default_factory=set, repr=False)
     _bursts: dict = field(default_factory=dict, repr=False)
 
@@ -57,9 +59,10 @@ class Loaded:
             self._bursts[key] = Bursts(decode_fn.engine)
         return self._bursts[key]
 
-    def default_tree(self) -> TreeTopology:
-        """See `hydrajax.trees.presets.default_name`."""
-        return presets.by_name(presets.default_name(self.drafter.depth, self.model.config.vocab_size))
+    def default_tree(self, batch_size: int = 1) -> TreeTopology:
+        """The tree that was searched for these heads, else `hydrajax.trees.presets.default_name`."""
+        tree = presets.searched(self.draft_directory, batch_size)
+        return tree or presets.by_name(presets.default_name(self.drafter.depth, self.model.config.vocab_size))
 
 
 def load(
@@ -97,7 +100,7 @@ def load(
     if draft is not None:
         drafter, draft_params = load_draft(draft, model.config, compute, base_directory=None if force else base)
         draft_params = jax.tree.map(lambda x: placer(mesh)(x, None), draft_params)
-    return Loaded(model, drafter, Params(base_params, draft_params), load_tokenizer(base), eos_ids(base))
+    return Loaded(model, drafter, Params(base_params, draft_params), load_tokenizer(base), eos_ids(base), draft)
 
 
 def load_tokenizer(directory: str | Path):

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
         progress = stack.enter_context(ProgressLine(len(prompts)))
         progress.status("loading")
         loaded = load_from(args, progress.status)
-        tree = tree or loaded.default_tree()
+        tree = tree or loaded.default_tree(args.batch_size)
         screen = Screen(loaded, len(prompts), drafted=tree.depth > 0)
         settings = {"tree": tree, "rule": rule, "max_new_tokens": args.max_new_tokens, "stop": args.stop}
         settings |= {"seed": args.seed, "on_status": progress.status}

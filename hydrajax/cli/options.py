@@ -17,7 +17,7 @@ NO_DRAFT = "none"
 LARGEST_SEED = 2**32 - 1  # a JAX key holds 32 bits of seed unless 64-bit mode is on
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, base_required: bool = True) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, *, base_required: bool = True, tree: bool = True) -> None:
     """``--base, --draft, --tree, --dtype, --quantize, --force``: see `load_from` and `tree_from`."""
     group = parser.add_argument_group("model")
     group.add_argument(
@@ -29,12 +29,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, base_required: bool 
     group.add_argument(
         "--draft", metavar="DIR|NAME", help=f"Hydra or Medusa heads; '{NO_DRAFT}' or absent: autoregressive"
     )
-    group.add_argument(
-        "--tree",
-        metavar="NAME|FILE.json",
-        help=f"candidate tree: {', '.join(presets.names())} or a JSON list of choices "
-        "(default: mc_sim_7b_63, or a chain if the heads are fewer)",
-    )
+    if tree:
+        group.add_argument(
+            "--tree",
+            metavar="NAME|FILE.json",
+            help=f"candidate tree: {', '.join(presets.names())} or a JSON list of choices (default: the one that "
+            "'hydrajax tree search --save' left with the heads, else mc_sim_7b_63, or a chain if the heads are fewer)",
+        )
     group.add_argument(
         "--dtype",
         choices=list(api.DTYPES),
@@ -100,6 +101,11 @@ def rule_from(args: argparse.Namespace) -> AcceptanceRule:
 def positive(text: str) -> int:
     """An argparse type: an integer from 1 up."""
     return _integer(text, 1, None)
+
+
+def positives(text: str) -> list[int]:
+    """An argparse type: integers from 1 up, with commas between them."""
+    return [positive(part) for part in text.split(",")]
 
 
 def seed(text: str) -> int:

@@ -17,11 +17,12 @@ from jax.sharding import Mesh
 from hydrajax.checkpoints.export import export_llama
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama import Llama, abstract_base, init_base
+from hydrajax.models.rows import run_base
 from hydrajax.sharding import replicated, tree_shardings
 from hydrajax.train.config import TrainConfig
 from hydrajax.train.dataset import Dataset
 from hydrajax.train.flops import forward_flops
-from hydrajax.train.forward import cast, run_base
+from hydrajax.train.forward import cast
 from hydrajax.train.losses import language_model_loss, targets
 from hydrajax.train.step import Batch, batch_placer
 

@@ -14,25 +14,6 @@ import jax
 import jax.numpy as jnp
 
 
-def chunk_width(chunk_tokens: int, shape: tuple[int, int]) -> int:
-    """Positions per chunk, so that all B rows together hold about ``chunk_tokens`` and the last chunk is not short."""
-    batch, length = shape
-    chunks = -(-length // max(chunk_tokens // batch, 1))
-    return -(-length // chunks)
-
-
-def into_chunks(arrays: Any, width: int) -> Any:
-    """Every array ``[B, T, ...]`` as ``[chunks, B, width, ...]``, padded at the end with zeros (False)."""
-
-    def split(x):
-        batch, length, *rest = x.shape
-        chunks = -(-length // width)
-        x = jnp.pad(x, ((0, 0), (0, chunks * width - length), *((0, 0) for _ in rest)))
-        return jnp.moveaxis(x.reshape(batch, chunks, width, *rest), 1, 0)  # B stays whole: it may be sharded
-
-    return jax.tree.map(split, arrays)
-
-
 def sum_over_chunks(
     parts: Sequence[Callable], prepare: Callable, params: Any, varying: Sequence[Any], rows: Sequence[Any], frozen: Any
 ) -> tuple[Any, list[Any]]:

@@ -1,45 +1,12 @@
-"""The base, frozen or learning, over whole rows without a cache."""
+"""Parameters on their way into a forward pass."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Int
-
-from hydrajax.models.layers import causal_mask
-from hydrajax.models.llama import Forward, Llama
-
-
-def row_layout(tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None = None):
-    """``(positions int32 [B, T], mask)``: of one sequence per row, or of the documents packed into it.
-
-    Packed documents each start at position 0 and see only themselves; their mask is bool ``[B, 1, 1, T, T]``, the
-    other a static ``[T, T]``.
-    """
-    steps = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    causal = causal_mask(tokens.shape[1])
-    if segments is None:
-        return steps, causal
-    starts = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1)
-    positions = steps - jax.lax.cummax(jnp.where(starts, steps, 0), axis=1)
-    same = segments[:, :, None] == segments[:, None, :]
-    return positions, (same & causal)[:, None, None]
 
 
 def cast(params: Any, dtype) -> Any:
     """Float32 master parameters in the dtype of the computation."""
     return jax.tree.map(lambda x: x.astype(dtype), params)
-
-
-def run_base(
-    model: Llama,
-    base_params,
-    tokens: Int[Array, "B T"],
-    feature_offset: int = 0,
-    segments: Int[Array, "B T"] | None = None,
-) -> Forward:
-    """One forward pass over rows of tokens; see `row_layout` for ``segments``."""
-    positions, mask = row_layout(tokens, segments)
-    return model.apply({"params": base_params}, tokens, positions, mask, feature_offset=feature_offset)

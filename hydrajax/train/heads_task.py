@@ -23,15 +23,17 @@ from hydrajax.drafters.drafter import BoundBase, Drafter
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.drafters.ranks import head_ranks
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama import Llama, abstract_base
+from hydrajax.models.rows import run_base
 from hydrajax.sharding import distribute, replicated, tree_shardings
 from hydrajax.train.config import DraftConfig, TrainConfig
 from hydrajax.train.dataset import Dataset
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
-from hydrajax.train.forward import cast, run_base
+from hydrajax.train.forward import cast
 from hydrajax.train.losses import Objective, draft_loss, head_counts
-from hydrajax.train.simulate import Tally, head_ranks
+from hydrajax.train.simulate import Tally
 from hydrajax.train.step import Batch, batch_placer
 from hydrajax.trees import TreeTopology, presets
 

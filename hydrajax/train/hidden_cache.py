@@ -16,9 +16,9 @@ from rich.progress import track
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama import Llama
+from hydrajax.models.rows import run_base
 from hydrajax.sharding import replicated
 from hydrajax.train.config import TrainConfig
-from hydrajax.train.forward import run_base
 from hydrajax.train.rows import Rows, digest
 from hydrajax.train.step import batch_sharding
 

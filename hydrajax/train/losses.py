@@ -19,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from hydrajax.drafters.drafter import BoundBase, Drafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama import Llama
-from hydrajax.train.chunks import chunk_width, into_chunks, sum_over_chunks
-from hydrajax.train.forward import row_layout
+from hydrajax.models.rows import chunk_width, into_chunks, row_layout
+from hydrajax.train.chunks import sum_over_chunks
 
 IGNORED = -100  # a label that is no target, as in transformers and the released training code
 

@@ -97,6 +97,19 @@ def default_name(draft_depth: int, vocab_size: int) -> str:
     return f"chain-{draft_depth}" if draft_depth else "root"
 
 
+def searched_path(directory: Path, batch_size: int) -> Path:
+    """Where the tree lies that was searched for the heads in a directory and this many rows."""
+    return directory / f"tree_b{batch_size}.json"
+
+
+def searched(directory: Path | None, batch_size: int) -> TreeTopology | None:
+    """The tree that was searched for these heads and this batch size, or for the next smaller one that was; or None."""
+    for size in range(batch_size, 0, -1):
+        if directory is not None and searched_path(directory, size).is_file():
+            return TreeTopology.from_json(searched_path(directory, size))
+    return None
+
+
 def names() -> list[str]:
     """What `by_name` understands, for messages and help texts."""
     return ["root", "chain-K", "cartesian-S1xS2x...", *_SPARSE]

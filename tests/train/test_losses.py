@@ -22,8 +22,7 @@ from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama import Llama
-from hydrajax.train.chunks import chunk_width
-from hydrajax.train.forward import run_base
+from hydrajax.models.rows import chunk_width, run_base
 from hydrajax.train.losses import (
     IGNORED,
     HeadCounts,

@@ -11,7 +11,7 @@ import pytest
 
 from hydrajax import load
 from hydrajax.drafters.drafter import BoundBase
-from hydrajax.train.forward import run_base
+from hydrajax.models.rows import run_base
 from hydrajax.train.losses import Objective, draft_loss
 
 # Nearly all the time here is compilation, and half of that LLVM's optimisation.

@@ -15,10 +15,12 @@ from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
-from hydrajax.train.forward import run_base
+from hydrajax.drafters.ranks import head_ranks
+from hydrajax.models.rows import run_base
 from hydrajax.train.losses import IGNORED
-from hydrajax.train.simulate import Tally, accepted_lengths, head_ranks, runs
+from hydrajax.train.simulate import Tally
 from hydrajax.trees import presets
+from hydrajax.trees.simulation import accepted_lengths, runs
 from hydrajax.trees.tree import TreeTopology
 
 PROMPT, NEW, ROWS = 9, 30, 6

@@ -1,0 +1,174 @@
+"""``hydrajax tree``: search trees that fit a drafter and this machine, and draw them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.tree import Tree
+
+from hydrajax.cli import options
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees import TreeTopology, presets
+
+HELP = "search the candidate tree that is fastest here, or draw one"
+HOW = ("simulated", "joint", "independent")
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 100)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    text = "grow trees by expected acceptance, measure their speed here and write the fastest"
+    _search_arguments(verbs.add_parser("search", help=text, description=text, allow_abbrev=False))
+    text = "draw a tree"
+    _show_arguments(verbs.add_parser("show", help=text, description=text, allow_abbrev=False))
+
+
+def _search_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model_arguments(parser, tree=False)
+    group = parser.add_argument_group("search")
+    group.add_argument("--prompts", metavar="FILE.jsonl", required=True, help="the base continues them: calibration")
+    group.add_argument("--limit", metavar="N", type=options.positive, default=100, help="prompts (default %(default)s)")
+    group.add_argument(
+        "--how", choices=HOW, default="simulated",
+        help="what makes a path likely: simulated decoding (hydra section 4), whole paths counted at every place, or "
+        "each head's accuracies multiplied (medusa 2.3.3); default %(default)s",
+    )  # fmt: skip
+    group.add_argument("--largest", metavar="N", type=options.positive, default=100, help="nodes (default %(default)s)")
+    group.add_argument("--sizes", metavar="N,N,...", type=options.positives, help="sizes to measure (default: some)")
+    group.add_argument("--measure", metavar="N", type=options.positive, default=8, help="prompts timed (default 8)")
+    group.add_argument("--repeats", metavar="N", type=options.positive, default=5, help="rounds (default %(default)s)")
+    target = group.add_mutually_exclusive_group(required=True)
+    target.add_argument("--output", metavar="FILE.json", help="write the tree here, for --tree")
+    target.add_argument(
+        "--save", action="store_true", help="write it into the draft's directory, where generate looks for it"
+    )
+    options.add_decoding_arguments(parser, max_new_tokens=64)
+    options.add_rule_arguments(parser)
+
+
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tree", metavar="NAME|FILE.json", help=f"{', '.join(presets.names())} or a file")
+    parser.add_argument("--picture", metavar="FILE.png", help="draw it here (needs matplotlib)")
+
+
+def run(args: argparse.Namespace) -> None:
+    {"search": _search, "show": _show}[args.verb](args)
+
+
+def _search(args: argparse.Namespace) -> None:
+    from hydrajax import api
+    from hydrajax.evaluation.calibration import calibrate
+    from hydrajax.evaluation.prompts import read_prompts
+    from hydrajax.evaluation.tree_search import measure_trees
+    from hydrajax.files import WholeFile
+    from hydrajax.trees import search
+
+    if options.draft_of(args) is None:
+        raise HydrajaxError("--draft: a tree is searched for draft heads")
+    rule = options.rule_from(args)
+    sizes = [size for size in (args.sizes or SIZES) if size <= args.largest]
+    if args.sizes and len(sizes) < len(args.sizes):
+        raise HydrajaxError(f"--sizes: must be at most --largest {args.largest}, found {max(args.sizes)}")
+    texts = read_prompts(args.prompts)[: args.limit]
+    path = Path(args.output) if args.output else None
+    console = Console(stderr=True)
+    loaded = options.load_from(args)
+    path = path or presets.searched_path(loaded.draft_directory, args.batch_size)
+    prompts = [api.encode(loaded, text, f"prompt {row}") for row, text in enumerate(texts)]
+    with WholeFile(path, "--output" if args.output else "--save") as file, console.status("calibrating") as line:
+        found = calibrate(
+            loaded.model, loaded.drafter, loaded.params, prompts, new_tokens=args.max_new_tokens,
+            rule=rule, eos_ids=loaded.eos_ids, seed=args.seed,
+            on_progress=lambda done, total: line.update(f"calibrating, {done} of {total} prompts"),
+        )  # fmt: skip
+        line.update("growing trees")
+        if args.how == "simulated":
+            proposals = search.simulated(found.ranks, found.spans, args.largest)
+        elif args.how == "joint":
+            proposals = search.joint(found.at_every_step(), args.largest)
+        else:
+            proposals = search.independent(search.accuracies(found.at_every_step()), args.largest)
+        trees = {str(size): proposals.tree(size) for size in sizes if size <= proposals.largest}
+        rows = measure_trees(
+            loaded.model, loaded.drafter, loaded.params, trees, prompts[: args.measure], rule,
+            batch_size=args.batch_size, new_tokens=args.max_new_tokens, repeats=args.repeats,
+            eos_ids=loaded.eos_ids, seed=args.seed, on_status=line.update,
+        )  # fmt: skip
+        fastest = max(rows, key=lambda row: row.tokens_per_second)
+        expected = [proposals.tokens_per_step[row.nodes - 1] for row in rows]
+        file.write_text(json.dumps(_content(args, rule, proposals, rows, expected, fastest), indent=1) + "\n")
+    _print(rows, expected, fastest)
+    print(f"the tree of {fastest.nodes} nodes is in {path}")
+
+
+def _content(args, rule, proposals, rows, expected, fastest) -> dict:
+    """``choices`` as the released code writes them, and where they come from."""
+    from hydrajax.cli.bench import machine, plain
+
+    measured = [row.as_dict() | {"expected_tokens_per_step": tau} for row, tau in zip(rows, expected, strict=True)]
+    return {
+        "choices": [list(path) for path in proposals.tree(fastest.nodes).choices],
+        "provenance": {
+            "arguments": plain(args), "rule": str(rule), "machine": machine(), "measured": measured,
+            "grown": [list(path) for path in proposals.choices],
+            "expected_tokens_per_step": list(proposals.tokens_per_step),
+        },
+    }  # fmt: skip
+
+
+def _print(rows, expected, fastest) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in ("nodes", "τ expected", "τ measured", "tokens/s", "95% interval", "speed-up", "chance it is fastest"):
+        table.add_column(name, justify="right")
+    for row, tau in zip(rows, expected, strict=True):
+        table.add_row(
+            str(row.nodes), f"{tau:.2f}", f"{row.tokens_per_step:.2f}", f"{row.tokens_per_second:.0f}",
+            f"{row.low:.0f} to {row.high:.0f}", f"{row.speedup:.2f}x", f"{row.chance_best:.0%}",
+            style="bold" if row is fastest else None,
+        )  # fmt: skip
+    Console().print(table)
+
+
+def _show(args: argparse.Namespace) -> None:
+    tree = presets.by_name(args.tree)
+    drawing = Tree(f"root ({tree.size} nodes, depth {tree.depth})")
+    branches = {(): drawing}
+    for path in tree.choices:
+        branches[path] = branches[path[:-1]].add(str(path[-1]))
+    Console(width=None if sys.stdout.isatty() else 200).print(drawing)
+    if args.picture:
+        picture(tree, Path(args.picture))
+
+
+def picture(tree: TreeTopology, path: Path) -> None:
+    """Draw the tree as a PNG: the root on top, ranks in the nodes."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise HydrajaxError("--picture: needs matplotlib, which is not installed") from None
+    parents, depths = tree.parents, tree.depths
+    leaves = [node for node in range(tree.size) if node not in set(parents.tolist())]
+    order = sorted(leaves, key=lambda node: tree.choices[node - 1] if node else ())
+    x = {leaf: float(at) for at, leaf in enumerate(order)}
+    for node in reversed(range(tree.size)):
+        if node not in x:
+            below = [x[child] for child in tree.children[node] if child > 0]
+            x[node] = sum(below) / len(below)
+    figure, axes = plt.subplots(figsize=(max(4, 0.28 * len(leaves)), 1 + tree.depth), layout="constrained")
+    for node in range(1, tree.size):
+        axes.plot([x[parents[node]], x[node]], [-depths[parents[node]], -depths[node]], color="0.6", linewidth=1)
+    axes.scatter([x[node] for node in range(tree.size)], -depths, s=140, color="white", edgecolor="C0", zorder=2)
+    for node in range(tree.size):
+        rank = str(tree.choices[node - 1][-1]) if node else "·"
+        axes.text(x[node], -depths[node], rank, ha="center", va="center", fontsize=7, zorder=3)
+    axes.set_axis_off()
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise HydrajaxError(f"--picture: cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+    plt.close(figure)

@@ -1,0 +1,59 @@
+"""Models over whole rows of tokens, without a cache: what training and calibration do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from hydrajax.models.layers import causal_mask
+from hydrajax.models.llama import Forward, Llama
+
+
+def row_layout(tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None = None):
+    """``(positions int32 [B, T], mask)``: of one sequence per row, or of the documents packed into it.
+
+    Packed documents each start at position 0 and see only themselves; their mask is bool ``[B, 1, 1, T, T]``, the
+    other a static ``[T, T]``.
+    """
+    steps = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    causal = causal_mask(tokens.shape[1])
+    if segments is None:
+        return steps, causal
+    starts = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1)
+    positions = steps - jax.lax.cummax(jnp.where(starts, steps, 0), axis=1)
+    same = segments[:, :, None] == segments[:, None, :]
+    return positions, (same & causal)[:, None, None]
+
+
+def run_base(
+    model: Llama,
+    base_params,
+    tokens: Int[Array, "B T"],
+    feature_offset: int = 0,
+    segments: Int[Array, "B T"] | None = None,
+) -> Forward:
+    """One forward pass over rows of tokens; see `row_layout` for ``segments``."""
+    positions, mask = row_layout(tokens, segments)
+    return model.apply({"params": base_params}, tokens, positions, mask, feature_offset=feature_offset)
+
+
+def chunk_width(chunk_tokens: int, shape: tuple[int, int]) -> int:
+    """Positions per chunk, so that all B rows together hold about ``chunk_tokens`` and the last chunk is not short."""
+    batch, length = shape
+    chunks = -(-length // max(chunk_tokens // batch, 1))
+    return -(-length // chunks)
+
+
+def into_chunks(arrays: Any, width: int) -> Any:
+    """Every array ``[B, T, ...]`` as ``[chunks, B, width, ...]``, padded at the end with zeros (False)."""
+
+    def split(x):
+        batch, length, *rest = x.shape
+        chunks = -(-length // width)
+        x = jnp.pad(x, ((0, 0), (0, chunks * width - length), *((0, 0) for _ in rest)))
+        return jnp.moveaxis(x.reshape(batch, chunks, width, *rest), 1, 0)  # B stays whole: it may be sharded
+
+    return jax.tree.map(split, arrays)

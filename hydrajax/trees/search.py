@@ -1,0 +1,160 @@
+"""Proposal trees T_1 .. T_N that accept the most tokens for their size (hydra section 4, medusa 2.3.3). NumPy only.
+
+Adding a node to a tree adds to the expected accept length the probability that the node's path is the text's
+continuation, whatever else the tree holds. A path is never likelier than its own beginning, so the N likeliest paths
+are a tree, and the best one of their size: it is enough to add the likeliest child, one after the other.
+
+How likely a path is comes from ``ranks [K, steps]``: the rank of each true token among its head's guesses
+(`hydrajax.drafters.ranks`), one column for each place where a step may begin.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees.simulation import accepted_lengths, walk
+from hydrajax.trees.tree import Choice, TreeTopology
+
+WIDEST = 64  # ranks beyond are not looked at: no released tree has a child beyond rank 17
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """choices: in the order in which they are added. tokens_per_step: what each of T_1 .. T_N is expected to emit; the
+    first, the root alone, emits one.
+    """
+
+    choices: tuple[Choice, ...]
+    tokens_per_step: tuple[float, ...]
+
+    @property
+    def largest(self) -> int:
+        return len(self.tokens_per_step)
+
+    def tree(self, size: int) -> TreeTopology:
+        """T_size. Raises `HydrajaxError` for a size that was not searched."""
+        if not 1 <= size <= self.largest:
+            raise HydrajaxError(f"tree: size {size} was not searched, found are 1 to {self.largest}")
+        return TreeTopology.from_choices(self.choices[: size - 1])
+
+
+def independent(accuracies: Float[np.ndarray, "K R"], largest: int) -> Proposals:
+    """For heads that do not know of each other (medusa 2.3.3).
+
+    accuracies: ``[k, r]`` is the probability that the guess of rank r of head k is right; a path's is their product.
+    """
+
+    def children(path: Choice, probability: float):
+        if len(path) < len(accuracies):
+            for rank, accuracy in enumerate(accuracies[len(path)]):
+                yield (*path, rank), probability * float(accuracy)
+
+    return _likeliest(children, largest)
+
+
+def accuracies(ranks: Int[np.ndarray, "K steps"]) -> Float[np.ndarray, "K R"]:
+    """What `independent` needs: how often each head's guess of each rank was right."""
+    return np.stack([np.bincount(row[row < WIDEST], minlength=WIDEST) / max(row.size, 1) for row in ranks])
+
+
+def joint(ranks: Int[np.ndarray, "K steps"], largest: int) -> Proposals:
+    """Paths counted as wholes, every step of ``ranks`` weighing the same."""
+    n_steps = max(ranks.shape[1], 1)
+    members: dict[Choice, np.ndarray] = {(): np.arange(ranks.shape[1])}
+
+    def children(path: Choice, _):
+        if len(path) < len(ranks):
+            found = ranks[len(path), members[path]]
+            for rank in np.unique(found[found < WIDEST]).tolist():
+                members[*path, rank] = members[path][found == rank]
+                yield (*path, rank), len(members[*path, rank]) / n_steps
+
+    return _likeliest(children, largest)
+
+
+def _likeliest(children: Callable[[Choice, float], object], largest: int) -> Proposals:
+    """Grow from the root by the likeliest of all children so far; of equals the shorter path, then the lower ranks."""
+    if largest < 1:
+        raise HydrajaxError(f"tree: the largest size must be 1 or more, found {largest}")
+    frontier: list[tuple[float, int, Choice]] = []
+
+    def open_up(path: Choice, probability: float) -> None:
+        for child, chance in children(path, probability):
+            if chance > 0:
+                heapq.heappush(frontier, (-chance, len(child), child))
+
+    open_up((), 1.0)
+    choices, expected = [], [1.0]
+    while frontier and len(expected) < largest:
+        chance, _, path = heapq.heappop(frontier)
+        choices.append(path)
+        expected.append(expected[-1] - chance)
+        open_up(path, -chance)
+    return Proposals(tuple(choices), tuple(expected))
+
+
+def simulated(ranks: Int[np.ndarray, "K rows T"], spans: Sequence[tuple[int, int, int]], largest: int) -> Proposals:
+    """Hydra's own procedure: decode the corpus with the tree so far, add the child that would have helped most often.
+
+    A tree decides where its steps begin: after a rejected guess, where the text is harder than on average. So the
+    counts are taken anew for every size, over the steps of a `hydrajax.trees.simulation.walk` with the tree so far.
+
+    spans: ``(row, start, end)`` of the tokens to be emitted. Costs one pass over ``ranks`` in the host's memory per
+    size, no model. The tokens_per_step are those of the walks.
+    """
+    if largest < 1:
+        raise HydrajaxError(f"tree: the largest size must be 1 or more, found {largest}")
+    n_heads, _, length = ranks.shape
+    flat = ranks.reshape(n_heads, -1)
+    members = {(): np.arange(flat.shape[1])}  # of each node: the positions whose text begins with its path
+    offered: dict[Choice, np.ndarray] = {}  # of each child not yet added
+    accepted = np.zeros(flat.shape[1], int)
+    n_tokens = sum(end - start for _, start, end in spans)
+
+    def open_up(path: Choice) -> None:
+        if len(path) < n_heads:
+            found = flat[len(path), members[path]]
+            for rank in np.unique(found[found < WIDEST]).tolist():
+                offered[*path, rank] = members[path][found == rank]
+
+    def steps() -> tuple[np.ndarray, np.ndarray]:
+        """Where steps begin, and how many tokens beyond the root each may still emit there."""
+        begun, room = [], []
+        for row, start, end in spans:
+            found = walk(accepted[row * length : (row + 1) * length], start, end)
+            begun += [row * length + at for at in found]
+            room += [end - at - 2 for at in found]
+        return np.array(begun, int), np.array(room, int)
+
+    open_up(())
+    choices, expected = [], []
+    while True:
+        begun, room = steps()
+        expected.append(n_tokens / max(len(begun), 1))
+        if len(expected) == largest or not offered:
+            return Proposals(tuple(choices), tuple(expected))
+        left = np.full(flat.shape[1], -1)
+        left[begun] = room
+        gains = {path: int(np.sum(left[at] >= len(path))) for path, at in offered.items()}
+        best = min(gains, key=lambda path: (-gains[path], len(path), path))
+        if gains[best] == 0:
+            return Proposals(tuple(choices), tuple(expected))
+        members[best] = offered.pop(best)
+        accepted[members[best]] = np.maximum(accepted[members[best]], len(best))
+        choices.append(best)
+        open_up(best)
+
+
+def expected_tokens_per_step(
+    tree: TreeTopology, ranks: Int[np.ndarray, "K rows T"], spans: Sequence[tuple[int, int, int]]
+) -> float:
+    """What any tree would have emitted per step over the spans, by walking them."""
+    accepted = accepted_lengths(tree, ranks)
+    steps = sum(len(walk(accepted[row], start, end)) for row, start, end in spans)
+    return sum(end - start for _, start, end in spans) / max(steps, 1)
