@@ -30,6 +30,7 @@ WHAT = "--draft"
 MARK = "hydrajax_draft"  # the field of config.json by which the format is known; its value is the version
 VERSION = 1
 PARAMS = "params"
+MOST = 256  # heads, and blocks of one: more are a slip, which would take all memory
 KINDS = {"hydra": HydraHeads, "medusa": MedusaHeads}
 
 
@@ -99,6 +100,8 @@ def _drafter(described: Any, base: LlamaConfig):
                 not isinstance(value, kinds[wanted[name]]) or (wanted[name] == "int" and isinstance(value, bool))
             ):
                 raise ValueError(f"{name} is {value!r}")
+        if not (1 <= settings["n_heads"] <= MOST and 1 <= settings["n_layers"] <= MOST):
+            raise ValueError(f"it has {settings['n_heads']} heads of {settings['n_layers']} blocks, allowed are {MOST}")
         heads = kind(**settings)
         prefix = described["prefix"]
     except HydrajaxError:
