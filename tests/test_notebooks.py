@@ -37,6 +37,7 @@ def test_decode(tmp_path):
     assert "mc_sim_7b_63        64 nodes" in text
 
 
+@pytest.mark.slow
 def test_train_heads(tmp_path, monkeypatch):
     monkeypatch.setenv("HYDRAJAX_NOTEBOOK_STEPS", "5")
     monkeypatch.setenv("TMPDIR", str(tmp_path))

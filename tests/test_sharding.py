@@ -86,7 +86,7 @@ def found(llama_checkpoint, tmp_path_factory, on_eight_devices) -> dict:
     (folder / "config.json").write_text(json.dumps(config))
     settings = {"prompts": PROMPTS, "tree": TREE, "max_new": MAX_NEW, "meshes": MESHES}
     (folder / "settings.json").write_text(json.dumps(settings))
-    return on_eight_devices(folder, SCRIPT, base)
+    return on_eight_devices(folder, SCRIPT, base, flags="--xla_backend_optimization_level=0")  # compiles faster
 
 
 @pytest.mark.parametrize(("mesh", "n_devices"), [("model4", 4), ("data2_model4", 8)])

@@ -124,6 +124,8 @@ def export_heads(
             config |= native_heads.save_native(folder, native_heads.replace_in_heads(drafter, dtype=own), params)
         else:
             tensors = _cast(write(layout, params), dtype)
+            if format == "vllm-medusa":
+                config["torch_dtype"] = next(iter(tensors.values())).dtype.name
             save_safetensors(folder / f"{stem}.safetensors", tensors)
             if torch_file:
                 save_torch(folder / f"{stem}.pt", tensors)
@@ -167,7 +169,6 @@ def _vllm_medusa(heads, prefix) -> tuple[str, dict, Layout]:
         "num_hidden_layers": heads.n_layers,
         "medusa_fc_bias": True,
         "original_lm_head": False,
-        "torch_dtype": jnp.dtype(heads.dtype).name,
     }
     return "model", config, heads_layout(heads, VLLM_NAMING)
 
@@ -218,11 +219,12 @@ def _whole_directory(directory: str | Path, overwrite: bool) -> Iterator[Path]:
 def _check_replaceable(target: Path, overwrite: bool) -> None:
     if os.path.exists(target) and not os.path.isdir(target):
         raise HydrajaxError(f"{WHAT}: {target} is a file, the name of a directory is needed")
-    present = set(os.listdir(target)) if os.path.isdir(target) else set()
+    present = {str(path.relative_to(target)) for path in target.rglob("*") if not path.is_dir()}
     if not present or overwrite:
         return
     try:
-        own = set(json.loads((target / "config.json").read_text())[MARK])
+        config = json.loads((target / "config.json").read_text())
+        own = set(config[MARK]) | set(config.get("files", ()))
     except (OSError, ValueError, KeyError, TypeError):
         own = set()
     foreign = sorted(present - own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from hydrajax.checkpoints.hub import REPOSITORY
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
 
@@ -21,6 +22,7 @@ READERS = {
 
 def model_card(drafter, format: str, base_name: str, story: dict[str, Any]) -> str:
     """Markdown with the Hub's front matter. story: ``data, recipe, tokens_per_step``; what lacks is said to lack."""
+    base_name, story = _in_a_cell(base_name), {name: _in_a_cell(value) for name, value in story.items()}
     heads = drafter.heads if isinstance(drafter, WithPrefix) else drafter
     medusa = isinstance(heads, MedusaHeads) and not heads.lm_head_bias
     kind = "Medusa heads" if medusa else "Hydra heads"
@@ -29,7 +31,7 @@ def model_card(drafter, format: str, base_name: str, story: dict[str, Any]) -> s
     if isinstance(drafter, WithPrefix):
         kind += " with a prefix layer"
     front = {"library_name": "hydrajax", "tags": ["speculative-decoding", "medusa" if medusa else "hydra"]}
-    if base_name.count("/") == 1 and not base_name.startswith((".", "/")):  # a name on the Hub and no path
+    if REPOSITORY.fullmatch(base_name):  # a name on the Hub and no path
         front["base_model"] = base_name
     lines = [f"{name}: {json.dumps(value)}" for name, value in front.items()]
     tau = story.get("tokens_per_step", NOT_RECORDED)
@@ -61,3 +63,8 @@ def model_card(drafter, format: str, base_name: str, story: dict[str, Any]) -> s
             "",
         ]
     )
+
+
+def _in_a_cell(value: Any) -> str:
+    """Text that cannot end the cell of a Markdown table."""
+    return " ".join(str(value).split()).replace("|", "\\|")

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
+from hydrajax.checkpoints.tensors import FLOATS
 from hydrajax.config import LlamaConfig
 from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
@@ -45,6 +46,7 @@ def save_native(folder: Path, drafter, params: Any) -> dict[str, Any]:
     fields = dataclasses.asdict(heads) | {"dtype": jnp.dtype(heads.dtype).name}
     return {
         MARK: VERSION,
+        "tensors": _described(params),
         "drafter": {"heads": kinds[type(heads)], "prefix": prefix, "settings": fields},
         "files": {str(path.relative_to(folder)): size_and_checksum(path) for path in files},
     }
@@ -61,6 +63,11 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
         lambda params: drafter.init_boxed(jax.random.key(0), BoundBase(Llama(base, saved), params)),
         nn.unbox(abstract_base(Llama(base, saved))),
     )
+    if config.get("tensors") != _described(nn.unbox(boxed)):
+        raise HydrajaxError(
+            f"{WHAT}: config.json: its tensors are not those that such heads have on this base: they were made for "
+            "another base, or the file was changed"
+        )
     here = SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), nn.unbox(boxed))
     try:
@@ -73,6 +80,12 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
     if dtype is None or dtype == saved:
         return drafter, params
     return replace_in_heads(drafter, dtype=jnp.dtype(dtype)), jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def _described(params: Any) -> dict[str, list[int]]:
+    """Shapes by name; orbax would complain of another one at length."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): list(x.shape) for path, x in leaves}
 
 
 def heads_of(drafter):
@@ -90,6 +103,8 @@ def replace_in_heads(drafter, **changes):
 def _drafter(described: Any, base: LlamaConfig):
     try:
         kind, settings = KINDS[described["heads"]], dict(described["settings"])
+        if settings["dtype"] not in FLOATS.values():
+            raise ValueError(f"dtype is {settings['dtype']!r}")
         settings["dtype"] = jnp.dtype(settings["dtype"])
         wanted = {field.name: field.type for field in dataclasses.fields(kind)}
         if settings.keys() != wanted.keys():
@@ -102,8 +117,14 @@ def _drafter(described: Any, base: LlamaConfig):
                 raise ValueError(f"{name} is {value!r}")
         if not (1 <= settings["n_heads"] <= MOST and 1 <= settings["n_layers"] <= MOST):
             raise ValueError(f"it has {settings['n_heads']} heads of {settings['n_layers']} blocks, allowed are {MOST}")
+        if not 0 <= settings["hidden_state_offset"] <= base.n_layers:
+            raise ValueError(
+                f"hidden_state_offset is {settings['hidden_state_offset']}, the base has {base.n_layers} layers"
+            )
         heads = kind(**settings)
         prefix = described["prefix"]
+        if not isinstance(prefix, bool):
+            raise ValueError(f"prefix is {prefix!r}")
     except HydrajaxError:
         raise
     except (KeyError, TypeError, ValueError) as error:

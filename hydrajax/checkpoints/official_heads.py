@@ -83,14 +83,14 @@ def load_medusa(directory: Path, config: dict, base: LlamaConfig, dtype):
         raise HydrajaxError(
             f"{WHAT}: {directory} holds no tensor named like '{prefix}0.0.linear.weight': not Medusa heads"
         )
-    lm_heads = _matches(files, re.escape(prefix) + r"0\.(\d+)\.weight")
-    if not lm_heads and f"{prefix}0.0.linear.weight" in files:
+    lm_heads = _matches(files, re.escape(prefix) + r"\d+\.(\d+)\.weight")
+    if not lm_heads:
         raise HydrajaxError(
             f"{WHAT}: {directory} holds Medusa heads without lm heads of their own (config.json's version 2), "
             "supported are those with them"
         )
     # Some released Medusa-2 configurations do not mention the heads at all.
-    if "medusa_num_layers" in config or not lm_heads:
+    if "medusa_num_layers" in config:
         n_layers = integer(config, "medusa_num_layers", 1)
     else:
         n_layers = min(int(lm_heads[0][1]), len(files))
@@ -100,11 +100,16 @@ def load_medusa(directory: Path, config: dict, base: LlamaConfig, dtype):
 def load_vllm_medusa(directory: Path, config: dict, base: LlamaConfig, dtype):
     """Heads in vLLM's layout, of which ``config.json`` gives their number and layers; as `load_hydra`."""
     n_heads, n_layers = integer(config, "num_heads", 1), integer(config, "num_hidden_layers", 1)
-    if config.get("truncated_vocab_size") not in (None, base.vocab_size) or config.get("original_lm_head"):
-        raise HydrajaxError(
-            f"{WHAT}: config.json: truncated_vocab_size is {config.get('truncated_vocab_size')!r}, original_lm_head "
-            f"{config.get('original_lm_head', False)!r}, supported are heads over the base's {base.vocab_size} tokens"
-        )
+    for field, allowed in (
+        ("truncated_vocab_size", (None, base.vocab_size)),
+        ("original_lm_head", (None, False)),
+        ("logit_scale", (None, 1)),
+    ):
+        if config.get(field) not in allowed:
+            raise HydrajaxError(
+                f"{WHAT}: config.json: {field} is {config[field]!r}, allowed is {allowed[-1]!r}: each head has an lm "
+                "head of its own over the base's whole vocabulary"
+            )
     files = open_model(directory, WHAT)
     bias = config.get("medusa_fc_bias", False) is True
     return _load_medusa(directory, files, n_heads, n_layers, VLLM_NAMING, base, dtype, block_bias=bias)
@@ -132,13 +137,13 @@ def _load(
     ignored: str,
 ):
     """Check the files and read them. Blocks that are copies of one another in every head become one shared block."""
-    own = jnp.dtype(files.dtype(f"{naming.lm_head(0)}.weight")) if dtype is None else dtype
-    heads = heads_of(False, own)
+    heads = heads_of(False, jnp.float32)
     if heads.n_heads * heads.n_layers > len(files):  # or a slip in a number would have us list millions of names
         raise HydrajaxError(
             f"{WHAT}: {directory} has {len(files)} tensors, too few for {heads.n_heads} heads x {heads.n_layers} blocks"
         )
     expect_tensors(files, shapes(layout_of(heads)), f"{WHAT}: {directory}", re.compile(ignored or "(?!)"))
+    own = jnp.dtype(files.dtype(f"{naming.lm_head(0)}.weight")) if dtype is None else dtype
     heads = heads_of(_blocks_are_copies(heads, naming, files), own)
     params = read(layout_of(heads), files, lambda path, array: {path[-1]: jax.device_put(np.asarray(array, dtype))})
     return heads, params

@@ -66,8 +66,9 @@ def _export(args: argparse.Namespace) -> None:
     from hydrajax.checkpoints.tensors import read_json
 
     base, draft = resolve(args.base, "--base"), resolve(args.draft, "--draft")
-    if Path(args.output).resolve() == draft.resolve():
-        raise HydrajaxError(f"--output: is the directory of the heads themselves, {args.output}")
+    for directory, what in ((draft, "heads themselves"), (base, "base")):
+        if Path(args.output).resolve() == directory.resolve():
+            raise HydrajaxError(f"--output: is the directory of the {what}, {args.output}")
     config = to_llama_config(read_json(base / "config.json", "--base"), f"--base: {base / 'config.json'}")
     drafter, params = load_draft(draft, config, None, base_directory=None if args.force else base)
     source = read_json(draft / "config.json", "--draft")

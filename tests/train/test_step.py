@@ -133,7 +133,6 @@ json.dump(found, open(f"{FOLDER}/answer.json", "w"))
 
 LR = 1e-3  # of the script
 MESHES = ["8x1", "4x2", "1x8"]
-pytestmark = pytest.mark.xdist_group("step")  # one worker makes the findings, once
 
 
 @pytest.fixture(scope="module")
