@@ -1,0 +1,94 @@
+"""`hydrajax tree`: what is searched is found again, predicts what is measured, and can be looked at."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from hydrajax import assets
+from hydrajax.trees import TreeTopology, presets
+
+TEXTS = ["def read(path):\n", "import os\n\nclass Reader:\n    def __init__(self, ", "for name in sorted("]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def test_searched_tree_is_saved_and_taken_by_generate(program, prompts, tmp_path):
+    """On the very prompts it was calibrated with, simulated decoding takes the steps of real decoding."""
+    heads = shutil.copytree(assets.path("medusa"), tmp_path / "heads")
+    model = ["--base", assets.base(), "--draft", heads]
+    search = ["--prompts", prompts, "--sizes", "2,5", "--largest", 6, "--repeats", 2, "--max-new-tokens", 40]
+    done = program("tree", "search", *model, *search, "--save")
+    assert done.code == 0, done.err
+    content = json.loads((heads / "tree_b1.json").read_text())
+    assert "chance it is" in done.out
+    rows = content["provenance"]["measured"]
+    assert [row["nodes"] for row in rows] == [2, 5]
+    for row in rows:
+        assert row["tokens_per_step"] == pytest.approx(row["expected_tokens_per_step"])
+        assert row["low"] <= row["tokens_per_second"] <= row["high"]
+    assert sum(row["chance_best"] for row in rows) == pytest.approx(1)
+    fastest = max(rows, key=lambda row: row["tokens_per_second"])
+    tree = TreeTopology.from_json(heads / "tree_b1.json")
+    assert tree.size == fastest["nodes"]
+    assert content["provenance"]["grown"][: tree.size - 1] == sorted(
+        map(list, tree.choices), key=content["provenance"]["grown"].index
+    )
+    taken = program("generate", *model, "--prompts", prompts, "--max-new-tokens", 40)
+    assert f"tokens_per_step {fastest['tokens_per_step']:.2f}" in taken.err
+
+
+def test_the_tree_of_the_nearest_smaller_batch_is_taken(tmp_path):
+    for size, tree in ((1, presets.chain(3)), (4, presets.chain(2))):
+        presets.searched_path(tmp_path, size).write_text(json.dumps({"choices": tree.choices}))
+    assert presets.searched(tmp_path, 1) == presets.searched(tmp_path, 3) == presets.chain(3)
+    assert presets.searched(tmp_path, 4) == presets.searched(tmp_path, 9) == presets.chain(2)
+    assert presets.searched(tmp_path / "nothing", 4) is None
+    assert presets.searched(None, 4) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--draft", "none", "--output", "t.json"], "--draft: a tree is searched for draft heads"),
+        (["--sizes", "2,200", "--output", "t.json"], "--sizes: must be at most --largest 100, found 200"),
+        (["--sizes", "2,x", "--output", "t.json"], "must be an integer from 1 up, found 'x'"),
+        ([], "one of the arguments --output --save is required"),
+        (["--epsilon", "0.1", "--output", "t.json"], "--epsilon: has no meaning with --rule greedy"),
+    ],
+)
+def test_mistakes(program, prompts, tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
+    model = ["--base", assets.base(), "--draft", assets.path("medusa")]
+    done = program("tree", "search", *model, "--prompts", prompts, *flags)
+    assert done.code == 2
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_show(program, tmp_path):
+    done = program("tree", "show", "cartesian-2x2", "--picture", tmp_path / "tree.png")
+    assert done.code == 0
+    assert done.out.splitlines() == [
+        "root (7 nodes, depth 2)",
+        "├── 0",
+        "│   ├── 0",
+        "│   └── 1",
+        "└── 1",
+        "    ├── 0",
+        "    └── 1",
+    ]
+    assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
+    assert program("tree", "show", "root").out == "root (1 nodes, depth 0)\n"
+    refused = program("tree", "show", "oak")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    refused = program("tree", "show", "root", "--picture", tmp_path / "no" / "tree.png")
+    assert (refused.code, "--picture: cannot write" in refused.err) == (2, True)

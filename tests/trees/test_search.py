@@ -1,0 +1,182 @@
+"""Tree search: the best tree of every size by exhaustive search and closed form; simulated decoding by a plain loop."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees import presets
+from hydrajax.trees.search import (
+    WIDEST,
+    Proposals,
+    accuracies,
+    expected_tokens_per_step,
+    independent,
+    joint,
+    simulated,
+)
+
+# Known accuracies of four heads' five best guesses, the ranks of one of them out of order.
+ACCURACIES = np.array(
+    [
+        [0.50, 0.20, 0.10, 0.05, 0.02],
+        [0.40, 0.04, 0.12, 0.05, 0.01],
+        [0.30, 0.15, 0.10, 0.03, 0.01],
+        [0.25, 0.10, 0.05, 0.02, 0.01],
+    ]
+)
+WRONG = 99  # a rank beyond every guess
+
+
+def all_paths(ranks: int, depth: int) -> list[tuple[int, ...]]:
+    return [path for n in range(1, depth + 1) for path in itertools.product(range(ranks), repeat=n)]
+
+
+def every_tree(paths, size: int):
+    """All sets of ``size - 1`` paths that hold every path's beginning."""
+    for chosen in itertools.combinations(paths, size - 1):
+        if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
+            yield chosen
+
+
+def drawn(seed: int, rows: int, length: int) -> np.ndarray:
+    """Ranks ``[4, rows, length]`` as heads of these accuracies would have them, independent everywhere."""
+    random = np.random.default_rng(seed)
+    ranks = np.stack([np.searchsorted(np.cumsum(row), random.random((rows, length))) for row in ACCURACIES])
+    return np.where(ranks >= ACCURACIES.shape[1], WRONG, ranks)
+
+
+@st.composite
+def heads(draw) -> np.ndarray:
+    """Accuracies of two or three heads' three guesses."""
+    row = st.lists(st.floats(0.01, 0.33), min_size=3, max_size=3)
+    return np.array(draw(st.lists(row, min_size=2, max_size=3)))
+
+
+@settings(max_examples=12, deadline=None)
+@given(heads())
+def test_no_tree_of_a_small_size_is_better(accuracy):
+    paths = all_paths(3, min(len(accuracy), 2))
+    found = independent(accuracy[:2], 5)
+    for size in range(1, 6):
+        best = max(
+            1 + sum(np.prod([accuracy[k][rank] for k, rank in enumerate(path)]) for path in tree)
+            for tree in every_tree(paths, size)
+        )
+        assert found.tokens_per_step[size - 1] == pytest.approx(best)
+
+
+def test_every_size_up_to_40_is_the_likeliest_paths():
+    """Closed form for independent heads: the N - 1 largest products are a tree, and nothing beats them."""
+    products = {path: np.prod(ACCURACIES[range(len(path)), path]) for path in all_paths(5, 4)}
+    largest = sorted(products.values(), reverse=True)
+    found = independent(ACCURACIES, 40)
+    for size in range(1, 41):
+        tree = found.tree(size)  # refuses what is no tree
+        assert tree.size == size
+        assert sum(products[path] for path in tree.choices) == pytest.approx(sum(largest[: size - 1]))
+        assert found.tokens_per_step[size - 1] == pytest.approx(1 + sum(largest[: size - 1]))
+    assert np.all(np.diff(found.tokens_per_step) > 0)
+
+
+def test_whole_paths_are_counted_together():
+    """Both heads are right half of the time, but never both: the joint count knows that [0, 0] is worthless."""
+    ranks = np.array([[0, 0, WRONG, WRONG] * 25, [WRONG, WRONG, 0, 0] * 25])
+    found = joint(ranks, 10)
+    assert found.choices == ((0,),)
+    assert found.tokens_per_step == (1.0, 1.5)
+    assert (0, 0) in independent(accuracies(ranks), 10).choices
+
+
+def test_joint_counts_are_the_best_of_their_size_on_the_corpus():
+    ranks = np.minimum(drawn(0, 1, 400)[:2, 0], 3)
+    ranks[ranks == 3] = WRONG
+    found = joint(ranks, 5)
+    for size in range(1, 6):
+        best = max(
+            1 + np.mean([sum(tuple(column[: len(p)]) == p for p in tree) for column in ranks.T])
+            for tree in every_tree(all_paths(3, 2), size)
+        )
+        assert found.tokens_per_step[size - 1] == pytest.approx(best)
+
+
+def decoded(choices, ranks, spans) -> tuple[int, list[tuple[int, int]]]:
+    """Plain simulated decoding: ``(steps, [(position, tokens that may follow the root)])``."""
+    begun = []
+    for row, start, end in spans:
+        while start < end:
+            room = end - start - 1
+            begun.append((row, start - 1, room))
+            path = tuple(ranks[:, row, start - 1])
+            accepted = max((len(c) for c in choices if path[: len(c)] == c), default=0)
+            start += 1 + min(accepted, room)
+    return len(begun), begun
+
+
+def test_simulated_growth_equals_a_plain_loop():
+    """Every size: decode with the tree so far, count what each child would have added, take the best."""
+    ranks, spans = drawn(3, 3, 60), [(0, 4, 60), (1, 1, 33), (2, 20, 60)]
+    n_tokens = sum(end - start for _, start, end in spans)
+    found = simulated(ranks, spans, 12)
+    choices: list[tuple[int, ...]] = []
+    for size in range(1, 13):
+        steps, begun = decoded(choices, ranks, spans)
+        assert found.tokens_per_step[size - 1] == pytest.approx(n_tokens / steps)
+        if size == 12:
+            break
+        gains = {}
+        for row, at, room in begun:
+            path = tuple(ranks[:, row, at].tolist())
+            for n in range(1, min(len(path), room) + 1):
+                if path[n - 1] < WIDEST and (n == 1 or path[: n - 1] in choices) and path[:n] not in choices:
+                    gains[path[:n]] = gains.get(path[:n], 0) + 1
+        choices.append(min(gains, key=lambda path: (-gains[path], len(path), path)))
+        assert found.choices[size - 1] == choices[-1]
+
+
+def test_simulated_growth_finds_what_the_closed_form_says():
+    """With heads whose errors are independent everywhere, where a step begins tells nothing."""
+    ranks, spans = drawn(1, 40, 1000), [(row, 1, 1000) for row in range(40)]
+    found, exact = simulated(ranks, spans, 40), independent(ACCURACIES, 40)
+    for size in (2, 5, 10, 20, 40):
+        chosen = sum(np.prod(ACCURACIES[range(len(path)), path]) for path in found.tree(size).choices)
+        assert 1 + chosen > 0.995 * exact.tokens_per_step[size - 1]
+        assert found.tokens_per_step[size - 1] == pytest.approx(exact.tokens_per_step[size - 1], rel=0.02)
+
+
+def test_expected_tokens_per_step_of_any_tree():
+    ranks, spans = drawn(5, 2, 50), [(0, 7, 50), (1, 1, 20)]
+    for tree in (presets.root(), presets.chain(3), presets.sparse()):
+        steps, _ = decoded(tree.choices, ranks, spans)
+        assert expected_tokens_per_step(tree, ranks, spans) == pytest.approx((43 + 19) / steps)
+
+
+def test_accuracies_are_shares_of_ranks():
+    ranks = np.array([[0, 0, 1, WRONG], [2, WRONG, WRONG, 2]])
+    found = accuracies(ranks)
+    assert found.shape == (2, WIDEST)
+    np.testing.assert_allclose(found[:, :3], [[0.5, 0.25, 0], [0, 0, 0.5]])
+
+
+@pytest.mark.parametrize("grow", [joint, lambda ranks, n: simulated(ranks[:, None], [(0, 1, 4)], n)])
+def test_nothing_is_added_that_was_never_right(grow):
+    found = grow(np.full((2, 4), WRONG), 10)
+    assert found == Proposals((), (1.0,))
+    with pytest.raises(HydrajaxError, match="size 2 was not searched, found are 1 to 1"):
+        found.tree(2)
+
+
+@pytest.mark.parametrize("largest", [0, -3])
+def test_a_size_below_one_is_refused(largest):
+    for call in (
+        lambda: independent(ACCURACIES, largest),
+        lambda: joint(np.zeros((2, 3), int), largest),
+        lambda: simulated(np.zeros((2, 1, 3), int), [(0, 1, 3)], largest),
+    ):
+        with pytest.raises(HydrajaxError, match=f"must be 1 or more, found {largest}"):
+            call()
