@@ -45,8 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KIND",
         help=f"fresh heads instead of --draft: {', '.join(DRAFTERS)} (with --random the default is hydra++)",
     )
-    parser.add_argument("--tree-sizes", metavar="N,N,...", type=_integers, help="sweep: the tree's best N nodes")
-    parser.add_argument("--batch-sizes", metavar="B,B,...", type=_integers, default=[1], help="sweep (default 1)")
+    parser.add_argument(
+        "--tree-sizes", metavar="N,N,...", type=options.positives, help="sweep: the tree's best N nodes"
+    )
+    parser.add_argument(
+        "--batch-sizes", metavar="B,B,...", type=options.positives, default=[1], help="sweep (default 1)"
+    )
     parser.add_argument("--context", metavar="S", type=options.positive, default=512, help="default %(default)s")
     parser.add_argument("--prompts", metavar="FILE.jsonl", help="prompts to generate for, to measure tokens per second")
     parser.add_argument("--max-new-tokens", metavar="N", type=options.positive, default=128)
@@ -55,10 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", metavar="FILE", nargs="?", const="-", help="write JSON to FILE, or to standard output without FILE"
     )
-
-
-def _integers(text: str) -> list[int]:
-    return [options.positive(word) for word in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,0 +1,289 @@
+"""``hydrajax roofline``: what a decode step should cost on a device, from closed forms (medusa appendix G)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hydrajax import api
+from hydrajax.checkpoints.families import to_llama_config
+from hydrajax.checkpoints.tensors import read_json
+from hydrajax.cli import options
+from hydrajax.cli.bench import NARROWEST, machine, plain
+from hydrajax.config import PRESETS, LlamaConfig
+from hydrajax.errors import HydrajaxError
+from hydrajax.evaluation.benchmark import BenchmarkRow, first_nodes, run_benchmark
+from hydrajax.evaluation.devices import DEVICES, Device, Meter, average, drift
+from hydrajax.evaluation.medusa_tables import CANDIDATES, TABLES
+from hydrajax.evaluation.operators import draft_shapes
+from hydrajax.evaluation.random_models import DRAFTERS, random_draft
+from hydrajax.evaluation.roofline import Prediction, Workload, milliseconds, predict
+from hydrajax.files import WholeFile
+from hydrajax.models.llama import Llama, init_base
+from hydrajax.trees import TreeTopology, presets
+
+HELP = "predict a decode step's time on a device from operations and bytes, and compare on this one"
+
+HERE = "here"
+SIZES = (1, 4, 16, 64)  # nodes, where the tree has as many
+VERBS = ("verify", "propose", "accept_commit", "observe")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", metavar="NAME", help=f"of the base: {', '.join(PRESETS)}")
+    parser.add_argument("--base", metavar="DIR", help="or that of a model; only its config.json is read")
+    parser.add_argument("--draft-kind", choices=list(DRAFTERS), default="hydra++", help="default %(default)s")
+    parser.add_argument(
+        "--device", choices=[*DEVICES, HERE], default="H100", help="'here' measures this one (default %(default)s)"
+    )
+    parser.add_argument("--tree", metavar="NAME|FILE.json", help="default: mc_sim_7b_63, or the root without a draft")
+    parser.add_argument(
+        "--tree-sizes",
+        metavar="N,N,...",
+        type=options.positives,
+        help=f"the tree's best N nodes (default {_listed(SIZES)})",
+    )
+    parser.add_argument("--batch-sizes", metavar="B,B,...", type=options.positives, default=[1], help="default 1")
+    parser.add_argument(
+        "--context", metavar="S,S,...", type=options.positives, default=[1024], help="tokens (default 1024)"
+    )
+    parser.add_argument("--dtype", choices=list(api.DTYPES), default="bfloat16", help="default %(default)s")
+    parser.add_argument(
+        "--tokens-per-step", metavar="T,T,...", type=_numbers, help="τ of each tree size, to predict speed-ups"
+    )
+    parser.add_argument("--repeats", metavar="R", type=options.positive, default=5, help="of each measurement here")
+    parser.add_argument("--operators", action="store_true", help="also each operator, of the first batch and last tree")
+    parser.add_argument("--tables", action="store_true", help="the intensities of medusa's tables 6 to 8 beside ours")
+    parser.add_argument(
+        "--json", metavar="FILE", nargs="?", const="-", help="write JSON to FILE, or to standard output without FILE"
+    )
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between them, found '{text}'") from None
+
+
+def _listed(values) -> str:
+    return ",".join(map(str, values))
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.tables:
+        print_tables()
+        if not (args.shape or args.base):
+            return
+    with ExitStack() as stack:  # an unwritable file is refused before anything is measured
+        file = stack.enter_context(WholeFile(args.json, "--json")) if args.json not in (None, "-") else None
+        config = _config(args)
+        if max(args.context) > config.max_positions:
+            most = config.max_positions
+            raise HydrajaxError(f"--context: must be at most the model's {most}, found {max(args.context)}")
+        dtype = jnp.dtype(api.DTYPES[args.dtype])
+        if args.device != HERE and args.dtype != "bfloat16":
+            device = args.device
+            raise HydrajaxError(f"--dtype: found '{args.dtype}', the peaks of --device {device} are for bfloat16")
+        drafter = DRAFTERS[args.draft_kind](config, dtype)
+        trees = _trees(args, drafter, config)
+        taus = _tokens_per_step(args, trees)
+        seen, measured = [], []
+        if args.device == HERE:
+            seen, rows, measured = _compare(args, config, drafter, trees, taus)
+            device = average(seen)
+        else:
+            device = DEVICES[args.device]
+            grid = (trees, args.batch_sizes, args.context)
+            rows = list(predict(device, config, drafter, *grid, dtype.itemsize, taus))
+        report = _report(args, device, seen, rows, measured)
+        if file is not None:
+            file.write_text(report + "\n")
+    if args.json == "-":
+        print(report)
+        return
+    _print(args, device, rows)
+    if measured:
+        _print_comparison(rows, measured, drift(seen))
+    if args.operators:
+        work = Workload(config, drafter, args.batch_sizes[0], args.context[0], dtype.itemsize)
+        _print_operators(device, work, list(trees.values())[-1])
+
+
+def _config(args: argparse.Namespace) -> LlamaConfig:
+    if bool(args.shape) == bool(args.base):
+        raise HydrajaxError("roofline: exactly one of --shape and --base is needed")
+    if args.base:
+        path = Path(args.base) / "config.json"
+        return to_llama_config(read_json(path, "--base"), f"--base: {path}")
+    if args.shape not in PRESETS:
+        raise HydrajaxError(f"--shape: found '{args.shape}', allowed are {', '.join(PRESETS)}")
+    return PRESETS[args.shape]
+
+
+def _trees(args: argparse.Namespace, drafter, config: LlamaConfig) -> dict[str, TreeTopology]:
+    tree = presets.by_name(args.tree or presets.default_name(drafter.depth, config.vocab_size))
+    tree.check(drafter.depth, config.vocab_size)
+    return first_nodes(tree, args.tree_sizes or [size for size in SIZES if size <= tree.size])
+
+
+def _tokens_per_step(args: argparse.Namespace, trees: dict[str, TreeTopology]) -> list[float]:
+    taus = args.tokens_per_step or []
+    if taus and len(taus) != len(trees):
+        raise HydrajaxError(f"--tokens-per-step: one for each of {len(trees)} tree sizes is needed, found {len(taus)}")
+    for tau, tree in zip(taus, trees.values(), strict=False):
+        if not 1 <= tau <= tree.depth + 1:
+            most = tree.depth + 1
+            raise HydrajaxError(f"--tokens-per-step: with {tree.size} nodes from 1 to {most} are possible, found {tau}")
+    return taus
+
+
+def _compare(
+    args: argparse.Namespace, config: LlamaConfig, drafter, trees: dict[str, TreeTopology], taus: list[float]
+) -> tuple[list[Device], list[Prediction], list[BenchmarkRow]]:
+    """Every cell measured, and predicted from what the device could do just before and after; all of the latter."""
+    dtype, most = jnp.dtype(api.DTYPES[args.dtype]), max(args.context)
+    plain_step = Workload(config, drafter, 1, most, dtype.itemsize).autoregressive_step()
+    weight_bytes = sum(operator.count * operator.bytes for operator in plain_step if operator.kind == "weights")
+    meter, seen, rows, measured = None, [], [], []
+    with Console(stderr=True).status("measuring"):
+        for found in _steps(args, config, dtype, trees):
+            meter = meter or Meter(config, dtype, int(weight_bytes), most, args.repeats)
+            seen.append(meter.measure())
+            tau = taus[list(trees).index(found.tree) :][:1]
+            cell = ({found.tree: trees[found.tree]}, [found.batch], [found.context], dtype.itemsize, tau)
+            rows += predict(average(seen[-2:]), config, drafter, *cell)
+            measured.append(found)
+    return seen, rows, measured
+
+
+def _steps(
+    args: argparse.Namespace, config: LlamaConfig, dtype, trees: dict[str, TreeTopology]
+) -> Iterator[BenchmarkRow]:
+    """Steps with random weights, in the order of `predict`."""
+    model = Llama(config, dtype)
+    base = jax.jit(lambda rng: init_base(model, rng))(jax.random.key(0))
+    drafter, params = random_draft(model, base, args.draft_kind)
+    for context in args.context:
+        yield from run_benchmark(model, drafter, params, trees, args.batch_sizes, context, repeats=args.repeats)
+
+
+def _report(
+    args: argparse.Namespace,
+    device: Device,
+    seen: list[Device],
+    rows: list[Prediction],
+    measured: list[BenchmarkRow],
+) -> str:
+    cells = [{"predicted": row.as_dict()} for row in rows]
+    for cell, row in zip(cells, measured, strict=False):
+        cell["measured"] = row.as_dict()
+    report = {"device": asdict(device), "arguments": plain(args), "rows": cells}
+    if seen:
+        report |= {"machine": machine(), "drift": drift(seen)}
+    return json.dumps(report)
+
+
+# --- on the terminal ------------------------------------------------------------------------------------------------
+
+
+def _console() -> Console:
+    console = Console()
+    console.width = max(console.width, NARROWEST)
+    return console
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for column in columns:
+        table.add_column(column, justify="left" if column == "operator" else "right", no_wrap=True)
+    return table
+
+
+def _print(args: argparse.Namespace, device: Device, rows: list[Prediction]) -> None:
+    name = machine()["device"] if args.device == HERE else device.name
+    draft = f"{rows[0].draft_bytes / 1e9:.3g} GB of {args.draft_kind} heads"
+    print(f"{args.shape or args.base} with {draft}, {args.dtype}, on {name}: predicted ms per step")
+    print(f"{device.flops / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e9:.4g} GB/s")
+    if device.weight_rates:
+        for what, rates in (("weights", device.weight_rates), ("attention", device.attention_rates)):
+            print(f"GFLOP/s by rows, {what}: " + ", ".join(f"{n}: {rate / 1e9:.3g}" for n, rate in rates))
+    with_tau = rows[0].tokens_per_step is not None
+    table = _table(
+        *("batch", "context", "nodes", "AR step", "step", "verify", "propose", "observe", "prefill", "memory", "even"),
+        *(("τ", "speed-up") if with_tau else ()),
+    )
+    for row in rows:
+        times = (row.autoregressive_step, row.step, row.verify, row.propose, row.observe, row.prefill)
+        cells = [str(row.batch), str(row.context), str(row.nodes), *(f"{time:.3g}" for time in times)]
+        cells += [f"{row.memory_bound:.0%}", f"{row.break_even:.2f}"]
+        table.add_row(*cells, *((f"{row.tokens_per_step:.2f}", f"{row.speedup:.2f}x") if with_tau else ()))
+    _console().print(table)
+    print("memory: share of the step's time in operators that wait for memory. even: cost ratio step / AR step, the")
+    print("tokens_per_step (τ) above which the tree pays.")
+
+
+def _print_comparison(rows: list[Prediction], measured: list[BenchmarkRow], changed: float) -> None:
+    """What was predicted beside what was measured, of the steps and of their verbs: these say why a step is off.
+
+    changed: see `drift`.
+    """
+    steps = _table("batch", "context", "nodes", *("AR step", "measured", "error", "step", "measured", "error"), "even")
+    verbs = _table("batch", "context", "nodes", *VERBS)
+    for predicted, found in zip(rows, measured, strict=True):
+        cell = [str(predicted.batch), str(predicted.context), str(predicted.nodes)]
+        times = []
+        for key in ("autoregressive_step", "step"):
+            ours, theirs = getattr(predicted, key), getattr(found, key)
+            times += [f"{ours:.3g}", f"{theirs:.3g}", f"{ours / theirs - 1:+.0%}"]
+        steps.add_row(*cell, *times, f"{found.break_even:.2f}")
+        verbs.add_row(*cell, *(f"{getattr(predicted, verb):.3g} ({getattr(found, verb):.3g})" for verb in VERBS))
+    _console().print(steps)
+    print("measured: median ms. error: of the prediction. even: as measured.")
+    _console().print(verbs)
+    print(
+        "ms predicted (measured). Left out of the prediction is what is neither a matrix product nor traffic: the sort"
+    )
+    print("of a top-k (in propose), the commit, the start of each operator.")
+    print(f"the device's measured rates changed by a factor of up to {changed:.2f} meanwhile (1.00: a quiet machine)")
+
+
+def _print_operators(device: Device, work: Workload, tree: TreeTopology) -> None:
+    parts = work.step(tree, draft_shapes(work.config, work.drafter))
+    phases = {"prefill": work.prefill(), "decode": work.autoregressive_step()}
+    phases[f"tree decode, {tree.size} nodes"] = [operator for part in parts.values() for operator in part]
+    for phase, operators in phases.items():
+        print(f"{phase}: batch {work.batch}, context {work.context}")
+        table = _table("operator", "times", "GFLOP each", "MB each", "FLOP/byte", "ms", "waits for")
+        for operator in operators:
+            figures = (operator.flops / 1e9, operator.bytes / 1e6, operator.intensity)
+            bound = "memory" if device.memory_bound(operator) else "arithmetic"
+            ms = f"{milliseconds(device, [operator]):.3g}"
+            table.add_row(operator.name, str(operator.count), *(f"{figure:.4g}" for figure in figures), ms, bound)
+        _console().print(table)
+
+
+def print_tables() -> None:
+    """Medusa's tables 6 to 8: the operational intensity as printed there and ours, rounded alike."""
+    equal = total = 0
+    for printed in TABLES:
+        print(f"medusa table {printed.number}: {printed.what}, LLaMA-33B; FLOP/byte by candidate tokens")
+        table = _table(printed.row_name, "", *map(str, CANDIDATES))
+        for row, theirs in printed.printed.items():
+            ours = [round(value, 2) for value in printed.ours(row)]
+            table.add_row(str(row), "ours", *map(str, ours))
+            table.add_row("", "printed", *map(str, theirs))
+            equal += sum(a == b for a, b in zip(ours, theirs, strict=True))
+            total += len(theirs)
+        _console().print(table)
+    print(f"{equal} of {total} equal to the printed digits")
