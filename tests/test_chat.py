@@ -111,7 +111,8 @@ def test_bad_conversations_are_refused(loaded):
     assert chat.messages == []
 
 
-@pytest.mark.parametrize("draft", [pytest.param("medusa", marks=pytest.mark.slow), "hydra_pp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["medusa", "hydra_pp"])
 def test_more_text_on_a_kept_cache_is_the_whole_text_at_once(draft):
     """`Engine.extend` after some steps, rows of different lengths, against a prefill of everything."""
     loaded = hydrajax.load(assets.base(), assets.path(draft))

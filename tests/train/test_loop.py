@@ -75,6 +75,7 @@ def test_killed_and_stopped_run_ends_bitwise_where_the_uninterrupted_one_ends(la
     assert without_clock(output) == without_clock(uninterrupted)
 
 
+@pytest.mark.slow
 def test_run_resumed_on_another_mesh_ends_there_within_rounding(launch, uninterrupted, tmp_path):
     output = tmp_path / "run"
     first = launch(output, *TWO_DEVICES)

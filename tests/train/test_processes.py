@@ -51,6 +51,7 @@ def two(launch, tmp_path_factory) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_trains(two, launch, tmp_path):
     (process,) = launch(tmp_path / "one", 1)
     finish(process)
