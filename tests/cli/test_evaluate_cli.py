@@ -1,0 +1,307 @@
+"""`hydrajax evaluate`: several drafts in one run, its files, its figures, and a run that is killed and taken up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import hydrajax
+from hydrajax import assets
+from hydrajax.cli import evaluate, options, run_command
+from hydrajax.decoding.acceptance import ExactSampling, Greedy, RejectionSampling, Typical
+from hydrajax.trees import presets
+
+TURNS = ["the tree", "a base"]
+QUESTIONS = [
+    {"question_id": 5, "category": "trees", "turns": TURNS},
+    {"question_id": 6, "category": "trees", "turns": ["tree"]},
+    {"question_id": 7, "category": "cafés", "turns": ["café"]},
+]
+QUICK = ["--max-new-tokens", 8]
+
+
+@pytest.fixture
+def program(capsys):
+    def run(*argv) -> SimpleNamespace:
+        capsys.readouterr()
+        command = "hydrajax evaluate", evaluate.HELP, evaluate.add_arguments, evaluate.run
+        code = run_command(*command, [str(arg) for arg in argv])
+        return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("set") / "mine.jsonl"
+    path.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    return path
+
+
+@pytest.fixture
+def arguments(base, heads, wide_tree, questions):
+    return ["--base", base, "--draft", heads, "--tree", wide_tree, "--set", questions, *QUICK]
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_chance(record: dict) -> dict:
+    """An answer without what differs from run to run: its times, and its random id."""
+    choice = {key: value for key, value in record["choices"][0].items() if not key.startswith("wall_time")}
+    return {**record, "choices": [choice], "answer_id": None, "tstamp": None}
+
+
+def test_several_trees_in_one_run(program, arguments, base, heads, tokenizer, tmp_path):
+    result = program(*arguments, "--tree", "chain-1", "--repeats", 2, "--output", tmp_path)
+    assert not result.code, result.err
+    plain, wide, chain = (f"tiny-{name}" for name in ("autoregressive", f"{heads.name}-wide", f"{heads.name}-chain-1"))
+    files = {f"{name}.jsonl" for name in (plain, wide, chain)} | {"settings.json", "summary.json"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+
+    loaded = hydrajax.load(base)
+    for model_id in (plain, wide, chain):
+        records = read(tmp_path / f"{model_id}.jsonl")
+        assert [record["question_id"] for record in records] == [5, 6, 7]
+        first = records[0]["choices"][0]
+        history = [{"role": "user", "content": TURNS[0]}, {"role": "assistant", "content": first["turns"][0]}]
+        history += [{"role": "user", "content": TURNS[1]}]
+        for turn, messages in enumerate((history[:1], history)):
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            (expected,) = hydrajax.generate(loaded, [ids], max_new_tokens=8)
+            assert first["output_ids"][turn] == expected.output_ids
+            assert first["turns"][turn] == expected.text.strip()
+            assert first["prompt_tokens"][turn] == len(ids)
+        assert all(len(times) == 2 for times in first["wall_times"])
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["baseline"] == plain
+    assert list(summary["results"]) == [plain, wide, chain]
+    assert list(summary["results"][wide]) == ["trees", "cafés", "overall"]
+    overall = summary["results"][wide]["overall"]
+    assert (overall["questions"], overall["equal"]) == (3, True)
+    assert overall["tokens_per_step"] > 1
+    assert f"{wide}\n" in result.out.replace(" ", "").replace("\r", "")
+    assert f"{overall['tokens_per_step']:.2f}" in result.out
+    assert all(len(line) <= 120 for line in result.out.splitlines())
+
+
+@dataclass(frozen=True)
+class Careless(Greedy):
+    """Takes the second-best token where a tree was judged."""
+
+    def accept(self, logits, candidates, tree, keys):
+        accepted = super().accept(logits, candidates, tree, keys)
+        return accepted if tree.size == 1 else accepted._replace(next_root=accepted.next_root ^ 1)
+
+
+def test_a_wrong_rule_is_found_out(program, arguments, monkeypatch, tmp_path):
+    monkeypatch.setitem(options.RULES, "greedy", (Careless, ()))
+    result = program(*arguments, "--output", tmp_path, "--categories", "cafés")
+    assert "NO: 1 differ" in result.out
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    (plain, drafted) = summary["results"].values()
+    assert plain["overall"]["equal"] is True
+    assert [(row["equal"], row["different"]) for row in drafted.values()] == [(False, 1), (False, 1)]
+
+
+def test_interrupted_grown_and_refused(program, arguments, monkeypatch, tmp_path):
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert not program(*arguments, "--output", whole).code
+    decode, calls = evaluate.decode, []
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return decode(*given)
+
+    monkeypatch.setattr(evaluate, "decode", interrupted)
+    result = program(*arguments, "--output", part)
+    assert result.code == 130
+    assert "1 of 3 questions are kept; the same command goes on" in result.err
+    monkeypatch.undo()
+    result = program(*arguments, "--output", part, "--limit", 2)
+    assert "1 of 2 questions were answered before" in result.err
+    assert not program(*arguments, "--output", part).code
+    for path in whole.glob("*.jsonl"):
+        assert list(map(without_chance, read(part / path.name))) == list(map(without_chance, read(path)))
+
+    result = program(*arguments, "--output", part, "--max-new-tokens", 9)
+    assert result.code == 2
+    assert "answers made with other settings: max_new_tokens was 8, now it is 9" in result.err
+    result = program(*arguments, "--output", part, "--tree", "root")
+    assert result.code == 2
+    assert "other settings: contenders was " in result.err
+
+
+def test_prompts_longer_than_the_context_are_cut_and_counted(program, arguments, questions, tmp_path):
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"turns": ["words " * 60, "and?"]}) + "\n" + json.dumps({"turns": ["a tree"]}) + "\n")
+    result = program(*arguments, "--set", long, "--output", tmp_path / "out")
+    assert "longer than 120 tokens, so that the beginning was cut: 2 of 3 prompts" in result.out
+    (choice,) = read(tmp_path / "out" / "tiny-autoregressive.jsonl")[0]["choices"]
+    assert choice["prompt_tokens"] == [120, 120]
+    assert choice["finish_reasons"] == ["length", "length"]
+    assert 0 < choice["cut_tokens"][0] < choice["cut_tokens"][1]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert set(summary["prompts_cut"].values()) == {2}
+    assert all(rows["overall"]["equal"] for rows in summary["results"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["exact", "typical", "rejection"])
+def test_other_rules(program, arguments, rule, tmp_path):
+    result = program(*arguments, "--tree", "chain-2", "--rule", rule, "--output", tmp_path)
+    assert not result.code, result.err
+    results = json.loads((tmp_path / "summary.json").read_text())["results"]
+    assert {rows["overall"]["equal"] for rows in results.values()} == ({True} if rule == "exact" else {None})
+    assert ("were not compared" in result.out) == (rule != "exact")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--set", "mt_bench"], "--data: is needed for --set mt_bench"),
+        (["--categories", "cats"], "--categories: found 'cats', the set has trees, cafés"),
+        (["--max-new-tokens", 127], "--max-new-tokens: must be at most 126, found 127"),
+        (["--template", "llama"], "--template: found 'llama', allowed are auto, vicuna, plain"),
+        (["--tree", "oak"], "tree: found 'oak'"),
+        (["--draft", "nowhere"], "--draft: no such directory: nowhere"),
+        (["--top-k", 3], "--top-k: has no meaning with --rule greedy"),
+        (["--base", assets.base()], "--template: the tokenizer has no chat template of its own; built in are vicuna, "),
+    ],
+)
+def test_mistakes(program, arguments, flags, message, tmp_path):
+    result = program(*arguments, "--output", tmp_path / "out", *flags)
+    assert result.code == 2
+    assert message in result.err
+    assert result.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_way_has_a_name_of_its_own_and_they_share_the_base(base, heads, tmp_path):
+    loaded = hydrajax.load(base)
+    args = Namespace(base="org/tiny@main", draft=[str(heads), "none", str(heads)], dtype="float32", force=False)
+    args.max_new_tokens = 8
+    trees = [("", presets.chain(1)), ("my tree", presets.chain(2)), ("my tree", presets.cartesian([3]))]
+    ways = evaluate.load_ways(args, loaded, base, trees, RejectionSampling(0.7, top_k=5))
+    one = f"tiny_main-{heads.name}"
+    names = [one, f"{one}-my_tree", f"{one}-my_tree-2", f"{one}-2", f"{one}-my_tree-3", f"{one}-my_tree-4"]
+    assert [way.model_id for way in ways] == ["tiny_main-autoregressive", *names]
+    assert ways[0].rule == ExactSampling(0.7, top_k=5)
+    assert all(way.loaded.params.base is loaded.params.base for way in ways)
+    assert evaluate.digest(ways[1].loaded.params.draft) == evaluate.digest(ways[4].loaded.params.draft)
+    assert evaluate.baseline_rule(Typical()) == Greedy()
+
+
+def test_nothing_to_put_in_a_tree(program, base, wordless, questions, tmp_path):
+    common = ["--set", questions, "--output", tmp_path / "out", *QUICK]
+    assert "--tree: found 'chain-2', but without --draft" in program("--base", base, "--tree", "chain-2", *common).err
+    assert "--base: has no tokenizer, and questions are text" in program("--base", wordless, *common).err
+
+
+# --- the shipped model ------------------------------------------------------------------------------------------------
+
+SHIPPED = ["--base", assets.base(), "--draft", assets.path("hydra"), "--template", "plain"]
+
+
+def spec_bench_figures(path: Path, base_path: Path, task: str = "overall"):
+    """Mean accepted tokens, and the means of the questions' speeds, as Spec-Bench's evaluation/speed.py takes them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(assets.base())
+
+    def choices(file):
+        records = [json.loads(line) for line in file.open(encoding="utf-8")]
+        return [record["choices"][0] for record in records if task in ("overall", record["category"])]
+
+    own, plain = choices(path), choices(base_path)
+    accepted = [length for choice in own for length in choice["accept_lengths"]]
+    speeds = [sum(choice["new_tokens"]) / sum(choice["wall_time"]) for choice in own]
+    counts = [sum(len(tokenizer(text).input_ids) - 1 for text in choice["turns"]) for choice in plain]
+    plain_speeds = [count / sum(choice["wall_time"]) for count, choice in zip(counts, plain, strict=True)]
+    return np.mean(accepted), np.mean(speeds), np.mean(plain_speeds)
+
+
+def test_the_shipped_model(program, tmp_path):
+    path = tmp_path / "code.jsonl"
+    texts = ["def area(width, height):", "class Stack:", "def read(path):"]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    result = program(*SHIPPED, "--tree", "chain-3", "--set", path, "--output", tmp_path / "out", "--max-new-tokens", 24)
+    assert not result.code, result.err
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    plain, drafted = (rows["overall"] for rows in summary["results"].values())
+    assert drafted["equal"] is True
+    assert drafted["low"] <= drafted["speedup"] <= drafted["high"]
+    files = [tmp_path / "out" / f"{model_id}.jsonl" for model_id in summary["results"]]
+    accepted, _, plain_speed = spec_bench_figures(files[1], files[0])
+    assert accepted == pytest.approx(drafted["tokens_per_step"])
+    assert accepted > 1.3
+    assert (plain["tokens_per_step"], plain["tokens"]) == (1, 3 * 24)
+    assert 0 < plain_speed < np.inf  # a mean of the questions' speeds, not ours, which is of all tokens in all the time
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count"), [("mt_bench", 80), ("spec_bench", 480)])
+def test_a_whole_set_is_killed_half_way_and_taken_up(name, count, tmp_path):
+    project = Path(__file__).resolve().parents[2]
+    data = Path(os.environ.get("HYDRAJAX_PROMPTS") or project.parent / "shared" / "prompts")
+    if not (data / f"{name}_question.jsonl").is_file():
+        pytest.skip(f"no question files in {data}; set HYDRAJAX_PROMPTS")
+    source = (
+        "import sys; from hydrajax.cli import run_command, evaluate as e; "
+        "sys.exit(run_command('hydrajax evaluate', e.HELP, e.add_arguments, e.run, sys.argv[1:]))"
+    )
+    flags = [*SHIPPED, "--tree", "chain-2", "--set", name, "--data", data, "--max-new-tokens", 16]
+
+    def start(output: Path) -> subprocess.Popen:
+        command = [sys.executable, "-c", source, *map(str, flags), "--output", str(output)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    part, whole = tmp_path / "part", tmp_path / "whole"
+    file = part / "base-hydra-chain-2.jsonl"
+    process = start(part)
+    while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= count // 2):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it had ended before"
+    assert not (part / "summary.json").exists()
+
+    process = start(part)
+    out, _ = process.communicate(timeout=1800)
+    assert process.returncode == 0, out
+    assert "questions were answered before" in out
+    assert "longer than 496 tokens, so that the beginning was cut: " in out or name == "mt_bench"
+    asked = [json.loads(line) for line in (data / f"{name}_question.jsonl").read_text().splitlines()]
+    for path in sorted(part.glob("*.jsonl")):
+        records = read(path)
+        assert [record["question_id"] for record in records] == [question["question_id"] for question in asked]
+        assert [record["category"] for record in records] == [question["category"] for question in asked]
+        for record, question in zip(records, asked, strict=True):
+            assert len(record["choices"][0]["turns"]) == len(question["turns"])
+    summary = json.loads((part / "summary.json").read_text())
+    drafted = summary["results"]["base-hydra-chain-2"]
+    assert drafted["overall"]["questions"] == count
+    assert drafted["overall"]["equal"] is True
+    for task in ("overall", asked[-1]["category"]):
+        accepted, speed, _ = spec_bench_figures(file, part / "base-autoregressive.jsonl", task)
+        assert accepted == pytest.approx(drafted[task]["tokens_per_step"])
+        assert speed > 0
+    if name == "mt_bench":
+        assert start(whole).communicate(timeout=1800)
+        for path in part.glob("*.jsonl"):
+            assert list(map(without_chance, read(path))) == list(map(without_chance, read(whole / path.name)))
