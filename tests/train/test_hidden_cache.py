@@ -24,6 +24,7 @@ def data(settings, **changes) -> dict:
     return {"data": settings["data"] | {"hidden_cache_gb": 0.5} | changes}
 
 
+@pytest.mark.slow
 def test_same_run_with_and_without(program, config_file, settings, make_base, tmp_path):
     plain, cached = tmp_path / "plain", tmp_path / "cached"
     assert program("--config", config_file(output=str(plain))).code == 0
