@@ -80,7 +80,7 @@ def test_other_containers(tmp_path, name):
     records = [{"instruction": "first"}, {"instruction": "zweite ß"}]
     text = json.dumps(records) if ".jsonl" not in name else "\n\n".join(map(json.dumps, records))
     content = text.encode()
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    (tmp_path / name).write_bytes(gzip.compress(content, mtime=0) if name.endswith(".gz") else content)
     expected = [Question(1, "mine", ("first",)), Question(2, "mine", ("zweite ß",))]
     assert read_questions(str(tmp_path / name)) == expected
 
@@ -116,8 +116,8 @@ def test_refused_records(tmp_path, record, message):
         ("a.jsonl", b"[", "a.jsonl line 1: is not JSON"),
         ("a.jsonl", b"\n", "holds no question"),
         ("a.jsonl.gz", b"plain", "cannot read .*a.jsonl.gz: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b"abc" * 99)[:-9], "cannot read .*a.jsonl.gz: "),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n{'), "a.jsonl.gz line 2: is not JSON"),
+        ("a.jsonl.gz", gzip.compress(b"abc" * 99, mtime=0)[:-9], "cannot read .*a.jsonl.gz: "),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n{', mtime=0), "a.jsonl.gz line 2: is not JSON"),
     ],
 )
 def test_refused_files(tmp_path, name, content, message):
