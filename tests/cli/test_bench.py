@@ -14,6 +14,7 @@ def report_of(result) -> dict:
     return json.loads(result.out)
 
 
+@pytest.mark.slow
 def test_random_shape_reports_every_phase_at_the_size_and_batch(program):
     result = program(
         *("bench", "--random", "tiny", "--tree-sizes", "5", "--batch-sizes", "2", "--json", *FAST),

@@ -61,6 +61,7 @@ def test_rejection_sampling(program):
     assert "holds: distribution" in certify(program, "--rule", "rejection", "--temperature", 1.2)
 
 
+@pytest.mark.slow
 def test_typical(program):
     out = certify(program, "--rule", "typical", "--epsilon", 0.05)
     assert "holds: typical acceptance as defined (not the base's distribution)" in out

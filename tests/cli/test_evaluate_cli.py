@@ -64,6 +64,7 @@ def without_chance(record: dict) -> dict:
     return {**record, "choices": [choice], "answer_id": None, "tstamp": None}
 
 
+@pytest.mark.slow
 def test_several_trees_in_one_run(program, arguments, base, heads, tokenizer, tmp_path):
     result = program(*arguments, "--tree", "chain-1", "--repeats", 2, "--output", tmp_path)
     assert not result.code, result.err

@@ -286,6 +286,7 @@ def test_long_lines_and_markup_reach_the_terminal_unchanged():
     assert DRAFTED == "green underline"
 
 
+@pytest.mark.slow
 def test_rules_reach_the_decoder(program, base, heads, wide_tree, prompt_file, tmp_path):
     """Sampling is the same with and without heads and in any batch; typical and rejection run."""
 
