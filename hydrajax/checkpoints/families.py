@@ -78,22 +78,22 @@ def to_llama_config(raw: dict, what: str = "config.json") -> LlamaConfig:
     if raw.get("quantization_config"):
         refuse("quantization_config", raw["quantization_config"].get("quant_method"), "none (float weights)")
     try:
-        n_heads = int(raw["num_attention_heads"])
+        n_heads = _integer(raw["num_attention_heads"])
         if n_heads < 1:
             refuse("num_attention_heads", n_heads, "1 or more")
-        width = int(raw["hidden_size"])
+        width = _integer(raw["hidden_size"])
         rope = raw.get("rope_parameters") or {}
-        n_layers = int(raw["num_hidden_layers"])
+        n_layers = _integer(raw["num_hidden_layers"])
         # The first LLaMA conversions call it max_sequence_length.
-        max_positions = int(raw.get("max_position_embeddings") or raw.get("max_sequence_length") or 2048)
+        max_positions = _integer(raw.get("max_position_embeddings") or raw.get("max_sequence_length") or 2048)
         return LlamaConfig(
-            vocab_size=int(raw["vocab_size"]),
+            vocab_size=_integer(raw["vocab_size"]),
             width=width,
-            mlp_width=int(raw["intermediate_size"]),
+            mlp_width=_integer(raw["intermediate_size"]),
             n_layers=n_layers,
             n_heads=n_heads,
-            n_kv_heads=int(raw.get("num_key_value_heads") or n_heads),
-            head_dim=int(raw.get("head_dim") or width // n_heads),
+            n_kv_heads=_integer(raw.get("num_key_value_heads") or n_heads),
+            head_dim=_integer(raw.get("head_dim") or width // n_heads),
             max_positions=max_positions,
             norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
@@ -112,6 +112,13 @@ def to_llama_config(raw: dict, what: str = "config.json") -> LlamaConfig:
         raise HydrajaxError(f"{what}: a field has the wrong type: {error}") from None
 
 
+def _integer(value: Any) -> int:
+    found = int(value)
+    if abs(found) >= 2**31:
+        raise ValueError("an integer beyond 32 bits")
+    return found
+
+
 def _rope_scaling(scaling: dict, raw: dict, what: str) -> RopeScaling | None:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
@@ -125,7 +132,7 @@ def _rope_scaling(scaling: dict, raw: dict, what: str) -> RopeScaling | None:
         float(scaling["factor"]),
         float(scaling["low_freq_factor"]),
         float(scaling["high_freq_factor"]),
-        int(scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]),
+        _integer(scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]),
     )
 
 
@@ -137,12 +144,12 @@ def _window(kind: str, raw: dict, n_layers: int, max_positions: int, what: str) 
     """
     if raw.get("sliding_window") is None or (kind != "mistral" and not raw.get("use_sliding_window")):
         return None
-    window = int(raw["sliding_window"])
+    window = _integer(raw["sliding_window"])
     if window >= max_positions:
         return None
     types = raw.get("layer_types")
     if types is None:
-        n_full = 0 if kind == "mistral" else min(int(raw.get("max_window_layers", 28)), n_layers)
+        n_full = 0 if kind == "mistral" else min(_integer(raw.get("max_window_layers", 28)), n_layers)
         n_sliding = n_layers - n_full
     else:
         n_full, n_sliding = (list(types).count(f"{name}_attention") for name in ("full", "sliding"))

@@ -24,18 +24,18 @@ def fingerprint(directory: str | Path, what: str = "--base") -> dict[str, Any]:
     directory = Path(directory)
     config = to_llama_config(read_json(directory / "config.json", what), f"{what}: {directory / 'config.json'}")
     files, digest = open_model(directory, what), hashlib.sha256()
-    for name in (
-        "model.embed_tokens.weight",
-        "model.layers.0.input_layernorm.weight",
-        f"model.layers.{config.n_layers - 1}.post_attention_layernorm.weight",
-        "model.norm.weight",
-    ):
+    wanted = {
+        "model.embed_tokens.weight": (config.vocab_size, config.width),
+        "model.layers.0.input_layernorm.weight": (config.width,),
+        f"model.layers.{config.n_layers - 1}.post_attention_layernorm.weight": (config.width,),
+        "model.norm.weight": (config.width,),
+    }
+    for name, shape in wanted.items():
         if name not in files:
             raise HydrajaxError(f"{what}: missing tensor '{name}'")
-        if files.dtype(name) not in FLOATS.values() or not files.shape(name):
-            raise HydrajaxError(
-                f"{what}: tensor '{name}' is {files.dtype(name)}{list(files.shape(name))}, not of floats"
-            )
+        if files.dtype(name) not in FLOATS.values() or files.shape(name) != shape:
+            found = f"{files.dtype(name)}{list(files.shape(name))}"
+            raise HydrajaxError(f"{what}: tensor '{name}' is {found}, expected floats of shape {list(shape)}")
         digest.update(np.asarray(files.read_first(name, ROWS), jnp.bfloat16).tobytes())
     shapes = {name: getattr(config, name) for name in ("vocab_size", "width", "n_layers", "n_heads", "n_kv_heads")}
     return {"shapes": shapes, "sha256": digest.hexdigest()}

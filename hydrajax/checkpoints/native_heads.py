@@ -31,7 +31,7 @@ WHAT = "--draft"
 MARK = "hydrajax_draft"  # the field of config.json by which the format is known; its value is the version
 VERSION = 1
 PARAMS = "params"
-MOST = 256  # heads, and blocks of one: more are a slip, which would take all memory
+MOST = 64  # heads, and blocks of one: more are a slip, which would take all memory
 KINDS = {"hydra": HydraHeads, "medusa": MedusaHeads}
 
 

@@ -78,12 +78,12 @@ def load_medusa(directory: Path, config: dict, base: LlamaConfig, dtype):
     else:
         files, prefix, ignored = open_model(directory, WHAT), MEDUSA_2, f"(?!{re.escape(MEDUSA_2)}).*"
     # The released config.json may declare fewer heads than the file holds: trust the file.
-    n_heads = len({match[1] for match in _matches(files, re.escape(prefix) + r"(\d+)\..*")})
+    n_heads = len({match[1] for match in _matches(files, re.escape(prefix) + r"([0-9]{1,4})\..*")})
     if n_heads == 0:
         raise HydrajaxError(
             f"{WHAT}: {directory} holds no tensor named like '{prefix}0.0.linear.weight': not Medusa heads"
         )
-    lm_heads = _matches(files, re.escape(prefix) + r"\d+\.(\d+)\.weight")
+    lm_heads = _matches(files, re.escape(prefix) + r"[0-9]+\.([0-9]{1,4})\.weight")
     if not lm_heads:
         raise HydrajaxError(
             f"{WHAT}: {directory} holds Medusa heads without lm heads of their own (config.json's version 2), "

@@ -148,17 +148,29 @@ class TorchFiles(TensorFiles):
             # Files of torch before 1.6 cannot be mapped and are read whole.
             mapped = _starts_as_zip(path)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            tensors, odd = self._plain(state, torch)
         except Exception as error:  # torch raises many types for a damaged or unsafe file
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise HydrajaxError(f"{self._what}: {path} is damaged or holds more than tensors: {reason}") from None
-        if not isinstance(state, dict) or not all(
-            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()
-        ):
-            raise HydrajaxError(f"{self._what}: {path} must hold a state dict of tensors")
-        for name, tensor in state.items():
-            if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-                raise HydrajaxError(f"{self._what}: {path}: '{name}' must be a plain dense tensor")
-        return state
+        if odd is not None:
+            raise HydrajaxError(f"{self._what}: {path} must hold a state dict of tensors{odd}")
+        return tensors
+
+    @staticmethod
+    def _plain(state: Any, torch) -> tuple[dict, str | None]:
+        """The tensors by name, and what is wrong if they are not plain dense ones that are all in the file."""
+        if not isinstance(state, dict):
+            return {}, ""
+        tensors = {}
+        for name, tensor in dict.items(state):  # a subclass may say otherwise
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                return {}, ""
+            tensor = tensors[name] = torch.Tensor.detach(tensor)  # which leaves behind what a file hangs on a tensor
+            if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided or tensor.device.type != "cpu":
+                return {}, f", '{name}' is no plain dense one"
+            if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+                return {}, f", '{name}' is larger than what is stored of it"
+        return tensors, None
 
     def _describe(self, file):
         return {
@@ -167,7 +179,7 @@ class TorchFiles(TensorFiles):
         }
 
     def _read(self, file, key, rows=None):
-        tensor = file[key].detach()[:rows] if rows else file[key].detach()
+        tensor = file[key][:rows] if rows else file[key]
         tensor = tensor.clone(memory_format=torch_module().contiguous_format)  # the file is mapped, and let go
         if str(tensor.dtype) == "torch.bfloat16":  # NumPy gets its bfloat16 from ml_dtypes, torch does not know it
             return tensor.view(torch_module().int16).numpy().view(jnp.bfloat16)
@@ -218,7 +230,7 @@ def _shards(directory: Path, index: Path, what: str) -> list[Path]:
         raise HydrajaxError(f"{what}: {index} has no 'weight_map' of file names")
     shards = sorted(set(names.values()))
     for shard in shards:
-        if Path(shard).name != shard or "\0" in shard:
+        if Path(shard).name != shard or not shard.isprintable():
             raise HydrajaxError(f"{what}: {index.name} names {shard!r}, a path outside the directory")
         if not os.path.isfile(directory / shard):
             raise HydrajaxError(f"{what}: shard {shard} is named in {index.name} but missing from {directory}")
