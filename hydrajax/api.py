@@ -59,6 +59,15 @@ class Loaded:
             self._bursts[key] = Bursts(decode_fn.engine)
         return self._bursts[key]
 
+    def with_draft(
+        self, draft: str | Path, *, base_directory: str | Path | None = None, mesh: Mesh | None = None
+    ) -> Loaded:
+        """The same base, its parameters shared, with draft heads. base_directory, mesh: as at `load_draft`, `load`."""
+        directory = resolve(draft, "--draft")
+        drafter, params = load_draft(directory, self.model.config, self.model.dtype, base_directory=base_directory)
+        params = Params(self.params.base, jax.tree.map(lambda x: placer(mesh)(x, None), params))
+        return Loaded(self.model, drafter, params, self.tokenizer, self.eos_ids, directory)
+
     def default_tree(self, batch_size: int = 1) -> TreeTopology:
         """The tree that was searched for these heads, else `hydrajax.trees.presets.default_name`."""
         tree = presets.searched(self.draft_directory, batch_size)
@@ -96,11 +105,8 @@ def load(
     base, draft = resolve(base, "--base"), None if draft is None else resolve(draft, "--draft")
     int8 = quantize == "int8"
     model, base_params = load_llama(base, compute, placer(mesh), int8=int8, on_progress=on_progress)
-    drafter, draft_params = NoDrafter(), {}
-    if draft is not None:
-        drafter, draft_params = load_draft(draft, model.config, compute, base_directory=None if force else base)
-        draft_params = jax.tree.map(lambda x: placer(mesh)(x, None), draft_params)
-    return Loaded(model, drafter, Params(base_params, draft_params), load_tokenizer(base), eos_ids(base), draft)
+    loaded = Loaded(model, NoDrafter(), Params(base_params, {}), load_tokenizer(base), eos_ids(base))
+    return loaded if draft is None else loaded.with_draft(draft, base_directory=None if force else base, mesh=mesh)
 
 
 def load_tokenizer(directory: str | Path):

@@ -3,6 +3,12 @@
 import re
 
 
+def one_line(error: object, most: int = 300) -> str:
+    """What another library says, in one line that is not too long."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return line if len(line) <= most else f"{line[:most]} ..."
+
+
 class HydrajaxError(ValueError):
     """Bad input: the message is one line naming the field, what was found and what is allowed.
 

@@ -28,7 +28,7 @@ from hydrajax.checkpoints.model_card import model_card
 from hydrajax.checkpoints.tensors import save_safetensors, save_torch
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.drafters.prefix import WithPrefix, heads_of, replace_in_heads
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama import Llama
 
@@ -106,7 +106,7 @@ def export_heads(
     Raises `HydrajaxError` also for drafters that the format cannot express.
     """
     prefix = drafter.config if isinstance(drafter, WithPrefix) else None
-    heads = native_heads.heads_of(drafter)
+    heads = heads_of(drafter)
     if not isinstance(heads, (HydraHeads, MedusaHeads)):
         _refuse(f"drafter is {type(heads).__name__}", "HydraHeads and MedusaHeads, also in WithPrefix")
     if format is None:
@@ -121,7 +121,7 @@ def export_heads(
         if format == "native":
             own = heads.dtype if dtype is None else jnp.dtype(dtype)
             params = jax.tree.map(lambda x: np.asarray(x, own), params)
-            config |= native_heads.save_native(folder, native_heads.replace_in_heads(drafter, dtype=own), params)
+            config |= native_heads.save_native(folder, replace_in_heads(drafter, dtype=own), params)
         else:
             tensors = _cast(write(layout, params), dtype)
             if format == "vllm-medusa":

@@ -105,10 +105,10 @@ def to_llama_config(raw: dict, what: str = "config.json") -> LlamaConfig:
         )
     except KeyError as missing:
         raise HydrajaxError(f"{what}: field {missing} is missing") from None
+    except HydrajaxError as error:  # `LlamaConfig` does not know whose numbers they are
+        line = str(error)
+        raise HydrajaxError(line if line.startswith(what) else f"{what}: {line}") from None
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
-        if isinstance(error, HydrajaxError):
-            line = str(error)
-            raise HydrajaxError(line if line.startswith(what) else f"{what}: {line}") from None
         raise HydrajaxError(f"{what}: a field has the wrong type: {error}") from None
 
 

@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, one_line
 
 WHAT = "push"
 
@@ -133,15 +133,10 @@ def _reason(error: BaseException, repository: str, revision: str = "") -> str:
     if isinstance(error, errors.HfHubHTTPError):
         answer = f"the Hub answered {error.response.status_code} {error.response.reason_phrase}"
         if error.server_message:
-            answer += f": {_one_line(error.server_message)}"
+            answer += f": {one_line(error.server_message)}"
         if error.response.status_code in (401, 403):
             answer += "; is the right user logged in (`hf auth login`)?"
         return answer
     if isinstance(error, OSError) and error.strerror:  # the disk; what the network raises has no strerror
         return f"a file cannot be read or written: {error.strerror}: {error.filename or constants.HF_HUB_CACHE}"
-    return f"the exchange with {constants.ENDPOINT} failed: {_one_line(f'{type(error).__name__}: {error}')}"
-
-
-def _one_line(text: str, most: int = 300) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[:most]}..."
+    return f"the exchange with {constants.ENDPOINT} failed: {one_line(f'{type(error).__name__}: {error}')}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from hydrajax.checkpoints.hub import REPOSITORY
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.drafters.prefix import WithPrefix, heads_of
 
 NOT_RECORDED = "not recorded"
 READERS = {
@@ -23,7 +23,7 @@ READERS = {
 def model_card(drafter, format: str, base_name: str, story: dict[str, Any]) -> str:
     """Markdown with the Hub's front matter. story: ``data, recipe, tokens_per_step``; what lacks is said to lack."""
     base_name, story = _in_a_cell(base_name), {name: _in_a_cell(value) for name, value in story.items()}
-    heads = drafter.heads if isinstance(drafter, WithPrefix) else drafter
+    heads = heads_of(drafter)
     medusa = isinstance(heads, MedusaHeads) and not heads.lm_head_bias
     kind = "Medusa heads" if medusa else "Hydra heads"
     if isinstance(heads, MedusaHeads) and heads.lm_head_bias:

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import size_and_checksum
 from hydrajax.processes import anywhere, is_main, main_does
 
@@ -191,7 +191,7 @@ class TrainCheckpoints:
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise  # this machine's trouble, not the file's
         except Exception as error:
-            raise Damaged(_one_line(error)) from None
+            raise Damaged(one_line(error)) from None
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [leaves[name] for name in wanted]), record["meta"]
 
     def _whole_record(self, step: int) -> dict:
@@ -255,7 +255,7 @@ class TrainCheckpoints:
         if is_main():
             self._remove_unfinished()
         self._checkpointer.reload()
-        return HydrajaxError(f"{WHAT}: saving step {step} in {self.directory} failed: {_one_line(error)}")
+        return HydrajaxError(f"{WHAT}: saving step {step} in {self.directory} failed: {one_line(error)}")
 
     def _remove_unfinished(self) -> None:
         for path in self.directory.glob(f"*{UNFINISHED}*"):
@@ -298,8 +298,3 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 def _describe(leaf) -> str:
     return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
-
-
-def _one_line(error: Exception, most: int = 300) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else text[:most] + " ..."

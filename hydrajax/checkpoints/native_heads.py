@@ -15,17 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from orbax.checkpoint import v1 as ocp
 
+from hydrajax.checkpoints.official_heads import check_sizes
 from hydrajax.checkpoints.tensors import FLOATS
 from hydrajax.config import LlamaConfig
-from hydrajax.drafters.drafter import BoundBase
+from hydrajax.drafters.drafter import abstract_draft
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
-from hydrajax.errors import HydrajaxError
+from hydrajax.drafters.prefix import WithPrefix, heads_of, replace_in_heads
+from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import size_and_checksum
-from hydrajax.models.llama import Llama, abstract_base
+from hydrajax.models.llama import Llama
 
 WHAT = "--draft"
 MARK = "hydrajax_draft"  # the field of config.json by which the format is known; its value is the version
@@ -37,7 +37,9 @@ KINDS = {"hydra": HydraHeads, "medusa": MedusaHeads}
 
 def save_native(folder: Path, drafter, params: Any) -> dict[str, Any]:
     """Write ``params/`` into a directory and return the fields of ``config.json`` that `load_native` needs."""
-    heads, prefix = (drafter.heads, True) if isinstance(drafter, WithPrefix) else (drafter, False)
+    from orbax.checkpoint import v1 as ocp  # slow to import, and other formats need none
+
+    heads = heads_of(drafter)
     kinds = {kind: name for name, kind in KINDS.items()}
     if type(heads) not in kinds:
         raise HydrajaxError(f"export: drafter is {type(heads).__name__}, the native format allows {', '.join(KINDS)}")
@@ -47,35 +49,34 @@ def save_native(folder: Path, drafter, params: Any) -> dict[str, Any]:
     return {
         MARK: VERSION,
         "tensors": _described(params),
-        "drafter": {"heads": kinds[type(heads)], "prefix": prefix, "settings": fields},
+        "drafter": {"heads": kinds[type(heads)], "prefix": isinstance(drafter, WithPrefix), "settings": fields},
         "files": {str(path.relative_to(folder)): size_and_checksum(path) for path in files},
     }
 
 
 def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
     """``(drafter, draft_params)`` for a base of this configuration; dtype None keeps the saved one."""
+    from orbax.checkpoint import v1 as ocp
+
     if config[MARK] != VERSION:
         raise HydrajaxError(f"{WHAT}: config.json: {MARK} is {config[MARK]!r}, supported is {VERSION}")
     drafter = _drafter(config.get("drafter"), base)
     _check_files(directory, config.get("files"))
     saved = heads_of(drafter).dtype
-    boxed = jax.eval_shape(
-        lambda params: drafter.init_boxed(jax.random.key(0), BoundBase(Llama(base, saved), params)),
-        nn.unbox(abstract_base(Llama(base, saved))),
-    )
-    if config.get("tensors") != _described(nn.unbox(boxed)):
+    shapes = nn.unbox(abstract_draft(drafter, Llama(base, saved)))
+    if config.get("tensors") != _described(shapes):
         raise HydrajaxError(
             f"{WHAT}: config.json: its tensors are not those that such heads have on this base: they were made for "
             "another base, or the file was changed"
         )
     here = SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), nn.unbox(boxed))
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
     try:
         params = ocp.load(directory / PARAMS, target)
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise  # this machine's trouble, not the file's
     except Exception as error:  # orbax raises many types for a damaged or foreign directory
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error)
         raise HydrajaxError(f"{WHAT}: {directory / PARAMS} is damaged: {reason}") from None
     if dtype is None or dtype == saved:
         return drafter, params
@@ -86,18 +87,6 @@ def _described(params: Any) -> dict[str, list[int]]:
     """Shapes by name; orbax would complain of another one at length."""
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): list(x.shape) for path, x in leaves}
-
-
-def heads_of(drafter):
-    """The heads, out from behind a prefix layer."""
-    return drafter.heads if isinstance(drafter, WithPrefix) else drafter
-
-
-def replace_in_heads(drafter, **changes):
-    """`dataclasses.replace`, of the heads behind a prefix layer."""
-    if isinstance(drafter, WithPrefix):
-        return dataclasses.replace(drafter, heads=replace_in_heads(drafter.heads, **changes))
-    return dataclasses.replace(drafter, **changes)
 
 
 def _drafter(described: Any, base: LlamaConfig):
@@ -129,12 +118,7 @@ def _drafter(described: Any, base: LlamaConfig):
         raise
     except (KeyError, TypeError, ValueError) as error:
         raise HydrajaxError(f"{WHAT}: config.json: 'drafter' is not what was written: {error}") from None
-    for name, found, wanted in (
-        ("vocabulary", heads.vocab_size, base.vocab_size),
-        ("width", heads.width, base.width),
-    ):
-        if found != wanted:
-            raise HydrajaxError(f"{WHAT}: the heads were made for another base: their {name} is {found}, not {wanted}")
+    check_sizes((heads.vocab_size, heads.width), base)
     return WithPrefix(heads, base) if prefix else heads
 
 

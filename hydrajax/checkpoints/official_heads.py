@@ -150,15 +150,16 @@ def _load(
 
 
 def _blocks_are_copies(heads, naming: Naming, files: TensorFiles) -> bool:
-    def equal(one: str, other: str, part: str) -> bool:
-        names = f"{one}.{part}", f"{other}.{part}"
-        return names[0] not in files or np.array_equal(*map(files.read, names))
+    def copies(names: list[str]) -> bool:
+        first = files.read(names[0])
+        return all(np.array_equal(first, files.read(name)) for name in names[1:])
 
     for k in range(heads.n_heads):
-        first = heads.n_layers - heads.head(k).n_plain
-        stems = [naming.block(k, i) + naming.linear for i in range(first, heads.n_layers)]
-        if not all(equal(stems[0], stem, part) for stem in stems[1:] for part in ("weight", "bias")):
-            return False
+        plain = range(heads.n_layers - heads.head(k).n_plain, heads.n_layers)
+        for part in ("weight", "bias"):
+            names = [f"{naming.block(k, i)}{naming.linear}.{part}" for i in plain]
+            if len(names) > 1 and names[0] in files and not copies(names):
+                return False
     return True
 
 
@@ -178,8 +179,11 @@ def _same_base(files: TensorFiles, lm_key: str, base: LlamaConfig) -> None:
     """Refuse heads of another base before any key is compared: the message should say what is wrong."""
     if lm_key not in files:
         raise HydrajaxError(f"{WHAT}: missing tensor '{lm_key}'")
-    for name, found, wanted in zip(
-        ("vocabulary", "width"), files.shape(lm_key), (base.vocab_size, base.width), strict=False
-    ):
+    check_sizes(files.shape(lm_key), base)
+
+
+def check_sizes(found_sizes: tuple[int, ...], base: LlamaConfig) -> None:
+    """Refuse heads whose vocabulary and width, the shape of an lm head, are not this base's."""
+    for name, found, wanted in zip(("vocabulary", "width"), found_sizes, (base.vocab_size, base.width), strict=False):
         if found != wanted:
             raise HydrajaxError(f"{WHAT}: the heads were made for another base: their {name} is {found}, not {wanted}")

@@ -70,7 +70,7 @@ def guarded(parse: Callable[[], argparse.Namespace]) -> int:
         code = args.run(args)
         sys.stdout.flush()
     except HydrajaxError as error:
-        print(f"hydrajax: {' '.join(str(error).split())}", file=sys.stderr)  # libraries' messages may be of many lines
+        print(f"hydrajax: {' '.join(str(error).split())}", file=sys.stderr)  # libraries indent theirs
         return 2
     except KeyboardInterrupt:
         print("hydrajax: interrupted", file=sys.stderr)

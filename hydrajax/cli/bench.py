@@ -157,13 +157,13 @@ def _prompt_ids(args: argparse.Namespace, loaded: api.Loaded) -> list[np.ndarray
 
 
 def _print(rows: list[benchmark.BenchmarkRow], args: argparse.Namespace, texts) -> None:
-    console = Console()
-    console.width = max(console.width, NARROWEST)
+    console = wide_console()
     info = machine()
     what = args.random or args.base
     print(f"{what}, {args.dtype}, context {args.context}, on {info['device']}, jax {info['jax']}; ms per step, median")
-    phases = _table(
-        "batch", "tree", "nodes", "AR step", "step", "verify", "propose", "accept", "observe", "draft", "even"
+    phases = figure_table(
+        *("batch", "tree", "nodes", "AR step", "step", "verify", "propose", "accept", "observe", "draft", "even"),
+        left="tree",
     )
     for row in rows:
         times = (row.autoregressive_step, row.step, row.verify, row.propose, row.accept_commit, row.observe)
@@ -173,7 +173,7 @@ def _print(rows: list[benchmark.BenchmarkRow], args: argparse.Namespace, texts) 
     print("accept: with commit. draft: (propose + accept + observe) / verify. even: the tree pays when tokens_per_step")
     print("(τ) exceeds this, step / AR step.")
     if texts:
-        rates = _table("batch", "tree", "nodes", "τ", "AR tok/s", "tok/s", "speed-up", "equal")
+        rates = figure_table("batch", "tree", "nodes", "τ", "AR tok/s", "tok/s", "speed-up", "equal", left="tree")
         for row in rows:
             cells = [str(row.batch), row.tree, str(row.nodes), f"{row.tokens_per_step:.2f}"]
             cells += [f"{row.autoregressive_tokens_per_second:.0f}", f"{row.tokens_per_second:.0f}"]
@@ -193,8 +193,15 @@ def _print(rows: list[benchmark.BenchmarkRow], args: argparse.Namespace, texts) 
         print("no prompts: on random weights tokens_per_step says nothing, so no tokens per second", file=sys.stderr)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+def wide_console() -> Console:
+    console = Console()
+    console.width = max(console.width, NARROWEST)
+    return console
+
+
+def figure_table(*columns: str, left: str) -> Table:
+    """Whole figures, right-aligned but for one column of names."""
+    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for column in columns:
-        table.add_column(column, justify="left" if column == "tree" else "right", no_wrap=True)
-    return table
+        found.add_column(column, justify="left" if column == left else "right", no_wrap=True)
+    return found

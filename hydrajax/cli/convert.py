@@ -8,13 +8,17 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 
+from hydrajax.checkpoints.draft import RECORD, load_draft
+from hydrajax.checkpoints.export import FORMATS, export_heads
+from hydrajax.checkpoints.families import to_llama_config
+from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.hub import push, resolve
+from hydrajax.checkpoints.tensors import read_json
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 
 HELP = "write draft heads in other formats, put them on the Hub, see what int8 costs"
-FORMATS = ("hydra", "medusa", "vllm-medusa", "native")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,12 +63,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from hydrajax.checkpoints.draft import RECORD, load_draft
-    from hydrajax.checkpoints.export import export_heads
-    from hydrajax.checkpoints.families import to_llama_config
-    from hydrajax.checkpoints.fingerprint import fingerprint
-    from hydrajax.checkpoints.tensors import read_json
-
     base, draft = resolve(args.base, "--base"), resolve(args.draft, "--draft")
     for directory, what in ((draft, "heads themselves"), (base, "base")):
         if Path(args.output).resolve() == directory.resolve():

@@ -24,9 +24,7 @@ from rich.table import Table
 
 from hydrajax import assets
 from hydrajax.api import Loaded, decode_text, encode, load
-from hydrajax.checkpoints.draft import load_draft
 from hydrajax.cli.generate import pieces, write_marked
-from hydrajax.decoding.step import Params
 from hydrajax.evaluation.answers import Generation
 from hydrajax.evaluation.prompts import Prompt
 from hydrajax.generation import generate
@@ -139,9 +137,7 @@ def load_shipped() -> tuple[Loaded, dict[str, Loaded]]:
         phase.advance()
         drafted = {}
         for name in assets.DRAFTERS:
-            drafter, params = load_draft(assets.path(name), plain.model.config)
-            params = Params(plain.params.base, jax.device_put(params))
-            drafted[name] = Loaded(plain.model, drafter, params, plain.tokenizer, plain.eos_ids)
+            drafted[name] = plain.with_draft(assets.path(name))
             phase.advance()
         phase.note = f"{size_of(plain.params.base)} parameters, heads " + ", ".join(
             f"{TITLES[name]} {size_of(loaded.params.draft)}" for name, loaded in drafted.items()

@@ -22,13 +22,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hydrajax import api
-from hydrajax.checkpoints.draft import load_draft
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.hub import resolve
 from hydrajax.cli import options
 from hydrajax.cli.bench import machine, plain
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, RejectionSampling, Typical
-from hydrajax.decoding.step import Params
 from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation import questions as question_sets
 from hydrajax.evaluation.answers import Generation
@@ -59,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="one answer file for each way to decode, and summary.json; a run that was killed is taken up there",
     )
-    _add_model_arguments(parser)
+    options.add_model_arguments(parser, several=True)
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument(
         "--max-new-tokens",
@@ -75,35 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--template", metavar="NAME", default="auto", help="chat template: auto (the tokenizer's own), vicuna or plain"
     )
     options.add_rule_arguments(parser)
-
-
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """As `options.add_model_arguments`, but with several drafts and trees."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--base",
-        metavar="DIR|NAME",
-        required=True,
-        help="LLaMA-family model in Hugging Face layout; org/name or org/name@revision is fetched from the Hub",
-    )
-    group.add_argument(
-        "--draft",
-        metavar="DIR|NAME",
-        action="append",
-        default=[],
-        help="Hydra or Medusa heads; may be given several times. The base alone always runs too",
-    )
-    group.add_argument(
-        "--tree",
-        metavar="NAME|FILE.json",
-        action="append",
-        default=[],
-        help=f"candidate tree: {', '.join(presets.names())} or a JSON list of choices; if given several times, every "
-        "draft is run with each (default: each draft's own, see hydrajax generate)",
-    )
-    group.add_argument("--dtype", choices=list(api.DTYPES), default="float32", help="default %(default)s")
-    group.add_argument("--quantize", choices=api.QUANTIZED, help="base weights in 8 bits")
-    group.add_argument("--force", action="store_true", help="load heads that say they were made for another base")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -167,10 +136,7 @@ def load_ways(
     for draft in args.draft:
         if draft == options.NO_DRAFT:
             continue
-        heads, made_for = resolve(draft, "--draft"), None if args.force else directory
-        drafter, params = load_draft(heads, loaded.model.config, api.DTYPES[args.dtype], base_directory=made_for)
-        params = Params(loaded.params.base, jax.device_put(params))
-        drafted = api.Loaded(loaded.model, drafter, params, loaded.tokenizer, loaded.eos_ids, heads)
+        drafted = loaded.with_draft(draft, base_directory=None if args.force else directory)
         for name, tree in trees or [("", drafted.default_tree())]:
             ways.append(Way(unique(*filter(None, (base, folder_name(draft), name))), drafted, tree, rule, limit))
     if trees and len(ways) == 1:

@@ -17,8 +17,14 @@ NO_DRAFT = "none"
 LARGEST_SEED = 2**32 - 1  # a JAX key holds 32 bits of seed unless 64-bit mode is on
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, base_required: bool = True, tree: bool = True) -> None:
-    """``--base, --draft, --tree, --dtype, --quantize, --force``: see `load_from` and `tree_from`."""
+def add_model_arguments(
+    parser: argparse.ArgumentParser, *, base_required: bool = True, tree: bool = True, several: bool = False
+) -> None:
+    """``--base, --draft, --tree, --dtype, --quantize, --force``: see `load_from` and `tree_from`.
+
+    tree: False for a command that has no tree to be told. several: drafts and trees become lists.
+    """
+    listed = {"action": "append", "default": []} if several else {}
     group = parser.add_argument_group("model")
     group.add_argument(
         "--base",
@@ -27,14 +33,22 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, base_required: bool 
         help="LLaMA-family model in Hugging Face layout; org/name or org/name@revision is fetched from the Hub",
     )
     group.add_argument(
-        "--draft", metavar="DIR|NAME", help=f"Hydra or Medusa heads; '{NO_DRAFT}' or absent: autoregressive"
+        "--draft",
+        metavar="DIR|NAME",
+        help="Hydra or Medusa heads; may be given several times, the base alone always runs too"
+        if several
+        else f"Hydra or Medusa heads; '{NO_DRAFT}' or absent: autoregressive",
+        **listed,
     )
     if tree:
         group.add_argument(
             "--tree",
             metavar="NAME|FILE.json",
             help=f"candidate tree: {', '.join(presets.names())} or a JSON list of choices (default: the one that "
-            "'hydrajax tree search --save' left with the heads, else mc_sim_7b_63, or a chain if the heads are fewer)",
+            "'hydrajax tree search --save' left with the heads, else mc_sim_7b_63, or a chain if the heads are fewer)"
+            + "; if given several times, every draft is run with each"
+            * several,
+            **listed,
         )
     group.add_argument(
         "--dtype",

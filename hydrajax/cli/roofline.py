@@ -7,19 +7,18 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from hydrajax import api
 from hydrajax.checkpoints.families import to_llama_config
 from hydrajax.checkpoints.tensors import read_json
 from hydrajax.cli import options
-from hydrajax.cli.bench import NARROWEST, machine, plain
+from hydrajax.cli.bench import figure_table, machine, plain, wide_console
 from hydrajax.config import PRESETS, LlamaConfig
 from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation.benchmark import BenchmarkRow, first_nodes, run_benchmark
@@ -197,17 +196,7 @@ def _report(
 # --- on the terminal ------------------------------------------------------------------------------------------------
 
 
-def _console() -> Console:
-    console = Console()
-    console.width = max(console.width, NARROWEST)
-    return console
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for column in columns:
-        table.add_column(column, justify="left" if column == "operator" else "right", no_wrap=True)
-    return table
+_table = partial(figure_table, left="operator")
 
 
 def _print(args: argparse.Namespace, device: Device, rows: list[Prediction]) -> None:
@@ -228,7 +217,7 @@ def _print(args: argparse.Namespace, device: Device, rows: list[Prediction]) -> 
         cells = [str(row.batch), str(row.context), str(row.nodes), *(f"{time:.3g}" for time in times)]
         cells += [f"{row.memory_bound:.0%}", f"{row.break_even:.2f}"]
         table.add_row(*cells, *((f"{row.tokens_per_step:.2f}", f"{row.speedup:.2f}x") if with_tau else ()))
-    _console().print(table)
+    wide_console().print(table)
     print("memory: share of the step's time in operators that wait for memory. even: cost ratio step / AR step, the")
     print("tokens_per_step (τ) above which the tree pays.")
 
@@ -248,9 +237,9 @@ def _print_comparison(rows: list[Prediction], measured: list[BenchmarkRow], chan
             times += [f"{ours:.3g}", f"{theirs:.3g}", f"{ours / theirs - 1:+.0%}"]
         steps.add_row(*cell, *times, f"{found.break_even:.2f}")
         verbs.add_row(*cell, *(f"{getattr(predicted, verb):.3g} ({getattr(found, verb):.3g})" for verb in VERBS))
-    _console().print(steps)
+    wide_console().print(steps)
     print("measured: median ms. error: of the prediction. even: as measured.")
-    _console().print(verbs)
+    wide_console().print(verbs)
     print(
         "ms predicted (measured). Left out of the prediction is what is neither a matrix product nor traffic: the sort"
     )
@@ -270,7 +259,7 @@ def _print_operators(device: Device, work: Workload, tree: TreeTopology) -> None
             bound = "memory" if device.memory_bound(operator) else "arithmetic"
             ms = f"{milliseconds(device, [operator]):.3g}"
             table.add_row(operator.name, str(operator.count), *(f"{figure:.4g}" for figure in figures), ms, bound)
-        _console().print(table)
+        wide_console().print(table)
 
 
 def print_tables() -> None:
@@ -285,5 +274,5 @@ def print_tables() -> None:
             table.add_row("", "printed", *map(str, theirs))
             equal += sum(a == b for a, b in zip(ours, theirs, strict=True))
             total += len(theirs)
-        _console().print(table)
+        wide_console().print(table)
     print(f"{equal} of {total} equal to the printed digits")

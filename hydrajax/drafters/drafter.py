@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hydrajax.config import LlamaConfig
-from hydrajax.models.llama import Llama
+from hydrajax.models.llama import Llama, abstract_base
 from hydrajax.trees.tree import TreeTopology
 
 DraftParams = Any  # a nested dict of arrays
@@ -144,6 +145,13 @@ class Trainable:
     def teacher_forced(self, params, features, tokens, base):
         hidden = self.teacher_hidden(params, features, tokens, base)
         return jnp.stack([self.head_logits(params, k, rows, base) for k, rows in enumerate(hidden)])
+
+
+def abstract_draft(drafter: Drafter, model: Llama):
+    """Boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the drafter, nothing allocated."""
+    return jax.eval_shape(
+        lambda base: drafter.init_boxed(jax.random.key(0), BoundBase(model, base)), nn.unbox(abstract_base(model))
+    )
 
 
 def last_observed(features: Float[Array, "B T D"], counts: Int[Array, " B"]) -> Float[Array, "B D"]:

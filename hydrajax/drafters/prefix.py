@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,3 +99,14 @@ class WithPrefix(Trainable):
 
     def head_logits(self, params, k, hidden, base, rng=None):
         return self.heads.head_logits(params["heads"], k, hidden, base, rng)
+
+
+def heads_of(drafter):
+    """The heads, out from behind a prefix layer."""
+    return drafter.heads if isinstance(drafter, WithPrefix) else drafter
+
+
+def replace_in_heads(drafter, **changes):
+    """`dataclasses.replace`, of the heads behind a prefix layer."""
+    changed = dataclasses.replace(heads_of(drafter), **changes)
+    return dataclasses.replace(drafter, heads=changed) if isinstance(drafter, WithPrefix) else changed

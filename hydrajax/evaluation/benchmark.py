@@ -171,6 +171,15 @@ def run_benchmark(
             )
 
 
+def time_round(ways: dict[str, tuple[Callable, Params]], batches, seconds: dict[str, list[float]], *rng) -> None:
+    """Decode every batch in each way, a decode function and its parameters, and add what each way took."""
+    for name, (decode, params) in ways.items():
+        began = time.perf_counter()
+        for prompt, lengths in batches:
+            jax.block_until_ready(decode(params, prompt, lengths, *rng))
+        seconds[name].append(time.perf_counter() - began)
+
+
 def generation_rates(
     model: Llama,
     drafter,
@@ -197,11 +206,7 @@ def generation_rates(
     outputs = {way: [jax.device_get(fn(p, *b)) for b in batches] for way, (fn, p) in ways.items()}  # warm-up
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(repeats):
-        for way, (fn, way_params) in ways.items():
-            began = time.perf_counter()
-            for prompt, lengths in batches:
-                jax.block_until_ready(fn(way_params, prompt, lengths))
-            seconds[way].append(time.perf_counter() - began)
+        time_round(ways, batches, seconds)
     made = {way: sum(int(out.lengths.sum()) for out in outs) for way, outs in outputs.items()}
     rate = {way: made[way] / statistics.median(seconds[way]) for way in ways}
     steps = sum(int(out.steps.sum()) for out in outputs["tree"])

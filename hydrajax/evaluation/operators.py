@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import flax.linen as nn
 import jax
 
 from hydrajax.config import LlamaConfig
-from hydrajax.drafters.drafter import BoundBase
-from hydrajax.models.llama import Llama, init_base
+from hydrajax.drafters.drafter import abstract_draft
+from hydrajax.drafters.prefix import heads_of
+from hydrajax.models.llama import Llama
 from hydrajax.trees.tree import TreeTopology
 
 FLOAT32 = 4  # bytes: of logits and of the scores inside softmax, whatever the model's dtype
@@ -126,7 +128,7 @@ def ranking(name: str, rows: int, vocab_size: int) -> Operator:
 def draft_shapes(config: LlamaConfig, drafter) -> Any:
     """The drafter's parameters as shapes, nothing allocated."""
     model = Llama(config.replace(n_layers=1))  # drafters read its embedding and lm head; tracing 60 layers takes long
-    return jax.eval_shape(lambda rng: drafter.init(rng, BoundBase(model, init_base(model, rng))), jax.random.key(0))
+    return nn.unbox(abstract_draft(drafter, model))
 
 
 def draft_parameters(params: Any) -> int:
@@ -138,7 +140,7 @@ def propose_operators(drafter, params: Any, tree: TreeTopology, batch: int, item
 
     params: arrays or shapes. Heads deeper than the tree are not run.
     """
-    heads = getattr(drafter, "heads", drafter)
+    heads = heads_of(drafter)
     params = params["heads"] if heads is not drafter else params
     operators = []
     for k, level in enumerate(tree.levels):

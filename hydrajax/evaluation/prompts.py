@@ -113,6 +113,11 @@ def read_jsonl(path: str | Path, what: str) -> Iterator[tuple[str, dict]]:
         raise HydrajaxError(f"{what}: no such file: {path}") from None
     except OSError as error:
         raise HydrajaxError(f"{what}: cannot read {path}: {error.strerror}") from None
+    yield from json_lines(content, path)
+
+
+def json_lines(content: bytes, path: str | Path) -> Iterator[tuple[str, dict]]:
+    """As `read_jsonl`, of what has been read from ``path``."""
     for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not raw.strip():
             continue

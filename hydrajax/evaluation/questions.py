@@ -10,10 +10,9 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation.prompts import read_jsonl, shown
+from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.evaluation.prompts import json_lines, shown
 
 # Sets that have a name, and the file that `--data` looks for.
 FILES = {
@@ -105,39 +104,29 @@ def _question(where: str, record: dict, number: int, category: str) -> Question:
 
 def _records(path: Path) -> Iterator[tuple[str, dict]]:
     """``(where, record)`` of each record of a file."""
-    kinds = path.suffixes[-2:]
-    if kinds[-1:] == [".jsonl"] or not {".gz", ".json"} & set(kinds):
-        yield from read_jsonl(path, "--set")
-        return
     try:
-        content = path.read_bytes()
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except FileNotFoundError:
         raise HydrajaxError(f"--set: no such file: {path}") from None
-    except UnicodeDecodeError:
-        raise HydrajaxError(f"{path}: is not UTF-8 text") from None
     except (OSError, EOFError, zlib.error) as error:  # gzip's own errors have no strerror
         reason = getattr(error, "strerror", None) or error
         raise HydrajaxError(f"--set: cannot read {path}: {reason}") from None
-    if path.name.removesuffix(".gz").endswith(".json"):
-        records = _parsed(text, str(path))
-        if not isinstance(records, list):
-            raise HydrajaxError(f"{path}: must be a list of objects, found {shown(records)}")
-        named = [(f"{path} item {number}", record) for number, record in enumerate(records, start=1)]
-    else:
-        lines = [(f"{path} line {number}", line) for number, line in enumerate(text.split("\n"), start=1)]
-        named = [(where, _parsed(line, where)) for where, line in lines if line.strip()]
-    for where, record in named:
+    if not path.name.removesuffix(".gz").endswith(".json"):
+        yield from json_lines(content, path)
+        return
+    try:
+        records = json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise HydrajaxError(f"{path}: is not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
+        raise HydrajaxError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(records, list):
+        raise HydrajaxError(f"{path}: must be a list of objects, found {shown(records)}")
+    for number, record in enumerate(records, start=1):
+        where = f"{path} item {number}"
         if not isinstance(record, dict):
             raise HydrajaxError(f"{where}: must be a JSON object, found {shown(record)}")
         yield where, record
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise HydrajaxError(f"{where}: is not JSON: {error}") from None
 
 
 def _hub_records(name: str, config: str | None, split: str | None) -> Iterator[tuple[str, dict]]:
@@ -147,8 +136,9 @@ def _hub_records(name: str, config: str | None, split: str | None) -> Iterator[t
 
         splits = datasets.load_dataset(name, config or None)
     except Exception as error:  # of the library, its HTTP client or the dataset
-        reason = " ".join(str(error).split())[:300]
-        raise HydrajaxError(f"--set: '{name}' is no file here, and datasets cannot load it: {reason}") from None
+        raise HydrajaxError(
+            f"--set: '{name}' is no file here, and datasets cannot load it: {one_line(error)}"
+        ) from None
     if split is None:
         split = "test" if "test" in splits else next(iter(splits)) if len(splits) == 1 else None
     if split not in splits:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn, right_padded
 from hydrajax.decoding.step import Params
+from hydrajax.evaluation.benchmark import time_round
 from hydrajax.models.llama import Llama
 from hydrajax.trees.tree import TreeTopology
 
@@ -72,12 +72,8 @@ def measure_trees(
     random = np.random.default_rng(seed)
     for number in range(repeats):
         on_status(f"round {number + 1} of {repeats}")
-        for name in random.permutation(list(ways)).tolist():
-            decode, way_params = ways[name]
-            began = time.perf_counter()
-            for batch in batches:
-                jax.block_until_ready(decode(way_params, *batch, jax.random.key(seed)))
-            seconds[name].append(time.perf_counter() - began)
+        order = random.permutation(list(ways)).tolist()
+        time_round({name: ways[name] for name in order}, batches, seconds, jax.random.key(seed))
     rates = {name: tokens[name] / np.array(seconds[name]) for name in ways}
     picked = random.integers(0, repeats, (RESAMPLES, repeats))  # whole rounds, in which all had the same neighbours
     medians = {name: np.median(rates[name][picked], axis=1) for name in trees}

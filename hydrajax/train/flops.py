@@ -11,6 +11,7 @@ import jax
 from jax.tree_util import DictKey
 
 from hydrajax.config import LlamaConfig
+from hydrajax.drafters.prefix import heads_of
 
 # Peak dense bf16 multiply-adds of one chip, in FLOP/s as the makers publish them, by a part of jax's device_kind.
 PEAK_BF16 = {
@@ -52,7 +53,7 @@ def peak_flops(device: jax.Device) -> float | None:
 
 def drafter_forward_flops(drafter, params, length: int) -> float:
     """Per token of the teacher-forced pass: every head once, a prefix layer with its attention."""
-    heads = getattr(drafter, "heads", drafter)
+    heads = heads_of(drafter)
     prefix = 0.0
     if heads is not drafter:
         prefix = forward_flops(drafter.config, params["prefix"], length, n_layers=1)

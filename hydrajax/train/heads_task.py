@@ -17,12 +17,11 @@ from hydrajax.checkpoints.draft import load_draft
 from hydrajax.checkpoints.export import export_heads
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.hub import resolve
-from hydrajax.checkpoints.native_heads import replace_in_heads
 from hydrajax.config import LlamaConfig
-from hydrajax.drafters.drafter import BoundBase, Drafter
+from hydrajax.drafters.drafter import BoundBase, Drafter, abstract_draft
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.drafters.prefix import WithPrefix, replace_in_heads
 from hydrajax.drafters.ranks import head_ranks
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama import Llama, abstract_base
@@ -185,13 +184,6 @@ class HeadsTask:
         if self.tokens_per_step is not None:
             story["tokens_per_step"] = f"{self.tokens_per_step:.2f}, simulated on held-out text, tree {c.tree}"
         return story
-
-
-def abstract_draft(drafter: Drafter, model: Llama):
-    """Boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the drafter, nothing allocated."""
-    return jax.eval_shape(
-        lambda base: drafter.init_boxed(jax.random.key(0), BoundBase(model, base)), nn.unbox(abstract_base(model))
-    )
 
 
 def tree_for(name: str, drafter: Drafter, vocab_size: int) -> TreeTopology:
