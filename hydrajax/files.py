@@ -22,11 +22,11 @@ def size_and_checksum(path: Path) -> list[int]:
 
 
 class WholeFile:
-    """A context manager that writes text to ``path``, which appears, or is replaced, only on success.
+    """A context manager that writes to ``path``, which appears, or is replaced, only on success.
 
-    Text goes to a hidden temporary file in the same directory, flushed at each write; it is renamed at the end and
-    removed on any error or Ctrl-C. Raises `HydrajaxError` at once if ``path`` cannot be written. ``flag`` names the
-    file's option in messages.
+    What is written goes to a hidden temporary file in the same directory, flushed at each write; it is renamed at the
+    end and removed on any error or Ctrl-C. Raises `HydrajaxError` at once if ``path`` cannot be written. ``flag`` names
+    the file's option in messages.
     """
 
     def __init__(self, path: str | Path, flag: str):
@@ -41,14 +41,18 @@ class WholeFile:
             raise HydrajaxError(f"{flag}: cannot write {path}: no such directory: {self._target.parent}")
         self._partial = self._target.with_name(f".{self._target.name}.{os.getpid()}.tmp")
         try:
-            self._file = self._partial.open("w", encoding="utf-8", newline="\n")
+            self._file = self._partial.open("wb")
         except OSError as error:
             raise self._cannot_write(error) from None
 
     def write_text(self, text: str) -> None:
-        """Add text; it is on disk when this returns."""
+        """Add text, in UTF-8; it is on disk when this returns."""
+        self.write_bytes(text.encode("utf-8"))
+
+    def write_bytes(self, content: bytes) -> None:
+        """Add bytes; they are on disk when this returns."""
         try:
-            self._file.write(text)
+            self._file.write(content)
             self._file.flush()
         except OSError as error:  # such as a full disk
             raise self._cannot_write(error) from None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hydrajax.errors import HydrajaxError
 
-COMMANDS = ("demo", "generate", "chat", "bench", "evaluate", "roofline", "certify", "convert", "tree")
+COMMANDS = ("demo", "generate", "chat", "bench", "evaluate", "roofline", "certify", "convert", "tree", "report")
 
 
 class _Parser(argparse.ArgumentParser):

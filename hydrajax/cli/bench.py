@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 from contextlib import ExitStack
 
-import jax
 import numpy as np
 from rich import box
 from rich.console import Console
@@ -21,6 +19,7 @@ from hydrajax.config import PRESETS
 from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation import benchmark, prompts
 from hydrajax.evaluation.random_models import DRAFTERS, random_draft, random_model
+from hydrajax.evaluation.results import machine
 from hydrajax.files import WholeFile
 from hydrajax.trees import TreeTopology, presets
 
@@ -100,17 +99,6 @@ def _measure(args: argparse.Namespace, rule, model, drafter, params, trees, text
             rows.append(row)
             progress.update(task, description=f"measuring {min(len(rows) + 1, total)} of {total}")
     return rows
-
-
-def machine() -> dict:
-    """What the figures depend on."""
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind if device.platform != "cpu" else (platform.processor() or platform.machine()),
-        "platform": device.platform,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def plain(args: argparse.Namespace) -> dict:

@@ -9,10 +9,11 @@ from contextlib import ExitStack
 
 from hydrajax import api
 from hydrajax.cli import options
-from hydrajax.cli.bench import BUILT_IN_PROMPTS, machine, plain
+from hydrajax.cli.bench import BUILT_IN_PROMPTS, plain
 from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation.certificate import Check, Subject, certify
 from hydrajax.evaluation.prompts import Prompt, read_prompts
+from hydrajax.evaluation.results import machine
 from hydrajax.files import WholeFile
 
 HELP = "check that drafting changes nothing: equal tokens, or an equal distribution"

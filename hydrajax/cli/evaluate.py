@@ -25,13 +25,14 @@ from hydrajax import api
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.hub import resolve
 from hydrajax.cli import options
-from hydrajax.cli.bench import machine, plain
+from hydrajax.cli.bench import plain
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, RejectionSampling, Typical
 from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation import questions as question_sets
 from hydrajax.evaluation.answers import Generation
 from hydrajax.evaluation.evaluate import AnswerFiles, Contender, Figures, Prompter, evaluate, summarise
 from hydrajax.evaluation.questions import Question
+from hydrajax.evaluation.results import machine
 from hydrajax.files import WholeFile
 from hydrajax.generation import generate
 from hydrajax.trees import TreeTopology, presets

@@ -18,7 +18,7 @@ from hydrajax import api
 from hydrajax.checkpoints.families import to_llama_config
 from hydrajax.checkpoints.tensors import read_json
 from hydrajax.cli import options
-from hydrajax.cli.bench import figure_table, machine, plain, wide_console
+from hydrajax.cli.bench import figure_table, plain, wide_console
 from hydrajax.config import PRESETS, LlamaConfig
 from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation.benchmark import BenchmarkRow, first_nodes, run_benchmark
@@ -26,6 +26,7 @@ from hydrajax.evaluation.devices import DEVICES, Device, Meter, average, drift
 from hydrajax.evaluation.medusa_tables import CANDIDATES, TABLES
 from hydrajax.evaluation.operators import draft_shapes
 from hydrajax.evaluation.random_models import DRAFTERS, random_draft
+from hydrajax.evaluation.results import machine
 from hydrajax.evaluation.roofline import Prediction, Workload, milliseconds, predict
 from hydrajax.files import WholeFile
 from hydrajax.models.llama import Llama, init_base

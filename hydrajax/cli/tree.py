@@ -64,7 +64,7 @@ def _search(args: argparse.Namespace) -> None:
     from hydrajax import api
     from hydrajax.evaluation.calibration import calibrate
     from hydrajax.evaluation.prompts import read_prompts
-    from hydrajax.evaluation.tree_search import measure_trees
+    from hydrajax.evaluation.rounds import measure_trees
     from hydrajax.files import WholeFile
     from hydrajax.trees import search
 
@@ -108,7 +108,8 @@ def _search(args: argparse.Namespace) -> None:
 
 def _content(args, rule, proposals, rows, expected, fastest) -> dict:
     """``choices`` as the released code writes them, and where they come from."""
-    from hydrajax.cli.bench import machine, plain
+    from hydrajax.cli.bench import plain
+    from hydrajax.evaluation.results import machine
 
     measured = [row.as_dict() | {"expected_tokens_per_step": tau} for row, tau in zip(rows, expected, strict=True)]
     return {
@@ -147,10 +148,8 @@ def _show(args: argparse.Namespace) -> None:
 
 def picture(tree: TreeTopology, path: Path) -> None:
     """Draw the tree as a PNG: the root on top, ranks in the nodes."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise HydrajaxError("--picture: needs matplotlib, which is not installed") from None
+    from hydrajax.evaluation.drawing import new_figure, save_png
+
     parents, depths = tree.parents, tree.depths
     leaves = [node for node in range(tree.size) if node not in set(parents.tolist())]
     order = sorted(leaves, key=lambda node: tree.choices[node - 1] if node else ())
@@ -159,7 +158,8 @@ def picture(tree: TreeTopology, path: Path) -> None:
         if node not in x:
             below = [x[child] for child in tree.children[node] if child > 0]
             x[node] = sum(below) / len(below)
-    figure, axes = plt.subplots(figsize=(max(4, 0.28 * len(leaves)), 1 + tree.depth), layout="constrained")
+    figure = new_figure(max(4, 0.28 * len(leaves)), 1 + tree.depth)
+    axes = figure.subplots()
     for node in range(1, tree.size):
         axes.plot([x[parents[node]], x[node]], [-depths[parents[node]], -depths[node]], color="0.6", linewidth=1)
     axes.scatter([x[node] for node in range(tree.size)], -depths, s=140, color="white", edgecolor="C0", zorder=2)
@@ -167,8 +167,4 @@ def picture(tree: TreeTopology, path: Path) -> None:
         rank = str(tree.choices[node - 1][-1]) if node else "·"
         axes.text(x[node], -depths[node], rank, ha="center", va="center", fontsize=7, zorder=3)
     axes.set_axis_off()
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise HydrajaxError(f"--picture: cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
-    plt.close(figure)
+    save_png(figure, path, "--picture")

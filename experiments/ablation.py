@@ -1,0 +1,46 @@
+"""Heads trained alike but for one thing, and decoded side by side: for hydra_figure_5.py and hydra_figure_6.py."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from common import Setup, speed_rows
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.evaluation.rounds import AUTOREGRESSIVE
+
+CONFIG = Path(__file__).parent / "configs" / "demo_hydra.yaml"
+TEACHER = ("objective.lm_weight=0", "objective.teacher_weight=1")
+
+FULL = {"count": 64, "prompt_tokens": 64, "new_tokens": 64, "repeats": 9, "steps": 400}
+QUICK = {"count": 8, "repeats": 3, "steps": 80}
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--config", default=str(CONFIG), help="training configuration (default %(default)s)")
+    parser.add_argument("--runs", default="runs/ablations", help="where the heads are trained (default %(default)s)")
+
+
+def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:
+    """Train every variant, a name and its overrides of the configuration, and decode with each: rows of "speed".
+
+    What an earlier call has trained is kept, a run that was interrupted is taken up.
+    """
+    if args.draft:
+        raise HydrajaxError("--draft: has no meaning here, the heads are trained")
+    for name, overrides in variants.items():
+        output = Path(args.runs) / str(args.steps) / name.lower().replace(", ", "-")
+        settings = [f"output={output}", f"steps={args.steps}", *([f"model={args.base}"] if args.base else [])]
+        command = [sys.executable, "-m", "hydrajax.train", "--config", args.config, *settings, *overrides]
+        print(f"{name}: {shlex.join(['python', *command[1:]])}", flush=True)
+        if code := subprocess.run(command).returncode:
+            sys.exit(code)
+        args.draft.append(str(output / "heads"))
+    setup = Setup(args, list(variants))
+    ways = {AUTOREGRESSIVE: setup.autoregressive()}
+    ways |= {name: setup.way(name, setup.released(name)) for name in variants}
+    return speed_rows(setup.contest(ways), 1)

@@ -1,0 +1,215 @@
+"""What the scripts of this folder share: arguments, models, prompts, trees, and the result file.
+
+Every script is one command, with the shipped model and held-out files by default:
+
+    python experiments/hydra_figure_2.py [--quick] [--base B --draft D --draft D2 --prompts FILE.jsonl] [--output FILE]
+
+and ``hydrajax report DIR`` draws what it wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+import hydrajax
+from hydrajax import api, assets
+from hydrajax.cli import options, run_command
+from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
+from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn, right_padded
+from hydrajax.decoding.step import Params
+from hydrajax.errors import HydrajaxError
+from hydrajax.evaluation.calibration import Calibration, calibrate
+from hydrajax.evaluation.prompts import read_prompts
+from hydrajax.evaluation.results import Result, machine, write_result
+from hydrajax.evaluation.rounds import AUTOREGRESSIVE, Measured, Way, contest, measure_trees
+from hydrajax.train import corpus
+from hydrajax.trees import TreeTopology, presets
+from hydrajax.trees.search import simulated
+
+RELEASED = "mc_sim_7b_63"
+CALIBRATION_BATCH = 32  # rows of the base's pass over calibration text
+CONSOLE = Console(stderr=True)
+
+
+# --- a script ---------------------------------------------------------------------------------------------------------
+
+
+def program(
+    doc: str, run: Callable, full: Mapping[str, Any], quick: Mapping[str, Any], add: Callable | None = None
+) -> int:
+    """Parse the command line, run, return the exit code (2 with one line for bad input).
+
+    full: numbers, and lists of numbers, that can be given as flags. quick: other values for some of them, minutes on
+    two cores. add: further arguments.
+    """
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--base", metavar="DIR|NAME", help="default: the shipped model")
+        parser.add_argument("--draft", metavar="DIR|NAME", action="append", default=[], help="as often as you like")
+        parser.add_argument("--prompts", metavar="FILE.jsonl", help="default: the shipped model's held-out files")
+        parser.add_argument("--dtype", choices=list(api.DTYPES), default="float32")
+        parser.add_argument("--output", metavar="FILE.json", help="default: runs/experiments/ and the script's name")
+        parser.add_argument("--quick", action="store_true", help=", ".join(f"{k} {v}" for k, v in quick.items()))
+        for name, value in full.items():
+            kind = options.positives if isinstance(value, list) else options.positive
+            parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=f"default {value}")
+        if add:
+            add(parser)
+
+    def settled(args: argparse.Namespace) -> None:
+        for name, value in full.items():
+            if getattr(args, name) is None:
+                setattr(args, name, quick.get(name, value) if args.quick else value)
+        args.settings = {name: getattr(args, name) for name in full}
+        args.command = shlex.join(["python", f"experiments/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+        if args.output is None:
+            args.output = Path("runs/experiments") / f"{Path(sys.argv[0]).stem}.json"
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+        run(args)
+
+    return run_command(Path(sys.argv[0]).name, doc.splitlines()[0], add_arguments, settled, sys.argv[1:])
+
+
+def write(
+    args: argparse.Namespace, kind: str, source: str, title: str, rows: list[dict], remarks: Sequence[str] = ()
+) -> None:
+    """The result file of a script."""
+    settings = {"base": name_of(args.base) if args.base else "the shipped model", "dtype": args.dtype, **args.settings}
+    if args.prompts:
+        settings["prompts"] = Path(args.prompts).name
+    write_result(args.output, Result(kind, source, title, rows, args.command, machine(), settings, list(remarks)))
+    print(f"written: {args.output}")
+
+
+def name_of(directory: str | Path) -> str:
+    return Path(directory).name
+
+
+# --- models and prompts -----------------------------------------------------------------------------------------------
+
+
+class Setup:
+    """The base, its heads by name, and prompts: ``measured``, and others, ``calibration``, to grow trees from.
+
+    names: what the heads of ``args.draft`` are called, by default as their directories.
+    """
+
+    def __init__(self, args: argparse.Namespace, names: Sequence[str] = ()):
+        if args.base and not args.draft:
+            raise HydrajaxError("--draft: heads for this base are needed")
+        self.args = args
+        drafts = args.draft or [assets.path(name) for name in assets.DRAFTERS]
+        self.base = hydrajax.load(args.base or assets.base(), dtype=args.dtype)
+        names = names or [name_of(draft) for draft in drafts]
+        self.heads = {name: self.base.with_draft(draft) for name, draft in zip(names, drafts, strict=True)}
+        if len(self.heads) < len(drafts):
+            raise HydrajaxError("--draft: two directories have the same name")
+        count, n_calibration = args.count, getattr(args, "calibration", 0)
+        found = self._read(count + n_calibration)
+        self.measured, self.calibration = found[:count], found[count:]
+        self._calibrations: dict[str, Calibration] = {}
+
+    def _read(self, count: int) -> list[np.ndarray]:
+        if not self.args.prompts:
+            names, tokenizer = assets.about()["held_out"], self.base.tokenizer
+            return held_out_prompts(tokenizer, names, count, self.args.prompt_tokens)
+        found = read_prompts(self.args.prompts)
+        if len(found) < count:
+            raise HydrajaxError(f"--prompts: {count} are needed, {self.args.prompts} holds {len(found)}")
+        return [api.encode(self.base, prompt, f"prompt {at}") for at, prompt in enumerate(found[:count])]
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Of every decode function."""
+        return {"max_new_tokens": self.args.new_tokens, "eos_ids": self.base.eos_ids}
+
+    def autoregressive(self, rule: AcceptanceRule | None = None) -> Way:
+        plain = make_autoregressive_fn(self.base.model, rule, **self.settings)
+        return Way(plain, Params(self.base.params.base, {}))
+
+    def way(self, heads: str, tree: TreeTopology, rule: AcceptanceRule | None = None) -> Way:
+        loaded = self.heads[heads]
+        return Way(make_decode_fn(loaded.model, loaded.drafter, tree, rule, **self.settings), loaded.params, tree.size)
+
+    def released(self, heads: str) -> TreeTopology:
+        """The released 63-choice tree, as deep as the heads go."""
+        depth = self.heads[heads].drafter.depth
+        choices = [path for path in presets.by_name(RELEASED).choices if len(path) <= depth]
+        return TreeTopology.from_choices(choices)
+
+    def calibrated(self, heads: str) -> Calibration:
+        """What the heads know of the base's own continuations of the calibration prompts."""
+        if heads not in self._calibrations:
+            loaded = self.heads[heads]
+            with CONSOLE.status(f"calibrating {heads}") as line:
+                self._calibrations[heads] = calibrate(
+                    loaded.model, loaded.drafter, loaded.params, self.calibration, new_tokens=self.args.new_tokens,
+                    eos_ids=loaded.eos_ids, batch_size=min(CALIBRATION_BATCH, len(self.calibration)),
+                    on_progress=lambda done, total: line.update(f"calibrating {heads}, {done} of {total}"),
+                )  # fmt: skip
+        return self._calibrations[heads]
+
+    def fastest_tree(self, heads: str, batch_size: int, sizes: Sequence[int], repeats: int = 3) -> TreeTopology:
+        """The searched tree that is fastest on the first calibration prompts: others than are measured afterwards."""
+        loaded, found = self.heads[heads], self.calibrated(heads)
+        proposals = simulated(found.ranks, found.spans, max(sizes))
+        trees = {f"T_{size}": proposals.tree(size) for size in sizes if 1 < size <= proposals.largest}
+        with CONSOLE.status("") as line:
+            rates = measure_trees(
+                loaded.model, loaded.drafter, loaded.params, trees, self.calibration[: max(4, batch_size)], Greedy(),
+                batch_size=batch_size, new_tokens=self.args.new_tokens, repeats=repeats, eos_ids=loaded.eos_ids,
+                on_status=lambda text: line.update(f"{heads}, batch {batch_size}: {text}"),
+            )  # fmt: skip
+        return trees[max(rates, key=lambda rate: rate.tokens_per_second).name]
+
+    def contest(self, ways: Mapping[str, Way], batch_size: int = 1) -> list[Measured]:
+        with CONSOLE.status("") as line:
+            return contest(
+                ways, self.measured, batch_size=batch_size, repeats=self.args.repeats,
+                on_status=lambda text: line.update(f"batch {batch_size}: {text}"),
+            )  # fmt: skip
+
+    def tokens_per_step(self, way: Way) -> float:
+        """On the measured prompts, all in one batch: not for time."""
+        batch = right_padded(self.measured, max(map(len, self.measured)))
+        return way.decode(way.params, *batch, jax.random.key(0)).tokens_per_step()
+
+
+def speed_rows(rates: Sequence[Measured], batch_size: int) -> list[dict]:
+    """Rows of a "speed" result, and lines on the terminal."""
+    for rate in rates:
+        figures = f"{rate.tokens_per_second:8.0f} tokens/s, {rate.speedup:.2f}x, τ {rate.tokens_per_step:.2f}"
+        print(f"batch {batch_size}  {rate.name:40} {figures}{'' if rate.equal else '  OUTPUT DIFFERS'}", flush=True)
+    return [{"batch": batch_size} | rate.as_dict() for rate in rates]
+
+
+def contest_of_trees(setup: Setup, batch_size: int, sizes: Sequence[int]) -> list[dict]:
+    """Autoregressive decoding, and each kind of heads with its fastest searched tree and with the released one."""
+    ways = {AUTOREGRESSIVE: setup.autoregressive()}
+    for name in setup.heads:
+        tree = setup.fastest_tree(name, batch_size, sizes)
+        ways[f"{name}, searched tree"] = setup.way(name, tree)
+        ways[f"{name}, released tree"] = setup.way(name, setup.released(name))
+    return speed_rows(setup.contest(ways, batch_size), batch_size)
+
+
+def held_out_prompts(tokenizer, names: Sequence[str], count: int, prompt_tokens: int) -> list[np.ndarray]:
+    """Stretches of these files of the running Python's standard library, no two of which overlap."""
+    texts = [file.text for file in corpus.standard_library(10**12) if file.name in set(names)]
+    stretches = []
+    for ids in tokenizer(texts)["input_ids"]:
+        starts = range(0, len(ids) - prompt_tokens + 1, prompt_tokens)
+        stretches += [np.array(ids[start : start + prompt_tokens], np.int32) for start in starts]
+    if len(stretches) < count:
+        raise HydrajaxError(f"--count: {count} prompts are needed, the held-out files give {len(stretches)}")
+    return [stretches[i] for i in np.random.default_rng(0).permutation(len(stretches))[:count]]

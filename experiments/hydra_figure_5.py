@@ -1,0 +1,26 @@
+"""Training objectives of Hydra heads: the text or the base's distribution, with and without noise (hydra figure 5).
+
+The quick setting trains each for a minute: enough to run, not to rank them.
+"""
+
+import sys
+
+import ablation
+import common
+
+NOISE = ("objective.noise_alpha=75",)  # hydra A.1
+VARIANTS = {
+    "text": (),
+    "text, noise": NOISE,
+    "teacher": ablation.TEACHER,
+    "teacher, noise": (*ablation.TEACHER, *NOISE),
+}
+
+
+def run(args) -> None:
+    rows = ablation.compare(args, VARIANTS)
+    common.write(args, "speed", "hydra figure 5", "training objectives of Hydra heads, released tree", rows)
+
+
+if __name__ == "__main__":
+    sys.exit(common.program(__doc__, run, ablation.FULL, ablation.QUICK, ablation.add_arguments))

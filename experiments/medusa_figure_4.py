@@ -1,0 +1,53 @@
+"""Randomly sampled dense trees against optimised sparse ones: tokens_per_step and speed by size (medusa figure 4)."""
+
+import sys
+
+import common
+import numpy as np
+
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.evaluation.rounds import measure_trees
+from hydrajax.trees import TreeTopology, presets
+from hydrajax.trees.search import expected_tokens_per_step, simulated
+
+FULL = {"count": 8, "calibration": 256, "prompt_tokens": 64, "new_tokens": 64, "repeats": 7}
+FULL |= {"dense": 24, "largest": 256, "sizes": [4, 8, 16, 32, 64, 128, 256]}
+QUICK = {"calibration": 64, "repeats": 3, "dense": 6, "largest": 64, "sizes": [4, 16, 64]}
+
+
+def run(args) -> None:
+    setup = common.Setup(args)
+    rows = []
+    for heads, loaded in setup.heads.items():
+        found = setup.calibrated(heads)
+        proposals = simulated(found.ranks, found.spans, max(args.sizes))
+        trees = {f"T_{size}": proposals.tree(size) for size in args.sizes if size <= proposals.largest}
+        n_searched = len(trees)
+        trees |= random_dense(args.dense, args.largest, loaded.drafter.depth)
+        with common.CONSOLE.status("") as line:
+            rates = measure_trees(
+                loaded.model, loaded.drafter, loaded.params, trees, setup.measured, Greedy(), batch_size=1,
+                new_tokens=args.new_tokens, repeats=args.repeats, eos_ids=loaded.eos_ids,
+                on_status=lambda text, heads=heads: line.update(f"{heads}: {text}"),
+            )  # fmt: skip
+        for at, rate in enumerate(rates):
+            expected = expected_tokens_per_step(trees[rate.name], found.ranks, found.spans)
+            fixed = {"drafter": heads, "batch": 1, "family": "searched" if at < n_searched else "dense"}
+            rows.append(fixed | {"expected": expected} | rate.as_dict())
+        print(f"{heads}: {len(trees)} trees", flush=True)
+    common.write(args, "trees", "medusa figure 4", "dense and sparse trees", rows)
+
+
+def random_dense(count: int, largest: int, depth: int) -> dict[str, TreeTopology]:
+    """Cartesian products of the heads' first guesses (medusa 2.1.2), numbers of guesses drawn at random."""
+    random, found = np.random.default_rng(0), {}
+    for _ in range(100 * count):  # few heads may not have so many trees
+        sizes = random.integers(1, 9, random.integers(1, depth + 1)).tolist()
+        if len(found) < count and np.cumprod(sizes).sum() < largest:
+            name = "cartesian-" + "x".join(map(str, sizes))
+            found[name] = presets.by_name(name)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(common.program(__doc__, run, FULL, QUICK))
