@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +78,18 @@ class Result:
 
 def machine() -> dict[str, Any]:
     """What measured times depend on."""
-    from importlib.metadata import version
-
     device = jax.devices()[0]
+    try:
+        own = version("hydrajax")
+    except PackageNotFoundError:  # run from a folder, not installed
+        own = "not installed"
     return {
         "device": device.device_kind if device.platform != "cpu" else _processor(),
         "platform": device.platform,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "hydrajax": version("hydrajax"),
+        "hydrajax": own,
     }
 
 

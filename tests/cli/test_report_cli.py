@@ -1,0 +1,56 @@
+"""`hydrajax report`: a directory of results becomes one document with pictures; mistakes end in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hydrajax.evaluation.results import Result, write_result
+
+ROW = {"drafter": "hydra", "head": 0, "top": 1, "accuracy": 0.5}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_result(tmp_path / "a.json", Result("accuracy", "amphista figure 1", "guesses", [ROW]))
+    (tmp_path / "notes.json").write_text("{}")
+    return tmp_path
+
+
+def test_a_report(program, folder):
+    done = program("report", folder)
+    assert done.code == 0, done.err
+    assert done.out == f"1 results: {folder / 'REPORT.md'} and 1 pictures\n"
+    assert "notes.json" in done.err
+    assert "| hydra | 1 | 50.0% |" in (folder / "REPORT.md").read_text()
+    assert (folder / "figures" / "a.png").exists()
+
+
+def test_it_can_lie_elsewhere(program, folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    assert program("report", folder, "--output", elsewhere / "mine.md").code == 0
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["figures", "mine.md"]
+    assert not (folder / "REPORT.md").exists()
+
+
+def test_mistakes(program, folder, tmp_path_factory, monkeypatch):
+    empty = tmp_path_factory.mktemp("empty")
+    damaged = tmp_path_factory.mktemp("damaged")
+    (damaged / "r.json").write_text(json.dumps({"hydrajax_result": 1, "kind": "accuracy"}))
+    cases = [
+        (["report", empty / "none"], "is not a directory"),
+        (["report", empty], "found no results in"),
+        (["report", damaged], "r.json: source: must be of type str, found null"),
+        (["report", folder, "--output", folder / "no" / "r.md"], "--output: cannot write"),
+        (["report", folder, "--output", folder], "is a directory, the name of a file is needed"),
+    ]
+    for argv, message in cases:
+        done = program(*argv)
+        assert done.code == 2, argv
+        assert message in done.err
+        assert done.err.count("\n") == 1
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    done = program("report", folder)
+    assert (done.code, "pictures need matplotlib" in done.err) == (2, True)
+    assert not (folder / "REPORT.md").exists()
