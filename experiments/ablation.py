@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common import Setup, speed_rows
 
+from hydrajax import assets
 from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation.rounds import AUTOREGRESSIVE
 
@@ -34,7 +35,7 @@ def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:
         raise HydrajaxError("--draft: has no meaning here, the heads are trained")
     for name, overrides in variants.items():
         output = Path(args.runs) / str(args.steps) / name.lower().replace(", ", "-")
-        settings = [f"output={output}", f"steps={args.steps}", *([f"model={args.base}"] if args.base else [])]
+        settings = [f"output={output}", f"steps={args.steps}", f"model={args.base or assets.base()}"]
         command = [sys.executable, "-m", "hydrajax.train", "--config", args.config, *settings, *overrides]
         print(f"{name}: {shlex.join(['python', *command[1:]])}", flush=True)
         if code := subprocess.run(command).returncode:

@@ -1,19 +1,138 @@
-"""The scripts of ``experiments/``: those that need a GPU, on a CPU with tiny shapes and without timing asserts; the one
-that measures the memory of loading, at full size.
+"""The scripts of ``experiments/``: one for each figure and table, run at tiny sizes and without timing asserts; those
+that need a GPU on a CPU; the one that measures the memory of loading at full size.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hydrajax.evaluation.outputs import find_results
+
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 GPU = EXPERIMENTS / "gpu"
+
+# The figures and tables that have a script, with settings that take seconds, and the kind of their results.
+PAPERS = {
+    "hydra_figure_2": (["--count", "2", "--calibration", "8", "--sizes", "2", "--repeats", "1"], "speed"),
+    "hydra_figure_3": (
+        ["--count", "2", "--calibration", "8", "--sizes", "2", "--repeats", "1", "--batch-sizes", "1,2"],
+        "speed",
+    ),
+    "hydra_figure_4": (["--count", "2"], "acceptance"),
+    "hydra_figure_5": (["--count", "2", "--steps", "2", "--repeats", "1"], "speed"),
+    "hydra_figure_6": (["--count", "2", "--steps", "2", "--repeats", "1"], "speed"),
+    "hydra_figures_7_to_9": (
+        ["--count", "4", "--calibration", "8", "--repeats", "1", "--sizes", "1,4", "--batch-sizes", "1,2"],
+        "trees",
+    ),
+    "hydra_table_1": (["--context", "128", "--rounds", "1", "--repeats", "1"], "overhead"),
+    "hydra_table_2": (["--data", "DATA", "--max-new-tokens", "4"], "categories"),
+    "medusa_figure_4": (
+        ["--count", "2", "--calibration", "8", "--repeats", "1", "--sizes", "4", "--dense", "2", "--largest", "20"],
+        "trees",
+    ),
+    "medusa_figure_5": (["--count", "2", "--points", "2"], "acceptance"),
+    "medusa_table_3": (["--count", "2", "--calibration", "8", "--nodes", "8", "--repeats", "1"], "speed"),
+    "amphista_figure_1": (["--calibration", "8"], "accuracy"),
+}
+QUESTIONS = [
+    {"question_id": at, "category": category, "turns": ["Say tree."]}
+    for at, category in enumerate(["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem"])
+]
+QUESTIONS += [{"question_id": 8, "category": "humanities", "turns": ["Why?"]}]
+QUESTIONS += [{"question_id": 9, "category": "qa", "turns": ["Who?"]}]
+
+
+def run(name: str, folder: Path, *argv: str) -> subprocess.CompletedProcess:
+    """From another folder, as a user would with the repository elsewhere."""
+    data = folder / "questions"
+    data.mkdir(exist_ok=True)
+    text = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
+    (data / "spec_bench_question.jsonl").write_text(text)
+    argv = [str(data) if word == "DATA" else word for word in argv]
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
+    command = [sys.executable, str(EXPERIMENTS / f"{name}.py"), *argv]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+
+
+def tiny(name: str, folder: Path):
+    argv, kind = PAPERS[name]
+    short = [] if name in ("hydra_table_1", "hydra_table_2") else ["--new-tokens", "8"]
+    done = run(name, folder, *argv, *short)
+    assert done.returncode == 0, done.stderr
+    ((path, result),), _ = find_results(folder / "runs" / "experiments")
+    assert path.name == f"{name}.json"
+    assert result.kind == kind
+    assert result.source.split()[0] == name.split("_")[0]
+    assert re.findall(r"\d+", result.source) == re.findall(r"\d+", name)
+    assert result.command.startswith(f"python experiments/{name}.py --")
+    assert result.machine["platform"] == "cpu"
+    return result
+
+
+def test_accuracies_grow_with_the_guesses(tmp_path):
+    rows = tiny("amphista_figure_1", tmp_path).rows
+    for drafter in ("medusa", "hydra", "hydra_pp"):
+        shares = [row["accuracy"] for row in rows if (row["drafter"], row["head"]) == (drafter, 0)]
+        assert 0.2 < shares[0] <= shares[-1] <= 1
+        assert shares == sorted(shares)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PAPERS if name != "amphista_figure_1"])
+def test_scripts(name, tmp_path):
+    result = tiny(name, tmp_path)
+    if result.kind in ("speed", "categories"):
+        assert all(row["equal"] for row in result.rows)
+    if name.startswith("hydra_figure_") and result.kind == "speed":
+        assert {row["tokens_per_step"] for row in result.rows if row["name"] == "autoregressive"} == {1.0}
+    if name == "hydra_table_2":
+        assert {row["category"] for row in result.rows} == {"mt_bench", "qa", "overall"}
+
+
+def test_mistakes(tmp_path):
+    for argv, message in (
+        (["--base", "none"], "--draft: heads for this base are needed"),
+        (["--calibration", "x"], "must be an integer from 1 up, found 'x'"),
+        (["--prompts", "none.jsonl"], "none.jsonl"),
+    ):
+        done = run("amphista_figure_1", tmp_path, *argv)
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_every_script_is_listed_with_its_command():
+    """In the README of the folder: which figure it is, and what was run for the committed results."""
+    text = (EXPERIMENTS / "README.md").read_text()
+    for name in PAPERS:
+        assert (EXPERIMENTS / f"{name}.py").exists()
+        assert f"`{name}.py`" in text
+    known = {*PAPERS, "common", "typical", "ablation"}
+    for path in EXPERIMENTS.glob("*.py"):
+        assert path.stem in known or f"`{path.name}`" in text, path
+    numbers = {"hydra_figure_2", "hydra_figure_3", "hydra_figure_4", "hydra_figure_5", "hydra_figure_6"}
+    assert numbers < set(PAPERS)
+
+
+def test_the_committed_report_is_that_of_the_committed_results(tmp_path):
+    """What the text says is what the files say; the pictures may differ with the version of matplotlib."""
+    from hydrajax.evaluation.report import write_report
+
+    results, _ = find_results(EXPERIMENTS / "results")
+    assert {result.source for _, result in results} >= {
+        f"{name.split('_')[0]} {' '.join(name.split('_')[1:])}" for name in PAPERS
+    }
+    write_report(results, tmp_path / "REPORT.md")
+    assert (tmp_path / "REPORT.md").read_text() == (EXPERIMENTS / "results" / "REPORT.md").read_text()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -9,7 +10,7 @@ import pytest
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
-NAMES = ["01_decode", "02_train_heads"]
+NAMES = ["01_decode", "02_train_heads", "03_trees_and_speed"]
 
 
 def executed(name: str, folder: Path) -> list:
@@ -47,6 +48,19 @@ def test_train_heads(tmp_path, monkeypatch):
     assert "step 5: held-out tokens_per_step" in text
     assert "these heads: " in text
     assert list(tmp_path.glob("hydrajax-*/heads/*.safetensors"))
+
+
+def test_trees_and_speed(tmp_path):
+    cells = executed("03_trees_and_speed", tmp_path)
+    assert pictures(cells) == 4  # accuracies, growth, measured, predicted
+    text = text_of(cells)
+    rates = re.findall(r"^(autoregressive|\d+ nodes) +\d+ tokens/s +[\d.]+x +τ ([\d.]+)$", text, re.MULTILINE)
+    taus = [float(tau) for _, tau in rates]
+    assert taus[0] == 1
+    assert taus == sorted(taus)  # a tree of the row holds the ones before it
+    best = [int(nodes) for nodes in re.findall(r"^batch +\d+: +(\d+) nodes are best", text, re.MULTILINE)]
+    assert best == sorted(best, reverse=True)  # the larger the batch, the smaller the tree
+    assert best[0] > best[-1]
 
 
 @pytest.mark.parametrize("name", NAMES)

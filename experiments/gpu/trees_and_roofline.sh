@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Trees and the roofline on a GPU, from the root of the repository; every command keeps what it has when time is short.
+#
+#     bash experiments/gpu/trees_and_roofline.sh OUTPUT_FOLDER [SHAPE] [DTYPE]      (default: 7b, bfloat16)
+#
+# 1. Predicted and measured steps of a published shape with random weights, over batch sizes.
+# 2. What the phases of its step cost, with Medusa and Hydra++ heads.
+# 3. Tree search and overhead with the shipped model, whose heads know something. It is so small that launching kernels
+#    is most of a step: its best trees say little about a large model's.
+set -euo pipefail
+out=$1 shape=${2:-7b} dtype=${3:-bfloat16}
+export PYTHONPATH=$PWD  # a bare machine has no installed hydrajax
+mkdir -p "$out"
+quick=() ; context=1024 ; batches=1,2,4,8
+if [ "$shape" = tiny ]; then quick=(--count 2 --calibration 4 --repeats 1 --sizes 1,2 --batch-sizes 1); context=128; batches=1; fi
+
+python -m hydrajax roofline --shape "$shape" --device here --dtype "$dtype" --context "$context" \
+    --batch-sizes "$batches" --json "$out/roofline_$shape.json"
+for draft in medusa hydra++; do
+    python -m hydrajax bench --random "$shape" --random-draft "$draft" --dtype "$dtype" --context "$context" \
+        --tree-sizes 1,8,16,32,64 --batch-sizes "$batches" --json "$out/bench_${shape}_$draft.json"
+done
+python experiments/hydra_figures_7_to_9.py "${quick[@]}" --output "$out/hydra_figures_7_to_9.json"
+[ "$shape" = tiny ] || python experiments/hydra_table_1.py --output "$out/hydra_table_1.json"
+python -m hydrajax report "$out"
