@@ -159,7 +159,7 @@ class Setup:
                 )  # fmt: skip
         return self._calibrations[heads]
 
-    def fastest_tree(self, heads: str, batch_size: int, sizes: Sequence[int], repeats: int = 3) -> TreeTopology:
+    def fastest_tree(self, heads: str, batch_size: int, sizes: Sequence[int], repeats: int = 5) -> TreeTopology:
         """The searched tree that is fastest on the first calibration prompts: others than are measured afterwards."""
         loaded, found = self.heads[heads], self.calibrated(heads)
         proposals = simulated(found.ranks, found.spans, max(sizes))

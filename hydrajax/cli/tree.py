@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -47,6 +48,7 @@ def _search_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument(
         "--save", action="store_true", help="write it into the draft's directory, where generate looks for it"
     )
+    group.add_argument("--picture", metavar="FILE.png", help="draw the throughput over the size here")
     options.add_decoding_arguments(parser, max_new_tokens=64)
     options.add_rule_arguments(parser)
 
@@ -63,6 +65,9 @@ def run(args: argparse.Namespace) -> None:
 def _search(args: argparse.Namespace) -> None:
     from hydrajax import api
     from hydrajax.evaluation.calibration import calibrate
+    from hydrajax.evaluation.drawing import new_figure, png
+    from hydrajax.evaluation.figures import draw
+    from hydrajax.evaluation.outputs import tree_search_result
     from hydrajax.evaluation.prompts import read_prompts
     from hydrajax.evaluation.rounds import measure_trees
     from hydrajax.files import WholeFile
@@ -80,7 +85,12 @@ def _search(args: argparse.Namespace) -> None:
     loaded = options.load_from(args)
     path = path or presets.searched_path(loaded.draft_directory, args.batch_size)
     prompts = [api.encode(loaded, text, f"prompt {row}") for row, text in enumerate(texts)]
-    with WholeFile(path, "--output" if args.output else "--save") as file, console.status("calibrating") as line:
+    with ExitStack() as stack:  # an unwritable file is refused before anything is measured
+        file = stack.enter_context(WholeFile(path, "--output" if args.output else "--save"))
+        if args.picture:
+            new_figure(1, 1)  # refuses where matplotlib is missing
+            picture_file = stack.enter_context(WholeFile(args.picture, "--picture"))
+        line = stack.enter_context(console.status("calibrating"))
         found = calibrate(
             loaded.model, loaded.drafter, loaded.params, prompts, new_tokens=args.max_new_tokens,
             rule=rule, eos_ids=loaded.eos_ids, seed=args.seed,
@@ -101,7 +111,10 @@ def _search(args: argparse.Namespace) -> None:
         )  # fmt: skip
         fastest = max(rows, key=lambda row: row.tokens_per_second)
         expected = [proposals.tokens_per_step[row.nodes - 1] for row in rows]
-        file.write_text(json.dumps(_content(args, rule, proposals, rows, expected, fastest), indent=1) + "\n")
+        content = _content(args, rule, proposals, rows, expected, fastest)
+        file.write_text(json.dumps(content, indent=1) + "\n")
+        if args.picture:
+            picture_file.write_bytes(png(draw(tree_search_result(content))))
     _print(rows, expected, fastest)
     print(f"the tree of {fastest.nodes} nodes is in {path}")
 

@@ -17,14 +17,19 @@ def new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise HydrajaxError("pictures need matplotlib, which is not installed: pip install matplotlib") from None
+        raise HydrajaxError("pictures need matplotlib, which is not installed: pip install 'hydrajax[plots]'") from None
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def png(figure: Any) -> bytes:
+    """The figure as PNG."""
+    content = io.BytesIO()
+    # Without the version of matplotlib in the file: the same figures give the same bytes.
+    figure.savefig(content, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
+    return content.getvalue()
 
 
 def save_png(figure: Any, path: str | Path, flag: str) -> None:
     """Write the figure as PNG, whole or not at all."""
-    content = io.BytesIO()
-    # Without the version of matplotlib in the file: the same figures give the same bytes.
-    figure.savefig(content, format="png", dpi=DOTS_PER_INCH, metadata={"Software": None})
     with WholeFile(path, flag) as file:
-        file.write_bytes(content.getvalue())
+        file.write_bytes(png(figure))

@@ -87,7 +87,8 @@ def _of_bench(path: Path, content: dict) -> Iterator[Result]:
         yield _result("speed", f"tokens per second of {what}", rows, content, "bench")
 
 
-def _of_tree_search(path: Path, content: dict) -> Iterator[Result]:
+def tree_search_result(content: dict) -> Result:
+    """What ``hydrajax tree search`` wrote: the trees it measured."""
     found = content["provenance"]
     drafter, batch = Path(found["arguments"]["draft"]).name, found["arguments"]["batch_size"]
     rows = [
@@ -97,7 +98,11 @@ def _of_tree_search(path: Path, content: dict) -> Iterator[Result]:
         | {name: row[name] for name in ("tokens_per_step", "tokens_per_second", "low", "high", "speedup")}
         for row in found["measured"]
     ]
-    yield _result("trees", f"trees searched for {drafter}, batch {batch}", rows, found, "tree search")
+    return _result("trees", f"trees searched for {drafter}, batch {batch}", rows, found, "tree search")
+
+
+def _of_tree_search(path: Path, content: dict) -> Iterator[Result]:
+    yield tree_search_result(content)
 
 
 def family_of(nodes: int) -> str:

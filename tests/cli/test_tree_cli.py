@@ -25,8 +25,9 @@ def test_searched_tree_is_saved_and_taken_by_generate(program, prompts, tmp_path
     heads = shutil.copytree(assets.path("medusa"), tmp_path / "heads")
     model = ["--base", assets.base(), "--draft", heads]
     search = ["--prompts", prompts, "--sizes", "2,5", "--largest", 6, "--repeats", 2, "--max-new-tokens", 40]
-    done = program("tree", "search", *model, *search, "--save")
+    done = program("tree", "search", *model, *search, "--save", "--picture", tmp_path / "curve.png")
     assert done.code == 0, done.err
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     content = json.loads((heads / "tree_b1.json").read_text())
     assert "chance it is" in done.out
     rows = content["provenance"]["measured"]
@@ -60,6 +61,7 @@ def test_the_tree_of_the_nearest_smaller_batch_is_taken(tmp_path):
         (["--draft", "none", "--output", "t.json"], "--draft: a tree is searched for draft heads"),
         (["--sizes", "2,200", "--output", "t.json"], "--sizes: must be at most --largest 100, found 200"),
         (["--sizes", "2,x", "--output", "t.json"], "must be an integer from 1 up, found 'x'"),
+        (["--output", "t.json", "--picture", "no/curve.png"], "--picture: cannot write no/curve.png"),
         ([], "one of the arguments --output --save is required"),
         (["--epsilon", "0.1", "--output", "t.json"], "--epsilon: has no meaning with --rule greedy"),
     ],
