@@ -32,12 +32,13 @@ from hydrajax.evaluation.calibration import Calibration, calibrate
 from hydrajax.evaluation.prompts import read_prompts
 from hydrajax.evaluation.results import Result, machine, write_result
 from hydrajax.evaluation.rounds import AUTOREGRESSIVE, Measured, Way, contest, measure_trees
+from hydrajax.files import WholeFile
 from hydrajax.train import corpus
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.search import simulated
 
 RELEASED = "mc_sim_7b_63"
-CALIBRATION_BATCH = 32  # rows of the base's pass over calibration text
+ROWS = 32  # decoded at once where time does not matter
 CONSOLE = Console(stderr=True)
 
 
@@ -75,7 +76,9 @@ def program(
         if args.output is None:
             args.output = Path("runs/experiments") / f"{Path(sys.argv[0]).stem}.json"
             args.output.parent.mkdir(parents=True, exist_ok=True)
-        run(args)
+        with WholeFile(args.output, "--output") as args.file:  # refused before anything is measured
+            run(args)
+        print(f"written: {args.output}")
 
     return run_command(Path(sys.argv[0]).name, doc.splitlines()[0], add_arguments, settled, sys.argv[1:])
 
@@ -87,8 +90,7 @@ def write(
     settings = {"base": name_of(args.base) if args.base else "the shipped model", "dtype": args.dtype, **args.settings}
     if args.prompts:
         settings["prompts"] = Path(args.prompts).name
-    write_result(args.output, Result(kind, source, title, rows, args.command, machine(), settings, list(remarks)))
-    print(f"written: {args.output}")
+    write_result(args.file, Result(kind, source, title, rows, args.command, machine(), settings, list(remarks)))
 
 
 def name_of(directory: str | Path) -> str:
@@ -121,8 +123,10 @@ class Setup:
 
     def _read(self, count: int) -> list[np.ndarray]:
         if not self.args.prompts:
-            names, tokenizer = assets.about()["held_out"], self.base.tokenizer
-            return held_out_prompts(tokenizer, names, count, self.args.prompt_tokens)
+            if self.base.tokenizer is None:
+                raise HydrajaxError("--prompts: are needed, as this base has no tokenizer")
+            names = assets.about()["held_out"]
+            return held_out_prompts(self.base.tokenizer, names, count, self.args.prompt_tokens)
         found = read_prompts(self.args.prompts)
         if len(found) < count:
             raise HydrajaxError(f"--prompts: {count} are needed, {self.args.prompts} holds {len(found)}")
@@ -154,7 +158,7 @@ class Setup:
             with CONSOLE.status(f"calibrating {heads}") as line:
                 self._calibrations[heads] = calibrate(
                     loaded.model, loaded.drafter, loaded.params, self.calibration, new_tokens=self.args.new_tokens,
-                    eos_ids=loaded.eos_ids, batch_size=min(CALIBRATION_BATCH, len(self.calibration)),
+                    eos_ids=loaded.eos_ids, batch_size=min(ROWS, len(self.calibration)),
                     on_progress=lambda done, total: line.update(f"calibrating {heads}, {done} of {total}"),
                 )  # fmt: skip
         return self._calibrations[heads]
@@ -180,9 +184,16 @@ class Setup:
             )  # fmt: skip
 
     def tokens_per_step(self, way: Way) -> float:
-        """On the measured prompts, all in one batch: not for time."""
-        batch = right_padded(self.measured, max(map(len, self.measured)))
-        return way.decode(way.params, *batch, jax.random.key(0)).tokens_per_step()
+        """On the measured prompts, many at once: not for time."""
+        tokens = steps = 0
+        for start in range(0, len(self.measured), ROWS):
+            group = self.measured[start : start + ROWS]
+            filled = group + [group[-1]] * (min(ROWS, len(self.measured)) - len(group))  # one shape, one compilation
+            prompt, lengths = right_padded(filled, max(map(len, self.measured)))
+            out = jax.device_get(way.decode(way.params, prompt, lengths, jax.random.key(0)))
+            tokens += int(out.lengths[: len(group)].sum())
+            steps += int(out.steps[: len(group)].sum())
+        return tokens / steps
 
 
 def speed_rows(rates: Sequence[Measured], batch_size: int) -> list[dict]:

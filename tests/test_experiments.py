@@ -103,6 +103,7 @@ def test_mistakes(tmp_path):
         (["--base", "none"], "--draft: heads for this base are needed"),
         (["--calibration", "x"], "must be an integer from 1 up, found 'x'"),
         (["--prompts", "none.jsonl"], "none.jsonl"),
+        (["--output", "no/folder.json"], "--output: cannot write no/folder.json"),
     ):
         done = run("amphista_figure_1", tmp_path, *argv)
         assert done.returncode == 2, done.stderr

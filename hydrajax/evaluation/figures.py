@@ -45,7 +45,8 @@ def _bars(rows: list[dict]) -> Any:
         values = [row[field] for row in rows]
         axes.barh(y, values, color=[f"C{i}" for i in range(len(rows))])
         for at, value in zip(y, values, strict=True):
-            axes.annotate(f" {value:.3g}", (value, at), va="center", fontsize=8)
+            text = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+            axes.annotate(f" {text}", (value, at), va="center", fontsize=8)
         axes.set(xlabel=label, yticks=y, yticklabels=[row["name"] for row in rows])
         axes.margins(x=0.14)
     for at, row in zip(y, rows, strict=True):

@@ -103,11 +103,10 @@ def _processor() -> str:
     return next(filter(None, names), None) or platform.processor() or platform.machine()
 
 
-def write_result(path: str | Path, result: Result, flag: str = "--output") -> None:
-    """Write a result file, whole or not at all. Raises `HydrajaxError` for rows that are not of their kind."""
-    check(asdict(result), f"{flag}: {path}")
-    with WholeFile(path, flag) as file:
-        file.write_text(json.dumps({"hydrajax_result": FORMAT} | asdict(result), indent=1) + "\n")
+def write_result(file: WholeFile, result: Result) -> None:
+    """Write a result file. Raises `HydrajaxError` for rows that are not of their kind."""
+    check(asdict(result), "result")
+    file.write_text(json.dumps({"hydrajax_result": FORMAT} | asdict(result), indent=1) + "\n")
 
 
 def result_from(content: Mapping[str, Any], where: str) -> Result:

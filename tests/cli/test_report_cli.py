@@ -7,13 +7,15 @@ import json
 import pytest
 
 from hydrajax.evaluation.results import Result, write_result
+from hydrajax.files import WholeFile
 
 ROW = {"drafter": "hydra", "head": 0, "top": 1, "accuracy": 0.5}
 
 
 @pytest.fixture
 def folder(tmp_path):
-    write_result(tmp_path / "a.json", Result("accuracy", "amphista figure 1", "guesses", [ROW]))
+    with WholeFile(tmp_path / "a.json", "--output") as file:
+        write_result(file, Result("accuracy", "amphista figure 1", "guesses", [ROW]))
     (tmp_path / "notes.json").write_text("{}")
     return tmp_path
 

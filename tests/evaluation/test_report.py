@@ -12,6 +12,7 @@ from hydrajax.evaluation.figures import draw
 from hydrajax.evaluation.outputs import find_results
 from hydrajax.evaluation.report import section, table, write_report
 from hydrajax.evaluation.results import KINDS, Result, machine, result_from, write_result
+from hydrajax.files import WholeFile
 
 RATE = {"tokens_per_step": 2.5, "tokens_per_second": 200.4, "low": 190.0, "high": 210.0, "speedup": 1.27}
 ROWS = {
@@ -80,6 +81,11 @@ def result(kind: str, source: str = "", **changes) -> Result:
     return Result(**{"kind": kind, "source": source, "title": f"some {kind}", "rows": ROWS[kind], **FIXED} | changes)
 
 
+def write_to(path, found: Result) -> None:
+    with WholeFile(path, "--output") as file:
+        write_result(file, found)
+
+
 def test_there_is_an_example_of_every_kind():
     assert set(ROWS) == set(KINDS)
 
@@ -90,7 +96,7 @@ def test_there_is_an_example_of_every_kind():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_gives_back_the_result(tmp_path, kind):
     written = result(kind, "hydra figure 2", remarks=["one", "two"])
-    write_result(tmp_path / "r.json", written)
+    write_to(tmp_path / "r.json", written)
     assert find_results(tmp_path) == ([(tmp_path / "r.json", written)], [])
 
 
@@ -129,7 +135,7 @@ def test_a_damaged_result_is_named(tmp_path, kind, change, message):
 
 def test_a_wrong_row_is_not_written(tmp_path):
     with pytest.raises(HydrajaxError, match=r"rows\[0\]: field name is missing"):
-        write_result(tmp_path / "r.json", result("speed", rows=[{}]))
+        write_to(tmp_path / "r.json", result("speed", rows=[{}]))
     assert not list(tmp_path.iterdir())
 
 
@@ -340,7 +346,7 @@ def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
     sources += ["medusa table 3", "hydra figure 2"]
     (tmp_path / "sub").mkdir()
     for at, (source, kind) in enumerate(zip(sources, ROWS, strict=True)):
-        write_result(tmp_path / ("sub" if at % 2 else ".") / f"r{at // 2}.json", result(kind, source))
+        write_to(tmp_path / ("sub" if at % 2 else ".") / f"r{at // 2}.json", result(kind, source))
     results, _ = find_results(tmp_path)
     written = write_report(results, tmp_path / "REPORT.md")
     text = (tmp_path / "REPORT.md").read_text()
