@@ -10,11 +10,11 @@ from pathlib import Path
 
 from common import Setup, speed_rows
 
-from hydrajax import assets
 from hydrajax.errors import HydrajaxError
 from hydrajax.evaluation.rounds import AUTOREGRESSIVE
 
-CONFIG = Path(__file__).parent / "configs" / "demo_hydra.yaml"
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "experiments" / "configs" / "demo_hydra.yaml"
 TEACHER = ("objective.lm_weight=0", "objective.teacher_weight=1")
 
 FULL = {"count": 64, "prompt_tokens": 64, "new_tokens": 64, "repeats": 9, "steps": 400}
@@ -34,11 +34,14 @@ def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:
     if args.draft:
         raise HydrajaxError("--draft: has no meaning here, the heads are trained")
     for name, overrides in variants.items():
-        output = Path(args.runs) / str(args.steps) / name.lower().replace(", ", "-")
-        settings = [f"output={output}", f"steps={args.steps}", f"model={args.base or assets.base()}"]
-        command = [sys.executable, "-m", "hydrajax.train", "--config", args.config, *settings, *overrides]
+        output = Path(args.runs).resolve() / str(args.steps) / name.lower().replace(", ", "-")
+        settings = [f"output={output}", f"steps={args.steps}"]
+        if args.base:
+            settings.append(f"model={Path(args.base).resolve() if Path(args.base).exists() else args.base}")
+        config = str(Path(args.config).resolve())
+        command = [sys.executable, "-m", "hydrajax.train", "--config", config, *settings, *overrides]
         print(f"{name}: {shlex.join(['python', *command[1:]])}", flush=True)
-        if code := subprocess.run(command).returncode:
+        if code := subprocess.run(command, cwd=ROOT).returncode:  # the shipped model's path in the configuration
             sys.exit(code)
         args.draft.append(str(output / "heads"))
     setup = Setup(args, list(variants))
