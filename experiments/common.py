@@ -10,6 +10,7 @@ and ``hydrajax report DIR`` draws what it wrote.
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +78,9 @@ def program(
             args.output = Path("runs/experiments") / f"{Path(sys.argv[0]).stem}.json"
             args.output.parent.mkdir(parents=True, exist_ok=True)
         with WholeFile(args.output, "--output") as args.file:  # refused before anything is measured
+            args.parts = Parts(Path(f"{args.output}.parts"), settings_of(args) | {"machine": machine()})
             run(args)
+        args.parts.remove()
         print(f"written: {args.output}")
 
     return run_command(Path(sys.argv[0]).name, doc.splitlines()[0], add_arguments, settled, sys.argv[1:])
@@ -87,10 +90,43 @@ def write(
     args: argparse.Namespace, kind: str, source: str, title: str, rows: list[dict], remarks: Sequence[str] = ()
 ) -> None:
     """The result file of a script."""
+    result = Result(kind, source, title, rows, args.command, machine(), settings_of(args), list(remarks))
+    write_result(args.file, result)
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     settings = {"base": name_of(args.base) if args.base else "the shipped model", "dtype": args.dtype, **args.settings}
+    if args.draft:
+        settings["draft"] = [name_of(draft) for draft in args.draft]
     if args.prompts:
         settings["prompts"] = Path(args.prompts).name
-    write_result(args.file, Result(kind, source, title, rows, args.command, machine(), settings, list(remarks)))
+    return settings
+
+
+class Parts:
+    """What a script has measured so far, so that the same command goes on after an interruption: a file of JSON lines
+    beside the result, gone when that is written. One with other settings, or of another machine, is begun anew.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]):
+        self._path, self._rows = path, {}
+        header = json.dumps(settings)
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []  # the last may be cut off
+        if lines[:1] == [header]:
+            self._rows = dict(map(json.loads, lines[1:]))
+            print(f"{len(self._rows)} parts were measured before: {path}")
+        path.write_text("".join(f"{line}\n" for line in [header, *map(json.dumps, self._rows.items())]))
+
+    def rows(self, key: str, measure: Callable[[], list[dict]]) -> list[dict]:
+        """Those measured before under this key, or now."""
+        if key not in self._rows:
+            self._rows[key] = measure()
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([key, self._rows[key]]) + "\n")
+        return self._rows[key]
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
 
 
 def name_of(directory: str | Path) -> str:

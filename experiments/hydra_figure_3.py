@@ -14,7 +14,9 @@ QUICK = {"count": 8, "calibration": 64, "new_tokens": 32, "repeats": 5, "sizes":
 
 def run(args) -> None:
     setup = common.Setup(args)
-    rows = [row for batch in args.batch_sizes for row in common.contest_of_trees(setup, batch, args.sizes)]
+    rows = []
+    for batch in args.batch_sizes:
+        rows += args.parts.rows(f"batch {batch}", lambda at=batch: common.contest_of_trees(setup, at, args.sizes))
     common.write(args, "speed", "hydra figure 3", "throughput and latency over batch sizes", rows)
 
 

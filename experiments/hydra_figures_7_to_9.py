@@ -5,55 +5,41 @@ Trees of every size are grown by simulated decoding of calibration text. On othe
 """
 
 import sys
+from functools import partial
 
 import common
 
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.evaluation.rounds import measure_trees
-from hydrajax.trees import presets
+from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.search import expected_tokens_per_step, simulated
 
 FULL = {"count": 256, "calibration": 512, "timed": 8, "prompt_tokens": 64, "new_tokens": 64, "repeats": 11}
 FULL |= {"sizes": [1, 2, 3, 4, 6, 8, 16, 32, 64], "batch_sizes": [1, 2, 4, 8]}
 QUICK = {"count": 64, "calibration": 64, "repeats": 3, "sizes": [1, 2, 4, 16, 64], "batch_sizes": [1, 4]}
 
+Trees = dict[tuple[str, str], TreeTopology]  # by family and name
+
 
 def run(args) -> None:
     setup = common.Setup(args)
     rows, remarks = [], []
-    for heads, loaded in setup.heads.items():
+    for heads in setup.heads:
         trees = candidates(setup, heads, args.sizes)
-        found = setup.calibrated(heads)
-        expected = {key: expected_tokens_per_step(tree, found.ranks, found.spans) for key, tree in trees.items()}
-        reached = {}
-        for key, tree in trees.items():
-            with common.CONSOLE.status(f"{heads}: tokens_per_step of {key[1]}"):
-                reached[key] = setup.tokens_per_step(setup.way(heads, tree))
-        errors = {key: expected[key] / reached[key] - 1 for key in trees}
-        worst = max(errors, key=lambda key: abs(errors[key]))
+        taus = args.parts.rows(heads, partial(tokens_per_step, setup, heads, trees))
+        worst = max(taus, key=lambda row: abs(row["expected"] / row["tokens_per_step"] - 1))
         remarks.append(
             f"{heads}: τ expected from {args.calibration} prompts against measured on {args.count} others: "
-            f"{errors[worst]:+.1%} at most ({worst[1]})"
+            f"{worst['expected'] / worst['tokens_per_step'] - 1:+.1%} at most ({worst['name']})"
         )
-        print(remarks[-1])
+        print(remarks[-1], flush=True)
         for batch in args.batch_sizes:
-            with common.CONSOLE.status("") as line:
-                rates = measure_trees(
-                    loaded.model, loaded.drafter, loaded.params, {key[1]: tree for key, tree in trees.items()},
-                    setup.measured[: max(args.timed, batch)], Greedy(), batch_size=batch, new_tokens=args.new_tokens,
-                    repeats=args.repeats, eos_ids=loaded.eos_ids,
-                    on_status=lambda text, at=f"{heads}, batch {batch}": line.update(f"{at}: {text}"),
-                )  # fmt: skip
-            for key, rate in zip(trees, rates, strict=True):
-                fixed = {"drafter": heads, "batch": batch, "family": key[0], "expected": expected[key]}
-                fixed["tokens_per_step_when_timed"] = rate.tokens_per_step  # on the few prompts that are timed
-                rows.append(rate.as_dict() | fixed | {"tokens_per_step": reached[key]})
-            common.speed_rows([rate for key, rate in zip(trees, rates, strict=True) if shown(key, rates)], batch)
+            timed = args.parts.rows(f"{heads}, batch {batch}", partial(speed, setup, heads, trees, batch))
+            rows += [rate | tau | {"drafter": heads} for rate, tau in zip(timed, taus, strict=True)]
     common.write(args, "trees", "hydra figures 7 to 9", "trees over their size", rows, remarks)
 
 
-def candidates(setup, heads: str, sizes: list[int]) -> dict:
-    """``(family, name)`` to tree."""
+def candidates(setup: common.Setup, heads: str, sizes: list[int]) -> Trees:
     found = setup.calibrated(heads)
     proposals = simulated(found.ranks, found.spans, max(sizes))
     grown = [size for size in sizes if size <= proposals.largest]
@@ -63,14 +49,39 @@ def candidates(setup, heads: str, sizes: list[int]) -> dict:
     return trees | {("released", common.RELEASED): setup.released(heads)}
 
 
-def shown(key: tuple[str, str], rates) -> bool:
-    """The fastest tree of every family on the terminal."""
-    mine = [rate for rate in rates if family_of(rate.name) == family_of(key[1])]
-    return max(mine, key=lambda rate: rate.tokens_per_second).name == key[1]
+def tokens_per_step(setup: common.Setup, heads: str, trees: Trees) -> list[dict]:
+    """As expected, and as measured on all prompts."""
+    found, rows = setup.calibrated(heads), []
+    for (family, name), tree in trees.items():
+        with common.CONSOLE.status(f"{heads}: tokens_per_step of {name}"):
+            reached = setup.tokens_per_step(setup.way(heads, tree))
+        expected = expected_tokens_per_step(tree, found.ranks, found.spans)
+        rows.append({"family": family, "name": name, "expected": expected, "tokens_per_step": reached})
+    return rows
 
 
-def family_of(name: str) -> str:
-    return name if name == "T_1" else name[:2]
+def speed(setup: common.Setup, heads: str, trees: Trees, batch: int) -> list[dict]:
+    """On the first prompts; the fastest of every family on the terminal."""
+    loaded, args = setup.heads[heads], setup.args
+    with common.CONSOLE.status("") as line:
+        rates = measure_trees(
+            loaded.model, loaded.drafter, loaded.params, {name: tree for (_, name), tree in trees.items()},
+            setup.measured[: max(args.timed, batch)], Greedy(), batch_size=batch, new_tokens=args.new_tokens,
+            repeats=args.repeats, eos_ids=loaded.eos_ids,
+            on_status=lambda text: line.update(f"{heads}, batch {batch}: {text}"),
+        )  # fmt: skip
+    families = [family for family, _ in trees]
+    best = [
+        max((rate for rate, mine in zip(rates, families, strict=True) if mine == family), key=_tokens_per_second)
+        for family in dict.fromkeys(families)
+    ]
+    print(heads)
+    common.speed_rows(best, batch)
+    return [{"batch": batch} | rate.as_dict() | {"tokens_per_step_when_timed": rate.tokens_per_step} for rate in rates]
+
+
+def _tokens_per_second(rate) -> float:
+    return rate.tokens_per_second
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Randomly sampled dense trees against optimised sparse ones: tokens_per_step and speed by size (medusa figure 4)."""
 
 import sys
+from functools import partial
 
 import common
 import numpy as np
@@ -17,25 +18,28 @@ QUICK = {"calibration": 64, "repeats": 3, "dense": 6, "largest": 64, "sizes": [4
 
 def run(args) -> None:
     setup = common.Setup(args)
-    rows = []
-    for heads, loaded in setup.heads.items():
-        found = setup.calibrated(heads)
-        proposals = simulated(found.ranks, found.spans, max(args.sizes))
-        trees = {f"T_{size}": proposals.tree(size) for size in args.sizes if size <= proposals.largest}
-        n_searched = len(trees)
-        trees |= random_dense(args.dense, args.largest, loaded.drafter.depth)
-        with common.CONSOLE.status("") as line:
-            rates = measure_trees(
-                loaded.model, loaded.drafter, loaded.params, trees, setup.measured, Greedy(), batch_size=1,
-                new_tokens=args.new_tokens, repeats=args.repeats, eos_ids=loaded.eos_ids,
-                on_status=lambda text, heads=heads: line.update(f"{heads}: {text}"),
-            )  # fmt: skip
-        for at, rate in enumerate(rates):
-            expected = expected_tokens_per_step(trees[rate.name], found.ranks, found.spans)
-            fixed = {"drafter": heads, "batch": 1, "family": "searched" if at < n_searched else "dense"}
-            rows.append(fixed | {"expected": expected} | rate.as_dict())
-        print(f"{heads}: {len(trees)} trees", flush=True)
+    rows = [row for heads in setup.heads for row in args.parts.rows(heads, partial(measure, setup, heads))]
     common.write(args, "trees", "medusa figure 4", "dense and sparse trees", rows)
+
+
+def measure(setup: common.Setup, heads: str) -> list[dict]:
+    args, loaded, found = setup.args, setup.heads[heads], setup.calibrated(heads)
+    proposals = simulated(found.ranks, found.spans, max(args.sizes))
+    searched = {f"T_{size}": proposals.tree(size) for size in args.sizes if size <= proposals.largest}
+    trees = searched | random_dense(args.dense, args.largest, loaded.drafter.depth)
+    with common.CONSOLE.status("") as line:
+        rates = measure_trees(
+            loaded.model, loaded.drafter, loaded.params, trees, setup.measured, Greedy(), batch_size=1,
+            new_tokens=args.new_tokens, repeats=args.repeats, eos_ids=loaded.eos_ids,
+            on_status=lambda text: line.update(f"{heads}: {text}"),
+        )  # fmt: skip
+    rows = []
+    for rate in rates:
+        expected = expected_tokens_per_step(trees[rate.name], found.ranks, found.spans)
+        family = "searched" if rate.name in searched else "dense"
+        rows.append({"drafter": heads, "batch": 1, "family": family, "expected": expected} | rate.as_dict())
+    print(f"{heads}: {len(trees)} trees", flush=True)
+    return rows
 
 
 def random_dense(count: int, largest: int, depth: int) -> dict[str, TreeTopology]:

@@ -8,11 +8,12 @@ a token under the base, at temperature 1. It says how far from the base's own sa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import Setup, right_padded
+from common import CONSOLE, Setup, right_padded
 from rich.progress import track
 
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
@@ -39,17 +40,21 @@ def over_temperature(temperatures: Sequence[float]) -> list[Rule]:
 
 def sweep(setup: Setup, rules: Sequence[Rule]) -> list[dict]:
     """Rows of an "acceptance" result, each kind of heads with the released tree."""
+    parts = setup.args.parts
+    return [row for heads in setup.heads for row in parts.rows(heads, partial(_sweep, setup, rules, heads))]
+
+
+def _sweep(setup: Setup, rules: Sequence[Rule], heads: str) -> list[dict]:
     rows = []
     prompt, lengths = right_padded(setup.measured, max(map(len, setup.measured)))
-    for heads in setup.heads:
-        for name, parameter, value, rule in track(rules, heads, console=None):
-            way = setup.way(heads, setup.released(heads), rule)
-            out = jax.device_get(way.decode(way.params, prompt, lengths, jax.random.key(0)))
-            nats = nats_per_token(setup, prompt, lengths, out.tokens, out.lengths)
-            rows.append(
-                {"drafter": heads, "rule": name, "parameter": parameter, "value": value}
-                | {"tokens_per_step": out.tokens_per_step(), "nats": nats}
-            )
+    for name, parameter, value, rule in track(rules, heads, console=CONSOLE):
+        way = setup.way(heads, setup.released(heads), rule)
+        out = jax.device_get(way.decode(way.params, prompt, lengths, jax.random.key(0)))
+        nats = nats_per_token(setup, prompt, lengths, out.tokens, out.lengths)
+        rows.append(
+            {"drafter": heads, "rule": name, "parameter": parameter, "value": value}
+            | {"tokens_per_step": out.tokens_per_step(), "nats": nats}
+        )
     return rows
 
 

@@ -98,6 +98,33 @@ def test_scripts(name, tmp_path):
         assert {row["category"] for row in result.rows} == {"mt_bench", "qa", "overall"}
 
 
+def module(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_an_interrupted_script_keeps_its_parts(tmp_path):
+    parts, path = module(EXPERIMENTS / "common.py").Parts, tmp_path / "r.json.parts"
+    measured: list[str] = []
+
+    def measure(key):
+        return lambda: [{"key": key, "number": measured.append(key) or len(measured)}]
+
+    first = parts(path, {"count": 3})
+    assert first.rows("a", measure("a")) == first.rows("a", measure("a")) == [{"key": "a", "number": 1}]
+    first.rows("b", measure("b"))
+    path.write_text(path.read_text()[:-4])  # killed while it was writing
+    again = parts(path, {"count": 3})
+    assert again.rows("a", measure("a")) == [{"key": "a", "number": 1}]
+    assert again.rows("b", measure("b")) == [{"key": "b", "number": 3}]
+    assert parts(path, {"count": 3}).rows("b", measure("b")) == [{"key": "b", "number": 3}]
+    assert parts(path, {"count": 4}).rows("a", measure("a")) == [{"key": "a", "number": 4}]  # others: begun anew
+    again.remove()
+    assert not list(tmp_path.iterdir())
+
+
 def test_mistakes(tmp_path):
     for argv, message in (
         (["--base", "none"], "--draft: heads for this base are needed"),
@@ -138,9 +165,7 @@ def test_the_committed_report_is_that_of_the_committed_results(tmp_path):
 
 @pytest.mark.slow
 def test_train_bench(tmp_path):
-    spec = importlib.util.spec_from_file_location("train_bench", GPU / "train_bench.py")
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
+    bench = module(GPU / "train_bench.py")
     out = tmp_path / "bench.jsonl"
     sizes = ["--length", "16", "--batches", "2", "--repeats", "1", "--chunk-tokens", "32"]
     assert bench.main(["--shape", "tiny", "--dtype", "float32", *sizes, "--out", str(out)]) == 0
