@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from released import WIDTH, Medusa, VLLMMedusa, refusal
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -29,61 +30,27 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.layers import causal_mask
 
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
-WIDTH, VOCAB = 32, 96  # of the tiny checkpoint
+VOCAB = 96  # of the tiny checkpoint
 # What the message for a directory of no known kind must offer.
 LOADS = ("hydra_lm_head", "medusa_lm_head", "medusa_head.", "model_type 'medusa'", "hydrajax_draft")
 
 
-# --- the modules, from the formulas ---------------------------------------------------------------------------
+# --- the heads ------------------------------------------------------------------------------------------------
 
 
-class ResBlock(nn.Module):
-    """x + SiLU(W x + b), medusa 2.1.1."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + nn.functional.silu(self.linear(x))
-
-
-class Medusa(nn.Module):
+class Medusa2(nn.Module):
     """The heads of a Medusa-2 model under the name that they have in it."""
 
     def __init__(self, n_heads: int, n_layers: int):
         super().__init__()
-        self.medusa_head = nn.ModuleList(
-            nn.Sequential(*(ResBlock() for _ in range(n_layers)), nn.Linear(WIDTH, VOCAB, bias=False))
-            for _ in range(n_heads)
-        )
+        self.medusa_head = Medusa(n_heads, n_layers, VOCAB)
 
     def forward(self, features):
-        return torch.stack([head(features) for head in self.medusa_head])
+        return self.medusa_head(features)
 
 
-class VLLMResidualBlock(nn.Module):
-    def __init__(self, n_layers: int, bias: bool):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(n_layers))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + nn.functional.silu(layer(x))
-        return x
-
-
-class VLLMMedusa(nn.Module):
-    """vllm/model_executor/models/medusa.py, without its parallel layers and padding."""
-
-    def __init__(self, n_heads: int, n_layers: int, bias: bool):
-        super().__init__()
-        self.blocks = nn.ModuleList(VLLMResidualBlock(n_layers, bias) for _ in range(n_heads))
-        self.lm_heads = nn.ModuleList(nn.Linear(WIDTH, VOCAB, bias=False) for _ in range(n_heads))
-
-    def forward(self, features):
-        pairs = zip(self.blocks, self.lm_heads, strict=True)
-        return torch.stack([lm_head(block(features)) for block, lm_head in pairs])
+def vllm(n_heads: int, n_layers: int, bias: bool) -> VLLMMedusa:
+    return VLLMMedusa(n_heads, n_layers, VOCAB, bias=bias)
 
 
 def randomise(module: nn.Module) -> nn.Module:
@@ -140,14 +107,7 @@ def agrees(drafter, params, official: nn.Module, base: BoundBase) -> None:
 
 
 def refused(directory: Path, base: BoundBase, *pieces: str, **options) -> str:
-    """Loading fails in one line that holds every piece."""
-    with pytest.raises(HydrajaxError) as caught:
-        load_draft(directory, base.config, **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    for piece in ("--draft", *pieces):
-        assert piece in message
-    return message
+    return refusal(lambda: load_draft(directory, base.config, **options), "--draft", *pieces)
 
 
 # --- Medusa-2: the heads beside their base --------------------------------------------------------------------
@@ -162,7 +122,7 @@ def medusa_2_config(base_config: dict, n_heads: int, n_layers: int) -> dict:
     ("kind", "n_layers"), [("safetensors", 1), ("safetensors shards", 2), ("bin shards", 1), ("bin", 2)]
 )
 def test_medusa_2(base, base_state, base_config, tmp_path, kind, n_layers, declared):
-    official = randomise(Medusa(3, n_layers))
+    official = randomise(Medusa2(3, n_layers))
     assert f"medusa_head.2.{n_layers}.weight" in official.state_dict()
     config = medusa_2_config(base_config, 3, n_layers) if declared else base_config
     save(tmp_path, base_state | official.state_dict(), config, kind)
@@ -174,7 +134,7 @@ def test_medusa_2(base, base_state, base_config, tmp_path, kind, n_layers, decla
 @pytest.mark.parametrize("kind", ["safetensors", "safetensors shards", "bin shards"])
 def test_medusa_2_is_its_own_base(tiny_checkpoint, base_state, base_config, tmp_path, kind):
     """Both halves of one directory: transformers' hidden states in torch's heads give our logits."""
-    official = randomise(Medusa(2, 1))
+    official = randomise(Medusa2(2, 1))
     save(tmp_path, base_state | official.state_dict(), medusa_2_config(base_config, 2, 1), kind)
     loaded = api.load(tmp_path, tmp_path)
     plain = api.load(tiny_checkpoint)
@@ -193,7 +153,7 @@ def test_medusa_2_is_its_own_base(tiny_checkpoint, base_state, base_config, tmp_
 
 
 def test_medusa_2_in_bfloat16_keeps_its_dtype(base, base_state, base_config, tmp_path):
-    state = base_state | randomise(Medusa(2, 1)).state_dict()
+    state = base_state | randomise(Medusa2(2, 1)).state_dict()
     save(tmp_path, {name: x.bfloat16() for name, x in state.items()}, base_config)
     drafter, params = load_draft(tmp_path, base.config, None)
     assert drafter.dtype == jnp.bfloat16
@@ -230,7 +190,7 @@ def vllm_config(n_heads: int, n_layers: int, **more) -> dict:
     ],
 )
 def test_vllm_medusa(base, tmp_path, n_heads, n_layers, bias, kind):
-    official = randomise(VLLMMedusa(n_heads, n_layers, bias))
+    official = randomise(vllm(n_heads, n_layers, bias))
     config = vllm_config(n_heads, n_layers) | ({"medusa_fc_bias": True} if bias else {})
     drafter, params = load_draft(save(tmp_path, official.state_dict(), config, kind), base.config)
     assert isinstance(drafter, MedusaHeads)
@@ -241,7 +201,7 @@ def test_vllm_medusa(base, tmp_path, n_heads, n_layers, bias, kind):
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_vllm_blocks_that_are_copies_are_shared(base, tmp_path, equal):
-    official = randomise(VLLMMedusa(2, 3, bias=False))
+    official = randomise(vllm(2, 3, bias=False))
     for block in official.blocks:
         for layer in block.layers[1:] if equal else block.layers[2:]:
             layer.load_state_dict(block.layers[0].state_dict())
@@ -251,7 +211,7 @@ def test_vllm_blocks_that_are_copies_are_shared(base, tmp_path, equal):
 
 
 def test_vllm_vocabulary_truncated_to_itself(base, tmp_path):
-    official = randomise(VLLMMedusa(2, 1, bias=False))
+    official = randomise(vllm(2, 1, bias=False))
     config = vllm_config(2, 1, truncated_vocab_size=VOCAB, original_lm_head=False)
     agrees(*load_draft(save(tmp_path, official.state_dict(), config), base.config), official, base)
 
@@ -270,7 +230,7 @@ def test_vllm_vocabulary_truncated_to_itself(base, tmp_path):
     ],
 )
 def test_vllm_config_that_is_not_supported(base, tmp_path, change, pieces):
-    state = randomise(VLLMMedusa(2, 1, bias=False)).state_dict()
+    state = randomise(vllm(2, 1, bias=False)).state_dict()
     state["token_map"] = torch.arange(48)
     refused(save(tmp_path, state, vllm_config(2, 1) | change), base, *pieces)
 
@@ -278,7 +238,7 @@ def test_vllm_config_that_is_not_supported(base, tmp_path, change, pieces):
 def test_vllm_config_without_its_numbers(base, tmp_path):
     config = vllm_config(2, 1)
     del config["num_hidden_layers"]
-    refused(save(tmp_path, randomise(VLLMMedusa(2, 1, False)).state_dict(), config), base, "num_hidden_layers", "None")
+    refused(save(tmp_path, randomise(vllm(2, 1, False)).state_dict(), config), base, "num_hidden_layers", "None")
 
 
 # --- damaged files of both ------------------------------------------------------------------------------------
@@ -291,11 +251,11 @@ def release(request, base_state, base_config, tmp_path):
     Tensors are named by role: ``lm`` (head 0's), ``weight`` and ``bias`` (of head 1's block), ``extra``.
     """
     if request.param == "vllm":
-        state, config = randomise(VLLMMedusa(2, 1, True)).state_dict(), vllm_config(2, 1, medusa_fc_bias=True)
+        state, config = randomise(vllm(2, 1, True)).state_dict(), vllm_config(2, 1, medusa_fc_bias=True)
         stem = "blocks.1.layers.0"
         names = {"lm": "lm_heads.0.weight", "extra": "blocks.1.layers.1.weight"}
     else:
-        state, config = base_state | randomise(Medusa(2, 1)).state_dict(), dict(base_config)
+        state, config = base_state | randomise(Medusa2(2, 1)).state_dict(), dict(base_config)
         if request.param == "medusa-2":
             config = medusa_2_config(base_config, 2, 1)
         stem = "medusa_head.1.0.linear"
@@ -370,7 +330,7 @@ def test_missing_file(base, release):
 
 def test_medusa_2_head_that_is_not_there(base, base_state, base_config, tmp_path):
     """Heads 0 and 2 without 1."""
-    heads = randomise(Medusa(3, 1)).state_dict()
+    heads = randomise(Medusa2(3, 1)).state_dict()
     state = base_state | {name: x for name, x in heads.items() if not name.startswith("medusa_head.1.")}
     config = medusa_2_config(base_config, 3, 1)
     refused(save(tmp_path, state, config), base, "missing tensors 'medusa_head.1.0.linear.bias'")
@@ -434,7 +394,7 @@ def test_config_that_is_no_object(base, tmp_path, content):
 @pytest.mark.parametrize("beside_base", [True, False])
 def test_medusa_without_lm_heads(base, base_state, base_config, tmp_path, beside_base):
     """Medusa's version 2 of config.json: every head has the base's lm head."""
-    state = randomise(Medusa(2, 1)).state_dict()
+    state = randomise(Medusa2(2, 1)).state_dict()
     state = {name: x for name, x in state.items() if "linear" in name}
     config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "version": "2"}
     if beside_base:
@@ -448,7 +408,7 @@ def test_medusa_without_lm_heads(base, base_state, base_config, tmp_path, beside
 
 
 def test_bin_without_torch(base, base_state, base_config, tmp_path, monkeypatch):
-    state = base_state | randomise(Medusa(2, 1)).state_dict()
+    state = base_state | randomise(Medusa2(2, 1)).state_dict()
     save(tmp_path, state, medusa_2_config(base_config, 2, 1), "bin")
     monkeypatch.setitem(sys.modules, "torch", None)
     refused(tmp_path, base, "pytorch_model.bin", "needs torch")
@@ -470,7 +430,7 @@ def other_weights(base_state, tiny_checkpoint, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def some_heads(base, tmp_path_factory) -> tuple:
     """``(drafter, params)``"""
-    state = randomise(VLLMMedusa(2, 1, bias=True)).state_dict()
+    state = randomise(vllm(2, 1, bias=True)).state_dict()
     config = vllm_config(2, 1, medusa_fc_bias=True)
     return load_draft(save(tmp_path_factory.mktemp("heads"), state, config), base.config)
 
@@ -539,7 +499,7 @@ def test_the_same_base_in_another_dtype_is_the_same(base, base_state, base_confi
 
 
 def test_a_medusa_2_checkpoint_is_the_base_in_it(tiny_checkpoint, base_state, base_config, tmp_path):
-    state = base_state | randomise(Medusa(2, 1)).state_dict()
+    state = base_state | randomise(Medusa2(2, 1)).state_dict()
     save(tmp_path, state, medusa_2_config(base_config, 2, 1), "safetensors shards")
     assert fingerprint(tmp_path) == fingerprint(tiny_checkpoint)
 

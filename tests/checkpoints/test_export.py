@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from released import refusal
 from safetensors.numpy import load_file
 from transformers import LlamaForCausalLM
 
@@ -29,7 +30,6 @@ from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
-from hydrajax.errors import HydrajaxError
 from hydrajax.models.layers import causal_mask
 
 VOCAB, WIDTH = 61, 32  # of the tiny model
@@ -47,15 +47,6 @@ def random_params(drafter, base, seed: int = 4):
     shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(*base)))
     random = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(0.3 * random.standard_normal(x.shape), x.dtype), shapes)
-
-
-def refused(call, *pieces: str) -> None:
-    with pytest.raises(HydrajaxError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    for piece in pieces:
-        assert piece in message
 
 
 # --- the base -------------------------------------------------------------------------------------------------
@@ -218,7 +209,7 @@ def test_drafters_without_an_official_layout(tiny_model, tmp_path):
         (heads_of("medusa", config, hidden_state_offset=1), ("hidden_state_offset", "1")),
         (WithPrefix(heads_of("hydra++", config), config), ("WithPrefix",)),
     ):
-        refused(lambda drafter=drafter: export_heads(tmp_path / "heads", drafter, {}), "export", *pieces)
+        refusal(lambda drafter=drafter: export_heads(tmp_path / "heads", drafter, {}), "export", *pieces)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -238,7 +229,7 @@ def test_directory_with_other_files_is_kept(tiny_model, tmp_path):
     target = tmp_path / "base"
     export_llama(target, *tiny_model)
     (target / "notes.txt").write_text("mine")
-    refused(lambda: export_llama(target, *tiny_model), "export", str(target), "'notes.txt'")
+    refusal(lambda: export_llama(target, *tiny_model), "export", str(target), "'notes.txt'")
     assert (target / "notes.txt").read_text() == "mine"
     export_llama(target, *tiny_model, overwrite=True)
     assert not (target / "notes.txt").exists()
@@ -247,10 +238,10 @@ def test_directory_with_other_files_is_kept(tiny_model, tmp_path):
 def test_checkpoint_of_someone_else_is_kept(tiny_model, tiny_checkpoint, tmp_path):
     target = tmp_path / "base"
     shutil.copytree(tiny_checkpoint, target)
-    refused(lambda: export_llama(target, *tiny_model), "'config.json'")
+    refusal(lambda: export_llama(target, *tiny_model), "'config.json'")
     load_llama(target)
     (tmp_path / "file").write_text("")
-    refused(lambda: export_llama(tmp_path / "file", *tiny_model), "is a file")
+    refusal(lambda: export_llama(tmp_path / "file", *tiny_model), "is a file")
 
 
 def test_failed_export_leaves_the_earlier_one(tiny_model, tmp_path, monkeypatch):
@@ -262,7 +253,7 @@ def test_failed_export_leaves_the_earlier_one(tiny_model, tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tensors, "save_file", full_disk)
-    refused(lambda: export_llama(target, *tiny_model), "cannot write", str(target), "No space left on device")
+    refusal(lambda: export_llama(target, *tiny_model), "cannot write", str(target), "No space left on device")
     monkeypatch.undo()
     identical(tiny_model[1], load_llama(target)[1], jnp.float32)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
@@ -278,6 +269,6 @@ def test_failed_rename_leaves_the_earlier_one(tiny_model, tmp_path, monkeypatch)
         os.rename(path, to)
 
     monkeypatch.setattr(Path, "rename", rename)
-    refused(lambda: export_llama(target, *tiny_model), "cannot write", "Input/output error")
+    refusal(lambda: export_llama(target, *tiny_model), "cannot write", "Input/output error")
     identical(tiny_model[1], load_llama(target)[1], jnp.float32)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]

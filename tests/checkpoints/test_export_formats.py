@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from released import WIDTH, Hydra, Medusa, VLLMMedusa, one_layer, refusal
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig as HFConfig
-from transformers import LlamaModel
 
 from hydrajax.checkpoints.draft import load_draft
 from hydrajax.checkpoints.export import FORMATS, export_heads
@@ -26,98 +26,12 @@ from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
-from hydrajax.errors import HydrajaxError
 
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
-VOCAB, WIDTH = 61, 32  # of the tiny model
+VOCAB = 61  # of the tiny model
 
 
-# --- the modules, from the formulas ---------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """R(x) + SiLU(W x + b): R is a linear map where the block narrows several vectors to one, else the identity."""
-
-    def __init__(self, slots: int = 1):
-        super().__init__()
-        self.linear = nn.Linear(slots * WIDTH, WIDTH)
-        self.res_connection = nn.Linear(slots * WIDTH, WIDTH) if slots > 1 else nn.Identity()
-
-    def forward(self, x):
-        return self.res_connection(x) + nn.functional.silu(self.linear(x))
-
-
-class Hydra(nn.Module):
-    """The released heads, less the copy of the base's embedding, which is given. prefix: a one-layer LLaMA or None."""
-
-    def __init__(self, n_heads: int, n_layers: int, grounded: bool, prefix: LlamaModel | None, embedding: torch.Tensor):
-        super().__init__()
-        self.grounded, self.embedding = grounded, embedding
-        self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(), nn.ModuleList()
-        for k in range(n_heads):
-            layers = [Block(k + 2)] if grounded else []
-            layers += [Block() for _ in range(n_layers - len(layers))]
-            lm_head = nn.Linear(WIDTH, VOCAB)
-            if prefix is not None:  # dropout before every block and before the lm head, which moves the indices
-                layers = [module for layer in layers for module in (nn.Dropout(0.2), layer)]
-                lm_head = nn.Sequential(nn.Dropout(0.2), lm_head)
-            self.hydra_mlp.append(nn.Sequential(*layers))
-            self.hydra_lm_head.append(lm_head)
-        if prefix is not None:
-            self.prefix_embeding_layer = prefix
-
-    def forward(self, features, tokens):
-        if hasattr(self, "prefix_embeding_layer"):
-            features = self.prefix_embeding_layer(inputs_embeds=features).last_hidden_state
-        inputs, logits = features, []
-        for k, (mlp, lm_head) in enumerate(zip(self.hydra_mlp, self.hydra_lm_head, strict=True)):
-            if self.grounded:  # head k at position t reads tokens t+1 ... t+1+k
-                inputs = torch.cat([inputs, self.embedding[torch.roll(tokens, -(k + 1), dims=1)]], dim=-1)
-            logits.append(lm_head(mlp(inputs)))
-        return torch.stack(logits)
-
-
-class Medusa(nn.ModuleList):
-    """Medusa v1, and text-generation-inference's: blocks, then an lm head without bias."""
-
-    def __init__(self, n_heads: int, n_layers: int):
-        lm_head = {"in_features": WIDTH, "out_features": VOCAB, "bias": False}
-        super().__init__(
-            nn.Sequential(*(Block() for _ in range(n_layers)), nn.Linear(**lm_head)) for _ in range(n_heads)
-        )
-
-    def forward(self, features, tokens):
-        return torch.stack([head(features) for head in self])
-
-
-class VLLMResidualBlock(nn.Module):
-    def __init__(self, n_layers: int, bias: bool):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(n_layers))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + nn.functional.silu(layer(x))
-        return x
-
-
-class VLLMMedusa(nn.Module):
-    """vllm/model_executor/models/medusa.py with what it takes from its configuration."""
-
-    def __init__(self, config: dict):
-        super().__init__()
-        assert config["truncated_vocab_size"] in (None, config["vocab_size"])  # or it wants a token_map
-        assert config["hidden_size"] == WIDTH
-        assert not config.get("original_lm_head", False)
-        assert config.get("logit_scale", 1.0) == 1.0
-        n_heads = config["num_heads"]
-        bias = config.get("medusa_fc_bias", False)
-        self.blocks = nn.ModuleList(VLLMResidualBlock(config["num_hidden_layers"], bias) for _ in range(n_heads))
-        self.lm_heads = nn.ModuleList(nn.Linear(WIDTH, config["vocab_size"], bias=False) for _ in range(n_heads))
-
-    def forward(self, features, tokens):
-        pairs = zip(self.blocks, self.lm_heads, strict=True)
-        return torch.stack([lm_head(block(features)) for block, lm_head in pairs])
+# --- what vLLM makes of a configuration ------------------------------------------------------------------------
 
 
 def parsed_by_vllm(config: dict) -> dict:
@@ -134,6 +48,16 @@ def parsed_by_vllm(config: dict) -> dict:
     if config["truncated_vocab_size"] is None:
         config["truncated_vocab_size"] = config["vocab_size"]
     return config
+
+
+def vllm_module(config: dict) -> VLLMMedusa:
+    """What vLLM builds for a configuration that it has parsed."""
+    assert config["truncated_vocab_size"] in (None, config["vocab_size"])  # or it wants a token_map
+    assert config["hidden_size"] == WIDTH
+    assert not config.get("original_lm_head", False)
+    assert config.get("logit_scale", 1.0) == 1.0
+    bias = config.get("medusa_fc_bias", False)
+    return VLLMMedusa(config["num_heads"], config["num_hidden_layers"], config["vocab_size"], bias=bias)
 
 
 # --- our side -------------------------------------------------------------------------------------------------
@@ -164,23 +88,22 @@ def official_module(drafter, base) -> nn.Module:
     heads, prefix = getattr(drafter, "heads", drafter), None
     if heads is not drafter:
         c = drafter.config
-        one_layer = HFConfig(
+        config = HFConfig(
             vocab_size=VOCAB,
             hidden_size=c.width,
             intermediate_size=c.mlp_width,
-            num_hidden_layers=1,
             num_attention_heads=c.n_heads,
             num_key_value_heads=c.n_kv_heads,
             rms_norm_eps=c.norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
         )
-        one_layer._attn_implementation = "eager"
-        prefix = LlamaModel(one_layer)
+        prefix = one_layer(config)
         prefix.embed_tokens = nn.Identity()  # the released file's is a copy of the base's
     if isinstance(heads, MedusaHeads) and not heads.lm_head_bias:
-        return Medusa(heads.n_heads, heads.n_layers)
+        return Medusa(heads.n_heads, heads.n_layers, VOCAB)
     embedding = torch.tensor(np.asarray(base[1]["embedding"]))
-    return Hydra(heads.n_heads, heads.n_layers, isinstance(heads, HydraHeads), prefix, embedding)
+    settings = {"grounded": isinstance(heads, HydraHeads), "prefix": prefix}
+    return Hydra(heads.n_heads, heads.n_layers, VOCAB, lambda tokens: embedding[tokens], **settings)
 
 
 def agrees(official: nn.Module, drafter, params, base) -> None:
@@ -307,7 +230,7 @@ def test_what_vllm_needs(tiny_model, tmp_path, n_heads, n_layers, share):
         assert [name for name in config if "num" in name and word in name] == [field]
     parsed = parsed_by_vllm(config)
     assert fields.items() <= parsed.items()
-    official = VLLMMedusa(parsed)
+    official = vllm_module(parsed)
     official.load_state_dict(state, strict=True)
     agrees(official, drafter, params, tiny_model)
 
@@ -360,7 +283,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n_layers", [1, 2])
 def test_medusa_through_every_format(tiny_model, tmp_path, n_layers, dtype):
-    state = with_random_bits(Medusa(3, n_layers), dtype)
+    state = with_random_bits(Medusa(3, n_layers, VOCAB), dtype)
     config = {"medusa_num_heads": 3, "medusa_num_layers": n_layers}
     chain = ("medusa", "vllm-medusa", "native", "medusa", "native", "vllm-medusa", "medusa")
     last = through(chain, tmp_path, state, config, tiny_model[0])
@@ -387,7 +310,7 @@ def test_hydra_through_native(tiny_model, tmp_path, kind, dtype):
 
 def test_a_shared_block_stays_shared(tiny_model, tmp_path):
     """Written once per application by the formats of others, known to be one by ours."""
-    medusa = Medusa(2, 3)
+    medusa = Medusa(2, 3, VOCAB)
     for head in medusa:
         for layer in (1, 2):
             head[layer].load_state_dict(head[0].state_dict())
@@ -402,7 +325,7 @@ def test_a_shared_block_stays_shared(tiny_model, tmp_path):
 def test_vllm_heads_without_biases_get_zeros(tiny_model, tmp_path):
     """As released for vLLM; other formats have biases always."""
     config = {"model_type": "medusa", "num_heads": 2, "num_hidden_layers": 1, "hidden_size": WIDTH, "vocab_size": VOCAB}
-    state = VLLMMedusa(parsed_by_vllm(config)).state_dict()
+    state = vllm_module(parsed_by_vllm(config)).state_dict()
     assert not any(name.endswith("bias") for name in state)
     (tmp_path / "start").mkdir()
     save_file(state, tmp_path / "start" / "model.safetensors")
@@ -451,13 +374,8 @@ def test_no_heads_at_all(tmp_path, format):
 
 
 def refused(folder: Path, drafter, format, *pieces: str) -> None:
-    """In one line with every piece, and with nothing left behind."""
-    with pytest.raises(HydrajaxError) as caught:
-        export_heads(folder / "heads", drafter, {}, format=format)
-    message = str(caught.value)
-    assert "\n" not in message
-    for piece in ("export", *pieces):
-        assert piece in message
+    """With nothing left behind."""
+    refusal(lambda: export_heads(folder / "heads", drafter, {}, format=format), "export", *pieces)
     assert list(folder.iterdir()) == []
 
 

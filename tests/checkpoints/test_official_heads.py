@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from released import WIDTH, Hydra, Medusa, one_layer, refusal
 from safetensors.torch import save_file
 from torch import nn
-from transformers import LlamaConfig as HFConfig
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import LlamaForCausalLM
 
 from hydrajax.checkpoints.draft import load_draft
 from hydrajax.checkpoints.llama_hf import load_llama
@@ -22,76 +22,21 @@ from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
-from hydrajax.errors import HydrajaxError
 from hydrajax.models.layers import causal_mask
 
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
-WIDTH, VOCAB = 32, 96  # of the tiny checkpoint
+VOCAB = 96  # of the tiny checkpoint
 
 
-# --- the official modules, from the formulas ------------------------------------------------------------------
+def hydra(base, n_heads: int, n_layers: int, grounded: bool, blocks: str, prefix: bool) -> Hydra:
+    """Released heads for a base of transformers; ``blocks`` 'shared' repeats one block, 'separate' does not."""
+    settings = {"grounded": grounded, "shared": blocks == "shared"}
+    layer = one_layer(base.config) if prefix else None
+    return Hydra(n_heads, n_layers, VOCAB, base.model.embed_tokens, prefix=layer, **settings)
 
 
-class Block(nn.Module):
-    """R(x) + SiLU(W x + b): R is a linear map where the block narrows several vectors to one, else the identity."""
-
-    def __init__(self, slots: int = 1):
-        super().__init__()
-        self.linear = nn.Linear(slots * WIDTH, WIDTH)
-        self.res_connection = nn.Linear(slots * WIDTH, WIDTH) if slots > 1 else nn.Identity()
-
-    def forward(self, x):
-        return self.res_connection(x) + nn.functional.silu(self.linear(x))
-
-
-class OfficialHydra(nn.Module):
-    """The state-dict layout of the released heads; ``blocks`` 'shared' repeats one block, 'separate' does not."""
-
-    def __init__(self, base: LlamaForCausalLM, n_heads: int, n_layers: int, grounded: bool, blocks: str, prefix: bool):
-        super().__init__()
-        self.grounded = grounded
-        self.input_embed_fn = base.model.embed_tokens
-        self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(), nn.ModuleList()
-        for k in range(n_heads):
-            layers = [Block(k + 2)] if grounded else []
-            n_plain = n_layers - len(layers)
-            layers += [Block()] * n_plain if blocks == "shared" else [Block() for _ in range(n_plain)]
-            lm_head = nn.Linear(WIDTH, VOCAB)
-            if prefix:  # dropout before every block and before the lm head, which moves the indices
-                layers = [module for layer in layers for module in (nn.Dropout(0.2), layer)]
-                lm_head = nn.Sequential(nn.Dropout(0.2), lm_head)
-            self.hydra_mlp.append(nn.Sequential(*layers))
-            self.hydra_lm_head.append(lm_head)
-        if prefix:
-            one_layer = HFConfig.from_dict(base.config.to_dict() | {"num_hidden_layers": 1})
-            one_layer._attn_implementation = "eager"
-            self.prefix_embeding_layer = LlamaModel(one_layer)
-
-    def forward(self, features, tokens):
-        """Head k at position t reads h_t and the embeddings of tokens t+1 ... t+1+k."""
-        if hasattr(self, "prefix_embeding_layer"):
-            features = self.prefix_embeding_layer(inputs_embeds=features).last_hidden_state
-        inputs, logits = features, []
-        for k, (mlp, lm_head) in enumerate(zip(self.hydra_mlp, self.hydra_lm_head, strict=True)):
-            if self.grounded:
-                shifted = torch.roll(tokens, -(k + 1), dims=1)
-                inputs = torch.cat([inputs, self.input_embed_fn(shifted)], dim=-1)
-            logits.append(lm_head(mlp(inputs)))
-        return torch.stack(logits)
-
-
-class OfficialMedusa(nn.ModuleList):
-    """Medusa v1: a ModuleList of Sequential(block, ..., lm head without bias)."""
-
-    def __init__(self, n_heads: int, n_layers: int, blocks: str):
-        def head():
-            layers = [Block()] * n_layers if blocks == "shared" else [Block() for _ in range(n_layers)]
-            return nn.Sequential(*layers, nn.Linear(WIDTH, VOCAB, bias=False))
-
-        super().__init__([head() for _ in range(n_heads)])
-
-    def forward(self, features, tokens):
-        return torch.stack([head(features) for head in self])
+def medusa(n_heads: int, n_layers: int, blocks: str) -> Medusa:
+    return Medusa(n_heads, n_layers, VOCAB, shared=blocks == "shared")
 
 
 def randomise(module: nn.Module, seed: int = 1) -> nn.Module:
@@ -172,7 +117,7 @@ def agrees(directory: Path, official: nn.Module, base, features: torch.Tensor | 
     [(1, "shared", ".pt"), (3, "shared", ".pt"), (3, "shared", ".safetensors"), (3, "separate", ".safetensors")],
 )
 def test_hydra(base, tmp_path, n_layers, blocks, suffix):
-    official = randomise(OfficialHydra(base[0], 3, n_layers, grounded=True, blocks=blocks, prefix=False))
+    official = randomise(hydra(base[0], 3, n_layers, grounded=True, blocks=blocks, prefix=False))
     directory = release(tmp_path, official.state_dict(), hydra_config(3, n_layers), suffix)
     drafter = agrees(directory, official, base)
     assert isinstance(drafter, HydraHeads)
@@ -181,7 +126,7 @@ def test_hydra(base, tmp_path, n_layers, blocks, suffix):
 
 @pytest.mark.parametrize("blocks", ["shared", "separate"])
 def test_ungrounded_hydra(base, tmp_path, blocks):
-    official = randomise(OfficialHydra(base[0], 3, 2, grounded=False, blocks=blocks, prefix=False))
+    official = randomise(hydra(base[0], 3, 2, grounded=False, blocks=blocks, prefix=False))
     drafter = agrees(release(tmp_path, official.state_dict(), hydra_config(3, 2, grounded=False)), official, base)
     assert isinstance(drafter, MedusaHeads)
     assert drafter.lm_head_bias
@@ -190,7 +135,7 @@ def test_ungrounded_hydra(base, tmp_path, blocks):
 @both_bases
 @pytest.mark.parametrize(("grounded", "blocks"), [(True, "shared"), (True, "separate"), (False, "shared")])
 def test_prefix_layer(base, tmp_path, grounded, blocks):
-    official = randomise(OfficialHydra(base[0], 2, 3, grounded=grounded, blocks=blocks, prefix=True))
+    official = randomise(hydra(base[0], 2, 3, grounded=grounded, blocks=blocks, prefix=True))
     state = official.state_dict()
     # The released code runs transformers 4.36, which saves this buffer.
     state["prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
@@ -205,7 +150,7 @@ def test_prefix_layer(base, tmp_path, grounded, blocks):
     [(1, "shared", ".pt"), (2, "separate", ".pt"), (2, "shared", ".safetensors")],
 )
 def test_medusa(base, tmp_path, n_layers, blocks, suffix):
-    official = randomise(OfficialMedusa(3, n_layers, blocks))
+    official = randomise(medusa(3, n_layers, blocks))
     assert f"2.{n_layers}.weight" in official.state_dict()
     drafter = agrees(release(tmp_path, official.state_dict(), medusa_config(3, n_layers), suffix), official, base)
     assert isinstance(drafter, MedusaHeads)
@@ -213,13 +158,13 @@ def test_medusa(base, tmp_path, n_layers, blocks, suffix):
 
 
 def test_medusa_file_with_more_heads_than_its_config_declares(base, tmp_path):
-    official = randomise(OfficialMedusa(5, 1, "shared"))
+    official = randomise(medusa(5, 1, "shared"))
     assert agrees(release(tmp_path, official.state_dict(), medusa_config(2, 1)), official, base).depth == 5
 
 
 def test_medusa_heads_of_which_one_has_equal_blocks(base, tmp_path):
     """Blocks that are equal in one head only must not be taken for one shared block in all."""
-    official = randomise(OfficialMedusa(2, 3, "separate"))
+    official = randomise(medusa(2, 3, "separate"))
     for layer in (1, 2):
         official[0][layer].load_state_dict(official[0][0].state_dict())
     assert not agrees(release(tmp_path, official.state_dict(), medusa_config(2, 3)), official, base).share_blocks
@@ -227,7 +172,7 @@ def test_medusa_heads_of_which_one_has_equal_blocks(base, tmp_path):
 
 def test_blocks_that_differ_in_one_number(base, tmp_path):
     """A copy is a copy only if every number agrees, the bias included."""
-    official = randomise(OfficialMedusa(2, 2, "separate"))
+    official = randomise(medusa(2, 2, "separate"))
     for head in official:
         head[1].load_state_dict(head[0].state_dict())
     with torch.no_grad():
@@ -237,7 +182,7 @@ def test_blocks_that_differ_in_one_number(base, tmp_path):
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_bfloat16_file(base, tmp_path, suffix):
-    official = randomise(OfficialHydra(base[0], 2, 2, grounded=True, blocks="shared", prefix=False))
+    official = randomise(hydra(base[0], 2, 2, grounded=True, blocks="shared", prefix=False))
     state = {name: tensor.to(torch.bfloat16) for name, tensor in official.state_dict().items()}
     rounded = {name: tensor.float() for name, tensor in state.items() if not name.startswith("input_embed_fn")}
     official.load_state_dict(rounded, strict=False)  # torch computes in float32 with the rounded weights
@@ -246,7 +191,7 @@ def test_bfloat16_file(base, tmp_path, suffix):
 
 def test_non_contiguous_tensors(base, tmp_path):
     """A transposed view in a .pt keeps its strides."""
-    official = randomise(OfficialMedusa(1, 1, "shared"))
+    official = randomise(medusa(1, 1, "shared"))
     state = {name: t.mT.contiguous().mT if t.ndim == 2 else t for name, t in official.state_dict().items()}
     assert not state["0.1.weight"].is_contiguous()
     agrees(release(tmp_path, state, medusa_config(1, 1)), official, base)
@@ -258,7 +203,7 @@ def test_hidden_state_offset(base, tmp_path):
     tokens = some_tokens()
     with torch.no_grad():
         states = theirs(torch.tensor(tokens), output_hidden_states=True).hidden_states
-    official = randomise(OfficialHydra(theirs, 2, 1, grounded=True, blocks="shared", prefix=False))
+    official = randomise(hydra(theirs, 2, 1, grounded=True, blocks="shared", prefix=False))
     directory = release(tmp_path, official.state_dict(), hydra_config(2, 1, hidden_state_offset=1))
     drafter, params = load_draft(directory, bound.config)
     assert drafter.hidden_state_offset == 1
@@ -279,25 +224,18 @@ def test_hidden_state_offset(base, tmp_path):
 
 
 def refused(directory, base, *pieces: str) -> str:
-    """Loading fails in one line that holds every piece."""
-    with pytest.raises(HydrajaxError) as caught:
-        load_draft(directory, base[1].config)
-    message = str(caught.value)
-    assert "\n" not in message
-    for piece in ("--draft", *pieces):
-        assert piece in message
-    return message
+    return refusal(lambda: load_draft(directory, base[1].config), "--draft", *pieces)
 
 
 @pytest.fixture(scope="module")
 def hydra_state(base) -> dict:
     """The state dict of two grounded heads of one layer."""
-    return dict(randomise(OfficialHydra(base[0], 2, 1, True, "shared", prefix=False)).state_dict())
+    return dict(randomise(hydra(base[0], 2, 1, True, "shared", prefix=False)).state_dict())
 
 
 @pytest.fixture(scope="module")
 def medusa_state() -> dict:
-    return dict(randomise(OfficialMedusa(2, 1, "shared")).state_dict())
+    return dict(randomise(medusa(2, 1, "shared")).state_dict())
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
@@ -320,7 +258,7 @@ def test_fewer_hydra_heads_than_declared(base, hydra_state, tmp_path):
 
 
 def test_prefix_file_without_its_prefix_layer(base, tmp_path):
-    official = OfficialHydra(base[0], 1, 1, True, "shared", prefix=True)
+    official = hydra(base[0], 1, 1, True, "shared", prefix=True)
     state = {name: t for name, t in official.state_dict().items() if not name.startswith("prefix")}
     directory = release(tmp_path, state, hydra_config(1, 1, "prefix-mlp"))
     refused(directory, base, "missing tensors 'prefix_embeding_layer.layers.0.input_layernorm.weight'", "and 5 more")

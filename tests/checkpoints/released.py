@@ -1,0 +1,119 @@
+"""Released draft heads as plain torch modules, built to the formulas of DESIGN section 4 and to vLLM's layout, with
+exactly their names; and refusals. Shared by the tests of reading and of writing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaModel
+
+from hydrajax.errors import HydrajaxError
+
+WIDTH = 32  # of the tiny models
+
+
+class Block(nn.Module):
+    """R(x) + SiLU(W x + b): R is a linear map where the block narrows several vectors to one, else the identity."""
+
+    def __init__(self, slots: int = 1):
+        super().__init__()
+        self.linear = nn.Linear(slots * WIDTH, WIDTH)
+        self.res_connection = nn.Linear(slots * WIDTH, WIDTH) if slots > 1 else nn.Identity()
+
+    def forward(self, x):
+        return self.res_connection(x) + nn.functional.silu(self.linear(x))
+
+
+def blocks(count: int, shared: bool) -> list[Block]:
+    return [Block()] * count if shared else [Block() for _ in range(count)]
+
+
+class Hydra(nn.Module):
+    """The released heads. embed: the base's embedding; a module is in the state dict, as the official code has a copy.
+    prefix: a one-layer LLaMA or None. shared: one block repeated.
+    """
+
+    def __init__(
+        self, n_heads: int, n_layers: int, vocab: int, embed: Callable, *, grounded=True, prefix=None, shared=False
+    ):
+        super().__init__()
+        self.grounded, self.input_embed_fn = grounded, embed
+        self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(), nn.ModuleList()
+        for k in range(n_heads):
+            layers = [Block(k + 2)] if grounded else []
+            layers += blocks(n_layers - len(layers), shared)
+            lm_head = nn.Linear(WIDTH, vocab)
+            if prefix is not None:  # dropout before every block and before the lm head, which moves the indices
+                layers = [module for layer in layers for module in (nn.Dropout(0.2), layer)]
+                lm_head = nn.Sequential(nn.Dropout(0.2), lm_head)
+            self.hydra_mlp.append(nn.Sequential(*layers))
+            self.hydra_lm_head.append(lm_head)
+        if prefix is not None:
+            self.prefix_embeding_layer = prefix
+
+    def forward(self, features, tokens):
+        if hasattr(self, "prefix_embeding_layer"):
+            features = self.prefix_embeding_layer(inputs_embeds=features).last_hidden_state
+        inputs, logits = features, []
+        for k, (mlp, lm_head) in enumerate(zip(self.hydra_mlp, self.hydra_lm_head, strict=True)):
+            if self.grounded:  # head k at position t reads tokens t+1 ... t+1+k
+                inputs = torch.cat([inputs, self.input_embed_fn(torch.roll(tokens, -(k + 1), dims=1))], dim=-1)
+            logits.append(lm_head(mlp(inputs)))
+        return torch.stack(logits)
+
+
+def one_layer(config) -> LlamaModel:
+    """Hydra++'s prefix layer. config: transformers' of its base."""
+    config = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 1})
+    config._attn_implementation = "eager"
+    return LlamaModel(config)
+
+
+class Medusa(nn.ModuleList):
+    """Medusa v1, and text-generation-inference's: blocks, then an lm head without bias."""
+
+    def __init__(self, n_heads: int, n_layers: int, vocab: int, *, shared: bool = False):
+        lm_head = {"in_features": WIDTH, "out_features": vocab, "bias": False}
+        super().__init__(nn.Sequential(*blocks(n_layers, shared), nn.Linear(**lm_head)) for _ in range(n_heads))
+
+    def forward(self, features, tokens=None):
+        return torch.stack([head(features) for head in self])
+
+
+class VLLMResidualBlock(nn.Module):
+    def __init__(self, n_layers: int, bias: bool):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(n_layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + nn.functional.silu(layer(x))
+        return x
+
+
+class VLLMMedusa(nn.Module):
+    """vllm/model_executor/models/medusa.py, without its parallel layers and padding."""
+
+    def __init__(self, n_heads: int, n_layers: int, vocab: int, *, bias: bool):
+        super().__init__()
+        self.blocks = nn.ModuleList(VLLMResidualBlock(n_layers, bias) for _ in range(n_heads))
+        self.lm_heads = nn.ModuleList(nn.Linear(WIDTH, vocab, bias=False) for _ in range(n_heads))
+
+    def forward(self, features, tokens=None):
+        pairs = zip(self.blocks, self.lm_heads, strict=True)
+        return torch.stack([lm_head(block(features)) for block, lm_head in pairs])
+
+
+def refusal(call: Callable, *pieces: str) -> str:
+    """The message of a `HydrajaxError`: one line that holds every piece."""
+    with pytest.raises(HydrajaxError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for piece in pieces:
+        assert piece in message
+    return message
