@@ -120,7 +120,7 @@ def write_formats(root: Path) -> None:
         params = random_like(jax.eval_shape(lambda drafter=drafter: drafter.init(jax.random.key(0), bound)))
         settings = {"format": format, "torch_file": with_pt, "base_fingerprint": record}
         export_heads(root / name, drafter, params, dtype=None, **settings)
-        if torch_file:
+        if with_pt:
             next((root / name).glob("*.safetensors")).unlink()
 
     medusa_2 = root / "medusa_2"
