@@ -95,12 +95,8 @@ def write(
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    settings = {"base": name_of(args.base) if args.base else "the shipped model", "dtype": args.dtype, **args.settings}
-    if args.draft:
-        settings["draft"] = [name_of(draft) for draft in args.draft]
-    if args.prompts:
-        settings["prompts"] = Path(args.prompts).name
-    return settings
+    settings = {"base": args.base or "the shipped model", "dtype": args.dtype, **args.settings}
+    return settings | {name: found for name in ("draft", "prompts") if (found := getattr(args, name))}
 
 
 class Parts:

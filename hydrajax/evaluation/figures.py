@@ -44,9 +44,10 @@ def _bars(rows: list[dict]) -> Any:
     for axes, field, label in ((left, "tokens_per_second", "tokens/s"), (right, "tokens_per_step", TAU)):
         values = [row[field] for row in rows]
         axes.barh(y, values, color=[f"C{i}" for i in range(len(rows))])
-        for at, value in zip(y, values, strict=True):
+        for at, row, value in zip(y, rows, values, strict=True):
             text = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-            axes.annotate(f" {text}", (value, at), va="center", fontsize=8)
+            end = max(value, row["high"] or 0) if axes is left else value
+            axes.annotate(f" {text}", (end, at), va="center", fontsize=8)
         axes.set(xlabel=label, yticks=y, yticklabels=[row["name"] for row in rows])
         axes.margins(x=0.14)
     for at, row in zip(y, rows, strict=True):
