@@ -15,6 +15,7 @@ from hydrajax.evaluation.rounds import AUTOREGRESSIVE
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "experiments" / "configs" / "demo_hydra.yaml"
+TEXT = ("objective.lm_weight=1", "objective.teacher_weight=0")
 TEACHER = ("objective.lm_weight=0", "objective.teacher_weight=1")
 
 FULL = {"count": 64, "prompt_tokens": 64, "new_tokens": 64, "repeats": 9, "steps": 400}

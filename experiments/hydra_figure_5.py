@@ -10,8 +10,8 @@ import common
 
 NOISE = ("objective.noise_alpha=75",)  # hydra A.1
 VARIANTS = {
-    "text": (),
-    "text, noise": NOISE,
+    "text": ablation.TEXT,
+    "text, noise": (*ablation.TEXT, *NOISE),
     "teacher": ablation.TEACHER,
     "teacher, noise": (*ablation.TEACHER, *NOISE),
 }
