@@ -20,7 +20,7 @@ from hydrajax.models.linear import project
 
 Rates = tuple[tuple[int, float], ...]  # (rows of the left matrix, FLOP/s), rows rising
 
-CPU_ROWS = (1, 4, 16, 64, 256)
+CPU_ROWS = (1, 2, 4, 8, 16, 64, 256)  # of few rows each number has a speed of its own there
 ACCELERATOR_ROWS = (*CPU_ROWS, 1024, 4096)
 MOST_BYTES = 512 * 2**20  # of weights, and of keys and values, in a measurement: more than any cache holds
 LEAST_SECONDS = 0.05  # of one timed call, so that neither dispatch nor a scheduler's time slice decides it
