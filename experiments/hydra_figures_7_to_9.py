@@ -16,7 +16,8 @@ from hydrajax.trees.search import expected_tokens_per_step, simulated
 
 FULL = {"count": 256, "calibration": 512, "timed": 8, "prompt_tokens": 64, "new_tokens": 64, "repeats": 11}
 FULL |= {"sizes": [1, 2, 3, 4, 6, 8, 16, 32, 64], "batch_sizes": [1, 2, 4, 8]}
-QUICK = {"count": 64, "calibration": 64, "repeats": 3, "sizes": [1, 2, 4, 16, 64], "batch_sizes": [1, 4]}
+QUICK = {"count": 32, "calibration": 64, "timed": 4, "new_tokens": 32, "repeats": 3, "sizes": [1, 2, 8, 64]}
+QUICK |= {"batch_sizes": [1, 4]}
 
 Trees = dict[tuple[str, str], TreeTopology]  # by family and name
 
