@@ -23,6 +23,9 @@ QUICK = {"max_new_tokens": 16}
 
 def add_arguments(parser) -> None:
     parser.add_argument("--data", metavar="DIR", required=True, help="where spec_bench_question.jsonl lies")
+    parser.add_argument(
+        "--template", metavar="NAME", help="of evaluate; default: plain for the shipped model, else auto"
+    )
     parser.add_argument("--answers", metavar="DIR", default="runs/spec_bench", help="default %(default)s")
 
 
@@ -35,6 +38,7 @@ def run(args) -> None:
     for draft in args.draft or [assets.path(name) for name in assets.DRAFTERS]:
         command += ["--draft", draft]
     command += ["--output", answers, "--dtype", args.dtype]
+    command += ["--template", args.template or ("auto" if args.base else "plain")]
     command += ["--max-new-tokens", args.max_new_tokens, "--repeats", args.repeats]
     if code := hydrajax([str(part) for part in command]):
         sys.exit(code)
