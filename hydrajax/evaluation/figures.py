@@ -214,6 +214,10 @@ def _prediction(rows: list[dict]) -> Any:
     axes.plot(ends, ends, color="0.4", linewidth=1)
     axes.fill_between(ends, ends * 0.75, ends * 1.25, color="0.4", alpha=0.15, linewidth=0, label="within 25%")
     axes.set(xlabel="ms measured", ylabel="ms predicted", xscale="log", yscale="log")
+    ticks = [round(m * 10.0**e, 3) for e in range(-3, 5) for m in (1, 2, 5) if ends[0] < m * 10.0**e < ends[1]]
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.legend(fontsize=8)
     return figure
 
