@@ -36,7 +36,7 @@ from hydrajax.evaluation.rounds import AUTOREGRESSIVE, Measured, Way, contest, m
 from hydrajax.files import WholeFile
 from hydrajax.train import corpus
 from hydrajax.trees import TreeTopology, presets
-from hydrajax.trees.search import simulated
+from hydrajax.trees.search import Proposals, expected_tokens_per_step, simulated
 
 RELEASED = "mc_sim_7b_63"
 ROWS = 32  # decoded at once where time does not matter
@@ -152,6 +152,7 @@ class Setup:
         found = self._read(count + n_calibration)
         self.measured, self.calibration = found[:count], found[count:]
         self._calibrations: dict[str, Calibration] = {}
+        self._grown: dict[tuple[str, int], Proposals] = {}
 
     def _read(self, count: int) -> list[np.ndarray]:
         if not self.args.prompts:
@@ -179,9 +180,7 @@ class Setup:
 
     def released(self, heads: str) -> TreeTopology:
         """The released 63-choice tree, as deep as the heads go."""
-        depth = self.heads[heads].drafter.depth
-        choices = [path for path in presets.by_name(RELEASED).choices if len(path) <= depth]
-        return TreeTopology.from_choices(choices)
+        return cut(presets.by_name(RELEASED), self.heads[heads].drafter.depth)
 
     def calibrated(self, heads: str) -> Calibration:
         """What the heads know of the base's own continuations of the calibration prompts."""
@@ -195,17 +194,43 @@ class Setup:
                 )  # fmt: skip
         return self._calibrations[heads]
 
-    def fastest_tree(self, heads: str, batch_size: int, sizes: Sequence[int], repeats: int = 5) -> TreeTopology:
-        """The searched tree that is fastest on the first calibration prompts: others than are measured afterwards."""
-        loaded, found = self.heads[heads], self.calibrated(heads)
-        proposals = simulated(found.ranks, found.spans, max(sizes))
-        trees = {f"T_{size}": proposals.tree(size) for size in sizes if 1 < size <= proposals.largest}
+    def grown(self, heads: str, largest: int) -> Proposals:
+        """Trees up to this size by simulated decoding of the calibration text."""
+        if (heads, largest) not in self._grown:
+            found = self.calibrated(heads)
+            self._grown[heads, largest] = simulated(found.ranks, found.spans, largest)
+        return self._grown[heads, largest]
+
+    def grown_trees(self, heads: str, sizes: Sequence[int]) -> dict[str, TreeTopology]:
+        """Those of these sizes that there are, as ``T_size``."""
+        proposals = self.grown(heads, max(sizes))
+        return {f"T_{size}": proposals.tree(size) for size in sizes if size <= proposals.largest}
+
+    def expected(self, heads: str, tree: TreeTopology) -> float:
+        """The tokens_per_step that the calibration text foretells."""
+        found = self.calibrated(heads)
+        return expected_tokens_per_step(tree, found.ranks, found.spans)
+
+    def measure_trees(
+        self,
+        heads: str,
+        trees: Mapping[str, TreeTopology],
+        prompts: Sequence[np.ndarray],
+        batch_size: int,
+        repeats: int,
+    ) -> list[Measured]:
+        loaded = self.heads[heads]
         with CONSOLE.status("") as line:
-            rates = measure_trees(
-                loaded.model, loaded.drafter, loaded.params, trees, self.calibration[: max(4, batch_size)], Greedy(),
-                batch_size=batch_size, new_tokens=self.args.new_tokens, repeats=repeats, eos_ids=loaded.eos_ids,
+            return measure_trees(
+                loaded.model, loaded.drafter, loaded.params, trees, prompts, Greedy(), batch_size=batch_size,
+                new_tokens=self.args.new_tokens, repeats=repeats, eos_ids=loaded.eos_ids,
                 on_status=lambda text: line.update(f"{heads}, batch {batch_size}: {text}"),
             )  # fmt: skip
+
+    def fastest_tree(self, heads: str, batch_size: int, sizes: Sequence[int], repeats: int = 5) -> TreeTopology:
+        """The searched tree that is fastest on the first calibration prompts: others than are measured afterwards."""
+        trees = {name: tree for name, tree in self.grown_trees(heads, sizes).items() if tree.size > 1}
+        rates = self.measure_trees(heads, trees, self.calibration[: max(4, batch_size)], batch_size, repeats)
         return trees[max(rates, key=lambda rate: rate.tokens_per_second).name]
 
     def contest(self, ways: Mapping[str, Way], batch_size: int = 1) -> list[Measured]:
@@ -246,11 +271,21 @@ def contest_of_trees(setup: Setup, batch_size: int, sizes: Sequence[int]) -> lis
     return speed_rows(setup.contest(ways, batch_size), batch_size)
 
 
+def cut(tree: TreeTopology, depth: int) -> TreeTopology:
+    """The tree down to this depth."""
+    return TreeTopology.from_choices([path for path in tree.choices if len(path) <= depth])
+
+
+def held_out_documents(tokenizer, names: Sequence[str]) -> list[list[int]]:
+    """Token ids of these files of the running Python's standard library."""
+    wanted = set(names)
+    return tokenizer([file.text for file in corpus.standard_library(10**12) if file.name in wanted])["input_ids"]
+
+
 def held_out_prompts(tokenizer, names: Sequence[str], count: int, prompt_tokens: int) -> list[np.ndarray]:
-    """Stretches of these files of the running Python's standard library, no two of which overlap."""
-    texts = [file.text for file in corpus.standard_library(10**12) if file.name in set(names)]
+    """Stretches of these files, no two of which overlap."""
     stretches = []
-    for ids in tokenizer(texts)["input_ids"]:
+    for ids in held_out_documents(tokenizer, names):
         starts = range(0, len(ids) - prompt_tokens + 1, prompt_tokens)
         stretches += [np.array(ids[start : start + prompt_tokens], np.int32) for start in starts]
     if len(stretches) < count:

@@ -6,13 +6,12 @@ Trees of every size are grown by simulated decoding of calibration text. On othe
 
 import sys
 from functools import partial
+from operator import attrgetter
 
 import common
 
-from hydrajax.decoding.acceptance import Greedy
-from hydrajax.evaluation.rounds import measure_trees
+from hydrajax.evaluation.outputs import family_of
 from hydrajax.trees import TreeTopology, presets
-from hydrajax.trees.search import expected_tokens_per_step, simulated
 
 FULL = {"count": 256, "calibration": 512, "timed": 8, "prompt_tokens": 64, "new_tokens": 64, "repeats": 11}
 FULL |= {"sizes": [1, 2, 3, 4, 6, 8, 16, 32, 64], "batch_sizes": [1, 2, 4, 8]}
@@ -41,10 +40,8 @@ def run(args) -> None:
 
 
 def candidates(setup: common.Setup, heads: str, sizes: list[int]) -> Trees:
-    found = setup.calibrated(heads)
-    proposals = simulated(found.ranks, found.spans, max(sizes))
-    grown = [size for size in sizes if size <= proposals.largest]
-    trees = {("searched" if size > 1 else "root", f"T_{size}"): proposals.tree(size) for size in grown}
+    grown = setup.grown_trees(heads, sizes)
+    trees = {(family_of(tree.size), name): tree for name, tree in grown.items()}
     depth = setup.heads[heads].drafter.depth
     trees |= {("chain", f"chain-{d}"): presets.chain(d) for d in range(1, depth + 1)}
     return trees | {("released", common.RELEASED): setup.released(heads)}
@@ -52,37 +49,31 @@ def candidates(setup: common.Setup, heads: str, sizes: list[int]) -> Trees:
 
 def tokens_per_step(setup: common.Setup, heads: str, trees: Trees) -> list[dict]:
     """As expected, and as measured on all prompts."""
-    found, rows = setup.calibrated(heads), []
+    rows = []
     for (family, name), tree in trees.items():
         with common.CONSOLE.status(f"{heads}: tokens_per_step of {name}"):
             reached = setup.tokens_per_step(setup.way(heads, tree))
-        expected = expected_tokens_per_step(tree, found.ranks, found.spans)
+        expected = setup.expected(heads, tree)
         rows.append({"family": family, "name": name, "expected": expected, "tokens_per_step": reached})
     return rows
 
 
 def speed(setup: common.Setup, heads: str, trees: Trees, batch: int) -> list[dict]:
     """On the first prompts; the fastest of every family on the terminal."""
-    loaded, args = setup.heads[heads], setup.args
-    with common.CONSOLE.status("") as line:
-        rates = measure_trees(
-            loaded.model, loaded.drafter, loaded.params, {name: tree for (_, name), tree in trees.items()},
-            setup.measured[: max(args.timed, batch)], Greedy(), batch_size=batch, new_tokens=args.new_tokens,
-            repeats=args.repeats, eos_ids=loaded.eos_ids,
-            on_status=lambda text: line.update(f"{heads}, batch {batch}: {text}"),
-        )  # fmt: skip
+    args = setup.args
+    by_name = {name: tree for (_, name), tree in trees.items()}
+    rates = setup.measure_trees(heads, by_name, setup.measured[: max(args.timed, batch)], batch, args.repeats)
     families = [family for family, _ in trees]
     best = [
-        max((rate for rate, mine in zip(rates, families, strict=True) if mine == family), key=_tokens_per_second)
+        max(
+            (rate for rate, mine in zip(rates, families, strict=True) if mine == family),
+            key=attrgetter("tokens_per_second"),
+        )
         for family in dict.fromkeys(families)
     ]
     print(heads)
     common.speed_rows(best, batch)
     return [{"batch": batch} | rate.as_dict() | {"tokens_per_step_when_timed": rate.tokens_per_step} for rate in rates]
-
-
-def _tokens_per_second(rate) -> float:
-    return rate.tokens_per_second
 
 
 if __name__ == "__main__":

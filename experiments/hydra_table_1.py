@@ -11,8 +11,9 @@ import common
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.step import Engine, Params
 from hydrajax.drafters.autoregressive import NoDrafter
+from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.evaluation.timing import StepTimer
-from hydrajax.trees import TreeTopology, presets
+from hydrajax.trees import presets
 
 N_STEPS = 8  # in a timed call
 
@@ -34,7 +35,8 @@ def run(args) -> None:
 def measure(setup: common.Setup, heads: str, args) -> dict:
     loaded, tree = setup.heads[heads], setup.released(heads)
     timers = [
-        timer(loaded.model, loaded.drafter, cut(tree, depth), loaded.params, args) for depth in range(tree.depth + 1)
+        timer(loaded.model, loaded.drafter, common.cut(tree, depth), loaded.params, args)
+        for depth in range(tree.depth + 1)
     ]
     plain = timer(loaded.model, NoDrafter(), presets.root(), Params(loaded.params.base, {}), args)
     found: dict[str, list[float]] = {"step": [], "verify": [], "observe": []}
@@ -48,15 +50,11 @@ def measure(setup: common.Setup, heads: str, args) -> dict:
     costs = [
         max(0.0, statistics.median(one[depth + 1] - one[depth] for one in proposing)) for depth in range(tree.depth)
     ]
-    has_prefix = hasattr(loaded.drafter, "heads")
+    has_prefix = isinstance(loaded.drafter, WithPrefix)
     return {
         "drafter": heads, "prefix_attention": median["observe"] if has_prefix else None, "heads": costs,
         "verify": median["verify"], "autoregressive_step": median["step"],
     }  # fmt: skip
-
-
-def cut(tree: TreeTopology, depth: int) -> TreeTopology:
-    return TreeTopology.from_choices([path for path in tree.choices if len(path) <= depth])
 
 
 def timer(model, drafter, tree, params, args) -> StepTimer:

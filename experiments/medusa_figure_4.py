@@ -6,10 +6,7 @@ from functools import partial
 import common
 import numpy as np
 
-from hydrajax.decoding.acceptance import Greedy
-from hydrajax.evaluation.rounds import measure_trees
 from hydrajax.trees import TreeTopology, presets
-from hydrajax.trees.search import expected_tokens_per_step, simulated
 
 FULL = {"count": 8, "calibration": 256, "prompt_tokens": 64, "new_tokens": 64, "repeats": 7}
 FULL |= {"dense": 24, "largest": 256, "sizes": [4, 8, 16, 32, 64, 128, 256]}
@@ -23,20 +20,13 @@ def run(args) -> None:
 
 
 def measure(setup: common.Setup, heads: str) -> list[dict]:
-    args, loaded, found = setup.args, setup.heads[heads], setup.calibrated(heads)
-    proposals = simulated(found.ranks, found.spans, max(args.sizes))
-    searched = {f"T_{size}": proposals.tree(size) for size in args.sizes if size <= proposals.largest}
-    trees = searched | random_dense(args.dense, args.largest, loaded.drafter.depth)
-    with common.CONSOLE.status("") as line:
-        rates = measure_trees(
-            loaded.model, loaded.drafter, loaded.params, trees, setup.measured, Greedy(), batch_size=1,
-            new_tokens=args.new_tokens, repeats=args.repeats, eos_ids=loaded.eos_ids,
-            on_status=lambda text: line.update(f"{heads}: {text}"),
-        )  # fmt: skip
+    args = setup.args
+    searched = setup.grown_trees(heads, args.sizes)
+    trees = searched | random_dense(args.dense, args.largest, setup.heads[heads].drafter.depth)
     rows = []
-    for rate in rates:
-        expected = expected_tokens_per_step(trees[rate.name], found.ranks, found.spans)
+    for rate in setup.measure_trees(heads, trees, setup.measured, 1, args.repeats):
         family = "searched" if rate.name in searched else "dense"
+        expected = setup.expected(heads, trees[rate.name])
         rows.append({"drafter": heads, "batch": 1, "family": family, "expected": expected} | rate.as_dict())
     print(f"{heads}: {len(trees)} trees", flush=True)
     return rows

@@ -10,7 +10,6 @@ import common
 
 from hydrajax.evaluation.rounds import AUTOREGRESSIVE
 from hydrajax.trees import TreeTopology, presets
-from hydrajax.trees.search import simulated
 
 FULL = {"count": 16, "calibration": 256, "prompt_tokens": 64, "new_tokens": 128, "repeats": 15, "nodes": 64}
 QUICK = {"count": 8, "calibration": 64, "new_tokens": 64, "repeats": 5}
@@ -19,8 +18,7 @@ QUICK = {"count": 8, "calibration": 64, "new_tokens": 64, "repeats": 5}
 def run(args) -> None:
     setup = common.Setup(args)
     heads, loaded = next(iter(setup.heads.items()))
-    found = setup.calibrated(heads)
-    proposals = simulated(found.ranks, found.spans, args.nodes)
+    proposals = setup.grown(heads, args.nodes)
     searched = proposals.tree(min(args.nodes, proposals.largest))
     ways = {
         AUTOREGRESSIVE: setup.autoregressive(),

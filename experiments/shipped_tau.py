@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from common import held_out_documents
 
 from hydrajax import assets
 from hydrajax.checkpoints.draft import load_draft
@@ -24,7 +25,7 @@ from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.step import Params
 from hydrajax.files import WholeFile
-from hydrajax.train import corpus, rows
+from hydrajax.train import rows
 from hydrajax.train.distill import cut_prompts
 from hydrajax.trees import presets
 
@@ -93,10 +94,8 @@ def main() -> None:
 def held_out_prompts(args) -> np.ndarray:
     from hydrajax.api import load_tokenizer
 
-    tokenizer = load_tokenizer(args.base)
-    names = set(json.loads(Path(args.held_out).read_text())["held_out"])
-    texts = [file.text for file in corpus.standard_library(10**12) if file.name in names]
-    documents = [rows.all_targets(ids) for ids in tokenizer(texts)["input_ids"]]
+    names = json.loads(Path(args.held_out).read_text())["held_out"]
+    documents = [rows.all_targets(ids) for ids in held_out_documents(load_tokenizer(args.base), names)]
     return cut_prompts(documents, args.prompts, args.prompt_tokens, seed=0)
 
 

@@ -7,8 +7,8 @@ a token under the base, at temperature 1. It says how far from the base's own sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -40,26 +40,31 @@ def over_temperature(temperatures: Sequence[float]) -> list[Rule]:
 
 def sweep(setup: Setup, rules: Sequence[Rule]) -> list[dict]:
     """Rows of an "acceptance" result, each kind of heads with the released tree."""
-    parts = setup.args.parts
-    return [row for heads in setup.heads for row in parts.rows(heads, partial(_sweep, setup, rules, heads))]
+    parts, nats_per_token = setup.args.parts, make_nats_per_token(setup)
+    sweeps = {heads: partial(_sweep, setup, rules, heads, nats_per_token) for heads in setup.heads}
+    return [row for heads in sweeps for row in parts.rows(heads, sweeps[heads])]
 
 
-def _sweep(setup: Setup, rules: Sequence[Rule], heads: str) -> list[dict]:
-    rows = []
+def _sweep(setup: Setup, rules: Sequence[Rule], heads: str, nats_per_token: Callable[..., float]) -> list[dict]:
     prompt, lengths = right_padded(setup.measured, max(map(len, setup.measured)))
-    for name, parameter, value, rule in track(rules, heads, console=CONSOLE):
+
+    @cache  # two sweeps meet in one rule
+    def measured(rule: AcceptanceRule) -> dict[str, float]:
         way = setup.way(heads, setup.released(heads), rule)
         out = jax.device_get(way.decode(way.params, prompt, lengths, jax.random.key(0)))
-        nats = nats_per_token(setup, prompt, lengths, out.tokens, out.lengths)
-        rows.append(
-            {"drafter": heads, "rule": name, "parameter": parameter, "value": value}
-            | {"tokens_per_step": out.tokens_per_step(), "nats": nats}
-        )
-    return rows
+        nats = nats_per_token(prompt, lengths, out.tokens, out.lengths)
+        return {"tokens_per_step": out.tokens_per_step(), "nats": nats}
+
+    return [
+        {"drafter": heads, "rule": name, "parameter": parameter, "value": value} | measured(rule)
+        for name, parameter, value, rule in track(rules, heads, console=CONSOLE)
+    ]
 
 
-def nats_per_token(setup: Setup, prompt, prompt_lengths, tokens, lengths) -> float:
-    """Mean negative log-likelihood of the generated tokens under the base, float32, row after row."""
+def make_nats_per_token(setup: Setup) -> Callable[..., float]:
+    """``nats_per_token(prompt, prompt_lengths, tokens, lengths)``: mean negative log-likelihood of the generated tokens
+    under the base, float32, row after row. Compiled once for all rules and heads.
+    """
     model, params = setup.base.model, setup.base.params.base
 
     @jax.jit
@@ -69,10 +74,13 @@ def nats_per_token(setup: Setup, prompt, prompt_lengths, tokens, lengths) -> flo
         chosen = jnp.take_along_axis(logits[:-1], row[1:, None], axis=-1)[:, 0]
         return jax.nn.logsumexp(logits[:-1], axis=-1) - chosen
 
-    total = 0.0
-    for before, n_prompt, after, n_after in zip(prompt, prompt_lengths, tokens, lengths, strict=True):
-        row = np.zeros(prompt.shape[1] + tokens.shape[1], np.int32)
-        row[:n_prompt] = before[:n_prompt]
-        row[n_prompt : n_prompt + n_after] = after[:n_after]
-        total += float(np.asarray(of_row(params, row))[n_prompt - 1 : n_prompt + n_after - 1].sum())
-    return total / int(lengths.sum())
+    def nats_per_token(prompt, prompt_lengths, tokens, lengths) -> float:
+        total = 0.0
+        for before, n_prompt, after, n_after in zip(prompt, prompt_lengths, tokens, lengths, strict=True):
+            row = np.zeros(prompt.shape[1] + tokens.shape[1], np.int32)
+            row[:n_prompt] = before[:n_prompt]
+            row[n_prompt : n_prompt + n_after] = after[:n_after]
+            total += float(np.asarray(of_row(params, row))[n_prompt - 1 : n_prompt + n_after - 1].sum())
+        return total / int(lengths.sum())
+
+    return nats_per_token

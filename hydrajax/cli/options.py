@@ -24,7 +24,11 @@ def add_model_arguments(
 
     tree: False for a command that has no tree to be told. several: drafts and trees become lists.
     """
-    listed = {"action": "append", "default": []} if several else {}
+    drafts, trees, listed = f"Hydra or Medusa heads; '{NO_DRAFT}' or absent: autoregressive", "", {}
+    if several:
+        drafts = "Hydra or Medusa heads; may be given several times, the base alone always runs too"
+        trees = "; if given several times, every draft is run with each"
+        listed = {"action": "append", "default": []}
     group = parser.add_argument_group("model")
     group.add_argument(
         "--base",
@@ -32,22 +36,14 @@ def add_model_arguments(
         required=base_required,
         help="LLaMA-family model in Hugging Face layout; org/name or org/name@revision is fetched from the Hub",
     )
-    group.add_argument(
-        "--draft",
-        metavar="DIR|NAME",
-        help="Hydra or Medusa heads; may be given several times, the base alone always runs too"
-        if several
-        else f"Hydra or Medusa heads; '{NO_DRAFT}' or absent: autoregressive",
-        **listed,
-    )
+    group.add_argument("--draft", metavar="DIR|NAME", help=drafts, **listed)
     if tree:
         group.add_argument(
             "--tree",
             metavar="NAME|FILE.json",
             help=f"candidate tree: {', '.join(presets.names())} or a JSON list of choices (default: the one that "
             "'hydrajax tree search --save' left with the heads, else mc_sim_7b_63, or a chain if the heads are fewer)"
-            + "; if given several times, every draft is run with each"
-            * several,
+            f"{trees}",
             **listed,
         )
     group.add_argument(

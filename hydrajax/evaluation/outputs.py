@@ -7,6 +7,7 @@ From ``bench --json``, ``tree search``, ``evaluate`` (its summary.json), ``roofl
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,8 @@ def _of_bench(path: Path, content: dict) -> Iterator[Result]:
     ]
     # The baseline was timed beside each tree: its median over them.
     for batch in sorted({row["batch"] for row in timed}):
-        rates = sorted(row["autoregressive_tokens_per_second"] for row in timed if row["batch"] == batch)
-        plain = {"name": "autoregressive", "batch": batch, "nodes": 1, "tokens_per_second": rates[len(rates) // 2]}
+        rate = statistics.median(row["autoregressive_tokens_per_second"] for row in timed if row["batch"] == batch)
+        plain = {"name": "autoregressive", "batch": batch, "nodes": 1, "tokens_per_second": rate}
         rows.append(plain | {"tokens_per_step": 1.0, "low": None, "high": None, "speedup": 1.0, "equal": None})
     if timed:
         yield _result("speed", f"tokens per second of {what}", rows, content, "bench")
@@ -92,8 +93,7 @@ def tree_search_result(content: dict) -> Result:
     found = content["provenance"]
     drafter, batch = Path(found["arguments"]["draft"]).name, found["arguments"]["batch_size"]
     rows = [
-        {"drafter": drafter, "batch": batch, "family": family_of(row["nodes"])}
-        | {"name": f"T_{row['nodes']}"}
+        {"drafter": drafter, "batch": batch, "family": family_of(row["nodes"]), "name": f"T_{row['nodes']}"}
         | {"nodes": row["nodes"], "expected": row["expected_tokens_per_step"]}
         | {name: row[name] for name in ("tokens_per_step", "tokens_per_second", "low", "high", "speedup")}
         for row in found["measured"]
@@ -154,14 +154,13 @@ def _result(kind: str, title: str, rows: list[dict], content: dict, command: str
 
 
 def _merged(found: list[tuple[Path, Result]]) -> list[tuple[Path, Result]]:
+    """Training runs side by side as one result: ``RUN/metrics.jsonl``, or copies of it in one folder."""
     merged: dict[Any, tuple[Path, Result]] = {}
     for path, result in found:
-        key = path.parent if result.kind == "accuracy" and path.suffix == ".jsonl" else path
-        if path.stem == "metrics":
-            key = path.parent.parent  # runs side by side
-        key = (key, result.kind)
-        if key in merged:
-            merged[key][1].rows.extend(result.rows)
-        else:
-            merged[key] = path, result
+        place = path
+        if path.suffix == ".jsonl":
+            place = path.parent.parent if path.stem == "metrics" else path.parent
+        first = merged.setdefault((place, result.kind), (path, result))[1]
+        if first is not result:
+            first.rows.extend(result.rows)
     return list(merged.values())
