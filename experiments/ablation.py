@@ -11,7 +11,7 @@ from pathlib import Path
 from common import Setup, speed_rows
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation.rounds import AUTOREGRESSIVE
+from hydrajax.measure.contest import AUTOREGRESSIVE
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "experiments" / "configs" / "demo_hydra.yaml"

@@ -29,12 +29,12 @@ from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn, right_padded
 from hydrajax.decoding.step import Params
 from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation.calibration import Calibration, calibrate
-from hydrajax.evaluation.prompts import read_prompts
-from hydrajax.evaluation.results import Result, machine, write_result
-from hydrajax.evaluation.rounds import AUTOREGRESSIVE, Measured, Way, contest, measure_trees
 from hydrajax.files import WholeFile
-from hydrajax.train import corpus
+from hydrajax.measure.calibration import Calibration, calibrate
+from hydrajax.measure.contest import AUTOREGRESSIVE, Measured, Way, contest, measure_trees
+from hydrajax.report.results import Result, machine, write_result
+from hydrajax.text.prompt import read_prompts
+from hydrajax.train.data import corpus
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.search import Proposals, expected_tokens_per_step, simulated
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydrajax
-from hydrajax.config import PRESETS
+from hydrajax.models.config import PRESETS
 from hydrajax.trees import presets
 
 

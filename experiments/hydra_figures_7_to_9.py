@@ -10,7 +10,7 @@ from operator import attrgetter
 
 import common
 
-from hydrajax.evaluation.outputs import family_of
+from hydrajax.report.outputs import family_of
 from hydrajax.trees import TreeTopology, presets
 
 FULL = {"count": 256, "calibration": 512, "timed": 8, "prompt_tokens": 64, "new_tokens": 64, "repeats": 11}

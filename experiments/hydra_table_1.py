@@ -10,9 +10,9 @@ import common
 
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.step import Engine, Params
-from hydrajax.drafters.autoregressive import NoDrafter
+from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix
-from hydrajax.evaluation.timing import StepTimer
+from hydrajax.measure.timing import StepTimer
 from hydrajax.trees import presets
 
 N_STEPS = 8  # in a timed call

@@ -14,8 +14,8 @@ import common
 from hydrajax import assets
 from hydrajax.cli import main as hydrajax
 from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation.evaluate import MT_BENCH
-from hydrajax.evaluation.outputs import find_results
+from hydrajax.questions.evaluate import MT_BENCH
+from hydrajax.report.outputs import find_results
 
 FULL = {"max_new_tokens": 64, "repeats": 1}
 QUICK = {"max_new_tokens": 16}

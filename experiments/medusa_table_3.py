@@ -8,7 +8,7 @@ import sys
 
 import common
 
-from hydrajax.evaluation.rounds import AUTOREGRESSIVE
+from hydrajax.measure.contest import AUTOREGRESSIVE
 from hydrajax.trees import TreeTopology, presets
 
 FULL = {"count": 16, "calibration": 256, "prompt_tokens": 64, "new_tokens": 128, "repeats": 15, "nodes": 64}

@@ -17,11 +17,11 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from hydrajax import assets
-from hydrajax.checkpoints.draft import load_draft
-from hydrajax.checkpoints.export import export_heads
-from hydrajax.checkpoints.llama_hf import load_llama
-from hydrajax.train import dataset
+from hydrajax.checkpoints.base import load_llama
+from hydrajax.checkpoints.heads.export import export_heads
+from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.train.config import load_config
+from hydrajax.train.data import dataset
 
 CONFIGS = Path(__file__).parent / "configs" / "shipped"
 MOST_BYTES = 40_000_000

@@ -19,13 +19,13 @@ import numpy as np
 from common import held_out_documents
 
 from hydrajax import assets
-from hydrajax.checkpoints.draft import load_draft
-from hydrajax.checkpoints.llama_hf import eos_ids, load_llama
+from hydrajax.checkpoints.base import eos_ids, load_llama
+from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.step import Params
 from hydrajax.files import WholeFile
-from hydrajax.train import rows
+from hydrajax.train.data import rows
 from hydrajax.train.distill import cut_prompts
 from hydrajax.trees import presets
 

@@ -12,8 +12,8 @@ from hydrajax.decoding.acceptance import ExactSampling, Greedy, RejectionSamplin
 from hydrajax.decoding.decode import DecodeResult, make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.step import Params
 from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation.answers import Generation
 from hydrajax.generation import Stream, generate, stream
+from hydrajax.text.answers import Generation
 from hydrajax.trees import TreeTopology
 
 __all__ = [

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hydrajax.checkpoints.draft import load_draft
+from hydrajax.checkpoints.base import Progress, eos_ids, load_llama
+from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.checkpoints.hub import resolve
-from hydrajax.checkpoints.llama_hf import Progress, eos_ids, load_llama
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import check_prompt, make_decode_fn
+from hydrajax.decoding.loop import Bursts
 from hydrajax.decoding.step import Params
-from hydrajax.decoding.stream import Bursts
-from hydrajax.drafters.autoregressive import NoDrafter
+from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation.prompts import Prompt
 from hydrajax.models.llama import Llama
 from hydrajax.sharding import placer
+from hydrajax.text.prompt import Prompt
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology
 
@@ -88,7 +88,7 @@ def load(
 
     base:  a Hugging Face directory (``config.json`` and weights; the tokenizer if it holds one), or a repository on the
         Hub, ``org/name`` or ``org/name@revision``.
-    draft: a directory or repository of heads (`hydrajax.checkpoints.draft`), or None to decode autoregressively.
+    draft: a directory or repository of heads (`hydrajax.checkpoints.heads.load`), or None to decode autoregressively.
     dtype: ``"float32"`` or ``"bfloat16"``, of parameters, cache and matmuls.
     mesh:  from `hydrajax.sharding.make_mesh`; the base is sharded over it, the draft replicated.
     quantize: ``"int8"`` keeps the base's matmul weights in one byte each: half of bfloat16's memory, other logits.

@@ -14,10 +14,10 @@ from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.decode import bucket, right_padded
 from hydrajax.decoding.sampling import row_keys
 from hydrajax.decoding.step import DecodeState
-from hydrajax.decoding.text import GrowingText
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import STEPS_PER_BURST
-from hydrajax.train.templates import make_encoder
+from hydrajax.text.stopping import GrowingText
+from hydrajax.text.templates import make_encoder
 from hydrajax.trees.tree import TreeTopology
 
 

@@ -13,12 +13,12 @@ import numpy as np
 from hydrajax.api import Loaded, decode_text, encode
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.decode import bucket, right_padded
+from hydrajax.decoding.loop import Snapshot
 from hydrajax.decoding.sampling import row_keys
-from hydrajax.decoding.stream import Snapshot
-from hydrajax.decoding.text import GrowingText
 from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation.answers import Generation
-from hydrajax.evaluation.prompts import Prompt
+from hydrajax.text.answers import Generation
+from hydrajax.text.prompt import Prompt
+from hydrajax.text.stopping import GrowingText
 from hydrajax.trees.tree import TreeTopology
 
 STEPS_PER_BURST = 8  # between two looks at the text
@@ -44,7 +44,7 @@ def generate(
     prompt's number, not on the batch size.
 
     max_new_tokens: for all prompts, or one for each. stop: strings that end a text: it is cut before one, see
-    `hydrajax.decoding.text.GrowingText`; ``output_ids`` end with the token that completed it. ``on_status`` is called
+    `hydrajax.text.stopping.GrowingText`; ``output_ids`` end with the token that completed it. ``on_status`` is called
     with ``"compiling"`` before a new shape is compiled and with ``"decoding"`` before each batch. Raises
     `HydrajaxError` for every bad prompt before any is run.
     """

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.config import LlamaConfig
+from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama, init_base
 
 PROJECT = Path(__file__).resolve().parents[1]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hydrajax.evaluation.outputs import find_results
+from hydrajax.report.outputs import find_results
 
 EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 GPU = EXPERIMENTS / "gpu"
@@ -153,7 +153,7 @@ def test_every_script_is_listed_with_its_command():
 
 def test_the_committed_report_is_that_of_the_committed_results(tmp_path):
     """What the text says is what the files say; the pictures may differ with the version of matplotlib."""
-    from hydrajax.evaluation.report import write_report
+    from hydrajax.report.markdown import write_report
 
     results, _ = find_results(EXPERIMENTS / "results")
     assert {result.source for _, result in results} >= {

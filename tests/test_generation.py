@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import hydrajax
 from hydrajax import assets
-from hydrajax.decoding.text import first_stop
 from hydrajax.errors import HydrajaxError
+from hydrajax.text.stopping import first_stop
 from hydrajax.trees import presets
 
 PROMPTS = ["def quicksort(items):\n", "import os\n\nclass Walker:\n    def __init__(self", "# a comment\nfor line in "]

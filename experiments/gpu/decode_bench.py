@@ -23,13 +23,13 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
-from hydrajax.config import PRESETS
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.step import Engine, Params
-from hydrajax.drafters.autoregressive import NoDrafter
-from hydrajax.evaluation.benchmark import autoregressive_bytes, copy_bandwidth, first_nodes, peak_memory
-from hydrajax.evaluation.random_models import random_draft, random_model
-from hydrajax.evaluation.timing import StepTimer
+from hydrajax.drafters.none import NoDrafter
+from hydrajax.measure.benchmark import autoregressive_bytes, copy_bandwidth, first_nodes, peak_memory
+from hydrajax.measure.random_models import random_draft, random_model
+from hydrajax.measure.timing import StepTimer
+from hydrajax.models.config import PRESETS
 from hydrajax.trees import presets
 
 STEPS = 8

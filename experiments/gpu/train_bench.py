@@ -24,17 +24,17 @@ import optax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
-from hydrajax.config import PRESETS
-from hydrajax.evaluation.benchmark import peak_memory
+from hydrajax.measure.benchmark import peak_memory
+from hydrajax.models.config import PRESETS
 from hydrajax.models.llama import Llama, init_base
 from hydrajax.models.rows import run_base
 from hydrajax.sharding import make_mesh
 from hydrajax.train.config import DataConfig, DraftConfig, OptimizerConfig, TrainConfig
 from hydrajax.train.flops import forward_flops, peak_flops
-from hydrajax.train.heads_task import HeadsTask
 from hydrajax.train.losses import Objective
 from hydrajax.train.optimizer import make_optimizer
 from hydrajax.train.step import init_state, make_train_step, state_shardings
+from hydrajax.train.tasks.heads import HeadsTask
 
 STEPS = 1000  # of the schedule; it changes no time
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.checkpoints.families import to_llama_config
 from hydrajax.checkpoints.tensors import FLOATS, open_model, read_json
 from hydrajax.errors import HydrajaxError
+from hydrajax.families.family import to_llama_config
 
 ROWS = 64  # of the embedding; it and the norms tell fine-tunes of one model apart
 

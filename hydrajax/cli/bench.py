@@ -15,12 +15,13 @@ from rich.table import Table
 
 from hydrajax import api
 from hydrajax.cli import options
-from hydrajax.config import PRESETS
 from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation import benchmark, prompts
-from hydrajax.evaluation.random_models import DRAFTERS, random_draft, random_model
-from hydrajax.evaluation.results import machine
 from hydrajax.files import WholeFile
+from hydrajax.measure import benchmark
+from hydrajax.measure.random_models import DRAFTERS, random_draft, random_model
+from hydrajax.models.config import PRESETS
+from hydrajax.report.results import machine
+from hydrajax.text import prompt as prompts
 from hydrajax.trees import TreeTopology, presets
 
 HELP = "time a decode step and its phases, autoregressive against tree decoding"

@@ -11,10 +11,10 @@ from hydrajax import api
 from hydrajax.cli import options
 from hydrajax.cli.bench import BUILT_IN_PROMPTS, plain
 from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation.certificate import Check, Subject, certify
-from hydrajax.evaluation.prompts import Prompt, read_prompts
-from hydrajax.evaluation.results import machine
 from hydrajax.files import WholeFile
+from hydrajax.measure.certificate import Check, Subject, certify
+from hydrajax.report.results import machine
+from hydrajax.text.prompt import Prompt, read_prompts
 
 HELP = "check that drafting changes nothing: equal tokens, or an equal distribution"
 

@@ -8,14 +8,14 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 
-from hydrajax.checkpoints.draft import RECORD, load_draft
-from hydrajax.checkpoints.export import FORMATS, export_heads
-from hydrajax.checkpoints.families import to_llama_config
 from hydrajax.checkpoints.fingerprint import fingerprint
+from hydrajax.checkpoints.heads.export import FORMATS, export_heads
+from hydrajax.checkpoints.heads.load import RECORD, load_draft
 from hydrajax.checkpoints.hub import push, resolve
 from hydrajax.checkpoints.tensors import read_json
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
+from hydrajax.families.family import to_llama_config
 from hydrajax.files import WholeFile
 
 HELP = "write draft heads in other formats, put them on the Hub, see what int8 costs"
@@ -104,8 +104,8 @@ def _int8_report(args: argparse.Namespace) -> dict:
     import jax
 
     from hydrajax.cli.bench import BUILT_IN_PROMPTS
-    from hydrajax.evaluation.prompts import Prompt, read_prompts
-    from hydrajax.evaluation.quantization import logit_effect
+    from hydrajax.measure.quantization import logit_effect
+    from hydrajax.text.prompt import Prompt, read_prompts
 
     texts = read_prompts(args.prompts) if args.prompts else [Prompt(text, "built-in") for text in BUILT_IN_PROMPTS]
     plain = options.api.load(args.base, dtype=args.dtype)

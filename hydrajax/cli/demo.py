@@ -25,11 +25,11 @@ from rich.table import Table
 from hydrajax import assets
 from hydrajax.api import Loaded, decode_text, encode, load
 from hydrajax.cli.generate import pieces, write_marked
-from hydrajax.evaluation.answers import Generation
-from hydrajax.evaluation.prompts import Prompt
 from hydrajax.generation import generate
-from hydrajax.train.corpus import SourceFile
-from hydrajax.train.preview import CLOSE, OPEN
+from hydrajax.text.answers import Generation
+from hydrajax.text.prompt import Prompt
+from hydrajax.train.data.corpus import SourceFile
+from hydrajax.train.data.preview import CLOSE, OPEN
 from hydrajax.trees import presets
 
 HELP = "decode code with the shipped model, with and without Medusa, Hydra and Hydra++ heads, and compare"

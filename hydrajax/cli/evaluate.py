@@ -28,13 +28,13 @@ from hydrajax.cli import options
 from hydrajax.cli.bench import plain
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, RejectionSampling, Typical
 from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation import questions as question_sets
-from hydrajax.evaluation.answers import Generation
-from hydrajax.evaluation.evaluate import AnswerFiles, Contender, Figures, Prompter, evaluate, summarise
-from hydrajax.evaluation.questions import Question
-from hydrajax.evaluation.results import machine
 from hydrajax.files import WholeFile
 from hydrajax.generation import generate
+from hydrajax.questions import sets as question_sets
+from hydrajax.questions.evaluate import AnswerFiles, Contender, Figures, Prompter, evaluate, summarise
+from hydrajax.questions.sets import Question
+from hydrajax.report.results import machine
+from hydrajax.text.answers import Generation
 from hydrajax.trees import TreeTopology, presets
 
 HELP = "answer MT-Bench, Spec-Bench and other question sets with and without drafts, and compare speed and output"
@@ -162,7 +162,7 @@ def decode(way: Way, max_new_tokens: int, ids: list[int], seed: int) -> Generati
 
 
 def make_prompter(loaded: api.Loaded, template: str, max_new_tokens: int) -> Prompter:
-    from hydrajax.train.templates import make_encoder  # transformers' templates are slow to import
+    from hydrajax.text.templates import make_encoder  # transformers' templates are slow to import
 
     if loaded.tokenizer is None:
         raise HydrajaxError("--base: has no tokenizer, and questions are text")

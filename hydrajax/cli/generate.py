@@ -24,9 +24,9 @@ from hydrajax.cli.options import (
     tree_from,
 )
 from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation.answers import AnswerWriter, Generation
-from hydrajax.evaluation.prompts import Prompt, read_prompts
 from hydrajax.generation import generate, stream
+from hydrajax.text.answers import AnswerWriter, Generation
+from hydrajax.text.prompt import Prompt, read_prompts
 
 HELP = "generate text with a base model, faster with draft heads"
 DRAFTED = "green underline"  # two signs: one is seen without colours, the other where terminals show no underline

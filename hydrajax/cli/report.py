@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from hydrajax.evaluation.outputs import find_results
-    from hydrajax.evaluation.report import write_report
+    from hydrajax.report.markdown import write_report
+    from hydrajax.report.outputs import find_results
 
     results, others = find_results(args.directory)
     if not results:

@@ -15,21 +15,21 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from hydrajax import api
-from hydrajax.checkpoints.families import to_llama_config
 from hydrajax.checkpoints.tensors import read_json
 from hydrajax.cli import options
 from hydrajax.cli.bench import figure_table, plain, wide_console
-from hydrajax.config import PRESETS, LlamaConfig
 from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation.benchmark import BenchmarkRow, first_nodes, run_benchmark
-from hydrajax.evaluation.devices import DEVICES, Device, Meter, average, drift
-from hydrajax.evaluation.medusa_tables import CANDIDATES, TABLES
-from hydrajax.evaluation.operators import draft_shapes
-from hydrajax.evaluation.random_models import DRAFTERS, random_draft
-from hydrajax.evaluation.results import machine
-from hydrajax.evaluation.roofline import Prediction, Workload, milliseconds, predict
+from hydrajax.families.family import to_llama_config
 from hydrajax.files import WholeFile
+from hydrajax.measure.benchmark import BenchmarkRow, first_nodes, run_benchmark
+from hydrajax.measure.random_models import DRAFTERS, random_draft
+from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.llama import Llama, init_base
+from hydrajax.report.results import machine
+from hydrajax.roofline.devices import DEVICES, Device, Meter, average, drift
+from hydrajax.roofline.medusa_tables import CANDIDATES, TABLES
+from hydrajax.roofline.operators import draft_shapes
+from hydrajax.roofline.prediction import Prediction, Workload, milliseconds, predict
 from hydrajax.trees import TreeTopology, presets
 
 HELP = "predict a decode step's time on a device from operations and bytes, and compare on this one"

@@ -64,13 +64,13 @@ def run(args: argparse.Namespace) -> None:
 
 def _search(args: argparse.Namespace) -> None:
     from hydrajax import api
-    from hydrajax.evaluation.calibration import calibrate
-    from hydrajax.evaluation.drawing import new_figure, png
-    from hydrajax.evaluation.figures import draw
-    from hydrajax.evaluation.outputs import tree_search_result
-    from hydrajax.evaluation.prompts import read_prompts
-    from hydrajax.evaluation.rounds import measure_trees
     from hydrajax.files import WholeFile
+    from hydrajax.measure.calibration import calibrate
+    from hydrajax.measure.contest import measure_trees
+    from hydrajax.report.drawing import new_figure, png
+    from hydrajax.report.figures import draw
+    from hydrajax.report.outputs import tree_search_result
+    from hydrajax.text.prompt import read_prompts
     from hydrajax.trees import search
 
     if options.draft_of(args) is None:
@@ -122,7 +122,7 @@ def _search(args: argparse.Namespace) -> None:
 def _content(args, rule, proposals, rows, expected, fastest) -> dict:
     """``choices`` as the released code writes them, and where they come from."""
     from hydrajax.cli.bench import plain
-    from hydrajax.evaluation.results import machine
+    from hydrajax.report.results import machine
 
     measured = [row.as_dict() | {"expected_tokens_per_step": tau} for row, tau in zip(rows, expected, strict=True)]
     return {
@@ -161,7 +161,7 @@ def _show(args: argparse.Namespace) -> None:
 
 def picture(tree: TreeTopology, path: Path) -> None:
     """Draw the tree as a PNG: the root on top, ranks in the nodes."""
-    from hydrajax.evaluation.drawing import new_figure, save_png
+    from hydrajax.report.drawing import new_figure, save_png
 
     parents, depths = tree.parents, tree.depths
     leaves = [node for node in range(tree.size) if node not in set(parents.tolist())]

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from hydrajax.config import LlamaConfig
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.step import DecodeState, Engine, Params
-from hydrajax.drafters.autoregressive import NoDrafter
 from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hydrajax.config import LlamaConfig
+from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama, abstract_base
 from hydrajax.trees.tree import TreeTopology
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from hydrajax.drafters.drafter import Trainable, last_observed
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.layers import declare
-from hydrajax.models.linear import project
+from hydrajax.models.weights import project
 
 
 def check_dropout(rate: float) -> None:

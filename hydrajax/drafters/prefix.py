@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.config import LlamaConfig
 from hydrajax.drafters.drafter import Trainable
 from hydrajax.models.cache import KVCache, append, init_cache
+from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer, RMSNorm, causal_mask, rope_table
 
 

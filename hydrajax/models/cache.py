@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from hydrajax.config import LlamaConfig
+from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import KeyValue
 
 Block = tuple[KeyValue, ...]  # keys and values of the tokens fed now, layer by layer

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from hydrajax.config import LlamaConfig
-from hydrajax.models.linear import Int8, project
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.weights import Int8, project
 
 # Large enough that exp() underflows to zero after the row maximum is taken off, finite so that a fully
 # masked row (a padding token) gives a harmless average and not NaN.
@@ -113,7 +113,7 @@ def declare(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[st
 def declare_kernel(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array | Int8:
     """A matmul's weight, contracted over its first axis: normal with std 0.02, or `Int8` where ``module.int8``.
 
-    Of the latter nothing but the shape is meant before a checkpoint is loaded (`hydrajax.models.linear.quantize`).
+    Of the latter nothing but the shape is meant before a checkpoint is loaded (`hydrajax.models.weights.quantize`).
     """
     if not module.int8:
         return declare(module, name, shape, axes, nn.initializers.normal(0.02))

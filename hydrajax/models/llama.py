@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hydrajax.config import LlamaConfig
 from hydrajax.models.cache import Block, KVCache
+from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer, RMSNorm, declare, declare_kernel, rope_table
-from hydrajax.models.linear import Int8, project
+from hydrajax.models.weights import Int8, project
 
 
 class Forward(NamedTuple):
@@ -33,7 +33,7 @@ class Llama(nn.Module):
     """LLaMA: RMSNorm, rotary grouped-query attention, SwiGLU, tied or untied lm head.
 
     Parameters and computation share ``dtype``; norms, softmax, rotary angles and logits are float32. With ``int8``
-    the matmuls' weights are `hydrajax.models.linear.Int8` (not the embedding, nor an lm head tied to it).
+    the matmuls' weights are `hydrajax.models.weights.Int8` (not the embedding, nor an lm head tied to it).
     """
 
     config: LlamaConfig

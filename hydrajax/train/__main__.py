@@ -72,19 +72,19 @@ def start_devices(config: TrainConfig) -> None:
 
 def make_task(config: TrainConfig, mesh, console: Console):
     """What `hydrajax.train.loop.train` trains: its data read, its base loaded onto the mesh."""
-    from hydrajax.train import dataset
+    from hydrajax.train.data import dataset
 
     if config.task == "base":
-        from hydrajax.train.base_task import BaseTask
+        from hydrajax.train.tasks.base import BaseTask
 
         data = dataset.build(config.data, tokenizer_of(config), config.seed, console.print)
         return BaseTask(config, data, mesh)
 
+    from hydrajax.checkpoints.base import load_llama
     from hydrajax.checkpoints.hub import resolve
-    from hydrajax.checkpoints.llama_hf import load_llama
     from hydrajax.sharding import placer
-    from hydrajax.train.heads_task import HeadsTask
-    from hydrajax.train.hidden_cache import hidden_states
+    from hydrajax.train.data.hidden_cache import hidden_states
+    from hydrajax.train.tasks.heads import HeadsTask
 
     data = dataset.build(config.data, tokenizer_of(config), config.seed, console.print)
     directory = resolve(config.model, "model")
@@ -127,8 +127,8 @@ def check_fit(config: TrainConfig, data, model) -> None:
 
 def preview(config: TrainConfig, count: int, console: Console) -> None:
     """The first training documents as the heads see them."""
-    from hydrajax.train import dataset
-    from hydrajax.train.preview import preview as marked
+    from hydrajax.train.data import dataset
+    from hydrajax.train.data.preview import preview as marked
 
     found = dataset.documents(config.data, tokenizer_of(config), config.seed, console.print)
     for document in found.train[:count]:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydrajax.config import LlamaConfig
 from hydrajax.errors import HydrajaxError
-from hydrajax.train.conversations import FORMATS as CONVERSATION_FORMATS
+from hydrajax.models.config import LlamaConfig
+from hydrajax.train.data.conversations import FORMATS as CONVERSATION_FORMATS
 from hydrajax.train.losses import Objective
 
 

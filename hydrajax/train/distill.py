@@ -21,7 +21,7 @@ from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.decode import make_autoregressive_fn
 from hydrajax.decoding.step import Params
 from hydrajax.errors import HydrajaxError
-from hydrajax.train.rows import Document
+from hydrajax.train.data.rows import Document
 
 PROG = "python -m hydrajax.train.distill"
 HELP = "Let a base continue prompts cut from its training data; the output trains heads (data.format: generations)."
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
     from hydrajax.api import load
     from hydrajax.files import WholeFile
     from hydrajax.train.config import load_config
-    from hydrajax.train.dataset import documents
+    from hydrajax.train.data.dataset import documents
 
     config = load_config(args.config, args.overrides)
     if config.task != "heads":

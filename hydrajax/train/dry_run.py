@@ -19,18 +19,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
 
-from hydrajax.checkpoints.families import to_llama_config
 from hydrajax.checkpoints.tensors import read_json
-from hydrajax.config import PRESETS, LlamaConfig
 from hydrajax.errors import HydrajaxError
+from hydrajax.families.family import to_llama_config
+from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.llama import Llama, abstract_base
 from hydrajax.sharding import make_mesh, tree_shardings
-from hydrajax.train.base_task import BaseTask
 from hydrajax.train.config import TrainConfig, check_length
 from hydrajax.train.flops import PEAK_BF16
-from hydrajax.train.heads_task import HeadsTask
 from hydrajax.train.optimizer import make_optimizer
 from hydrajax.train.step import TrainState, abstract_state, batch_sharding, make_train_step, state_shardings
+from hydrajax.train.tasks.base import BaseTask
+from hydrajax.train.tasks.heads import HeadsTask
 
 SHAPES = PRESETS | {
     "vicuna-7b": PRESETS["7b"],

@@ -10,8 +10,8 @@ import re
 import jax
 from jax.tree_util import DictKey
 
-from hydrajax.config import LlamaConfig
 from hydrajax.drafters.prefix import heads_of
+from hydrajax.models.config import LlamaConfig
 
 # Peak dense bf16 multiply-adds of one chip, in FLOP/s as the makers publish them, by a part of jax's device_kind.
 PEAK_BF16 = {

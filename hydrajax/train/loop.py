@@ -20,18 +20,18 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from hydrajax.checkpoints.native import TrainCheckpoints
+from hydrajax.checkpoints.training import TrainCheckpoints
 from hydrajax.errors import HydrajaxError
 from hydrajax.processes import anywhere, is_main, main_does, same_everywhere, to_host
 from hydrajax.sharding import replicated
 from hydrajax.train.config import TrainConfig
-from hydrajax.train.dataset import Dataset
-from hydrajax.train.feed import Feed
+from hydrajax.train.data.dataset import Dataset
+from hydrajax.train.data.feed import Feed
+from hydrajax.train.data.rows import Rows, digest
 from hydrajax.train.flops import peak_flops
 from hydrajax.train.losses import IGNORED
 from hydrajax.train.metrics import Metrics, Silent
 from hydrajax.train.optimizer import learning_rate, make_optimizer
-from hydrajax.train.rows import Rows, digest
 from hydrajax.train.step import (
     Loss,
     abstract_state,

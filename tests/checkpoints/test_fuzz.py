@@ -43,17 +43,17 @@ from damage import (
 )
 from safetensors.numpy import load_file
 
-from hydrajax.checkpoints.draft import load_draft
-from hydrajax.checkpoints.export import export_heads, export_llama
+from hydrajax.checkpoints.base import eos_ids, load_llama
 from hydrajax.checkpoints.fingerprint import fingerprint
-from hydrajax.checkpoints.llama_hf import eos_ids, load_llama
+from hydrajax.checkpoints.heads.export import export_heads, export_llama
+from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.checkpoints.tensors import save_safetensors, save_torch
-from hydrajax.config import LlamaConfig
 from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama, abstract_base
 
 BASE = LlamaConfig(VOCAB, WIDTH, 6, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=2, max_positions=16)

@@ -19,7 +19,7 @@ import torch
 from released import refusal
 from transformers import LlamaForCausalLM
 
-from hydrajax.checkpoints.llama_hf import load_llama
+from hydrajax.checkpoints.base import load_llama
 from hydrajax.checkpoints.tensors import SafetensorFiles, TorchFiles, save_safetensors, save_torch
 
 Q = "model.layers.1.self_attn.q_proj.weight"

@@ -13,7 +13,7 @@ from hydrajax import assets
 from hydrajax.cli import options
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, RejectionSampling, Typical, _rows
 from hydrajax.decoding.sampling import sample
-from hydrajax.evaluation.certificate import pooled
+from hydrajax.measure.certificate import pooled
 
 DRAFT = ["--base", assets.base(), "--draft", assets.path("hydra")]
 QUICK = ["--tree", "cartesian-3x2", "--max-new-tokens", 24, "--samples", 1024, "--limit", 2]

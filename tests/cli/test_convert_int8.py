@@ -8,8 +8,8 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from hydrajax.checkpoints.llama_hf import load_llama
-from hydrajax.evaluation.quantization import logit_effect
+from hydrajax.checkpoints.base import load_llama
+from hydrajax.measure.quantization import logit_effect
 
 # The base of conftest.py: 320 tokens, width 32, one layer, 4 heads and 2 key-value heads of 8 features, MLP of 88.
 KERNELS = 32 * (32 + 16 + 16) + 32 * 32 + 32 * 2 * 88 + 88 * 32 + 32 * 320

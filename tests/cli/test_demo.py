@@ -9,17 +9,17 @@ import jax
 import pytest
 
 from hydrajax import assets
-from hydrajax.checkpoints.export import export_heads
-from hydrajax.checkpoints.llama_hf import load_llama
+from hydrajax.checkpoints.base import load_llama
+from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.cli import demo
 from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
-from hydrajax.evaluation.answers import Generation
-from hydrajax.train.corpus import SourceFile
-from hydrajax.train.preview import CLOSE, OPEN
+from hydrajax.text.answers import Generation
+from hydrajax.train.data.corpus import SourceFile
+from hydrajax.train.data.preview import CLOSE, OPEN
 
 RECIPE = demo.Recipe(2, 16, 12, repeats=1, candidates=("chain-1", "chain-2"), trial_prompts=1, large="cartesian-2x2")
 HELD_OUT = ["bisect.py", "no_such_module.py", "heapq.py"]  # two that every Python has

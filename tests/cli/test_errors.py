@@ -14,7 +14,7 @@ import time
 import pytest
 
 from hydrajax.cli import generate as command
-from hydrajax.evaluation.answers import Generation
+from hydrajax.text.answers import Generation
 
 
 @pytest.fixture

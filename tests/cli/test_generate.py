@@ -19,7 +19,7 @@ from rich.console import Console
 import hydrajax
 from hydrajax.api import decode_text
 from hydrajax.cli.generate import DRAFTED, Totals, pieces, text_of, write_marked
-from hydrajax.evaluation.answers import Generation, read_answers
+from hydrajax.text.answers import Generation, read_answers
 
 NEW = 24
 # Of several lengths, in two buckets and in no order; the last batch of three is padded.

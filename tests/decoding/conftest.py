@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.config import LlamaConfig
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.step import Params
-from hydrajax.drafters.autoregressive import NoDrafter
 from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import causal_mask
 from hydrajax.models.llama import Llama, init_base
 from hydrajax.trees import presets

@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.config import LlamaConfig
 from hydrajax.decoding import step
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import decode_loop, make_decode_fn, result_of
 from hydrajax.decoding.step import Engine, Params
-from hydrajax.drafters.autoregressive import NoDrafter
 from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama, init_base
 from hydrajax.trees import presets
 

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hydrajax.config import LlamaConfig
 from hydrajax.decoding.acceptance import ExactSampling, RejectionSampling, Typical, _rows, walk
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.sampling import sample
 from hydrajax.decoding.step import Params
-from hydrajax.drafters.autoregressive import NoDrafter
 from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import causal_mask
 from hydrajax.models.llama import Llama, init_base
 from hydrajax.models.ranking import sampled_tokens

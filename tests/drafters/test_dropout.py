@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.drafters.autoregressive import NoDrafter
 from hydrajax.drafters.heads import drop
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydrajax.drafters.autoregressive import NoDrafter
 from hydrajax.drafters.drafter import last_observed
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.none import NoDrafter
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hydrajax.checkpoints.llama_hf import load_llama
+from hydrajax.checkpoints.base import load_llama
 from hydrajax.decoding.decode import make_autoregressive_fn
 from hydrajax.decoding.step import Params
 from hydrajax.models.cache import append, init_cache

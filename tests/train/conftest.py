@@ -32,10 +32,10 @@ def texts(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def make_base(tmp_path_factory, texts):
     """``make(seed) -> Path``: a random one-layer base with a byte-level tokenizer, as a Hugging Face directory."""
-    from hydrajax.checkpoints.export import export_llama
-    from hydrajax.config import LlamaConfig
+    from hydrajax.checkpoints.heads.export import export_llama
+    from hydrajax.models.config import LlamaConfig
     from hydrajax.models.llama import Llama, init_base
-    from hydrajax.train.corpus import train_tokenizer
+    from hydrajax.train.data.corpus import train_tokenizer
 
     def make(seed: int) -> Path:
         tokenizer = train_tokenizer([path.read_text() for path in sorted(texts.iterdir())], VOCAB)

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import yaml
 
-from hydrajax.config import LlamaConfig, RopeScaling
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.config import LlamaConfig, RopeScaling
 from hydrajax.train.config import DataConfig, TrainConfig, config_from, load_config
 from hydrajax.train.losses import Objective
 

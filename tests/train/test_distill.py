@@ -11,8 +11,8 @@ import pytest
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.layers import causal_mask
 from hydrajax.train import distill
-from hydrajax.train.generations import read
-from hydrajax.train.rows import all_targets
+from hydrajax.train.data.generations import read
+from hydrajax.train.data.rows import all_targets
 
 
 def documents():

@@ -8,12 +8,12 @@ import flax.linen as nn
 import jax.numpy as jnp
 import pytest
 
-from hydrajax.config import PRESETS
 from hydrajax.drafters.drafter import abstract_draft
+from hydrajax.models.config import PRESETS
 from hydrajax.models.llama import Llama, abstract_base
 from hydrajax.train.config import DraftConfig
 from hydrajax.train.flops import drafter_forward_flops, forward_flops, matmul_params, peak_flops
-from hydrajax.train.heads_task import make_drafter
+from hydrajax.train.tasks.heads import make_drafter
 
 D, MLP, V, LENGTH = 4096, 11_008, 32_000, 2048  # LLaMA 7B
 LAYER = 4 * D * D + 3 * D * MLP  # query, key, value, out; gate, up, down

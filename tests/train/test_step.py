@@ -11,22 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.config import LlamaConfig
+from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.sharding import make_mesh
-from hydrajax.train.base_task import BaseLoss, scaled_init
 from hydrajax.train.config import OptimizerConfig
 from hydrajax.train.optimizer import make_optimizer
 from hydrajax.train.step import init_state, make_train_step, state_shardings
+from hydrajax.train.tasks.base import BaseLoss, scaled_init
 
 SCRIPT = """
 import dataclasses, json, sys
 import jax, jax.numpy as jnp, numpy as np
-from hydrajax.config import LlamaConfig
+from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama, init_base, abstract_base
 from hydrajax.sharding import make_mesh, tree_shardings
 from hydrajax.train.config import DataConfig, DraftConfig, OptimizerConfig, TrainConfig
-from hydrajax.train.heads_task import HeadsTask
+from hydrajax.train.tasks.heads import HeadsTask
 from hydrajax.train.losses import Objective
 from hydrajax.train.optimizer import make_optimizer
 from hydrajax.train.step import batch_placer, init_state, make_train_step, state_shardings

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from hydrajax.checkpoints.draft import load_draft
-from hydrajax.config import LlamaConfig
+from hydrajax.checkpoints.heads.load import load_draft
+from hydrajax.models.config import LlamaConfig
 
 
 def refused(result) -> str:
@@ -50,7 +50,7 @@ def test_data_the_base_cannot_read(program, config_file, base, texts, tmp_path):
     assert refused(program("--config", config_file(), "data.length=65")).startswith(
         "data.length: must be at most the base's context 64, found 65"
     )
-    from hydrajax.train.corpus import train_tokenizer
+    from hydrajax.train.data.corpus import train_tokenizer
 
     other = tmp_path / "other"
     words = " ".join(f"word{i} tree" for i in range(300))

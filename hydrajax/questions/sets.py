@@ -1,0 +1,148 @@
+"""Question sets of the published evaluations, from files in their released formats or from `datasets`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.text.prompt import json_lines, shown
+
+# Sets that have a name, and the file that `--data` looks for.
+FILES = {
+    "mt_bench": "mt_bench_question.jsonl",
+    "spec_bench": "spec_bench_question.jsonl",
+    "alpaca": "alpaca_eval_805_text_davinci_003.json",
+    "humaneval": "HumanEval.jsonl.gz",
+    "gsm8k": "gsm8k_test.jsonl",
+}
+TEXTS = ("turns", "question", "instruction", "prompt")  # fields with the user's text; the first that is there counts
+IDS = ("question_id", "task_id", "prompt_id", "id")
+# The Hub's org/name, with a configuration and a split where the default ones will not do.
+HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]*)(?::(?P<split>[\w.-]+))?)?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Question:
+    """turns: what the user says, one after the other. Ids are unique within a set."""
+
+    question_id: int | str
+    category: str
+    turns: tuple[str, ...]
+
+
+def read_questions(name: str, data: str | Path | None = None) -> list[Question]:
+    """The questions of a set, in order.
+
+    name: one of `FILES`, found in the directory ``data``; or a file of the user's own (``.jsonl``, a list in ``.json``,
+    either as ``.gz``); or a Hub dataset, ``org/name`` or ``org/name:configuration:split``. A record holds its text, or
+    a list of texts, under one of `TEXTS` (with the ``input`` that an instruction may have), and may hold an id and a
+    ``category``; otherwise its number from 1 up and the set's name are taken. Other fields are ignored.
+
+    Raises `HydrajaxError` naming file and line for anything else.
+    """
+    category = name
+    if name in FILES:
+        if data is None:
+            raise HydrajaxError(f"--data: is needed for --set {name}: the directory that holds {FILES[name]}")
+        if not os.path.isdir(data):
+            raise HydrajaxError(f"--data: no such directory: {data}")
+        records = _records(Path(data) / FILES[name])
+    elif os.path.exists(name) or re.search(r"\.jsonl?(\.gz)?$", name):
+        records, category = _records(Path(name)), re.sub(r"\.jsonl?(\.gz)?$", "", Path(name).name)
+    elif match := HUB.fullmatch(name):
+        records, category = _hub_records(**match.groupdict()), match["name"]
+    else:
+        raise HydrajaxError(f"--set: found '{name}', allowed are {', '.join(FILES)}, FILE.jsonl and org/name")
+    questions: dict[int | str, Question] = {}
+    for number, (where, record) in enumerate(records, start=1):
+        question = _question(where, record, number, category)
+        if question.question_id in questions:
+            raise HydrajaxError(f"{where}: question_id: {shown(question.question_id)} occurs a second time")
+        questions[question.question_id] = question
+    if not questions:
+        raise HydrajaxError(f"--set: {name} holds no question")
+    return list(questions.values())
+
+
+def select(questions: list[Question], categories: list[str] | None = None, limit: int | None = None) -> list[Question]:
+    """The first ``limit`` questions of these categories. Raises `HydrajaxError` for a category that does not occur."""
+    known = list(dict.fromkeys(question.category for question in questions))
+    for category in categories or []:
+        if category not in known:
+            raise HydrajaxError(f"--categories: found '{category}', the set has {', '.join(known)}")
+    chosen = [question for question in questions if categories is None or question.category in categories]
+    return chosen[:limit]
+
+
+def _question(where: str, record: dict, number: int, category: str) -> Question:
+    field = next((field for field in TEXTS if field in record), None)
+    if field is None:
+        raise HydrajaxError(f"{where}: found {', '.join(record) or 'no field'}; one of {', '.join(TEXTS)} is needed")
+    turns = [record[field]] if isinstance(record[field], str) else record[field]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise HydrajaxError(
+            f"{where}: {field}: must be text or a list of texts, none empty, found {shown(record[field])}"
+        )
+    extra = record.get("input")
+    if field == "instruction" and isinstance(extra, str) and extra.strip():
+        turns = [f"{turns[0]}\n\n{extra}"]
+    question_id = next((record[key] for key in IDS if key in record), number)
+    if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
+        raise HydrajaxError(f"{where}: question_id: must be an integer or text, found {shown(question_id)}")
+    category = record.get("category", category)
+    if not isinstance(category, str) or not category:
+        raise HydrajaxError(f"{where}: category: must be text, found {shown(category)}")
+    return Question(question_id, category, tuple(turns))
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict]]:
+    """``(where, record)`` of each record of a file."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except FileNotFoundError:
+        raise HydrajaxError(f"--set: no such file: {path}") from None
+    except (OSError, EOFError, zlib.error) as error:  # gzip's own errors have no strerror
+        reason = getattr(error, "strerror", None) or error
+        raise HydrajaxError(f"--set: cannot read {path}: {reason}") from None
+    if not path.name.removesuffix(".gz").endswith(".json"):
+        yield from json_lines(content, path)
+        return
+    try:
+        records = json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise HydrajaxError(f"{path}: is not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
+        raise HydrajaxError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(records, list):
+        raise HydrajaxError(f"{path}: must be a list of objects, found {shown(records)}")
+    for number, record in enumerate(records, start=1):
+        where = f"{path} item {number}"
+        if not isinstance(record, dict):
+            raise HydrajaxError(f"{where}: must be a JSON object, found {shown(record)}")
+        yield where, record
+
+
+def _hub_records(name: str, config: str | None, split: str | None) -> Iterator[tuple[str, dict]]:
+    """The records of a Hub dataset: of the split that is named, else of ``test``, else of the only one."""
+    try:
+        import datasets  # slow to import, and files need none
+
+        splits = datasets.load_dataset(name, config or None)
+    except Exception as error:  # of the library, its HTTP client or the dataset
+        raise HydrajaxError(
+            f"--set: '{name}' is no file here, and datasets cannot load it: {one_line(error)}"
+        ) from None
+    if split is None:
+        split = "test" if "test" in splits else next(iter(splits)) if len(splits) == 1 else None
+    if split not in splits:
+        found = f"split '{split}'" if split else "no split"
+        raise HydrajaxError(f"--set: {name}: found {found}, allowed are {', '.join(splits)}: org/name:config:split")
+    for number, row in enumerate(splits[split], start=1):
+        yield f"{name} row {number}", dict(row)

@@ -1,0 +1,274 @@
+"""A picture for each kind of `hydrajax.report.results`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hydrajax.report.drawing import new_figure
+from hydrajax.report.results import Result
+
+TAU = "tokens_per_step (τ)"
+RATE = "tokens/s, all rows"
+STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
+MARKERS = {"searched": "o", "chain": "+", "released": "x", "dense": "."}
+
+
+def draw(result: Result) -> Any:
+    """The result as a `matplotlib.figure.Figure`."""
+    return DRAWN[result.kind](result.rows)
+
+
+def distinct(rows: Sequence[dict], field: str) -> list:
+    """The values of a field in the order of their first appearance."""
+    return list(dict.fromkeys(row[field] for row in rows))
+
+
+def fastest(rows: Sequence[dict]) -> dict:
+    return max(rows, key=lambda row: row["tokens_per_second"])
+
+
+# --- ways to decode ---------------------------------------------------------------------------------------------------
+
+
+def _speed(rows: list[dict]) -> Any:
+    return _batches(rows) if len(distinct(rows, "batch")) > 1 else _bars(rows)
+
+
+def _bars(rows: list[dict]) -> Any:
+    figure = new_figure(9, 1.2 + 0.42 * len(rows))
+    left, right = figure.subplots(1, 2, sharey=True)
+    y = np.arange(len(rows))
+    for axes, field, label in ((left, "tokens_per_second", "tokens/s"), (right, "tokens_per_step", TAU)):
+        values = [row[field] for row in rows]
+        axes.barh(y, values, color=[f"C{i}" for i in range(len(rows))])
+        for at, row, value in zip(y, rows, values, strict=True):
+            text = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+            end = max(value, row["high"] or 0) if axes is left else value
+            axes.annotate(f" {text}", (end, at), va="center", fontsize=8)
+        axes.set(xlabel=label, yticks=y, yticklabels=[row["name"] for row in rows])
+        axes.margins(x=0.14)
+    for at, row in zip(y, rows, strict=True):
+        if row["low"] is not None:
+            left.plot([row["low"], row["high"]], [at, at], color="black", linewidth=1.2)
+    left.invert_yaxis()
+    return figure
+
+
+def _batches(rows: list[dict]) -> Any:
+    figure = new_figure(9, 4)
+    left, right = figure.subplots(1, 2)
+    for i, name in enumerate(distinct(rows, "name")):
+        mine = sorted((row for row in rows if row["name"] == name), key=lambda row: row["batch"])
+        batches, rates = [row["batch"] for row in mine], np.array([row["tokens_per_second"] for row in mine])
+        left.plot(batches, rates, "o-", color=f"C{i}", label=name)
+        right.plot(batches, 1e3 * np.array(batches) / rates, "o-", color=f"C{i}")
+        spread = [row for row in mine if row["low"] is not None]
+        ends = [[row[end] for row in spread] for end in ("low", "high")]
+        left.fill_between([row["batch"] for row in spread], *ends, color=f"C{i}", alpha=0.15, linewidth=0)
+    for axes, label in ((left, RATE), (right, "ms for a token of each row")):
+        axes.set(xlabel="batch size", ylabel=label, xscale="log", ylim=(0, None))
+        axes.set_xticks(distinct(rows, "batch"), map(str, distinct(rows, "batch")))
+        axes.minorticks_off()
+    _legend(figure, ncols=3)
+    return figure
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+def _trees(rows: list[dict]) -> Any:
+    """Above the throughput, below the tokens_per_step, over the nodes; a column for each drafter."""
+    drafters, batches = distinct(rows, "drafter"), distinct(rows, "batch")
+    figure = new_figure(max(5.5, 4.2 * len(drafters)), 6.4)
+    grid = figure.subplots(2, len(drafters), sharex=True, sharey="row", squeeze=False)
+    for (above, below), drafter in zip(grid.T, drafters, strict=True):
+        for i, batch in enumerate(batches):
+            mine = [row for row in rows if (row["drafter"], row["batch"]) == (drafter, batch)]
+            _curves(above, mine, "tokens_per_second", f"C{i}")
+            if best := [row for row in mine if row["family"] == "searched"]:
+                top = fastest(best)
+                above.plot(top["nodes"], top["tokens_per_second"], "*", color=f"C{i}", markersize=13)
+            if batch == batches[0]:
+                _curves(below, mine, "tokens_per_step", f"C{i}")
+                grown = [row for row in mine if row["family"] in ("root", "searched")]
+                foretold = [(row["nodes"], row["expected"]) for row in grown if row["expected"] is not None]
+                if foretold:
+                    below.plot(*zip(*sorted(foretold), strict=True), "k:", linewidth=1)
+        above.set(title=drafter, xscale="log", yscale="log")
+        below.set(xlabel="nodes", xticks=(ticks := _powers_of_two(rows)), xticklabels=map(str, ticks))
+        below.minorticks_off()
+    grid[0, 0].set_ylabel(RATE)
+    grid[1, 0].set_ylabel(f"{TAU}, batch {batches[0]}")
+    handles = [grid[0, -1].plot([], [], color=f"C{i}", label=f"batch {batch}")[0] for i, batch in enumerate(batches)]
+    for family in distinct(rows, "family"):
+        handles += grid[0, -1].plot([], [], _marker(family), color="0.4", linestyle="", label=family)
+    if any(row["expected"] is not None for row in rows):
+        handles += grid[0, -1].plot([], [], "k:", label="expected τ")
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=8)
+    return figure
+
+
+def _powers_of_two(rows: Sequence[dict]) -> list[int]:
+    return [2**n for n in range(max(row["nodes"] for row in rows).bit_length())]
+
+
+def _marker(family: str) -> str:
+    return MARKERS.get(family, "s")
+
+
+def _curves(axes: Any, rows: list[dict], field: str, color: str) -> None:
+    for family in distinct(rows, "family"):
+        mine = sorted((row for row in rows if row["family"] == family), key=lambda row: row["nodes"])
+        line = "-" if family == "searched" else ""
+        axes.plot(
+            [row["nodes"] for row in mine], [row[field] for row in mine], _marker(family), linestyle=line, color=color,
+            markersize=5,
+        )  # fmt: skip
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def _acceptance(rows: list[dict]) -> Any:
+    """Columns: what is varied. Above tokens_per_step, below how likely the base finds the text."""
+    parameters = [name for name in distinct(rows, "parameter") if name is not None]
+    with_nats = any(row["nats"] is not None for row in rows)
+    figure = new_figure(max(6, 4.8 * len(parameters)), 6.6 if with_nats else 4)
+    grid = figure.subplots(1 + with_nats, len(parameters) or 1, sharex="col", sharey="row", squeeze=False)
+    fields = [("tokens_per_step", TAU), ("nats", "nats per token under the base")][: 1 + with_nats]
+    colors = {drafter: f"C{i}" for i, drafter in enumerate(distinct(rows, "drafter"))}
+    styles = dict(zip(distinct(rows, "rule"), STYLES * 3, strict=False))
+    for line, (field, label) in zip(grid, fields, strict=True):
+        line[0].set_ylabel(label)
+        for axes, parameter in zip(line, parameters, strict=False):
+            if field == fields[-1][0]:
+                axes.set_xlabel({"epsilon": "posterior threshold ε"}.get(parameter, parameter))
+            for drafter, color in colors.items():
+                for rule, style in styles.items():
+                    mine = [row for row in rows if (row["drafter"], row["rule"]) == (drafter, rule)]
+                    mine = [row for row in mine if row[field] is not None]
+                    curve = sorted((row["value"], row[field]) for row in mine if row["parameter"] == parameter)
+                    name = f"{drafter}, {rule}"
+                    if curve:
+                        points = zip(*curve, strict=True)
+                        axes.plot(*points, "o", linestyle=style, color=color, label=name, markersize=4)
+                    for row in (row for row in mine if row["parameter"] is None):
+                        axes.axhline(row[field], color=color, linestyle=style, linewidth=1, label=name)
+    _legend(figure, ncols=3)
+    return figure
+
+
+def _legend(figure: Any, ncols: int) -> None:
+    """One legend below for all panels, each label once."""
+    labels = {}
+    for axes in figure.axes:
+        labels |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=ncols, fontsize=8)
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+def _overhead(rows: list[dict]) -> Any:
+    parts = {"prefix attention": [row["prefix_attention"] or 0.0 for row in rows]}
+    for k in range(max(len(row["heads"]) for row in rows)):
+        parts[f"head {k + 1}"] = [row["heads"][k] if k < len(row["heads"]) else 0.0 for row in rows]
+    figure = _stacked([row["drafter"] for row in rows], parts, "ms per step")
+    _legend(figure, ncols=5)
+    return figure
+
+
+def _steps(rows: list[dict]) -> Any:
+    names = [f"{row['tree']}, batch {row['batch']}" for row in rows]
+    verbs = ("propose", "verify", "accept_commit", "observe")
+    figure = _stacked(names, {verb: [row[verb] for row in rows] for verb in verbs}, "ms per step")
+    for at, row in enumerate(rows):
+        place = [row["autoregressive_step"]] * 2, [at - 0.45, at + 0.45]
+        figure.axes[0].plot(*place, "k--", linewidth=1, label="an autoregressive step")
+    _legend(figure, ncols=5)
+    return figure
+
+
+def _stacked(names: list[str], parts: dict[str, list[float]], label: str) -> Any:
+    figure = new_figure(8, 1.5 + 0.4 * len(names))
+    axes = figure.subplots()
+    y, left = np.arange(len(names)), np.zeros(len(names))
+    for i, (name, values) in enumerate(parts.items()):
+        axes.barh(y, values, left=left, color=f"C{i}", label=name)
+        left = left + np.array(values)
+    axes.set(xlabel=label, yticks=y, yticklabels=names)
+    axes.invert_yaxis()
+    return figure
+
+
+def _prediction(rows: list[dict]) -> Any:
+    figure = new_figure(5.5, 5)
+    axes = figure.subplots()
+    for field, label, marker in (("step", "tree step", "o"), ("autoregressive_step", "autoregressive step", "x")):
+        axes.plot([row[field] for row in rows], [row[f"predicted_{field}"] for row in rows], marker, label=label)
+    values = [row[field] for row in rows for field in ("step", "autoregressive_step", "predicted_step")]
+    ends = np.array([min(values) * 0.8, max(values) * 1.25])
+    axes.plot(ends, ends, color="0.4", linewidth=1)
+    axes.fill_between(ends, ends * 0.75, ends * 1.25, color="0.4", alpha=0.15, linewidth=0, label="within 25%")
+    axes.set(xlabel="ms measured", ylabel="ms predicted", xscale="log", yscale="log")
+    ticks = [round(m * 10.0**e, 3) for e in range(-3, 5) for m in (1, 2, 5) if ends[0] < m * 10.0**e < ends[1]]
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+    return figure
+
+
+# --- questions and heads ----------------------------------------------------------------------------------------------
+
+
+def _categories(rows: list[dict]) -> Any:
+    names, categories = distinct(rows, "name"), distinct(rows, "category")
+    figure = new_figure(max(7, 0.55 * len(categories) + 3), 4.6)
+    axes = figure.subplots()
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        mine = {row["category"]: row for row in rows if row["name"] == name}
+        x = np.array([at for at, category in enumerate(categories) if category in mine]) + (i + 0.5) * width - 0.4
+        found = [mine[category] for category in categories if category in mine]
+        axes.bar(x, [row["speedup"] for row in found], width, color=f"C{i}", label=name)
+        for at, row in zip(x, found, strict=True):
+            if row["low"] is not None:
+                axes.plot([at, at], [row["low"], row["high"]], color="black", linewidth=0.8)
+    axes.axhline(1, color="0.4", linewidth=1, linestyle=":")
+    axes.set_xticks(range(len(categories)), categories, rotation=45, ha="right")
+    axes.set_ylabel("speed-up")
+    _legend(figure, ncols=2)
+    return figure
+
+
+def _accuracy(rows: list[dict]) -> Any:
+    """A panel for each head: how often the first 1, 2 ... guesses hold the true token."""
+    heads = sorted(distinct(rows, "head"))
+    figure = new_figure(max(4, 2.6 * len(heads)), 3.8)
+    panels = figure.subplots(1, len(heads), sharey=True, squeeze=False)[0]
+    for axes, head in zip(panels, heads, strict=True):
+        for i, drafter in enumerate(distinct(rows, "drafter")):
+            mine = sorted((r["top"], r["accuracy"]) for r in rows if (r["drafter"], r["head"]) == (drafter, head))
+            if mine:
+                axes.plot(*zip(*mine, strict=True), "o-", color=f"C{i}", markersize=4, label=drafter)
+        axes.set(title=f"head {head + 1}", xlabel="guesses", ylim=(0, 1))
+        axes.set_xticks(sorted(distinct(rows, "top")))
+    panels[0].set_ylabel("true token among them")
+    _legend(figure, ncols=4)
+    return figure
+
+
+DRAWN: dict[str, Callable[[list[dict]], Any]] = {
+    "speed": _speed,
+    "trees": _trees,
+    "acceptance": _acceptance,
+    "overhead": _overhead,
+    "categories": _categories,
+    "accuracy": _accuracy,
+    "steps": _steps,
+    "prediction": _prediction,
+}

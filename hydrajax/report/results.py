@@ -1,0 +1,150 @@
+"""Result files: what an experiment measured, in rows of a known kind, with the command, the machine and the versions.
+
+`hydrajax.report.markdown` draws them. A file is JSON: ``{"hydrajax_result": 1, kind, source, title, command, machine,
+settings, remarks, rows}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.files import WholeFile
+from hydrajax.text.prompt import shown
+
+FORMAT = 1
+TEXT, WHOLE, NUMBER, BOOL, NUMBERS = "text", "integer", "number", "true or false", "list of numbers"
+OR_NULL = " or null"
+
+_RATE = {"tokens_per_step": NUMBER, "tokens_per_second": NUMBER, "low": NUMBER + OR_NULL, "high": NUMBER + OR_NULL}
+_RATE |= {"speedup": NUMBER}
+# What each row of a result holds, by the result's kind. Times are milliseconds; low and high a 95% interval of the rate
+# (of the speed-up in "categories"). Further fields are kept and not drawn.
+KINDS: dict[str, dict[str, str]] = {
+    # Ways to decode, at one batch size or several (hydra figures 2, 3, 5, 6; medusa table 3).
+    "speed": {"name": TEXT, "batch": WHOLE, "nodes": WHOLE, **_RATE, "equal": BOOL + OR_NULL},
+    # Trees (hydra figures 7 to 9, medusa figure 4). family: "searched", "chain", "dense", "released" ...
+    # expected: the tokens_per_step that calibration text foretold.
+    "trees": {"drafter": TEXT, "batch": WHOLE, "family": TEXT, "name": TEXT, "nodes": WHOLE}
+    | {"expected": NUMBER + OR_NULL, **_RATE},
+    # Acceptance rules (hydra figure 4, medusa figure 5). parameter: what is varied, "epsilon" or "temperature", and its
+    # value, or null. nats: negative log-likelihood of a token of the output under the base at temperature 1.
+    "acceptance": {"drafter": TEXT, "rule": TEXT, "parameter": TEXT + OR_NULL, "value": NUMBER + OR_NULL}
+    | {"tokens_per_step": NUMBER, "nats": NUMBER + OR_NULL},
+    # What drafting costs (hydra table 1). heads: milliseconds of each.
+    "overhead": {"drafter": TEXT, "prefix_attention": NUMBER + OR_NULL, "heads": NUMBERS}
+    | {"verify": NUMBER, "autoregressive_step": NUMBER},
+    # Ways to decode by category of question (hydra table 2).
+    "categories": {"name": TEXT, "category": TEXT, "questions": WHOLE, **_RATE, "equal": BOOL + OR_NULL},
+    # How often a head's first guesses hold the true token (amphista figure 1). head from 0; top: how many guesses.
+    "accuracy": {"drafter": TEXT, "head": WHOLE, "top": WHOLE, "accuracy": NUMBER},
+    # A decode step and its verbs.
+    "steps": {"tree": TEXT, "batch": WHOLE, "nodes": WHOLE, "autoregressive_step": NUMBER, "step": NUMBER}
+    | {"propose": NUMBER, "verify": NUMBER, "accept_commit": NUMBER, "observe": NUMBER, "break_even": NUMBER},
+    # A step as the roofline predicts it and as it was measured.
+    "prediction": {"batch": WHOLE, "context": WHOLE, "nodes": WHOLE, "predicted_step": NUMBER, "step": NUMBER}
+    | {"predicted_autoregressive_step": NUMBER, "autoregressive_step": NUMBER},
+}
+TYPES = {TEXT: str, WHOLE: int, NUMBER: (int, float), BOOL: bool, NUMBERS: list}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one command measured.
+
+    kind: of `KINDS`, which names the fields of ``rows``. source: the figure or table it corresponds to, such as "hydra
+    figure 2", or "". title: what is shown, a line. settings: what the figures depend on. remarks: what the reader of
+    the picture should know. machine: from `machine`.
+    """
+
+    kind: str
+    source: str
+    title: str
+    rows: list[dict[str, Any]]
+    command: str = ""
+    machine: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+
+def machine() -> dict[str, Any]:
+    """What measured times depend on."""
+    device = jax.devices()[0]
+    try:
+        own = version("hydrajax")
+    except PackageNotFoundError:  # run from a folder, not installed
+        own = "not installed"
+    return {
+        "device": device.device_kind if device.platform != "cpu" else _processor(),
+        "platform": device.platform,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "hydrajax": own,
+    }
+
+
+def _processor() -> str:
+    """The processor's name; Python knows no more than its architecture on most systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, names), None) or platform.processor() or platform.machine()
+
+
+def write_result(file: WholeFile, result: Result) -> None:
+    """Write a result file. Raises `HydrajaxError` for rows that are not of their kind."""
+    check(asdict(result), "result")
+    file.write_text(json.dumps({"hydrajax_result": FORMAT} | asdict(result), indent=1) + "\n")
+
+
+def result_from(content: Mapping[str, Any], where: str) -> Result:
+    """A result file's content. Raises `HydrajaxError` naming what is missing or wrong in it."""
+    if content["hydrajax_result"] != FORMAT:
+        raise HydrajaxError(
+            f"{where}: hydrajax_result: this version reads {FORMAT}, found {content['hydrajax_result']}"
+        )
+    check(content, where)
+    return Result(**{name: content[name] for name in Result.__dataclass_fields__ if name in content})
+
+
+def check(content: Mapping[str, Any], where: str) -> None:
+    """Raises `HydrajaxError` unless these are the fields of a `Result`."""
+    types = {"kind": str, "source": str, "title": str, "rows": list, "command": str}
+    types |= {"machine": dict, "settings": dict, "remarks": list}
+    for name, wanted in types.items():
+        if not isinstance(content.get(name), wanted):
+            raise HydrajaxError(f"{where}: {name}: must be of type {wanted.__name__}, found {shown(content.get(name))}")
+    if content["kind"] not in KINDS:
+        raise HydrajaxError(f"{where}: kind: found {shown(content['kind'])}, known are {', '.join(KINDS)}")
+    if not content["rows"]:
+        raise HydrajaxError(f"{where}: rows: there are none")
+    for number, row in enumerate(content["rows"]):
+        for name, wanted in KINDS[content["kind"]].items():
+            if not isinstance(row, dict) or name not in row:
+                raise HydrajaxError(f"{where}: rows[{number}]: field {name} is missing")
+            if not _fits(row[name], wanted):
+                raise HydrajaxError(f"{where}: rows[{number}].{name}: must be {wanted}, found {shown(row[name])}")
+
+
+def _fits(value: Any, wanted: str) -> bool:
+    if value is None:
+        return wanted.endswith(OR_NULL)
+    wanted = wanted.removesuffix(OR_NULL)
+    if isinstance(value, bool) or wanted == BOOL:
+        return wanted == BOOL and isinstance(value, bool)
+    if wanted == NUMBERS:
+        return isinstance(value, list) and all(_fits(item, NUMBER) for item in value)
+    finite = not isinstance(value, float) or abs(value) < float("inf")  # not NaN either
+    return isinstance(value, TYPES[wanted]) and finite

@@ -1,0 +1,83 @@
+"""The operational intensities that medusa prints for LLaMA-33B in float16 (tables 6 to 8), and ours beside them.
+
+The tables' other numbers, TFLOP/s on an A100, are measurements of theirs and are not repeated here. Oddities:
+
+- Table 5's shapes of PV, ``(b, n, s, q)`` in and of QKᵀ out, are transposed against the attention matrix, which is
+  ``(b, n, q, s)``; the complexities are not affected. The out projection is missing from it.
+- Its s are all the keys that are attended to. The q candidates' own keys, which tree decoding adds, are not counted.
+- Tables 6 and 7 are of one of QKᵀ and PV (they agree), without softmax; table 8 is of one of up, gate and down, so its
+  two inputs are not counted as shared.
+- Intensity does not depend on the batch in attention (table 7: equal rows) nor in table 8 on how batch x candidates is
+  divided (equal diagonals).
+- G.3 takes the tokens per step to be 0.477 log(candidates), to a base it does not name: 0, not 1, at one candidate.
+  `hydrajax roofline` therefore asks for tokens_per_step, and else says at how many a tree breaks even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hydrajax.models.config import PRESETS
+from hydrajax.roofline.operators import Operator, attention, linear
+
+CANDIDATES = (1, 16, 32, 48, 64, 80, 96, 112)  # the columns of all three
+BATCH_6, KEYS_7, FLOAT16 = 16, 1024, 2
+
+_SHAPE = PRESETS["33b"]
+
+
+@dataclass(frozen=True)
+class PrintedTable:
+    """number: in the paper. row_name: what the keys of ``printed`` count. operator: ours at (row, candidates)."""
+
+    number: int
+    what: str
+    row_name: str
+    printed: dict[int, tuple[float, ...]]
+    operator: Callable[[int, int], Operator]
+
+    def ours(self, row: int) -> tuple[float, ...]:
+        """Unrounded; the paper prints two decimals and drops zeros at the end."""
+        return tuple(self.operator(row, candidates).intensity for candidates in CANDIDATES)
+
+
+TABLES = (
+    PrintedTable(
+        6,
+        "attention products, batch size 16",
+        "sequence length",
+        {
+            128: (0.98, 12.8, 21.33, 27.43, 32.0, 35.56, 38.4, 40.73),
+            256: (0.99, 13.47, 23.27, 30.72, 36.57, 41.29, 45.18, 48.43),
+            512: (0.99, 13.84, 24.38, 32.68, 39.38, 44.91, 49.55, 53.49),
+            1024: (0.99, 14.03, 24.98, 33.76, 40.96, 46.97, 52.07, 56.44),
+            2048: (0.99, 14.12, 25.28, 34.32, 41.8, 48.08, 53.43, 58.04),
+            4096: (0.99, 14.17, 25.44, 34.61, 42.23, 48.65, 54.13, 58.87),
+            8192: (0.99, 14.2, 25.52, 34.76, 42.45, 48.94, 54.49, 59.3),
+        },
+        lambda keys, candidates: attention("QKᵀ", _SHAPE, BATCH_6, candidates, keys, FLOAT16),
+    ),
+    PrintedTable(
+        7,
+        "attention products, sequence length 1024",
+        "batch size",
+        dict.fromkeys((1, 2, 4, 8, 16, 32, 64), (0.99, 14.03, 24.98, 33.76, 40.96, 46.97, 52.07, 56.44)),
+        lambda batch, candidates: attention("QKᵀ", _SHAPE, batch, candidates, KEYS_7, FLOAT16),
+    ),
+    PrintedTable(
+        8,
+        "linear layers (up/gate/down)",
+        "batch size",
+        {
+            1: (1.0, 15.95, 31.79, 47.53, 63.17, 78.7, 94.14, 109.47),
+            2: (2.0, 31.79, 63.17, 94.14, 124.71, 154.89, 184.69, 214.12),
+            4: (4.0, 63.17, 124.71, 184.69, 243.17, 300.21, 355.85, 410.14),
+            8: (7.99, 124.71, 243.17, 355.85, 463.14, 565.44, 663.07, 756.36),
+            16: (15.95, 243.17, 463.14, 663.07, 845.59, 1012.87, 1166.74, 1308.76),
+            32: (31.79, 463.14, 845.59, 1166.74, 1440.25, 1675.97, 1881.24, 2061.59),
+            64: (63.17, 845.59, 1440.25, 1881.24, 2221.31, 2491.55, 2711.46, 2893.91),
+        },
+        lambda batch, candidates: linear("up", batch * candidates, _SHAPE.width, _SHAPE.mlp_width, FLOAT16),
+    ),
+)

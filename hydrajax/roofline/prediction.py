@@ -1,0 +1,147 @@
+"""Predicted step times of tree decoding on a device, and what they say about speed-up (medusa appendix G).
+
+An operator takes the longer of its operations at the device's FLOP/s and its traffic at the device's bandwidth, a step
+the sum of its operators. What a roofline leaves out, it leaves out here too: launching kernels, the slow sort of a
+top-k, the bookkeeping of a commit. So it is a lower bound on a published peak and an estimate on measured rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hydrajax.models.config import LlamaConfig
+from hydrajax.roofline.devices import Device
+from hydrajax.roofline.operators import (
+    Operator,
+    draft_parameters,
+    draft_shapes,
+    forward_operators,
+    observe_operators,
+    propose_operators,
+    ranking,
+)
+from hydrajax.trees.tree import TreeTopology
+
+Parts = dict[str, list[Operator]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is decoded: a base and a drafter with 16- or 32-bit numbers, ``context`` tokens in each of ``batch`` rows.
+
+    As the decode step has it: the cache holds ``context`` slots and room for the tree, all of which are read, and the
+    tree's own keys come on top.
+    """
+
+    config: LlamaConfig
+    drafter: Any
+    batch: int
+    context: int
+    itemsize: int
+
+    def step(self, tree: TreeTopology, draft_params: Any) -> Parts:
+        """Operators of one step, by the verb they belong to."""
+        c, batch, nodes, itemsize = self.config, self.batch, tree.size, self.itemsize
+        slots = self.context + nodes
+        return {
+            "propose": propose_operators(self.drafter, draft_params, tree, batch, itemsize),
+            "verify": forward_operators(c, batch, nodes, slots + nodes, itemsize),
+            "accept_commit": [ranking("argmax", batch * nodes, c.vocab_size)],
+            "observe": observe_operators(self.drafter, batch, tree.depth + 1, slots, itemsize),
+        }
+
+    def autoregressive_step(self) -> list[Operator]:
+        """One token per row, without a draft."""
+        base = forward_operators(self.config, self.batch, 1, self.context + 2, self.itemsize)
+        return [*base, ranking("argmax", self.batch, self.config.vocab_size)]
+
+    def prefill(self) -> list[Operator]:
+        """A prompt of ``context`` tokens per row through the base (the whole square of scores) and a prefix layer."""
+        c, length = self.config, self.context
+        base = forward_operators(c, self.batch, length, length, self.itemsize, logits_at=1)
+        return base + observe_operators(self.drafter, self.batch, length, length, self.itemsize)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One (batch, context, tree) cell. Times are milliseconds per step of the whole batch, as in `BenchmarkRow`.
+
+    break_even: the cost ratio step / autoregressive_step, which is the tokens_per_step where the tree starts to pay.
+    flops, bytes: of a step. draft_bytes: of the draft's parameters, all of them. memory_bound: the share of the step's
+    time in operators that wait for memory. speedup: tokens_per_step / break_even, None without tokens_per_step.
+    """
+
+    batch: int
+    context: int
+    tree: str
+    nodes: int
+    depth: int
+    autoregressive_step: float
+    step: float
+    propose: float
+    verify: float
+    accept_commit: float
+    observe: float
+    prefill: float
+    break_even: float
+    flops: float
+    bytes: float
+    draft_bytes: int
+    memory_bound: float
+    tokens_per_step: float | None = None
+    speedup: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def predict(
+    device: Device,
+    config: LlamaConfig,
+    drafter,
+    trees: dict[str, TreeTopology],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    itemsize: int,
+    tokens_per_step: Sequence[float | None] = (),
+) -> Iterator[Prediction]:
+    """Every cell, contexts outermost, trees innermost. tokens_per_step: of each tree, or none at all."""
+    draft_params = draft_shapes(config, drafter)
+    for tree in trees.values():
+        tree.check(drafter.depth, config.vocab_size)
+    for context in contexts:
+        for batch in batches:
+            work = Workload(config, drafter, batch, context, itemsize)
+            autoregressive = milliseconds(device, work.autoregressive_step())
+            prefill = milliseconds(device, work.prefill())
+            for (name, tree), tau in zip(trees.items(), tokens_per_step or [None] * len(trees), strict=True):
+                parts = work.step(tree, draft_params)
+                times = {verb: milliseconds(device, operators) for verb, operators in parts.items()}
+                operators = [operator for part in parts.values() for operator in part]
+                step = sum(times.values())
+                waiting = milliseconds(device, filter(device.memory_bound, operators))
+                yield Prediction(
+                    batch=batch,
+                    context=context,
+                    tree=name,
+                    nodes=tree.size,
+                    depth=tree.depth,
+                    autoregressive_step=autoregressive,
+                    step=step,
+                    **times,
+                    prefill=prefill,
+                    break_even=step / autoregressive,
+                    flops=sum(operator.count * operator.flops for operator in operators),
+                    bytes=sum(operator.count * operator.bytes for operator in operators),
+                    draft_bytes=draft_parameters(draft_params) * itemsize,
+                    memory_bound=waiting / step,
+                    tokens_per_step=tau,
+                    speedup=None if tau is None else tau * autoregressive / step,
+                )
+
+
+def milliseconds(device: Device, operators: Iterable[Operator]) -> float:
+    """One after the other."""
+    return 1e3 * sum(device.seconds(operator) for operator in operators)

@@ -1,0 +1,97 @@
+"""Output files of generation: one JSON object per prompt, written whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.files import WholeFile
+from hydrajax.text.prompt import integers, read_jsonl, shown
+
+FINISH_REASONS = ("eos", "stop", "length", "context")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One prompt's output; its fields are those of an output line (DESIGN section 6).
+
+    prompt_ids:     token ids fed, special tokens included.
+    output_ids:     generated ids only, EOS included if it was met.
+    text:           the output as text without special tokens, None if the base has no tokenizer.
+    steps:          decode steps: forward passes of the base after the prompt's.
+    accept_lengths: tokens emitted by each step, **counting the root** as Spec-Bench does: they sum to ``new_tokens``.
+    new_tokens:     generated tokens.
+    wall_time:      seconds, prompt included and compilation excluded, of the whole batch the prompt was in.
+    finish_reason:  what ended it: "eos", "stop" (a stop string), "length" (the limit) or "context" (it is full). None
+                    in files that do not say.
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    text: str | None
+    steps: int
+    accept_lengths: list[int]
+    new_tokens: int
+    wall_time: float
+    finish_reason: str | None = None
+
+
+class AnswerWriter(WholeFile):
+    """A `WholeFile` of output lines."""
+
+    def __init__(self, path: str | Path, flag: str = "--output"):
+        super().__init__(path, flag)
+
+    def write(self, answer: Generation) -> None:
+        """Add one line."""
+        self.write_text(json.dumps(dataclasses.asdict(answer), ensure_ascii=False) + "\n")
+
+
+def read_answers(path: str | Path, what: str = "answers") -> list[Generation]:
+    """The lines of an output file, in order; fields this version does not know are ignored.
+
+    Raises `HydrajaxError` naming file, line and field if one is missing, has the wrong type or contradicts another
+    (`accept_lengths` must be one per step and sum to `new_tokens`, the number of `output_ids`).
+    """
+    return [_answer(where, line) for where, line in read_jsonl(path, what)]
+
+
+def _answer(where: str, line: dict) -> Generation:
+    names = [field.name for field in dataclasses.fields(Generation) if field.default is dataclasses.MISSING]
+    missing = [name for name in names if name not in line]
+    if missing:
+        raise HydrajaxError(f"{where}: field {missing[0]} is missing; needed are {', '.join(names)}")
+
+    def number(name, types, allowed):
+        value = line[name]
+        if isinstance(value, bool) or not isinstance(value, types) or not value >= 0:
+            raise HydrajaxError(f"{where}: {name}: must be {allowed} from 0 up, found {shown(value)}")
+        return value
+
+    text = line["text"]
+    if text is not None and not isinstance(text, str):
+        raise HydrajaxError(f"{where}: text: must be text or null, found {shown(text)}")
+    reason = line.get("finish_reason")
+    if reason not in (None, *FINISH_REASONS):
+        allowed = ", ".join(FINISH_REASONS)
+        raise HydrajaxError(f"{where}: finish_reason: must be null or one of {allowed}, found {shown(reason)}")
+    answer = Generation(
+        prompt_ids=integers(line["prompt_ids"], f"{where}: prompt_ids"),
+        output_ids=integers(line["output_ids"], f"{where}: output_ids"),
+        text=text,
+        steps=number("steps", int, "an integer"),
+        accept_lengths=integers(line["accept_lengths"], f"{where}: accept_lengths"),
+        new_tokens=number("new_tokens", int, "an integer"),
+        wall_time=number("wall_time", (int, float), "a number"),
+        finish_reason=reason,
+    )
+    counts = {"output_ids holds": len(answer.output_ids), "accept_lengths sum to": sum(answer.accept_lengths)}
+    for what, count in counts.items():
+        if count != answer.new_tokens:
+            raise HydrajaxError(f"{where}: {what} {count} tokens, new_tokens is {answer.new_tokens}")
+    if len(answer.accept_lengths) != answer.steps:
+        raise HydrajaxError(f"{where}: accept_lengths has {len(answer.accept_lengths)} items, steps is {answer.steps}")
+    return answer

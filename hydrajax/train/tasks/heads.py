@@ -1,0 +1,192 @@
+"""Draft heads on a frozen base: what the loop needs to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from hydrajax.checkpoints.fingerprint import fingerprint
+from hydrajax.checkpoints.heads.export import export_heads
+from hydrajax.checkpoints.heads.load import load_draft
+from hydrajax.checkpoints.hub import resolve
+from hydrajax.drafters.drafter import BoundBase, Drafter, abstract_draft
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.prefix import WithPrefix, replace_in_heads
+from hydrajax.drafters.ranks import head_ranks
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama import Llama, abstract_base
+from hydrajax.models.rows import run_base
+from hydrajax.sharding import distribute, replicated, tree_shardings
+from hydrajax.train.config import DraftConfig, TrainConfig
+from hydrajax.train.data.dataset import Dataset
+from hydrajax.train.flops import drafter_forward_flops, forward_flops
+from hydrajax.train.forward import cast
+from hydrajax.train.losses import Objective, draft_loss, head_counts
+from hydrajax.train.simulate import Tally
+from hydrajax.train.step import Batch, batch_placer
+from hydrajax.trees import TreeTopology, presets
+
+TOP_K = 5  # head accuracies are reported for the first 1 .. TOP_K guesses
+
+
+def make_drafter(draft: DraftConfig, base: LlamaConfig, dtype) -> Drafter:
+    """The drafter that the settings describe, for a base of this shape."""
+    if draft.hidden_state_offset > base.n_layers:
+        raise HydrajaxError(
+            f"draft.hidden_state_offset: must be at most the base's {base.n_layers} layers, "
+            f"found {draft.hidden_state_offset}"
+        )
+    common = {
+        "n_heads": draft.n_heads,
+        "width": base.width,
+        "vocab_size": base.vocab_size,
+        "n_layers": draft.n_layers,
+        "share_blocks": draft.share_blocks,
+        "hidden_state_offset": draft.hidden_state_offset,
+        "dtype": jnp.dtype(dtype),
+        "dropout": draft.dropout,
+    }
+    # Behind a prefix layer the released layout knows only heads whose lm head has a bias.
+    heads = HydraHeads(**common) if draft.heads == "hydra" else MedusaHeads(**common, lm_head_bias=draft.prefix)
+    return WithPrefix(heads, base) if draft.prefix else heads
+
+
+@dataclass(frozen=True)
+class HeadsLoss:
+    """`draft_loss` on the frozen base; see `hydrajax.train.step.Loss`. ``frozen`` are the base's parameters.
+
+    A batch may bring the base's post-norm hidden states as ``hidden`` ``[B, T, D]``; else the base is run.
+    """
+
+    model: Llama
+    drafter: Drafter  # computes in its own dtype; the parameters it is given are float32
+    objective: Objective
+
+    def totals(self, batch: Batch):
+        return head_counts(batch["labels"], batch.get("segments"), self.drafter.depth)
+
+    def __call__(self, params, frozen, batch: Batch, totals, rng):
+        base = BoundBase(self.model, frozen)
+        features, hidden = self.features(frozen, batch)
+        params = cast(params, self.model.dtype)
+        loss, parts = draft_loss(self.objective, self.drafter, params, features, hidden, batch, base, rng, totals)
+        return loss, {name: value for name, value in parts._asdict().items() if self.reports(name)}
+
+    def features(self, frozen, batch: Batch):
+        """``(what the drafter reads, the base's post-norm hidden states)``."""
+        if "hidden" in batch:
+            hidden = batch["hidden"].astype(self.model.dtype)
+            return hidden, hidden
+        offset, segments = self.drafter.hidden_state_offset, batch.get("segments")
+        forward = run_base(self.model, frozen, batch["tokens"], offset, segments)
+        return forward.features, forward.hidden
+
+    def reports(self, part: str) -> bool:
+        """Whether the objective computes this metric at all (else it is NaN)."""
+        objective = self.objective
+        weights = {"reconstruction": objective.reconstruction_weight} | dict.fromkeys(
+            ("teacher", "agreement"), objective.teacher_weight
+        )
+        return weights.get(part, objective.lm_weight + objective.teacher_weight) > 0
+
+
+class HeadsTask:
+    """Draft heads: see `hydrajax.train.loop.Task`."""
+
+    metric, higher_is_better = "tokens_per_step", True
+
+    def __init__(self, config: TrainConfig, dataset: Dataset, model: Llama, base_params: Any, mesh: Mesh, extras=None):
+        self.config, self.dataset, self.model, self.mesh = config, dataset, model, mesh
+        self.extras = extras or {}
+        drafter = make_drafter(config.draft, model.config, config.dtype)
+        self.drafter, self.master = drafter, replace_in_heads(drafter, dtype=jnp.dtype(jnp.float32))
+        self.tree = tree_for(config.tree, drafter, model.config.vocab_size)
+        self.loss = HeadsLoss(model, drafter, config.objective)
+        boxed_base = abstract_base(model)
+        self.frozen, self.frozen_shardings = base_params, tree_shardings(mesh, boxed_base)
+        boxed = abstract_draft(self.master, model)
+        self.abstract_params = nn.unbox(boxed)
+        self.param_shardings = tree_shardings(mesh, boxed)
+        self.flops_per_token = self._flops(nn.unbox(boxed_base))
+        self.tokens_per_step: float | None = None  # as last evaluated
+        self._place = batch_placer(mesh)
+        self._ranks = jax.jit(self._rank_heads, out_shardings=replicated(mesh))
+
+    def _flops(self, base_params) -> float:
+        """The base forward (not its lm head, if nobody asks what it says) and the heads forward and twice back."""
+        length = self.config.data.length
+        if not self.config.objective.teacher_weight:
+            base_params = {name: leaf for name, leaf in base_params.items() if name != "lm_head"}
+        base = 0 if "hidden" in self.extras else forward_flops(self.model.config, base_params, length)
+        return base + 3 * drafter_forward_flops(self.drafter, self.abstract_params, length)
+
+    def init_params(self, rng):
+        if self.config.draft.init:
+            return self._start_from(self.config.draft.init)
+        init = jax.jit(
+            lambda rng, base: self.master.init(rng, BoundBase(self.model, base)), out_shardings=self.param_shardings
+        )
+        return init(rng, self.frozen)
+
+    def _start_from(self, directory: str):
+        found, params = load_draft(directory, self.model.config, jnp.float32)
+        if found != replace_in_heads(self.master, dropout=0.0):
+            raise HydrajaxError(f"draft.init: the heads in {directory} are {found}, the settings ask for {self.master}")
+        return jax.tree.map(lambda x, home: distribute(np.asarray(x), home), params, self.param_shardings)
+
+    def _rank_heads(self, params, frozen, batch: Batch):
+        features, _ = self.loss.features(frozen, batch)
+        params = cast(params, self.model.dtype)
+        return head_ranks(
+            self.drafter, params, features, batch, BoundBase(self.model, frozen), self.config.objective.chunk_tokens
+        )
+
+    def evaluate(self, params, batches: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
+        """Held-out ``tokens_per_step`` as `Tally` simulates it, and ``top1`` ... ``top5`` accuracies per head."""
+        tally = Tally(self.tree, self.drafter.depth, TOP_K)
+        for batch in batches:
+            ranks = jax.device_get(self._ranks(params, self.frozen, self._place(batch)))
+            tally.add(ranks, batch["labels"], batch.get("segments"))
+        report = tally.report()
+        self.tokens_per_step = report["tokens_per_step"]
+        return report
+
+    def note(self, metrics: dict[str, Any]) -> str:
+        if "top1" not in metrics:
+            return ""
+        return "top1 " + " ".join(f"{x:.2f}" for x in metrics["top1"])
+
+    def export(self, directory: Path, params) -> str:
+        target = directory / "heads"
+        export_heads(
+            target, self.drafter, params, base_name=str(self.config.model), dtype=jnp.dtype(self.config.dtype),
+            base_fingerprint=fingerprint(resolve(self.config.model, "model"), "model"), story=self._story(),
+            overwrite=True,
+        )  # fmt: skip
+        return f"--draft {target}"
+
+    def _story(self) -> dict[str, Any]:
+        """For the model card."""
+        c = self.config
+        length = f"{c.steps} steps" if c.epochs is None else f"{c.epochs:g} epochs"
+        recipe = f"{length} of {c.batch_size} rows of {c.data.length} tokens, {c.optimizer.name}, lr {c.optimizer.lr:g}"
+        story = {"data": ", ".join(Path(name).name for name in c.data.files) or "see the settings", "recipe": recipe}
+        if self.tokens_per_step is not None:
+            story["tokens_per_step"] = f"{self.tokens_per_step:.2f}, simulated on held-out text, tree {c.tree}"
+        return story
+
+
+def tree_for(name: str, drafter: Drafter, vocab_size: int) -> TreeTopology:
+    tree = presets.by_name(name)
+    tree.check(drafter.depth, vocab_size)
+    return tree

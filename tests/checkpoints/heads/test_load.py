@@ -1,0 +1,513 @@
+"""Draft heads told apart: Medusa-2 checkpoints and vLLM's layout must give the logits of plain torch modules; EAGLE,
+plain bases, damaged files and heads that say they were made for another base must be refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from released import WIDTH, Medusa, VLLMMedusa, refusal
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from hydrajax import api
+from hydrajax.checkpoints.base import load_llama
+from hydrajax.checkpoints.fingerprint import fingerprint
+from hydrajax.checkpoints.heads.export import export_heads
+from hydrajax.checkpoints.heads.load import load_draft
+from hydrajax.drafters.drafter import BoundBase
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.layers import causal_mask
+
+TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
+VOCAB = 96  # of the tiny checkpoint
+# What the message for a directory of no known kind must offer.
+LOADS = ("hydra_lm_head", "medusa_lm_head", "medusa_head.", "model_type 'medusa'", "hydrajax_draft")
+
+
+# --- the heads ------------------------------------------------------------------------------------------------
+
+
+class Medusa2(nn.Module):
+    """The heads of a Medusa-2 model under the name that they have in it."""
+
+    def __init__(self, n_heads: int, n_layers: int):
+        super().__init__()
+        self.medusa_head = Medusa(n_heads, n_layers, VOCAB)
+
+    def forward(self, features):
+        return self.medusa_head(features)
+
+
+def vllm(n_heads: int, n_layers: int, bias: bool) -> VLLMMedusa:
+    return VLLMMedusa(n_heads, n_layers, VOCAB, bias=bias)
+
+
+def randomise(module: nn.Module) -> nn.Module:
+    """Weights large enough for SiLU to bend."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+    return module.eval()
+
+
+def save(directory: Path, state: dict, config: dict, kind: str = "safetensors") -> Path:
+    """``config.json`` and the weights. kind: ``safetensors``, ``bin``, or shards of either with their index."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    stem, suffix = ("pytorch_model", "bin") if kind.startswith("bin") else ("model", "safetensors")
+    write = torch.save if suffix == "bin" else save_file
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    if not kind.endswith("shards"):
+        write(state, directory / f"{stem}.{suffix}")
+        return directory
+    names, weight_map = sorted(state), {}
+    for shard in range(3):  # every third name: each head lies in several files
+        file = f"{stem}-{shard + 1:05}-of-00003.{suffix}"
+        write({name: state[name] for name in names[shard::3]}, directory / file)
+        weight_map |= dict.fromkeys(names[shard::3], file)
+    (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def base(tiny_checkpoint) -> BoundBase:
+    return BoundBase(*load_llama(tiny_checkpoint))
+
+
+@pytest.fixture(scope="module")
+def base_state(tiny_checkpoint) -> dict:
+    return load_file(tiny_checkpoint / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def base_config(tiny_checkpoint) -> dict:
+    return json.loads((tiny_checkpoint / "config.json").read_text())
+
+
+def agrees(drafter, params, official: nn.Module, base: BoundBase) -> None:
+    """Our teacher-forced logits are those of the torch module, from random features."""
+    features = torch.randn((2, 12, WIDTH), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        expected = official(features).numpy()
+    assert 0.3 < expected.std() < 10
+    ours = drafter.teacher_forced(params, jnp.asarray(features.numpy()), jnp.zeros((2, 12), int), base)
+    np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def refused(directory: Path, base: BoundBase, *pieces: str, **options) -> str:
+    return refusal(lambda: load_draft(directory, base.config, **options), "--draft", *pieces)
+
+
+# --- Medusa-2: the heads beside their base --------------------------------------------------------------------
+
+
+def medusa_2_config(base_config: dict, n_heads: int, n_layers: int) -> dict:
+    return base_config | {"medusa_num_heads": n_heads, "medusa_num_layers": n_layers}
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "undeclared"])
+@pytest.mark.parametrize(
+    ("kind", "n_layers"), [("safetensors", 1), ("safetensors shards", 2), ("bin shards", 1), ("bin", 2)]
+)
+def test_medusa_2(base, base_state, base_config, tmp_path, kind, n_layers, declared):
+    official = randomise(Medusa2(3, n_layers))
+    assert f"medusa_head.2.{n_layers}.weight" in official.state_dict()
+    config = medusa_2_config(base_config, 3, n_layers) if declared else base_config
+    save(tmp_path, base_state | official.state_dict(), config, kind)
+    drafter, params = load_draft(tmp_path, base.config)
+    assert drafter == MedusaHeads(3, WIDTH, VOCAB, n_layers, share_blocks=n_layers == 1)
+    agrees(drafter, params, official, base)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "safetensors shards", "bin shards"])
+def test_medusa_2_is_its_own_base(tiny_checkpoint, base_state, base_config, tmp_path, kind):
+    """Both halves of one directory: transformers' hidden states in torch's heads give our logits."""
+    official = randomise(Medusa2(2, 1))
+    save(tmp_path, base_state | official.state_dict(), medusa_2_config(base_config, 2, 1), kind)
+    loaded = api.load(tmp_path, tmp_path)
+    plain = api.load(tiny_checkpoint)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params.base, plain.params.base)
+    assert loaded.model == plain.model
+
+    tokens = np.random.default_rng(3).integers(0, VOCAB, (2, 12))
+    theirs = LlamaForCausalLM.from_pretrained(tiny_checkpoint, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = official(theirs(torch.tensor(tokens), output_hidden_states=True).hidden_states[-1]).numpy()
+    bound = BoundBase(loaded.model, loaded.params.base)
+    positions = np.broadcast_to(np.arange(12), tokens.shape)
+    features = bound.model.apply({"params": bound.params}, tokens, positions, causal_mask(12)).features
+    ours = loaded.drafter.teacher_forced(loaded.params.draft, features, jnp.asarray(tokens), bound)
+    np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)  # the base's rounding is in it too
+
+
+def test_medusa_2_in_bfloat16_keeps_its_dtype(base, base_state, base_config, tmp_path):
+    state = base_state | randomise(Medusa2(2, 1)).state_dict()
+    save(tmp_path, {name: x.bfloat16() for name, x in state.items()}, base_config)
+    drafter, params = load_draft(tmp_path, base.config, None)
+    assert drafter.dtype == jnp.bfloat16
+    expected = state["medusa_head.1.1.weight"].bfloat16().float().numpy().T
+    np.testing.assert_array_equal(np.asarray(params["head_1"]["lm_kernel"], np.float32), expected)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+
+
+# --- vLLM's layout --------------------------------------------------------------------------------------------
+
+
+def vllm_config(n_heads: int, n_layers: int, **more) -> dict:
+    """As in the released ones."""
+    return {
+        "architectures": ["MedusaModel"],
+        "hidden_size": WIDTH,
+        "model_type": "medusa",
+        "num_heads": n_heads,
+        "num_hidden_layers": n_layers,
+        "transformers_version": "4.41.2",
+        "truncated_vocab_size": None,
+        "vocab_size": VOCAB,
+    } | more
+
+
+@pytest.mark.parametrize(
+    ("n_heads", "n_layers", "bias", "kind"),
+    [
+        (5, 1, False, "safetensors"),  # as released
+        (2, 3, False, "safetensors"),
+        (3, 1, True, "safetensors"),
+        (2, 2, True, "safetensors shards"),
+        (2, 1, False, "bin"),
+    ],
+)
+def test_vllm_medusa(base, tmp_path, n_heads, n_layers, bias, kind):
+    official = randomise(vllm(n_heads, n_layers, bias))
+    config = vllm_config(n_heads, n_layers) | ({"medusa_fc_bias": True} if bias else {})
+    drafter, params = load_draft(save(tmp_path, official.state_dict(), config, kind), base.config)
+    assert isinstance(drafter, MedusaHeads)
+    assert (drafter.n_heads, drafter.n_layers, drafter.lm_head_bias) == (n_heads, n_layers, False)
+    agrees(drafter, params, official, base)
+    assert bool(jnp.any(params["head_0"]["blocks_0"]["bias"])) == bias
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_vllm_blocks_that_are_copies_are_shared(base, tmp_path, equal):
+    official = randomise(vllm(2, 3, bias=False))
+    for block in official.blocks:
+        for layer in block.layers[1:] if equal else block.layers[2:]:
+            layer.load_state_dict(block.layers[0].state_dict())
+    drafter, params = load_draft(save(tmp_path, official.state_dict(), vllm_config(2, 3)), base.config)
+    assert drafter.share_blocks == equal
+    agrees(drafter, params, official, base)
+
+
+def test_vllm_vocabulary_truncated_to_itself(base, tmp_path):
+    official = randomise(vllm(2, 1, bias=False))
+    config = vllm_config(2, 1, truncated_vocab_size=VOCAB, original_lm_head=False)
+    agrees(*load_draft(save(tmp_path, official.state_dict(), config), base.config), official, base)
+
+
+@pytest.mark.parametrize(
+    ("change", "pieces"),
+    [
+        ({"truncated_vocab_size": 48}, ("truncated_vocab_size", "48", str(VOCAB))),
+        ({"original_lm_head": True}, ("original_lm_head", "True")),
+        ({"num_heads": 0}, ("num_heads", "from 1 up", "0")),
+        ({"num_heads": "5"}, ("num_heads", "'5'")),
+        ({"num_heads": None}, ("num_heads", "None")),
+        ({"num_hidden_layers": True}, ("num_hidden_layers", "True")),
+        ({"num_heads": 10**9}, ("has 5 tensors", "1000000000 heads")),
+        ({"num_hidden_layers": 10**9}, ("has 5 tensors", "1000000000 blocks")),
+    ],
+)
+def test_vllm_config_that_is_not_supported(base, tmp_path, change, pieces):
+    state = randomise(vllm(2, 1, bias=False)).state_dict()
+    state["token_map"] = torch.arange(48)
+    refused(save(tmp_path, state, vllm_config(2, 1) | change), base, *pieces)
+
+
+def test_vllm_config_without_its_numbers(base, tmp_path):
+    config = vllm_config(2, 1)
+    del config["num_hidden_layers"]
+    refused(save(tmp_path, randomise(vllm(2, 1, False)).state_dict(), config), base, "num_hidden_layers", "None")
+
+
+# --- damaged files of both ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["vllm", "medusa-2", "medusa-2 undeclared"])
+def release(request, base_state, base_config, tmp_path):
+    """``make(kind="safetensors", **tensors)``: two heads of one block with some tensors replaced, None for removed.
+
+    Tensors are named by role: ``lm`` (head 0's), ``weight`` and ``bias`` (of head 1's block), ``extra``.
+    """
+    if request.param == "vllm":
+        state, config = randomise(vllm(2, 1, True)).state_dict(), vllm_config(2, 1, medusa_fc_bias=True)
+        stem = "blocks.1.layers.0"
+        names = {"lm": "lm_heads.0.weight", "extra": "blocks.1.layers.1.weight"}
+    else:
+        state, config = base_state | randomise(Medusa2(2, 1)).state_dict(), dict(base_config)
+        if request.param == "medusa-2":
+            config = medusa_2_config(base_config, 2, 1)
+        stem = "medusa_head.1.0.linear"
+        names = {"lm": "medusa_head.0.1.weight", "extra": "medusa_head.1.7.weight"}
+    names |= {"weight": f"{stem}.weight", "bias": f"{stem}.bias"}
+
+    def make(kind: str = "safetensors", **tensors) -> Path:
+        changed = state | {names[role]: tensor for role, tensor in tensors.items()}
+        return save(tmp_path / "heads", {name: x for name, x in changed.items() if x is not None}, config, kind)
+
+    make.names = names
+    make.known = request.param != "medusa-2 undeclared"  # by its config.json, whatever its weights are
+    return make
+
+
+def test_undamaged(base, release):
+    for kind in ("safetensors", "bin shards"):
+        assert load_draft(release(kind), base.config)[0] == MedusaHeads(2, WIDTH, VOCAB, 1)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin shards"])
+@pytest.mark.parametrize("role", ["bias", "weight", "lm"])
+def test_missing_tensor(base, release, role, kind):
+    """Also where it is the lm head of the first head: the second still has one."""
+    refused(release(kind, **{role: None}), base, f"missing tensor '{release.names[role]}'")
+
+
+def test_unexpected_tensor(base, release):
+    refused(release(extra=torch.ones(WIDTH, WIDTH)), base, f"unexpected tensor '{release.names['extra']}'")
+
+
+@pytest.mark.parametrize(
+    ("role", "shape"), [("weight", (WIDTH, 2 * WIDTH)), ("bias", (WIDTH + 1,)), ("weight", (WIDTH,)), ("bias", ())]
+)
+def test_wrong_shape(base, release, role, shape):
+    pieces = f"{release.names[role]} has shape {list(shape)}, expected {[WIDTH] * (1 + (role == 'weight'))}"
+    refused(release(**{role: torch.ones(shape)}), base, pieces)
+
+
+@pytest.mark.parametrize("shape", [(VOCAB + 1, WIDTH), (VOCAB, WIDTH // 2)])
+def test_heads_of_another_size_of_base(base, release, shape):
+    refused(release(lm=torch.ones(shape)), base, "made for another base", str((set(shape) - {VOCAB, WIDTH}).pop()))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, None], ids=["float32", "own"])
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize(("role", "shape"), [("bias", (WIDTH,)), ("lm", (VOCAB, WIDTH))])
+def test_tensor_that_holds_no_floats(base, release, role, shape, kind, dtype):
+    """Also where the file's own dtype is asked for, which is that of the first lm head."""
+    directory = release(kind, **{role: torch.ones(shape, dtype=torch.int8)})
+    refused(directory, base, f"{release.names[role]} has dtype", "expected float64", dtype=dtype)
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_truncated_file(base, release, kind, keep):
+    directory = release(kind)
+    path = directory / ("model.safetensors" if kind == "safetensors" else "pytorch_model.bin")
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content))])
+    refused(directory, base, str(directory), *release.known * (str(path), "damaged"))
+
+
+def test_missing_file(base, release):
+    directory = release("safetensors shards")
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    refused(directory, base, *release.known * ("shard model-00002-of-00003.safetensors", "missing from"))
+    for path in directory.glob("model*"):
+        path.unlink()
+    refused(directory, base, *release.known * ("has neither",))
+
+
+def test_medusa_2_head_that_is_not_there(base, base_state, base_config, tmp_path):
+    """Heads 0 and 2 without 1."""
+    heads = randomise(Medusa2(3, 1)).state_dict()
+    state = base_state | {name: x for name, x in heads.items() if not name.startswith("medusa_head.1.")}
+    config = medusa_2_config(base_config, 3, 1)
+    refused(save(tmp_path, state, config), base, "missing tensors 'medusa_head.1.0.linear.bias'")
+
+
+# --- what does not load yet, and what is no draft -------------------------------------------------------------
+
+
+def eagle_state(version: int) -> dict:
+    """The tensors of released EAGLE-1/2 or EAGLE-3 heads."""
+    layer, inputs = ("midlayer.", 2 * WIDTH) if version == 3 else ("layers.0.", WIDTH)
+    attention = {f"{layer}self_attn.{part}_proj.weight": (WIDTH, inputs) for part in "qkv"}
+    attention[f"{layer}self_attn.o_proj.weight"] = (WIDTH, WIDTH)
+    mlp = {f"{layer}mlp.{part}_proj.weight": (88, WIDTH) for part in ("gate", "up")}
+    shapes = attention | mlp | {f"{layer}mlp.down_proj.weight": (WIDTH, 88)}
+    shapes[f"{layer}post_attention_layernorm.weight"] = (WIDTH,)
+    if version == 3:
+        shapes |= {f"{layer}{norm}.weight": (WIDTH,) for norm in ("input_layernorm", "hidden_norm")}
+        shapes |= {"fc.weight": (WIDTH, 3 * WIDTH), "norm.weight": (WIDTH,), "lm_head.weight": (VOCAB // 2, WIDTH)}
+        maps = {"d2t": torch.zeros(VOCAB // 2, dtype=torch.int64), "t2d": torch.zeros(VOCAB, dtype=torch.bool)}
+    else:
+        shapes |= {"embed_tokens.weight": (VOCAB, WIDTH), "fc.weight": (WIDTH, 2 * WIDTH), "fc.bias": (WIDTH,)}
+        maps = {}
+    return {name: torch.ones(shape) for name, shape in shapes.items()} | maps
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("version", [1, 3])
+def test_eagle_does_not_load_yet(base, base_config, tmp_path, version, kind):
+    config = base_config | {"num_hidden_layers": 1}
+    if version == 3:
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCAB // 2}
+    message = refused(save(tmp_path, eagle_state(version), config, kind), base, str(tmp_path), "do not load yet")
+    assert re.search(r"\bEAGLE-3 heads" if version == 3 else r"\bEAGLE heads", message)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_eagle_in_vllms_layout_does_not_load_yet(base, base_config, tmp_path, weights):
+    save(tmp_path, eagle_state(1), {"model_type": "eagle", "model": base_config, "architectures": ["EAGLEModel"]})
+    if not weights:
+        (tmp_path / "model.safetensors").unlink()
+    refused(tmp_path, base, "EAGLE heads", "do not load yet")
+
+
+def test_a_plain_base_is_no_draft(base, tiny_checkpoint):
+    refused(tiny_checkpoint, base, str(tiny_checkpoint), "no directory of draft heads", *LOADS)
+
+
+@pytest.mark.parametrize("config", ["{}", '{"model_type": ["medusa"]}', '{"model_type": null, "hydrajax": 3}'])
+def test_a_directory_of_nothing_known(base, tmp_path, config):
+    (tmp_path / "config.json").write_text(config)
+    refused(tmp_path, base, "no directory of draft heads", *LOADS)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '"medusa"', '{"model_type": ', "\x00"])
+def test_config_that_is_no_object(base, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    refused(tmp_path, base, "config.json")
+
+
+@pytest.mark.parametrize("beside_base", [True, False])
+def test_medusa_without_lm_heads(base, base_state, base_config, tmp_path, beside_base):
+    """Medusa's version 2 of config.json: every head has the base's lm head."""
+    state = randomise(Medusa2(2, 1)).state_dict()
+    state = {name: x for name, x in state.items() if "linear" in name}
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "version": "2"}
+    if beside_base:
+        save(tmp_path, base_state | state, base_config | config)
+    else:
+        save(tmp_path, {}, config)
+        (tmp_path / "model.safetensors").unlink()
+        heads = {name.removeprefix("medusa_head."): x.clone() for name, x in state.items()}
+        save_file(heads, tmp_path / "medusa_lm_head.safetensors")
+    refused(tmp_path, base, str(tmp_path), "without lm heads", "version 2")
+
+
+def test_bin_without_torch(base, base_state, base_config, tmp_path, monkeypatch):
+    state = base_state | randomise(Medusa2(2, 1)).state_dict()
+    save(tmp_path, state, medusa_2_config(base_config, 2, 1), "bin")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    refused(tmp_path, base, "pytorch_model.bin", "needs torch")
+
+
+# --- which base the heads were made for -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other_weights(base_state, tiny_checkpoint, tmp_path_factory) -> Path:
+    """A fine-tune of the tiny checkpoint: its shapes, one number of its last norm doubled."""
+    folder = shutil.copytree(tiny_checkpoint, tmp_path_factory.mktemp("fine") / "fine-tune")
+    state = {name: x.clone() for name, x in base_state.items()}
+    state["model.norm.weight"][-1] *= 2
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def some_heads(base, tmp_path_factory) -> tuple:
+    """``(drafter, params)``"""
+    state = randomise(vllm(2, 1, bias=True)).state_dict()
+    config = vllm_config(2, 1, medusa_fc_bias=True)
+    return load_draft(save(tmp_path_factory.mktemp("heads"), state, config), base.config)
+
+
+@pytest.fixture
+def marked_heads(request, tiny_checkpoint, some_heads, tmp_path) -> Path:
+    """Heads that know they were made for the tiny checkpoint, whose name is ``lab/tiny``; Medusa's unless
+    parametrised.
+    """
+    mark = {"base_name": "lab/tiny", "base_fingerprint": fingerprint(tiny_checkpoint)}
+    export_heads(tmp_path / "heads", *some_heads, format=getattr(request, "param", "medusa"), dtype=None, **mark)
+    return tmp_path / "heads"
+
+
+in_every_format = pytest.mark.parametrize("marked_heads", ["medusa", "vllm-medusa", "native"], indirect=True)
+
+
+@in_every_format
+def test_heads_of_another_fine_tune_are_refused(base, marked_heads, tiny_checkpoint, other_weights):
+    load_draft(marked_heads, base.config, base_directory=tiny_checkpoint)
+    pieces = ("made for another base", "lab/tiny", str(other_weights), "other weights", "--force")
+    refused(marked_heads, base, *pieces, base_directory=other_weights)
+    load_draft(marked_heads, base.config)  # nothing to compare with
+    load_draft(marked_heads, base.config, base_directory=None)
+
+
+def test_heads_of_a_base_of_another_depth_are_refused(base, marked_heads, llama_checkpoint):
+    """The heads would fit: width and vocabulary are the same."""
+    deeper = llama_checkpoint(num_hidden_layers=3)
+    message = refused(marked_heads, base, "lab/tiny", str(deeper), "shapes", base_directory=deeper)
+    assert "'n_layers': 2" in message
+    assert "'n_layers': 3" in message
+
+
+@in_every_format
+def test_force_loads_heads_of_another_base(marked_heads, tiny_checkpoint, other_weights):
+    assert api.load(tiny_checkpoint, marked_heads).drafter.n_heads == 2
+    with pytest.raises(HydrajaxError, match=r"^--draft: .*made for another base, lab/tiny: .*; --force loads them$"):
+        api.load(other_weights, marked_heads)
+    assert api.load(other_weights, marked_heads, force=True).drafter.n_heads == 2
+
+
+def test_force_loads_no_heads_of_another_width(marked_heads, llama_checkpoint):
+    with pytest.raises(HydrajaxError, match=r"made for another base: their width is 32, not 64"):
+        api.load(llama_checkpoint(hidden_size=64), marked_heads, force=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.float32),
+        (torch.float16, torch.bfloat16),
+    ],
+    ids=lambda dtype: str(dtype).removeprefix("torch."),
+)
+def test_the_same_base_in_another_dtype_is_the_same(base, base_state, base_config, some_heads, tmp_path, first, then):
+    one = {name: x.to(first) for name, x in base_state.items()}
+    other = {name: x.to(then) for name, x in one.items()}
+    save(tmp_path / "one", one, base_config)
+    save(tmp_path / "other", other, base_config, "bin shards")
+    export_heads(tmp_path / "heads", *some_heads, base_fingerprint=fingerprint(tmp_path / "one"))
+    load_draft(tmp_path / "heads", base.config, base_directory=tmp_path / "other")
+
+
+def test_a_medusa_2_checkpoint_is_the_base_in_it(tiny_checkpoint, base_state, base_config, tmp_path):
+    state = base_state | randomise(Medusa2(2, 1)).state_dict()
+    save(tmp_path, state, medusa_2_config(base_config, 2, 1), "safetensors shards")
+    assert fingerprint(tmp_path) == fingerprint(tiny_checkpoint)
+
+
+@pytest.mark.parametrize("record", ["text", ["list"], {"shapes": 3}, {"shapes": {}, "sha256": None}, 7])
+def test_a_record_that_says_nothing_is_another_base(marked_heads, base, tiny_checkpoint, record):
+    path = marked_heads / "config.json"
+    config = json.loads(path.read_text())
+    config["hydrajax"]["base"] = record
+    path.write_text(json.dumps(config))
+    refused(marked_heads, base, "made for another base", base_directory=tiny_checkpoint)

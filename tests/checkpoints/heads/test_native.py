@@ -1,0 +1,356 @@
+"""Draft heads in our own format: what is saved comes back bit for bit with the same drafter, and no byte of it may have
+changed since."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import shutil
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from released import refusal
+
+from hydrajax.checkpoints.heads.export import export_heads
+from hydrajax.checkpoints.heads.load import load_draft
+from hydrajax.drafters import heads as heads_module
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.errors import HydrajaxError
+
+VOCAB, WIDTH = 61, 32  # of the tiny model
+KINDS = ["hydra", "hydra++", "medusa", "medusa++", "ungrounded"]
+
+
+def heads_of(kind: str, config, **settings):
+    sizes = {"n_heads": 2, "width": WIDTH, "vocab_size": VOCAB, "n_layers": 3} | settings
+    medusa = {"lm_head_bias": kind == "ungrounded"}
+    heads = HydraHeads(**sizes) if kind.startswith("hydra") else MedusaHeads(**sizes, **medusa)
+    return WithPrefix(heads, config) if kind.endswith("++") else heads
+
+
+def shapes_of(drafter) -> dict[str, tuple[int, ...]]:
+    """Every parameter by its path, from the formulas of the papers and the layout of `hydrajax.drafters.heads`."""
+    heads, shapes = getattr(drafter, "heads", drafter), {}
+    for k in range(heads.n_heads):
+        head = {"lm_kernel": (WIDTH, VOCAB)}
+        plain = heads.n_layers
+        if isinstance(heads, HydraHeads):
+            plain -= 1
+            head |= {"conditioned.shared_kernel": (2 * WIDTH, 2, WIDTH), "conditioned.bias": (2, WIDTH)}
+            if k:
+                head["conditioned.path_kernel"] = (k * WIDTH, 2, WIDTH)
+        if isinstance(heads, HydraHeads) or heads.lm_head_bias:
+            head["lm_bias"] = (VOCAB,)
+        for i in range(min(plain, 1) if heads.share_blocks else plain):
+            head |= {f"blocks_{i}.kernel": (WIDTH, WIDTH), f"blocks_{i}.bias": (WIDTH,)}
+        shapes |= {f"head_{k}.{name}": shape for name, shape in head.items()}
+    if heads is drafter:
+        return shapes
+    c = drafter.config
+    layer = {
+        "qkv": (WIDTH, c.n_kv_heads, c.n_heads // c.n_kv_heads + 2, c.head_dim),
+        "out": (c.n_heads * c.head_dim, WIDTH),
+        "gate_up": (WIDTH, 2, c.mlp_width),
+        "down": (c.mlp_width, WIDTH),
+        "attention_norm.scale": (WIDTH,),
+        "mlp_norm.scale": (WIDTH,),
+    }
+    shapes = {f"heads.{name}": shape for name, shape in shapes.items()}
+    return shapes | {f"prefix.layer.{name}": shape for name, shape in layer.items()} | {"prefix.norm.scale": (WIDTH,)}
+
+
+def random_params(drafter, dtype=np.float32) -> dict:
+    """Every bit pattern is possible, so some numbers are huge, tiny or negative zero; no NaN, which is no number."""
+    random, tree = np.random.default_rng(4), {}
+    for name, shape in shapes_of(drafter).items():
+        *parents, last = name.split(".")
+        at = tree
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        bits = random.integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8)
+        array = bits.view(dtype).reshape(shape)
+        with np.errstate(invalid="ignore"):
+            at[last] = jnp.asarray(np.where(np.isfinite(array), array, np.array(-0.0, dtype)).astype(dtype))
+    return tree
+
+
+def identical(ours, theirs) -> None:
+    """The same bits in the same tree, so that -0 is not 0."""
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for (path, mine), other in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
+        assert np.asarray(mine).tobytes() == np.asarray(other).tobytes(), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "separate"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip(tiny_model, tmp_path, kind, share, dtype):
+    config = tiny_model[0].config
+    drafter = heads_of(kind, config, share_blocks=share, dtype=jnp.dtype(dtype), hidden_state_offset=1, dropout=0.25)
+    params = random_params(drafter, dtype)
+    export_heads(tmp_path / "heads", drafter, params, format="native", dtype=None)
+    loaded, ours = load_draft(tmp_path / "heads", config, None)
+    assert loaded == drafter
+    identical(params, ours)
+
+
+@pytest.mark.parametrize("kind", ["hydra++", "medusa"])
+def test_dtype_of_the_file_and_of_what_is_loaded(tiny_model, tmp_path, kind):
+    """Rounded once, as torch rounds."""
+    config = tiny_model[0].config
+    drafter = heads_of(kind, config)
+    params = jax.tree.map(
+        lambda x: np.random.default_rng(1).standard_normal(x.shape, np.float32), random_params(drafter)
+    )
+    rounded = jax.tree.map(lambda x: torch.tensor(x).bfloat16().float().numpy(), params)
+    half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), rounded)
+    export_heads(tmp_path / "whole", drafter, params, format="native", dtype=None)
+    export_heads(tmp_path / "half", drafter, params, format="native")
+    in_half = heads_of(kind, config, dtype=jnp.dtype(jnp.bfloat16))
+    for folder, dtype, expected, known_as in (
+        ("whole", None, params, drafter),
+        ("whole", jnp.float32, params, drafter),
+        ("whole", jnp.bfloat16, half, in_half),
+        ("half", None, half, in_half),
+        ("half", jnp.bfloat16, half, in_half),
+        ("half", jnp.float32, rounded, drafter),
+    ):
+        loaded, ours = load_draft(tmp_path / folder, config, dtype)
+        assert loaded == known_as
+        identical(expected, ours)
+
+
+def test_drafters_that_the_format_does_not_know(tiny_model, tmp_path):
+    twice = WithPrefix(heads_of("hydra++", tiny_model[0].config), tiny_model[0].config)
+    with pytest.raises(HydrajaxError, match="export: drafter is WithPrefix"):
+        export_heads(tmp_path / "heads", twice, {}, format="native")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- what is refused ------------------------------------------------------------------------------------------
+
+
+def refused(directory: Path, config, *pieces: str) -> str:
+    return refusal(lambda: load_draft(directory, config), *pieces)
+
+
+@pytest.fixture(scope="module")
+def written(tiny_model, tmp_path_factory) -> Path:
+    """Hydra++ heads, not to be touched."""
+    folder = tmp_path_factory.mktemp("native") / "heads"
+    drafter = heads_of("hydra++", tiny_model[0].config)
+    export_heads(folder, drafter, random_params(drafter), format="native", dtype=None)
+    return folder
+
+
+@pytest.fixture
+def copied(written, tmp_path) -> Path:
+    return shutil.copytree(written, tmp_path / "heads")
+
+
+def files_of(folder: Path) -> list[Path]:
+    files = sorted(path for path in (folder / "params").rglob("*") if path.is_file())
+    assert len(files) > 5
+    return files
+
+
+def test_every_byte_counts(tiny_model, copied):
+    """One bit of each file, at its start, middle and end."""
+    config = tiny_model[0].config
+    for path in files_of(copied):
+        whole = path.read_bytes()
+        for place in {0, len(whole) // 2, len(whole) - 1} if whole else ():
+            changed = bytearray(whole)
+            changed[place] ^= 1
+            path.write_bytes(changed)
+            refused(copied, config, "--draft", str(path), "damaged")
+        path.write_bytes(whole)
+    load_draft(copied, config)
+
+
+def test_truncated_longer_and_missing_files(tiny_model, copied):
+    config = tiny_model[0].config
+    for path in files_of(copied):
+        whole = path.read_bytes()
+        for content in {whole[:-1], whole[: len(whole) // 2], b"", whole + b"\0"} - {whole}:
+            path.write_bytes(content)
+            refused(copied, config, "--draft", str(path), "damaged")
+        path.unlink()
+        refused(copied, config, "--draft", str(path.relative_to(copied)), "is missing from", str(copied))
+        path.write_bytes(whole)
+    load_draft(copied, config)
+
+
+@pytest.mark.parametrize("name", ["params/notes.txt", "params/d/0a1b", "params/.hidden"])
+def test_file_that_was_not_written(tiny_model, copied, name):
+    (copied / name).parent.mkdir(exist_ok=True)
+    (copied / name).touch()
+    refused(copied, tiny_model[0].config, "--draft", name, "not written")
+
+
+def test_no_parameters(tiny_model, copied):
+    shutil.rmtree(copied / "params")
+    refused(copied, tiny_model[0].config, "--draft", "params/", "is missing from")
+    (copied / "params").touch()
+    refused(copied, tiny_model[0].config, "--draft", "params/", "is missing from")
+
+
+def test_files_beside_the_parameters_may_be_anything(tiny_model, copied):
+    """The Hub adds .gitattributes, a user a better model card."""
+    (copied / "README.md").write_text("better")
+    (copied / ".gitattributes").touch()
+    (copied / "notes").mkdir()
+    load_draft(copied, tiny_model[0].config)
+
+
+ABSENT = object()
+
+
+@contextmanager
+def rewritten(folder: Path, *path: str, to):
+    """A field of config.json, at the end of a path of names, replaced or taken away for a while."""
+    file = folder / "config.json"
+    before = file.read_text()
+    config = json.loads(before)
+    at = config
+    for name in path[:-1]:
+        at = at[name]
+    if to is ABSENT:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = to
+    file.write_text(json.dumps(config))
+    yield
+    file.write_text(before)
+
+
+def test_other_versions(tiny_model, copied):
+    for version in (2, 0, "1", None, [1], 1.5):
+        with rewritten(copied, "hydrajax_draft", to=version):
+            refused(copied, tiny_model[0].config, "--draft", "hydrajax_draft", repr(version), "1")
+
+
+def test_without_the_version_it_is_nothing_known(tiny_model, copied):
+    with rewritten(copied, "hydrajax_draft", to=ABSENT):
+        refused(copied, tiny_model[0].config, "--draft", "no directory of draft heads")
+
+
+@pytest.mark.parametrize(
+    "to", [ABSENT, None, {}, [], "params", 3], ids=lambda to: "absent" if to is ABSENT else repr(to)
+)
+@pytest.mark.parametrize("field", ["drafter", "files"])
+def test_fields_of_the_wrong_type(tiny_model, copied, field, to):
+    with rewritten(copied, field, to=to):
+        refused(copied, tiny_model[0].config, "--draft", "config.json", f"'{field}'")
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("heads", [ABSENT, None, "eagle", "Hydra", ["hydra"], {}, 3]),
+        ("settings", [ABSENT, None, {}, [], "n_heads", 3]),
+        ("prefix", [ABSENT, None, "yes", 1, [], {}]),
+    ],
+)
+def test_the_drafter_of_the_wrong_type(tiny_model, copied, field, values):
+    for value in values:
+        with rewritten(copied, "drafter", field, to=value):
+            refused(copied, tiny_model[0].config, "--draft")
+
+
+NUMBERS = [ABSENT, None, "3", 3.0, True, [3], {}]
+SETTINGS = {
+    "n_heads": [*NUMBERS, 0, -1, 1, 3],
+    "n_layers": [*NUMBERS, 0, -1, 1],
+    "width": [*NUMBERS, 0, -32, 31],
+    "vocab_size": [*NUMBERS, 0, -61, 62],
+    "hidden_state_offset": [*NUMBERS, -1, 3],  # the base has two layers
+    "share_blocks": [ABSENT, None, 0, 1, "true", False],
+    "dropout": [ABSENT, None, "0.1", -0.1, 1.0, 1.5, float("nan"), [0.1]],
+    "dtype": [ABSENT, None, 3, "", "int32", "bool", "complex64", "object", "U5", "float33", ["float32"]],
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_were_not_written(tiny_model, copied, name):
+    for value in SETTINGS[name]:
+        with rewritten(copied, "drafter", "settings", name, to=value):
+            refused(copied, tiny_model[0].config)
+
+
+def test_unknown_settings(tiny_model, copied):
+    for name in ("lm_head_bias", "parent", "__class__"):  # the first is one of Medusa heads
+        with rewritten(copied, "drafter", "settings", name, to=False):
+            refused(copied, tiny_model[0].config, "--draft", "'drafter'", name)
+
+
+def test_heads_of_the_other_kind(tiny_model, copied):
+    config = json.loads((copied / "config.json").read_text())
+    settings = copy.deepcopy(config["drafter"]["settings"]) | {"lm_head_bias": True}
+    with rewritten(copied, "drafter", to={"heads": "medusa", "prefix": True, "settings": settings}):
+        refused(copied, tiny_model[0].config, "--draft", "another base")
+    with rewritten(copied, "drafter", "prefix", to=False):
+        refused(copied, tiny_model[0].config, "--draft", "another base")
+
+
+@pytest.mark.parametrize("name", ["n_heads", "n_layers"])
+def test_a_slip_in_a_number_is_refused_at_once(tiny_model, tmp_path, monkeypatch, name):
+    """A billion heads, or separate blocks, must not be listed first: that takes all memory."""
+    drafter = heads_of("medusa", None, share_blocks=False)
+    export_heads(tmp_path / "heads", drafter, random_params(drafter), format="native", dtype=None)
+    made = 0
+
+    def counted(make):
+        def call(*args, **settings):
+            nonlocal made
+            made += 1
+            if made > 100:
+                pytest.fail("lists them all")
+            return make(*args, **settings)
+
+        return call
+
+    monkeypatch.setattr(MedusaHeads, "head", counted(MedusaHeads.head))
+    monkeypatch.setattr(heads_module, "ResidualBlock", counted(heads_module.ResidualBlock))
+    with rewritten(tmp_path / "heads", "drafter", "settings", name, to=10**9):
+        refused(tmp_path / "heads", tiny_model[0].config)
+
+
+@pytest.mark.parametrize("value", [None, [], {}, [1], [1, 2, 3], "x", [0, 0]])
+def test_checksums_of_the_wrong_type(tiny_model, copied, value):
+    name = next(iter(json.loads((copied / "config.json").read_text())["files"]))
+    with rewritten(copied, "files", name, to=value):
+        refused(copied, tiny_model[0].config, "--draft", name)
+
+
+@pytest.mark.parametrize("name", ["config.json", "../outside", "/etc/hostname", "params", "params/"])
+def test_files_that_are_none_of_the_parameters(tiny_model, copied, name):
+    (copied.parent / "outside").touch()
+    with rewritten(copied, "files", name, to=[0, 0]):
+        refused(copied, tiny_model[0].config, "--draft", name)
+
+
+def test_another_base(tiny_model, copied):
+    config = tiny_model[0].config
+    refused(copied, config.replace(width=64), "--draft", "made for another base", "width is 32, not 64")
+    refused(copied, config.replace(vocab_size=62), "--draft", "made for another base", "vocabulary is 61, not 62")
+
+
+@pytest.mark.parametrize("change", [{"n_kv_heads": 4}, {"mlp_width": 96}, {"head_dim": 16}], ids=str)
+def test_a_prefix_layer_of_another_base(tiny_model, copied, change, monkeypatch):
+    """In one line: nothing is left running that complains later."""
+    complaints = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    refused(copied, tiny_model[0].config.replace(**change), "--draft")
+    gc.collect()
+    assert not complaints

@@ -1,0 +1,459 @@
+"""config.json of every family: released ones, fields left out, sliding windows, refusals and the way back.
+
+What a configuration means is taken from transformers (`as_transformers_reads`), the independent source of defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from released import refusal
+from transformers import AutoConfig
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.families.family import FAMILIES, from_llama_config, to_llama_config
+from hydrajax.models.config import LlamaConfig, RopeScaling
+
+
+def written(folder: Path, raw: dict) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def as_transformers_reads(folder: Path) -> LlamaConfig:
+    """The meaning of a directory's config.json in transformers: of its attributes and of what its models do with them.
+
+    A window of the whole context or more is none.
+    """
+    hf = AutoConfig.from_pretrained(folder)
+    rope = dict(hf.rope_parameters)
+    scaling = None
+    if rope["rope_type"] == "linear":
+        scaling = RopeScaling("linear", rope["factor"])
+    elif rope["rope_type"] == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        scaling = RopeScaling("llama3", *(rope[name] for name in names))
+    window = getattr(hf, "sliding_window", None)
+    if hf.model_type.startswith("qwen"):
+        kinds = set(hf.layer_types)
+        assert len(kinds) == 1
+        window = window if kinds == {"sliding_attention"} else None
+    return LlamaConfig(
+        vocab_size=hf.vocab_size,
+        width=hf.hidden_size,
+        mlp_width=hf.intermediate_size,
+        n_layers=hf.num_hidden_layers,
+        n_heads=hf.num_attention_heads,
+        n_kv_heads=hf.num_key_value_heads,
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        max_positions=hf.max_position_embeddings,
+        norm_eps=hf.rms_norm_eps,
+        rope_theta=rope["rope_theta"],
+        rope_scaling=scaling,
+        tied_lm_head=hf.tie_word_embeddings,
+        qkv_bias=hf.model_type == "qwen2",
+        qk_norm=hf.model_type == "qwen3",
+        sliding_window=window if window is not None and window < hf.max_position_embeddings else None,
+    )
+
+
+def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None, vocab: int) -> dict:
+    fields = {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "hidden_act": "silu",
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+# --- released files -------------------------------------------------------------------------------------------
+
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "rms_norm_eps": 1e-5}
+MISTRAL |= sizes(4096, 14336, 32, 32, 8, 32000) | {"max_position_embeddings": 32768, "tie_word_embeddings": False}
+MISTRAL_SIZES = (32000, 4096, 14336, 32, 32, 8, 128)
+
+RELEASED = {
+    "Mistral-7B-v0.1": (
+        MISTRAL | {"rope_theta": 10000.0, "sliding_window": 4096},
+        LlamaConfig(*MISTRAL_SIZES, 32768, 1e-5, 1e4, sliding_window=4096),
+    ),
+    "Mistral-7B-Instruct-v0.2": (
+        MISTRAL | {"rope_theta": 1000000.0, "sliding_window": None},
+        LlamaConfig(*MISTRAL_SIZES, 32768, 1e-5, 1e6),
+    ),
+    "Qwen2-7B": (
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            **sizes(3584, 18944, 28, 28, 4, 152064),
+            "max_position_embeddings": 131072,
+            "max_window_layers": 28,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "sliding_window": 131072,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+        },
+        LlamaConfig(152064, 3584, 18944, 28, 28, 4, 128, 131072, 1e-6, 1e6, qkv_bias=True),
+    ),
+    "Qwen2.5-0.5B": (
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            **sizes(896, 4864, 24, 14, 2, 151936),
+            "max_position_embeddings": 32768,
+            "max_window_layers": 24,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "tie_word_embeddings": True,
+            "use_mrope": False,
+            "use_sliding_window": False,
+        },
+        LlamaConfig(151936, 896, 4864, 24, 14, 2, 64, 32768, 1e-6, 1e6, tied_lm_head=True, qkv_bias=True),
+    ),
+    "Qwen3-0.6B": (
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            **sizes(1024, 3072, 28, 16, 8, 151936),
+            "attention_bias": False,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 28,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+        },
+        LlamaConfig(151936, 1024, 3072, 28, 16, 8, 128, 40960, 1e-6, 1e6, tied_lm_head=True, qk_norm=True),
+    ),
+    "Llama-3.2-1B": (
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **sizes(2048, 8192, 16, 32, 8, 128256),
+            "attention_bias": False,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 32.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        },
+        LlamaConfig(
+            *(128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5),
+            RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
+            tied_lm_head=True,
+        ),
+    ),
+    "TinyLlama-1.1B": (
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **sizes(2048, 5632, 22, 32, 4, 32000),
+            "attention_bias": False,
+            "max_position_embeddings": 2048,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+        },
+        LlamaConfig(32000, 2048, 5632, 22, 32, 4, 64, 2048, 1e-5),
+    ),
+    "CodeLlama-7b": (
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **sizes(4096, 11008, 32, 32, 32, 32016),
+            "max_position_embeddings": 16384,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "tie_word_embeddings": False,
+        },
+        LlamaConfig(32016, 4096, 11008, 32, 32, 32, 128, 16384, 1e-5, 1e6),
+    ),
+    "vicuna-7b-v1.3": (
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **sizes(4096, 11008, 32, 32, None, 32000),
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-06,
+            "tie_word_embeddings": False,
+        },
+        LlamaConfig(32000, 4096, 11008, 32, 32, 32, 128, 2048, 1e-6),
+    ),
+    "LLaMA-1 as first converted": (
+        {
+            "architectures": ["LLaMAForCausalLM"],
+            "model_type": "llama",
+            **sizes(4096, 11008, 32, 32, None, 32000),
+            "max_sequence_length": 2048,
+            "rms_norm_eps": 1e-06,
+            "pad_token_id": -1,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        },
+        LlamaConfig(32000, 4096, 11008, 32, 32, 32, 128, 2048, 1e-6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(RELEASED))
+def test_released_files_mean_what_transformers_says(name, tmp_path):
+    raw, expected = RELEASED[name]
+    folder = written(tmp_path / "released", raw)
+    assert to_llama_config(raw) == expected
+    assert as_transformers_reads(folder) == expected
+    AutoConfig.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert to_llama_config(saved) == expected  # what transformers 5 makes of the file
+
+
+# --- fields left out ------------------------------------------------------------------------------------------
+
+# No value is the default of any family, and the defaults of 8 or 32 key-value heads go with 64 heads.
+FULL = {
+    **sizes(128, 80, 3, 64, 16, 96),
+    "head_dim": 6,
+    "max_position_embeddings": 5000,
+    "rms_norm_eps": 1e-3,
+    "rope_theta": 3e4,
+    "tie_word_embeddings": True,
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 99, "max_window_layers": 0}
+OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", *WINDOW)
+
+
+def full(kind: str) -> dict:
+    return {"model_type": kind} | FULL | ({} if kind == "llama" else WINDOW)
+
+
+@pytest.mark.parametrize(
+    "left_out", [(), *((name,) for name in (*OPTIONAL, "tie_word_embeddings", "hidden_act")), "all"]
+)
+@pytest.mark.parametrize("kind", list(FAMILIES))
+def test_a_field_left_out_is_what_transformers_takes(kind, left_out, tmp_path):
+    gone = (*OPTIONAL, "tie_word_embeddings", "hidden_act") if left_out == "all" else left_out
+    raw = {name: value for name, value in full(kind).items() if name not in gone}
+    assert to_llama_config(raw) == as_transformers_reads(written(tmp_path, raw))
+
+
+# --- sliding windows ------------------------------------------------------------------------------------------
+
+SLIDING, FULL_ATTENTION = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "window"),
+    [
+        ("mistral", {"use_sliding_window": False}, 99),  # not one of Mistral's fields
+        ("mistral", {"max_window_layers": 3}, 99),
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {"sliding_window": 4999}, 4999),
+        ("mistral", {"sliding_window": 5000}, None),
+        ("mistral", {"sliding_window": 5001}, None),
+        *(
+            case
+            for kind in ("qwen2", "qwen3")
+            for case in (
+                (kind, {}, 99),
+                (kind, {"use_sliding_window": False}, None),
+                (kind, {"sliding_window": None}, None),
+                (kind, {"sliding_window": 5000}, None),
+                (kind, {"max_window_layers": 3}, None),
+                (kind, {"max_window_layers": 28}, None),
+                (kind, {"layer_types": [SLIDING] * 3, "max_window_layers": 3}, 99),  # layer_types has the last word
+                (kind, {"layer_types": [FULL_ATTENTION] * 3}, None),
+                (kind, {"layer_types": None}, 99),
+            )
+        ),
+    ],
+)
+def test_windows_that_are_the_same_in_all_layers(kind, fields, window, tmp_path):
+    raw = full(kind) | fields
+    config = to_llama_config(raw)
+    assert config.sliding_window == window
+    assert config == as_transformers_reads(written(tmp_path, raw))
+
+
+def test_mistral_without_the_field_has_the_window_of_transformers():
+    raw = {name: value for name, value in full("mistral").items() if name != "sliding_window"}
+    assert to_llama_config(raw).sliding_window == 4096
+    assert to_llama_config(raw | {"max_position_embeddings": 4096}).sliding_window is None
+
+
+def test_llama_has_no_window():
+    assert to_llama_config(full("llama") | WINDOW).sliding_window is None
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_window_layers": 1},
+        {"max_window_layers": 2},
+        {"layer_types": [FULL_ATTENTION, SLIDING, SLIDING]},
+        {"layer_types": [SLIDING, FULL_ATTENTION, SLIDING]},
+        {"layer_types": [SLIDING, SLIDING]},
+        {"layer_types": ["chunked_attention"] * 3},
+    ],
+)
+def test_windows_in_some_layers_only_are_refused(kind, fields):
+    refused(full(kind) | fields, "here/config.json", "layer_types", "one kind for all layers")
+    # Where the window is as long as the context the layers are alike.
+    assert to_llama_config(full(kind) | fields | {"sliding_window": 5000}).sliding_window is None
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2"])
+def test_a_slip_in_the_number_of_layers_takes_no_memory(kind):
+    tracemalloc.start()
+    try:
+        assert to_llama_config(full(kind) | {"num_hidden_layers": 10**6}).n_layers == 10**6
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 10**6
+
+
+# --- refusals -------------------------------------------------------------------------------------------------
+
+
+def refused(raw: dict, *pieces: str) -> None:
+    refusal(lambda: to_llama_config(raw, "here/config.json"), *pieces)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe", "mixtral", "LLAMA", "", None, 3, ["llama"]])
+def test_another_family_is_told_which_are_supported(kind):
+    pieces = ("'llama'", "'mistral'", "'qwen2'", "'qwen3'", "Vicuna", "Qwen 2, 2.5")
+    refused(full("llama") | {"model_type": kind}, "here/config.json", "model_type", repr(kind), *pieces)
+
+
+def test_a_file_without_a_family():
+    refused(FULL, "model_type", "None", "'llama'", "'mistral'", "'qwen2'", "'qwen3'")
+
+
+@pytest.mark.parametrize("kind", list(FAMILIES))
+@pytest.mark.parametrize(
+    ("fields", "pieces"),
+    [
+        ({"attention_bias": True}, ("here/config.json", "attention_bias", "True", "false")),
+        ({"hidden_act": "gelu"}, ("hidden_act", "'gelu'", "'silu'")),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, ("quantization_config", "'fp8'", "float")),
+        ({"quantization_config": {"bits": 4}}, ("quantization_config", "float")),
+        *(
+            ({field: {key: rope, "factor": 4.0}}, ("rope scaling", repr(rope), "'linear'", "'llama3'"))
+            for field, key in (
+                ("rope_scaling", "type"),
+                ("rope_scaling", "rope_type"),
+                ("rope_parameters", "rope_type"),
+            )
+            for rope in ("yarn", "dynamic", "longrope", "mrope")
+        ),
+        ({"hidden_size": "wide"}, ("wrong type", "wide")),
+        ({"num_hidden_layers": None}, ("wrong type",)),
+        ({"vocab_size": float("inf")}, ("wrong type",)),
+        ({"num_hidden_layers": 0}, ("n_layers", "at least 1")),
+        ({"num_attention_heads": -2}, ("num_attention_heads", "-2")),
+        ({"num_key_value_heads": 7}, ("n_kv_heads", "7")),
+        ({"head_dim": 7}, ("head_dim", "even", "7")),
+    ],
+)
+def test_what_the_model_lacks_is_refused_by_name(kind, fields, pieces):
+    refused(full(kind) | fields, *pieces)
+
+
+@pytest.mark.parametrize(("window", "piece"), [(0, "at least 1"), (-5, "at least 1"), ("wide", "wrong type")])
+def test_impossible_windows(window, piece):
+    refused(full("mistral") | {"sliding_window": window}, piece)
+
+
+# --- the way back ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def configs(draw) -> LlamaConfig:
+    """Of every family. A window is shorter than the context; a width is a multiple of the heads, as transformers'
+    LLaMA insists even with a head_dim.
+    """
+    kv_heads, group = draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    heads = kv_heads * group
+    kind = draw(st.sampled_from(list(FAMILIES)))
+    context = draw(st.integers(2, 200_000))
+    window = st.integers(1, context - 1)
+    if kind != "mistral":
+        window = st.none() if kind == "llama" else st.none() | window
+    factors = st.floats(1.0, 64.0)
+    return LlamaConfig(
+        vocab_size=draw(st.integers(1, 10**6)),
+        width=heads * draw(st.integers(1, 64)),
+        mlp_width=draw(st.integers(1, 10**5)),
+        n_layers=draw(st.integers(1, 100)),
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 128)),
+        max_positions=context,
+        norm_eps=draw(st.floats(1e-8, 1e-2)),
+        rope_theta=draw(st.floats(100.0, 1e8)),
+        rope_scaling=draw(
+            st.none()
+            | st.builds(RopeScaling, st.just("linear"), factors)
+            | st.builds(
+                RopeScaling, st.just("llama3"), factors, st.floats(0.5, 2.0), st.floats(2.5, 8.0), st.integers(1, 10**5)
+            )
+        ),
+        tied_lm_head=draw(st.booleans()),
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        sliding_window=draw(window),
+    )
+
+
+@settings(max_examples=120, deadline=None)
+@given(configs())
+def test_a_config_survives_its_file_and_means_the_same_to_transformers(tmp_path_factory, config):
+    folder = tmp_path_factory.getbasetemp() / "there_and_back"
+    raw = from_llama_config(config, "--base")
+    written(folder, raw)
+    assert to_llama_config(json.loads((folder / "config.json").read_text())) == config
+    assert as_transformers_reads(folder) == config
+    assert AutoConfig.from_pretrained(folder).architectures == raw["architectures"]
+    AutoConfig.from_pretrained(folder).save_pretrained(folder)
+    assert to_llama_config(json.loads((folder / "config.json").read_text())) == config
+
+
+@pytest.mark.parametrize("name", list(RELEASED))
+def test_released_files_survive_our_writing(name, tmp_path):
+    _, config = RELEASED[name]
+    raw = from_llama_config(config, "--base")
+    assert to_llama_config(raw) == config
+    assert as_transformers_reads(written(tmp_path, raw)) == config
+
+
+def test_a_config_of_no_family_is_refused():
+    with pytest.raises(HydrajaxError, match="--output: no family has both qkv_bias and qk_norm"):
+        from_llama_config(LlamaConfig(9, 8, 8, 1, 1, 1, 8, qkv_bias=True, qk_norm=True), "--output")

@@ -1,0 +1,286 @@
+"""Matmuls with float and int8 weights, against NumPy; int8 and sliding-window bases, against transformers.
+
+The reference of an int8 base is transformers' model with each Linear's weight rounded here (`rounded`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from transformers import AutoModelForCausalLM
+
+from hydrajax.checkpoints.base import load_llama
+from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
+from hydrajax.decoding.step import Params
+from hydrajax.drafters.drafter import BoundBase
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.layers import causal_mask
+from hydrajax.models.weights import Int8, project, quantize
+from hydrajax.trees import presets
+
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all the time these tests take
+HEALTHY = 1e-4  # a smaller margin of the greedy token could be decided by rounding
+VOCAB = 17  # so small that untrained heads are often right
+MAX_NEW = 30
+TREE = presets.cartesian([6, 6, 4])
+
+
+# --- project --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [(), (1,), (1, 1, 1), (2,), (2, 3)])
+@pytest.mark.parametrize("kernel", [(6,), (6, 5), (7, 5), (6, 3, 5), (6, 2, 3, 4)])
+def test_project_is_a_matmul_over_the_first_axis(rows, kernel):
+    """Single rows, of even and odd width, go another way on a CPU."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((*rows, kernel[0])).astype(np.float32)
+    w = random.standard_normal(kernel).astype(np.float32)
+    expected = np.tensordot(x.astype(np.float64), w.astype(np.float64), 1).reshape(*rows, -1)
+    found = project(jnp.asarray(x), jnp.asarray(w))
+    assert found.dtype == np.float32
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [(1,), (3,)])
+def test_project_in_bfloat16_sums_in_the_wanted_dtype(rows):
+    """300 products of 1: bfloat16 cannot tell 300 from its neighbours, float32 can."""
+    x, w = jnp.ones((*rows, 300), jnp.bfloat16), jnp.ones((300, 2), jnp.bfloat16).at[0, 0].set(2)
+    wide = project(x, w, jnp.float32)
+    assert wide.dtype == jnp.float32
+    np.testing.assert_array_equal(wide, np.broadcast_to(np.float32([301, 300]), (*rows, 2)))
+    narrow = project(x, w)
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_allclose(narrow.astype(jnp.float32), wide, rtol=2**-7)
+
+
+# --- quantize -------------------------------------------------------------------------------------------------
+
+# Not so small that a scale would be a denormal number.
+FINITE = st.floats(-1e4, 1e4, width=32).map(lambda x: x if abs(x) > 1e-30 else 0.0)
+KERNELS = arrays.arrays(np.float32, arrays.array_shapes(min_dims=2, max_dims=4, max_side=6), elements=FINITE)
+
+
+@settings(max_examples=80, deadline=None)
+@given(KERNELS)
+def test_quantize_rounds_to_the_nearest_of_255_steps(kernel):
+    values, scale = quantize(kernel)
+    assert values.dtype == np.int8
+    assert scale.dtype == np.float32
+    assert values.shape == kernel.shape
+    assert scale.shape == kernel.shape[1:]
+    largest = np.abs(kernel.astype(np.float64)).max(axis=0)
+    steps = largest / 127
+    used = largest > 0
+    np.testing.assert_allclose(scale[used], steps[used], rtol=1e-6)
+    error = np.abs(values.astype(np.float64) * scale - kernel)
+    assert (error <= 0.5001 * steps).all()  # of a zero feature: exactly 0
+    assert (np.abs(values).max(axis=0) == np.where(used, 127, 0)).all()
+    assert (np.abs(values.astype(np.int16)) <= 127).all()
+    assert np.isfinite(scale).all()
+    extreme = np.abs(kernel) == np.abs(kernel).max(axis=0)
+    np.testing.assert_array_equal(values[extreme], np.sign(kernel[extreme]) * 127)
+
+
+def test_quantize_a_kernel_of_many_rows():
+    """Also of bfloat16, and of a transposed view, as a checkpoint's matrices are."""
+    random = np.random.default_rng(0)
+    kernel = random.standard_normal((3, 9000)).astype(np.float32).T
+    kernel[8999, 1] = -50.0  # the last row sets the scale of the first
+    for given_kernel in (kernel, kernel.astype(jnp.bfloat16)):
+        wide = given_kernel.astype(np.float64)
+        steps = np.abs(wide).max(axis=0) / 127
+        values, scale = quantize(given_kernel)
+        np.testing.assert_allclose(scale, steps, rtol=1e-6)
+        assert (np.abs(values - wide / steps) <= 0.5001).all()
+
+
+def test_int8_values_of_known_kernels():
+    values, scale = quantize(np.float32([[127, -2, 0, 1], [-63.4, 0.99, 0, 1], [63.6, 0.0094, 0, -1]]))
+    np.testing.assert_array_equal(values, [[127, -127, 0, 127], [-63, 63, 0, 127], [64, 1, 0, -127]])
+    np.testing.assert_allclose(scale[[0, 1, 3]], [1, 2 / 127, 1 / 127], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [(1,), (2, 3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)])
+def test_project_with_int8_is_the_product_with_the_dequantised_kernel(rows, dtype, tolerance):
+    random = np.random.default_rng(1)
+    values, scale = quantize(random.standard_normal((24, 2, 5)).astype(np.float32) * np.linspace(0.01, 3, 5))
+    kernel = Int8(jnp.asarray(values), jnp.asarray(scale))
+    x = jnp.asarray(random.standard_normal((*rows, 24)), dtype)
+    wide = np.asarray(x, np.float64)
+    expected = np.tensordot(wide, values.astype(np.float64) * scale, 1).reshape(*rows, -1)
+    size = np.tensordot(np.abs(wide), np.abs(values.astype(np.float64) * scale), 1).reshape(*rows, -1)
+    found = project(x, kernel)
+    assert found.dtype == dtype
+    assert (np.abs(found.astype(np.float32) - expected) <= tolerance * size).all()
+    in_float32 = project(x, kernel, jnp.float32)  # weights are exact in bfloat16 and scaled after the sum
+    assert in_float32.dtype == jnp.float32
+    assert (np.abs(in_float32 - expected) <= 1e-6 * size).all()
+    np.testing.assert_allclose(kernel.dequantized(), values.astype(np.float64) * scale, rtol=1e-6)
+
+
+# --- an int8 base ---------------------------------------------------------------------------------------------
+
+
+def rounded(model):
+    """The same transformers model with the rows of its Linears (an lm head tied to the embedding is none) rounded to
+    255 steps.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not (name == "lm_head" and model.config.tie_word_embeddings):
+            with torch.no_grad():
+                step = module.weight.abs().amax(dim=1, keepdim=True) / 127
+                module.weight.copy_(torch.round(module.weight / step) * step)
+    return model
+
+
+def opened(directory):
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def greedy(model, prompt: list[int], n_new: int) -> list[int]:
+    """What transformers says: the whole text again for every token. The margin must be beyond rounding."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(n_new):
+            best = model(torch.tensor([ids]), use_cache=False).logits[0, -1].topk(2)
+            assert best.values[0] - best.values[1] > HEALTHY
+            ids.append(int(best.indices[0]))
+    return ids[len(prompt) :]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def loaded(request, llama_checkpoint):
+    """A directory, and its base with int8 weights."""
+    directory = llama_checkpoint(vocab_size=VOCAB, tie_word_embeddings=request.param)
+    return directory, *load_llama(directory, int8=True)
+
+
+def test_kernels_are_within_half_a_step_and_the_rest_is_untouched(loaded):
+    directory, model, params = loaded
+    plain_model, plain = load_llama(directory)
+    assert model.config == plain_model.config
+    quantized = {"qkv", "out", "gate_up", "down"} | (set() if model.config.tied_lm_head else {"lm_head"})
+    seen = set()
+
+    def compare(mine: dict, theirs: dict):
+        for name, before in theirs.items():
+            if isinstance(before, dict):
+                compare(mine[name], before)
+            elif name in quantized:
+                seen.add(name)
+                before = np.asarray(before, np.float64)
+                values, scale = np.asarray(mine[name]), np.asarray(mine[f"{name}_scale"])
+                assert values.dtype == np.int8
+                assert scale.dtype == np.float32
+                step = np.abs(before).max(axis=0) / 127
+                assert (np.abs(values.astype(np.float64) * scale - before) <= 0.5001 * step).all(), name
+            else:
+                assert mine[name].dtype == jnp.float32
+                np.testing.assert_array_equal(mine[name], before, err_msg=name)
+        assert mine.keys() == theirs.keys() | {f"{name}_scale" for name in theirs if name in quantized}
+
+    compare(params, plain)
+    assert seen == quantized
+
+
+def test_int8_logits_are_those_of_the_rounded_model(loaded):
+    directory, model, params = loaded
+    ids = np.random.default_rng(0).integers(0, VOCAB, (2, 50))
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def logits(params):
+        positions = np.broadcast_to(np.arange(50), ids.shape)
+        hidden = model.apply({"params": params}, ids, positions, causal_mask(50)).hidden
+        return model.apply({"params": params}, hidden, method="logits")
+
+    found = np.asarray(logits(params))
+    hf = opened(directory)
+    with torch.no_grad():
+        before = hf(torch.tensor(ids)).logits.numpy()
+        after = rounded(hf)(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(found, after, atol=1e-4, rtol=0)
+    assert np.abs(found - before).max() > 1e-3
+    assert np.sqrt(np.mean((found - before) ** 2)) < 0.05 * before.std()
+
+
+def test_int8_scales_and_bfloat16_numbers(loaded):
+    directory, _, params = loaded
+    low_model, low = load_llama(directory, jnp.bfloat16, int8=True)
+    assert low_model.int8
+    assert low_model.dtype == jnp.bfloat16
+    for (path, mine), before in zip(jax.tree.leaves_with_path(low), jax.tree.leaves(params), strict=True):
+        kept = before.dtype == jnp.int8 or jax.tree_util.keystr(path).endswith("_scale']")
+        assert mine.dtype == (before.dtype if kept else jnp.bfloat16)
+        np.testing.assert_array_equal(mine, before if kept else before.astype(jnp.bfloat16))
+
+
+# --- decoding -------------------------------------------------------------------------------------------------
+
+
+def hydra(model, params, prefix: bool = False):
+    """Untrained heads and their parameters, large enough to disagree."""
+    heads = HydraHeads(3, model.config.width, model.config.vocab_size)
+    drafter = WithPrefix(heads, model.config) if prefix else heads
+    shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(model, params)))
+    random = np.random.default_rng(3)
+    return drafter, jax.tree.map(lambda x: 0.3 * random.standard_normal(x.shape).astype(np.float32), shapes)
+
+
+def decoded(decode_fn, params: Params, prompts: list[list[int]]) -> tuple[list[list[int]], np.ndarray]:
+    """The new tokens of each row, and the accepted drafts per step."""
+    padded = np.zeros((len(prompts), 16), np.int32)
+    for row, prompt in enumerate(prompts):
+        padded[row, : len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    args = params, padded, lengths, jax.random.key(0)
+    out = jax.device_get(decode_fn.jitted.lower(*args).compile(QUICK)(*args))
+    return [row[:length].tolist() for row, length in zip(out.tokens, out.lengths, strict=True)], out.accept_lengths
+
+
+def prompts(seed: int) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, VOCAB, n).tolist() for n in (3, 16, 9)]
+
+
+def test_tree_decoding_of_an_int8_base_is_its_greedy_text(llama_checkpoint):
+    directory = llama_checkpoint(vocab_size=VOCAB)
+    model, base = load_llama(directory, int8=True)
+    reference = rounded(opened(directory))
+    three = prompts(0)
+    expected = [greedy(reference, prompt, MAX_NEW) for prompt in three]
+    one_by_one, _ = decoded(make_autoregressive_fn(model, max_new_tokens=MAX_NEW), Params(base, {}), three)
+    assert one_by_one == expected
+    drafter, draft = hydra(model, base)
+    tree, accepted = decoded(make_decode_fn(model, drafter, TREE, max_new_tokens=MAX_NEW), Params(base, draft), three)
+    assert tree == expected
+    assert accepted.max() >= 2  # guesses were believed
+
+
+def test_tree_decoding_of_a_sliding_window_base_is_its_greedy_text(llama_checkpoint):
+    """A window of 2 in texts of up to 46: prompts, tree nodes and the path to them reach beyond it. Hydra++ heads."""
+    settings = {"model_type": "mistral", "vocab_size": VOCAB}
+    directory = llama_checkpoint(sliding_window=2, **settings)
+    model, base = load_llama(directory)
+    assert model.config.sliding_window == 2
+    reference, three = opened(directory), prompts(1)
+    expected = [greedy(reference, prompt, MAX_NEW) for prompt in three]
+    unlimited = opened(llama_checkpoint(sliding_window=None, **settings))  # of the same weights
+    assert [greedy(unlimited, prompt, 8) for prompt in three] != [row[:8] for row in expected]
+    drafter, draft = hydra(model, base, prefix=True)
+    decode_fn = make_decode_fn(model, drafter, TREE, max_new_tokens=MAX_NEW)
+    together, accepted = decoded(decode_fn, Params(base, draft), three)
+    assert together == expected
+    assert np.sum(accepted >= 2) >= 5  # so deep in the tree a node does not see the root
+    alone, _ = decoded(decode_fn, Params(base, draft), three[1:2])
+    assert alone == expected[1:2]

@@ -1,0 +1,164 @@
+"""Output files: their lines, and that they appear whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.text.answers import AnswerWriter, Generation, read_answers
+
+ANSWERS = [
+    Generation([1, 5], [7, 8, 9], "tree 🌳\n\u2028é", 2, [2, 1], 3, 0.25, "stop"),
+    Generation([4], [], None, 0, [], 0, 0.5),
+]
+
+
+def write(path, answers=ANSWERS):
+    with AnswerWriter(path) as writer:
+        for answer in answers:
+            writer.write(answer)
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write(path)
+    assert read_answers(path) == ANSWERS
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_line_is_the_contract(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write(path, ANSWERS[:1])
+    text = path.read_text(encoding="utf-8")
+    assert text.endswith("}\n")
+    assert json.loads(text) == {
+        "prompt_ids": [1, 5],
+        "output_ids": [7, 8, 9],
+        "text": "tree 🌳\n\u2028é",
+        "steps": 2,
+        "accept_lengths": [2, 1],
+        "new_tokens": 3,
+        "wall_time": 0.25,
+        "finish_reason": "stop",
+    }
+    assert "🌳" in text
+
+
+def test_lines_are_on_disk_as_they_come_but_not_under_the_final_name(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("old")
+    with AnswerWriter(path) as writer:
+        writer.write(ANSWERS[0])
+        (partial,) = (p for p in tmp_path.iterdir() if p != path)
+        assert partial.name.startswith(".a.jsonl.")
+        assert read_answers(partial) == ANSWERS[:1]
+        assert path.read_text() == "old"
+        writer.write(ANSWERS[1])
+    assert read_answers(path) == ANSWERS
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, HydrajaxError, SystemExit])
+def test_an_error_leaves_no_file(tmp_path, error):
+    def fail():
+        with AnswerWriter(tmp_path / "a.jsonl") as writer:
+            writer.write(ANSWERS[0])
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_clear_line_and_leaves_no_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    def fill():
+        with AnswerWriter(tmp_path / "a.jsonl") as writer:
+            monkeypatch.setattr(writer._file, "flush", full)
+            writer.write(ANSWERS[0])
+
+    with pytest.raises(HydrajaxError, match=r"^--output: cannot write .*a\.jsonl: No space left on device$"):
+        fill()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_keeps_pointing_to_its_file(tmp_path):
+    target, link = tmp_path / "target.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(target)
+    write(link)
+    assert link.is_symlink()
+    assert read_answers(target) == ANSWERS
+
+
+def test_a_new_file_has_the_usual_permissions(tmp_path):
+    write(tmp_path / "a.jsonl")
+    (tmp_path / "b").touch()
+    assert (tmp_path / "a.jsonl").stat().st_mode == (tmp_path / "b").stat().st_mode
+
+
+def test_a_bare_name_is_written_in_the_current_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("a.jsonl")
+    assert read_answers("a.jsonl") == ANSWERS
+
+
+def test_paths_that_cannot_be_written(tmp_path):
+    for path, pattern in [
+        (tmp_path, "is a directory, the name of a file is needed"),
+        (tmp_path / "none" / "a.jsonl", "no such directory"),
+        (os.devnull, "is not a regular file"),
+        (tmp_path / ("x" * 300), "cannot write .*: File name too long"),
+    ]:
+        with pytest.raises(HydrajaxError, match=f"^--results: .*{pattern}"):
+            AnswerWriter(path, "--results")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern"),
+    [
+        ({"steps": None}, "steps: must be an integer from 0 up, found null"),
+        ({"steps": True}, "steps: must be an integer from 0 up, found true"),
+        ({"new_tokens": 3.0}, r"new_tokens: must be an integer from 0 up, found 3\.0"),
+        ({"wall_time": -1}, "wall_time: must be a number from 0 up, found -1"),
+        ({"wall_time": float("nan")}, "wall_time: must be a number from 0 up, found NaN"),
+        ({"text": 5}, "text: must be text or null, found 5"),
+        ({"output_ids": [7, "8", 9]}, 'output_ids: must be a list of integers, found "8" at index 1'),
+        ({"accept_lengths": 3}, "accept_lengths: must be a list of integers, found 3"),
+        ({"new_tokens": 4}, "output_ids holds 3 tokens, new_tokens is 4"),
+        ({"accept_lengths": [2, 2]}, "accept_lengths sum to 4 tokens, new_tokens is 3"),
+        ({"steps": 3}, "accept_lengths has 2 items, steps is 3"),
+    ],
+)
+def test_damaged_lines_are_refused(tmp_path, change, pattern):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(dataclasses.asdict(ANSWERS[0]) | change))
+    with pytest.raises(HydrajaxError, match=rf"a\.jsonl line 1: {pattern}"):
+        read_answers(path)
+
+
+def test_missing_fields_and_new_ones(tmp_path):
+    path = tmp_path / "a.jsonl"
+    line = dataclasses.asdict(ANSWERS[0])
+    path.write_text(json.dumps(line | {"later": 1}))
+    assert read_answers(path) == ANSWERS[:1]
+    del line["wall_time"]
+    path.write_text(json.dumps(line))
+    with pytest.raises(HydrajaxError, match="line 1: field wall_time is missing; needed are prompt_ids, output_ids"):
+        read_answers(path)
+
+
+def test_reasons_are_known_and_may_be_missing(tmp_path):
+    path = tmp_path / "a.jsonl"
+    line = dataclasses.asdict(ANSWERS[0])
+    del line["finish_reason"]  # files of earlier versions
+    path.write_text(json.dumps(line) + "\n")
+    assert read_answers(path) == [dataclasses.replace(ANSWERS[0], finish_reason=None)]
+    path.write_text(json.dumps(line | {"finish_reason": "bored"}) + "\n")
+    with pytest.raises(HydrajaxError, match="line 1: finish_reason: must be null or one of eos, stop, length, context"):
+        read_answers(path)

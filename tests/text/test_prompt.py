@@ -1,0 +1,125 @@
+"""Prompt files."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.text.prompt import Prompt, read_prompts
+
+
+class Tokenizer:
+    """Stands in for one of transformers: a letter is its code, <s> is 1."""
+
+    chat_template = None
+
+    def encode(self, text, verbose=True):
+        return [1, *map(ord, text)]
+
+
+class ChatTokenizer(Tokenizer):
+    chat_template = "..."
+
+    def apply_chat_template(self, messages, add_generation_prompt, return_dict):
+        assert add_generation_prompt
+        assert not return_dict
+        (message,) = messages
+        assert message["role"] == "user"
+        return [1, 2, *map(ord, message["content"]), 3]
+
+
+def write(tmp_path, content):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_the_three_fields(tmp_path):
+    lines = [
+        {"prompt_ids": [3, 1, 2], "question_id": 7},
+        {"prompt": "ab"},
+        {"turns": ["cd", "ef"], "category": "math", "reference": ["x"]},
+    ]
+    path = write(tmp_path, "\n".join(map(json.dumps, lines)))
+    prompts = read_prompts(path)
+    assert prompts == [
+        Prompt([3, 1, 2], f"{path} line 1: prompt_ids"),
+        Prompt("ab", f"{path} line 2: prompt"),
+        Prompt("cd", f"{path} line 3: turns", chat=True),
+    ]
+    assert [prompt.ids(Tokenizer()) for prompt in prompts] == [[3, 1, 2], [1, 97, 98], [1, 99, 100]]
+    assert [prompt.ids(ChatTokenizer()) for prompt in prompts] == [[3, 1, 2], [1, 97, 98], [1, 2, 99, 100, 3]]
+
+
+def test_blank_lines_windows_lines_and_a_byte_order_mark_are_no_matter(tmp_path):
+    path = write(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n   \n\n{"prompt": "\xc3\xa9\xe2\x80\xa8"}\r\n')
+    assert [(p.content, p.where) for p in read_prompts(path)] == [
+        ("a", f"{path} line 1: prompt"),
+        ("é\u2028", f"{path} line 5: prompt"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "pattern"),
+    [
+        ("{'prompt': 'a'}", r"line 2: is not JSON: .*column 2.*; found \"\{'prompt': 'a'\}\""),
+        ('{"prompt": "a"', "line 2: is not JSON"),
+        ('{"prompt": "a"} {"prompt": "b"}', "line 2: is not JSON: Extra data"),
+        ('{"prompt_ids": [' + "9" * 5000 + "]}", "line 2: is not JSON: Exceeds the limit"),
+        ("[" * 100_000, "line 2: is not JSON"),
+        ("[1, 2]", r"line 2: must be a JSON object, found \[1, 2\]"),
+        ('"text"', 'line 2: must be a JSON object, found "text"'),
+        ("null", "line 2: must be a JSON object, found null"),
+        ("{}", "line 2: found no field; exactly one of the fields prompt_ids, prompt, turns is needed"),
+        ('{"question": "a", "answer": "b"}', "line 2: found question, answer; exactly one of the fields prompt_ids"),
+        ('{"prompt": "a", "turns": ["b"]}', "line 2: found prompt, turns; exactly one of the fields prompt_ids, "),
+        ('{"prompt": ["a"]}', r'line 2: prompt: must be text, found \["a"\]'),
+        ('{"prompt": null}', "line 2: prompt: must be text, found null"),
+        ('{"turns": "a"}', 'line 2: turns: must be a list of one or more texts, found "a"'),
+        ('{"turns": []}', r"line 2: turns: must be a list of one or more texts, found \[\]"),
+        ('{"turns": ["a", 2]}', r'line 2: turns: must be a list of one or more texts, found \["a", 2\]'),
+        ('{"prompt_ids": 5}', "line 2: prompt_ids: must be a list of integers, found 5"),
+        ('{"prompt_ids": "5"}', 'line 2: prompt_ids: must be a list of integers, found "5"'),
+        ('{"prompt_ids": [1, true]}', "line 2: prompt_ids: must be a list of integers, found true at index 1"),
+        ('{"prompt_ids": [1.0]}', r"line 2: prompt_ids: must be a list of integers, found 1\.0 at index 0"),
+        ('{"prompt_ids": [[1]]}', r"line 2: prompt_ids: must be a list of integers, found \[1\] at index 0"),
+    ],
+)
+def test_what_is_refused(tmp_path, line, pattern):
+    path = write(tmp_path, '{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(HydrajaxError, match=f"^{re.escape(str(path))} {pattern}") as refusal:
+        read_prompts(path)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 400
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(HydrajaxError, match=r"--prompts: no such file: .*none\.jsonl"):
+        read_prompts(tmp_path / "none.jsonl")
+    with pytest.raises(HydrajaxError, match=r"--questions: cannot read .*: Is a directory"):
+        read_prompts(tmp_path, "--questions")
+    for nothing in ("", "\n  \n"):
+        with pytest.raises(HydrajaxError, match=r"--prompts: .*p\.jsonl is empty, at least one line with a prompt"):
+            read_prompts(write(tmp_path, nothing))
+    with pytest.raises(HydrajaxError, match=r"p\.jsonl line 2: is not UTF-8 text \(byte 13 of the line\)"):
+        read_prompts(write(tmp_path, b'{"prompt": "a"}\n{"prompt": "\xff"}'))
+
+
+def test_ids_from_numpy_are_integers_and_other_things_are_refused():
+    assert Prompt(np.array([3, 4], np.int32), "p").ids(None) == [3, 4]
+    for wrong in ([True], [1.0], ["1"], [None], np.array([1.5])):
+        with pytest.raises(HydrajaxError, match="p: must be a list of integers, found"):
+            Prompt(wrong, "p").ids(None)
+
+
+def test_text_that_cannot_be_encoded():
+    with pytest.raises(HydrajaxError, match="p: is text, but the base has no tokenizer"):
+        Prompt("a", "p").ids(None)
+    with pytest.raises(HydrajaxError, match="p: is empty"):
+        Prompt("", "p").ids(Tokenizer())  # although this tokenizer would add <s>
+    with pytest.raises(HydrajaxError, match="p: is not valid Unicode text"):
+        Prompt("\udcff", "p").ids(Tokenizer())

@@ -1,0 +1,82 @@
+"""Text that grows by bytes: what is shown stays, is cut at stop strings, and does not depend on how it came."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.text.stopping import GrowingText, first_stop
+
+
+def decode(ids) -> str:
+    """One id per byte, as a byte-level tokenizer without merges."""
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+def cut(text: str, stop: list[str]) -> tuple[str, bool]:
+    """The definition, character by character: the text ends where a stop string is first complete."""
+    for end in range(len(text) + 1):
+        complete = [string for string in stop if text[:end].endswith(string)]
+        if complete:
+            return text[: end - max(map(len, complete))], True
+    return text, False
+
+
+LETTERS = st.text("abcé🌳 \n", max_size=30)
+STOPS = st.lists(st.text("abcé🌳 \n", min_size=1, max_size=4), max_size=3)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(LETTERS, STOPS, st.lists(st.integers(1, 7), min_size=1, max_size=60))
+def test_any_pieces_make_the_cut_text(text, stop, sizes):
+    ids, shown, growing = list(text.encode()), "", GrowingText(decode, stop)
+    wanted, stopped = cut(text, stop)
+    assert first_stop(text, stop) == (len(wanted) if stopped else None)
+    end = 0
+    while end < len(ids) and not growing.stopped:
+        end += sizes[end % len(sizes)]
+        piece = growing.grow(ids[:end], final=end >= len(ids))
+        shown += piece
+        assert shown == growing.text
+        assert wanted.startswith(shown)  # nothing shown is ever taken back, no half characters among it
+    assert growing.text == wanted
+    assert growing.stopped == stopped
+    if stopped:  # the ids used are the fewest that complete the stop string
+        assert cut(decode(ids[: growing.used]), stop)[1]
+        assert not cut(decode(ids[: growing.used - 1]), stop)[1]
+        assert growing.grow(ids) == ""
+    else:
+        assert growing.used == len(ids)
+
+
+def test_text_is_held_back_only_while_it_may_be_a_stop_string():
+    growing = GrowingText(decode, ["\n\n", "END"])
+    assert growing.grow(b"a\n") == "a"
+    assert growing.grow(b"a\nE") == "\n"
+    assert growing.grow(b"a\nEN") == ""
+    assert growing.grow(b"a\nENT") == "ENT"
+    assert growing.grow(b"a\nENTE", final=True) == "E"
+    assert not growing.stopped
+
+
+def test_half_a_character_is_held_back_and_shown_at_the_end():
+    tree = list("🌳".encode())
+    growing = GrowingText(decode)
+    assert [growing.grow(tree[:n]) for n in range(1, 5)] == ["", "", "", "🌳"]
+    cut_off = GrowingText(decode)
+    assert cut_off.grow(tree[:2]) == ""
+    assert cut_off.grow(tree[:2], final=True) != ""
+
+
+@pytest.mark.parametrize(("stop", "text"), [(["b", "abc"], "a"), (["abc", "c"], ""), (["bc", "abc"], "")])
+def test_the_stop_string_that_is_complete_first_counts_and_of_those_the_longest(stop, text):
+    growing = GrowingText(decode, stop)
+    growing.grow(b"abcd")
+    assert growing.text == text
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(HydrajaxError, match="stop: found an empty string"):
+        GrowingText(decode, ["a", ""])

@@ -1,0 +1,310 @@
+"""Reading conversations and texts: what each format says, and what is left out and why."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+import types
+
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.train.data.conversations import (
+    BadRecord,
+    Conversation,
+    Message,
+    read_conversations,
+    read_dataset,
+    read_texts,
+    summary,
+)
+
+ASKED = (Message("user", "q"), Message("assistant", "a"))
+
+SHAREGPT = {"id": "x", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+ALPACA = {"instruction": "q", "input": "", "output": "a"}
+MESSAGES = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+
+def write(path, *records, **settings):
+    """JSONL where ``path`` says so, else a JSON list. Records that are text are written as they are."""
+    if path.name.endswith(".jsonl"):
+        path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records), encoding="utf-8")
+    else:
+        path.write_text(json.dumps(records, **settings), encoding="utf-8")
+    return path
+
+
+def messages_of(tmp_path, record, format="auto"):
+    (conversation,), bad = read_conversations(write(tmp_path / "one.jsonl", record), format)
+    assert bad == []
+    return conversation.messages
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_list(tmp_path, indent):
+    path = write(tmp_path / "c.json", SHAREGPT, ALPACA, MESSAGES, MESSAGES["messages"], indent=indent)
+    conversations, bad = read_conversations(path)
+    assert conversations == [Conversation(ASKED, f"{path} record {n}") for n in (1, 2, 3, 4)]
+    assert bad == []
+
+
+def test_lines(tmp_path):
+    path = write(tmp_path / "c.jsonl", SHAREGPT, "", "  \r", ALPACA, MESSAGES, MESSAGES["messages"])
+    conversations, bad = read_conversations(str(path))
+    assert conversations == [Conversation(ASKED, f"{path} line {n}") for n in (1, 4, 5, 6)]
+    assert bad == []
+
+
+@pytest.mark.parametrize("content", [json.dumps(MESSAGES["messages"]), json.dumps(MESSAGES, indent=1)])
+def test_a_file_that_is_one_conversation(tmp_path, content):
+    path = tmp_path / "c.json"
+    path.write_text(content)
+    assert read_conversations(path)[0] == [Conversation(ASKED, f"{path} record 1")]
+
+
+def test_gzip_byte_order_mark_and_several_paths(tmp_path):
+    packed, marked = tmp_path / "a.jsonl.gz", tmp_path / "b.json"
+    packed.write_bytes(gzip.compress(json.dumps(ALPACA).encode()))
+    marked.write_bytes(b"\xef\xbb\xbf" + json.dumps([ALPACA], indent=1).encode())
+    conversations, _ = read_conversations([marked, packed])
+    assert [c.where for c in conversations] == [f"{marked} record 1", f"{packed} record 1"]
+
+
+def test_a_folder_holds_json_and_jsonl_files_in_sorted_order(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name in ("sub/b.json", "z.jsonl", ".hidden.json", "a.json"):
+        write(tmp_path / name, ALPACA, ALPACA)
+    (tmp_path / "readme.md").write_text("no JSON")
+    conversations, bad = read_conversations(tmp_path)
+    names = [c.where.removeprefix(f"{tmp_path}/") for c in conversations]
+    assert names == [
+        *("a.json record 1", "a.json record 2", "sub/b.json record 1", "sub/b.json record 2"),
+        *("z.jsonl line 1", "z.jsonl line 2"),
+    ]
+    assert bad == []
+
+
+def turns(*pairs):
+    return {"conversations": [{"from": role, "value": value} for role, value in pairs]}
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (
+            turns(("user", "q"), ("chatgpt", "a"), ("human", "r"), ("bing", "b"), ("user", "s")),
+            "user q assistant a user r assistant b user s",
+        ),
+        (turns(("gpt", "hello"), ("human", "q"), ("bard", "a")), "user q assistant a"),
+        (
+            turns(("system", "s"), ("gpt", "x"), ("gpt", "y"), ("human", "q"), ("gpt", "a")),
+            "system s user q assistant a",
+        ),
+        (turns(("system", " "), ("human", "q"), ("assistant", "a")), "user q assistant a"),
+        ({"instruction": "q", "output": "a"}, "user q assistant a"),
+        ({"instruction": "q", "input": "i", "output": "a"}, "user q\n\ni assistant a"),
+        ({"instruction": "q", "input": "i", "response": "a"}, "user q\n\ni assistant a"),
+        ({"prompt": "q", "response": "a", "input": "no Alpaca"}, "user q assistant a"),
+        ({"prompt": "q", "completion": "a"}, "user q assistant a"),
+        ({"question": "q", "answer": "a"}, "user q assistant a"),
+        ({"history": [{"user": "q", "bot": "a"}, {"user": "r", "bot": "b"}]}, "user q assistant a user r assistant b"),
+        ({"messages": [{"role": "system", "content": "s"}, *MESSAGES["messages"]]}, "system s user q assistant a"),
+    ],
+)
+def test_what_records_say(tmp_path, record, expected):
+    assert " ".join(f"{role} {content}" for role, content in messages_of(tmp_path, record)) == expected
+
+
+def test_text_is_kept_as_it_is(tmp_path):
+    text = "  two\r\n\tlines, naïve 🌲\u2028 "
+    assert messages_of(tmp_path, {"prompt": text, "response": text}) == (
+        Message("user", text),
+        Message("assistant", text),
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ("{'prompt': 'a'}", "is not JSON: Expecting property name"),
+        ('{"messages": [' + "9" * 5000 + "]}", "is not JSON: Exceeds the limit"),
+        ("[" * 100_000, "is not JSON: "),
+        ("5", "must be a JSON object, found 5"),
+        ({}, "is no known record: found no field"),
+        ({"text": "a", "id": 1}, 'is no known record: found "text, id"'),
+        ({"conversations": "a"}, 'conversations: must be a list, found "a"'),
+        (turns(), "has no assistant message that answers a user"),
+        (turns(("human", "q")), "has no assistant message that answers a user"),
+        (turns(("gpt", "a")), "has no assistant message that answers a user"),
+        (turns(("human", "q"), ("human", "r"), ("gpt", "a")), "conversations 2: user follows user, user and assistant"),
+        (turns(("human", "q"), ("gpt", "a"), ("gpt", "b")), "conversations 3: assistant follows assistant"),
+        (turns(("human", "q"), ("system", "s"), ("gpt", "a")), "conversations 2: a system message must come first"),
+        (turns(("human", "q"), ("tool", "a")), 'conversations 2: from: allowed are system, human, .*, found "tool"'),
+        (turns(("human", "q"), (["gpt"], "a")), r'conversations 2: from: .*, found \["gpt"\]'),
+        (turns(("human", "q"), ("gpt", None)), "conversations 2: must be text, found null"),
+        (turns(("human", "q"), ("gpt", " \n")), "conversations 2: is empty, some text is needed"),
+        ({"conversations": [{"role": "user"}]}, 'conversations 1: must have from and value, found "role"'),
+        ({"conversations": ["q"]}, 'conversations 1: must have from and value, found "q"'),
+        ({"messages": [{"role": "user", "content": [{"text": "q"}]}]}, "messages 1: must be text, found"),
+        ({"instruction": "q", "input": 3, "output": ""}, "output: is empty"),
+        ({"instruction": "", "input": "i", "output": None}, "output: must be text, found null"),
+        ({"history": [{"user": "q"}]}, "history 1: must have user and bot"),
+        ('{"prompt": "\\ud800", "response": "a"}', "prompt: is not valid UTF-8 or Unicode text"),
+    ],
+)
+def test_bad_records_are_left_out_by_line(tmp_path, record, reason):
+    path = write(tmp_path / "c.jsonl", ALPACA, record, ALPACA)
+    conversations, (bad,) = read_conversations(path)
+    assert [c.where for c in conversations] == [f"{path} line 1", f"{path} line 3"]
+    assert bad.where == f"{path} line 2"
+    assert re.match(reason, bad.reason), bad.reason
+    assert "\n" not in bad.reason
+    assert len(bad.reason) < 250
+    # The same record alone is fatal, and says so in one line that can be printed.
+    with pytest.raises(
+        HydrajaxError, match=f"found no conversation in .*alone.jsonl; 1 left out, the first: .*: {reason}"
+    ) as refusal:
+        read_conversations(write(tmp_path / "alone.jsonl", record))
+    str(refusal.value).encode()
+
+
+def test_lines_that_are_not_utf8_are_left_out(tmp_path):
+    path = tmp_path / "c.jsonl"
+    good = json.dumps(ALPACA).encode()
+    path.write_bytes(good + b'\n{"prompt": "caf\xe9", "response": "a"}\n' + good)
+    conversations, bad = read_conversations(path)
+    assert len(conversations) == 2
+    assert bad == [BadRecord(f"{path} line 2", "prompt: is not valid UTF-8 or Unicode text")]
+
+
+def test_a_bad_first_line_does_not_hide_the_others(tmp_path):
+    path = write(tmp_path / "c.jsonl", "# comment", ALPACA)
+    conversations, (bad,) = read_conversations(path)
+    assert [c.where for c in conversations] == [f"{path} line 2"]
+    assert bad.where == f"{path} line 1"
+
+
+def test_a_file_cut_short_is_one_bad_record(tmp_path):
+    good, path = write(tmp_path / "a.json", ALPACA), tmp_path / "b.json"
+    path.write_text(json.dumps([SHAREGPT] * 3, indent=2)[:-20])
+    conversations, (bad,) = read_conversations([good, path])
+    assert len(conversations) == 1
+    assert bad.where == f"{path} record 1"
+    assert bad.reason.startswith("is not JSON: ")
+
+
+@pytest.mark.parametrize(("format", "kept"), [("auto", 4), ("sharegpt", 1), ("alpaca", 1), ("messages", 1)])
+def test_a_named_format_takes_nothing_else(tmp_path, format, kept):
+    path = write(tmp_path / "c.json", SHAREGPT, ALPACA, MESSAGES, {"question": "q", "answer": "a"})
+    conversations, bad = read_conversations(path, format)
+    assert len(conversations) == kept
+    assert all(f"is no {format} record: found" in reason for _, reason in bad)
+    assert len(bad) == 4 - kept
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(HydrajaxError, match=r"data.format: found 'csv', allowed are auto, sharegpt, alpaca, messages"):
+        read_conversations(tmp_path, "csv")
+    with pytest.raises(HydrajaxError, match=r"data.files: no such file: .*none\.json"):
+        read_conversations(tmp_path / "none.json")
+    with pytest.raises(HydrajaxError, match="found no conversation in"):
+        read_conversations(tmp_path)
+    with pytest.raises(HydrajaxError, match="found no conversation in"):
+        read_conversations(write(tmp_path / "empty.jsonl", ""))
+    packed = gzip.compress(b"[]" * 1000)
+    for content in (b"no gzip", packed[:-9], packed[:12] + b"\xff" * 8 + packed[20:]):
+        (tmp_path / "bad.json.gz").write_bytes(content)
+        with pytest.raises(HydrajaxError, match=r"data.files: cannot read .*bad.json.gz: \w"):
+            read_conversations(tmp_path / "bad.json.gz")
+
+
+def test_summary():
+    bad = [BadRecord(f"f line {n}", "is empty") for n in (3, 5, 8)]
+    assert summary([1, 2], []) == "2 conversations"
+    assert summary([1], bad[:2]) == "1 conversations, 2 records left out: f line 3: is empty; f line 5: is empty"
+    assert summary([], bad, "texts", most=1) == "0 texts, 3 records left out: f line 3: is empty; ..."
+
+
+# --- plain text -----------------------------------------------------------------------------------------------------
+
+
+def test_texts_of_files_and_folders(tmp_path):
+    for name, content in {
+        "b.py": b"x = 1\r\n",
+        "a/deep/c.md": "# naïve".encode(),
+        "a/d.txt.gz": gzip.compress(b"packed"),
+        "mark.txt": b"\xef\xbb\xbfmarked",
+        ".git/config": b"no",
+        "a/.hidden": b"no",
+        "latin.txt": b"caf\xe9",
+        "zeros.bin": b"a\0b",
+        "empty.py": b" \n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    texts, skipped = read_texts(tmp_path)
+    assert [(t.name.removeprefix(f"{tmp_path}/"), t.text) for t in texts] == [
+        ("a/d.txt.gz", "packed"),
+        ("a/deep/c.md", "# naïve"),
+        ("b.py", "x = 1\r\n"),
+        ("mark.txt", "marked"),
+    ]
+    assert [(where.removeprefix(f"{tmp_path}/"), reason) for where, reason in skipped] == [
+        (".git", "is hidden"),
+        ("a/.hidden", "is hidden"),
+        ("empty.py", "is empty"),
+        ("latin.txt", "is binary or not UTF-8 text"),
+        ("zeros.bin", "is binary or not UTF-8 text"),
+    ]
+    # What is named is read, in the order given.
+    texts, _ = read_texts([tmp_path / "b.py", tmp_path / "a/.hidden"])
+    assert [t.text for t in texts] == ["x = 1\r\n", "no"]
+    with pytest.raises(HydrajaxError, match=r"data.files: found no text in .*empty.py; 1 left out, .* is empty"):
+        read_texts(tmp_path / "empty.py")
+    with pytest.raises(HydrajaxError, match=r"data.files: no such file: .*none.txt"):
+        read_texts(tmp_path / "none.txt")
+
+
+# --- datasets -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_data_set_are_records(monkeypatch):
+    calls = []
+
+    def load_dataset(*args, **settings):
+        calls.append((args, settings))
+        nulls = {"conversations": None, "messages": None}
+        return [{**ALPACA, **nulls}, {**nulls, "text": "x"}, {**SHAREGPT, "messages": None}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    conversations, bad = read_dataset("some/name", "train[:3]")
+    assert conversations == [Conversation(ASKED, "some/name record 1"), Conversation(ASKED, "some/name record 3")]
+    assert bad == [BadRecord("some/name record 2", 'is no known record: found "text"')]
+    assert calls == [(("some/name",), {"split": "train[:3]"})]  # no code of strangers is trusted
+
+
+def test_a_data_set_that_cannot_be_had(monkeypatch):
+    def offline(*args, **settings):
+        raise ConnectionError("no route to host\nand much more")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=offline))
+    with pytest.raises(HydrajaxError, match=r"^data.dataset: cannot load 'a/b', split 'train': no route to host$"):
+        read_dataset("a/b")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(HydrajaxError, match=r"data.dataset: 'a/b' needs the package datasets: pip install datasets"):
+        read_dataset("a/b")
+
+
+def test_a_data_set_by_the_real_package(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "local").mkdir()
+    write(tmp_path / "local" / "train.jsonl", {**MESSAGES, "id": 1}, {"messages": MESSAGES["messages"][:1], "id": 2})
+    conversations, bad = read_dataset(str(tmp_path / "local"))
+    assert [c.messages for c in conversations] == [ASKED]
+    assert [reason for _, reason in bad] == ["has no assistant message that answers a user"]
+    with pytest.raises(HydrajaxError, match=r"cannot load .*local', split 'test': \w"):
+        read_dataset(str(tmp_path / "local"), "test")

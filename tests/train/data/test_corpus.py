@@ -1,0 +1,63 @@
+"""The standard library as training text: deterministic, split by file, and packed without loss."""
+
+from __future__ import annotations
+
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.train.data import corpus
+
+
+@pytest.fixture
+def library(tmp_path):
+    """A small stand-in for a library folder, with what must be left out."""
+    for name, text in {
+        "a.py": "x = 1\n" * 50,
+        "pkg/b.py": "def f():\n    return 2\n" * 20,
+        "pkg/c.py": "naïve = 'é'\n" * 20,
+        "d.py": "import os\n" * 40,
+        "test/test_a.py": "TEST\n",
+        "pkg/tests/deep.py": "TEST\n",
+        "site-packages/other.py": "OTHER\n",
+        "notes.txt": "TEXT\n",
+        "empty.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "latin.py").write_bytes(b"caf\xe9 = 1\n")
+    return tmp_path
+
+
+def test_tests_packages_and_unreadable_files_are_left_out(library):
+    names = {file.name for file in corpus.standard_library(10**6, library)}
+    assert names == {"a.py", "pkg/b.py", "pkg/c.py", "d.py"}
+
+
+def test_order_follows_the_seed_and_the_limit_holds(library):
+    first, again = corpus.standard_library(10**6, library, seed=3), corpus.standard_library(10**6, library, seed=3)
+    assert first == again
+    orders = {tuple(file.name for file in corpus.standard_library(10**6, library, seed)) for seed in range(6)}
+    assert len(orders) > 1
+    assert sum(len(file.text) for file in corpus.standard_library(700, library)) <= 700
+
+
+def test_the_running_python_has_a_library():
+    files = corpus.standard_library(200_000)
+    assert sum(len(file.text) for file in files) > 100_000
+    assert not any("test" in file.name.split("/")[:-1] for file in files)
+
+
+def test_a_folder_without_source_is_refused(tmp_path):
+    with pytest.raises(HydrajaxError, match="no Python source files"):
+        corpus.standard_library(1000, tmp_path)
+
+
+def test_tokenizer_gives_text_back(library):
+    texts = [file.text for file in corpus.standard_library(10**6, library)]
+    tokenizer = corpus.train_tokenizer(texts, 300)
+    assert len(tokenizer) <= 300
+    documents = [tokenizer.encode(text) for text in texts]
+    for text, ids in zip(texts, documents, strict=True):
+        assert tokenizer.decode(ids) == text
+    with pytest.raises(HydrajaxError, match="vocab_size: must be at least 257"):
+        corpus.train_tokenizer(texts, 100)

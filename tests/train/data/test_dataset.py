@@ -1,0 +1,148 @@
+"""From data settings to rows, on files in a folder and a byte-level tokenizer."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.train.config import DataConfig
+from hydrajax.train.data import dataset
+from hydrajax.train.data.corpus import train_tokenizer
+from hydrajax.train.losses import IGNORED
+
+
+@pytest.fixture(scope="module")
+def tokenizer(texts):
+    return train_tokenizer([path.read_text() for path in sorted(texts.iterdir())], 290)
+
+
+def build(config: DataConfig, tokenizer, seed: int = 0):
+    """``(dataset, what was said)``."""
+    said = []
+    return dataset.build(config, tokenizer, seed, said.append), said
+
+
+def settings(texts, **changes) -> DataConfig:
+    return DataConfig(**({"files": (str(texts),), "format": "text", "rows": "stream", "length": 32} | changes))
+
+
+def decoded(tokenizer, rows) -> str:
+    return tokenizer.decode(rows.tokens.ravel())
+
+
+def test_stream_holds_the_text_and_the_held_out_files_are_not_in_it(texts, tokenizer):
+    found, said = build(settings(texts, held_out=0.4), tokenizer)
+    assert len(found.held_out_names) == 2
+    files = {str(path): path.read_text() for path in sorted(texts.iterdir())}
+    assert set(found.held_out_names) < set(files)
+    for name, text in files.items():
+        in_held_out = name in found.held_out_names
+        beginning = text[:300]
+        assert (beginning in decoded(tokenizer, found.held_out)) == in_held_out
+        assert (beginning in decoded(tokenizer, found.train)) != in_held_out
+    np.testing.assert_array_equal(found.train.labels, found.train.tokens)  # all of a text is to be learnt
+    held = [files[name] for name in found.held_out_names]
+    n_bytes, n_tokens = sum(len(t.encode()) for t in held), sum(len(tokenizer(t)["input_ids"]) for t in held)
+    assert found.bytes_per_token == pytest.approx(n_bytes / n_tokens)
+    assert said[-1].startswith("data: 4 documents (")
+    assert said[-1].endswith("2 held out")
+
+
+def test_a_seed_always_gives_the_same_split(texts, tokenizer):
+    names = [build(settings(texts, held_out=0.3), tokenizer, seed)[0].held_out_names for seed in (1, 1, 2, 3, 4)]
+    assert names[0] == names[1]
+    assert any(other != names[0] for other in names[2:])
+
+
+def test_nothing_held_out(texts, tokenizer):
+    found, _ = build(settings(texts, held_out=0.0), tokenizer)
+    assert found.held_out is None
+    assert found.bytes_per_token is None
+
+
+def test_limit(texts, tokenizer):
+    found, said = build(settings(texts, limit=3, held_out=0.0), tokenizer)
+    assert said[-1].startswith("data: 3 documents")
+    assert len(found.train.tokens) < len(build(settings(texts, held_out=0.0), tokenizer)[0].train.tokens)
+
+
+def test_a_new_tokenizer_has_never_seen_the_held_out_text(tmp_path):
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text(f"{'ab' if i % 2 else 'ba'} mostly " + f"secret{i} " * 60)
+    found, _ = build(settings(tmp_path, held_out=0.25, new_tokenizer=300), None)
+    (name,) = found.held_out_names
+    secret = name.removesuffix(".txt")[-1]
+    assert f"secret{secret}" not in "".join(found.tokenizer.get_vocab())
+    assert len(found.tokenizer) <= 300
+
+
+def test_generations_train_on_what_the_base_wrote(tmp_path, tokenizer):
+    path = tmp_path / "g.jsonl"
+    path.write_text(json.dumps({"prompt_ids": [5, 6], "output_ids": [7, 8, 9]}))
+    config = DataConfig(files=(str(path),), format="generations", length=8, held_out=0.0)
+    rows = build(config, tokenizer)[0].train
+    assert rows.tokens.tolist() == [[5, 6, 7, 8, 9, 0, 0, 0]]
+    assert rows.labels.tolist() == [[IGNORED, IGNORED, 7, 8, 9, IGNORED, IGNORED, IGNORED]]
+    config = DataConfig(files=(str(path),), format="generations", length=8, held_out=0.0, targets="all")
+    assert build(config, tokenizer)[0].train.labels[0].tolist() == [5, 6, 7, 8, 9, *[IGNORED] * 3]
+
+
+def test_generations_of_another_vocabulary_are_refused(tmp_path, tokenizer):
+    path = tmp_path / "g.jsonl"
+    path.write_text(json.dumps({"prompt_ids": [5], "output_ids": [len(tokenizer)]}))
+    config = DataConfig(files=(str(path),), format="generations", length=8, held_out=0.0)
+    with pytest.raises(HydrajaxError, match=r"g.jsonl line 1: has a token id outside the tokenizer's vocabulary"):
+        build(config, tokenizer)
+
+
+def test_conversations_train_on_the_assistant_or_on_all(tmp_path, tokenizer):
+    path = tmp_path / "chat.json"
+    turns = [{"from": "human", "value": "grow a tree"}, {"from": "gpt", "value": "the branch of heads"}]
+    path.write_text(json.dumps([{"conversations": turns}] * 2))
+    common = {"files": (str(path),), "template": "vicuna", "length": 256, "held_out": 0.0}
+    rows = build(DataConfig(**common), tokenizer)[0].train
+    learnt = tokenizer.decode(rows.tokens[0][rows.labels[0] != IGNORED])
+    assert "the branch of heads" in learnt
+    assert "grow" not in learnt
+    rows = build(DataConfig(**common, targets="all"), tokenizer)[0].train
+    assert "grow a tree" in tokenizer.decode(rows.tokens[0][rows.labels[0] != IGNORED])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 100_000}, "rows of 100000 tokens are more than"),
+        ({"files": ("no/such/folder",)}, "no/such/folder"),
+        ({"limit": 1}, "leave none to train on"),
+    ],
+)
+def test_refused(texts, tokenizer, changes, message):
+    with pytest.raises(HydrajaxError, match=message):
+        build(settings(texts, **changes), tokenizer)
+
+
+def test_too_little_held_out_text_is_named_as_such(tmp_path, tokenizer):
+    for i in range(5):
+        (tmp_path / f"{i}.txt").write_text("the tree " * 30)
+    with pytest.raises(HydrajaxError, match=r"data.held_out: too little to evaluate on; raise it, or 0 for none"):
+        build(settings(tmp_path, length=100, held_out=0.2), tokenizer)
+
+
+def test_empty_data(tmp_path, tokenizer):
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(HydrajaxError, match=r"data.files: found no text"):
+        build(settings(tmp_path), tokenizer)
+
+
+def test_stream_needs_an_end_of_text(texts, tokenizer):
+    class Endless:
+        eos_token_id = None
+
+        def __call__(self, texts):
+            return tokenizer(texts)
+
+    with pytest.raises(HydrajaxError, match=r"data.rows: stream needs a tokenizer with an end-of-text token"):
+        build(settings(texts), Endless())

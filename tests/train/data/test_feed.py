@@ -1,0 +1,170 @@
+"""The feed: batches are a function of the step, come in order, and no thread is left behind however one leaves."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.train.data.feed import Feed, batch_indices
+from hydrajax.train.data.rows import Rows
+
+PATIENCE = 10.0  # seconds until a test gives up on a thread
+
+
+@pytest.fixture
+def rows() -> Rows:
+    """Twelve rows that hold their own number, and ten times it as labels."""
+    tokens = np.repeat(np.arange(12, dtype=np.int32)[:, None], 3, axis=1)
+    return Rows(tokens, tokens * 10, None)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left():
+    before = set(threading.enumerate())
+    yield
+    assert {thread for thread in threading.enumerate() if thread.name == "feed"} <= before
+
+
+def test_every_epoch_visits_each_row_once_in_another_order():
+    epochs = [np.concatenate([batch_indices(12, 4, 3 * e + i, seed=5) for i in range(3)]) for e in range(2)]
+    for epoch in epochs:
+        assert sorted(epoch.tolist()) == list(range(12))
+    assert epochs[0].tolist() != epochs[1].tolist()
+    assert batch_indices(12, 4, 0, seed=6).tolist() != epochs[0][:4].tolist()
+    # The order that is documented, by NumPy itself.
+    assert epochs[1].tolist() == np.random.default_rng((5, 1)).permutation(12).tolist()
+
+
+def test_the_short_end_of_an_epoch_is_dropped():
+    first = np.concatenate([batch_indices(11, 4, step, seed=0) for step in range(2)])
+    assert len(set(first.tolist())) == 8
+    assert batch_indices(11, 4, 2, 0).tolist() == np.random.default_rng((0, 1)).permutation(11)[:4].tolist()
+
+
+def test_indices_may_be_written_to():
+    expected = batch_indices(12, 4, 0, seed=1).tolist()
+    batch_indices(12, 4, 0, seed=1)[:] = 0
+    assert batch_indices(12, 4, 0, seed=1).tolist() == expected
+
+
+@pytest.mark.parametrize("size", [0, -1, 13])
+def test_a_batch_that_cannot_be_filled_is_refused(rows, size):
+    message = f"batch_size: must be from 1 to the 12 rows there are, found {size}"
+    with pytest.raises(HydrajaxError, match=message):
+        batch_indices(12, size, 0, seed=0)
+    with pytest.raises(HydrajaxError, match=message):
+        Feed(rows, size, 0, 1, seed=0)
+
+
+def test_batches_are_the_rows_of_their_step_and_resuming_gives_the_same(rows, tmp_path):
+    states = np.memmap(tmp_path / "states", np.float32, "w+", shape=(12, 3, 2))
+    states[:] = np.arange(12)[:, None, None]
+    rows = rows._replace(segments=rows.tokens + 1)
+
+    def collect(start, stop):
+        with Feed(rows, 4, start, stop, seed=2, extras={"states": states}) as feed:
+            return list(feed)
+
+    batches = collect(0, 7)
+    assert [step for step, _ in batches] == list(range(7))
+    for step, batch in batches:
+        expected = batch_indices(12, 4, step, seed=2)
+        assert set(batch) == {"tokens", "labels", "segments", "states"}
+        for name, factor, shift in (("tokens", 1, 0), ("labels", 10, 0), ("segments", 1, 1), ("states", 1, 0)):
+            np.testing.assert_array_equal(batch[name].reshape(4, -1)[:, 0], expected * factor + shift)
+        assert type(batch["states"]) is np.ndarray
+        assert batch["states"].shape == (4, 3, 2)
+    for (_, one), (_, other) in zip(batches[4:], collect(4, 7), strict=True):
+        np.testing.assert_array_equal(one["tokens"], other["tokens"])
+
+
+def test_without_segments_there_are_none_and_place_has_the_last_word(rows):
+    with Feed(rows, 2, 0, 3, seed=0, place=lambda batch: sorted(batch)) as feed:
+        assert list(feed) == [(step, ["labels", "tokens"]) for step in range(3)]
+        assert list(feed) == []
+    with Feed(rows, 2, 5, 5, seed=0) as feed:
+        assert list(feed) == []
+
+
+def test_it_runs_ahead_by_depth_and_no_further(rows):
+    placed = threading.Semaphore(0)
+    with Feed(rows, 2, 0, 10, seed=0, place=lambda batch: placed.release(), depth=3) as feed:
+        for _ in range(3):
+            assert placed.acquire(timeout=PATIENCE)
+        assert not placed.acquire(timeout=0.1)
+        next(feed)
+        assert placed.acquire(timeout=PATIENCE)
+        assert not placed.acquire(timeout=0.1)
+
+
+def test_errors_of_the_thread_reach_the_consumer_after_the_batches_before(rows):
+    calls = []
+
+    def place(batch):
+        calls.append(batch)
+        if len(calls) == 3:
+            raise RuntimeError("device lost")
+        return batch
+
+    with Feed(rows, 2, 0, 10, seed=0, place=place) as feed:
+        assert [next(feed)[0], next(feed)[0]] == [0, 1]
+        with pytest.raises(RuntimeError, match="device lost"):
+            next(feed)
+        assert list(feed) == []  # and it does not wait for a thread that is gone
+
+
+def test_leaving_early_ends_the_thread(rows):
+    with Feed(rows, 2, 0, 10**9, seed=0) as feed:
+        for step, _ in feed:
+            if step == 3:
+                break
+    assert list(feed) == []
+    feed.close()  # again, without harm
+    Feed(rows, 2, 0, 10**9, seed=0).close()  # before anything is taken
+
+
+def test_an_error_of_the_consumer_ends_the_thread(rows):
+    def consume():
+        with Feed(rows, 2, 0, 10**9, seed=0) as feed:
+            raise RuntimeError(f"at {next(feed)[0]}")
+
+    with pytest.raises(RuntimeError, match="at 0"):
+        consume()
+
+
+def test_ctrl_c_interrupts_a_consumer_that_waits(rows):
+    """It waits for a batch that comes only after the signal; the signal must get through, and the thread end."""
+    heard, in_time = threading.Event(), []
+    main = threading.main_thread().ident  # the one to which the kernel gives a Ctrl-C
+    timer = threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT])
+
+    def interrupt(*_):
+        heard.set()
+        raise KeyboardInterrupt
+
+    def consume():
+        with Feed(rows, 2, 0, 10, seed=0, place=lambda batch: in_time.append(heard.wait(PATIENCE))) as feed:
+            timer.start()
+            next(feed)
+
+    handler = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            consume()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, handler)
+    assert in_time == [True]
+
+
+def test_arguments_that_contradict_the_rows(rows):
+    with pytest.raises(ValueError, match="extras: states has 11 rows"):
+        Feed(rows, 2, 0, 1, seed=0, extras={"states": np.zeros((11, 2))})
+    with pytest.raises(ValueError, match="extras: tokens"):
+        Feed(rows, 2, 0, 1, seed=0, extras={"tokens": np.zeros((12, 2))})
+    with pytest.raises(HydrajaxError, match="prefetch: must be at least 1, found 0"):
+        Feed(rows, 2, 0, 1, seed=0, depth=0)

@@ -1,0 +1,57 @@
+"""Files of prompt and output ids."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.train.data.generations import read
+
+
+def test_lines_in_order_with_their_place(tmp_path):
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_text(
+        '{"prompt_ids": [1, 2], "output_ids": [3], "text": "ignored"}\n\n{"prompt_ids": [], "output_ids": []}\n'
+    )
+    second.write_text(json.dumps({"prompt_ids": [4], "output_ids": [5, 6]}))  # no newline at the end
+    found = read([first, second])
+    assert [where for where, _ in found] == [f"{first} line 1", f"{first} line 3", f"{second} line 1"]
+    assert [ids for _, ids in found] == [([1, 2], [3]), ([], []), ([4], [5, 6])]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt_ids": [1], ', "line 2: is not JSON"),
+        ("[" * 100_000, "line 2: is not JSON"),
+        ("[1, 2]", "line 2: prompt_ids must be a list of token ids"),
+        ('{"output_ids": [1]}', "line 2: prompt_ids must be a list of token ids"),
+        ('{"prompt_ids": [1]}', "line 2: output_ids must be a list of token ids"),
+        ('{"prompt_ids": "12", "output_ids": [1]}', "line 2: prompt_ids must be"),
+        ('{"prompt_ids": [1.0], "output_ids": [1]}', "line 2: prompt_ids must be"),
+        ('{"prompt_ids": [true], "output_ids": [1]}', "line 2: prompt_ids must be"),
+        ('{"prompt_ids": [-1], "output_ids": [1]}', "line 2: prompt_ids must be"),
+        ('{"prompt_ids": [1], "output_ids": [2147483648]}', "line 2: output_ids must be"),
+    ],
+    ids=range(10),
+)
+def test_bad_lines(tmp_path, line, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt_ids": [1], "output_ids": [2]}\n' + line)
+    with pytest.raises(HydrajaxError, match=message):
+        read([path])
+
+
+def test_unreadable_and_empty_files(tmp_path):
+    with pytest.raises(HydrajaxError, match=r"cannot read .*none: No such file"):
+        read([tmp_path / "none"])
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(HydrajaxError, match=r"data.files: cannot read"):
+        read([binary])
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    with pytest.raises(HydrajaxError, match="no generation in"):
+        read([empty])

@@ -1,0 +1,119 @@
+"""Training on stored hidden states is training without them; what makes the store stale is noticed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+BYTES = 32 * 4  # per token: width 32, float32
+
+
+def lines(output) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def heads(output) -> dict:
+    return load_file(next((output / "heads").glob("*.safetensors")))
+
+
+def data(settings, **changes) -> dict:
+    return {"data": settings["data"] | {"hidden_cache_gb": 0.5} | changes}
+
+
+@pytest.mark.slow
+def test_same_run_with_and_without(program, config_file, settings, make_base, tmp_path):
+    plain, cached = tmp_path / "plain", tmp_path / "cached"
+    assert program("--config", config_file(output=str(plain))).code == 0
+    config = config_file(output=str(cached), **data(settings))
+    first = program("--config", config)
+    assert first.code == 0, first.err
+    record = json.loads((cached / "hidden.json").read_text())
+    size = (cached / "hidden.bin").stat().st_size
+    assert size == np.prod(record["shape"]) * 4 > 50 * 32 * BYTES
+    # The size is said before the writing.
+    told = f"hidden states: {size / 1e9:.2f} GB to write to {cached / 'hidden.bin'} (limit 0.5 GB)"
+    assert told in first.out
+
+    for ours, theirs in zip(lines(cached), lines(plain), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in {"loss", "teacher", "tokens_per_step"} & ours.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), (ours["step"], name)
+    expected = heads(plain)
+    for name, tensor in heads(cached).items():
+        np.testing.assert_allclose(tensor, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+    # Read again by the next run over the same data, not read once anything has changed.
+    before = (cached / "hidden.bin").read_bytes()
+    shutil.rmtree(cached / "checkpoints")
+    assert f"hidden states: {size / 1e9:.2f} GB, found in " in program("--config", config).out
+    shutil.rmtree(cached / "checkpoints")
+    other_base = program("--config", config, f"model={make_base(1)}")
+    assert told in other_base.out
+    assert (cached / "hidden.bin").read_bytes() != before
+    shutil.rmtree(cached / "checkpoints")
+    (cached / "hidden.json").write_text(json.dumps(record))  # of the first base again, but the file is cut off
+    (cached / "hidden.bin").write_bytes(before[:-1])
+    assert told in program("--config", config).out
+    assert (cached / "hidden.bin").read_bytes() == before
+
+
+def test_other_data_is_noticed(tmp_path, base, settings):
+    """The fingerprint alone: other tokens, other segments, another base."""
+    import jax.numpy as jnp
+
+    from hydrajax.checkpoints.base import load_llama
+    from hydrajax.train.data.hidden_cache import fingerprint
+    from hydrajax.train.data.rows import Rows
+
+    _, params = load_llama(base, jnp.float32)
+    tokens, segments = np.arange(12, dtype=np.int32).reshape(2, 6), np.ones((2, 6), np.int32)
+    rows = Rows(tokens, tokens, segments)
+    scaled = params | {"norm": {"scale": params["norm"]["scale"] * 1.01}}
+    prints = [
+        fingerprint(rows, params),
+        fingerprint(rows._replace(tokens=tokens[::-1].copy()), params),
+        fingerprint(rows._replace(segments=segments * 2), params),
+        fingerprint(rows._replace(segments=None), params),
+        fingerprint(rows, scaled),
+    ]
+    assert len(set(prints)) == len(prints)
+    assert fingerprint(rows._replace(labels=tokens * 0), params) == prints[0]  # no hidden state depends on labels
+
+
+def test_too_large_is_refused_before_anything_is_written(program, config_file, settings, tmp_path):
+    result = program("--config", config_file(**data(settings, hidden_cache_gb=1e-6)))
+    assert result.code == 2
+    assert result.err.strip().splitlines()[-1].startswith("hydrajax: data.hidden_cache_gb: 0.00 GB are needed")
+    assert "hidden states: 0.00 GB to write" in result.out
+    assert not (tmp_path / "run" / "hidden.bin").exists()
+
+
+def test_heads_on_another_layer_are_refused(program, config_file, settings):
+    draft = {"draft": settings["draft"] | {"hidden_state_offset": 1}}
+    result = program("--config", config_file(**data(settings), **draft))
+    assert result.code == 2
+    assert "data.hidden_cache_gb: the cache holds the base's last hidden states" in result.err
+
+
+def test_a_write_that_fails_is_one_line(program, config_file, settings, tmp_path, monkeypatch):
+    from hydrajax.train.data import hidden_cache
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hidden_cache, "write", full)
+    result = program("--config", config_file(**data(settings)))
+    assert result.code == 2
+    assert f"data.hidden_cache_gb: cannot write {tmp_path / 'run' / 'hidden.bin'}: No space left" in result.err
+    assert not (tmp_path / "run" / "hidden.json").exists()
+
+
+def test_several_processes_have_no_cache(program, config_file, settings, monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    result = program("--config", config_file(**data(settings)))
+    assert result.code == 2
+    assert "data.hidden_cache_gb: the cache is for one process; set it to 0 with several" in result.err

@@ -1,0 +1,57 @@
+"""The preview: all of the text, with marks exactly where learning begins and ends."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from hydrajax.text.templates import encode_conversation
+from hydrajax.train.data.conversations import Conversation, Message
+from hydrajax.train.data.corpus import train_tokenizer
+from hydrajax.train.data.preview import preview, preview_text
+from hydrajax.train.data.rows import Document
+
+QUESTION, ANSWER = "How many [b]ears[/b] are there?", "Two: naïve\n  ones."
+EXPECTED = f"{QUESTION}\n⟦{ANSWER}<|endoftext|>⟧{QUESTION}\n⟦{ANSWER}<|endoftext|>⟧"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([QUESTION, ANSWER], 300)
+
+
+@pytest.fixture(scope="module")
+def document(tokenizer):
+    turns = (Message("user", QUESTION), Message("assistant", ANSWER))
+    return encode_conversation(tokenizer, Conversation(turns * 2, "f"), "plain")
+
+
+def test_brackets_around_what_is_learnt(document, tokenizer):
+    assert preview_text(document, tokenizer) == EXPECTED
+    unmarked = Document(document.ids, document.targets & False)
+    assert preview_text(unmarked, tokenizer) == EXPECTED.replace("⟦", "").replace("⟧", "")
+
+
+def test_colours_on_a_terminal_brackets_elsewhere(document, tokenizer):
+    colored = preview(document, tokenizer)
+    assert colored.plain == EXPECTED.replace("⟦", "").replace("⟧", "")  # [b] is text here and no markup
+    learnt = [colored.plain[span.start : span.end] for span in colored.spans if "green" in str(span.style)]
+    assert learnt == [ANSWER + "<|endoftext|>"] * 2
+    console = Console(file=io.StringIO(), width=200)
+    assert not console.is_terminal
+    console.print(preview(document, tokenizer, color=console.is_terminal))
+    assert console.file.getvalue() == EXPECTED + "\n"
+
+
+def test_spaces_between_runs_survive_a_decoder_that_drops_leading_ones():
+    """As decoders of SentencePiece vocabularies do."""
+
+    class Tokenizer:
+        def decode(self, ids, **_):
+            return "".join([" a", " b", " c"][token] for token in ids).removeprefix(" ")
+
+    document = Document(np.array([0, 1, 2]), np.array([False, True, False]))
+    assert preview_text(document, Tokenizer()) == "a⟦ b⟧ c"
