@@ -24,6 +24,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama import Llama
 from hydrajax.sharding import placer
 from hydrajax.text.prompt import Prompt
+from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology
 
@@ -109,19 +110,6 @@ def load(
     return loaded if draft is None else loaded.with_draft(draft, base_directory=None if force else base, mesh=mesh)
 
 
-def load_tokenizer(directory: str | Path):
-    """The tokenizer of a Hugging Face directory, or None where it has none. Never runs code from the directory."""
-    directory = Path(directory)
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        return None
-    from transformers import AutoTokenizer  # slow to import, and a prompt of ids needs none
-
-    try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers raises many types for a damaged tokenizer
-        raise HydrajaxError(f"--base: cannot read the tokenizer in {directory}: {error}") from None
-
-
 def encode(loaded: Loaded, prompt: str | Sequence[int] | Prompt, where: str) -> np.ndarray:
     """Token ids of one prompt, checked against the model. ``where`` names it in messages unless it brings a name."""
     if not isinstance(prompt, Prompt):
@@ -129,8 +117,3 @@ def encode(loaded: Loaded, prompt: str | Sequence[int] | Prompt, where: str) -> 
     ids = np.asarray(prompt.ids(loaded.tokenizer), object)  # object: an id may exceed 64 bits, and is refused here
     check_prompt(ids, prompt.where, loaded.model.config)
     return ids.astype(np.int32)
-
-
-def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Token ids as text, without special tokens and with no space removed."""
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

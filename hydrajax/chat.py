@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from hydrajax.api import Loaded, decode_text
+from hydrajax.api import Loaded
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.decode import bucket, right_padded
 from hydrajax.decoding.sampling import row_keys
@@ -18,6 +18,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.generation import STEPS_PER_BURST
 from hydrajax.text.stopping import GrowingText
 from hydrajax.text.templates import make_encoder
+from hydrajax.text.tokenizer import decode_text
 from hydrajax.trees.tree import TreeTopology
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from hydrajax.api import Loaded, decode_text, encode
+from hydrajax.api import Loaded, encode
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.decode import bucket, right_padded
 from hydrajax.decoding.loop import Snapshot
@@ -19,6 +19,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.text.answers import Generation
 from hydrajax.text.prompt import Prompt
 from hydrajax.text.stopping import GrowingText
+from hydrajax.text.tokenizer import decode_text
 from hydrajax.trees.tree import TreeTopology
 
 STEPS_PER_BURST = 8  # between two looks at the text
@@ -187,10 +188,10 @@ def _result(
 ) -> Generation:
     """A row of a snapshot. What was emitted after a stop string is not counted."""
     output_ids = now.tokens[row, : text.used].tolist()
-    accept_lengths, left = [], text.used
+    step_lengths, left = [], text.used
     for accepted in (now.accept_lengths[row, : now.steps[row]] + 1).tolist():
         if left > 0:
-            accept_lengths.append(min(accepted, left))
+            step_lengths.append(min(accepted, left))
         left -= accepted
     reason = "context"
     if text.stopped:
@@ -203,8 +204,8 @@ def _result(
         prompt_ids=ids.tolist(),
         output_ids=output_ids,
         text=None if request.loaded.tokenizer is None else text.text,
-        steps=len(accept_lengths),
-        accept_lengths=accept_lengths,
+        steps=len(step_lengths),
+        step_lengths=step_lengths,
         new_tokens=len(output_ids),
         wall_time=seconds,
         finish_reason=reason,

@@ -53,16 +53,16 @@ def test_stop_strings_cut_streamed_and_whole_text_alike(loaded, whole, data):
         assert result.text == without.text[:cut]
         assert result.finish_reason == ("length" if cut is None else "stop")
         assert result.output_ids == without.output_ids[: result.new_tokens]
-        assert sum(result.accept_lengths) == result.new_tokens
+        assert sum(result.step_lengths) == result.new_tokens
         steps = result.steps
-        assert result.accept_lengths[:-1] == without.accept_lengths[: steps - 1]
-        assert result.accept_lengths[-1] <= without.accept_lengths[steps - 1]
+        assert result.step_lengths[:-1] == without.step_lengths[: steps - 1]
+        assert result.step_lengths[-1] <= without.step_lengths[steps - 1]
     pieces = hydrajax.stream(loaded, PROMPTS[number], stop=stop, **SETTINGS)
     assert joined(pieces) == stopped[number].text
     streamed = pieces.result
-    assert (streamed.output_ids, streamed.accept_lengths) == (
+    assert (streamed.output_ids, streamed.step_lengths) == (
         stopped[number].output_ids,
-        stopped[number].accept_lengths,
+        stopped[number].step_lengths,
     )
     assert streamed.finish_reason == "stop"
 

@@ -23,11 +23,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hydrajax import assets
-from hydrajax.api import Loaded, decode_text, encode, load
+from hydrajax.api import Loaded, encode, load
 from hydrajax.cli.generate import pieces, write_marked
 from hydrajax.generation import generate
 from hydrajax.text.answers import Generation
 from hydrajax.text.prompt import Prompt
+from hydrajax.text.tokenizer import decode_text
 from hydrajax.train.data.corpus import SourceFile
 from hydrajax.train.data.preview import CLOSE, OPEN
 from hydrajax.trees import presets

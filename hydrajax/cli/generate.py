@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.segment import Segment, Segments
 from rich.style import Style
 
-from hydrajax.api import Loaded, decode_text
+from hydrajax.api import Loaded
 from hydrajax.cli.options import (
     add_decoding_arguments,
     add_model_arguments,
@@ -27,6 +27,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate, stream
 from hydrajax.text.answers import AnswerWriter, Generation
 from hydrajax.text.prompt import Prompt, read_prompts
+from hydrajax.text.tokenizer import decode_text
 
 HELP = "generate text with a base model, faster with draft heads"
 DRAFTED = "green underline"  # two signs: one is seen without colours, the other where terminals show no underline
@@ -200,7 +201,7 @@ def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
     are spread over several tokens belongs to the token that completes it.
     """
     text, cuts, end = text_of(result), [], 0
-    for accepted in result.accept_lengths:
+    for accepted in result.step_lengths:
         for count, is_drafted in ((1, False), (accepted - 1, True)):
             end += count
             cuts.append((end, is_drafted))

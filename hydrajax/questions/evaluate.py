@@ -25,7 +25,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.questions.sets import Question
 from hydrajax.text.answers import Generation
-from hydrajax.text.prompt import shown
+from hydrajax.text.jsonl import shown
 
 # --- asking -----------------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Talk:
             "idxs": [run.steps - 1 for run in first],
             "new_tokens": [run.new_tokens for run in first],
             "wall_time": [statistics.median(seconds) for seconds in times],
-            "accept_lengths": [length for run in first for length in run.accept_lengths],
+            "accept_lengths": [length for run in first for length in run.step_lengths],
             # Ours:
             "output_ids": [run.output_ids for run in first],
             "finish_reasons": [run.finish_reason for run in first],

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.text.prompt import json_lines, shown
+from hydrajax.text.jsonl import file_content, json_lines, json_value, objects, shown
 
 # Sets that have a name, and the file that `--data` looks for.
 FILES = {
@@ -103,30 +100,16 @@ def _question(where: str, record: dict, number: int, category: str) -> Question:
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict]]:
-    """``(where, record)`` of each record of a file."""
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except FileNotFoundError:
-        raise HydrajaxError(f"--set: no such file: {path}") from None
-    except (OSError, EOFError, zlib.error) as error:  # gzip's own errors have no strerror
-        reason = getattr(error, "strerror", None) or error
-        raise HydrajaxError(f"--set: cannot read {path}: {reason}") from None
+    """``(where, record)`` of each record of a file: a line of JSON lines, or an element of a JSON list."""
+    content = file_content(path, "--set")
     if not path.name.removesuffix(".gz").endswith(".json"):
-        yield from json_lines(content, path)
-        return
-    try:
-        records = json.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise HydrajaxError(f"{path}: is not UTF-8 text") from None
-    except (ValueError, RecursionError) as error:
-        raise HydrajaxError(f"{path}: is not JSON: {error}") from None
+        return objects(json_lines(content, path))
+    records = json_value(content, "file")
+    if isinstance(records, HydrajaxError):
+        raise HydrajaxError(f"{path}: {records}")
     if not isinstance(records, list):
         raise HydrajaxError(f"{path}: must be a list of objects, found {shown(records)}")
-    for number, record in enumerate(records, start=1):
-        where = f"{path} item {number}"
-        if not isinstance(record, dict):
-            raise HydrajaxError(f"{where}: must be a JSON object, found {shown(record)}")
-        yield where, record
+    return objects((f"{path} item {number}", record) for number, record in enumerate(records, start=1))
 
 
 def _hub_records(name: str, config: str | None, split: str | None) -> Iterator[tuple[str, dict]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.report.results import KINDS, Result, check, result_from
+from hydrajax.train.metrics import read_metrics
 
 TOPS = ("top1", "top2", "top3", "top4", "top5")
 
@@ -38,8 +39,7 @@ def find_results(directory: str | Path) -> tuple[list[tuple[Path, Result]], list
 
 def _results(path: Path) -> Iterator[Result]:
     try:
-        text = path.read_text(encoding="utf-8")
-        content = _metrics(text) if path.suffix == ".jsonl" else json.loads(text)
+        content = _metrics(path) if path.suffix == ".jsonl" else json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise HydrajaxError(f"report: cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError):  # not ours, then
@@ -59,10 +59,10 @@ def _results(path: Path) -> Iterator[Result]:
         yield from results
 
 
-def _metrics(text: str) -> dict[str, Any] | None:
+def _metrics(path: Path) -> dict[str, Any] | None:
     """The last evaluation in a training run's metrics.jsonl."""
-    lines = [json.loads(line) for line in text.splitlines() if line]
-    evals = [line for line in lines if isinstance(line, dict) and line.get("kind") == "eval" and TOPS[0] in line]
+    lines = [line for line in read_metrics(path) if isinstance(line, dict)]
+    evals = [line for line in lines if line.get("kind") == "eval" and TOPS[0] in line]
     return {"metrics": evals[-1]} if evals else None
 
 

@@ -19,7 +19,7 @@ import jax
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.text.prompt import shown
+from hydrajax.text.jsonl import shown
 
 FORMAT = 1
 TEXT, WHOLE, NUMBER, BOOL, NUMBERS = "text", "integer", "number", "true or false", "list of numbers"

@@ -6,37 +6,48 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.text.prompt import integers, read_jsonl, shown
+from hydrajax.text.jsonl import integers, read_jsonl, shown
 
 FINISH_REASONS = ("eos", "stop", "length", "context")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One prompt's output; its fields are those of an output line (DESIGN section 6).
+    """One prompt's output. An output line has the same fields, but for one name (DESIGN section 6).
 
-    prompt_ids:     token ids fed, special tokens included.
-    output_ids:     generated ids only, EOS included if it was met.
-    text:           the output as text without special tokens, None if the base has no tokenizer.
-    steps:          decode steps: forward passes of the base after the prompt's.
-    accept_lengths: tokens emitted by each step, **counting the root** as Spec-Bench does: they sum to ``new_tokens``.
-    new_tokens:     generated tokens.
-    wall_time:      seconds, prompt included and compilation excluded, of the whole batch the prompt was in.
-    finish_reason:  what ended it: "eos", "stop" (a stop string), "length" (the limit) or "context" (it is full). None
-                    in files that do not say.
+    prompt_ids:    token ids fed, special tokens included.
+    output_ids:    generated ids only, EOS included if it was met.
+    text:          the output as text without special tokens, None if the base has no tokenizer.
+    steps:         decode steps: forward passes of the base after the prompt's.
+    step_lengths:  tokens emitted by each step, the root counted, so that they sum to ``new_tokens``. The file calls
+                   them ``accept_lengths`` as Spec-Bench does; `DecodeResult.accept_lengths` leaves the root out.
+    new_tokens:    generated tokens.
+    wall_time:     seconds, prompt included and compilation excluded, of the whole batch the prompt was in.
+    finish_reason: what ended it: "eos", "stop" (a stop string), "length" (the limit) or "context" (it is full). None
+                   in files that do not say.
     """
 
     prompt_ids: list[int]
     output_ids: list[int]
     text: str | None
     steps: int
-    accept_lengths: list[int]
+    step_lengths: list[int]
     new_tokens: int
     wall_time: float
     finish_reason: str | None = None
+
+
+def line_of(answer: Generation) -> dict[str, Any]:
+    """The output line of a generation, in the names of the file."""
+    return {_in_file(name): value for name, value in dataclasses.asdict(answer).items()}
+
+
+def _in_file(name: str) -> str:
+    return {"step_lengths": "accept_lengths"}.get(name, name)
 
 
 class AnswerWriter(WholeFile):
@@ -47,7 +58,7 @@ class AnswerWriter(WholeFile):
 
     def write(self, answer: Generation) -> None:
         """Add one line."""
-        self.write_text(json.dumps(dataclasses.asdict(answer), ensure_ascii=False) + "\n")
+        self.write_text(json.dumps(line_of(answer), ensure_ascii=False) + "\n")
 
 
 def read_answers(path: str | Path, what: str = "answers") -> list[Generation]:
@@ -60,7 +71,8 @@ def read_answers(path: str | Path, what: str = "answers") -> list[Generation]:
 
 
 def _answer(where: str, line: dict) -> Generation:
-    names = [field.name for field in dataclasses.fields(Generation) if field.default is dataclasses.MISSING]
+    fields = dataclasses.fields(Generation)
+    names = [_in_file(field.name) for field in fields if field.default is dataclasses.MISSING]
     missing = [name for name in names if name not in line]
     if missing:
         raise HydrajaxError(f"{where}: field {missing[0]} is missing; needed are {', '.join(names)}")
@@ -83,15 +95,15 @@ def _answer(where: str, line: dict) -> Generation:
         output_ids=integers(line["output_ids"], f"{where}: output_ids"),
         text=text,
         steps=number("steps", int, "an integer"),
-        accept_lengths=integers(line["accept_lengths"], f"{where}: accept_lengths"),
+        step_lengths=integers(line["accept_lengths"], f"{where}: accept_lengths"),
         new_tokens=number("new_tokens", int, "an integer"),
         wall_time=number("wall_time", (int, float), "a number"),
         finish_reason=reason,
     )
-    counts = {"output_ids holds": len(answer.output_ids), "accept_lengths sum to": sum(answer.accept_lengths)}
+    counts = {"output_ids holds": len(answer.output_ids), "accept_lengths sum to": sum(answer.step_lengths)}
     for what, count in counts.items():
         if count != answer.new_tokens:
             raise HydrajaxError(f"{where}: {what} {count} tokens, new_tokens is {answer.new_tokens}")
-    if len(answer.accept_lengths) != answer.steps:
-        raise HydrajaxError(f"{where}: accept_lengths has {len(answer.accept_lengths)} items, steps is {answer.steps}")
+    if len(answer.step_lengths) != answer.steps:
+        raise HydrajaxError(f"{where}: accept_lengths has {len(answer.step_lengths)} items, steps is {answer.steps}")
     return answer

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.text.jsonl import integers, read_jsonl, shown
 
 FIELDS = ("prompt_ids", "prompt", "turns")
 _ONE_OF = f"exactly one of the fields {', '.join(FIELDS)} is needed"
@@ -93,47 +93,3 @@ def _prompt(where: str, line: dict) -> Prompt:
             raise HydrajaxError(f"{where}: must be a list of one or more texts, found {shown(value)}")
         return Prompt(value[0], where, chat=True)
     return Prompt(integers(value, where), where)
-
-
-def integers(value: Any, where: str) -> list[int]:
-    """``value`` if it is a list of integers; JSON's true and 1.0 are not."""
-    if not isinstance(value, list):
-        raise HydrajaxError(f"{where}: must be a list of integers, found {shown(value)}")
-    for index, item in enumerate(value):
-        if isinstance(item, bool) or not isinstance(item, int):
-            raise HydrajaxError(f"{where}: must be a list of integers, found {shown(item)} at index {index}")
-    return value
-
-
-def read_jsonl(path: str | Path, what: str) -> Iterator[tuple[str, dict]]:
-    """``("FILE line N", object)`` of each line that is not blank; ``what`` says in messages what the file is for."""
-    try:
-        content = Path(path).read_bytes()
-    except FileNotFoundError:
-        raise HydrajaxError(f"{what}: no such file: {path}") from None
-    except OSError as error:
-        raise HydrajaxError(f"{what}: cannot read {path}: {error.strerror}") from None
-    yield from json_lines(content, path)
-
-
-def json_lines(content: bytes, path: str | Path) -> Iterator[tuple[str, dict]]:
-    """As `read_jsonl`, of what has been read from ``path``."""
-    for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not raw.strip():
-            continue
-        where = f"{path} line {number}"
-        try:
-            line = json.loads(raw.decode())
-        except UnicodeDecodeError as error:
-            raise HydrajaxError(f"{where}: is not UTF-8 text (byte {error.start + 1} of the line)") from None
-        except (ValueError, RecursionError) as error:  # ValueError: also numbers of thousands of digits
-            raise HydrajaxError(f"{where}: is not JSON: {error}; found {shown(raw.decode())}") from None
-        if not isinstance(line, dict):
-            raise HydrajaxError(f"{where}: must be a JSON object, found {shown(line)}")
-        yield where, line
-
-
-def shown(value: Any, most: int = 60) -> str:
-    """A value of a file as it stands in a message: in JSON, cut short."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= most else text[: most - 3] + "..."

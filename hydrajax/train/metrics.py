@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.text.jsonl import json_lines
 
 FILE = "metrics.jsonl"
 
@@ -106,11 +108,6 @@ class Silent:
 
 def read_metrics(path: str | Path) -> list[dict]:
     """The lines of a ``metrics.jsonl``; none if there is no such file, and not a last line that was cut off."""
-    lines = []
-    if Path(path).exists():
-        for line in Path(path).read_text(encoding="utf-8").splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                break
-    return lines
+    content = Path(path).read_bytes() if Path(path).exists() else b""
+    values = (value for _, value in json_lines(content, path))
+    return list(itertools.takewhile(lambda value: not isinstance(value, HydrajaxError), values))

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import hydrajax
-from hydrajax.api import decode_text
 from hydrajax.cli.generate import DRAFTED, Totals, pieces, text_of, write_marked
 from hydrajax.text.answers import Generation, read_answers
+from hydrajax.text.tokenizer import decode_text
 
 NEW = 24
 # Of several lengths, in two buckets and in no order; the last batch of three is padded.
@@ -74,11 +74,11 @@ def test_output_is_the_greedy_output_of_transformers_at_any_batch_size(
     assert [answer.prompt_ids for answer in answers] == IDS
     assert [answer.output_ids for answer in answers] == reference
     assert [answer.text for answer in answers] == [decode_text(tokenizer, ids) for ids in reference]
-    assert any(length > 1 for answer in answers for length in answer.accept_lengths)
+    assert any(length > 1 for answer in answers for length in answer.step_lengths)
 
     baseline = read_answers(tmp_path / "plain.jsonl")
     assert [answer.output_ids for answer in baseline] == reference
-    assert all(answer.accept_lengths == [1] * NEW for answer in baseline)
+    assert all(answer.step_lengths == [1] * NEW for answer in baseline)
 
     first = json.loads((tmp_path / "one.jsonl").read_text().splitlines()[0])
     fields = ["prompt_ids", "output_ids", "text", "steps", "accept_lengths", "new_tokens", "wall_time", "finish_reason"]

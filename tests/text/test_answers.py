@@ -9,7 +9,7 @@ import os
 import pytest
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.answers import AnswerWriter, Generation, read_answers
+from hydrajax.text.answers import AnswerWriter, Generation, line_of, read_answers
 
 ANSWERS = [
     Generation([1, 5], [7, 8, 9], "tree 🌳\n\u2028é", 2, [2, 1], 3, 0.25, "stop"),
@@ -137,14 +137,14 @@ def test_paths_that_cannot_be_written(tmp_path):
 )
 def test_damaged_lines_are_refused(tmp_path, change, pattern):
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(dataclasses.asdict(ANSWERS[0]) | change))
+    path.write_text(json.dumps(line_of(ANSWERS[0]) | change))
     with pytest.raises(HydrajaxError, match=rf"a\.jsonl line 1: {pattern}"):
         read_answers(path)
 
 
 def test_missing_fields_and_new_ones(tmp_path):
     path = tmp_path / "a.jsonl"
-    line = dataclasses.asdict(ANSWERS[0])
+    line = line_of(ANSWERS[0])
     path.write_text(json.dumps(line | {"later": 1}))
     assert read_answers(path) == ANSWERS[:1]
     del line["wall_time"]
@@ -155,7 +155,7 @@ def test_missing_fields_and_new_ones(tmp_path):
 
 def test_reasons_are_known_and_may_be_missing(tmp_path):
     path = tmp_path / "a.jsonl"
-    line = dataclasses.asdict(ANSWERS[0])
+    line = line_of(ANSWERS[0])
     del line["finish_reason"]  # files of earlier versions
     path.write_text(json.dumps(line) + "\n")
     assert read_answers(path) == [dataclasses.replace(ANSWERS[0], finish_reason=None)]

@@ -5,15 +5,13 @@ One bad record among many is no reason to stop: it is left out, and returned wit
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.text.jsonl import file_content, json_lines, json_value, shown
 
 FORMATS = ("auto", "sharegpt", "alpaca", "messages")
 
@@ -77,7 +75,7 @@ def read_conversations(
         raise HydrajaxError(f"data.format: found {format!r}, allowed are {', '.join(FORMATS)}")
     suffixes = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
     files = (file for file, hidden in _files(paths, suffixes) if not hidden)
-    records = (found for file in files for found in _records(_read(file).decode(errors="surrogateescape"), str(file)))
+    records = (found for file in files for found in _records(file))
     return _parse_all(records, format, _listed(paths))
 
 
@@ -111,11 +109,11 @@ def read_texts(paths: str | Path | Sequence[str | Path]) -> tuple[list[Text], li
         if hidden:
             skipped.append(BadRecord(str(file), "is hidden"))
             continue
-        content = _read(file)
+        content = file_content(file, "data.files")
         try:
             if b"\0" in content:  # decodes as UTF-8, but is in no text
                 raise ValueError
-            text = content.removeprefix(b"\xef\xbb\xbf").decode()
+            text = content.decode()
         except ValueError:
             skipped.append(BadRecord(str(file), "is binary or not UTF-8 text"))
             continue
@@ -132,8 +130,8 @@ def summary(kept: Sequence[Any], bad: Sequence[BadRecord], what: str = "conversa
     """``"98 conversations, 2 records left out: chat.jsonl line 3: is not JSON; ..."``, at most ``most`` of them."""
     text = f"{len(kept)} {what}"
     if bad:
-        shown = "; ".join(f"{where}: {reason}" for where, reason in bad[:most])
-        text += f", {len(bad)} records left out: {shown}{'; ...' if len(bad) > most else ''}"
+        first = "; ".join(f"{where}: {reason}" for where, reason in bad[:most])
+        text += f", {len(bad)} records left out: {first}{'; ...' if len(bad) > most else ''}"
     return text
 
 
@@ -161,49 +159,25 @@ def _files(paths: str | Path | Sequence[str | Path], suffixes: tuple[str, ...] =
         yield from sorted(found)
 
 
-def _read(path: Path) -> bytes:
-    try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if path.suffix == ".gz" else content
-    except FileNotFoundError:
-        raise HydrajaxError(f"data.files: no such file: {path}") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise HydrajaxError(f"data.files: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-
-
 # --- records --------------------------------------------------------------------------------------------------------
 
 
-def _records(text: str, file: str) -> Iterator[tuple[str, Any]]:
+def _records(file: Path) -> Iterator[tuple[str, Any]]:
     """``(where, record)`` of a JSON or JSONL file; the record is a `HydrajaxError` where it is not JSON.
 
-    The first line decides: JSON complete in one line, with more lines after it, is JSONL.
+    A file that is JSON as a whole is a list of records, or one record. Any other is JSON lines, if at least one of its
+    lines is a record, or else a file that was cut short and counts as one bad record.
     """
-    lines = [(number, line) for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1) if line.strip()]
-    values = [_json(line) for _, line in lines[:1]]
-    if values and isinstance(values[0], HydrajaxError) and len(lines) > 1:
-        whole = _json(text.removeprefix("\ufeff"))
-        values = [whole]
-        # Not JSON as a whole either: lines of which the first is bad, or a file cut short, which has no whole line.
-        if isinstance(whole, HydrajaxError) and any(isinstance(_json(line), dict | list) for _, line in lines[1:]):
-            values = []
-    elif len(lines) > 1:
-        values = []
-    if not values:
-        for number, line in lines:
-            yield f"{file} line {number}", _json(line)
-    elif isinstance(values[0], list) and not _is_messages(values[0]):
-        for number, record in enumerate(values[0], start=1):
+    # Bytes that are not UTF-8 spoil the text that they are in, which `_checked` leaves out, and not the whole file.
+    text = file_content(file, "data.files").decode(errors="surrogateescape")
+    whole = json_value(text, "file")
+    if isinstance(whole, HydrajaxError) and any(isinstance(value, dict | list) for _, value in json_lines(text, file)):
+        yield from json_lines(text, file)
+    elif isinstance(whole, list) and not _is_messages(whole):
+        for number, record in enumerate(whole, start=1):
             yield f"{file} record {number}", record
-    else:
-        yield f"{file} record 1", values[0]
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: also numbers of thousands of digits
-        return HydrajaxError(f"is not JSON: {error}; found {shown(text.strip())}")
+    elif text.strip():
+        yield f"{file} record 1", whole
 
 
 def _parse_all(
@@ -308,9 +282,3 @@ def _without_nulls(row: dict) -> dict:
 
 def _names(record: dict) -> str:
     return shown(", ".join(map(str, record))) if record else "no field"
-
-
-def shown(value: Any, most: int = 60) -> str:
-    """A value of a file as it stands in a message: in JSON, cut short."""
-    text = json.dumps(value, ensure_ascii=False, default=str).encode(errors="replace").decode()  # can be printed
-    return text if len(text) <= most else text[: most - 3] + "..."

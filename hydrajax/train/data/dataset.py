@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.text import templates
 from hydrajax.train.config import DataConfig
-from hydrajax.train.data import conversations, corpus, generations, rows
+from hydrajax.train.data import conversations, corpus, encode, generations, rows
 from hydrajax.train.data.rows import Document, Rows
 
 
@@ -126,7 +125,7 @@ def encode_generations(config: DataConfig, tokenizer: Any, items: Sequence[Named
 def encode_chat(config: DataConfig, tokenizer: Any, items: Sequence[Named], say) -> list[Document]:
     if not items:
         return []
-    documents, bad = templates.encode_conversations(tokenizer, [item.content for item in items], config.template)
+    documents, bad = encode.encode_conversations(tokenizer, [item.content for item in items], config.template)
     if bad:
         say(f"data: {conversations.summary(documents, bad, 'encoded')}")
     if config.targets == "all":

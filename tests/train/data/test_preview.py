@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hydrajax.text.templates import encode_conversation
 from hydrajax.train.data.conversations import Conversation, Message
 from hydrajax.train.data.corpus import train_tokenizer
+from hydrajax.train.data.encode import encode_conversation
 from hydrajax.train.data.preview import preview, preview_text
 from hydrajax.train.data.rows import Document
 

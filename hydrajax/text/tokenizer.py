@@ -1,0 +1,31 @@
+"""The tokenizer of a model's directory, and text from token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydrajax.errors import HydrajaxError
+
+
+def load_tokenizer(directory: str | Path, field: str = "--base") -> Any | None:
+    """The transformers tokenizer of a Hugging Face directory, or None where it has none.
+
+    Code from the directory is never run. Raises `HydrajaxError` for a damaged tokenizer; ``field`` is the option or
+    setting that named the directory.
+    """
+    directory = Path(directory)
+    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        return None
+    from transformers import AutoTokenizer  # slow to import, and a prompt of ids needs none
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers raises many types for a damaged tokenizer
+        raise HydrajaxError(f"{field}: cannot read the tokenizer in {directory}: {error}") from None
+
+
+def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Token ids as text, without special tokens and with no space removed."""
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

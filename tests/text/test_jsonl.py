@@ -1,0 +1,66 @@
+"""Files of JSON lines, strict and tolerant; what each kind of file refuses besides stands in its own tests."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.text.jsonl import integers, json_lines, json_value, read_jsonl, shown
+
+GOOD = {"a": "é\u2028"}  # U+2028 ends a line for Python, and not in JSON lines
+LINE = json.dumps(GOOD, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("name", ["f.jsonl", "f.jsonl.gz"])
+def test_objects_with_their_place(tmp_path, name):
+    path = tmp_path / name
+    content = b"\xef\xbb\xbf" + LINE + b"\r\n\n  \n" + LINE  # a byte order mark, blank lines, no newline at the end
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert list(read_jsonl(path, "--x")) == [(f"{path} line 1", GOOD), (f"{path} line 4", GOOD)]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"[1]", r"must be a JSON object, found \[1\]"),
+        (b"{", r'is not JSON: Expecting .*; found "\{"'),
+        (b'{"a": "\xff"}', r"is not UTF-8 text \(byte 8 of the line\)"),
+        (b"[" * 100_000, "is not JSON: "),
+        (b"9" * 5000, "is not JSON: Exceeds the limit"),
+    ],
+)
+def test_a_bad_line_is_raised_by_the_strict_reader_and_a_value_of_the_tolerant_one(tmp_path, line, message):
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(b"\n".join((LINE, line, LINE)))
+    with pytest.raises(HydrajaxError, match=f"^{path} line 2: {message}") as refusal:
+        list(read_jsonl(path, "--x"))
+    assert len(str(refusal.value)) < 400
+    values = [value for _, value in json_lines(path.read_bytes(), path)]
+    assert values[::2] == [GOOD, GOOD]
+    assert values[1] == [1] or isinstance(values[1], HydrajaxError)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(HydrajaxError, match=r"^--x: no such file: "):
+        read_jsonl(tmp_path / "none", "--x")
+    with pytest.raises(HydrajaxError, match=r"^--x: cannot read .*: Is a directory$"):
+        read_jsonl(tmp_path, "--x")
+    packed = tmp_path / "f.gz"
+    for content in (b"plain", gzip.compress(LINE * 99)[:-9]):
+        packed.write_bytes(content)
+        with pytest.raises(HydrajaxError, match=r"^--x: cannot read .*f\.gz: \w"):
+            read_jsonl(packed, "--x")
+
+
+def test_values():
+    assert json_value(b"[1, 2]") == [1, 2]
+    assert "(byte 1 of the file)" in str(json_value(b"\xff", "file"))
+    assert shown({"a": object}) == '{"a": "<class \'object\'>"}'
+    assert shown("x" * 100) == '"' + "x" * 56 + "..."
+    assert integers([1, 2], "p") == [1, 2]
+    for wrong in (None, "12", [1.0], [True]):
+        with pytest.raises(HydrajaxError, match=r"^p: must be a list of integers, found "):
+            integers(wrong, "p")

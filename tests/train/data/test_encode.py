@@ -1,0 +1,258 @@
+"""Conversations encoded: what is learnt must be what the assistant says and the mark that ends it, nothing else."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.text.templates import VICUNA_SYSTEM
+from hydrajax.train.data.conversations import Conversation, Message
+from hydrajax.train.data.encode import encode_conversation, encode_conversations
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA_2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}"
+    "{% else %}{{ raise_exception('no system\nhere') }}{% endif %}{% endfor %}"
+)
+PLAIN_MARK = (
+    "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + '\n### end\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
+)
+GENERATION = (
+    "{{ bos_token }}{% for m in messages %}{{ '[' + m.role + ']:' }}{% if m.role == 'assistant' %}"
+    "{%- generation %}{{ ' ' + m.content }}{% endgeneration %}{{ eos_token }}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+NO_MARK = (
+    "{% for m in messages %}{{ '[' + m.role + ']:\n' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]:\n' }}{% endif %}"
+)
+GENERATION_WITHOUT_MARK = (
+    "{% for m in messages %}{{ bos_token + m.role }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+
+TURNS = (
+    ("user", "What is a tree?"),
+    ("assistant", "A  graph without cycles: naïve 🌲🌲\n    it has\n\n        indented lines."),
+    ("user", "A graph without cycles?"),
+    ("assistant", "🦔"),  # one character, four tokens
+)
+
+
+def conversation(*turns, where="f line 1"):
+    return Conversation(tuple(Message(*turn) for turn in turns), where)
+
+
+@pytest.fixture(scope="module", params=["spaces in offsets", "offsets trimmed"])
+def tokenizer(request):
+    """A byte-level BPE that adds <s> by default, as LLaMA's does; trimmed offsets leave out the spaces of a token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    texts = [content for _, content in TURNS[:3]] * 3 + [
+        "USER: ASSISTANT: graph [INST] [/INST]:\n        .</s>",
+        "]:::",
+        "]: ::",
+    ] * 3
+    bpe.train_from_iterator(texts, trainer)
+    bos = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))])
+    trim = processors.ByteLevel(trim_offsets=request.param == "offsets trimmed")
+    bpe.post_processor = processors.Sequence([trim, bos])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=[AddedToken(text, special=True) for text in special[2:]],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@pytest.fixture
+def with_template(tokenizer, monkeypatch):
+    def use(source):
+        monkeypatch.setattr(tokenizer, "chat_template", source)
+        return tokenizer
+
+    return use
+
+
+def learnt(document, tokenizer) -> list[str]:
+    """The text of each run of targets."""
+    edges = np.flatnonzero(np.diff(document.targets, prepend=False, append=False)).reshape(-1, 2)
+    return [tokenizer.decode(document.ids[start:end], skip_special_tokens=False) for start, end in edges]
+
+
+ANSWERS = [TURNS[1][1], TURNS[3][1]]
+
+
+@pytest.mark.parametrize(
+    ("source", "before", "after"),
+    [
+        (CHATML, "", "<|im_end|>"),  # and not the newline that the template writes after it
+        (LLAMA_2, " ", " </s>"),  # the generation prompt is "[/INST]": the model writes the space
+        (PLAIN_MARK, "", "\n### end"),  # the mark is no special token
+        (NO_MARK, "", ""),  # and the last byte of the last answer ends it
+        (GENERATION, " ", "</s>"),  # the mark lies just outside {% generation %}
+        (GENERATION_WITHOUT_MARK, "", ""),  # and here there is none: <s> begins the next turn
+    ],
+)
+def test_answers_and_end_marks_are_learnt(with_template, source, before, after):
+    tokenizer = with_template(source)
+    document = encode_conversation(tokenizer, conversation(*TURNS))
+    assert learnt(document, tokenizer) == [before + answer + after for answer in ANSWERS]
+    # The ids are transformers' own for the conversation.
+    messages = [{"role": role, "content": content} for role, content in TURNS]
+    assert document.ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
+    assert document.ids.dtype == np.int32
+    assert document.targets.dtype == bool
+
+
+def test_marked_templates_agree_with_the_mask_of_transformers(with_template):
+    """For answers that begin without a space: their mask leaves out others where offsets are trimmed."""
+    source = GENERATION.replace("' ' + ", "").replace(
+        "{% endgeneration %}{{ eos_token }}", "{{ eos_token }}{% endgeneration %}"
+    )
+    tokenizer = with_template(source)
+    messages = [{"role": role, "content": content} for role, content in TURNS]
+    theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    document = encode_conversation(tokenizer, conversation(*TURNS))
+    assert document.ids.tolist() == theirs["input_ids"]
+    assert document.targets.tolist() == [bool(mark) for mark in theirs["assistant_masks"]]
+
+
+def test_vicuna(tokenizer):
+    document = encode_conversation(tokenizer, conversation(*TURNS), "vicuna")
+    (q1, a1), (q2, a2) = [(TURNS[i][1], TURNS[i + 1][1]) for i in (0, 2)]
+    # Written out as in FastChat's conversation.py: separators " " and "</s>", roles USER and ASSISTANT.
+    text = f"{VICUNA_SYSTEM} USER: {q1} ASSISTANT: {a1}</s>USER: {q2} ASSISTANT: {a2}</s>"
+    assert document.ids.tolist() == tokenizer.encode(text)
+    assert document.ids[0] == tokenizer.bos_token_id
+    assert document.ids[1] != tokenizer.bos_token_id
+    assert learnt(document, tokenizer) == [f" {a1}</s>", f" {a2}</s>"]
+    with_system = encode_conversation(tokenizer, conversation(("system", "Be brief."), *TURNS[:2]), "vicuna")
+    assert tokenizer.decode(with_system.ids).startswith("<s>Be brief. USER: What is a tree? ASSISTANT: A  graph")
+
+
+def test_plain(tokenizer):
+    document = encode_conversation(tokenizer, conversation(*TURNS), "plain")
+    (q1, a1), (q2, a2) = [(TURNS[i][1], TURNS[i + 1][1]) for i in (0, 2)]
+    assert tokenizer.decode(document.ids) == f"<s>{q1}\n{a1}</s>{q2}\n{a2}</s>"
+    assert learnt(document, tokenizer) == [f"{a1}</s>", f"{a2}</s>"]
+
+
+@pytest.mark.parametrize(
+    ("between", "answer", "expected"),
+    [
+        (" ", "graph", " graph</s>"),  # the token " graph" takes the space that ends the prompt
+        ("]:", ":Yes", "Yes</s>"),  # "]::" is one token of this vocabulary
+    ],
+)
+def test_a_token_that_reaches_into_the_prompt(with_template, between, answer, expected):
+    """It counts where it has but spaces of the prompt, and not where it has words."""
+    source = (
+        "{% for m in messages %}{{ m.role + '" + between + "' + m.content }}"
+        "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant" + between + "' }}{% endif %}"
+    )
+    tokenizer = with_template(source)
+    document = encode_conversation(tokenizer, conversation(TURNS[0], ("assistant", answer)))
+    assert learnt(document, tokenizer) == [expected]
+
+
+def test_a_token_that_reaches_into_the_next_prompt_does_not_count(with_template):
+    source = (
+        "{% for m in messages %}{{ ('::' if m.role == 'user' else '=') + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '=' }}{% endif %}"
+    )
+    tokenizer = with_template(source)
+    document = encode_conversation(tokenizer, conversation(TURNS[0], ("assistant", "Yes]"), ("user", "So")))
+    assert tokenizer.decode(document.ids).endswith("=Yes]::So")
+    assert learnt(document, tokenizer) == ["Yes"]
+
+
+def test_a_question_after_the_last_answer_is_not_learnt(with_template):
+    tokenizer = with_template(CHATML)
+    document = encode_conversation(tokenizer, conversation(*TURNS[:3]))
+    assert learnt(document, tokenizer) == [ANSWERS[0] + "<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("source", "turns", "reason"),
+    [
+        (LLAMA_2, [("system", "s"), *TURNS], "the chat template failed: no system here$"),
+        # As templates of reasoning models do: answers before the last are cut, or the prompt opens the reasoning.
+        (
+            CHATML.replace("m.content", "(m.content if loop.last or m.role == 'user' else m.content[1:])"),
+            TURNS,
+            "writes message 2 otherwise once others follow",
+        ),
+        (CHATML.replace("assistant\n", "assistant\n<think>"), TURNS, "begins message 2 otherwise than its generation"),
+        # The answer stands in the text, but not where the answer belongs.
+        (
+            CHATML.replace("m.content", "(m.content if m.role == 'user' else 'x')"),
+            [("user", "Yes"), ("assistant", "Yes")],
+            "changes the answer 'Yes'",
+        ),
+        (CHATML.replace("m.content", "m.content.upper()"), TURNS, "changes the answer 'A  graph without"),
+        (CHATML.replace("m.content", "(m.content[:5])"), TURNS, "changes the answer 'A  graph without"),
+        (CHATML, [("user", "say </s>"), TURNS[1]], "message 1 holds the text of the special token </s>"),
+        (CHATML, [TURNS[0], ("assistant", "a<|im_end|>b")], r"message 2 holds .* special token <\|im_end\|>"),
+        ("{{ bos_token + bos_token }}" + CHATML, TURNS, "writes BOS twice"),
+        (GENERATION.replace("'assistant'", "'user'"), [*TURNS[:2], TURNS[2]], "marks 2 answers of the 1"),
+    ],
+)
+def test_conversations_that_are_refused(with_template, source, turns, reason):
+    tokenizer = with_template(source)
+    with pytest.raises(HydrajaxError, match=f"^f line 1: .*{reason}"):
+        encode_conversation(tokenizer, conversation(*turns))
+    with pytest.raises(HydrajaxError, match=f"none of 2 conversations can be encoded; the first: f line 1: .*{reason}"):
+        encode_conversations(tokenizer, [conversation(*turns)] * 2)
+
+
+def test_one_bad_conversation_among_good_ones(with_template):
+    tokenizer = with_template(CHATML)
+    bad = conversation(("user", "</s>"), TURNS[1], where="f line 7")
+    documents, left_out = encode_conversations(tokenizer, [conversation(*TURNS), bad, conversation(*TURNS[:2])])
+    assert [len(learnt(document, tokenizer)) for document in documents] == [2, 1]
+    assert left_out == [("f line 7", "message 1 holds the text of the special token </s>")]
+
+
+def test_settings_that_do_not_go_together_are_named_as_the_config_names_them(with_template):
+    tokenizer, one = with_template(None), conversation(*TURNS)
+    with pytest.raises(HydrajaxError, match=r"^data\.template: the tokenizer has no chat template of its own"):
+        encode_conversation(tokenizer, one)
+    with pytest.raises(HydrajaxError, match=r"^data\.template: found 'alpaca', allowed are auto, vicuna, plain"):
+        encode_conversations(tokenizer, [one], "alpaca")
+    with pytest.raises(HydrajaxError, match=r"^data\.tokenizer: object is not a fast tokenizer"):
+        encode_conversation(object(), one, "vicuna")
+
+
+def test_a_tokenizer_that_adds_eos_gives_one(tokenizer):
+    from tokenizers import processors
+
+    special = [(text, tokenizer.convert_tokens_to_ids(text)) for text in ("<s>", "</s>")]
+    closing = copy.deepcopy(tokenizer)
+    closing.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=special)
+    assert closing.encode("a</s>")[-2:] == [tokenizer.eos_token_id] * 2
+    document = encode_conversation(closing, conversation(*TURNS), "vicuna")
+    assert document.ids.tolist().count(tokenizer.eos_token_id) == 2
+    assert document.targets[-1]
+    assert not document.targets[0]
