@@ -90,7 +90,7 @@ def config_file(tmp_path, settings):
 @pytest.fixture
 def program(capfd, tmp_path_factory, monkeypatch):
     """``program(*argv, main=...)`` runs a command line in this process: ``code``, ``out`` and ``err``."""
-    from hydrajax.train import __main__ as train
+    from hydrajax.cli import train
 
     cache = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import runpy
+import sys
 
 import jax
 import numpy as np
 import pytest
 
+from hydrajax.cli import distill as command
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.layers import causal_mask
 from hydrajax.train import distill
@@ -86,14 +90,14 @@ def test_generation_ends_at_eos(tiny_model):
 
 @pytest.mark.parametrize("text", ["", "a", "0,-1", "0.5,,1", "nan", "inf"])
 def test_temperatures_refused(text):
-    with pytest.raises(Exception, match="must be numbers from 0 up"):
-        distill.temperatures(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="must be numbers from 0 up"):
+        command.temperatures(text)
 
 
 def test_the_program_writes_what_training_reads(program, config_file, tmp_path):
     output = tmp_path / "out.jsonl"
     common = ("--config", config_file(), "--prompt-tokens", 8, "--new-tokens", 6, "--batch-size", 4)
-    result = program(*common, "--count", 5, "--output", output, main=distill.main)
+    result = program(*common, "--count", 5, "--output", output, main=command.main)
     assert result.code == 0, result.err
     assert "5 continuations, " in result.out
     assert len(read([output])) == 5
@@ -104,10 +108,19 @@ def test_the_program_writes_what_training_reads(program, config_file, tmp_path):
 
 def test_refused_on_the_command_line(program, config_file, tmp_path):
     output = tmp_path / "out.jsonl"
-    result = program("--config", config_file(), "--output", output, "--temperatures", "x", main=distill.main)
+    result = program("--config", config_file(), "--output", output, "--temperatures", "x", main=command.main)
     assert result.code == 2
     assert "--temperatures: must be numbers from 0 up with commas between, found 'x'" in result.err
-    result = program("--config", config_file(), "--output", output, "--prompt-tokens", 99999, main=distill.main)
+    result = program("--config", config_file(), "--output", output, "--prompt-tokens", 99999, main=command.main)
     assert result.code == 2
     assert result.err.strip().endswith("--prompt-tokens: no document has 99999 tokens")
     assert not output.exists()
+
+
+@pytest.mark.parametrize("module", ["hydrajax.train", "hydrajax.train.distill"])
+def test_both_programs_start_as_modules(monkeypatch, capsys, module):
+    monkeypatch.setattr(sys, "argv", ["program", "--no-such-flag"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert end.value.code == 2
+    assert f"see python -m {module} --help" in capsys.readouterr().err

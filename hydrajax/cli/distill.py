@@ -1,8 +1,4 @@
-"""``python -m hydrajax.train.distill``: let the base write the text that its draft heads then learn from.
-
-Heads draft what the base is about to say, so its own continuations are closer to their task than the text it was
-trained on (medusa 2.3.2, self-distillation). Greedy text is what greedy decoding meets; sampled text has more variety.
-"""
+"""``python -m hydrajax.train.distill``: text that a base writes itself, for its draft heads to learn from."""
 
 from __future__ import annotations
 
@@ -10,56 +6,15 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 
 from hydrajax.cli import run_command
 from hydrajax.cli.options import positive, seed
-from hydrajax.decoding.acceptance import ExactSampling, Greedy
-from hydrajax.decoding.decode import make_autoregressive_fn
-from hydrajax.decoding.step import Params
 from hydrajax.errors import HydrajaxError
-from hydrajax.train.data.rows import Document
 
 PROG = "python -m hydrajax.train.distill"
 HELP = "Let a base continue prompts cut from its training data; the output trains heads (data.format: generations)."
-
-
-def cut_prompts(documents: Sequence[Document], count: int, length: int, seed: int) -> np.ndarray:
-    """``count`` stretches of ``length`` tokens from random places, int32 ``[count, length]``, longer documents oftener.
-
-    Raises `HydrajaxError` where no document is that long.
-    """
-    long_enough = [ids for ids, _ in documents if len(ids) >= length]
-    if not long_enough:
-        raise HydrajaxError(f"--prompt-tokens: no document has {length} tokens")
-    random = np.random.default_rng(seed)
-    weights = np.array([len(ids) - length + 1 for ids in long_enough], float)
-    chosen = random.choice(len(long_enough), size=count, p=weights / weights.sum())
-    starts = random.integers(0, weights[chosen].astype(int))
-    return np.stack([long_enough[i][start : start + length] for i, start in zip(chosen, starts, strict=True)])
-
-
-def continuations(
-    model, base_params, prompts: np.ndarray, temperatures: np.ndarray, new_tokens: int, eos_ids, batch: int, seed: int
-) -> Iterator[tuple[int, dict]]:
-    """``(index, {"prompt_ids", "output_ids", "temperature"})``, prompts of one temperature decoded in batches."""
-    for temperature in np.unique(temperatures):
-        rule = ExactSampling(float(temperature)) if temperature else Greedy()
-        decode = make_autoregressive_fn(model, rule, max_new_tokens=new_tokens, eos_ids=eos_ids)
-        indices = np.flatnonzero(temperatures == temperature)
-        for start in range(0, len(indices), batch):
-            chosen = indices[start : start + batch]
-            filled = np.resize(chosen, batch)  # one compiled shape; the repeats are not used
-            out = jax.device_get(
-                decode(Params(base_params, {}), prompts[filled], rng=jax.random.fold_in(jax.random.key(seed), start))
-            )
-            for row, index in enumerate(chosen):
-                output = out.tokens[row, : out.lengths[row]].tolist()
-                record = {"prompt_ids": prompts[index].tolist(), "output_ids": output}
-                yield int(index), record | {"temperature": float(temperature)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def temperatures(text: str) -> tuple[float, ...]:
-    """An argparse type."""
+    """An argparse type: temperatures from 0 up, with commas between them."""
     try:
         values = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -102,6 +57,7 @@ def run(args: argparse.Namespace) -> None:
     from hydrajax.files import WholeFile
     from hydrajax.train.config import load_config
     from hydrajax.train.data.dataset import documents
+    from hydrajax.train.distill import continuations, cut_prompts
 
     config = load_config(args.config, args.overrides)
     if config.task != "heads":
@@ -124,7 +80,3 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     return run_command(PROG, HELP, add_arguments, run, sys.argv[1:] if argv is None else argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,89 @@
+"""``python -m hydrajax.train --config FILE.yaml [key.sub=value ...]``: train draft heads, or a base from scratch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from hydrajax import processes
+from hydrajax.cli import run_command
+from hydrajax.cli.options import positive
+from hydrajax.errors import HydrajaxError
+from hydrajax.train.config import TrainConfig, load_config
+
+PROG = "python -m hydrajax.train"
+HELP = "Train draft heads on a frozen base, or a base from scratch. The same command resumes an interrupted run."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE.yaml", required=True, help="the settings of the run")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="load nothing: print parameters, bytes per device and hours"
+    )
+    parser.add_argument(
+        "--device-memory",
+        metavar="GB",
+        type=positive,
+        default=80,
+        help="with --dry-run: of a device (default %(default)s)",
+    )
+    parser.add_argument(
+        "--preview", metavar="N", type=positive, help="print N documents with their training targets marked, and stop"
+    )
+    parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that replace the file's")
+
+
+def run(args: argparse.Namespace) -> None:
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    config = load_config(args.config, args.overrides)
+    if args.dry_run:
+        from hydrajax.train.dry_run import dry_run
+
+        dry_run(config, console, args.device_memory)
+        return
+    start_devices(config)
+    console.quiet = not processes.is_main()
+    if args.preview:
+        preview(config, args.preview, console)
+        return
+    from hydrajax.sharding import make_mesh
+    from hydrajax.train.loop import train
+    from hydrajax.train.tasks.from_config import make_task
+
+    mesh = make_mesh(config.mesh.data, config.mesh.model)
+    output = Path(config.output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HydrajaxError(f"output: cannot make the directory {output}: {error.strerror}") from None
+    train(config, make_task(config, mesh, console), mesh, console)
+
+
+def start_devices(config: TrainConfig) -> None:
+    """What must precede the first array: a CPU split into several devices, and meeting the other processes of the run.
+
+    Other processes exist where JAX's own environment variables name them.
+    """
+    if config.mesh.cpu_devices:
+        jax.config.update("jax_num_cpu_devices", config.mesh.cpu_devices)
+    processes.start()
+
+
+def preview(config: TrainConfig, count: int, console: Console) -> None:
+    """Print the first training documents with what the heads learn marked."""
+    from hydrajax.train.data import dataset
+    from hydrajax.train.data.preview import preview as marked
+    from hydrajax.train.tasks.from_config import tokenizer_of
+
+    found = dataset.documents(config.data, tokenizer_of(config), config.seed, console.print)
+    for document in found.train[:count]:
+        console.rule()
+        console.print(marked(document, found.tokenizer, color=console.is_terminal))
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run_command(PROG, HELP, add_arguments, run, sys.argv[1:] if argv is None else argv)
