@@ -8,9 +8,10 @@ out = decode_fn(m.params, prompt)  # out.tokens, out.lengths, out.accept_lengths
 
 from hydrajax import trees
 from hydrajax.api import Loaded, load
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, RejectionSampling, Typical
+from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import DecodeResult, make_autoregressive_fn, make_decode_fn
-from hydrajax.decoding.step import Params
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.state import Params
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import Stream, generate, stream
 from hydrajax.text.answers import Generation

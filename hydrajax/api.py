@@ -16,12 +16,15 @@ from hydrajax.checkpoints.base import Progress, eos_ids, load_llama
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.checkpoints.hub import resolve
 from hydrajax.decoding.acceptance import AcceptanceRule
-from hydrajax.decoding.decode import check_prompt, make_decode_fn
+from hydrajax.decoding.decode import make_engine
 from hydrajax.decoding.loop import Bursts
-from hydrajax.decoding.step import Params
+from hydrajax.decoding.prompts import bucket, check_prompt
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.registry import BY_NAME
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.llama import Llama
+from hydrajax.models.base import BaseModel
 from hydrajax.sharding import placer
 from hydrajax.text.prompt import Prompt
 from hydrajax.text.tokenizer import load_tokenizer
@@ -37,12 +40,12 @@ class Loaded:
     """A base with its drafter, ready to decode.
 
     tokenizer: the directory's tokenizer (transformers), None if it has none. eos_ids: ids that end generation.
-    draft_directory: where the heads were loaded from. compiled: which programs `hydrajax.generation` has compiled, for
-    which shapes.
+    draft_directory: where the heads were loaded from, None for a drafter that was not. compiled: which programs
+    `hydrajax.generation` has compiled, for which shapes.
     """
 
-    model: Llama
-    drafter: Any
+    model: BaseModel
+    drafter: Drafter
     params: Params
     tokenizer: Any = None
     eos_ids: tuple[int, ...] = ()
@@ -51,33 +54,42 @@ class Loaded:
     _bursts: dict = field(default_factory=dict, repr=False)
 
     def bursts(self, tree: TreeTopology, rule: AcceptanceRule, max_new_tokens: int) -> Bursts:
-        """The engine of a `make_decode_fn` with these settings, in `Bursts`: compiled once and kept."""
-        key = (tree, rule, max_new_tokens)
+        """An engine for this tree, this *kind* of rule and at least as many new tokens, made once and kept.
+
+        So a rule with other numbers, or another limit that the same power of two covers, compiles nothing new. Raises
+        `HydrajaxError` for what does not fit together.
+        """
+        room = bucket(max_new_tokens, self.model.config.max_positions)
+        key = (tree, jax.tree.structure(rule), room)
         if key not in self._bursts:
-            decode_fn = make_decode_fn(
-                self.model, self.drafter, tree, rule, max_new_tokens=max_new_tokens, eos_ids=self.eos_ids
-            )
-            self._bursts[key] = Bursts(decode_fn.engine)
+            engine = make_engine(self.model, self.drafter, tree, rule, max_new_tokens=room, eos_ids=self.eos_ids)
+            self._bursts[key] = Bursts(engine)
         return self._bursts[key]
 
     def with_draft(
-        self, draft: str | Path, *, base_directory: str | Path | None = None, mesh: Mesh | None = None
+        self, draft: Drafter | str | Path, *, base_directory: str | Path | None = None, mesh: Mesh | None = None
     ) -> Loaded:
-        """The same base, its parameters shared, with draft heads. base_directory, mesh: as at `load_draft`, `load`."""
-        directory = resolve(draft, "--draft")
-        drafter, params = load_draft(directory, self.model.config, self.model.dtype, base_directory=base_directory)
-        params = Params(self.params.base, jax.tree.map(lambda x: placer(mesh)(x, None), params))
-        return Loaded(self.model, drafter, params, self.tokenizer, self.eos_ids, directory)
+        """The same base, its parameters shared, with another drafter. The arguments are those of `load`.
+
+        base_directory: where the base lies; heads that say they were made for another base are then refused.
+        """
+        if isinstance(draft, str) and draft in BY_NAME:
+            draft = BY_NAME[draft].build(self.model.config, self.model.dtype)
+        directory, params = None, {}
+        if isinstance(draft, (str, Path)):
+            directory = resolve(draft, "--draft")
+            draft, params = load_draft(directory, self.model.config, self.model.dtype, base_directory=base_directory)
+            params = jax.tree.map(lambda x: placer(mesh)(x, None), params)
+        return Loaded(self.model, draft, Params(self.params.base, params), self.tokenizer, self.eos_ids, directory)
 
     def default_tree(self, batch_size: int = 1) -> TreeTopology:
-        """The tree that was searched for these heads, else `hydrajax.trees.presets.default_name`."""
-        tree = presets.searched(self.draft_directory, batch_size)
-        return tree or presets.by_name(presets.default_name(self.drafter.depth, self.model.config.vocab_size))
+        """The tree that was searched for these heads, else the drafter's own choice."""
+        return presets.searched(self.draft_directory, batch_size) or presets.by_name(self.drafter.default_tree)
 
 
 def load(
     base: str | Path,
-    draft: str | Path | None = None,
+    draft: Drafter | str | Path | None = None,
     *,
     dtype="float32",
     mesh: Mesh | None = None,
@@ -85,11 +97,12 @@ def load(
     force: bool = False,
     on_progress: Progress = lambda done, total: None,
 ) -> Loaded:
-    """Load a base and, optionally, draft heads.
+    """Load a base and, optionally, a drafter.
 
     base:  a Hugging Face directory (``config.json`` and weights; the tokenizer if it holds one), or a repository on the
         Hub, ``org/name`` or ``org/name@revision``.
-    draft: a directory or repository of heads (`hydrajax.checkpoints.heads.load`), or None to decode autoregressively.
+    draft: a directory or repository of heads (`hydrajax.checkpoints.heads.load`); the name of a drafter without
+        weights, ``lookup`` or ``none``; a `Drafter` without weights; or None to decode autoregressively.
     dtype: ``"float32"`` or ``"bfloat16"``, of parameters, cache and matmuls.
     mesh:  from `hydrajax.sharding.make_mesh`; the base is sharded over it, the draft replicated.
     quantize: ``"int8"`` keeps the base's matmul weights in one byte each: half of bfloat16's memory, other logits.
@@ -103,9 +116,10 @@ def load(
     if quantize not in (None, *QUANTIZED):
         raise HydrajaxError(f"quantize: found '{quantize}', allowed are {', '.join(QUANTIZED)}")
     compute = DTYPES[str(dtype)]
-    base, draft = resolve(base, "--base"), None if draft is None else resolve(draft, "--draft")
-    int8 = quantize == "int8"
-    model, base_params = load_llama(base, compute, placer(mesh), int8=int8, on_progress=on_progress)
+    base = resolve(base, "--base")
+    if isinstance(draft, (str, Path)) and draft not in BY_NAME:
+        draft = resolve(draft, "--draft")  # refused before gigabytes are read
+    model, base_params = load_llama(base, compute, placer(mesh), int8=quantize == "int8", on_progress=on_progress)
     loaded = Loaded(model, NoDrafter(), Params(base_params, {}), load_tokenizer(base), eos_ids(base))
     return loaded if draft is None else loaded.with_draft(draft, base_directory=None if force else base, mesh=mesh)
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from hydrajax.api import Loaded
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
-from hydrajax.decoding.decode import bucket, right_padded
+from hydrajax.decoding.prompts import bucket, right_padded
 from hydrajax.decoding.sampling import row_keys
-from hydrajax.decoding.step import DecodeState
+from hydrajax.decoding.state import DecodeState
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import STEPS_PER_BURST
 from hydrajax.text.stopping import GrowingText
@@ -62,14 +62,12 @@ class Chat:
             raise HydrajaxError("--base: has no tokenizer, and a conversation needs one")
         if max_new_tokens < 1:
             raise HydrajaxError(f"max_new_tokens: must be at least 1, found {max_new_tokens}")
-        try:
-            self._encoder = make_encoder(loaded.tokenizer, template)
-        except HydrajaxError as error:
-            raise HydrajaxError(str(error).replace("data.template:", "--template:")) from None
+        self._encoder = make_encoder(loaded.tokenizer, template)
         self._loaded, self._limit, self._seed = loaded, max_new_tokens, seed
         self._context = loaded.model.config.max_positions
         # As many new tokens as the context holds, so that the cache has room for the whole conversation.
-        self._bursts = loaded.bursts(tree or loaded.default_tree(), rule or Greedy(), self._context)
+        self._rule = rule or Greedy()
+        self._bursts = loaded.bursts(tree or loaded.default_tree(), self._rule, self._context)
         self._state: DecodeState | None = None
         self._held: list[int] = []  # the tokens in the cache
         self._turns = 0
@@ -126,10 +124,10 @@ class Chat:
         params = self._loaded.params
         if reused:
             more, count = right_padded([ids[reused:]], bucket(len(ids) - reused, self._context - reused))
-            state = self._bursts.extend(params, state, more, count, keys, limit)
+            state = self._bursts.extend(params, state, more, count, keys, self._rule, limit)
         else:
             prompt, count = right_padded([ids], bucket(len(ids), self._context))
-            state = self._bursts.start(params, prompt, count, keys, limit)
+            state = self._bursts.start(params, prompt, count, keys, self._rule, limit)
         text = GrowingText(lambda ids: decode_text(self._loaded.tokenizer, ids))
         done = False
         while not done:

@@ -12,8 +12,8 @@ import numpy as np
 
 from hydrajax.api import Loaded, encode
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
-from hydrajax.decoding.decode import bucket, right_padded
 from hydrajax.decoding.loop import Snapshot
+from hydrajax.decoding.prompts import batches, bucket
 from hydrajax.decoding.sampling import row_keys
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.answers import Generation
@@ -162,11 +162,11 @@ def _decode(
 ) -> Iterator[tuple[Snapshot, float]]:
     """Snapshots of a batch, ``texts`` grown to each, and the seconds it took; ``number`` is its first prompt's."""
     loaded = request.loaded
-    rows = [batch[row % len(batch)] for row in range(batch_size)]
-    prompt, lengths = right_padded(rows, bucket(max(map(len, rows)), loaded.model.config.max_positions))
+    width = bucket(max(map(len, batch)), loaded.model.config.max_positions)
+    ((prompt, lengths, _),) = batches(batch, batch_size, width)
     keys = row_keys(jax.random.key(seed), batch_size, number)
     most = np.array([min(limit, request.max_new_tokens) for limit in limits], np.int32)
-    arguments = loaded.params, prompt, lengths, keys, np.resize(most, batch_size)
+    arguments = loaded.params, prompt, lengths, keys, request.rule, np.resize(most, batch_size)
     bursts = loaded.bursts(request.tree, request.rule, request.max_new_tokens)
     if (bursts, prompt.shape) not in loaded.compiled:
         request.on_status("compiling")

@@ -1,17 +1,82 @@
 """The distribution that sampling draws from: the base's, at a temperature, cut to its likeliest tokens.
 
-One place for every rule and for the autoregressive baseline, so that they agree to the bit.
+One place for every rule and for the autoregressive baseline, so that they agree to the bit. The numbers of a rule may
+be Python numbers, which hold for all rows, or arrays with one number per row (`per_row`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.ranking import over_rows
+
+Rule = TypeVar("Rule")
+
+
+def numbers_as_arrays(cls: type[Rule]) -> type[Rule]:
+    """Make a rule, a frozen dataclass of numbers, a pytree whose leaves are these numbers.
+
+    So a rule is part of the decode state, with numbers of its own for every row, and another temperature is another
+    argument of the same compiled program. A number that is None is no leaf: whether top-k or top-p is used at all is
+    part of the program; so is a number of the value that ``cls.NEUTRAL`` gives it, which has no effect. Leaves may be
+    arrays or anything else that JAX puts in their place, and are not validated.
+    """
+    names = [field.name for field in dataclasses.fields(cls)]
+    neutral = getattr(cls, "NEUTRAL", {})
+
+    def leaf(rule, name):
+        value = getattr(rule, name)
+        return None if isinstance(value, (int, float)) and value == neutral.get(name) else value
+
+    def flatten(rule):
+        return [(jax.tree_util.GetAttrKey(name), leaf(rule, name)) for name in names], None
+
+    def unflatten(_, leaves):
+        rule = object.__new__(cls)  # not __init__, which would compare tracers with 0
+        for name, leaf in zip(names, leaves, strict=True):
+            object.__setattr__(rule, name, leaf)
+        return rule
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+    return cls
+
+
+def per_row(rules: Rule | Sequence[Rule], batch: int) -> Rule:
+    """One rule, or one rule per row, as a rule of arrays ``[batch]``: float32, or int32 where the number is an integer.
+
+    Raises `HydrajaxError` where the rules are not one per row, or not all of one kind with the same numbers given.
+    """
+    if not isinstance(rules, Sequence):
+        return jax.tree.map(lambda x: _xp(x).broadcast_to(_number(x), (batch,)), rules)
+    if len(rules) != batch:
+        raise HydrajaxError(f"rule: must be one or one per row, found {len(rules)} for {batch} rows")
+    if len({jax.tree.structure(rule) for rule in rules}) > 1:
+        raise HydrajaxError("rule: those of one batch must be of one kind and give the same numbers")
+    return jax.tree.map(lambda *xs: _xp(xs[0]).stack([_number(x) for x in xs]), *rules)
+
+
+def _xp(x: Any):
+    """NumPy for numbers on the host, so that a call of a compiled function dispatches nothing besides."""
+    return jnp if isinstance(x, jax.Array) else np
+
+
+def _number(x: Any) -> Array | np.ndarray:
+    xp = _xp(x)
+    return xp.asarray(x, np.int32 if xp.issubdtype(xp.result_type(x), np.integer) else np.float32)
+
+
+def check_temperature(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise HydrajaxError(f"{name}: must be positive, found {value}")
 
 
 @dataclass(frozen=True)
@@ -27,32 +92,51 @@ class Sampling:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    NEUTRAL: ClassVar[dict[str, float]] = {"top_p": 1.0}
 
     def __post_init__(self):
-        if not 0 < self.temperature < float("inf"):
-            raise HydrajaxError(f"temperature: must be positive, found {self.temperature}")
+        check_temperature("temperature", self.temperature)
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             raise HydrajaxError(f"top_k: must be an integer from 1 up, found {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise HydrajaxError(f"top_p: must be above 0 and at most 1, found {self.top_p}")
 
     def shape(self, logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
-        """Logits of the distribution that is sampled from; -inf for the tokens that were cut off."""
-        logits = logits / self.temperature
-        if self.top_k is not None and self.top_k < logits.shape[-1]:
-            # The minimum is the last; but a slice makes XLA sort the whole vocabulary (jax 0.10, CPU).
-            least = jnp.min(jax.lax.top_k(logits, self.top_k)[0], axis=-1, keepdims=True)
-            logits = jnp.where(logits >= least, logits, -jnp.inf)
-        if self.top_p < 1:
-            logits = jnp.where(_nucleus(jax.nn.softmax(logits, axis=-1), self.top_p), logits, -jnp.inf)
+        """Logits of the distribution that is sampled from; -inf for the tokens that were cut off.
+
+        Where the numbers are arrays ``[B]``, the logits' first axis is B.
+        """
+        logits = logits / over_rows(self.temperature, logits)
+        if self.top_k is not None:
+            logits = jnp.where(_among_largest(logits, over_rows(self.top_k, logits)), logits, -jnp.inf)
+        if self.top_p is not None and not (isinstance(self.top_p, float) and self.top_p == 1):
+            kept = _nucleus(jax.nn.softmax(logits, axis=-1), over_rows(self.top_p, logits))
+            logits = jnp.where(kept, logits, -jnp.inf)
         return logits
 
 
-def _nucleus(probs: Float[Array, "*rows V"], top_p: float) -> Bool[Array, "*rows V"]:
+def _among_largest(logits: Float[Array, "*rows V"], k: Array) -> Bool[Array, "*rows V"]:
+    """Whether each number is at least the k-th largest of its row; k may differ from row to row.
+
+    Floats are ordered as their bits are, once those of negative ones are turned round, so the k-th largest is found bit
+    by bit, in 32 counts. (`jax.lax.top_k` wants one k that is known when the program is compiled.)
+    """
+    bits = jax.lax.bitcast_convert_type(logits.astype(jnp.float32) + 0.0, jnp.uint32)  # -0.0 becomes 0.0
+    ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+    def try_bit(i, threshold):
+        higher = threshold | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        count = jnp.sum(ordered >= higher, axis=-1, keepdims=True, dtype=jnp.float32)
+        return jnp.where(count >= k, higher, threshold)
+
+    return ordered >= jax.lax.fori_loop(0, 32, try_bit, jnp.zeros_like(ordered[..., :1]))
+
+
+def _nucleus(probs: Float[Array, "*rows V"], top_p: Array) -> Bool[Array, "*rows V"]:
     """The fewest likeliest tokens that hold ``top_p``: those of at least the largest t with sum(p[p >= t]) >= top_p.
 
-    Floats from 0 to 1 are ordered as their bits are, so t is found bit by bit, in 30 sums. For one row of 32,000 tokens
-    that takes 0.3 ms, sorting it took 6.8 (jax 0.10, CPU).
+    Found bit by bit as in `_among_largest`, in 30 sums. For one row of 32,000 tokens that takes 0.3 ms, sorting it took
+    6.8 (jax 0.10, CPU).
     """
     probs = probs.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(probs, jnp.int32)
@@ -68,6 +152,9 @@ def _nucleus(probs: Float[Array, "*rows V"], top_p: float) -> Bool[Array, "*rows
 def sample(keys: Array, logits: Float[Array, "B V"]) -> Int[Array, " B"]:
     """One token per row, int32, each row from its own key ``[B]``."""
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+# --- random keys ------------------------------------------------------------------------------------------------------
 
 
 def row_keys(rng: Array, batch: int, first: int = 0) -> Array:

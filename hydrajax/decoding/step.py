@@ -5,179 +5,125 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hydrajax.decoding.acceptance import Acceptance, AcceptanceRule
-from hydrajax.decoding.sampling import position_keys, row_keys
-from hydrajax.drafters.drafter import BoundBase, Drafter
-from hydrajax.models.cache import KVCache, append, init_cache, take_tokens
-from hydrajax.models.layers import causal_mask
-from hydrajax.models.llama import Forward, Llama
+from hydrajax.decoding.sampling import per_row, position_keys, row_keys
+from hydrajax.decoding.state import DecodeState, OutputState, Params, TargetState
+from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base import BaseModel, BoundBase, Forward
+from hydrajax.models.cache import KVCache, append, take_tokens
+from hydrajax.models.ranking import best_token
 from hydrajax.trees.tree import TreeTopology
-
-
-class Params(NamedTuple):
-    """``base`` is frozen and shared; ``draft`` belongs to the drafter (an empty dict for autoregressive decoding)."""
-
-    base: Any
-    draft: Any
-
-
-class DecodeState(NamedTuple):
-    """Everything the loop carries; a pytree of static shapes, safe to donate.
-
-    cache:          the base's keys and values of prompt and emitted tokens.
-    draft:          the drafter's state.
-    root:           int32 ``[B]`` the token the base has chosen and the next step emits.
-    tokens:         int32 ``[B, max_new + K + 1]`` emitted tokens, garbage beyond ``lengths``. A finished row goes on
-                    writing one whole path there, hence the room.
-    lengths:        int32 ``[B]`` tokens emitted so far.
-    limits:         int32 ``[B]`` tokens a row may emit.
-    done:           bool ``[B]``.
-    accept_lengths: int32 ``[B, max_new + 1]`` emitted draft tokens of each step, -1 where the row took no step.
-    steps:          int32 ``[B]`` steps each row took.
-    keys:           ``[B]`` each row's random key; what it draws depends on it and on the place in the row's output.
-    """
-
-    cache: KVCache
-    draft: Any
-    root: Int[Array, " B"]
-    tokens: Int[Array, "B room"]
-    lengths: Int[Array, " B"]
-    limits: Int[Array, " B"]
-    done: Array
-    accept_lengths: Int[Array, "B max_steps"]
-    steps: Int[Array, " B"]
-    keys: Array
 
 
 def exact_float32(method: Callable) -> Callable:
     """Trace ``method`` with true float32 matmuls: GPUs would round float32 inputs to TF32. bfloat16 is unaffected."""
 
     @functools.wraps(method)
-    def traced(*args):
+    def traced(*args, **settings):
         with jax.default_matmul_precision("highest"):
-            return method(*args)
+            return method(*args, **settings)
 
     return traced
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The static half of decoding: model, drafter, tree, rule and limits. Its methods are pure functions of arrays.
+    """The static half of decoding: model, drafter, tree and limits. Its methods are pure functions of arrays.
+
+    The rule is part of the state, where its numbers are arrays (`OutputState.rule`).
 
     max_new_tokens: most tokens a row may emit; also limited by the context, prompt + emitted <= max_positions.
     eos_ids:        a row ends with the first of these it emits.
     """
 
-    model: Llama
+    model: BaseModel
     drafter: Drafter
     tree: TreeTopology
-    rule: AcceptanceRule
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
 
     def bind(self, params: Params) -> BoundBase:
         return BoundBase(self.model, params.base)
 
-    def forward(self, params: Params, *args) -> Forward:
-        return self.model.apply({"params": params.base}, *args, feature_offset=self.drafter.hidden_state_offset)
-
     # --- the five verbs ---------------------------------------------------------------------------------------
 
-    def draft(self, params: Params, state: DecodeState) -> tuple:
-        """``(candidates,)``, or for a rule that judges draws `sample`'s ``(candidates, draft_logits)``."""
-        return self.sample(params, state) if self.samples else (self.propose(params, state),)
+    @exact_float32
+    def propose(self, params: Params, state: DecodeState) -> Proposal:
+        """Candidate tokens in node order, as the rule wants them: the best guesses or draws."""
+        draw = state.output.rule.draw(self._keys_below(state))
+        return self.drafter.propose(params.draft, state.draft, state.target.root, self.tree, self.bind(params), draw)
 
     @exact_float32
-    def propose(self, params: Params, state: DecodeState) -> Int[Array, "B N"]:
-        """Candidate tokens in node order."""
-        return self.drafter.propose(params.draft, state.draft, state.root, self.tree, self.bind(params))
+    def verify(self, params: Params, cache: KVCache, proposal: Proposal) -> tuple[Forward, Float[Array, "B N V"]]:
+        """One forward pass of the base over the N nodes under the tree's mask, and logits at every node."""
+        tree, base = proposal.tree, self.bind(params)
+        positions = cache.lengths[:, None] + tree.depths
+        forward = base.forward(proposal.tokens, positions, tree.attention_mask, cache, self.drafter.reads)
+        return forward, base.logits(forward.hidden)
 
-    @property
-    def samples(self) -> bool:
-        """Whether the rule judges drafts by the distributions they were drawn from."""
-        return hasattr(self.rule, "draft") and self.tree.size > 1
-
-    @exact_float32
-    def sample(self, params: Params, state: DecodeState) -> tuple[Int[Array, "B N"], Float[Array, "B P V"]]:
-        """Candidate tokens drawn from the draft, and its logits at the P nodes with children."""
-        return self.rule.draft(
-            self.drafter, params.draft, state.draft, state.root, self.tree, self.bind(params), self.keys_below(state)
-        )
-
-    @exact_float32
-    def verify(
-        self, params: Params, cache: KVCache, candidates: Int[Array, "B N"]
-    ) -> tuple[Forward, Float[Array, "B N V"]]:
-        """One forward pass of the base over the N nodes under the ancestor mask, and logits at every node."""
-        positions = cache.lengths[:, None] + self.tree.depths
-        forward = self.forward(params, candidates, positions, self.tree.ancestor_mask, cache)
-        return forward, self.bind(params).logits(forward.hidden)
-
-    def keys_below(self, state: DecodeState) -> Array:
-        """Random keys ``[B, K+1]`` of the places after a node of depth 0 .. K."""
-        return position_keys(state.keys, state.lengths[:, None] + 1 + jnp.arange(self.tree.depth + 1))
-
-    def accept(
-        self, state: DecodeState, logits: Float[Array, "B N V"], candidates: Int[Array, "B N"], *draft
-    ) -> Acceptance:
-        """``draft``: what `sample` gave beside the candidates."""
-        return self.rule.accept(logits, candidates, self.tree, self.keys_below(state), *draft)
+    def accept(self, state: DecodeState, logits: Float[Array, "B N V"], proposal: Proposal) -> Acceptance:
+        """The rule's verdict: the path that is kept and the token that follows it."""
+        return state.output.rule.accept(logits, proposal, self._keys_below(state))
 
     def commit(
-        self, state: DecodeState, forward: Forward, candidates: Int[Array, "B N"], accepted: Acceptance
-    ) -> tuple[DecodeState, Int[Array, "B path"], Int[Array, " B"]]:
+        self,
+        state: DecodeState,
+        forward: Forward,
+        logits: Float[Array, "B N V"],
+        proposal: Proposal,
+        accepted: Acceptance,
+    ) -> tuple[DecodeState, Outcome]:
         """Emit root and accepted tokens, cut at EOS and at the limit, and keep their keys and values.
 
-        Returns the new state (drafter not yet updated), the path's tokens ``[B, K+1]`` and how many of them count.
+        Returns the new state, in which the drafter's part is still the old one, and what the drafter may learn.
         """
-        tokens = jnp.take_along_axis(candidates, accepted.path, axis=1)
-        counts = jnp.minimum(accepted.accept_length + 1, state.limits - state.lengths)
+        target, out = state.target, state.output
+        tokens = jnp.take_along_axis(proposal.tokens, accepted.path, axis=1)
+        counts = jnp.minimum(accepted.accept_length + 1, out.limits - out.lengths)
         if self.eos_ids:
             is_eos = jnp.isin(tokens, jnp.asarray(self.eos_ids))
             until_eos = jnp.where(is_eos.any(axis=1), jnp.argmax(is_eos, axis=1) + 1, tokens.shape[1] + 1)
             ended = until_eos <= counts
             counts = jnp.minimum(counts, until_eos)
         else:
-            ended = jnp.zeros_like(state.done)
-        counts = jnp.where(state.done, 0, counts)
+            ended = jnp.zeros_like(out.done)
+        counts = jnp.where(out.done, 0, counts)
         write_rows = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
-        lengths = state.lengths + counts
-        step_record = jnp.where(state.done, -1, counts - 1)
-        new_state = state._replace(
-            cache=append(state.cache, take_tokens(forward.block, accepted.path), counts, accepted.next_root),
-            root=accepted.next_root,
-            tokens=write_rows(state.tokens, tokens, state.lengths),
+        lengths = out.lengths + counts
+        step_record = jnp.where(out.done, -1, counts - 1)
+        cache = append(target.cache, take_tokens(forward.block, accepted.path), counts, after=accepted.next_root)
+        output = out._replace(
+            tokens=write_rows(out.tokens, tokens, out.lengths),
             lengths=lengths,
-            done=state.done | ended | (lengths >= state.limits),
-            accept_lengths=write_rows(state.accept_lengths, step_record[:, None], state.steps),
-            steps=state.steps + ~state.done,
+            done=out.done | ended | (lengths >= out.limits),
+            accept_lengths=write_rows(out.accept_lengths, step_record[:, None], out.steps),
+            steps=out.steps + ~out.done,
         )
-        return new_state, tokens, counts
+        # A drafter that does not ask for the base's choices costs nothing by them: XLA drops what is not used.
+        outcome = Outcome(accepted.path, tokens, counts, accepted.next_root, forward.features, best_token(logits))
+        return DecodeState(TargetState(cache, accepted.next_root), state.draft, output), outcome
 
     @exact_float32
-    def observe(
-        self, params: Params, state: DecodeState, forward: Forward, accepted: Acceptance, tokens, counts
-    ) -> DecodeState:
-        """Show the drafter the emitted tokens and the base's features at their nodes."""
-        features = jnp.take_along_axis(forward.features, accepted.path[:, :, None], axis=1)
-        draft = self.drafter.observe(params.draft, state.draft, features, tokens, counts, self.bind(params))
+    def observe(self, params: Params, state: DecodeState, proposal: Proposal, outcome: Outcome) -> DecodeState:
+        """Show the drafter what became of its proposal."""
+        draft = self.drafter.observe(params.draft, state.draft, proposal, outcome, self.bind(params))
         return state._replace(draft=draft)
 
     # --- one step, and where it starts ------------------------------------------------------------------------
 
     def decode_step(self, params: Params, state: DecodeState) -> DecodeState:
         """Emit between 1 and K+1 tokens for every unfinished row."""
-        candidates, *draft = self.draft(params, state)
-        forward, logits = self.verify(params, state.cache, candidates)
-        accepted = self.accept(state, logits, candidates, *draft)
-        state, tokens, counts = self.commit(state, forward, candidates, accepted)
-        return self.observe(params, state, forward, accepted, tokens, counts)
+        proposal = self.propose(params, state)
+        forward, logits = self.verify(params, state.target.cache, proposal)
+        accepted = self.accept(state, logits, proposal)
+        state, outcome = self.commit(state, forward, logits, proposal, accepted)
+        return self.observe(params, state, proposal, outcome)
 
     @exact_float32
     def prefill(
@@ -186,20 +132,27 @@ class Engine:
         prompt: Int[Array, "B P"],
         lengths: Int[Array, " B"],
         rng: Array,
+        rule: AcceptanceRule,
         limits: Int[Array, " B"] | None = None,
+        *,
+        slots: int | None = None,
     ) -> DecodeState:
         """Run right-padded prompts through the base and the drafter; choose the first root. Emits nothing yet.
 
-        rng: a key, or one per row. limits: most tokens each row may emit, at most and by default ``max_new_tokens``.
+        rng: a key, or one per row. rule: for all rows, or with arrays ``[B]`` for its numbers (`per_row`). limits: most
+        tokens each row may emit, at most and by default ``max_new_tokens``. slots: of the cache (default
+        `cache_slots`).
         """
         batch, width = prompt.shape
-        slots = self.cache_slots(width)
+        rule = per_row(rule, batch)
+        slots = self.cache_slots(width) if slots is None else slots
         positions = jnp.broadcast_to(jnp.arange(width), prompt.shape)
-        forward = self.forward(params, prompt, positions, causal_mask(width))
-        cache = append(init_cache(self.model.config, batch, slots, self.model.dtype), forward.block, lengths)
+        forward = self.bind(params).forward(prompt, positions, causal_mask(width), reads=self.drafter.reads)
+        cache = append(self.model.init_cache(batch, slots), forward.block, lengths)
         # The barrier keeps XLA from folding the first pass over an empty draft cache at compile time, which is slow.
         draft = jax.lax.optimization_barrier(self.drafter.init_state(batch, slots))
-        return self._ready(params, cache, draft, forward, prompt, lengths, rng, limits)
+        keys, root = self._first_root(params, forward, lengths, rng, rule)
+        return self._ready(params, TargetState(cache, root), draft, forward, prompt, lengths, keys, rule, limits)
 
     @exact_float32
     def extend(
@@ -209,6 +162,7 @@ class Engine:
         more: Int[Array, "B T"],
         counts: Int[Array, " B"],
         rng: Array,
+        rule: AcceptanceRule,
         limits: Int[Array, " B"] | None = None,
     ) -> DecodeState:
         """Go on after more text, such as the next message of a conversation, with the cache that is there.
@@ -216,24 +170,29 @@ class Engine:
         more: right-padded, ``counts[b]`` tokens of row b that follow all it has emitted. Beyond that as `prefill`: the
         counts of what is emitted begin anew. T slots must be left in the cache: a write beyond them would be moved.
         """
-        positions = state.cache.lengths[:, None] + jnp.arange(more.shape[1])
-        forward = self.forward(params, more, positions, causal_mask(more.shape[1]), state.cache)
-        cache = append(state.cache, forward.block, counts, more[:, 0])
-        return self._ready(params, cache, state.draft, forward, more, counts, rng, limits)
+        cache, (batch, width) = state.target.cache, more.shape
+        rule = per_row(rule, batch)
+        positions = cache.lengths[:, None] + jnp.arange(width)
+        forward = self.bind(params).forward(more, positions, causal_mask(width), cache, self.drafter.reads)
+        keys, root = self._first_root(params, forward, counts, rng, rule)
+        # The root comes from the last hidden state, which has read every layer's cache.
+        cache = append(cache, forward.block, counts, after=root)
+        return self._ready(params, TargetState(cache, root), state.draft, forward, more, counts, keys, rule, limits)
 
-    def _ready(self, params, cache: KVCache, draft, forward: Forward, tokens, counts, rng, limits) -> DecodeState:
-        """The state after the first ``counts`` of these tokens were fed to the base."""
-        batch = len(tokens)
-        base = self.bind(params)
-        draft = self.drafter.observe(params.draft, draft, forward.features, tokens, counts, base)
+    def _first_root(self, params: Params, forward: Forward, counts, rng, rule) -> tuple[Array, Int[Array, " B"]]:
+        """Every row's random key, and the token that follows the last of its ``counts[b]`` tokens."""
+        keys = row_keys(rng, len(counts))
         last_hidden = jnp.take_along_axis(forward.hidden, (counts - 1)[:, None, None], axis=1)[:, 0]
+        first_place = position_keys(keys, jnp.zeros(len(counts), jnp.int32))
+        return keys, rule.first_root(self.bind(params).logits(last_hidden), first_place)
+
+    def _ready(self, params, target: TargetState, draft, forward, tokens, counts, keys, rule, limits) -> DecodeState:
+        """The state after the first ``counts`` of these tokens were fed to the base."""
+        batch, base = len(tokens), self.bind(params)
+        draft = self.drafter.begin(params.draft, draft, forward.features, tokens, counts, target.root, base)
         most = self.max_new_tokens if limits is None else jnp.clip(limits, 0, self.max_new_tokens)
-        limits = jnp.clip(self.model.config.max_positions - cache.lengths, 0, most)
-        keys = row_keys(rng, batch)
-        return DecodeState(
-            cache=cache,
-            draft=draft,
-            root=self.rule.first_root(base.logits(last_hidden), position_keys(keys, jnp.zeros(batch, jnp.int32))),
+        limits = jnp.clip(self.model.config.max_positions - target.cache.lengths, 0, most)
+        output = OutputState(
             tokens=jnp.zeros((batch, self.max_new_tokens + self.tree.depth + 1), jnp.int32),
             lengths=jnp.zeros(batch, jnp.int32),
             limits=limits,
@@ -241,9 +200,16 @@ class Engine:
             accept_lengths=jnp.full((batch, self.max_new_tokens + 1), -1, jnp.int32),
             steps=jnp.zeros(batch, jnp.int32),
             keys=keys,
+            rule=rule,
         )
+        return DecodeState(target, draft, output)
 
     def cache_slots(self, prompt_width: int) -> int:
         """Slots for the longest text plus one tree, so that no slice update is ever clamped."""
         longest = min(prompt_width + self.max_new_tokens, max(self.model.config.max_positions, prompt_width))
         return longest + self.tree.size
+
+    def _keys_below(self, state: DecodeState) -> Array:
+        """Random keys ``[B, K+1]`` of the places after a node of depth 0 .. K."""
+        places = state.output.lengths[:, None] + 1 + jnp.arange(self.tree.depth + 1)
+        return position_keys(state.output.keys, places)

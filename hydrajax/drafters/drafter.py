@@ -1,89 +1,172 @@
 """The interface between the decode step and whatever proposes tokens.
 
-A drafter is a frozen dataclass. It owns the shapes of its parameters and of its state but holds no array; parameters
-and state are passed in and returned. Adding a drafter is one new file and no edit to the decode loop.
+A drafter is a frozen dataclass. It owns the shapes of its parameters and of its state but holds no array: parameters
+and state are passed in and returned. What it needs to decode (`Drafter`) and what it needs to be trained
+(`Trainable`) are two interfaces. docs/adding_a_drafter.md walks through writing one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hydrajax.models.config import LlamaConfig
-from hydrajax.models.llama import Llama, abstract_base
+from hydrajax.drafters.costs import Cost
+from hydrajax.models.base import BaseModel, BoundBase, abstract_base
+from hydrajax.trees.topology import Topology
 from hydrajax.trees.tree import TreeTopology
 
 DraftParams = Any  # a nested dict of arrays
 DraftState = Any  # a pytree of arrays with leading batch axis
 
 
-@dataclass(frozen=True)
-class BoundBase:
-    """The parts of the frozen base that a drafter may read instead of keeping a copy."""
+class Draw(NamedTuple):
+    """How candidates are to be drawn, where the best guesses will not do.
 
-    model: Llama
-    params: Any
+    keys: random keys ``[B, K+1]``, of the places after a node of depth 0 .. K. temperature: of the draft's
+    distribution, a number or ``[B]``.
+    """
 
-    @property
-    def config(self) -> LlamaConfig:
-        return self.model.config
+    keys: Array
+    temperature: Float[Array, " B"]
 
-    def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        """Raw input embeddings E(x)."""
-        return self.model.apply({"params": self.params}, tokens, method="embed")
 
-    def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """The base's own next-token logits, float32."""
-        return self.model.apply({"params": self.params}, hidden, method="logits")
+class Proposal(NamedTuple):
+    """A filled candidate tree, or one for each row.
 
-    def head_kernel(self) -> Float[Array, "D V"]:
-        """The base's lm head, at which draft lm heads start (medusa 2.1.1)."""
-        return self.model.apply({"params": self.params}, method="head_kernel")
+    tokens:  int32 ``[B, N]`` in node order, node 0 being the root; -1 where the drafter has nothing to offer, which no
+             rule accepts.
+    tree:    the nodes' relations: `TreeTopology.topology`, or arrays made on the device with the same N.
+    log_q:   float32 ``[B, P, V]`` logits of the distribution from which the children of ``tree.inner[p]`` were drawn,
+             without replacement, the first child first; None where nothing was drawn.
+    scratch: whatever the drafter computed and wants back in `Drafter.observe`, such as keys and values for a cache of
+             its own.
+    """
+
+    tokens: Int[Array, "B N"]
+    tree: Topology
+    log_q: Float[Array, "B P V"] | None = None
+    scratch: Any = ()
+
+
+class Outcome(NamedTuple):
+    """What the base made of a proposal.
+
+    path:      int32 ``[B, K+1]`` the nodes from the root to the last accepted one, which then repeats.
+    tokens:    int32 ``[B, K+1]`` the tokens of these nodes.
+    counts:    int32 ``[B]`` how many of them were emitted, the root counted; 0 in a row that has finished, whose state
+               no longer matters.
+    next_root: int32 ``[B]`` the token that the base has chosen to follow.
+    features:  ``[B, N, D]`` what the drafter reads of the base (`Drafter.reads`), at *every* node.
+    chosen:    int32 ``[B, N]`` the base's best token at every node: rejected nodes teach n-gram drafters, too.
+    """
+
+    path: Int[Array, "B path"]
+    tokens: Int[Array, "B path"]
+    counts: Int[Array, " B"]
+    next_root: Int[Array, " B"]
+    features: Float[Array, "B N D"]
+    chosen: Int[Array, "B N"]
+
+    def along_path(self) -> Float[Array, "B path D"]:
+        """``features`` at the nodes of ``path``; beyond the first ``counts[b]`` they are to be ignored."""
+        return jnp.take_along_axis(self.features, self.path[:, :, None], axis=1)
 
 
 class Drafter(Protocol):
-    """What the decode step and the trainer need of a drafter.
+    """What decoding needs of a drafter.
 
-    depth:               K, how many tokens ahead it can propose.
-    hidden_state_offset: which base layer it reads, see `Llama.__call__`.
+    depth:        K, how many tokens ahead it can propose.
+    reads:        which hidden states of the base it reads, see `hydrajax.models.base.BaseModel.__call__`.
+    draws:        whether it can draw candidates from distributions of its own.
+    default_tree: the name of the tree it is used with where the user names none.
     """
 
-    depth: int
-    hidden_state_offset: int
+    @property
+    def depth(self) -> int: ...
 
-    def init_boxed(self, rng: Array, base: BoundBase) -> Any:
-        """Fresh parameters with their logical axes attached (`flax.core.meta` boxes, `hydrajax.sharding`)."""
+    @property
+    def reads(self) -> tuple[int, ...]: ...
+
+    @property
+    def draws(self) -> bool: ...
+
+    @property
+    def default_tree(self) -> str: ...
 
     def init(self, rng: Array, base: BoundBase) -> DraftParams:
-        """Fresh parameters for this base."""
+        """Fresh parameters for this base; an empty dict where the drafter has none."""
 
     def init_state(self, batch: int, slots: int) -> DraftState:
-        """The state before any token, for sequences that fit ``slots`` cache slots."""
+        """The state before any token, for texts of at most ``slots`` tokens. Every array has a leading batch axis."""
 
-    def observe(
+    def begin(
         self,
         params: DraftParams,
         state: DraftState,
         features: Float[Array, "B T D"],
         tokens: Int[Array, "B T"],
         counts: Int[Array, " B"],
+        next_root: Int[Array, " B"],
         base: BoundBase,
     ) -> DraftState:
-        """Take in the first ``counts[b]`` of T newly committed tokens of row b and the base's features there.
+        """Take in text that was not drafted: a prompt, or the next message of a conversation.
 
-        Called once with the whole prompt and once per step with root and accepted tokens. A row with count 0 has
-        finished: its state no longer matters.
+        Of the T tokens of row b the first ``counts[b]`` are text, with the base's ``features`` there.
         """
 
     def propose(
-        self, params: DraftParams, state: DraftState, root: Int[Array, " B"], tree: TreeTopology, base: BoundBase
-    ) -> Int[Array, "B N"]:
-        """Fill the tree: int32 tokens in node order, node 0 being ``root``."""
+        self,
+        params: DraftParams,
+        state: DraftState,
+        root: Int[Array, " B"],
+        tree: TreeTopology,
+        base: BoundBase,
+        draw: Draw | None = None,
+    ) -> Proposal:
+        """Fill the tree below ``root``: with the best guesses, or with ``draw`` by drawing, which fills ``log_q``."""
+
+    def observe(
+        self, params: DraftParams, state: DraftState, proposal: Proposal, outcome: Outcome, base: BoundBase
+    ) -> DraftState:
+        """Take in what became of the proposal."""
+
+    def ranks(
+        self,
+        params: DraftParams,
+        features: Float[Array, "B T D"],
+        batch: dict[str, Array],
+        base: BoundBase,
+        chunk_tokens: int,
+    ) -> Int[Array, "K B T"]:
+        """The rank that the guess for token t + 2 + k, made at position t with the text up to there known, gives to the
+        text's token (0: the best guess), int32. From these trees are searched (`hydrajax.trees.search`).
+
+        batch: ``tokens`` int32 ``[B, T]`` and perhaps ``segments`` (`hydrajax.models.rows`). At most ``chunk_tokens``
+        positions' logits exist at once. Positions without such a token hold garbage.
+        """
+
+    def propose_costs(self, tree: TreeTopology, batch: int) -> Sequence[Cost]:
+        """What filling a tree computes, for so many rows (`hydrajax.drafters.costs`)."""
+
+    def observe_costs(self, batch: int, tokens: int, slots: int) -> Sequence[Cost]:
+        """What taking in so many new tokens per row computes, for texts that fit so many cache slots."""
+
+
+class Trainable(Drafter, Protocol):
+    """What training needs besides: a drafter with parameters.
+
+    n_heads: how many heads are trained; head k predicts token t + 2 + k.
+    """
+
+    n_heads: int
+
+    def init_boxed(self, rng: Array, base: BoundBase) -> Any:
+        """Fresh parameters with their logical axes attached (`flax.core.meta` boxes, `hydrajax.sharding`)."""
 
     def teacher_hidden(
         self,
@@ -95,7 +178,7 @@ class Drafter(Protocol):
         positions: Int[Array, "B T"] | None = None,
         mask: Bool[Array, "B 1 1 T T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], ...]:
-        """First half of the training forward: what the lm head of each of the K heads reads.
+        """First half of the training forward: what the lm head of each head reads.
 
         With an ``rng`` key dropout is applied, everywhere but at the lm head. Where several documents share a row,
         ``positions`` are those inside each document and ``mask[b, 0, 0, i, j]`` says whether token i sees token j; by
@@ -107,7 +190,8 @@ class Drafter(Protocol):
     ) -> Float[Array, "*rows V"]:
         """Second half: float32 logits of head k from any rows of ``teacher_hidden(...)[k]``, so it can be chunked.
 
-        With an ``rng`` key the dropout before the lm head is applied.
+        Over the base's vocabulary, with -inf for what the head cannot say. With an ``rng`` key the dropout before the
+        lm head is applied.
         """
 
     def teacher_forced(
@@ -115,39 +199,26 @@ class Drafter(Protocol):
     ) -> Float[Array, "K B T V"]:
         """Both halves: logits of head k at position t, which predict token t + 2 + k. For tests and small inputs."""
 
-
-class SamplingDrafter(Drafter, Protocol):
-    """A drafter that can also draw its proposals, for `hydrajax.decoding.acceptance.RejectionSampling`."""
-
-    def sample(
-        self,
-        params: DraftParams,
-        state: DraftState,
-        root: Int[Array, " B"],
-        tree: TreeTopology,
-        base: BoundBase,
-        keys: Array,
-        temperature: float,
-    ) -> tuple[Int[Array, "B N"], Float[Array, "B P V"]]:
-        """Fill the tree with draws: the children of a node without replacement, rank 0 first.
-
-        keys: ``[B, K+1]``, of the places after a node of depth 0 .. K. Returns tokens in node order and, for the P
-        nodes with children, in node order too, float32 logits of the distribution the children were drawn from.
-        """
+    def teacher_costs(self, length: int) -> Sequence[Cost]:
+        """What the training forward pass over a row of so many tokens computes."""
 
 
-class Trainable:
-    """What follows from the rest of the interface, for drafters with parameters to inherit."""
+class SeesAcceptedOnly:
+    """For drafters that learn from a step what they would learn from the same tokens in a prompt.
 
-    def init(self, rng, base):
-        return nn.unbox(self.init_boxed(rng, base))
+    They write one method, ``advance``, with the arguments of `Drafter.begin`.
+    """
 
-    def teacher_forced(self, params, features, tokens, base):
-        hidden = self.teacher_hidden(params, features, tokens, base)
-        return jnp.stack([self.head_logits(params, k, rows, base) for k, rows in enumerate(hidden)])
+    def begin(self, params, state, features, tokens, counts, next_root, base):
+        return self.advance(params, state, features, tokens, counts, next_root, base)
+
+    def observe(self, params, state, proposal, outcome, base):
+        return self.advance(
+            params, state, outcome.along_path(), outcome.tokens, outcome.counts, outcome.next_root, base
+        )
 
 
-def abstract_draft(drafter: Drafter, model: Llama):
+def abstract_draft(drafter: Trainable, model: BaseModel):
     """Boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the drafter, nothing allocated."""
     return jax.eval_shape(
         lambda base: drafter.init_boxed(jax.random.key(0), BoundBase(model, base)), nn.unbox(abstract_base(model))

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ClassVar
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from hydrajax.drafters.drafter import Trainable, last_observed
+from hydrajax.drafters.costs import Cost, Matmul, Ranking
+from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly, last_observed
+from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.ranks import head_ranks
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.layers import declare
-from hydrajax.models.weights import project
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.ranking import over_rows
+from hydrajax.models.weights import declare, project
+from hydrajax.trees import presets
 
 
 def check_dropout(rate: float) -> None:
@@ -78,15 +87,16 @@ class Head(nn.Module):
 
     path_length: None for a head that reads the hidden state alone (Medusa), else how many tokens after the root its
     first, conditioned block reads (Hydra's head k: k). With ``share_blocks`` every unconditioned block is the same one
-    applied again, as in the released code. ``hidden`` and ``logits`` are separate so that a trainer can chunk the
-    vocabulary matmul. ``dropout`` precedes every block and the lm head (DESIGN section 4), and only where a key is
-    given: a shared block meets a new mask each time it is applied.
+    applied again, as in the released code. ``dropout`` precedes every block and the lm head (DESIGN section 4), and
+    only where a key is given: a shared block meets a new mask each time it is applied.
+
+    The two halves, `hidden` and `logits`, are separate so that a trainer can chunk the vocabulary matmul.
     """
 
     path_length: int | None
     n_layers: int
     share_blocks: bool
-    lm_head_bias: bool
+    lm_head: LmHead
     width: int
     vocab_size: int
     dtype: jnp.dtype
@@ -102,10 +112,7 @@ class Head(nn.Module):
         self.blocks = [ResidualBlock(self.dtype) for _ in range(distinct)]
         if self.path_length is not None:
             self.conditioned = ConditionedBlock(self.path_length, self.dtype)
-        axes = ("width", "vocab")
-        self.lm_kernel = declare(self, "lm_kernel", (self.width, self.vocab_size), axes, nn.initializers.normal(0.02))
-        if self.lm_head_bias:
-            self.lm_bias = declare(self, "lm_bias", (self.vocab_size,), axes[1:], nn.initializers.zeros)
+        self.lm_params = self.lm_head.declare(self, self.width, self.vocab_size)
 
     def hidden(
         self,
@@ -124,30 +131,118 @@ class Head(nn.Module):
             x = self.blocks[0 if self.share_blocks else i](dropped(x, 2 + i))
         return x
 
-    def logits(self, hidden: Float[Array, "*rows D"], rng: Array | None = None) -> Float[Array, "*rows V"]:
-        """Float32 logits of the token this head predicts."""
-        out = project(drop(hidden, self.dropout, rng), self.lm_kernel, jnp.float32)
-        return out + self.lm_bias.astype(jnp.float32) if self.lm_head_bias else out
+    def logits(
+        self, hidden: Float[Array, "*rows D"], base_logits: Callable, rng: Array | None = None
+    ) -> Float[Array, "*rows V_"]:
+        """Float32 logits over the tokens that the lm head knows (`LmHead.logits`)."""
+        return self.lm_head.logits(self.lm_params, drop(hidden, self.dropout, rng), base_logits)
 
     def __call__(
-        self, x: Float[Array, "*rows D_or_2D"], path: Float[Array, "*paths kD"] | None = None
-    ) -> Float[Array, "*paths V"]:
-        return self.logits(self.hidden(x, path))
+        self,
+        x: Float[Array, "*rows D_or_2D"],
+        path: Float[Array, "*paths kD"] | None = None,
+        base_logits: Callable | None = None,
+    ) -> Float[Array, "*paths V_"]:
+        return self.logits(self.hidden(x, path), base_logits)
 
 
-class HeadStack(Trainable):
-    """What Medusa and Hydra share: parameters ``{"head_0": ...}``, K independent heads and their two training halves.
+def head_costs(name: str, head: Head, rows: int, shared_rows: int) -> list[Matmul]:
+    """The matrix products of a head for so many rows; what all paths of a tree share is computed for fewer."""
+    width, costs = head.width, []
+    if head.path_length is not None:
+        costs.append(Matmul(f"{name} shared kernel", shared_rows, 2 * width, 2 * width))
+        if head.path_length:
+            costs.append(Matmul(f"{name} path kernel", rows, head.path_length * width, 2 * width))
+    distinct = min(head.n_plain, 1) if head.share_blocks else head.n_plain
+    repeats = head.n_plain if head.share_blocks else 1
+    costs += [Matmul(f"{name} blocks {i}", rows, width, width, repeats) for i in range(distinct)]
+    return costs + head.lm_head.costs(name, rows, width, head.vocab_size)
 
-    A subclass is a frozen dataclass with ``n_heads``, ``width``, ``dtype`` and ``dropout``; ``head(k)`` says what head
-    k is and ``teacher_inputs`` what it reads.
+
+class HeadStack(SeesAcceptedOnly):
+    """What Medusa and Hydra share: parameters ``{"head_0": ...}``, K independent heads, how they are trained.
+
+    A subclass is a frozen dataclass with ``n_heads``, ``width``, ``vocab_size``, ``dtype``, ``dropout``,
+    ``hidden_state_offset`` and ``lm_head``; ``head(k)`` says what head k is, ``teacher_inputs`` what it reads in
+    training and ``level_inputs`` what it reads of a tree. State: the last hidden state ``[B, D]``. For the methods see
+    `hydrajax.drafters.drafter.Trainable`.
     """
+
+    draws: ClassVar[bool] = True
 
     def __post_init__(self):
         check_dropout(self.dropout)
 
+    @classmethod
+    def for_base(cls, config: LlamaConfig, dtype, *, behind_prefix: bool = False, n_heads: int = 4, **settings):
+        """Heads for a base of this shape, four of them as released unless told otherwise.
+
+        behind_prefix: whether they will stand behind a prefix layer, which some kinds need to know.
+        """
+        sizes = {"n_heads": n_heads, "width": config.width, "vocab_size": config.vocab_size}
+        return cls(**sizes, dtype=jnp.dtype(dtype), **settings)
+
     @property
     def depth(self) -> int:
         return self.n_heads
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.hidden_state_offset,)
+
+    @property
+    def default_tree(self) -> str:
+        return presets.default_name(self.depth, self.lm_head.size(self.vocab_size))
+
+    # --- decoding -----------------------------------------------------------------------------------------------------
+
+    def init_state(self, batch, slots):
+        return jnp.zeros((batch, self.width), self.dtype)
+
+    def advance(self, params, state, features, tokens, counts, next_root, base):
+        return last_observed(features, counts)
+
+    def propose(self, params, state, root, tree, base, draw=None):
+        """Level by level: one head call for all parents of a level, then one ranking at the level's widest rank."""
+        tokens, drawn_from = root[:, None], []
+        for k, level in enumerate(tree.levels):
+            hidden = self.apply_head(params, k, *self.level_inputs(state, tokens, level, base), method="hidden")
+            logits = self.lm_logits(params, k, hidden, base)
+            if draw is None:
+                guesses = self.lm_head.top(logits, level.width)
+            else:
+                # Every parent draws its own children, also where all have one distribution.
+                logits = logits / over_rows(draw.temperature, logits)
+                logits = jnp.broadcast_to(logits, (len(root), len(level.parents), logits.shape[-1]))
+                guesses = self.lm_head.sampled(draw.keys[:, k], logits, level.width)
+                drawn_from.append(self.lm_head.over_all_tokens(logits, self.vocab_size))
+            # Medusa heads guess once for all parents of a level.
+            slot = level.parent_slot if guesses.shape[1] > 1 else np.zeros_like(level.parent_slot)
+            tokens = jnp.concatenate([tokens, guesses[:, slot, level.ranks]], axis=1)
+        return Proposal(tokens, tree.topology, jnp.concatenate(drawn_from, axis=1) if drawn_from else None)
+
+    def ranks(self, params, features, batch, base, chunk_tokens):
+        return head_ranks(self, params, features, batch, base, chunk_tokens)
+
+    # --- costs --------------------------------------------------------------------------------------------------------
+
+    def propose_costs(self, tree, batch):
+        """Head k runs once per level: one that reads a path for every parent of the level, another for one row."""
+        costs: list[Cost] = []
+        for k, level in enumerate(tree.levels):
+            head = self.head(k)
+            rows = batch if head.path_length is None else batch * len(level.parents)
+            costs += head_costs(f"head {k}", head, rows, batch)
+            costs.append(Ranking(f"head {k} top-{level.width}", rows, self.lm_head.size(self.vocab_size)))
+        return costs
+
+    def observe_costs(self, batch, tokens, slots):
+        return ()
+
+    def teacher_costs(self, length):
+        return [cost for k in range(self.n_heads) for cost in head_costs(f"head {k}", self.head(k), length, length)]
+
+    # --- training -----------------------------------------------------------------------------------------------------
 
     def init_boxed(self, rng, base):
         """Every lm head starts as a copy of the base's (medusa 2.1.1)."""
@@ -157,24 +252,32 @@ class HeadStack(Trainable):
             conditioned = head.path_length is not None
             example = jnp.zeros((1, head.width * (1 + conditioned)), head.dtype)
             path = jnp.zeros((1, head.width * (head.path_length or 0)), head.dtype)
-            fresh = dict(head.init(jax.random.fold_in(rng, k), example, path)["params"])
-            fresh["lm_kernel"] = fresh["lm_kernel"].replace_boxed(base.head_kernel().astype(head.dtype))
+            fresh = dict(head.init(jax.random.fold_in(rng, k), example, path, base.logits)["params"])
+            for name, value in head.lm_head.like_base(base.head_kernel(), head.dtype).items():
+                fresh[name] = fresh[name].replace_boxed(value)
             params[f"head_{k}"] = fresh
         return params
 
-    def init_state(self, batch, slots):
-        return jnp.zeros((batch, self.width), self.dtype)
-
-    def observe(self, params, state, features, tokens, counts, base):
-        return last_observed(features, counts)
+    def init(self, rng, base):
+        return nn.unbox(self.init_boxed(rng, base))
 
     def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
         inputs = self.teacher_inputs(features, tokens, base)
         keys = [None if rng is None else jax.random.fold_in(rng, k) for k in range(self.n_heads)]
-        return tuple(
-            self.head(k).apply({"params": params[f"head_{k}"]}, *inputs[k], rng=keys[k], method="hidden")
-            for k in range(self.n_heads)
-        )
+        return tuple(self.apply_head(params, k, *inputs[k], rng=keys[k], method="hidden") for k in range(self.n_heads))
 
     def head_logits(self, params, k, hidden, base, rng=None):
-        return self.head(k).apply({"params": params[f"head_{k}"]}, hidden, rng, method="logits")
+        return self.lm_head.over_all_tokens(self.lm_logits(params, k, hidden, base, rng), self.vocab_size)
+
+    def teacher_forced(self, params, features, tokens, base):
+        hidden = self.teacher_hidden(params, features, tokens, base)
+        return jnp.stack([self.head_logits(params, k, rows, base) for k, rows in enumerate(hidden)])
+
+    # --- one head -----------------------------------------------------------------------------------------------------
+
+    def apply_head(self, params, k: int, *inputs, method: str, **settings):
+        return self.head(k).apply({"params": params[f"head_{k}"]}, *inputs, method=method, **settings)
+
+    def lm_logits(self, params, k: int, hidden, base, rng=None) -> Float[Array, "*rows V_"]:
+        """Logits of head k over the tokens that its lm head knows."""
+        return self.apply_head(params, k, hidden, base.logits, rng, method="logits")

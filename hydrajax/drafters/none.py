@@ -10,16 +10,18 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from hydrajax.drafters.costs import CostsNothing
+from hydrajax.drafters.drafter import Proposal
+
 
 @dataclass(frozen=True)
-class NoDrafter:
+class NoDrafter(CostsNothing):
     """See `hydrajax.drafters.drafter.Drafter` for the methods."""
 
     depth: int = 0
-    hidden_state_offset: int = 0
-
-    def init_boxed(self, rng, base):
-        return {}
+    reads: tuple[int, ...] = (0,)
+    draws: bool = True  # nothing, from any distribution
+    default_tree: str = "root"
 
     def init(self, rng, base):
         return {}
@@ -27,14 +29,14 @@ class NoDrafter:
     def init_state(self, batch, slots):
         return ()
 
-    def observe(self, params, state, features, tokens, counts, base):
+    def begin(self, params, state, features, tokens, counts, next_root, base):
         return ()
 
-    def propose(self, params, state, root, tree, base):
-        return root[:, None]
+    def propose(self, params, state, root, tree, base, draw=None):
+        return Proposal(root[:, None], tree.topology)
 
-    def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
+    def observe(self, params, state, proposal, outcome, base):
         return ()
 
-    def teacher_forced(self, params, features, tokens, base):
-        return jnp.zeros((0, *tokens.shape, base.config.vocab_size))
+    def ranks(self, params, features, batch, base, chunk_tokens):
+        return jnp.zeros((0, *batch["tokens"].shape), jnp.int32)

@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.drafters.drafter import Trainable
+from hydrajax.drafters.costs import DecoderLayers
+from hydrajax.drafters.drafter import SeesAcceptedOnly
+from hydrajax.drafters.ranks import head_ranks
+from hydrajax.models.attention import causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
 from hydrajax.models.config import LlamaConfig
-from hydrajax.models.layers import DecoderLayer, RMSNorm, causal_mask, rope_table
+from hydrajax.models.layers import DecoderLayer, RMSNorm
 
 
 class PrefixLayer(nn.Module):
@@ -28,8 +31,8 @@ class PrefixLayer(nn.Module):
         """Refined features ``[B, T, D]`` and the layer's keys and values for the T tokens."""
         layer = DecoderLayer(self.config, self.dtype, name="layer")
         rope = rope_table(self.config, positions)
-        key_value, lengths = (None, None) if cache is None else (cache.layers[0], cache.lengths)
-        x, block = layer(features.astype(self.dtype), rope, block_mask, key_value, lengths)
+        past = () if cache is None else cache.parts(0)
+        x, block = layer(features.astype(self.dtype), rope, block_mask, past)
         return RMSNorm(self.config.norm_eps, self.dtype, name="norm")(x), (block,)
 
 
@@ -41,11 +44,11 @@ class PrefixState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WithPrefix(Trainable):
+class WithPrefix(SeesAcceptedOnly):
     """``heads`` reading the prefix layer's output in place of h_t; Hydra++ is ``WithPrefix(HydraHeads(...))``.
 
     The layer runs once per decode step, over the root and the accepted tokens at their true positions, so its cache
-    never holds a rejected token. ``config`` is the base's. Methods: `hydrajax.drafters.drafter.Drafter`.
+    never holds a rejected token. ``config`` is the base's. Methods: `hydrajax.drafters.drafter.Trainable`.
     """
 
     heads: Any
@@ -56,12 +59,58 @@ class WithPrefix(Trainable):
         return self.heads.depth
 
     @property
-    def hidden_state_offset(self) -> int:
-        return self.heads.hidden_state_offset
+    def n_heads(self) -> int:
+        return self.heads.n_heads
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.heads.reads
+
+    @property
+    def draws(self) -> bool:
+        return self.heads.draws
+
+    @property
+    def default_tree(self) -> str:
+        return self.heads.default_tree
 
     @property
     def layer(self) -> PrefixLayer:
         return PrefixLayer(self.config.plain_layer, self.heads.dtype)
+
+    # --- decoding -----------------------------------------------------------------------------------------------------
+
+    def init_state(self, batch, slots):
+        cache = init_cache(self.layer.config, batch, slots, self.heads.dtype)
+        return PrefixState(cache, self.heads.init_state(batch, slots))
+
+    def advance(self, params, state, features, tokens, counts, next_root, base):
+        cache = state.cache
+        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+        refined, block = self.layer.apply(
+            {"params": params["prefix"]}, features, positions, causal_mask(tokens.shape[1]), cache
+        )
+        heads = self.heads.advance(params["heads"], state.heads, refined, tokens, counts, next_root, base)
+        return PrefixState(append(cache, block, counts, after=refined[:, 0, 0]), heads)
+
+    def propose(self, params, state, root, tree, base, draw=None):
+        return self.heads.propose(params["heads"], state.heads, root, tree, base, draw)
+
+    def ranks(self, params, features, batch, base, chunk_tokens):
+        return head_ranks(self, params, features, batch, base, chunk_tokens)
+
+    # --- costs --------------------------------------------------------------------------------------------------------
+
+    def propose_costs(self, tree, batch):
+        return self.heads.propose_costs(tree, batch)
+
+    def observe_costs(self, batch, tokens, slots):
+        return [DecoderLayers("prefix", self.layer.config, batch, tokens, slots)]
+
+    def teacher_costs(self, length):
+        return [DecoderLayers("prefix", self.layer.config, 1, length), *self.heads.teacher_costs(length)]
+
+    # --- training -----------------------------------------------------------------------------------------------------
 
     def init_boxed(self, rng, base):
         example = jnp.zeros((1, 1, self.config.width), self.heads.dtype)
@@ -69,25 +118,8 @@ class WithPrefix(Trainable):
         layer_params = self.layer.init(jax.random.fold_in(rng, 1), example, position, np.ones((1, 1), bool))["params"]
         return {"prefix": layer_params, "heads": self.heads.init_boxed(jax.random.fold_in(rng, 2), base)}
 
-    def init_state(self, batch, slots):
-        cache = init_cache(self.layer.config, batch, slots, self.heads.dtype)
-        return PrefixState(cache, self.heads.init_state(batch, slots))
-
-    def observe(self, params, state, features, tokens, counts, base):
-        cache = state.cache
-        steps = jnp.arange(tokens.shape[1])
-        positions = cache.lengths[:, None] + steps
-        refined, block = self.layer.apply(
-            {"params": params["prefix"]}, features, positions, causal_mask(tokens.shape[1]), cache
-        )
-        heads = self.heads.observe(params["heads"], state.heads, refined, tokens, counts, base)
-        return PrefixState(append(cache, block, counts, refined[:, 0, 0]), heads)
-
-    def propose(self, params, state, root, tree, base):
-        return self.heads.propose(params["heads"], state.heads, root, tree, base)
-
-    def sample(self, params, state, root, tree, base, keys, temperature):
-        return self.heads.sample(params["heads"], state.heads, root, tree, base, keys, temperature)
+    def init(self, rng, base):
+        return nn.unbox(self.init_boxed(rng, base))
 
     def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
         if positions is None:
@@ -99,6 +131,10 @@ class WithPrefix(Trainable):
 
     def head_logits(self, params, k, hidden, base, rng=None):
         return self.heads.head_logits(params["heads"], k, hidden, base, rng)
+
+    def teacher_forced(self, params, features, tokens, base):
+        hidden = self.teacher_hidden(params, features, tokens, base)
+        return jnp.stack([self.head_logits(params, k, rows, base) for k, rows in enumerate(hidden)])
 
 
 def heads_of(drafter):

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from hydrajax.drafters.drafter import BoundBase, Drafter
+from hydrajax.drafters.drafter import Trainable
+from hydrajax.models.base import BoundBase
 from hydrajax.models.rows import chunk_width, into_chunks, row_layout
 
 
 def head_ranks(
-    drafter: Drafter, params, features, batch: dict[str, Array], base: BoundBase, chunk_tokens: int
+    drafter: Trainable, params, features, batch: dict[str, Array], base: BoundBase, chunk_tokens: int
 ) -> Int[Array, "K B T"]:
     """The rank (0: the best guess) that head k at position t gives to the text's token t + 2 + k, int32.
 
@@ -34,4 +35,4 @@ def head_ranks(
         ranks = jax.lax.map(rank, chunks)  # [chunks, B, width]
         return jnp.moveaxis(ranks, 0, 1).reshape(tokens.shape[0], -1)[:, : tokens.shape[1]]
 
-    return jnp.stack([one_head(k) for k in range(drafter.depth)])
+    return jnp.stack([one_head(k) for k in range(drafter.n_heads)])

@@ -16,8 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.decoding.sampling import row_keys
-from hydrajax.decoding.step import DecodeState, Engine, Params
+from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.state import DecodeState, Params
+from hydrajax.decoding.step import Engine
+from hydrajax.models.cache import after_reads
 
 
 def median_ms(call: Callable[[], object], repeats: int) -> float:
@@ -39,9 +42,17 @@ class StepTimer:
     """
 
     def __init__(
-        self, engine: Engine, params: Params, batch: int, context: int, n_steps: int, repeats: int, seed: int = 0
+        self,
+        engine: Engine,
+        params: Params,
+        rule: AcceptanceRule,
+        batch: int,
+        context: int,
+        n_steps: int,
+        repeats: int,
+        seed: int = 0,
     ):
-        self.engine, self.params = engine, params
+        self.engine, self.params, self.rule = engine, params, rule
         self.batch, self.context = batch, context
         self.n_steps, self.repeats, self.seed = n_steps, repeats, seed
         self.compile_seconds = 0.0
@@ -51,33 +62,38 @@ class StepTimer:
         engine, width = self.engine, self.context
         prompt = jax.ShapeDtypeStruct((self.batch, width), jnp.int32)
         lengths = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
-        shapes = jax.eval_shape(engine.prefill, self.params, prompt, lengths, jax.random.key(0))
+        rng, rule = jax.random.key(self.seed), per_row(self.rule, self.batch)
+        shapes = jax.eval_shape(engine.prefill, self.params, prompt, lengths, rng, rule)
 
         def fill(rng):
             leaves, treedef = jax.tree.flatten(shapes)
-            filled = [
-                jax.random.normal(jax.random.fold_in(rng, i), leaf.shape, leaf.dtype)
-                if jnp.issubdtype(leaf.dtype, jnp.floating)
-                else jnp.zeros(leaf.shape, leaf.dtype)
-                for i, leaf in enumerate(leaves[:-1])
-            ]
-            return self._rewound(jax.tree.unflatten(treedef, [*filled, row_keys(rng, self.batch)]))
+            filled = []
+            for i, leaf in enumerate(leaves):
+                key = jax.random.fold_in(rng, i)
+                if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                    filled.append(jax.random.split(key, leaf.shape))
+                elif jnp.issubdtype(leaf.dtype, jnp.floating):
+                    filled.append(jax.random.normal(key, leaf.shape, leaf.dtype))
+                else:
+                    filled.append(jnp.zeros(leaf.shape, leaf.dtype))
+            return self._rewound(jax.tree.unflatten(treedef, filled))
 
-        return jax.jit(fill)(jax.random.key(self.seed))
+        return jax.jit(fill)(rng)
 
     def _rewound(self, state: DecodeState) -> DecodeState:
-        """Back to ``context`` tokens per row, nothing emitted. Integer leaves of a drafter's state are lengths."""
+        """Back to ``context`` tokens per row, nothing emitted. Integers ``[B]`` of a drafter's state are lengths."""
         back = jnp.full(self.batch, self.context, jnp.int32)
         zero = jnp.zeros_like(back)
-        draft = jax.tree.map(lambda x: back if jnp.issubdtype(x.dtype, jnp.integer) else x, state.draft)
-        return state._replace(
-            cache=state.cache._replace(lengths=back),
-            draft=draft,
+        draft = jax.tree.map(lambda x: back if jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 1 else x, state.draft)
+        target = state.target._replace(cache=state.target.cache._replace(lengths=back))
+        output = state.output._replace(
             lengths=zero,
             steps=zero,
             limits=zero + self.engine.max_new_tokens,
             done=zero > 0,
+            rule=per_row(self.rule, self.batch),
         )
+        return DecodeState(target, draft, output)
 
     def _time(self, body: Callable[[Params, Any], Any], carry: Any) -> float:
         """Milliseconds per iteration of ``carry = body(params, carry)``; the carry is donated and used again."""
@@ -109,11 +125,11 @@ class StepTimer:
 
     @cached_property
     def _start(self):
-        """A state, what is drafted there, and what the base makes of it."""
+        """A state, what is proposed there, and what the base makes of it."""
         state = self.state()
-        drafted = jax.jit(self.engine.draft)(self.params, state)
-        forward, logits = jax.jit(self.engine.verify)(self.params, state.cache, drafted[0])
-        return state, drafted, forward, logits
+        proposal = jax.jit(self.engine.propose)(self.params, state)
+        forward, logits = jax.jit(self.engine.verify)(self.params, state.target.cache, proposal)
+        return state, proposal, forward, logits
 
     # --- what is timed ------------------------------------------------------------------------------------------
 
@@ -125,7 +141,8 @@ class StepTimer:
         vocab = self.engine.model.config.vocab_size
 
         def body(params, state):  # every candidate feeds the next root, so none can be dropped
-            return state._replace(root=jnp.sum(self.engine.draft(params, state)[0], axis=1) % vocab)
+            root = jnp.sum(self.engine.propose(params, state).tokens, axis=1) % vocab
+            return state._replace(target=state.target._replace(root=root))
 
         return self._time(body, self._start[0])
 
@@ -133,44 +150,44 @@ class StepTimer:
         vocab = self.engine.model.config.vocab_size
 
         def body(params, carry):
-            state, candidates = carry
-            _, logits = self.engine.verify(params, state.cache, candidates)
+            state, proposal = carry
+            cache = state.target.cache
+            _, logits = self.engine.verify(params, cache, proposal)
             # A maximum over the vocabulary, one pass over the logits, is the cheapest thing that needs all of them.
             shift = (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
-            # Unchanged lengths that depend on the logits: otherwise masks and rotary angles are hoisted.
-            lengths = jnp.maximum(state.cache.lengths, -1 - shift[:, 0])
-            state = state._replace(cache=state.cache._replace(lengths=lengths))
-            return state, (candidates + shift) % vocab
+            # Lengths that depend on the logits: otherwise masks and rotary angles are hoisted out of the loop.
+            cache = cache._replace(lengths=after_reads(cache.lengths, shift[:, 0]))
+            state = state._replace(target=state.target._replace(cache=cache))
+            return state, proposal._replace(tokens=(proposal.tokens + shift) % vocab)
 
-        state, drafted, *_ = self._start
-        return self._time(body, (state, drafted[0]))
+        state, proposal, *_ = self._start
+        return self._time(body, (state, proposal))
 
     def accept_commit(self) -> float:
         def body(params, carry):
-            state, drafted, forward, logits = carry
+            state, proposal, forward, logits = carry
             # Adding something that changes keeps the argmax inside the loop; the addition fuses into it.
-            nudged = logits + (state.root[:, None, None] % 2) * jnp.float32(1e-6)
-            accepted = self.engine.accept(state, nudged, *drafted)
-            state, _, _ = self.engine.commit(state, forward, drafted[0], accepted)
-            return state, drafted, forward, logits
+            nudged = logits + (state.target.root[:, None, None] % 2) * jnp.float32(1e-6)
+            accepted = self.engine.accept(state, nudged, proposal)
+            state, _ = self.engine.commit(state, forward, nudged, proposal, accepted)
+            return state, proposal, forward, logits
 
         return self._time(body, self._start)
 
     def observe(self) -> float:
-        state, drafted, forward, logits = self._start
-        accepted = jax.jit(self.engine.accept)(state, logits, *drafted)
-        tokens = jnp.take_along_axis(drafted[0], accepted.path, axis=1)
-        counts = accepted.accept_length + 1
+        state, proposal, forward, logits = self._start
+        accepted = jax.jit(self.engine.accept)(state, logits, proposal)
+        _, outcome = jax.jit(self.engine.commit)(state, forward, logits, proposal, accepted)
 
         def body(params, carry):
-            state, forward = carry
-            state = self.engine.observe(params, state, forward, accepted, tokens, counts)
+            state, outcome = carry
+            state = self.engine.observe(params, state, proposal, outcome)
             # Feed something of the new draft state back, so that iterations follow each other.
-            changed = [jnp.max(x) for x in jax.tree.leaves(state.draft) if x.ndim == 2]
-            nudge = sum(changed, jnp.float32(0)).astype(forward.features.dtype) * 1e-6
-            return state, forward._replace(features=forward.features + nudge)
+            changed = [jnp.max(x).astype(jnp.float32) for x in jax.tree.leaves(state.draft) if x.ndim == 2]
+            nudge = sum(changed, jnp.float32(0)).astype(outcome.features.dtype) * 1e-6
+            return state, outcome._replace(features=outcome.features + nudge)
 
-        return self._time(body, (state, forward))
+        return self._time(body, (state, outcome))
 
     def prefill(self) -> float:
         """Prefilling ``context`` random tokens per row; milliseconds per prompt batch."""
@@ -180,6 +197,7 @@ class StepTimer:
         lengths = np.full(self.batch, self.context, np.int32)
         run = jax.jit(self.engine.prefill)
         began = time.perf_counter()
-        jax.block_until_ready(run(self.params, prompt, lengths, jax.random.key(0)))
+        arguments = self.params, prompt, lengths, jax.random.key(0), per_row(self.rule, self.batch)
+        jax.block_until_ready(run(*arguments))
         self.compile_seconds += time.perf_counter() - began
-        return median_ms(lambda: run(self.params, prompt, lengths, jax.random.key(0)), self.repeats)
+        return median_ms(lambda: run(*arguments), self.repeats)

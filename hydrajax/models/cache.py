@@ -1,8 +1,8 @@
-"""The key-value cache: one array per layer, ``[B, n_kv_heads, slots, head_dim]``, ragged lengths per row.
+"""The key-value cache: one array per layer, ``[B, n_kv_heads, slots, head_dim]``, with its own length in every row.
 
 Layers are a tuple and not a stacked axis: indexing a stacked cache inside the decode loop makes XLA copy it
-(DESIGN section 7). Slots at or beyond a row's length hold garbage that is masked on read and overwritten later, so
-allocate `max_len + tree nodes` slots: `dynamic_update_slice` clamps silently at the end.
+(DESIGN section 7). Slots at or beyond a row's length hold garbage, which is masked on read and overwritten later. So a
+cache needs room for the longest text and one tree more: `dynamic_update_slice` moves a write that does not fit.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from hydrajax.models import backend
+from hydrajax.models.attention import KeyValue, Part
 from hydrajax.models.config import LlamaConfig
-from hydrajax.models.layers import KeyValue
 
 Block = tuple[KeyValue, ...]  # keys and values of the tokens fed now, layer by layer
 
@@ -25,6 +26,18 @@ class KVCache(NamedTuple):
     layers: Block
     lengths: Int[Array, " B"]
 
+    def parts(self, layer: int, first_seen: Int[Array, "B T"] | None = None) -> tuple[Part, ...]:
+        """What queries may attend to in this layer: the filled slots of each row.
+
+        first_seen: the first slot that each query still sees, where a sliding window ends; None for all of them.
+        """
+        keys, values = self.layers[layer]
+        slots = jnp.arange(keys.shape[2])
+        filled = (slots < self.lengths[:, None])[:, None, None, None, :]
+        if first_seen is not None:
+            filled = filled & (slots >= first_seen[:, None, None, :, None])
+        return (Part(keys, values, filled),)
+
 
 def init_cache(config: LlamaConfig, batch: int, slots: int, dtype) -> KVCache:
     """An empty cache. Zeros, not `jnp.empty`: 0 * NaN would poison masked attention."""
@@ -33,26 +46,27 @@ def init_cache(config: LlamaConfig, batch: int, slots: int, dtype) -> KVCache:
     return KVCache(layers, jnp.zeros(batch, jnp.int32))
 
 
-def _write(slots: Array, rows: Array, starts: Int[Array, " B"]) -> Array:
-    """Write ``rows [B, kv, R, H]`` into ``slots [B, kv, S, H]`` at slot ``starts[b]`` of each batch row, in place."""
-    if slots.shape[0] == 1:  # one slice update; the batched form is a scatter
-        return jax.lax.dynamic_update_slice(slots, rows, (0, 0, starts[0], 0))
-    update = jax.vmap(lambda s, r, at: jax.lax.dynamic_update_slice(s, r, (0, at, 0)))
-    return update(slots, rows, starts)
+def after_reads(lengths: Int[Array, " B"], witness: Array) -> Int[Array, " B"]:
+    """``lengths``, unchanged, but not known before ``witness`` ``[B]`` is.
+
+    A cache that is read and then written in one program must be written last. XLA does not see that by itself: where it
+    may do the write first, it copies the whole cache so that the reads still find the old values, and
+    `optimization_barrier` is gone by the time it decides (jax 0.10 on CPU). So the place of the write is made to depend
+    on something that was computed from the last read. Lengths are never negative, and the maximum with -1 or -2 is the
+    length itself, which XLA cannot know.
+    """
+    return jnp.maximum(lengths, -1 - (witness > 0))
 
 
-def append(cache: KVCache, block: Block, counts: Int[Array, " B"], after: Array | None = None) -> KVCache:
+def append(cache: KVCache, block: Block, counts: Int[Array, " B"], *, after: Array | None = None) -> KVCache:
     """Add the first ``counts[b]`` tokens of ``block`` to row b; the rest is written beyond the length, as garbage.
 
-    ``after`` ``[B]`` is anything computed from this step's last read of the cache. It makes the write wait for the
-    reads through a data dependency: where XLA may do the write first, it copies the whole cache to keep the reads
-    right (`optimization_barrier` is gone by the time it decides, jax 0.10 on CPU).
+    after: ``[B]``, anything computed from this program's last read of the cache (`after_reads`); None only for a cache
+    that the program does not read.
     """
-    starts = cache.lengths
-    if after is not None:
-        starts = jnp.maximum(starts, -1 - (after > 0))  # always `starts`, which are never negative
+    starts = cache.lengths if after is None else after_reads(cache.lengths, after)
     layers = tuple(
-        (_write(keys, new_keys, starts), _write(values, new_values, starts))
+        (backend.write_slots(keys, new_keys, starts), backend.write_slots(values, new_values, starts))
         for (keys, values), (new_keys, new_values) in zip(cache.layers, block, strict=True)
     )
     return KVCache(layers, cache.lengths + counts)

@@ -1,27 +1,39 @@
-"""Which tensors of other programs' files make up each of our parameters: the key maps.
+"""Key maps: which tensors of another program's files make up each of our parameters.
 
-A layout is declared once, as a list of entries, and serves reading and writing alike: what is written is read back
-bit for bit.
+A layout is a list of entries. It is declared once and serves both directions, so that what is written is read back bit
+for bit. The layouts themselves are declared where a thing is known: those of the bases in `hydrajax.families`, those of
+draft heads beside their drafters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import jax
 import numpy as np
 
-from hydrajax.checkpoints.tensors import Shape, TensorFiles
-from hydrajax.models.config import LlamaConfig
+Path = tuple[str, ...]  # the names that lead to a leaf of our nested dicts
+Shape = tuple[int, ...]
 
-Path = tuple[str, ...]  # of a leaf in our nested dicts
+MODEL = "model"  # transformers' name for the file of a whole model's weights, which may also be shards or PyTorch files
+
+
+class Readable(Protocol):
+    """Where the tensors of a layout are read from, such as `hydrajax.checkpoints.tensors.TensorFiles`."""
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor by its name in the files."""
 
 
 class Entry(NamedTuple):
-    """Some of our parameters and the tensors they are made of.
+    """Some of our parameters and the tensors that they are made of.
 
-    join: their arrays, in the order of ``theirs``, to ours; split: the inverse. Both take and give one array per name.
-    copies: more names under which files hold the (one) tensor again; they are written and not read.
+    ours:   the paths of our parameters.
+    theirs: the names and shapes of the tensors in the files.
+    join:   makes our arrays of theirs: it takes one array per name in ``theirs`` and returns one per path in ``ours``.
+    split:  the inverse of ``join``.
+    copies: further names under which the files hold the (single) tensor again. They are written, but not read.
     """
 
     ours: tuple[Path, ...]
@@ -35,22 +47,22 @@ Layout = list[Entry]
 
 
 def same(path: Path, name: str, *shape: int, copies: tuple[str, ...] = ()) -> Entry:
-    """A tensor that is one of ours."""
+    """A tensor that is one of our parameters as it stands."""
     return Entry((path,), {name: shape}, lambda x: (x,), lambda x: (x,), copies)
 
 
 def transposed(path: Path, name: str, outputs: int, inputs: int, copies: tuple[str, ...] = ()) -> Entry:
-    """The matrix of a torch Linear, ``[outputs, inputs]``; ours are ``[inputs, outputs]``."""
+    """The matrix of a torch ``Linear``, which is ``[outputs, inputs]`` where ours are ``[inputs, outputs]``."""
     return Entry((path,), {name: (outputs, inputs)}, lambda x: (x.T,), lambda x: (x.T,), copies)
 
 
 def zeros(path: Path, *shape: int) -> Entry:
-    """A parameter of ours that the files do not have: none is zero."""
+    """A parameter of ours that the files do not hold; it is read as zeros and not written."""
     return Entry((path,), {}, lambda: (np.zeros(shape, np.float32),), lambda x: ())
 
 
 def shapes(layout: Layout) -> dict[str, Shape]:
-    """Every tensor of the files by name."""
+    """The name and shape of every tensor in the files."""
     found = {}
     for entry in layout:
         found |= entry.theirs
@@ -59,9 +71,11 @@ def shapes(layout: Layout) -> dict[str, Shape]:
     return found
 
 
-def read(layout: Layout, files: TensorFiles, put: Callable[[Path, np.ndarray], dict] | None = None) -> dict:
-    """Our nested parameters. Each is handed to ``put(path, array)`` as soon as it is there, which returns what to keep
-    of it, by name (default: the array itself under the last name of its path).
+def read(layout: Layout, files: Readable, put: Callable[[Path, np.ndarray], dict] | None = None) -> dict:
+    """Read our nested parameters.
+
+    Each is handed to ``put(path, array)`` as soon as it has been read, so that the host need not hold them all. ``put``
+    returns what to keep of it, by name; by default that is the array itself, under the last name of its path.
     """
     tree: dict = {}
     for entry in layout:
@@ -80,66 +94,17 @@ def leaf(tree: Any, path: Path) -> Any:
     return tree
 
 
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree in the order of `jax.tree.leaves`, by paths such as ``opt_state.0.mu.head_0.kernel``."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
 def write(layout: Layout, params: Any) -> dict[str, np.ndarray]:
-    """The tensors of the files by name."""
+    """Turn our parameters into the tensors of the files, by name."""
     tensors = {}
     for entry in layout:
         parts = entry.split(*(np.asarray(leaf(params, path)) for path in entry.ours))
         tensors |= dict(zip(entry.theirs, parts, strict=True))
         tensors |= dict.fromkeys(entry.copies, parts[0])
     return tensors
-
-
-def base_layout(c: LlamaConfig) -> Layout:
-    """Hugging Face's names for LLaMA, Mistral and Qwen; a family's extras are in the configuration."""
-    layout = [same(("embedding",), "model.embed_tokens.weight", c.vocab_size, c.width)]
-    for i in range(c.n_layers):
-        layout += decoder_layer((f"layers_{i}",), f"model.layers.{i}.", c)
-    layout.append(same(("norm", "scale"), "model.norm.weight", c.width))
-    if not c.tied_lm_head:
-        layout.append(transposed(("lm_head",), "lm_head.weight", c.vocab_size, c.width))
-    return layout
-
-
-def decoder_layer(path: Path, prefix: str, c: LlamaConfig) -> Layout:
-    """One decoder layer; see `hydrajax.models.layers.DecoderLayer` for why ours fuses matrices."""
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    layout = [
-        same((*path, "attention_norm", "scale"), f"{prefix}input_layernorm.weight", c.width),
-        _by_kv_head((*path, "qkv"), attention, "weight", c, (c.width,)),
-        transposed((*path, "out"), f"{attention}o_proj.weight", c.width, c.n_heads * c.head_dim),
-        same((*path, "mlp_norm", "scale"), f"{prefix}post_attention_layernorm.weight", c.width),
-        Entry(
-            ((*path, "gate_up"),),
-            {f"{mlp}{part}_proj.weight": (c.mlp_width, c.width) for part in ("gate", "up")},
-            lambda gate, up: (np.stack([gate, up]).transpose(2, 0, 1),),
-            lambda both: (both[:, 0].T, both[:, 1].T),
-        ),
-        transposed((*path, "down"), f"{mlp}down_proj.weight", c.width, c.mlp_width),
-    ]
-    if c.qkv_bias:
-        layout.append(_by_kv_head((*path, "qkv_bias"), attention, "bias", c, ()))
-    if c.qk_norm:
-        layout.append(same((*path, "query_norm", "scale"), f"{attention}q_norm.weight", c.head_dim))
-        layout.append(same((*path, "key_norm", "scale"), f"{attention}k_norm.weight", c.head_dim))
-    return layout
-
-
-def _by_kv_head(path: Path, prefix: str, kind: str, c: LlamaConfig, inputs: Shape) -> Entry:
-    """Projections to queries, keys and values as one: ``[*inputs, kv head, its queries, key and value, feature]``.
-
-    Rows of their matrices are (kv head, query in its group, feature), then the inputs.
-    """
-    rows = {"q": c.n_heads * c.head_dim, "k": c.n_kv_heads * c.head_dim, "v": c.n_kv_heads * c.head_dim}
-
-    def join(*parts):
-        by_head = [part.reshape(c.n_kv_heads, -1, c.head_dim, *inputs) for part in parts]
-        fused = np.concatenate(by_head, axis=1)
-        return (np.moveaxis(fused, -1, 0) if inputs else fused,)
-
-    def split(fused):
-        fused = np.moveaxis(fused, 0, -1) if inputs else fused
-        return tuple(part.reshape(-1, *inputs) for part in (fused[:, :-2], fused[:, -2], fused[:, -1]))
-
-    theirs = {f"{prefix}{part}_proj.{kind}": (size, *inputs) for part, size in rows.items()}
-    return Entry((path,), theirs, join, split)

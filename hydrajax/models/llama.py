@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hydrajax.models.cache import Block, KVCache
+from hydrajax.models.attention import rope_table
+from hydrajax.models.base import Forward
+from hydrajax.models.cache import KVCache, init_cache
 from hydrajax.models.config import LlamaConfig
-from hydrajax.models.layers import DecoderLayer, RMSNorm, declare, declare_kernel, rope_table
-from hydrajax.models.weights import Int8, project
-
-
-class Forward(NamedTuple):
-    """What one forward pass over T tokens returns.
-
-    hidden:   ``[B, T, D]`` after the final norm; the lm head and (usually) the drafter read it.
-    features: ``[B, T, D]`` what the drafter reads: ``hidden``, or the input of an earlier layer.
-    block:    keys and values of the T tokens, layer by layer, not yet in any cache.
-    """
-
-    hidden: Float[Array, "B T D"]
-    features: Float[Array, "B T D"]
-    block: Block
+from hydrajax.models.layers import DecoderLayer, RMSNorm
+from hydrajax.models.weights import Int8, declare, declare_kernel, project
 
 
 class Llama(nn.Module):
@@ -65,23 +51,22 @@ class Llama(nn.Module):
     def _head_kernel(self) -> Array | Int8:
         return self.embedding.T if self.config.tied_lm_head else self.lm_head
 
+    @nn.nowrap
+    def init_cache(self, batch: int, slots: int) -> KVCache:
+        """An empty cache for this many rows and tokens."""
+        return init_cache(self.config, batch, slots, self.dtype)
+
     def __call__(
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         block_mask: np.ndarray,
         cache: KVCache | None = None,
-        feature_offset: int = 0,
+        reads: tuple[int, ...] = (0,),
     ) -> Forward:
-        """Run T tokens at ``positions`` through the model over an optional cache.
-
-        ``block_mask`` is a static bool ``[T, T]``: which fed tokens see which (causal or tree). Cached tokens are all
-        visible up to each row's length. ``feature_offset`` 0 gives the drafter the post-norm output, n > 0 the input
-        of the n-th layer from the end (`hidden_state_offset` in the released Hydra code).
-        """
+        """Run T tokens per row through the model; see `hydrajax.models.base.BaseModel` for the arguments."""
         x = self.embed(tokens)
         rope = rope_table(self.config, positions)
-        lengths = None if cache is None else cache.lengths
         window, first_seen = self.config.sliding_window, None
         if window is not None:
             first_seen = positions - window + 1
@@ -89,24 +74,9 @@ class Llama(nn.Module):
         inputs, block = [], []
         for i, layer in enumerate(self.layers):
             inputs.append(x)
-            x, key_value = layer(x, rope, block_mask, None if cache is None else cache.layers[i], lengths, first_seen)
+            x, key_value = layer(x, rope, block_mask, () if cache is None else cache.parts(i, first_seen))
             block.append(key_value)
         hidden = self.norm(x)
-        features = hidden if feature_offset == 0 else inputs[-feature_offset]
+        wanted = [hidden if place == 0 else inputs[-place] for place in reads]
+        features = wanted[0] if len(wanted) == 1 else jnp.concatenate(wanted, axis=-1)
         return Forward(hidden, features, tuple(block))
-
-
-def init_boxed(module: nn.Module, rng: Array):
-    """Random parameters of a `Llama` with their logical axes attached (`flax.core.meta` boxes)."""
-    position = jnp.zeros((1, 1), jnp.int32)
-    return module.init(rng, position, position, np.ones((1, 1), bool))["params"]
-
-
-def init_base(model: Llama, rng: Array) -> dict:
-    """Random base parameters (normal, std 0.02) as a plain nested dict of arrays."""
-    return nn.unbox(init_boxed(model, rng))
-
-
-def abstract_base(model: Llama) -> dict:
-    """Boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the base, nothing allocated."""
-    return jax.eval_shape(lambda rng: init_boxed(model, rng), jax.random.key(0))

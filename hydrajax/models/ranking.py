@@ -1,4 +1,4 @@
-"""Ranking tokens by logit, behind two functions so that a backend can have its own measured choice."""
+"""Ranking and drawing tokens by their logits."""
 
 from __future__ import annotations
 
@@ -6,20 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# XLA's CPU argmax is a scalar loop, a maximum is not: the argmax of the chunks' maxima and then of one chunk took 0.4
-# and not 5 ms for 64 x 32,000 logits (jax 0.10).
-CHUNK, LARGE = 128, 1024
+from hydrajax.models import backend
 
 
 def best_token(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     """The argmax over the vocabulary, int32; ties go to the smallest id."""
-    size = logits.shape[-1]
-    if size < LARGE or size % CHUNK:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    chunks = logits.reshape(*logits.shape[:-1], size // CHUNK, CHUNK)
-    chunk = jnp.argmax(jnp.max(chunks, axis=-1), axis=-1)
-    inside = jnp.take_along_axis(chunks, chunk[..., None, None], axis=-2)[..., 0, :]
-    return (chunk * CHUNK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
+    return backend.argmax(logits)
 
 
 def top_tokens(logits: Float[Array, "*rows V"], k: int) -> Int[Array, "*rows k"]:
@@ -36,3 +28,9 @@ def sampled_tokens(keys: Array, logits: Float[Array, "B *n V"], k: int) -> Int[A
     """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
     return top_tokens(logits + noise, k)
+
+
+def over_rows(number: float | Array, like: Float[Array, "B ..."]) -> Array:
+    """A number, or one for each row ``[B]``, to be combined with ``like``, float32."""
+    number = jnp.asarray(number, jnp.float32)
+    return number.reshape(-1, *(1,) * (like.ndim - 1)) if number.ndim else number

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from hydrajax.models.layers import causal_mask
-from hydrajax.models.llama import Forward, Llama
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base import BaseModel, BoundBase, Forward
 
 
 def row_layout(tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None = None):
@@ -29,15 +29,15 @@ def row_layout(tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None = N
 
 
 def run_base(
-    model: Llama,
+    model: BaseModel,
     base_params,
     tokens: Int[Array, "B T"],
-    feature_offset: int = 0,
+    reads: tuple[int, ...] = (0,),
     segments: Int[Array, "B T"] | None = None,
 ) -> Forward:
-    """One forward pass over rows of tokens; see `row_layout` for ``segments``."""
+    """One forward pass over rows of tokens; see `row_layout` for ``segments``, `BaseModel` for ``reads``."""
     positions, mask = row_layout(tokens, segments)
-    return model.apply({"params": base_params}, tokens, positions, mask, feature_offset=feature_offset)
+    return BoundBase(model, base_params).forward(tokens, positions, mask, reads=reads)
 
 
 def chunk_width(chunk_tokens: int, shape: tuple[int, int]) -> int:

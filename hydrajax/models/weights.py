@@ -1,19 +1,20 @@
-"""Every matmul with a weight goes through `project`, so that a backend can have its own measured choice.
+"""Weights: how a module declares them, and how they are multiplied with.
 
-A weight is an array, or `Int8`: one byte per number and a scale per output feature.
+A weight is an array, or `Int8`: one byte per number and a scale per output feature. Every matmul with one goes through
+`project`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
-import jax
+import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.models import backend
 
 ROWS = 256  # of a kernel that are quantised at once
 
@@ -52,20 +53,26 @@ def project(x: Float[Array, "*rows D"], kernel: Array | Int8, dtype=None) -> Flo
     """``x @ kernel``, the kernel's axes after the first taken as one, F.
 
     dtype: of the result and of the accumulation, default ``x.dtype``.
-
-    On a CPU a single row is multiplied as two half contractions and summed: XLA runs the two on two cores, where it
-    leaves one idle for some shapes ([512] by [512, 3072]: 117 us for 196, jax 0.10, 2 cores; never slower than 10%).
-    With more rows the same trick loses, up to threefold.
     """
     dtype = dtype or x.dtype
     if isinstance(kernel, Int8):
         product = project(x, kernel.values.astype(x.dtype), jnp.float32)
         return (product * kernel.scale.reshape(-1)).astype(dtype)
-    width = x.shape[-1]
-    kernel = kernel.reshape(width, -1)
-    single_row = math.prod(x.shape[:-1]) == 1
-    if single_row and width % 2 == 0 and jax.default_backend() == "cpu":
-        halves = x.reshape(2, width // 2), kernel.reshape(2, width // 2, -1)
-        out = jnp.einsum("gd,gdf->gf", *halves, preferred_element_type=dtype).sum(axis=0)
-        return out.reshape(*x.shape[:-1], -1)
-    return jnp.matmul(x, kernel, preferred_element_type=dtype)
+    return backend.matmul(x, kernel.reshape(x.shape[-1], -1), dtype)
+
+
+def declare(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init) -> Array:
+    """A parameter with its shape, logical axes (`hydrajax.sharding`) and initialiser in one place."""
+    return module.param(name, nn.with_logical_partitioning(init, axes), shape, module.dtype)
+
+
+def declare_kernel(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array | Int8:
+    """A matmul's weight, contracted over its first axis: normal with std 0.02, or `Int8` where ``module.int8``.
+
+    Of the latter nothing but the shape is meant before a checkpoint is loaded (`hydrajax.models.weights.quantize`).
+    """
+    if not module.int8:
+        return declare(module, name, shape, axes, nn.initializers.normal(0.02))
+    zeros = nn.with_logical_partitioning(lambda rng, shape: jnp.zeros(shape, jnp.int8), axes)
+    ones = nn.with_logical_partitioning(lambda rng, shape: jnp.ones(shape, jnp.float32), axes[1:])
+    return Int8(module.param(name, zeros, shape), module.param(f"{name}_scale", ones, shape[1:]))

@@ -1,0 +1,92 @@
+"""Rejection sampling: for drafts that were drawn from distributions of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from hydrajax.decoding.acceptance import at_rows, walk
+from hydrajax.decoding.sampling import Sampling, check_temperature, numbers_as_arrays, sample
+from hydrajax.drafters.drafter import Draw
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees.topology import pick
+
+# What the key of a place in the output is folded with: for the draft, for the base's own sample, for each child.
+DRAFT, BASE, CHILDREN = 0, 1, 2
+
+
+@numbers_as_arrays
+@dataclass(frozen=True)
+class RejectionSampling(Sampling):
+    """For drafts that were drawn from distributions of their own, q (Leviathan et al. 2023, Chen et al. 2023).
+
+    The children of a node are looked at in the order in which they were drawn, without replacement (SpecInfer 2024;
+    Jeon et al. 2024). One is accepted with probability min(1, p / q); if not, p becomes norm(max(0, p - q)) and q
+    loses the token. If none is accepted, the base's token is drawn from the last p. The output is distributed as the
+    base's, as with `ExactSampling`; the closer q is to p, the more is accepted.
+
+    draft_temperature: of q, None for ``temperature``. The drafter must be one that draws (`Drafter.draws`), the tree
+    have no gaps between the ranks of siblings.
+    """
+
+    draft_temperature: float | None = None
+    needs_draws: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.draft_temperature is not None:
+            check_temperature("draft_temperature", self.draft_temperature)
+
+    def check(self, tree):
+        for node, choice in enumerate(tree.choices, start=1):
+            if choice[-1] and (*choice[:-1], choice[-1] - 1) not in tree.choices[: node - 1]:
+                raise HydrajaxError(f"tree: RejectionSampling needs siblings of rank 0, 1, 2 ..., found {list(choice)}")
+
+    def draw(self, keys):
+        temperature = self.temperature if self.draft_temperature is None else self.draft_temperature
+        return Draw(_fold(keys, DRAFT), temperature)
+
+    def first_root(self, logits, keys):
+        return sample(_fold(keys, BASE), self.shape(logits))
+
+    def accept(self, logits, proposal, keys):
+        tree, tokens = proposal.tree, proposal.tokens
+        most_children = tree.children.shape[-1]
+
+        def choose(node, depth):
+            p = jax.nn.softmax(self.shape(at_rows(logits, node)), axis=-1)
+            token, open_ = jnp.zeros_like(node), jnp.ones_like(node, bool)
+            if most_children:
+                children = pick(tree.children, node, 3)
+                first = jnp.maximum(children[:, 0], 0)
+                log_q = at_rows(proposal.log_q, pick(tree.parent_slot, first, 2))
+            for rank in range(most_children):
+                child = children[:, rank]
+                drawn = at_rows(tokens, child)
+                looked_at = open_ & (child > 0) & (drawn >= 0)
+                q = jax.nn.softmax(log_q, axis=-1)
+                uniform = jax.vmap(jax.random.uniform)(_fold(keys[:, depth], CHILDREN + rank))
+                accepted = looked_at & (uniform * at_rows(q, drawn) < at_rows(p, drawn))
+                token, open_ = jnp.where(accepted, drawn, token), open_ & ~accepted
+                rest = jnp.maximum(p - q, 0)
+                total = jnp.sum(rest, axis=-1, keepdims=True)
+                rejected = (looked_at & ~accepted)[:, None]
+                p = jnp.where(rejected & (total > 0), rest / total, p)
+                gone = rejected & (jnp.arange(p.shape[-1]) == drawn[:, None])
+                log_q = jnp.where(gone, -jnp.inf, log_q)
+            return jnp.where(open_, sample(_fold(keys[:, depth], BASE), jnp.log(p)), token)
+
+        return walk(proposal, choose)
+
+
+def _fold(keys: Array, purpose: int) -> Array:
+    def fold(key):
+        return jax.random.fold_in(key, purpose)
+
+    for _ in keys.shape:
+        fold = jax.vmap(fold)
+    return fold(keys)

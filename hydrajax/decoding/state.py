@@ -1,0 +1,75 @@
+"""Everything that the decode loop carries: three pytrees of static shapes, safe to donate.
+
+Every array's first axis is the batch, so rows can be taken out, put in and moved (`take_rows`, `put_rows`), as a server
+does whose users come and go.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Bool, Int
+
+from hydrajax.models.cache import KVCache
+
+
+class Params(NamedTuple):
+    """``base`` is frozen and shared; ``draft`` belongs to the drafter (an empty dict for autoregressive decoding)."""
+
+    base: Any
+    draft: Any
+
+
+class TargetState(NamedTuple):
+    """The base's side.
+
+    cache: keys and values of prompt and emitted tokens.
+    root:  int32 ``[B]`` the token the base has chosen and the next step emits.
+    """
+
+    cache: KVCache
+    root: Int[Array, " B"]
+
+
+class OutputState(NamedTuple):
+    """What has been emitted, and how the rest is to be.
+
+    tokens:         int32 ``[B, max_new + K + 1]`` emitted tokens, garbage beyond ``lengths``. A finished row goes on
+                    writing one whole path there, hence the room.
+    lengths:        int32 ``[B]`` tokens emitted so far.
+    limits:         int32 ``[B]`` tokens a row may emit.
+    done:           bool ``[B]``.
+    accept_lengths: int32 ``[B, max_new + 1]`` emitted draft tokens of each step (root not counted), -1 where the row
+                    took no step.
+    steps:          int32 ``[B]`` steps each row took.
+    keys:           ``[B]`` each row's random key; what it draws depends on it and on the place in the row's output.
+    rule:           the acceptance rule, its numbers arrays ``[B]``.
+    """
+
+    tokens: Int[Array, "B room"]
+    lengths: Int[Array, " B"]
+    limits: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    accept_lengths: Int[Array, "B max_steps"]
+    steps: Int[Array, " B"]
+    keys: Array
+    rule: Any
+
+
+class DecodeState(NamedTuple):
+    """``target`` is the base's, ``draft`` the drafter's (whatever pytree it likes), ``output`` the reader's."""
+
+    target: TargetState
+    draft: Any
+    output: OutputState
+
+
+def take_rows(state: DecodeState, rows: Int[Array, " R"]) -> DecodeState:
+    """A state of the given rows, in that order; one may occur several times."""
+    return jax.tree.map(lambda x: x[rows], state)
+
+
+def put_rows(state: DecodeState, at: Int[Array, " R"], others: DecodeState) -> DecodeState:
+    """``state`` with its rows ``at`` replaced by the R rows of another state of the same engine and cache slots."""
+    return jax.tree.map(lambda x, y: x.at[at].set(y), state, others)

@@ -1,0 +1,143 @@
+"""Draft lm heads: from a head's last hidden state to logits over the base's tokens, or over some of them.
+
+Four full lm heads are 1 GB of a 7B's draft (DESIGN section 7), so a head may do with less: with the base's own lm head,
+with a product of two narrow matrices, or with a vocabulary of the most frequent tokens. Whichever it is, nobody outside
+this module meets an index into a reduced vocabulary: what comes out are token ids, or logits over all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from hydrajax.drafters.costs import Matmul
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.ranking import sampled_tokens, top_tokens
+from hydrajax.models.weights import declare, project
+
+
+class Vocabulary:
+    """The tokens that a draft can say, in rising order; hashable, so that it can be part of a drafter's settings."""
+
+    def __init__(self, tokens: Iterable[int]):
+        self.tokens = np.unique(np.fromiter(tokens, np.int32))
+        if not self.tokens.size or self.tokens[0] < 0:
+            raise HydrajaxError("lm_head: a draft vocabulary must hold at least one token id, all from 0 up")
+
+    def __eq__(self, other):
+        return isinstance(other, Vocabulary) and np.array_equal(self.tokens, other.tokens)
+
+    def __hash__(self):
+        return hash(self.tokens.tobytes())
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __repr__(self):
+        return f"Vocabulary({len(self)} tokens)"
+
+
+@dataclass(frozen=True)
+class LmHead:
+    """What kind of lm head. Its parameters are ``lm_kernel [D, V']``, or ``lm_down [D, r]`` and ``lm_up [r, V']``, in
+    the head that it belongs to, and ``lm_bias [V']`` with ``bias``.
+
+    shared:     the base's own lm head; no parameters but the bias.
+    rank:       r of a low-rank product in place of one matrix.
+    vocabulary: the V' tokens that it knows; None for all V.
+
+    Raises `HydrajaxError` for settings that exclude each other.
+    """
+
+    bias: bool = False
+    shared: bool = False
+    rank: int | None = None
+    vocabulary: Vocabulary | None = field(default=None)
+
+    def __post_init__(self):
+        if self.shared and (self.rank is not None or self.vocabulary is not None):
+            raise HydrajaxError("lm_head: the base's own is neither low-rank nor of a reduced vocabulary")
+        if self.rank is not None and self.rank < 1:
+            raise HydrajaxError(f"lm_head.rank: must be at least 1, found {self.rank}")
+
+    def size(self, vocab_size: int) -> int:
+        """V': how many tokens it knows of."""
+        return vocab_size if self.vocabulary is None else len(self.vocabulary)
+
+    def declare(self, module: nn.Module, width: int, vocab_size: int) -> dict[str, Array]:
+        """Declare the parameters in a Flax module; `logits` takes what is returned."""
+        normal, zeros, size = nn.initializers.normal(0.02), nn.initializers.zeros, self.size(vocab_size)
+        params = {}
+        if self.rank is not None:
+            params["lm_down"] = declare(module, "lm_down", (width, self.rank), ("width", None), normal)
+            params["lm_up"] = declare(module, "lm_up", (self.rank, size), (None, "vocab"), normal)
+        elif not self.shared:
+            params["lm_kernel"] = declare(module, "lm_kernel", (width, size), ("width", "vocab"), normal)
+        if self.bias:
+            params["lm_bias"] = declare(module, "lm_bias", (size,), ("vocab",), zeros)
+        return params
+
+    def costs(self, name: str, rows: int, width: int, vocab_size: int) -> list[Matmul]:
+        """The products that `logits` computes for so many hidden states."""
+        size = self.size(vocab_size)
+        if self.rank is None:
+            return [Matmul(f"{name} lm kernel", rows, width, size, float32_out=True)]
+        up = Matmul(f"{name} lm up", rows, self.rank, size, float32_out=True)
+        return [Matmul(f"{name} lm down", rows, width, self.rank), up]
+
+    def like_base(self, kernel: Float[Array, "D V"], dtype) -> dict[str, Array]:
+        """Parameters that start as a copy of the base's lm head (medusa 2.1.1), or as near to it as this kind comes.
+
+        Of all products of rank r the projection onto the r main directions of the kernel is the nearest.
+        """
+        if self.shared:
+            return {}
+        if self.vocabulary is not None:
+            kernel = kernel[:, self.vocabulary.tokens]
+        if self.rank is None:
+            return {"lm_kernel": kernel.astype(dtype)}
+        wide = kernel.astype(jnp.float32)
+        directions = jnp.linalg.eigh(wide @ wide.T)[1][:, -self.rank :]  # in rising order of their weight
+        return {"lm_down": directions.astype(dtype), "lm_up": (directions.T @ wide).astype(dtype)}
+
+    def logits(
+        self, params: dict[str, Array], hidden: Float[Array, "*rows D"], base_logits
+    ) -> Float[Array, "*rows V_"]:
+        """Float32 logits over the V' tokens it knows. base_logits: the base's function from hidden states to logits."""
+        if self.shared:
+            out = base_logits(hidden)
+        elif self.rank is not None:
+            out = project(project(hidden, params["lm_down"]), params["lm_up"], jnp.float32)
+        else:
+            out = project(hidden, params["lm_kernel"], jnp.float32)
+        return out + params["lm_bias"].astype(jnp.float32) if self.bias else out
+
+    # --- token ids from here on -----------------------------------------------------------------------------------
+
+    def over_all_tokens(self, logits: Float[Array, "*rows V_"], vocab_size: int) -> Float[Array, "*rows V"]:
+        """The logits with -inf for the tokens that it does not know."""
+        if self.vocabulary is None:
+            return logits
+        return jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf).at[..., self.vocabulary.tokens].set(logits)
+
+    def top(self, logits: Float[Array, "*rows V_"], k: int) -> Int[Array, "*rows k"]:
+        """Ids of the k best tokens; -1 where it knows fewer."""
+        return self._ids(top_tokens(logits, min(k, logits.shape[-1])), k)
+
+    def sampled(self, keys: Array, logits: Float[Array, "B *n V_"], k: int) -> Int[Array, "B *n k"]:
+        """Ids of k tokens drawn without replacement, in the order drawn; -1 where it knows fewer."""
+        return self._ids(sampled_tokens(keys, logits, min(k, logits.shape[-1])), k)
+
+    def _ids(self, index: Int[Array, "*rows k_"], k: int) -> Int[Array, "*rows k"]:
+        if self.vocabulary is not None:
+            index = jnp.asarray(self.vocabulary.tokens)[index]
+        missing = k - index.shape[-1]
+        return (
+            jax.lax.pad(index, jnp.int32(-1), [(0, 0, 0)] * (index.ndim - 1) + [(0, missing, 0)]) if missing else index
+        )

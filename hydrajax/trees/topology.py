@@ -1,0 +1,94 @@
+"""What the decode step reads of a tree, as arrays.
+
+A static tree (`hydrajax.trees.tree.TreeTopology`) gives NumPy constants, the same for all rows, and XLA folds them into
+the program. A tree that is made on the device gives jax arrays with a leading batch axis, a tree for every row, always
+of the same number of nodes. `take` and `pick` read either kind, so that the step and the rules are written once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+AnyArray = Array | np.ndarray
+
+
+class Topology(NamedTuple):
+    """A tree of N nodes and depth K, or one for each of B rows. Node 0 is the root; a parent comes before its children.
+
+    parents:     int32 ``[*B, N]``, -1 for the root and for a node that can never be accepted (one that is there for
+                 what the base says of it, such as a lookahead window's).
+    depths:      int32 ``[*B, N]`` offset of each node's position in the text from the root's.
+    mask:        bool ``[*B, N, N]`` whether node i sees node j in the verifying pass; a node that can be accepted sees
+                 itself and its ancestors and nothing else.
+    paths:       int32 ``[*B, N, K+1]`` nodes from the root down to each node; beyond its depth the node, repeated.
+    children:    int32 ``[*B, N, C]`` children of each node in the order in which they were ranked or drawn, then -1.
+    inner:       int32 ``[*B, P]`` the nodes that may have children, in node order.
+    parent_slot: int32 ``[*B, N]`` where in ``inner`` each node's parent stands; 0 for a node without a parent.
+    """
+
+    parents: Int[AnyArray, "*B N"]
+    depths: Int[AnyArray, "*B N"]
+    mask: Bool[AnyArray, "*B N N"]
+    paths: Int[AnyArray, "*B N path"]
+    children: Int[AnyArray, "*B N C"]
+    inner: Int[AnyArray, "*B P"]
+    parent_slot: Int[AnyArray, "*B N"]
+
+    @property
+    def size(self) -> int:
+        return self.parents.shape[-1]
+
+    @property
+    def depth(self) -> int:
+        return self.paths.shape[-1] - 1
+
+    @property
+    def attention_mask(self) -> Bool[AnyArray, "..."]:
+        """``mask`` as `hydrajax.models.attention.attend` takes it."""
+        return self.mask if self.mask.ndim == 2 else self.mask[:, None, None]
+
+
+def take(values: AnyArray, nodes: Int[AnyArray, "*B n"]) -> AnyArray:
+    """``values[b, nodes[n]]``, or ``values[b, nodes[b, n]]`` where rows have their own; values are ``[B, N, ...]``."""
+    if nodes.ndim == 1:
+        return values[:, nodes]
+    return jnp.take_along_axis(values, nodes.reshape(*nodes.shape, *(1,) * (values.ndim - 2)), axis=1)
+
+
+def pick(array: AnyArray, node: Int[Array, " B"], batched_ndim: int) -> Array:
+    """What a topology's array says of one node per row: ``array[node[b]]`` or ``array[b, node[b]]``.
+
+    batched_ndim: the number of axes the array has where every row has its own tree.
+    """
+    if array.ndim < batched_ndim:
+        return jnp.asarray(array)[node]
+    return array[jnp.arange(len(node)), node]
+
+
+def from_parents(parents: Int[Array, "B N"], depth: int, most_children: int) -> Topology:
+    """The trees with these parents, on the device. A row's parents must come before their children.
+
+    depth: K, which no path exceeds. most_children: C, which no node's children exceed. Every node may have children as
+    far as the program knows, so ``inner`` are all of them.
+    """
+    n_nodes = parents.shape[1]
+    nodes = jnp.arange(n_nodes, dtype=jnp.int32)
+    is_child = parents[:, :, None] == nodes  # [B, child, parent]
+    mask = is_child | jnp.eye(n_nodes, dtype=bool)
+    reached = 1
+    while reached < depth:  # paths of twice the length with every product
+        mask = jnp.einsum("bij,bjk->bik", mask.astype(jnp.float32), mask.astype(jnp.float32)) > 0
+        reached *= 2
+    depths = jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1
+    wanted = jnp.minimum(jnp.arange(depth + 1), depths[:, :, None])  # [B, N, K+1]: the depth of each place of a path
+    on_path = mask[:, :, None, :] & (depths[:, None, None, :] == wanted[..., None])
+    paths = jnp.argmax(on_path, axis=-1).astype(jnp.int32)
+    place = jnp.cumsum(is_child, axis=1) - 1  # of each node among its parent's children
+    is_nth = is_child[:, :, :, None] & (place[:, :, :, None] == jnp.arange(most_children))  # [B, child, parent, C]
+    children = jnp.where(jnp.any(is_nth, axis=1), jnp.argmax(is_nth, axis=1), -1).astype(jnp.int32)
+    inner = jnp.broadcast_to(nodes, parents.shape)
+    return Topology(parents, depths, mask, paths, children, inner, jnp.maximum(parents, 0))
