@@ -8,7 +8,7 @@ draft heads beside their drafters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ Shape = tuple[int, ...]
 MODEL = "model"  # transformers' name for the file of a whole model's weights, which may also be shards or PyTorch files
 
 
+@runtime_checkable
 class Readable(Protocol):
     """Where the tensors of a layout are read from, such as `hydrajax.checkpoints.tensors.TensorFiles`."""
 
