@@ -1,13 +1,16 @@
-"""Writing a file whole or not at all; telling whether one is what was written."""
+"""Writing a file or a directory whole or not at all, and telling whether a file is what was written."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, one_line
 
 CHUNK = 1 << 22  # bytes read at a time for a checksum
 
@@ -19,6 +22,36 @@ def size_and_checksum(path: Path) -> list[int]:
         while chunk := file.read(CHUNK):
             size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
     return [size, checksum]
+
+
+def checksums(folder: Path, inside: str) -> dict[str, list[int]]:
+    """`size_and_checksum` of every file in a subfolder of ``folder``, by its path in ``folder``."""
+    files = sorted(path for path in (folder / inside).rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): size_and_checksum(path) for path in files}
+
+
+@contextmanager
+def whole_directory(directory: str | Path, what: str) -> Iterator[Path]:
+    """A context manager that gives a temporary sibling of ``directory`` to fill.
+
+    At the end it is renamed to ``directory``, which is replaced with all that is in it. On any error or Ctrl-C it is
+    removed instead and what was there before stays. ``what`` begins the messages: an `OSError` becomes `HydrajaxError`.
+    """
+    target = Path(os.path.realpath(directory))
+    partial, old = (target.with_name(f".{target.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        if target.is_dir():
+            target.rename(old)
+        partial.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise HydrajaxError(f"{what}: cannot write {directory}: {error.strerror or one_line(error)}") from None
+    finally:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class WholeFile:

@@ -1,6 +1,7 @@
-"""The base from a Hugging Face directory: ``config.json`` and its weights, as safetensors or PyTorch files.
+"""The base from a Hugging Face directory, and back into one: ``config.json`` and the weights.
 
-Every key of the files must be known and every key of the model present with the right shape.
+Weights are read from safetensors or PyTorch files and written as safetensors. Every tensor of the files must be known,
+and every tensor of the model must be there with the right shape.
 """
 
 from __future__ import annotations
@@ -9,25 +10,35 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.checkpoints.tensors import check_directory, expect_tensors, open_model, read_json
+from hydrajax.checkpoints import exported
+from hydrajax.checkpoints.tensors import check_directory, expect_tensors, open_tensors, read_json, save_safetensors
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.family import to_llama_config
-from hydrajax.models.layout import base_layout, leaf, read, shapes
-from hydrajax.models.llama import Llama, abstract_base
+from hydrajax.families.registry import base_layout, from_llama_config, to_llama_config
+from hydrajax.models.base import abstract_base
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.layout import MODEL, leaf, read, shapes, write
+from hydrajax.models.llama import Llama
 from hydrajax.models.weights import quantize
 
 WHAT = "--base"
 # Rotary buffers, which old transformers versions saved and which follow from the config; and the heads that a Medusa-2
-# checkpoint has beside its base (`hydrajax.checkpoints.heads.released`).
+# checkpoint has beside its base (`hydrajax.drafters.medusa_files`).
 IGNORED = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|medusa_head\..*"
 INT8 = ("qkv", "out", "gate_up", "down", "lm_head")  # the weights of matmuls, `Llama` with int8
 Progress = Callable[[int, int], None]  # told how many numbers of how many have been loaded
+
+
+def read_config(directory: str | Path, what: str = WHAT) -> LlamaConfig:
+    """The configuration of the base in a Hugging Face directory; ``what`` begins the messages of errors."""
+    file = Path(directory) / "config.json"
+    return to_llama_config(read_json(file, what), f"{what}: {file}")
 
 
 def load_llama(
@@ -40,18 +51,18 @@ def load_llama(
 ) -> tuple[Llama, dict]:
     """The model and its parameters, cast to ``dtype`` and placed on the device one by one.
 
-    place: ``place(array, logical_axes)`` puts one host array on devices (default: the default device).
+    place: ``place(array, logical_axes)`` puts one host array on devices; by default on the default device.
     int8: quantise the weights of matmuls, one by one as they are read.
+    on_progress: told how many numbers of how many have been loaded, after each parameter.
 
     Host memory holds one parameter at a time beside the device copy (three matrices where ours fuses them), and the
     pages of one file. Raises `HydrajaxError` for a missing, truncated or foreign file.
     """
     directory = Path(directory)
     check_directory(directory, WHAT)
-    config_file = directory / "config.json"
-    config = to_llama_config(read_json(config_file, WHAT), f"{WHAT}: {config_file}")
+    config = read_config(directory)
     model = Llama(config, jnp.dtype(dtype), int8)
-    files = open_model(directory, WHAT)
+    files = open_tensors(directory, MODEL, WHAT)
     if config.n_layers > len(files):  # or a slip in a number would have us list millions of names
         raise HydrajaxError(f"{WHAT}: {directory} has {len(files)} tensors, too few for {config.n_layers} layers")
 
@@ -81,7 +92,7 @@ def load_llama(
 
 
 def eos_ids(directory: str | Path) -> tuple[int, ...]:
-    """End-of-sequence ids: from ``generation_config.json`` if it names any, else from ``config.json``."""
+    """The ids that end generation: from ``generation_config.json`` if it names any, else from ``config.json``."""
     for name in ("generation_config.json", "config.json"):
         path = Path(directory) / name
         if path.exists():
@@ -93,3 +104,42 @@ def eos_ids(directory: str | Path) -> tuple[int, ...]:
                 raise HydrajaxError(f"{name}: eos_token_id is {found!r}, supported is an integer or a list of them")
             return ids
     return ()
+
+
+def export_llama(
+    directory: str | Path,
+    model: Llama,
+    params: Any,
+    *,
+    tokenizer=None,
+    dtype=jnp.bfloat16,
+    eos_ids: tuple[int, ...] = (),
+    extra: dict | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Save a base as ``config.json`` and ``model.safetensors`` in the layout of transformers.
+
+    It is the inverse of `load_llama`, bit for bit. The host holds the whole model once.
+
+    dtype: of the file; None keeps each parameter's own.
+    tokenizer: anything with transformers' ``save_pretrained``.
+    eos_ids: the ids that end generation, for ``config.json``.
+    extra: more fields for ``config.json``.
+    overwrite: replace a directory even if it is no earlier export, with all that is in it.
+
+    Raises `HydrajaxError` for an int8 base, and if the directory may not be replaced or cannot be written.
+    """
+    if model.int8:
+        raise HydrajaxError(f"{exported.WHAT}: the base is quantised to int8, supported are float weights")
+    with exported.exported(directory, overwrite) as (folder, config):
+        tensors = exported.cast(write(base_layout(model.config), params), dtype)
+        save_safetensors(folder / f"{MODEL}.safetensors", tensors)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        eos = (eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)) if eos_ids else None
+        config |= from_llama_config(model.config, exported.WHAT) | {
+            "torch_dtype": tensors["model.norm.weight"].dtype.name,
+            "bos_token_id": getattr(tokenizer, "bos_token_id", None),
+            "eos_token_id": eos,  # null too: transformers' default is id 2
+        }
+        config |= extra or {}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.checkpoints.tensors import FLOATS, open_model, read_json
+from hydrajax.checkpoints.base import read_config
+from hydrajax.checkpoints.tensors import expect_tensors, open_tensors
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.family import to_llama_config
+from hydrajax.models.layout import MODEL
 
 ROWS = 64  # of the embedding; it and the norms tell fine-tunes of one model apart
 
@@ -19,23 +21,19 @@ ROWS = 64  # of the embedding; it and the norms tell fine-tunes of one model apa
 def fingerprint(directory: str | Path, what: str = "--base") -> dict[str, Any]:
     """``{"shapes": {...}, "sha256": ...}`` of a base in a Hugging Face directory.
 
-    Numbers are rounded to bfloat16 first, so that a model saved in another dtype is the same model.
+    Numbers are rounded to bfloat16 first, so that a model saved in another dtype is the same model. Raises
+    `HydrajaxError`, beginning with ``what``, for files that are missing, damaged or not a base's.
     """
-    directory = Path(directory)
-    config = to_llama_config(read_json(directory / "config.json", what), f"{what}: {directory / 'config.json'}")
-    files, digest = open_model(directory, what), hashlib.sha256()
+    config = read_config(directory, what)
+    files, digest = open_tensors(Path(directory), MODEL, what), hashlib.sha256()
     wanted = {
         "model.embed_tokens.weight": (config.vocab_size, config.width),
         "model.layers.0.input_layernorm.weight": (config.width,),
         f"model.layers.{config.n_layers - 1}.post_attention_layernorm.weight": (config.width,),
         "model.norm.weight": (config.width,),
     }
-    for name, shape in wanted.items():
-        if name not in files:
-            raise HydrajaxError(f"{what}: missing tensor '{name}'")
-        if files.dtype(name) not in FLOATS.values() or files.shape(name) != shape:
-            found = f"{files.dtype(name)}{list(files.shape(name))}"
-            raise HydrajaxError(f"{what}: tensor '{name}' is {found}, expected floats of shape {list(shape)}")
+    expect_tensors(files, wanted, what, ignored=re.compile(".*", re.DOTALL))
+    for name in wanted:
         digest.update(np.asarray(files.read_first(name, ROWS), jnp.bfloat16).tobytes())
     shapes = {name: getattr(config, name) for name in ("vocab_size", "width", "n_layers", "n_heads", "n_kv_heads")}
     return {"shapes": shapes, "sha256": digest.hexdigest()}

@@ -1,7 +1,7 @@
 """Tensors by name in safetensors and PyTorch files. Reading is strict: nothing is executed and nothing is guessed.
 
-One tensor is read at a time and the file let go, so that the host never holds a model (measured by
-``experiments/load_memory.py``).
+Tensors are read one at a time and the file is let go after each, so that the host never holds a whole model
+(``experiments/load_memory.py`` measures it).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.models.layout import MODEL, Shape
 
-Shape = tuple[int, ...]
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names, NumPy's
 NOTHING = re.compile(r"(?!)")
 
@@ -45,14 +45,17 @@ def check_directory(directory: Path, what: str) -> None:
 
 
 class Description(NamedTuple):
-    """What a file says of a tensor before it is read. dtype: as NumPy names it, or the file's own name for others."""
+    """What a file says of a tensor before it is read.
+
+    dtype: as NumPy names it, or the file's own name where NumPy has no such dtype.
+    """
 
     shape: Shape
     dtype: str
 
 
 class TensorFiles:
-    """The tensors of one or several files by name. A subclass opens one file and knows what is in it."""
+    """The tensors of one or several files by name. A subclass knows how to open one file and what is in it."""
 
     def __init__(self, files: list[Path], what: str):
         self._what = what
@@ -105,10 +108,10 @@ class TensorFiles:
 
 
 class SafetensorFiles(TensorFiles):
-    """``.safetensors``."""
+    """Files in the format of the safetensors library."""
 
     def _opened(self, path):
-        """Anew for every tensor: the file is mapped, and what was read of it would stay in memory while it is open."""
+        """Open it anew for every tensor: what has been read of a mapped file stays in memory while it is open."""
         return self._open(path)
 
     def _open(self, path):
@@ -134,7 +137,7 @@ class SafetensorFiles(TensorFiles):
 
 
 class TorchFiles(TensorFiles):
-    """``.pt`` and ``.bin``: state dicts of tensors. Only tensors are unpickled (``weights_only=True``)."""
+    """Files that ``torch.save`` wrote, which hold state dicts of tensors. Only tensors are unpickled from them."""
 
     def _open(self, path):
         torch = torch_module()
@@ -200,28 +203,39 @@ def _starts_as_zip(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-MODEL_FILES = (("model.safetensors", SafetensorFiles), ("pytorch_model.bin", TorchFiles))
+SHARDED = ".index.json"  # what the index of shards adds to the name of the single file
 
 
-def holds_model(directory: Path) -> bool:
-    """Whether a directory has weights that `open_model` would look at."""
-    return any((directory / f"{name}{suffix}").exists() for name, _ in MODEL_FILES for suffix in ("", ".index.json"))
+def _candidates(directory: Path, stem: str) -> list[tuple[Path, type[TensorFiles]]]:
+    """The files in which tensors may lie under this name, safetensors before PyTorch files, as transformers looks."""
+    torchs = "pytorch_model.bin" if stem == MODEL else f"{stem}.pt"
+    return [(directory / f"{stem}.safetensors", SafetensorFiles), (directory / torchs, TorchFiles)]
 
 
-def open_model(directory: Path, what: str) -> TensorFiles:
-    """The weights of a Hugging Face directory: safetensors before PyTorch files, shards by their index.
+def _index(path: Path) -> Path:
+    return path.with_name(path.name + SHARDED)
 
-    Every shard that an index names must lie in the directory itself.
+
+def holds(directory: Path, stem: str) -> bool:
+    """Whether a directory has files that `open_tensors` would look at."""
+    return any(path.exists() or (stem == MODEL and _index(path).exists()) for path, _ in _candidates(directory, stem))
+
+
+def open_tensors(directory: Path, stem: str, what: str) -> TensorFiles:
+    """The tensors of ``stem.safetensors``, or else of ``stem.pt``.
+
+    The stem `MODEL` stands for the weights of a Hugging Face directory: ``model.safetensors``, else
+    ``pytorch_model.bin``, each a single file or shards with their index. Shards must lie in the directory itself.
     """
-    for name, kind in MODEL_FILES:
-        single, index = directory / name, directory / f"{name}.index.json"
-        if single.is_file():  # before an index, as transformers does
-            return kind([single], what)
-        if index.exists():
-            return kind(_shards(directory, index, what), what)
-    raise HydrajaxError(
-        f"{what}: {directory} has neither model.safetensors nor pytorch_model.bin, nor the .index.json of either"
-    )
+    candidates = _candidates(directory, stem)
+    for path, kind in candidates:
+        if path.is_file():  # before an index, as transformers does
+            return kind([path], what)
+        if stem == MODEL and _index(path).exists():
+            return kind(_shards(directory, _index(path), what), what)
+    names = " nor ".join(path.name for path, _ in candidates)
+    more = ", nor the .index.json of either" if stem == MODEL else ""
+    raise HydrajaxError(f"{what}: {directory} has neither {names}{more}")
 
 
 def _shards(directory: Path, index: Path, what: str) -> list[Path]:
@@ -237,21 +251,16 @@ def _shards(directory: Path, index: Path, what: str) -> list[Path]:
     return [directory / shard for shard in shards]
 
 
-def open_one(directory: Path, stem: str, what: str) -> TensorFiles:
-    """``stem.safetensors``, else ``stem.pt``."""
-    for name, kind in ((f"{stem}.safetensors", SafetensorFiles), (f"{stem}.pt", TorchFiles)):
-        if (directory / name).is_file():
-            return kind([directory / name], what)
-    raise HydrajaxError(f"{what}: {directory} has neither {stem}.safetensors nor {stem}.pt")
-
-
 def save_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """A file that transformers opens, too."""
-    save_file({name: np.array(x, order="C") for name, x in tensors.items()}, path, metadata={"format": "pt"})
+    """Write a file that transformers opens, too. Raises `OSError` where it cannot be written."""
+    try:
+        save_file({name: np.array(x, order="C") for name, x in tensors.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(one_line(error)) from None
 
 
 def save_torch(path: Path, tensors: dict[str, np.ndarray]) -> bool:
-    """A state dict as ``torch.save`` writes it; False where torch is not installed."""
+    """Write a state dict as ``torch.save`` does. Returns False, and writes nothing, where torch is not installed."""
     torch = torch_module()
     if torch is None:
         return False
@@ -266,7 +275,10 @@ def save_torch(path: Path, tensors: dict[str, np.ndarray]) -> bool:
 
 
 def expect_tensors(found: TensorFiles, wanted: dict[str, Shape], what: str, ignored: re.Pattern = NOTHING) -> None:
-    """Refuse missing, unexpected, misshapen and non-float tensors, naming each (the first few, and how many more)."""
+    """Refuse missing, unexpected, misshapen and non-float tensors.
+
+    The message names the first few and says how many more there are. ignored: names that may be there besides.
+    """
     missing = sorted(set(wanted) - set(found))
     extra = sorted(key for key in set(found) - set(wanted) if not ignored.fullmatch(key))
     for problem, keys in (("missing", missing), ("unexpected", extra)):

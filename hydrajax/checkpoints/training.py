@@ -23,7 +23,8 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.files import size_and_checksum
+from hydrajax.files import checksums, size_and_checksum
+from hydrajax.models.layout import named_leaves
 from hydrajax.processes import anywhere, is_main, main_does
 
 WHAT = "checkpoint"
@@ -92,7 +93,7 @@ class TrainCheckpoints:
         self._set_damaged_aside()
         if step in self.steps():
             raise HydrajaxError(f"{WHAT}: step {step} is already saved in {self.directory}")
-        leaves = _named_leaves(state)
+        leaves = named_leaves(state)
         for name, leaf in leaves.items():
             if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
                 found = leaf.dtype if isinstance(leaf, jax.Array) else type(leaf).__name__
@@ -179,7 +180,7 @@ class TrainCheckpoints:
 
     def _restore(self, step: int, abstract_state: Any) -> tuple[Any, dict]:
         record = self._whole_record(step)
-        wanted = _named_leaves(abstract_state)
+        wanted = named_leaves(abstract_state)
         self._check_tree(step, record["tree"], {name: _describe(leaf) for name, leaf in wanted.items()})
         default = SingleDeviceSharding(jax.devices()[0])
         target = {
@@ -212,9 +213,7 @@ class TrainCheckpoints:
         if not is_main():
             return
         directory = self.directory / f"{self._saving}{UNFINISHED}"
-        files = sorted(path for path in (directory / STATE).rglob("*") if path.is_file())
-        listing = {str(path.relative_to(directory)): size_and_checksum(path) for path in files}
-        (directory / RECORD).write_text(json.dumps(self._record | {"files": listing}))
+        (directory / RECORD).write_text(json.dumps(self._record | {"files": checksums(directory, STATE)}))
 
     def _read_record(self, step: int) -> dict:
         try:
@@ -288,12 +287,6 @@ class _Best:
         ranked = [(self._sign * self._metrics[c.step], c.step) for c in checkpoints if c.step in self._metrics]
         best = max(ranked, default=(0, None))[1]
         return [c.step == best for c in checkpoints]
-
-
-def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by path, such as ``opt_state.0.mu.head_0.kernel``, in the order of `jax.tree.leaves`."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _describe(leaf) -> str:

@@ -8,6 +8,7 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 
+from hydrajax.checkpoints.base import read_config
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.heads.export import FORMATS, export_heads
 from hydrajax.checkpoints.heads.load import RECORD, load_draft
@@ -15,7 +16,6 @@ from hydrajax.checkpoints.hub import push, resolve
 from hydrajax.checkpoints.tensors import read_json
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.family import to_llama_config
 from hydrajax.files import WholeFile
 
 HELP = "write draft heads in other formats, put them on the Hub, see what int8 costs"
@@ -67,8 +67,7 @@ def _export(args: argparse.Namespace) -> None:
     for directory, what in ((draft, "heads themselves"), (base, "base")):
         if Path(args.output).resolve() == directory.resolve():
             raise HydrajaxError(f"--output: is the directory of the {what}, {args.output}")
-    config = to_llama_config(read_json(base / "config.json", "--base"), f"--base: {base / 'config.json'}")
-    drafter, params = load_draft(draft, config, None, base_directory=None if args.force else base)
+    drafter, params = load_draft(draft, read_config(base), None, base_directory=None if args.force else base)
     source = read_json(draft / "config.json", "--draft")
     record = source.get(RECORD) if isinstance(source.get(RECORD), dict) else {}
     story = record.get("story") if isinstance(record.get("story"), dict) else {}
@@ -103,16 +102,11 @@ def _int8(args: argparse.Namespace) -> None:
 def _int8_report(args: argparse.Namespace) -> dict:
     import jax
 
-    from hydrajax.cli.bench import BUILT_IN_PROMPTS
     from hydrajax.measure.quantization import logit_effect
-    from hydrajax.text.prompt import Prompt, read_prompts
 
-    texts = read_prompts(args.prompts) if args.prompts else [Prompt(text, "built-in") for text in BUILT_IN_PROMPTS]
     plain = options.api.load(args.base, dtype=args.dtype)
-    if plain.tokenizer is None and not args.prompts:
-        raise HydrajaxError("--prompts: is needed, as the base has no tokenizer for the built-in ones")
+    ids = options.prompts_from(args.prompts, plain, args.limit)
     quantized = options.api.load(args.base, dtype=args.dtype, quantize="int8")
-    ids = [options.api.encode(plain, text, f"prompt {row}") for row, text in enumerate(texts[: args.limit])]
     effect = logit_effect((plain.model, plain.params.base), (quantized.model, quantized.params.base), ids)
     sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(m.params.base)) for m in (plain, quantized)]
     print(f"{args.base}: {sizes[0] / 1e6:.1f} MB in {args.dtype}, {sizes[1] / 1e6:.1f} MB with int8 weights")

@@ -6,63 +6,58 @@ import json
 from typing import Any
 
 from hydrajax.checkpoints.hub import REPOSITORY
-from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix, heads_of
+from hydrajax.drafters.formats import About
+from hydrajax.drafters.prefix import heads_of
+from hydrajax.drafters.registry import FILES, kind_of
 
 NOT_RECORDED = "not recorded"
-READERS = {
-    "hydra": "`hydrajax generate --base BASE --draft THIS`, and the official Hydra code, which opens the `.pt`.",
-    "medusa": "`hydrajax generate --base BASE --draft THIS`; the official Medusa code opens the `.pt`, "
-    "text-generation-inference (versions with Medusa) the `.safetensors`.",
-    "vllm-medusa": "`hydrajax generate --base BASE --draft THIS`, and versions of vLLM with the `medusa` method: "
-    '`--speculative-config \'{"method": "medusa", "model": "THIS", "num_speculative_tokens": HEADS}\'`.',
-    "native": "`hydrajax generate --base BASE --draft THIS`. `hydrajax convert export` turns it into other formats.",
-}
 
 
-def model_card(drafter, format: str, base_name: str, story: dict[str, Any]) -> str:
-    """Markdown with the Hub's front matter. story: ``data, recipe, tokens_per_step``; what lacks is said to lack."""
+def model_card(drafter, format: str, read_by: str, base_name: str, story: dict[str, Any]) -> str:
+    """Markdown with the Hub's front matter.
+
+    format: the name of the files' format. read_by: a sentence about who reads it, in which HEADS is their number.
+    story: ``data, recipe, tokens_per_step``; what is not in it is said to be not recorded.
+    """
     base_name, story = _in_a_cell(base_name), {name: _in_a_cell(value) for name, value in story.items()}
-    heads = heads_of(drafter)
-    medusa = isinstance(heads, MedusaHeads) and not heads.lm_head_bias
-    kind = "Medusa heads" if medusa else "Hydra heads"
-    if isinstance(heads, MedusaHeads) and heads.lm_head_bias:
-        kind = f"Ungrounded {kind}"
-    if isinstance(drafter, WithPrefix):
-        kind += " with a prefix layer"
-    front = {"library_name": "hydrajax", "tags": ["speculative-decoding", "medusa" if medusa else "hydra"]}
+    about = describe(drafter)
+    front = {"library_name": "hydrajax", "tags": ["speculative-decoding", about.tag]}
     if REPOSITORY.fullmatch(base_name):  # a name on the Hub and no path
         front["base_model"] = base_name
-    lines = [f"{name}: {json.dumps(value)}" for name, value in front.items()]
-    tau = story.get("tokens_per_step", NOT_RECORDED)
-    blocks = f"{heads.n_layers} block{'s' * (heads.n_layers > 1)}" + (
-        ", one shared by its layers" if heads.share_blocks and heads.n_layers > 2 else ""
-    )
+    rows = {
+        "base": base_name or NOT_RECORDED,
+        **about.rows,
+        "data": story.get("data", NOT_RECORDED),
+        "recipe": story.get("recipe", NOT_RECORDED),
+        "tokens_per_step (τ)": story.get("tokens_per_step", NOT_RECORDED),
+        "format": format,
+    }
     return "\n".join(
         [
             "---",
-            *lines,
+            *(f"{name}: {json.dumps(value)}" for name, value in front.items()),
             "---",
             "",
-            f"# {kind} for {base_name or 'a base that was not named'}",
+            f"# {about.title} for {base_name or 'a base that was not named'}",
             "",
             "Draft heads for tree speculative decoding: they propose tokens, the base checks them. They say nothing "
             "without their base.",
             "",
             "| | |",
             "|---|---|",
-            f"| base | {base_name or NOT_RECORDED} |",
-            f"| heads | {heads.n_heads} of {blocks} |",
-            f"| width, vocabulary | {heads.width}, {heads.vocab_size} |",
-            f"| data | {story.get('data', NOT_RECORDED)} |",
-            f"| recipe | {story.get('recipe', NOT_RECORDED)} |",
-            f"| tokens_per_step (τ) | {tau} |",
-            f"| format | {format} |",
+            *(f"| {name} | {value} |" for name, value in rows.items()),
             "",
-            f"Read by: {READERS[format].replace('HEADS', str(heads.n_heads))}",
+            f"Read by: {read_by.replace('HEADS', str(drafter.depth))}",
             "",
         ]
     )
+
+
+def describe(drafter) -> About:
+    """What a drafter is, by the file of its kind; a prefix layer in front of it is said in the title."""
+    heads = heads_of(drafter)
+    about = FILES[kind_of(heads)].about(heads)
+    return about if heads is drafter else About(f"{about.title} with a prefix layer", about.tag, about.rows)
 
 
 def _in_a_cell(value: Any) -> str:

@@ -1,6 +1,7 @@
 """Draft heads in our own format: an orbax directory ``params/`` beside a ``config.json`` that describes the drafter.
 
-``config.json`` also has the size and checksum of every file: orbax alone would load an array of which a byte has
+``config.json`` names the kind of drafter (`hydrajax.drafters.registry`) and gives the settings of its dataclass, the
+shapes of all parameters, and the size and checksum of every file: orbax alone would load an array of which a byte has
 changed.
 """
 
@@ -16,46 +17,52 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from hydrajax.checkpoints.heads.released import check_sizes
 from hydrajax.checkpoints.tensors import FLOATS
 from hydrajax.drafters.drafter import abstract_draft
-from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix, heads_of, replace_in_heads
+from hydrajax.drafters.registry import FILES, kind_of
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.files import size_and_checksum
+from hydrajax.files import checksums, size_and_checksum
 from hydrajax.models.config import LlamaConfig
+from hydrajax.models.layout import named_leaves
 from hydrajax.models.llama import Llama
 
 WHAT = "--draft"
 MARK = "hydrajax_draft"  # the field of config.json by which the format is known; its value is the version
 VERSION = 1
 PARAMS = "params"
-MOST = 64  # heads, and blocks of one: more are a slip, which would take all memory
-KINDS = {"hydra": HydraHeads, "medusa": MedusaHeads}
 
 
 def save_native(folder: Path, drafter, params: Any) -> dict[str, Any]:
-    """Write ``params/`` into a directory and return the fields of ``config.json`` that `load_native` needs."""
+    """Write ``params/`` into a directory and return the fields of ``config.json`` that `load_native` needs.
+
+    drafter: of a kind that checkpoints hold, alone or behind a prefix layer.
+    """
     from orbax.checkpoint import v1 as ocp  # slow to import, and other formats need none
 
     heads = heads_of(drafter)
-    kinds = {kind: name for name, kind in KINDS.items()}
-    if type(heads) not in kinds:
-        raise HydrajaxError(f"export: drafter is {type(heads).__name__}, the native format allows {', '.join(KINDS)}")
+    kind = kind_of(heads)
+    settings = {field.name: getattr(heads, field.name) for field in dataclasses.fields(heads)}
+    settings |= {name: to_json(settings[name]) for name, (to_json, _) in FILES[kind].codecs.items()}
+    settings["dtype"] = jnp.dtype(heads.dtype).name
+    settings = {name: value for name, value in settings.items() if value is not None}  # None is the default then
     ocp.save(folder / PARAMS, jax.tree.map(np.asarray, params))
-    files = sorted(path for path in (folder / PARAMS).rglob("*") if path.is_file())
-    fields = dataclasses.asdict(heads) | {"dtype": jnp.dtype(heads.dtype).name}
     return {
         MARK: VERSION,
-        "tensors": _described(params),
-        "drafter": {"heads": kinds[type(heads)], "prefix": isinstance(drafter, WithPrefix), "settings": fields},
-        "files": {str(path.relative_to(folder)): size_and_checksum(path) for path in files},
+        "tensors": _shapes(params),
+        "drafter": {"heads": kind, "prefix": heads is not drafter, "settings": settings},
+        "files": checksums(folder, PARAMS),
     }
 
 
 def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
-    """``(drafter, draft_params)`` for a base of this configuration; dtype None keeps the saved one."""
+    """Load ``(drafter, draft_params)`` for a base of this configuration.
+
+    config: the content of ``config.json``. dtype: of parameters and computation; None keeps the saved one.
+
+    Raises `HydrajaxError` for another version, for a description that is not what was written or is of another base,
+    and for files that are missing, damaged or were not written with it.
+    """
     from orbax.checkpoint import v1 as ocp
 
     if config[MARK] != VERSION:
@@ -64,7 +71,7 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
     _check_files(directory, config.get("files"))
     saved = heads_of(drafter).dtype
     shapes = nn.unbox(abstract_draft(drafter, Llama(base, saved)))
-    if config.get("tensors") != _described(shapes):
+    if config.get("tensors") != _shapes(shapes):
         raise HydrajaxError(
             f"{WHAT}: config.json: its tensors are not those that such heads have on this base: they were made for "
             "another base, or the file was changed"
@@ -83,43 +90,43 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
     return replace_in_heads(drafter, dtype=jnp.dtype(dtype)), jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-def _described(params: Any) -> dict[str, list[int]]:
+def _shapes(params: Any) -> dict[str, list[int]]:
     """Shapes by name; orbax would complain of another one at length."""
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="."): list(x.shape) for path, x in leaves}
+    return {name: list(leaf.shape) for name, leaf in named_leaves(params).items()}
 
 
 def _drafter(described: Any, base: LlamaConfig):
+    """The drafter of a ``config.json``. Settings that an older file does not have are the defaults of its dataclass."""
     try:
-        kind, settings = KINDS[described["heads"]], dict(described["settings"])
+        files, settings = FILES[described["heads"]], dict(described["settings"])
         if settings["dtype"] not in FLOATS.values():
             raise ValueError(f"dtype is {settings['dtype']!r}")
         settings["dtype"] = jnp.dtype(settings["dtype"])
-        wanted = {field.name: field.type for field in dataclasses.fields(kind)}
-        if settings.keys() != wanted.keys():
-            raise ValueError(f"its settings are {', '.join(sorted(settings))}")
-        kinds = {"int": int, "bool": bool, "float": (int, float)}
+        types = {field.name: field.type for field in dataclasses.fields(files.drafter)}
         for name, value in settings.items():
-            if wanted[name] in kinds and (
-                not isinstance(value, kinds[wanted[name]]) or (wanted[name] == "int" and isinstance(value, bool))
-            ):
+            if name not in types:
+                raise ValueError(f"its settings are {', '.join(sorted(settings))}")
+            if not _is_of_type(value, types[name]):
                 raise ValueError(f"{name} is {value!r}")
-        if not (1 <= settings["n_heads"] <= MOST and 1 <= settings["n_layers"] <= MOST):
-            raise ValueError(f"it has {settings['n_heads']} heads of {settings['n_layers']} blocks, allowed are {MOST}")
-        if not 0 <= settings["hidden_state_offset"] <= base.n_layers:
-            raise ValueError(
-                f"hidden_state_offset is {settings['hidden_state_offset']}, the base has {base.n_layers} layers"
-            )
-        heads = kind(**settings)
+            if name in files.codecs:
+                settings[name] = files.codecs[name][1](value)
+        heads = files.drafter(**settings)
+        files.check(heads, base)
         prefix = described["prefix"]
         if not isinstance(prefix, bool):
             raise ValueError(f"prefix is {prefix!r}")
-    except HydrajaxError:
-        raise
+    except HydrajaxError as error:
+        raise HydrajaxError(f"{WHAT}: {error}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise HydrajaxError(f"{WHAT}: config.json: 'drafter' is not what was written: {error}") from None
-    check_sizes((heads.vocab_size, heads.width), base)
     return WithPrefix(heads, base) if prefix else heads
+
+
+def _is_of_type(value: Any, annotation: str) -> bool:
+    """Whether a value is of the type that a field of a dataclass is annotated with, as far as plain types go."""
+    if annotation in ("int", "float") and isinstance(value, bool):
+        return False
+    return isinstance(value, {"int": int, "bool": bool, "float": (int, float)}.get(annotation, object))
 
 
 def _check_files(directory: Path, files: Any) -> None:

@@ -1,0 +1,56 @@
+"""The directories that an export writes, of a base or of draft heads: whole, and replaced only by another export."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.files import whole_directory
+
+WHAT = "export"
+MARK = "hydrajax_export"  # in config.json: the files of the directory, by which a later export knows its own
+
+
+@contextmanager
+def exported(directory: str | Path, overwrite: bool) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """``(folder, config)`` to fill with files and with the fields of ``config.json``, which is written at the end.
+
+    An earlier export is replaced; a directory that holds anything else only with ``overwrite``, and then with all that
+    is in it. Raises `HydrajaxError` if the directory may not be replaced or cannot be written.
+    """
+    _check_replaceable(Path(os.path.realpath(directory)), overwrite)
+    with whole_directory(directory, WHAT) as folder:
+        config: dict[str, Any] = {}
+        yield folder, config
+        files = sorted({path.name for path in folder.iterdir()} | {"config.json"})
+        (folder / "config.json").write_text(json.dumps(config | {MARK: files}, indent=2) + "\n")
+
+
+def _check_replaceable(target: Path, overwrite: bool) -> None:
+    if os.path.exists(target) and not os.path.isdir(target):
+        raise HydrajaxError(f"{WHAT}: {target} is a file, the name of a directory is needed")
+    present = {str(path.relative_to(target)) for path in target.rglob("*") if not path.is_dir()}
+    if not present or overwrite:
+        return
+    try:
+        config = json.loads((target / "config.json").read_text())
+        own = set(config[MARK]) | set(config.get("files", ()))
+    except (OSError, ValueError, KeyError, TypeError):
+        own = set()
+    foreign = sorted(present - own)
+    if foreign:
+        raise HydrajaxError(
+            f"{WHAT}: {target} holds files that are no earlier export, such as '{foreign[0]}'; name another directory"
+        )
+
+
+def cast(tensors: dict[str, np.ndarray], dtype) -> dict[str, np.ndarray]:
+    """The tensors in another dtype; None keeps each one's own."""
+    return {name: np.asarray(x, dtype) for name, x in tensors.items()}
