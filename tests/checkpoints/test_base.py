@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from hydrajax.checkpoints.base import eos_ids, load_llama
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.config import RopeScaling
 
 Q = "model.layers.1.self_attn.q_proj.weight"

@@ -43,18 +43,18 @@ from damage import (
 )
 from safetensors.numpy import load_file
 
-from hydrajax.checkpoints.base import eos_ids, load_llama
+from hydrajax.checkpoints.base import eos_ids, export_llama, load_llama
 from hydrajax.checkpoints.fingerprint import fingerprint
-from hydrajax.checkpoints.heads.export import export_heads, export_llama
+from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.checkpoints.tensors import save_safetensors, save_torch
-from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.base import BoundBase, abstract_base
 from hydrajax.models.config import LlamaConfig
-from hydrajax.models.llama import Llama, abstract_base
+from hydrajax.models.llama import Llama
 
 BASE = LlamaConfig(VOCAB, WIDTH, 6, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=2, max_positions=16)
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 8}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}

@@ -16,7 +16,7 @@ from released import refusal
 from transformers import AutoConfig
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.family import FAMILIES, from_llama_config, to_llama_config
+from hydrajax.families.registry import FAMILIES, from_llama_config, to_llama_config
 from hydrajax.models.config import LlamaConfig, RopeScaling
 
 

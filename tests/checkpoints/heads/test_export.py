@@ -20,17 +20,17 @@ from safetensors.numpy import load_file
 from transformers import LlamaForCausalLM
 
 from hydrajax.checkpoints import tensors
-from hydrajax.checkpoints.base import eos_ids, load_llama
-from hydrajax.checkpoints.heads.export import export_heads, export_llama
+from hydrajax.checkpoints.base import eos_ids, export_llama, load_llama
+from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.heads.load import load_draft
-from hydrajax.checkpoints.heads.released import NOT_HYDRAS
-from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.hydra_files import Hydra
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base import BoundBase
 from hydrajax.models.config import RopeScaling
-from hydrajax.models.layers import causal_mask
 
 VOCAB, WIDTH = 61, 32  # of the tiny model
 
@@ -179,7 +179,7 @@ def test_hidden_state_offset(tiny_model, tmp_path):
     model, _ = tiny_model
     drafter = heads_of("hydra++", model.config, hidden_state_offset=1)
     export_heads(tmp_path / "heads", drafter, random_params(drafter, tiny_model))
-    assert load_draft(tmp_path / "heads", model.config)[0].hidden_state_offset == 1
+    assert load_draft(tmp_path / "heads", model.config)[0].reads == (1,)
 
 
 @pytest.mark.parametrize("arch", ["hydra_mlp", "hydra_pp"])
@@ -190,7 +190,7 @@ def test_golden_heads_keep_every_tensor(golden, tmp_path, arch):
     export_heads(tmp_path / "heads", drafter, params, dtype=None)
     original = load_file(source / "hydra_lm_head.safetensors")
     exported = load_file(tmp_path / "heads" / "hydra_lm_head.safetensors")
-    theirs = {name for name in original if not re.fullmatch(NOT_HYDRAS, name)}
+    theirs = {name for name in original if not re.fullmatch(Hydra.ignored, name)}
     assert len(theirs) > 10
     assert exported.keys() == theirs
     for name in theirs:

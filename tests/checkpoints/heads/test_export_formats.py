@@ -21,11 +21,11 @@ from transformers import LlamaConfig as HFConfig
 
 from hydrajax.checkpoints.heads.export import FORMATS, export_heads
 from hydrajax.checkpoints.heads.load import load_draft
-from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.base import BoundBase
 
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
 VOCAB = 61  # of the tiny model

@@ -24,10 +24,10 @@ from hydrajax.checkpoints.base import load_llama
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.heads.load import load_draft
-from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.layers import causal_mask
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base import BoundBase
 
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
 VOCAB = 96  # of the tiny checkpoint

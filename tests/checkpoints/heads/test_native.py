@@ -22,9 +22,11 @@ from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.drafters import heads as heads_module
 from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.base import BoundBase
 
 VOCAB, WIDTH = 61, 32  # of the tiny model
 KINDS = ["hydra", "hydra++", "medusa", "medusa++", "ungrounded"]
@@ -100,6 +102,44 @@ def test_round_trip(tiny_model, tmp_path, kind, share, dtype):
     params = random_params(drafter, dtype)
     export_heads(tmp_path / "heads", drafter, params, format="native", dtype=None)
     loaded, ours = load_draft(tmp_path / "heads", config, None)
+    assert loaded == drafter
+    identical(params, ours)
+
+
+SMALL_LM_HEADS = [
+    LmHead(shared=True),
+    LmHead(bias=True, rank=5),
+    LmHead(vocabulary=Vocabulary([60, 3, 7])),
+    LmHead(bias=True, rank=2, vocabulary=Vocabulary(range(9))),
+]
+
+
+@pytest.mark.parametrize("lm_head", SMALL_LM_HEADS, ids=str)
+@pytest.mark.parametrize("kind", ["hydra++", "medusa"])
+def test_small_lm_heads(tiny_model, tmp_path, kind, lm_head):
+    """They come back; and no other format, which would not tell which tokens they know, is taken for them."""
+    config = tiny_model[0].config
+    drafter = heads_of(kind, config, n_heads=1, n_layers=1, small_lm_head=lm_head)
+    params = drafter.init(jax.random.key(0), BoundBase(*tiny_model))
+    export_heads(tmp_path / "heads", drafter, params, format="native", dtype=None)
+    loaded, ours = load_draft(tmp_path / "heads", config, None)
+    assert loaded == drafter
+    identical(params, ours)
+    for format in (None, "hydra", "medusa", "vllm-medusa"):
+        refusal(lambda format=format: export_heads(tmp_path / "other", drafter, params, format=format), "export: ")
+    assert not (tmp_path / "other").exists()
+
+
+def test_settings_that_an_older_file_does_not_have(tiny_model, tmp_path):
+    """They are the defaults, as the drafters of that time had them."""
+    config = tiny_model[0].config
+    drafter = heads_of("medusa", config, n_layers=1)
+    params = random_params(drafter)
+    export_heads(tmp_path / "heads", drafter, params, format="native", dtype=None)
+    settings = json.loads((tmp_path / "heads" / "config.json").read_text())["drafter"]["settings"]
+    old = {name: settings[name] for name in ("n_heads", "width", "vocab_size", "dtype")}
+    with rewritten(tmp_path / "heads", "drafter", "settings", to=old):
+        loaded, ours = load_draft(tmp_path / "heads", config, None)
     assert loaded == drafter
     identical(params, ours)
 
@@ -268,15 +308,20 @@ def test_the_drafter_of_the_wrong_type(tiny_model, copied, field, values):
             refused(copied, tiny_model[0].config, "--draft")
 
 
+SMALL = {"bias": True, "shared": False, "rank": 3, "vocabulary": [1, 2]}
 NUMBERS = [ABSENT, None, "3", 3.0, True, [3], {}]
 SETTINGS = {
     "n_heads": [*NUMBERS, 0, -1, 1, 3],
     "n_layers": [*NUMBERS, 0, -1, 1],
     "width": [*NUMBERS, 0, -32, 31],
     "vocab_size": [*NUMBERS, 0, -61, 62],
-    "hidden_state_offset": [*NUMBERS, -1, 3],  # the base has two layers
-    "share_blocks": [ABSENT, None, 0, 1, "true", False],
-    "dropout": [ABSENT, None, "0.1", -0.1, 1.0, 1.5, float("nan"), [0.1]],
+    "hidden_state_offset": [*NUMBERS[1:], -1, 3],  # the base has two layers
+    "share_blocks": [None, 0, 1, "true", False],
+    "dropout": [None, "0.1", -0.1, 1.0, 1.5, float("nan"), [0.1]],
+    "small_lm_head": [3, "full", [], {}, SMALL | {"bias": 1}, SMALL | {"shared": None}, SMALL | {"vocabulary": 3}]
+    + [SMALL | {"rank": rank} for rank in (0, -1, "3", True, 10**9, 10**20)]
+    + [SMALL | {"vocabulary": tokens} for tokens in ([], [-1], [VOCAB], [1.0], ["1"], [[1]], [10**20])]
+    + [SMALL, SMALL | {"shared": True}],  # no such were written
     "dtype": [ABSENT, None, 3, "", "int32", "bool", "complex64", "object", "U5", "float33", ["float32"]],
 }
 

@@ -18,11 +18,11 @@ from transformers import LlamaForCausalLM
 
 from hydrajax.checkpoints.base import load_llama
 from hydrajax.checkpoints.heads.load import load_draft
-from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
-from hydrajax.models.layers import causal_mask
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base import BoundBase
 
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
 VOCAB = 96  # of the tiny checkpoint
@@ -206,12 +206,10 @@ def test_hidden_state_offset(base, tmp_path):
     official = randomise(hydra(theirs, 2, 1, grounded=True, blocks="shared", prefix=False))
     directory = release(tmp_path, official.state_dict(), hydra_config(2, 1, hidden_state_offset=1))
     drafter, params = load_draft(directory, bound.config)
-    assert drafter.hidden_state_offset == 1
+    assert drafter.reads == (1,)
 
     positions = np.broadcast_to(np.arange(12), tokens.shape)
-    forward = bound.model.apply(
-        {"params": bound.params}, tokens, positions, causal_mask(12), feature_offset=drafter.hidden_state_offset
-    )
+    forward = bound.forward(tokens, positions, causal_mask(12), reads=drafter.reads)
     np.testing.assert_allclose(forward.features, states[-2].numpy(), atol=TOLERANCE, rtol=TOLERANCE)
     np.testing.assert_allclose(forward.hidden, states[-1].numpy(), atol=TOLERANCE, rtol=TOLERANCE)
     with torch.no_grad():
