@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from contextlib import ExitStack
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from hydrajax import api
 from hydrajax.cli import options
+from hydrajax.cli.screen import figure_table, wide_console
+from hydrajax.drafters.registry import KINDS
 from hydrajax.errors import HydrajaxError
-from hydrajax.files import WholeFile
-from hydrajax.measure import benchmark
-from hydrajax.measure.random_models import DRAFTERS, random_draft, random_model
+from hydrajax.measure.benchmark import BenchmarkRow, first_nodes, run_benchmark
+from hydrajax.measure.machine import machine
+from hydrajax.measure.random_models import random_draft, random_model
+from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS
-from hydrajax.report.results import machine
-from hydrajax.text import prompt as prompts
 from hydrajax.trees import TreeTopology, presets
 
 HELP = "time a decode step and its phases, autoregressive against tree decoding"
-
-NARROWEST = 120  # columns; a narrower terminal or a pipe gets whole figures on wrapped lines, never cut ones
-# For models that bring a tokenizer when no --prompts are given.
-BUILT_IN_PROMPTS = (
-    "def quicksort(items):\n",
-    "class Stack:\n    def __init__(self):\n",
-    "The three laws of motion say that",
-    "Write a short letter to a friend about a walk by the sea.\n",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--random-draft",
         metavar="KIND",
-        help=f"fresh heads instead of --draft: {', '.join(DRAFTERS)} (with --random the default is hydra++)",
+        help=f"fresh heads instead of --draft: {', '.join(KINDS)} (with --random the default is hydra++)",
     )
     parser.add_argument(
         "--tree-sizes", metavar="N,N,...", type=options.positives, help="sweep: the tree's best N nodes"
@@ -56,96 +43,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", metavar="N", type=options.positive, default=128)
     parser.add_argument("--repeats", metavar="R", type=options.positive, default=5, help="median of (default 5)")
     parser.add_argument("--seed", metavar="S", type=options.seed, default=0)
-    parser.add_argument(
-        "--json", metavar="FILE", nargs="?", const="-", help="write JSON to FILE, or to standard output without FILE"
-    )
+    options.add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    with ExitStack() as stack:  # an unwritable file is refused before anything is measured
-        file = stack.enter_context(WholeFile(args.json, "--json")) if args.json not in (None, "-") else None
-        rule = options.rule_from(args)
-        model, drafter, params, texts = _model(args)
-        trees = _trees(args, drafter.depth, model.config.vocab_size)
-        rows = _measure(args, rule, model, drafter, params, trees, texts)
-        report = json.dumps({"machine": machine(), "arguments": plain(args), "rows": [row.as_dict() for row in rows]})
-        if file is not None:
-            file.write_text(report + "\n")
-    if args.json == "-":
-        print(report)
-    else:
+    with options.json_report(args.json) as write:
+        ways, texts = _ways(args)
+        rows: list[BenchmarkRow] = []
+        total = len(args.batch_sizes) * len(ways)
+        with Console(stderr=True).status("") as line:
+            line.update(f"measuring 1 of {total}")
+            for row in run_benchmark(ways, args.batch_sizes, args.context, prompts=texts, repeats=args.repeats):
+                rows.append(row)
+                line.update(f"measuring {min(len(rows) + 1, total)} of {total}")
+        arguments = options.recorded(args)
+        write({"machine": machine(), "arguments": arguments, "rows": [row.as_dict() for row in rows]})
+    if args.json != "-":
         _print(rows, args, texts)
 
 
-def _measure(args: argparse.Namespace, rule, model, drafter, params, trees, texts) -> list[benchmark.BenchmarkRow]:
-    """All cells, with the count of those done on stderr."""
-    rows: list[benchmark.BenchmarkRow] = []
-    total = len(args.batch_sizes) * len(trees)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    shown = {"console": Console(stderr=True), "transient": True, "disable": not sys.stderr.isatty()}
-    with Progress(*columns, **shown) as progress:
-        task = progress.add_task(f"measuring 1 of {total}", total=None)
-        for row in benchmark.run_benchmark(
-            model,
-            drafter,
-            params,
-            trees,
-            args.batch_sizes,
-            args.context,
-            rule=rule,
-            prompts=texts,
-            max_new_tokens=args.max_new_tokens,
-            repeats=args.repeats,
-        ):
-            rows.append(row)
-            progress.update(task, description=f"measuring {min(len(rows) + 1, total)} of {total}")
-    return rows
-
-
-def plain(args: argparse.Namespace) -> dict:
-    return {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list, type(None)))}
-
-
-def _trees(args: argparse.Namespace, depth: int, vocab_size: int) -> dict[str, TreeTopology]:
-    """The tree asked for, or subtrees of it, by name."""
-    name = args.tree or presets.default_name(depth, vocab_size)
+def _ways(args: argparse.Namespace) -> tuple[list[Way], list[np.ndarray]]:
+    """What is measured, a way for each tree, and token ids of prompts (none for random weights: their text is none)."""
+    rule = options.rule_from(args)
+    model, drafter, params, texts = _model(args)
+    name = args.tree or drafter.default_tree
     tree = presets.by_name(name)
-    return benchmark.first_nodes(tree, args.tree_sizes) if args.tree_sizes else {name: tree}
+    trees: dict[str, TreeTopology] = first_nodes(tree, args.tree_sizes) if args.tree_sizes else {name: tree}
+    first = Way(name, model, drafter, params, tree, rule, args.max_new_tokens)
+    return [first.with_tree(tree, name) for name, tree in trees.items()], texts
 
 
 def _model(args: argparse.Namespace):
-    """The model to measure and token ids of prompts (none for random weights: their text says nothing)."""
+    """Model, drafter, parameters, and the prompts."""
     if bool(args.random) == bool(args.base):
         raise HydrajaxError("bench: exactly one of --base and --random is needed")
-    for flag, value, allowed in (("random", args.random, PRESETS), ("random-draft", args.random_draft, DRAFTERS)):
+    for flag, value, allowed in (("random", args.random, PRESETS), ("random-draft", args.random_draft, KINDS)):
         if value and value not in allowed:
             raise HydrajaxError(f"--{flag}: found '{value}', allowed are {', '.join(allowed)}")
     draft = options.draft_of(args)
     if draft and (args.random or args.random_draft):
         raise HydrajaxError("bench: --draft goes with --base and without --random-draft")
     if args.random:
-        model, drafter, params = random_model(
-            args.random, args.random_draft or "hydra++", api.DTYPES[args.dtype], args.seed
-        )
-        return model, drafter, params, []
+        dtype = api.DTYPES[args.dtype]
+        return *random_model(args.random, args.random_draft or "hydra++", dtype, args.seed), []
     loaded = options.load_from(args)
     if args.random_draft:
         drafter, params = random_draft(loaded.model, loaded.params.base, args.random_draft, args.seed)
         return loaded.model, drafter, params, []
-    return loaded.model, loaded.drafter, loaded.params, _prompt_ids(args, loaded)
+    without_text = loaded.tokenizer is None and not args.prompts
+    texts = [] if without_text else options.prompts_from(args.prompts, loaded)
+    return loaded.model, loaded.drafter, loaded.params, texts
 
 
-def _prompt_ids(args: argparse.Namespace, loaded: api.Loaded) -> list[np.ndarray]:
-    if args.prompts:
-        texts = prompts.read_prompts(args.prompts)
-    elif loaded.tokenizer is not None:
-        texts = list(BUILT_IN_PROMPTS)
-    else:
-        return []
-    return [api.encode(loaded, text, f"prompt {row}") for row, text in enumerate(texts)]
-
-
-def _print(rows: list[benchmark.BenchmarkRow], args: argparse.Namespace, texts) -> None:
+def _print(rows: list[BenchmarkRow], args: argparse.Namespace, texts) -> None:
     console = wide_console()
     info = machine()
     what = args.random or args.base
@@ -180,17 +130,3 @@ def _print(rows: list[benchmark.BenchmarkRow], args: argparse.Namespace, texts) 
         )
     if not texts:
         print("no prompts: on random weights tokens_per_step says nothing, so no tokens per second", file=sys.stderr)
-
-
-def wide_console() -> Console:
-    console = Console()
-    console.width = max(console.width, NARROWEST)
-    return console
-
-
-def figure_table(*columns: str, left: str) -> Table:
-    """Whole figures, right-aligned but for one column of names."""
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for column in columns:
-        found.add_column(column, justify="left" if column == left else "right", no_wrap=True)
-    return found

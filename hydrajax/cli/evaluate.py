@@ -5,37 +5,32 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from hydrajax import api
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.hub import resolve
 from hydrajax.cli import options
-from hydrajax.cli.bench import plain
-from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, RejectionSampling, Typical
+from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.generation import generate
+from hydrajax.measure.machine import machine
+from hydrajax.measure.way import promises_same_output
 from hydrajax.questions import sets as question_sets
-from hydrajax.questions.evaluate import AnswerFiles, Contender, Figures, Prompter, evaluate, summarise
+from hydrajax.questions.answer_files import AnswerFiles
+from hydrajax.questions.asking import Prompter, evaluate
+from hydrajax.questions.contenders import TextWay, contenders
 from hydrajax.questions.sets import Question
-from hydrajax.report.results import machine
-from hydrajax.text.answers import Generation
-from hydrajax.trees import TreeTopology, presets
+from hydrajax.questions.summary import Figures, summarise
+from hydrajax.trees import presets
 
 HELP = "answer MT-Bench, Spec-Bench and other question sets with and without drafts, and compare speed and output"
 
@@ -83,17 +78,19 @@ def run(args: argparse.Namespace) -> None:
     base = resolve(args.base, "--base")
     loaded = options.load_from(argparse.Namespace(**vars(args) | {"base": base, "draft": None}))
     prompter = make_prompter(loaded, args.template, args.max_new_tokens)
-    ways = load_ways(args, loaded, base, trees, rule)
-    contenders = [Contender(way.model_id, partial(decode, way, args.max_new_tokens)) for way in ways]
-    settings = settings_of(args, base, everything, ways, rule)
-    files = AnswerFiles(args.output, [way.model_id for way in ways], settings)
-    ask(questions, contenders, prompter, files, args)
+    drafts = [draft for draft in args.draft if draft != options.NO_DRAFT]
+    if trees and not drafts:
+        raise HydrajaxError(f"--tree: found '{args.tree[0]}', but without --draft there is nothing to put in a tree")
+    made_for = None if args.force else base
+    ways = contenders(loaded, args.base, drafts, trees, rule, args.max_new_tokens, base_directory=made_for)
+    files = AnswerFiles(args.output, [way.model_id for way in ways], settings_of(args, base, everything, ways))
+    ask(questions, ways, prompter, files, args)
 
-    same_outputs = isinstance(rule, (Greedy, ExactSampling))
-    results = summarise(files.answers, questions, ways[0].model_id, same_outputs)
-    cut = cut_prompts(files, questions)
-    write_summary(args, results, ways[0].model_id, cut)
-    show(results, ways[0].model_id)
+    baseline, same_outputs = ways[0].model_id, promises_same_output(rule)
+    results = summarise(files.answers, questions, baseline, same_outputs)
+    cut = files.cut_prompts(questions)
+    write_summary(args, results, baseline, cut)
+    show(results, baseline)
     if most := max(cut.values()):
         total = sum(len(question.turns) for question in questions)
         print(f"longer than {prompter.room} tokens, so that the beginning was cut: {most} of {total} prompts")
@@ -102,115 +99,35 @@ def run(args: argparse.Namespace) -> None:
     print(f"answers and summary.json are in {args.output}")
 
 
-# --- the ways to decode -----------------------------------------------------------------------------------------------
-
-
-class Way:
-    """A model, a tree and a rule under the name of its answer file."""
-
-    def __init__(self, model_id: str, loaded: api.Loaded, tree: TreeTopology, rule: AcceptanceRule, limit: int):
-        self.model_id, self.loaded, self.tree, self.rule = model_id, loaded, tree, rule
-        loaded.bursts(tree, rule, min(limit, loaded.model.config.max_positions))  # refuses a tree that does not fit
-
-
-def load_ways(
-    args: argparse.Namespace,
-    loaded: api.Loaded,
-    directory: Path,
-    trees: list[tuple[str, TreeTopology]],
-    rule: AcceptanceRule,
-) -> list[Way]:
-    """The base of this directory alone first, then every draft with every tree. All share the base's parameters."""
-    names: set[str] = set()
-
-    def unique(*parts: str) -> str:
-        wanted = re.sub(r"[^\w.+-]+", "_", "-".join(parts))
-        name, count = wanted, 1
-        while name in names:  # heads of one name in two places
-            count += 1
-            name = f"{wanted}-{count}"
-        names.add(name)
-        return name
-
-    base, limit = folder_name(args.base), args.max_new_tokens
-    ways = [Way(unique(base, "autoregressive"), loaded, presets.root(), baseline_rule(rule), limit)]
-    for draft in args.draft:
-        if draft == options.NO_DRAFT:
-            continue
-        drafted = loaded.with_draft(draft, base_directory=None if args.force else directory)
-        for name, tree in trees or [("", drafted.default_tree())]:
-            ways.append(Way(unique(*filter(None, (base, folder_name(draft), name))), drafted, tree, rule, limit))
-    if trees and len(ways) == 1:
-        raise HydrajaxError(f"--tree: found '{args.tree[0]}', but without --draft there is nothing to put in a tree")
-    return ways
-
-
-def folder_name(name: str) -> str:
-    return Path(os.path.realpath(name)).name if os.path.isdir(name) else name.rpartition("/")[2]
-
-
-def baseline_rule(rule: AcceptanceRule) -> AcceptanceRule:
-    """The rule without a draft: rejection comes to plain sampling, typical acceptance to the likeliest token."""
-    if isinstance(rule, RejectionSampling):
-        return ExactSampling(rule.temperature, rule.top_k, rule.top_p)
-    return Greedy() if isinstance(rule, Typical) else rule
-
-
-def decode(way: Way, max_new_tokens: int, ids: list[int], seed: int) -> Generation:
-    settings = {"tree": way.tree, "rule": way.rule, "max_new_tokens": max_new_tokens, "seed": seed}
-    return next(generate(way.loaded, [ids], **settings))
-
-
 def make_prompter(loaded: api.Loaded, template: str, max_new_tokens: int) -> Prompter:
     from hydrajax.text.templates import make_encoder  # transformers' templates are slow to import
 
     if loaded.tokenizer is None:
         raise HydrajaxError("--base: has no tokenizer, and questions are text")
-    try:
-        encoder = make_encoder(loaded.tokenizer, template)
-    except HydrajaxError as error:
-        raise HydrajaxError(str(error).replace("data.template:", "--template:")) from None
+    encoder = make_encoder(loaded.tokenizer, template)
     context = loaded.model.config.max_positions
     return Prompter(encoder.prompt, context, max_new_tokens, loaded.tokenizer.bos_token_id)
 
 
 def settings_of(
-    args: argparse.Namespace, base: Path, questions: Sequence[Question], ways: Sequence[Way], rule: AcceptanceRule
+    args: argparse.Namespace, base: Path, questions: Sequence[Question], ways: Sequence[TextWay]
 ) -> dict[str, Any]:
     """All that an answer or its time depends on. Not which of the questions are asked, so that a run can grow."""
     text = json.dumps([asdict(question) for question in questions])
-    contenders = {
-        way.model_id: {
-            "heads": digest(way.loaded.params.draft),
-            "tree": " ".join(".".join(map(str, path)) for path in way.tree.choices),
-        }
-        for way in ways
-    }
     return {
         "set": args.set if args.set in question_sets.FILES else Path(args.set).name,
         "questions": hashlib.sha256(text.encode()).hexdigest(),
         "base": fingerprint(base)["sha256"],
-        "contenders": contenders,
-        "rule": str(rule),
+        "contenders": {way.model_id: way.identity() for way in ways},
+        "rule": str(options.rule_from(args)),
         **{key: getattr(args, key) for key in ("dtype", "quantize", "template", "max_new_tokens", "repeats", "seed")},
         **{key: machine()[key] for key in ("device", "platform", "jax")},
     }
 
 
-def digest(params: Any) -> str:
-    """A hash of a row of every array: it tells heads of one name that were trained anew from the old ones."""
-    found = hashlib.sha256()
-    for leaf in jax.tree.leaves(params):
-        found.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)], np.float32).tobytes())
-    return found.hexdigest()
-
-
-# --- the run ----------------------------------------------------------------------------------------------------------
-
-
 def ask(
     questions: Sequence[Question],
-    contenders: Sequence[Contender],
+    ways: Sequence[TextWay],
     prompter: Prompter,
     files: AnswerFiles,
     args: argparse.Namespace,
@@ -219,14 +136,12 @@ def ask(
     before = sum(question.question_id in files.done for question in questions)
     if before:
         print(f"{before} of {len(questions)} questions were answered before", file=sys.stderr)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
-    shown = {"console": Console(stderr=True), "transient": True, "disable": not sys.stderr.isatty()}
-    with Progress(*columns, TimeRemainingColumn(compact=True), **shown) as progress:
-        task = progress.add_task(f"{args.set}, {len(contenders)} ways", total=len(questions))
+    with bar() as progress:
+        task = progress.add_task(f"{args.set}, {len(ways)} ways", total=len(questions))
         try:
             evaluate(
                 questions,
-                contenders,
+                ways,
                 prompter,
                 files,
                 repeats=args.repeats,
@@ -240,22 +155,13 @@ def ask(
             raise
 
 
-def cut_prompts(files: AnswerFiles, questions: Sequence[Question]) -> dict[str, int]:
-    """How many of each contender's prompts did not fit the context."""
-    return {
-        model_id: sum(
-            count > 0 for question in questions for count in answers[question.question_id]["choices"][0]["cut_tokens"]
-        )
-        for model_id, answers in files.answers.items()
-    }
-
-
 def write_summary(
     args: argparse.Namespace, results: dict[str, dict[str, Figures]], baseline: str, cut: dict[str, int]
 ) -> None:
+    """``summary.json`` beside the answers."""
     report = {
         "machine": machine(),
-        "arguments": plain(args),
+        "arguments": options.recorded(args),
         "baseline": baseline,
         "prompts_cut": cut,
         "results": {

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-from rich.segment import Segment, Segments
-from rich.style import Style
 
 from hydrajax.api import Loaded
 from hydrajax.cli.options import (
@@ -23,14 +20,14 @@ from hydrajax.cli.options import (
     rule_from,
     tree_from,
 )
+from hydrajax.cli.screen import write_marked
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate, stream
 from hydrajax.text.answers import AnswerWriter, Generation
+from hydrajax.text.marking import pieces, text_of
 from hydrajax.text.prompt import Prompt, read_prompts
-from hydrajax.text.tokenizer import decode_text
 
 HELP = "generate text with a base model, faster with draft heads"
-DRAFTED = "green underline"  # two signs: one is seen without colours, the other where terminals show no underline
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,43 +184,3 @@ class Screen:
         if self._prompts > 1:
             self._console.out(f"--- {self._number} of {self._prompts}", style="dim")
         write_marked(self._console, pieces(self._tokenizer, result))
-
-
-def text_of(result: Generation) -> str:
-    """The output as text, or its ids where there is no tokenizer."""
-    return " ".join(map(str, result.output_ids)) if result.text is None else result.text
-
-
-def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
-    """The output cut where drafted and base tokens meet: ``(text, is_drafted)``, which join to `text_of`.
-
-    Every step of ``accept_lengths`` is one token chosen by the base and then drafted ones. A character whose bytes
-    are spread over several tokens belongs to the token that completes it.
-    """
-    text, cuts, end = text_of(result), [], 0
-    for accepted in result.step_lengths:
-        for count, is_drafted in ((1, False), (accepted - 1, True)):
-            end += count
-            cuts.append((end, is_drafted))
-    found, start = [], 0
-    for end, is_drafted in cuts:
-        if end == len(result.output_ids):
-            stop = len(text)
-        elif tokenizer is None:
-            stop = len(" ".join(map(str, result.output_ids[:end]))) + 1
-        else:
-            so_far = decode_text(tokenizer, result.output_ids[:end])
-            if not text.startswith(so_far):
-                so_far = so_far.rstrip("\ufffd")  # the decoder's sign for a character that is not complete yet
-            stop = max(start, len(so_far)) if text.startswith(so_far) else start
-        if stop > start:
-            found.append((text[start:stop], is_drafted))
-        start = stop
-    return found
-
-
-def write_marked(console: Console, marked: Iterable[tuple[str, bool]]) -> None:
-    """Write pieces, the drafted ones styled, and end the line."""
-    # As segments: printed as text, rich would wrap lines, expand tabs and drop some control characters.
-    segments = [Segment(text, Style.parse(DRAFTED) if is_drafted else None) for text, is_drafted in marked]
-    console.print(Segments([*segments, Segment.line()]), crop=False, end="")

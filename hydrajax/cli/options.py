@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from contextlib import nullcontext
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from hydrajax import api
-from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, RejectionSampling, Typical
+from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
+from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.errors import HydrajaxError
+from hydrajax.files import WholeFile
+from hydrajax.text.prompt import Prompt, read_prompts
 from hydrajax.trees import TreeTopology, presets
 
 NO_DRAFT = "none"
 LARGEST_SEED = 2**32 - 1  # a JAX key holds 32 bits of seed unless 64-bit mode is on
+# For bases with a tokenizer when no --prompts are given.
+BUILT_IN_PROMPTS = (
+    "def quicksort(items):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "The three laws of motion say that",
+    "Write a short letter to a friend about a walk by the sea.\n",
+)
 
 
 def add_model_arguments(
@@ -24,9 +37,10 @@ def add_model_arguments(
 
     tree: False for a command that has no tree to be told. several: drafts and trees become lists.
     """
-    drafts, trees, listed = f"Hydra or Medusa heads; '{NO_DRAFT}' or absent: autoregressive", "", {}
+    drafts = "a directory of heads, or a name: lookup (n-grams of the text so far), none"
+    trees, listed = "", {}
     if several:
-        drafts = "Hydra or Medusa heads; may be given several times, the base alone always runs too"
+        drafts += "; may be given several times, the base alone always runs too"
         trees = "; if given several times, every draft is run with each"
         listed = {"action": "append", "default": []}
     group = parser.add_argument_group("model")
@@ -134,8 +148,49 @@ def _integer(text: str, least: int, most: int | None) -> int:
     return value
 
 
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """``--json [FILE]``: see `json_report`."""
+    parser.add_argument(
+        "--json", metavar="FILE", nargs="?", const="-", help="write JSON to FILE, or to standard output without FILE"
+    )
+
+
+@contextmanager
+def json_report(path: str | None, indent: int | None = None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that writes a report to the file of ``--json``; ``-`` is standard output, None is nowhere.
+
+    A file that cannot be written is refused at the beginning, before anything is measured.
+    """
+    if path is None:
+        yield lambda report: None
+    elif path == "-":
+        yield lambda report: print(json.dumps(report, indent=indent))
+    else:
+        with WholeFile(path, "--json") as file:
+            yield lambda report: file.write_text(json.dumps(report, indent=indent) + "\n")
+
+
+def recorded(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments as reports keep them: whatever JSON can hold."""
+    return {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list, type(None)))}
+
+
+def prompts_from(path: str | None, loaded: api.Loaded, limit: int | None = None) -> list[np.ndarray]:
+    """Token ids of the prompts of a file, or of the built-in ones; of the first ``limit`` of them.
+
+    Raises `HydrajaxError` for a bad prompt, and where there is no file and the base has no tokenizer.
+    """
+    if path:
+        texts = read_prompts(path)
+    elif loaded.tokenizer is None:
+        raise HydrajaxError("--prompts: is needed, as the base has no tokenizer for the built-in ones")
+    else:
+        texts = [Prompt(text, f"built-in prompt {row}") for row, text in enumerate(BUILT_IN_PROMPTS)]
+    return [api.encode(loaded, text, f"prompt {row}") for row, text in enumerate(texts[:limit])]
+
+
 def draft_of(args: argparse.Namespace) -> str | None:
-    """The draft directory, None for autoregressive decoding."""
+    """The draft's directory or name, None for autoregressive decoding."""
     return None if args.draft == NO_DRAFT else args.draft
 
 

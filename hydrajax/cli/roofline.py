@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from rich.console import Console
 
 from hydrajax import api
 from hydrajax.checkpoints.tensors import read_json
 from hydrajax.cli import options
-from hydrajax.cli.bench import figure_table, plain, wide_console
+from hydrajax.cli.screen import figure_table, wide_console
+from hydrajax.drafters.registry import KINDS
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.family import to_llama_config
-from hydrajax.files import WholeFile
-from hydrajax.measure.benchmark import BenchmarkRow, first_nodes, run_benchmark
-from hydrajax.measure.random_models import DRAFTERS, random_draft
+from hydrajax.families.registry import to_llama_config
+from hydrajax.measure.benchmark import first_nodes
+from hydrajax.measure.machine import machine
+from hydrajax.measure.random_models import random_base, random_draft
+from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS, LlamaConfig
-from hydrajax.models.llama import Llama, init_base
-from hydrajax.report.results import machine
-from hydrajax.roofline.devices import DEVICES, Device, Meter, average, drift
+from hydrajax.roofline.comparison import Comparison, compare
+from hydrajax.roofline.devices import DEVICES, Device
 from hydrajax.roofline.medusa_tables import CANDIDATES, TABLES
-from hydrajax.roofline.operators import draft_shapes
 from hydrajax.roofline.prediction import Prediction, Workload, milliseconds, predict
 from hydrajax.trees import TreeTopology, presets
 
@@ -42,7 +38,7 @@ VERBS = ("verify", "propose", "accept_commit", "observe")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", metavar="NAME", help=f"of the base: {', '.join(PRESETS)}")
     parser.add_argument("--base", metavar="DIR", help="or that of a model; only its config.json is read")
-    parser.add_argument("--draft-kind", choices=list(DRAFTERS), default="hydra++", help="default %(default)s")
+    parser.add_argument("--draft-kind", choices=list(KINDS), default="hydra++", help="default %(default)s")
     parser.add_argument(
         "--device", choices=[*DEVICES, HERE], default="H100", help="'here' measures this one (default %(default)s)"
     )
@@ -64,9 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", metavar="R", type=options.positive, default=5, help="of each measurement here")
     parser.add_argument("--operators", action="store_true", help="also each operator, of the first batch and last tree")
     parser.add_argument("--tables", action="store_true", help="the intensities of medusa's tables 6 to 8 beside ours")
-    parser.add_argument(
-        "--json", metavar="FILE", nargs="?", const="-", help="write JSON to FILE, or to standard output without FILE"
-    )
+    options.add_json_argument(parser)
 
 
 def _numbers(text: str) -> list[float]:
@@ -85,8 +79,8 @@ def run(args: argparse.Namespace) -> None:
         print_tables()
         if not (args.shape or args.base):
             return
-    with ExitStack() as stack:  # an unwritable file is refused before anything is measured
-        file = stack.enter_context(WholeFile(args.json, "--json")) if args.json not in (None, "-") else None
+    compared = None
+    with options.json_report(args.json) as write:
         config = _config(args)
         if max(args.context) > config.max_positions:
             most = config.max_positions
@@ -95,26 +89,24 @@ def run(args: argparse.Namespace) -> None:
         if args.device != HERE and args.dtype != "bfloat16":
             device = args.device
             raise HydrajaxError(f"--dtype: found '{args.dtype}', the peaks of --device {device} are for bfloat16")
-        drafter = DRAFTERS[args.draft_kind](config, dtype)
+        drafter = KINDS[args.draft_kind].build(config, dtype)
         trees = _trees(args, drafter, config)
         taus = _tokens_per_step(args, trees)
-        seen, measured = [], []
         if args.device == HERE:
-            seen, rows, measured = _compare(args, config, drafter, trees, taus)
-            device = average(seen)
+            with Console(stderr=True).status("measuring"):
+                ways, grid = _ways(args, config, dtype, trees), (args.batch_sizes, args.context)
+                compared = compare(ways, *grid, dtype.itemsize, taus, repeats=args.repeats)
+            device, rows = compared.device, compared.predicted
         else:
             device = DEVICES[args.device]
             grid = (trees, args.batch_sizes, args.context)
             rows = list(predict(device, config, drafter, *grid, dtype.itemsize, taus))
-        report = _report(args, device, seen, rows, measured)
-        if file is not None:
-            file.write_text(report + "\n")
+        write(_report(args, device, rows, compared))
     if args.json == "-":
-        print(report)
         return
     _print(args, device, rows)
-    if measured:
-        _print_comparison(rows, measured, drift(seen))
+    if compared:
+        _print_comparison(compared)
     if args.operators:
         work = Workload(config, drafter, args.batch_sizes[0], args.context[0], dtype.itemsize)
         _print_operators(device, work, list(trees.values())[-1])
@@ -132,7 +124,7 @@ def _config(args: argparse.Namespace) -> LlamaConfig:
 
 
 def _trees(args: argparse.Namespace, drafter, config: LlamaConfig) -> dict[str, TreeTopology]:
-    tree = presets.by_name(args.tree or presets.default_name(drafter.depth, config.vocab_size))
+    tree = presets.by_name(args.tree or drafter.default_tree)
     tree.check(drafter.depth, config.vocab_size)
     return first_nodes(tree, args.tree_sizes or [size for size in SIZES if size <= tree.size])
 
@@ -148,50 +140,21 @@ def _tokens_per_step(args: argparse.Namespace, trees: dict[str, TreeTopology]) -
     return taus
 
 
-def _compare(
-    args: argparse.Namespace, config: LlamaConfig, drafter, trees: dict[str, TreeTopology], taus: list[float]
-) -> tuple[list[Device], list[Prediction], list[BenchmarkRow]]:
-    """Every cell measured, and predicted from what the device could do just before and after; all of the latter."""
-    dtype, most = jnp.dtype(api.DTYPES[args.dtype]), max(args.context)
-    plain_step = Workload(config, drafter, 1, most, dtype.itemsize).autoregressive_step()
-    weight_bytes = sum(operator.count * operator.bytes for operator in plain_step if operator.kind == "weights")
-    meter, seen, rows, measured = None, [], [], []
-    with Console(stderr=True).status("measuring"):
-        for found in _steps(args, config, dtype, trees):
-            meter = meter or Meter(config, dtype, int(weight_bytes), most, args.repeats)
-            seen.append(meter.measure())
-            tau = taus[list(trees).index(found.tree) :][:1]
-            cell = ({found.tree: trees[found.tree]}, [found.batch], [found.context], dtype.itemsize, tau)
-            rows += predict(average(seen[-2:]), config, drafter, *cell)
-            measured.append(found)
-    return seen, rows, measured
-
-
-def _steps(
-    args: argparse.Namespace, config: LlamaConfig, dtype, trees: dict[str, TreeTopology]
-) -> Iterator[BenchmarkRow]:
-    """Steps with random weights, in the order of `predict`."""
-    model = Llama(config, dtype)
-    base = jax.jit(lambda rng: init_base(model, rng))(jax.random.key(0))
+def _ways(args: argparse.Namespace, config: LlamaConfig, dtype, trees: dict[str, TreeTopology]) -> list[Way]:
+    """A way for each tree, with random weights."""
+    model, base = random_base(config, dtype)
     drafter, params = random_draft(model, base, args.draft_kind)
-    for context in args.context:
-        yield from run_benchmark(model, drafter, params, trees, args.batch_sizes, context, repeats=args.repeats)
+    return [Way(name, model, drafter, params, tree) for name, tree in trees.items()]
 
 
-def _report(
-    args: argparse.Namespace,
-    device: Device,
-    seen: list[Device],
-    rows: list[Prediction],
-    measured: list[BenchmarkRow],
-) -> str:
+def _report(args: argparse.Namespace, device: Device, rows: list[Prediction], compared: Comparison | None) -> dict:
     cells = [{"predicted": row.as_dict()} for row in rows]
-    for cell, row in zip(cells, measured, strict=False):
+    report = {"device": asdict(device), "arguments": options.recorded(args), "rows": cells}
+    if compared is None:
+        return report
+    for cell, row in zip(cells, compared.measured, strict=True):
         cell["measured"] = row.as_dict()
-    report = {"device": asdict(device), "arguments": plain(args), "rows": cells}
-    if seen:
-        report |= {"machine": machine(), "drift": drift(seen)}
-    return json.dumps(report)
+    return report | {"machine": machine(), "drift": compared.drift}
 
 
 # --- on the terminal ------------------------------------------------------------------------------------------------
@@ -223,14 +186,11 @@ def _print(args: argparse.Namespace, device: Device, rows: list[Prediction]) -> 
     print("tokens_per_step (τ) above which the tree pays.")
 
 
-def _print_comparison(rows: list[Prediction], measured: list[BenchmarkRow], changed: float) -> None:
-    """What was predicted beside what was measured, of the steps and of their verbs: these say why a step is off.
-
-    changed: see `drift`.
-    """
+def _print_comparison(compared: Comparison) -> None:
+    """What was predicted beside what was measured, of the steps and of their verbs: these say why a step is off."""
     steps = _table("batch", "context", "nodes", *("AR step", "measured", "error", "step", "measured", "error"), "even")
     verbs = _table("batch", "context", "nodes", *VERBS)
-    for predicted, found in zip(rows, measured, strict=True):
+    for predicted, found in zip(compared.predicted, compared.measured, strict=True):
         cell = [str(predicted.batch), str(predicted.context), str(predicted.nodes)]
         times = []
         for key in ("autoregressive_step", "step"):
@@ -245,11 +205,14 @@ def _print_comparison(rows: list[Prediction], measured: list[BenchmarkRow], chan
         "ms predicted (measured). Left out of the prediction is what is neither a matrix product nor traffic: the sort"
     )
     print("of a top-k (in propose), the commit, the start of each operator.")
-    print(f"the device's measured rates changed by a factor of up to {changed:.2f} meanwhile (1.00: a quiet machine)")
+    print(
+        f"the device's measured rates changed by a factor of up to {compared.drift:.2f} meanwhile "
+        "(1.00: a quiet machine)"
+    )
 
 
 def _print_operators(device: Device, work: Workload, tree: TreeTopology) -> None:
-    parts = work.step(tree, draft_shapes(work.config, work.drafter))
+    parts = work.step(tree)
     phases = {"prefill": work.prefill(), "decode": work.autoregressive_step()}
     phases[f"tree decode, {tree.size} nodes"] = [operator for part in parts.values() for operator in part]
     for phase, operators in phases.items():

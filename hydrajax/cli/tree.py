@@ -14,7 +14,7 @@ from rich.tree import Tree
 
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
-from hydrajax.trees import TreeTopology, presets
+from hydrajax.trees import presets
 
 HELP = "search the candidate tree that is fastest here, or draw one"
 HOW = ("simulated", "joint", "independent")
@@ -67,11 +67,11 @@ def _search(args: argparse.Namespace) -> None:
     from hydrajax.files import WholeFile
     from hydrajax.measure.calibration import calibrate
     from hydrajax.measure.contest import measure_trees
+    from hydrajax.measure.way import Way
     from hydrajax.report.drawing import new_figure, png
     from hydrajax.report.figures import draw
     from hydrajax.report.outputs import tree_search_result
     from hydrajax.text.prompt import read_prompts
-    from hydrajax.trees import search
 
     if options.draft_of(args) is None:
         raise HydrajaxError("--draft: a tree is searched for draft heads")
@@ -80,35 +80,34 @@ def _search(args: argparse.Namespace) -> None:
     if args.sizes and len(sizes) < len(args.sizes):
         raise HydrajaxError(f"--sizes: must be at most --largest {args.largest}, found {max(args.sizes)}")
     texts = read_prompts(args.prompts)[: args.limit]
-    path = Path(args.output) if args.output else None
-    console = Console(stderr=True)
     loaded = options.load_from(args)
-    path = path or presets.searched_path(loaded.draft_directory, args.batch_size)
+    path = _destination(args, loaded.draft_directory)
     prompts = [api.encode(loaded, text, f"prompt {row}") for row, text in enumerate(texts)]
     with ExitStack() as stack:  # an unwritable file is refused before anything is measured
         file = stack.enter_context(WholeFile(path, "--output" if args.output else "--save"))
         if args.picture:
             new_figure(1, 1)  # refuses where matplotlib is missing
             picture_file = stack.enter_context(WholeFile(args.picture, "--picture"))
-        line = stack.enter_context(console.status("calibrating"))
+        line = stack.enter_context(Console(stderr=True).status("calibrating"))
+        way = Way.of(loaded, "searched", presets.root(), rule, max_new_tokens=args.max_new_tokens)
         found = calibrate(
-            loaded.model, loaded.drafter, loaded.params, prompts, new_tokens=args.max_new_tokens,
-            rule=rule, eos_ids=loaded.eos_ids, seed=args.seed,
+            way,
+            prompts,
+            seed=args.seed,
             on_progress=lambda done, total: line.update(f"calibrating, {done} of {total} prompts"),
-        )  # fmt: skip
+        )
         line.update("growing trees")
-        if args.how == "simulated":
-            proposals = search.simulated(found.ranks, found.spans, args.largest)
-        elif args.how == "joint":
-            proposals = search.joint(found.at_every_step(), args.largest)
-        else:
-            proposals = search.independent(search.accuracies(found.at_every_step()), args.largest)
+        proposals = _proposals(args, found)
         trees = {str(size): proposals.tree(size) for size in sizes if size <= proposals.largest}
         rows = measure_trees(
-            loaded.model, loaded.drafter, loaded.params, trees, prompts[: args.measure], rule,
-            batch_size=args.batch_size, new_tokens=args.max_new_tokens, repeats=args.repeats,
-            eos_ids=loaded.eos_ids, seed=args.seed, on_status=line.update,
-        )  # fmt: skip
+            way,
+            trees,
+            prompts[: args.measure],
+            batch_size=args.batch_size,
+            repeats=args.repeats,
+            seed=args.seed,
+            on_status=line.update,
+        )
         fastest = max(rows, key=lambda row: row.tokens_per_second)
         expected = [proposals.tokens_per_step[row.nodes - 1] for row in rows]
         content = _content(args, rule, proposals, rows, expected, fastest)
@@ -119,16 +118,35 @@ def _search(args: argparse.Namespace) -> None:
     print(f"the tree of {fastest.nodes} nodes is in {path}")
 
 
+def _destination(args: argparse.Namespace, draft_directory: Path | None) -> Path:
+    """Where the tree is written."""
+    if args.output:
+        return Path(args.output)
+    if draft_directory is None:
+        raise HydrajaxError(f"--save: the draft '{args.draft}' lies in no directory to save a tree in; use --output")
+    return presets.searched_path(draft_directory, args.batch_size)
+
+
+def _proposals(args: argparse.Namespace, found):
+    """Trees of every size, grown from a calibration as ``--how`` says."""
+    from hydrajax.trees import search
+
+    if args.how == "simulated":
+        return search.simulated(found.ranks, found.spans, args.largest)
+    if args.how == "joint":
+        return search.joint(found.at_every_step(), args.largest)
+    return search.independent(search.accuracies(found.at_every_step()), args.largest)
+
+
 def _content(args, rule, proposals, rows, expected, fastest) -> dict:
-    """``choices`` as the released code writes them, and where they come from."""
-    from hydrajax.cli.bench import plain
-    from hydrajax.report.results import machine
+    """The tree file: ``choices`` as the released code writes them, and where they come from."""
+    from hydrajax.measure.machine import machine
 
     measured = [row.as_dict() | {"expected_tokens_per_step": tau} for row, tau in zip(rows, expected, strict=True)]
     return {
         "choices": [list(path) for path in proposals.tree(fastest.nodes).choices],
         "provenance": {
-            "arguments": plain(args), "rule": str(rule), "machine": machine(), "measured": measured,
+            "arguments": options.recorded(args), "rule": str(rule), "machine": machine(), "measured": measured,
             "grown": [list(path) for path in proposals.choices],
             "expected_tokens_per_step": list(proposals.tokens_per_step),
         },
@@ -156,28 +174,6 @@ def _show(args: argparse.Namespace) -> None:
         branches[path] = branches[path[:-1]].add(str(path[-1]))
     Console(width=None if sys.stdout.isatty() else 200).print(drawing)
     if args.picture:
-        picture(tree, Path(args.picture))
+        from hydrajax.report.drawing import draw_tree, save_png
 
-
-def picture(tree: TreeTopology, path: Path) -> None:
-    """Draw the tree as a PNG: the root on top, ranks in the nodes."""
-    from hydrajax.report.drawing import new_figure, save_png
-
-    parents, depths = tree.parents, tree.depths
-    leaves = [node for node in range(tree.size) if node not in set(parents.tolist())]
-    order = sorted(leaves, key=lambda node: tree.choices[node - 1] if node else ())
-    x = {leaf: float(at) for at, leaf in enumerate(order)}
-    for node in reversed(range(tree.size)):
-        if node not in x:
-            below = [x[child] for child in tree.children[node] if child > 0]
-            x[node] = sum(below) / len(below)
-    figure = new_figure(max(4, 0.28 * len(leaves)), 1 + tree.depth)
-    axes = figure.subplots()
-    for node in range(1, tree.size):
-        axes.plot([x[parents[node]], x[node]], [-depths[parents[node]], -depths[node]], color="0.6", linewidth=1)
-    axes.scatter([x[node] for node in range(tree.size)], -depths, s=140, color="white", edgecolor="C0", zorder=2)
-    for node in range(tree.size):
-        rank = str(tree.choices[node - 1][-1]) if node else "·"
-        axes.text(x[node], -depths[node], rank, ha="center", va="center", fontsize=7, zorder=3)
-    axes.set_axis_off()
-    save_png(figure, path, "--picture")
+        save_png(draw_tree(tree), Path(args.picture), "--picture")

@@ -8,14 +8,15 @@ and state are passed in and returned. What it needs to decode (`Drafter`) and wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from hydrajax.drafters.costs import Cost
+from hydrajax.models.arrays import Array
 from hydrajax.models.base import BaseModel, BoundBase, abstract_base
 from hydrajax.trees.topology import Topology
 from hydrajax.trees.tree import TreeTopology
@@ -77,6 +78,7 @@ class Outcome(NamedTuple):
         return jnp.take_along_axis(self.features, self.path[:, :, None], axis=1)
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """What decoding needs of a drafter.
 
@@ -157,6 +159,7 @@ class Drafter(Protocol):
         """What taking in so many new tokens per row computes, for texts that fit so many cache slots."""
 
 
+@runtime_checkable
 class Trainable(Drafter, Protocol):
     """What training needs besides: a drafter with parameters.
 

@@ -9,13 +9,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from hydrajax.drafters.costs import Cost, Matmul, Ranking
 from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly, last_observed
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.drafters.ranks import head_ranks
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.ranking import over_rows
 from hydrajax.models.weights import declare, project
@@ -60,7 +61,7 @@ class ConditionedBlock(nn.Module):
 
     @nn.compact
     def __call__(
-        self, shared: Float[Array, "*rows 2D"], path: Float[Array, "*paths kD"] | None
+        self, shared: Float[Array, "*rows twoD"], path: Float[Array, "*paths kD"] | None
     ) -> Float[Array, "*paths D"]:
         width = shared.shape[-1] // 2
         axes = ("width", None, "mlp")

@@ -7,17 +7,18 @@ this module meets an index into a reduced vocabulary: what comes out are token i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from hydrajax.drafters.costs import Matmul
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array
 from hydrajax.models.ranking import sampled_tokens, top_tokens
 from hydrajax.models.weights import declare, project
 
@@ -107,7 +108,7 @@ class LmHead:
         return {"lm_down": directions.astype(dtype), "lm_up": (directions.T @ wide).astype(dtype)}
 
     def logits(
-        self, params: dict[str, Array], hidden: Float[Array, "*rows D"], base_logits
+        self, params: Mapping[str, Array], hidden: Float[Array, "*rows D"], base_logits
     ) -> Float[Array, "*rows V_"]:
         """Float32 logits over the V' tokens it knows. base_logits: the base's function from hidden states to logits."""
         if self.shared:

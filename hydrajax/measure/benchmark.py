@@ -1,15 +1,12 @@
-"""What a decode step costs on this device: phases, tokens per second both ways, memory.
+"""What a decode step costs on this device: its phases, its memory, and tokens per second with and without a draft.
 
 Every figure is measured against the autoregressive decoder of this package, side by side in one run after warm-up
-(DESIGN section 7, "Honest speed").
+(docs/design.md section 7, "Honest speed").
 """
 
 from __future__ import annotations
 
-import resource
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,14 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy
-from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn, right_padded
-from hydrajax.decoding.step import Engine, Params
-from hydrajax.drafters.none import NoDrafter
+from hydrajax.decoding.step import Engine
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.timing import StepTimer, median_ms
-from hydrajax.models.llama import Llama
-from hydrajax.trees import presets
+from hydrajax.measure.contest import contest
+from hydrajax.measure.machine import copy_bandwidth, peak_memory
+from hydrajax.measure.timing import StepTimer
+from hydrajax.measure.way import Way
+from hydrajax.models.base import BaseModel
 from hydrajax.trees.tree import TreeTopology
 
 TIMED_STEPS = 8  # steps per timed call; short, so that the context hardly grows while being timed
@@ -34,11 +30,11 @@ TIMED_STEPS = 8  # steps per timed call; short, so that the context hardly grows
 class BenchmarkRow:
     """One (batch, tree) cell. Times are median milliseconds per step of the whole batch; rates count all rows.
 
-    autoregressive_step and step are whole steps; propose, verify, accept_commit and observe the parts of ``step``.
+    autoregressive_step and step are whole steps; propose, verify, accept_commit and observe are the parts of ``step``.
     break_even: the tokens_per_step at which the tree is as fast as autoregressive decoding, step / autoregressive_step.
-    tokens_per_step, *_tokens_per_second and speedup come from generating for the prompts, when there are any: on
-    random weights they would say nothing. bytes_per_step and bandwidth_fraction (of the measured copy bandwidth)
-    belong to the autoregressive step and are None on a CPU, where caches blur them.
+    tokens_per_step, *_tokens_per_second and speedup come from generating for the prompts, if there are any: on random
+    weights they would say nothing. bytes_per_step and bandwidth_fraction (of the measured copy bandwidth) belong to the
+    autoregressive step; the fraction is None on a CPU, where caches blur it.
     """
 
     batch: int
@@ -80,15 +76,7 @@ def first_nodes(tree: TreeTopology, sizes: Sequence[int]) -> dict[str, TreeTopol
     return trees
 
 
-def copy_bandwidth(megabytes: int = 1024) -> float:
-    """Measured device copy bandwidth in bytes per second, counting bytes read and written."""
-    source = jnp.arange(megabytes * 2**18, dtype=jnp.float32)
-    copy = jax.jit(lambda x: x + 1)  # a plain copy could be elided
-    jax.block_until_ready(copy(source))
-    return 2 * source.nbytes / (median_ms(lambda: copy(source), 10) / 1e3)
-
-
-def autoregressive_bytes(model: Llama, params: Any, batch: int, slots: int) -> int:
+def autoregressive_bytes(model: BaseModel, params: Any, batch: int, slots: int) -> int:
     """Bytes one autoregressive step must read: every weight but the embedding table (a row each), and the cache."""
     config = model.config
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -98,61 +86,57 @@ def autoregressive_bytes(model: Llama, params: Any, batch: int, slots: int) -> i
     return weights + cache
 
 
-def peak_memory() -> int:
-    """Peak bytes in use on the accelerator, or of this process on a CPU."""
-    stats = jax.devices()[0].memory_stats()
-    if stats and "peak_bytes_in_use" in stats:
-        return stats["peak_bytes_in_use"]
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def room_for(trees: Sequence[TreeTopology]) -> int:
+    """The most tokens per row that a timed call can emit with any of these trees."""
+    return TIMED_STEPS * (max((tree.depth for tree in trees), default=0) + 1)
+
+
+def step_timer(way: Way, batch: int, context: int, repeats: int, room: int | None = None) -> StepTimer:
+    """Times a step of this way and its phases near the end of ``context`` slots, ``room`` of which are for new tokens."""
+    room = room or room_for([way.tree])
+    engine = Engine(way.model, way.drafter, way.tree, room)
+    return StepTimer(engine, way.params, way.rule, batch, context - room, TIMED_STEPS, repeats)
 
 
 def run_benchmark(
-    model: Llama,
-    drafter,
-    params: Params,
-    trees: dict[str, TreeTopology],
+    ways: Sequence[Way],
     batches: Sequence[int],
     context: int,
     *,
-    rule: AcceptanceRule | None = None,
     prompts: Sequence[np.ndarray] = (),
-    max_new_tokens: int = 128,
     repeats: int = 5,
 ) -> Iterator[BenchmarkRow]:
-    """Measure every batch size and tree, yielding each row when it is done.
+    """Measure every way, which differ in their trees alone, at every batch size; yields each row when it is done.
 
-    context: cache slots per row, tree room excluded; steps are timed near its end. rule: `Greedy` by
-    default. prompts: token ids to generate for, both ways; with none, rates are left out.
+    context: cache slots per row, tree room excluded; steps are timed near its end. prompts: token ids to generate for
+    with and without a draft; with none, rates are left out. Raises `HydrajaxError` for a tree that the drafter cannot
+    fill and for a context that does not fit the model or the timed steps.
     """
-    config, rule = model.config, rule or Greedy()
+    first = ways[0]
+    config, plain = first.model.config, first.autoregressive()
     on_cpu = jax.devices()[0].platform == "cpu"
     bandwidth = None if on_cpu else copy_bandwidth()
-    for tree in trees.values():
-        tree.check(drafter.depth, config.vocab_size)
+    for way in ways:
+        way.tree.check(way.drafter.depth, config.vocab_size)
     if context > config.max_positions:
         raise HydrajaxError(f"--context: must be at most the model's {config.max_positions}, found {context}")
-    room = TIMED_STEPS * (max((tree.depth for tree in trees.values()), default=0) + 1)
+    room = room_for([way.tree for way in ways])
     if context <= room:
         raise HydrajaxError(f"--context: must be more than {room} for these trees, found {context}")
     for batch in batches:
-
-        def timer(drafter, draft_params, tree, batch=batch) -> StepTimer:
-            engine = Engine(model, drafter, tree, rule, room)
-            return StepTimer(engine, Params(params.base, draft_params), batch, context - room, TIMED_STEPS, repeats)
-
-        autoregressive_step = timer(NoDrafter(), {}, presets.root()).step()
-        bytes_per_step = autoregressive_bytes(model, params.base, batch, context + 1)
-        for name, tree in trees.items():
-            timed = timer(drafter, params.draft, tree)
+        autoregressive_step = step_timer(plain, batch, context, repeats, room).step()
+        bytes_per_step = autoregressive_bytes(first.model, first.params.base, batch, context + 1)
+        for way in ways:
+            timed = step_timer(way, batch, context, repeats, room)
             step, verify, propose = timed.step(), timed.verify(), timed.propose()
             accept_commit, observe = timed.accept_commit(), timed.observe()
-            rates = generation_rates(model, drafter, params, tree, rule, prompts, batch, max_new_tokens, repeats)
+            rates = generation_rates(plain, way, prompts, batch, repeats) if prompts else {}
             yield BenchmarkRow(
                 batch=batch,
                 context=context,
-                tree=name,
-                nodes=tree.size,
-                depth=tree.depth,
+                tree=way.name,
+                nodes=way.nodes,
+                depth=way.tree.depth,
                 autoregressive_step=autoregressive_step,
                 step=step,
                 propose=propose,
@@ -171,54 +155,13 @@ def run_benchmark(
             )
 
 
-def time_round(ways: dict[str, tuple[Callable, Params]], batches, seconds: dict[str, list[float]], *rng) -> None:
-    """Decode every batch in each way, a decode function and its parameters, and add what each way took."""
-    for name, (decode, params) in ways.items():
-        began = time.perf_counter()
-        for prompt, lengths in batches:
-            jax.block_until_ready(decode(params, prompt, lengths, *rng))
-        seconds[name].append(time.perf_counter() - began)
-
-
-def generation_rates(
-    model: Llama,
-    drafter,
-    params: Params,
-    tree: TreeTopology,
-    rule: AcceptanceRule,
-    prompts,
-    batch: int,
-    max_new_tokens: int,
-    repeats: int,
-) -> dict[str, Any]:
-    """Tokens per second both ways on real prompts, interleaved; the fields of `BenchmarkRow` that need prompts."""
-    if not prompts:
-        return {}
-    rows = [prompts[i % len(prompts)] for i in range(max(batch, len(prompts) // batch * batch))]
-    ways: dict[str, tuple[Callable, Params]] = {
-        "tree": (make_decode_fn(model, drafter, tree, rule, max_new_tokens=max_new_tokens), params),
-        "plain": (make_autoregressive_fn(model, rule, max_new_tokens=max_new_tokens), Params(params.base, {})),
-    }
-    batches = []
-    for start in range(0, len(rows), batch):
-        group = rows[start : start + batch]
-        batches.append(right_padded(group, max(map(len, rows))))  # one width: one compilation
-    outputs = {way: [jax.device_get(fn(p, *b)) for b in batches] for way, (fn, p) in ways.items()}  # warm-up
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(repeats):
-        time_round(ways, batches, seconds)
-    made = {way: sum(int(out.lengths.sum()) for out in outs) for way, outs in outputs.items()}
-    rate = {way: made[way] / statistics.median(seconds[way]) for way in ways}
-    steps = sum(int(out.steps.sum()) for out in outputs["tree"])
+def generation_rates(plain: Way, way: Way, prompts, batch: int, repeats: int) -> dict[str, Any]:
+    """The fields of `BenchmarkRow` that need prompts, from a contest of two."""
+    without, found = contest([plain, way], prompts, batch_size=batch, repeats=repeats)
     return {
-        "tokens_per_step": made["tree"] / steps,
-        "tokens_per_second": rate["tree"],
-        "autoregressive_tokens_per_second": rate["plain"],
-        "speedup": rate["tree"] / rate["plain"],
-        # The other rules give another text than without a tree: of another distribution, or another draw from it.
-        "outputs_equal": all(
-            np.array_equal(a.tokens, b.tokens) for a, b in zip(outputs["tree"], outputs["plain"], strict=True)
-        )
-        if isinstance(rule, (Greedy, ExactSampling))
-        else None,
+        "tokens_per_step": found.tokens_per_step,
+        "tokens_per_second": found.tokens_per_second,
+        "autoregressive_tokens_per_second": without.tokens_per_second,
+        "speedup": found.speedup,
+        "outputs_equal": found.equal,
     }

@@ -1,8 +1,8 @@
 """Whether a rule did what it promises with a base, a draft and a tree: checked against passes without any of them.
 
-Greedy, exact and rejection sampling promise the base's own output or its distribution, typical acceptance only that
-every draft token it took passed its threshold. The references here use no cache, no tree and no loop: whole texts go
-through the base.
+Greedy, exact and rejection sampling promise the base's own output or its distribution. Typical acceptance promises only
+that every draft token it took passed its threshold. The references here use no cache, no tree and no loop: whole texts
+go through the base (`hydrajax.measure.plain_pass`).
 """
 
 from __future__ import annotations
@@ -10,21 +10,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
-from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, RejectionSampling, Typical
-from hydrajax.decoding.decode import bucket, make_autoregressive_fn, make_decode_fn, right_padded
-from hydrajax.decoding.step import Params, exact_float32
+from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.layers import causal_mask
-from hydrajax.models.llama import Llama
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.measure.plain_pass import all_logits, last_logits
+from hydrajax.measure.way import Way
 
 # The chi-square test enumerates the first tokens, of each the likeliest few.
 FIRST_TOKENS, LIKELIEST, P_VALUE = 3, 4, 0.001
@@ -61,35 +58,18 @@ class Divergence:
         return "tie within rounding" if self.margin <= self.rounding else "defect"
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is certified. ``exact`` is the same base and draft in float32, ``params`` those that are used."""
-
-    model: Llama
-    drafter: Any
-    params: Params
-    exact_model: Llama
-    exact_drafter: Any
-    exact_params: Params
-    tree: TreeTopology
-    rule: AcceptanceRule
-
-    @property
-    def in_float32(self) -> bool:
-        return self.model.dtype == jnp.float32
-
-
 def certify(
-    subject: Subject,
+    way: Way,
     prompts: Sequence[Int[np.ndarray, " P"]],
     *,
-    max_new_tokens: int = 64,
-    eos_ids: tuple[int, ...] = (),
+    exact: Way | None = None,
     samples: int = 4096,
     seed: int = 0,
     on_status: Callable[[str], None] = lambda status: None,
 ) -> Iterator[Check]:
-    """Yield every check that applies to the rule, as soon as it is done.
+    """Yield every check that applies to the way's rule, as soon as it is done.
+
+    exact: the same way with its base and draft in float32, by default the way itself.
 
     - Greedy, and exact sampling with one seed: tokens equal to decoding without a tree. In float32 every difference is
       a defect; in bfloat16 one where float32 sees a tie within rounding is none (greedy), or is only counted
@@ -100,39 +80,39 @@ def certify(
     """
     if not prompts:
         raise HydrajaxError("certify: no prompts")
-    if isinstance(subject.rule, (Greedy, ExactSampling)):
+    exact = exact or way
+    if way.promises_same_output:
         on_status("comparing with decoding without a tree")
-        yield check_equality(subject, prompts, max_new_tokens, eos_ids, seed)
-    if isinstance(subject.rule, (ExactSampling, RejectionSampling)):
+        yield check_equality(way, exact, prompts, seed)
+    if isinstance(way.rule, (ExactSampling, RejectionSampling)):
         on_status("drawing samples")
-        yield check_distribution(subject, prompts[0], samples, seed)
-    if isinstance(subject.rule, Typical):
+        yield check_distribution(exact, prompts[0], samples, seed)
+    if isinstance(way.rule, Typical):
         on_status("recomputing thresholds")
-        yield check_typical(subject, prompts, max_new_tokens, eos_ids)
+        yield check_typical(exact, prompts)
 
 
 # --- equality -------------------------------------------------------------------------------------------------------
 
 
-def check_equality(subject: Subject, prompts, max_new_tokens: int, eos_ids, seed: int) -> Check:
-    """Token for token, and where not, why."""
-    settings = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids}
-    tree = make_decode_fn(subject.model, subject.drafter, subject.tree, subject.rule, **settings)
-    plain = make_autoregressive_fn(subject.model, subject.rule, **settings)
-    found, tokens, steps = [], 0, 0
+def check_equality(way: Way, exact: Way, prompts, seed: int) -> Check:
+    """Compare token for token with decoding without a tree, and where they part say why."""
+    plain, found, tokens, steps = way.autoregressive(), [], 0, 0
     for number, prompt in enumerate(prompts):
         key = jax.random.fold_in(jax.random.key(seed), number)
-        with_tree = jax.device_get(tree(subject.params, prompt[None], rng=key))
-        without = jax.device_get(plain(Params(subject.params.base, {}), prompt[None], rng=key))
+        with_tree = jax.device_get(way.decode(prompt[None], key=key))
+        without = jax.device_get(plain.decode(prompt[None], key=key))
         tokens += int(with_tree.lengths[0])
         steps += int(with_tree.steps[0])
         different = np.flatnonzero(with_tree.tokens[0] != without.tokens[0])
         if different.size:
             at = int(different[0])
             before = np.concatenate([prompt, without.tokens[0, :at]])
-            found.append(_divergence(subject, number, at, before, with_tree.tokens[0, at], without.tokens[0, at]))
+            parted = int(with_tree.tokens[0, at]), int(without.tokens[0, at])
+            found.append(_divergence(way, exact, number, at, before, parted))
     defects = [d for d in found if d.verdict == "defect"]
-    holds = not (found if subject.in_float32 else defects if isinstance(subject.rule, Greedy) else [])
+    in_float32 = way.model.dtype == jnp.float32
+    holds = not (found if in_float32 else defects if isinstance(way.rule, Greedy) else [])
     summary = (
         f"{len(prompts)} prompts, {tokens} tokens in {steps} steps (tokens_per_step {tokens / max(steps, 1):.2f}); "
         f"{len(found)} differ, of which {len(found) - len(defects)} at a tie within rounding"
@@ -141,30 +121,29 @@ def check_equality(subject: Subject, prompts, max_new_tokens: int, eos_ids, seed
     return Check("tokens equal to decoding without a tree", holds, summary, details)
 
 
-def _divergence(subject: Subject, number: int, at: int, before, tree_token, plain_token) -> Divergence:
-    exact = last_logits(subject.exact_model, subject.exact_params.base, [before])[0]
-    rounded = last_logits(subject.model, subject.params.base, [before])[0]
-    tokens = int(tree_token), int(plain_token)
-    margin = float(exact.max() - min(exact[token] for token in tokens))  # -1, no token at all, is a margin too
-    return Divergence(number, at, tokens, margin, 2 * float(np.abs(exact - rounded).max()))
+def _divergence(way: Way, exact: Way, number: int, at: int, before, tokens: tuple[int, int]) -> Divergence:
+    precise = last_logits(exact.model, exact.params.base, [before])[0]
+    rounded = last_logits(way.model, way.params.base, [before])[0]
+    margin = float(precise.max() - min(precise[token] for token in tokens))  # -1, no token at all, is a margin too
+    return Divergence(number, at, tokens, margin, 2 * float(np.abs(precise - rounded).max()))
 
 
 # --- distribution ---------------------------------------------------------------------------------------------------
 
 
-def check_distribution(subject: Subject, prompt, samples: int, seed: int) -> Check:
+def check_distribution(exact: Way, prompt, samples: int, seed: int) -> Check:
     """Chi-square of the joint distribution of the first tokens, in float32."""
     from scipy import stats
 
-    rule = dataclasses.replace(subject.rule, top_k=min(subject.rule.top_k or LIKELIEST, LIKELIEST))
-    expected = enumerated(subject, prompt, rule)
-    decode = make_decode_fn(subject.exact_model, subject.exact_drafter, subject.tree, rule, max_new_tokens=FIRST_TOKENS)
+    rule = dataclasses.replace(exact.rule, top_k=min(exact.rule.top_k or LIKELIEST, LIKELIEST))
+    expected = enumerated(exact, prompt, rule)
+    short = dataclasses.replace(exact, rule=rule, max_new_tokens=FIRST_TOKENS, eos_ids=())
     batch = np.repeat(np.asarray(prompt)[None], DRAWS_AT_ONCE, axis=0)
     counts = dict.fromkeys(expected, 0)
     n_batches = -(-samples // DRAWS_AT_ONCE)
     impossible = 0
     for number in range(n_batches):
-        out = decode(subject.exact_params, batch, rng=jax.random.fold_in(jax.random.key(seed), number))
+        out = short.decode(batch, key=jax.random.fold_in(jax.random.key(seed), number))
         for sequence in map(tuple, np.asarray(out.tokens).tolist()):
             if sequence in counts:
                 counts[sequence] += 1
@@ -183,12 +162,12 @@ def check_distribution(subject: Subject, prompt, samples: int, seed: int) -> Che
     return Check("distribution of the first tokens", impossible == 0 and p_value >= P_VALUE, summary, details)
 
 
-def enumerated(subject: Subject, prompt, rule) -> dict[tuple[int, ...], float]:
+def enumerated(exact: Way, prompt, rule) -> dict[tuple[int, ...], float]:
     """The probability of every sequence of `FIRST_TOKENS` tokens that the rule allows."""
     found = {(): 1.0}
     for _ in range(FIRST_TOKENS):
         texts = [np.concatenate([prompt, np.array(sequence, np.int32)]) for sequence in found]
-        logits = last_logits(subject.exact_model, subject.exact_params.base, texts)
+        logits = last_logits(exact.model, exact.params.base, texts)
         grown = {}
         for (sequence, probability), row in zip(found.items(), logits, strict=True):
             shaped = _shaped(row.astype(np.float64), rule)
@@ -220,19 +199,16 @@ def pooled(observed: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.nda
 # --- typical --------------------------------------------------------------------------------------------------------
 
 
-def check_typical(subject: Subject, prompts, max_new_tokens: int, eos_ids) -> Check:
+def check_typical(exact: Way, prompts) -> Check:
     """Recompute p(x) and the threshold of every accepted draft token, and the argmax of every root, in a plain pass."""
-    rule = subject.rule
-    decode = make_decode_fn(
-        subject.exact_model, subject.exact_drafter, subject.tree, rule, max_new_tokens=max_new_tokens, eos_ids=eos_ids
-    )
+    rule = exact.rule
     slack = 1e-3  # of probability: one matmul shape against another in float32
     drafted = roots = 0
     wrong = []
     for number, prompt in enumerate(prompts):
-        out = jax.device_get(decode(subject.exact_params, prompt[None]))
+        out = jax.device_get(exact.decode(prompt[None]))
         tokens = out.tokens[0, : out.lengths[0]]
-        logits = all_logits(subject.exact_model, subject.exact_params.base, np.concatenate([prompt, tokens]))
+        logits = all_logits(exact.model, exact.params.base, np.concatenate([prompt, tokens]))
         is_root = np.zeros(len(tokens), bool)
         is_root[np.cumsum([0, *(out.accept_lengths[0, : out.steps[0]] + 1)])[:-1]] = True
         for at, token in enumerate(tokens):
@@ -253,25 +229,3 @@ def check_typical(subject: Subject, prompts, max_new_tokens: int, eos_ids) -> Ch
                 wrong.append({"prompt": number, "position": at, "token": int(token), "short": short})
     summary = f"{drafted} draft tokens above the threshold and {roots} roots the argmax, but for {len(wrong)}"
     return Check("typical acceptance as defined (not the base's distribution)", not wrong, summary, wrong)
-
-
-# --- plain passes ---------------------------------------------------------------------------------------------------
-
-
-def last_logits(model: Llama, base_params, texts: Sequence[np.ndarray]) -> Float[np.ndarray, "n V"]:
-    """Float32 logits after each text."""
-    return np.stack([all_logits(model, base_params, text)[len(text) - 1] for text in texts])
-
-
-def all_logits(model: Llama, base_params, text: Int[np.ndarray, " T"]) -> Float[np.ndarray, "T V"]:
-    """Float32 logits after every token of a text, by one pass without a cache."""
-    padded, _ = right_padded([text], bucket(len(text), model.config.max_positions))
-    return np.asarray(_plain_pass(model, base_params, padded), np.float32)[0, : len(text)]
-
-
-@partial(jax.jit, static_argnums=0)
-@exact_float32
-def _plain_pass(model: Llama, base_params, tokens):
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden = model.apply({"params": base_params}, tokens, positions, causal_mask(tokens.shape[1])).hidden
-    return model.apply({"params": base_params}, hidden, method="logits")

@@ -11,14 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.models.layers import causal_mask
-from hydrajax.models.llama import Llama
+from hydrajax.models.base import BaseModel, BoundBase
+from hydrajax.models.rows import run_base
 
 
 @dataclass(frozen=True)
 class LogitEffect:
-    """positions: how many next-token distributions were compared. largest, mean: absolute difference of logits.
-    kl: mean KL(before || after) in nats. agreement: share of positions with the same likeliest token.
+    """How far the next-token logits of two models lie apart.
+
+    positions: how many distributions were compared. largest, mean: absolute difference of logits. kl: mean
+    KL(before || after) in nats. agreement: share of positions with the same likeliest token.
     """
 
     positions: int
@@ -28,7 +30,9 @@ class LogitEffect:
     agreement: float
 
 
-def logit_effect(before: tuple[Llama, Any], after: tuple[Llama, Any], prompts: Iterable[np.ndarray]) -> LogitEffect:
+def logit_effect(
+    before: tuple[BaseModel, Any], after: tuple[BaseModel, Any], prompts: Iterable[np.ndarray]
+) -> LogitEffect:
     """Compare two versions of a base, each ``(model, params)``, on token ids ``[T]`` of several texts."""
     count, largest, total, kl, agree = 0, 0.0, 0.0, 0.0, 0
     for ids in prompts:
@@ -40,12 +44,9 @@ def logit_effect(before: tuple[Llama, Any], after: tuple[Llama, Any], prompts: I
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _differences(before: Llama, after: Llama, params_before, params_after, ids):
-    positions = jnp.arange(ids.shape[1])[None]
-
+def _differences(before: BaseModel, after: BaseModel, params_before, params_after, ids):
     def logits(model, params):
-        hidden = model.apply({"params": params}, ids, positions, causal_mask(ids.shape[1])).hidden
-        return model.apply({"params": params}, hidden, method="logits")[0]
+        return BoundBase(model, params).logits(run_base(model, params, ids).hidden)[0]
 
     one, other = logits(before, params_before), logits(after, params_after)
     difference, log_p, log_q = jnp.abs(one - other), jax.nn.log_softmax(one), jax.nn.log_softmax(other)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
+from hydrajax.trees.tree import TreeTopology
 
 DOTS_PER_INCH = 120
 
@@ -33,3 +34,25 @@ def save_png(figure: Any, path: str | Path, flag: str) -> None:
     """Write the figure as PNG, whole or not at all."""
     with WholeFile(path, flag) as file:
         file.write_bytes(png(figure))
+
+
+def draw_tree(tree: TreeTopology):
+    """A figure of a tree: the root on top, ranks in the nodes."""
+    parents, depths = tree.parents, tree.depths
+    leaves = [node for node in range(tree.size) if node not in set(parents.tolist())]
+    order = sorted(leaves, key=lambda node: tree.choices[node - 1] if node else ())
+    x = {leaf: float(at) for at, leaf in enumerate(order)}
+    for node in reversed(range(tree.size)):
+        if node not in x:
+            below = [x[child] for child in tree.children[node] if child > 0]
+            x[node] = sum(below) / len(below)
+    figure = new_figure(max(4, 0.28 * len(leaves)), 1 + tree.depth)
+    axes = figure.subplots()
+    for node in range(1, tree.size):
+        axes.plot([x[parents[node]], x[node]], [-depths[parents[node]], -depths[node]], color="0.6", linewidth=1)
+    axes.scatter([x[node] for node in range(tree.size)], -depths, s=140, color="white", edgecolor="C0", zorder=2)
+    for node in range(tree.size):
+        rank = str(tree.choices[node - 1][-1]) if node else "·"
+        axes.text(x[node], -depths[node], rank, ha="center", va="center", fontsize=7, zorder=3)
+    axes.set_axis_off()
+    return figure

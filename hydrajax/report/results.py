@@ -7,15 +7,9 @@ settings, remarks, rows}``.
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
-
-import jax
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
@@ -63,7 +57,7 @@ class Result:
 
     kind: of `KINDS`, which names the fields of ``rows``. source: the figure or table it corresponds to, such as "hydra
     figure 2", or "". title: what is shown, a line. settings: what the figures depend on. remarks: what the reader of
-    the picture should know. machine: from `machine`.
+    the picture should know. machine: from `hydrajax.measure.machine.machine`.
     """
 
     kind: str
@@ -74,33 +68,6 @@ class Result:
     machine: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
-
-
-def machine() -> dict[str, Any]:
-    """What measured times depend on."""
-    device = jax.devices()[0]
-    try:
-        own = version("hydrajax")
-    except PackageNotFoundError:  # run from a folder, not installed
-        own = "not installed"
-    return {
-        "device": device.device_kind if device.platform != "cpu" else _processor(),
-        "platform": device.platform,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "hydrajax": own,
-    }
-
-
-def _processor() -> str:
-    """The processor's name; Python knows no more than its architecture on most systems."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(filter(None, names), None) or platform.processor() or platform.machine()
 
 
 def write_result(file: WholeFile, result: Result) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from hydrajax.measure.benchmark import copy_bandwidth
+from hydrajax.measure.machine import copy_bandwidth
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.weights import project
 from hydrajax.roofline.operators import Operator

@@ -8,18 +8,18 @@ neither an out projection nor norms, softmax or lm head, a step here has all of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import flax.linen as nn
 import jax
 
-from hydrajax.drafters.drafter import abstract_draft
-from hydrajax.drafters.prefix import heads_of
+from hydrajax.drafters.costs import Cost, DecoderLayers, Ranking
+from hydrajax.drafters.drafter import Drafter
+from hydrajax.models.base import BoundBase, abstract_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
-from hydrajax.trees.tree import TreeTopology
 
 FLOAT32 = 4  # bytes: of logits and of the scores inside softmax, whatever the model's dtype
 
@@ -125,55 +125,28 @@ def ranking(name: str, rows: int, vocab_size: int) -> Operator:
 # --- the draft ------------------------------------------------------------------------------------------------------
 
 
-def draft_shapes(config: LlamaConfig, drafter) -> Any:
-    """The drafter's parameters as shapes, nothing allocated."""
+def draft_parameters(config: LlamaConfig, drafter: Drafter) -> int:
+    """How many numbers the drafter's parameters are; nothing is allocated."""
     model = Llama(config.replace(n_layers=1))  # drafters read its embedding and lm head; tracing 60 layers takes long
-    return nn.unbox(abstract_draft(drafter, model))
-
-
-def draft_parameters(params: Any) -> int:
+    params = jax.eval_shape(
+        lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), nn.unbox(abstract_base(model))
+    )
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def propose_operators(drafter, params: Any, tree: TreeTopology, batch: int, itemsize: int) -> list[Operator]:
-    """Filling the tree: head k runs once per level, Hydra's for every parent of the level, Medusa's for one row.
-
-    params: arrays or shapes. Heads deeper than the tree are not run.
-    """
-    heads = heads_of(drafter)
-    params = params["heads"] if heads is not drafter else params
-    operators = []
-    for k, level in enumerate(tree.levels):
-        head = heads.head(k)
-        rows = batch if head.path_length is None else batch * len(level.parents)
-        operators += _head_operators(f"head {k} ", head, params[f"head_{k}"], batch, rows, itemsize)
-        operators.append(ranking(f"head {k} top-{level.width}", rows, head.vocab_size))
-    return operators
+def operators_of(costs: Iterable[Cost], itemsize: int) -> list[Operator]:
+    """What a drafter says that it computes (`hydrajax.drafters.costs`), as operators."""
+    return [operator for cost in costs for operator in _operators_of(cost, itemsize)]
 
 
-def _head_operators(prefix: str, head, params: Any, batch: int, rows: int, itemsize: int) -> Iterator[Operator]:
-    """Every matrix of a draft head times ``rows`` rows, but what all paths share times ``batch``.
-
-    A block shared by several layers is multiplied with in each and counted as read once: it is still in a cache.
-    """
-    for path, leaf in jax.tree.leaves_with_path(params):
-        names = [key.key for key in path]
-        if leaf.ndim < 2 or names[-1] == "bias":
-            continue
-        fan_in, fan_out = leaf.shape[0], leaf.size // leaf.shape[0]
-        name = prefix + " ".join(names).replace("_", " ")
-        if names[-1] == "lm_kernel":
-            yield lm_head(name, rows, fan_in, fan_out, itemsize)
-            continue
-        product = linear(name, batch if names[-1] == "shared_kernel" else rows, fan_in, fan_out, itemsize)
-        shared_block = head.share_blocks and names[0].startswith("blocks_")
-        yield replace(product, flops=product.flops * head.n_plain) if shared_block else product
-
-
-def observe_operators(drafter, batch: int, tokens: int, slots: int, itemsize: int) -> list[Operator]:
-    """A prefix layer over ``tokens`` new tokens per row and a cache of ``slots``; without one nothing is computed."""
-    if not hasattr(drafter, "layer"):
-        return []
-    config = drafter.layer.config
-    layer = layer_operators(config, batch, tokens, slots + tokens, itemsize)
-    return [replace(operator, name=f"prefix {operator.name}") for operator in layer]
+def _operators_of(cost: Cost, itemsize: int) -> list[Operator]:
+    if isinstance(cost, DecoderLayers):
+        layer = layer_operators(cost.config, cost.batch, cost.tokens, cost.slots + cost.tokens, itemsize)
+        return [
+            replace(operator, name=f"{cost.name} {operator.name}", count=cost.config.n_layers) for operator in layer
+        ]
+    if isinstance(cost, Ranking):
+        return [ranking(cost.name, cost.rows, cost.vocab_size)]
+    product = (lm_head if cost.float32_out else linear)(cost.name, cost.rows, cost.fan_in, cost.fan_out, itemsize)
+    # A weight that is multiplied with again counts as read once: it is still in a cache.
+    return [replace(product, flops=product.flops * cost.repeats)]

@@ -16,10 +16,8 @@ from hydrajax.roofline.devices import Device
 from hydrajax.roofline.operators import (
     Operator,
     draft_parameters,
-    draft_shapes,
     forward_operators,
-    observe_operators,
-    propose_operators,
+    operators_of,
     ranking,
 )
 from hydrajax.trees.tree import TreeTopology
@@ -41,15 +39,15 @@ class Workload:
     context: int
     itemsize: int
 
-    def step(self, tree: TreeTopology, draft_params: Any) -> Parts:
+    def step(self, tree: TreeTopology) -> Parts:
         """Operators of one step, by the verb they belong to."""
         c, batch, nodes, itemsize = self.config, self.batch, tree.size, self.itemsize
         slots = self.context + nodes
         return {
-            "propose": propose_operators(self.drafter, draft_params, tree, batch, itemsize),
+            "propose": operators_of(self.drafter.propose_costs(tree, batch), itemsize),
             "verify": forward_operators(c, batch, nodes, slots + nodes, itemsize),
             "accept_commit": [ranking("argmax", batch * nodes, c.vocab_size)],
-            "observe": observe_operators(self.drafter, batch, tree.depth + 1, slots, itemsize),
+            "observe": operators_of(self.drafter.observe_costs(batch, tree.depth + 1, slots), itemsize),
         }
 
     def autoregressive_step(self) -> list[Operator]:
@@ -61,7 +59,7 @@ class Workload:
         """A prompt of ``context`` tokens per row through the base (the whole square of scores) and a prefix layer."""
         c, length = self.config, self.context
         base = forward_operators(c, self.batch, length, length, self.itemsize, logits_at=1)
-        return base + observe_operators(self.drafter, self.batch, length, length, self.itemsize)
+        return base + operators_of(self.drafter.observe_costs(self.batch, length, length), self.itemsize)
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def predict(
     tokens_per_step: Sequence[float | None] = (),
 ) -> Iterator[Prediction]:
     """Every cell, contexts outermost, trees innermost. tokens_per_step: of each tree, or none at all."""
-    draft_params = draft_shapes(config, drafter)
+    draft_bytes = draft_parameters(config, drafter) * itemsize
     for tree in trees.values():
         tree.check(drafter.depth, config.vocab_size)
     for context in contexts:
@@ -117,7 +115,7 @@ def predict(
             autoregressive = milliseconds(device, work.autoregressive_step())
             prefill = milliseconds(device, work.prefill())
             for (name, tree), tau in zip(trees.items(), tokens_per_step or [None] * len(trees), strict=True):
-                parts = work.step(tree, draft_params)
+                parts = work.step(tree)
                 times = {verb: milliseconds(device, operators) for verb, operators in parts.items()}
                 operators = [operator for part in parts.values() for operator in part]
                 step = sum(times.values())
@@ -135,7 +133,7 @@ def predict(
                     break_even=step / autoregressive,
                     flops=sum(operator.count * operator.flops for operator in operators),
                     bytes=sum(operator.count * operator.bytes for operator in operators),
-                    draft_bytes=draft_parameters(draft_params) * itemsize,
+                    draft_bytes=draft_bytes,
                     memory_bound=waiting / step,
                     tokens_per_step=tau,
                     speedup=None if tau is None else tau * autoregressive / step,

@@ -10,7 +10,8 @@ import re
 import jax
 from jax.tree_util import DictKey
 
-from hydrajax.drafters.prefix import heads_of
+from hydrajax.drafters.costs import DecoderLayers, Matmul
+from hydrajax.drafters.drafter import Trainable
 from hydrajax.models.config import LlamaConfig
 
 # Peak dense bf16 multiply-adds of one chip, in FLOP/s as the makers publish them, by a part of jax's device_kind.
@@ -35,12 +36,21 @@ def matmul_params(params) -> int:
     return sum(leaf.size for path, leaf in leaves if leaf.ndim > 1 and path[-1] not in looked_up)
 
 
-def forward_flops(config: LlamaConfig, params, length: int, n_layers: int | None = None) -> float:
-    """Per token of a ``length``-token row: 2 per weight, and scores and weighted sums over the past in each layer."""
-    layers = config.n_layers if n_layers is None else n_layers
+def layer_weights(config: LlamaConfig) -> int:
+    """Weights of one decoder layer's matrices: query, key, value and out, then gate, up and down."""
+    heads, kv_heads = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    return config.width * (2 * heads + 2 * kv_heads) + 3 * config.width * config.mlp_width
+
+
+def causal_attention_flops(config: LlamaConfig, length: int) -> float:
+    """Of one layer, per token of a ``length``-token row: scores and weighted sums over the past."""
+    return 2 * 2 * config.n_heads * config.head_dim * length / 2
+
+
+def forward_flops(config: LlamaConfig, params, length: int) -> float:
+    """Of a base, per token of a ``length``-token row: 2 for each weight, and the attention of every layer."""
     lm_head = config.vocab_size * config.width if config.tied_lm_head and "embedding" in params else 0
-    attention = 2 * 2 * config.n_heads * config.head_dim * length / 2
-    return 2.0 * (matmul_params(params) + lm_head) + layers * attention
+    return 2.0 * (matmul_params(params) + lm_head) + config.n_layers * causal_attention_flops(config, length)
 
 
 def peak_flops(device: jax.Device) -> float | None:
@@ -51,16 +61,13 @@ def peak_flops(device: jax.Device) -> float | None:
     return None
 
 
-def drafter_forward_flops(drafter, params, length: int) -> float:
-    """Per token of the teacher-forced pass: every head once, a prefix layer with its attention."""
-    heads = heads_of(drafter)
-    prefix = 0.0
-    if heads is not drafter:
-        prefix = forward_flops(drafter.config, params["prefix"], length, n_layers=1)
-        params = params["heads"]
-    repeated = sum(
-        (heads.head(k).n_plain - 1) * params[f"head_{k}"]["blocks_0"]["kernel"].size
-        for k in range(heads.depth)
-        if heads.share_blocks and heads.head(k).n_plain
-    )
-    return prefix + 2.0 * (matmul_params(params) + repeated)
+def drafter_forward_flops(drafter: Trainable, length: int) -> float:
+    """Per token of the drafter's training forward pass over a ``length``-token row, as the drafter describes it."""
+    total = 0.0
+    for cost in drafter.teacher_costs(length):
+        if isinstance(cost, DecoderLayers):
+            weights, attention = layer_weights(cost.config), causal_attention_flops(cost.config, length)
+            total += cost.tokens * cost.config.n_layers * (2.0 * weights + attention)
+        elif isinstance(cost, Matmul):
+            total += 2.0 * cost.repeats * cost.rows * cost.fan_in * cost.fan_out
+    return total / length

@@ -11,7 +11,7 @@ import pytest
 from scipy.special import rel_entr, softmax
 
 from hydrajax.measure.quantization import logit_effect
-from hydrajax.models.layers import causal_mask
+from hydrajax.models.attention import causal_mask
 from hydrajax.models.llama import Llama
 from hydrajax.models.weights import quantize
 

@@ -13,25 +13,24 @@ import pytest
 
 from hydrajax.cli import roofline as command
 from hydrajax.cli import run_command
-from hydrajax.drafters.drafter import BoundBase
+from hydrajax.drafters.registry import KINDS
 from hydrajax.measure.benchmark import BenchmarkRow, autoregressive_bytes, first_nodes
-from hydrajax.measure.random_models import DRAFTERS
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base import BoundBase, abstract_base
 from hydrajax.models.cache import init_cache
 from hydrajax.models.config import PRESETS, LlamaConfig
-from hydrajax.models.layers import causal_mask
-from hydrajax.models.llama import Llama, abstract_base
-from hydrajax.roofline import devices
+from hydrajax.models.llama import Llama
+from hydrajax.roofline import comparison, devices
 from hydrajax.roofline.devices import DEVICES, Device
 from hydrajax.roofline.medusa_tables import CANDIDATES, TABLES
 from hydrajax.roofline.operators import (
     Operator,
     attention,
     draft_parameters,
-    draft_shapes,
     forward_operators,
     layer_operators,
     linear,
-    propose_operators,
+    operators_of,
 )
 from hydrajax.roofline.prediction import Workload, predict
 from hydrajax.trees import presets
@@ -173,7 +172,7 @@ def test_grouped_queries_read_fewer_keys_and_values():
 
 
 def test_prefill_takes_logits_of_the_last_token_alone():
-    operators = Workload(SEVEN, DRAFTERS["none"](SEVEN, jnp.bfloat16), 2, 100, 2).prefill()
+    operators = Workload(SEVEN, KINDS["none"].build(SEVEN, jnp.bfloat16), 2, 100, 2).prefill()
     lm_head = operators[-1]
     assert (lm_head.name, lm_head.rows) == ("lm head", 2)
     assert {op.rows for op in operators if op.kind == "weights"} == {2, 200}
@@ -186,8 +185,7 @@ D, V = SEVEN.width, SEVEN.vocab_size
 
 
 def head_kernels(kind: str, tree=TREE, batch: int = 3):
-    drafter = DRAFTERS[kind](SEVEN, jnp.bfloat16)
-    operators = propose_operators(drafter, draft_shapes(SEVEN, drafter), tree, batch, 2)
+    operators = operators_of(KINDS[kind].build(SEVEN, jnp.bfloat16).propose_costs(tree, batch), 2)
     return [op for op in operators if op.kind == "weights"]
 
 
@@ -215,8 +213,7 @@ def test_hydra_pp_blocks_are_multiplied_thrice_and_read_once():
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_the_draft_s_own_bytes_are_its_parameters(kind):
     """All heads run, at batch 1 on few rows: what moves is little more than the parameters."""
-    drafter = DRAFTERS[kind](SEVEN, jnp.bfloat16)
-    parameters = draft_parameters(draft_shapes(SEVEN, drafter))
+    parameters = draft_parameters(SEVEN, KINDS[kind].build(SEVEN, jnp.bfloat16))
     assert 1 < moved(head_kernels(kind, presets.chain(4), batch=1)) / (2 * parameters) < 1.01
 
 
@@ -224,14 +221,24 @@ def test_heads_below_the_tree_are_not_run():
     assert {op.name.split()[1] for op in head_kernels("hydra", presets.chain(2))} == {"0", "1"}
 
 
-def test_shapes_of_the_draft_are_those_of_its_parameters():
+def test_every_matrix_of_the_draft_is_multiplied_with():
+    """At batch 1 and one parent per level: each weight is two operations, a shared block's thrice as many."""
     config = PRESETS["tiny"]
-    drafter = DRAFTERS["hydra++"](config, jnp.float32)
+    drafter = KINDS["hydra++"].build(config, jnp.float32)
     model, params = abstract_params(config)
-    real = jax.eval_shape(lambda params: drafter.init(jax.random.key(0), BoundBase(model, params)), params)
-    assert jax.tree.map(lambda leaf: leaf.shape, draft_shapes(config, drafter)) == jax.tree.map(
-        lambda leaf: leaf.shape, real
-    )
+    shapes = jax.eval_shape(lambda params: drafter.init(jax.random.key(0), BoundBase(model, params)), params)
+    leaves = jax.tree.leaves_with_path(shapes["heads"])
+    weights = {jax.tree_util.keystr(path): leaf.size for path, leaf in leaves if "bias" not in str(path[-1])}
+    wanted = sum(2 * size * (3 if "blocks" in name else 1) for name, size in weights.items())
+    assert flops(operators_of(drafter.propose_costs(presets.chain(4), 1), 4)) == wanted
+    everything = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert draft_parameters(config, drafter) == everything
+
+
+@pytest.mark.parametrize("kind", ["none", "lookup"])
+def test_a_draft_without_weights_costs_nothing(kind):
+    (row,) = predictions(kind=kind, sizes=(1,))
+    assert (row.draft_bytes, row.propose, row.observe) == (0, 0, 0)
 
 
 # --- devices and predictions ----------------------------------------------------------------------------------------
@@ -264,7 +271,7 @@ def test_measurements_are_averaged_rate_by_rate():
 def predictions(
     config=SEVEN, kind="hydra++", device="H100", sizes=(1, 4, 16, 64), batches=(1,), contexts=(1024,), **more
 ):
-    drafter = DRAFTERS[kind](config, jnp.bfloat16)
+    drafter = KINDS[kind].build(config, jnp.bfloat16)
     return list(predict(DEVICES[device], config, drafter, first_nodes(TREE, sizes), batches, contexts, 2, **more))
 
 
@@ -370,9 +377,9 @@ def test_command_compares_with_what_was_measured_here(program, monkeypatch, tmp_
     cell = {"batch": 1, "context": 64, "tree": "first-4", "nodes": 4, "depth": 2, "break_even": 2.0}
     sizes = {"autoregressive_bytes_per_step": 1, "peak_memory_bytes": 1}
     rows = [BenchmarkRow(**cell, **times, **others, **sizes)]
-    monkeypatch.setattr(command, "_steps", lambda *args: iter(rows))
+    monkeypatch.setattr(comparison, "run_benchmark", lambda *args, **settings: iter(rows))
     peak = Device("here", 1e9, 1e9, ((1, 0.5e9), (4, 1e9)), ((1, 0.5e9), (4, 1e9)))
-    monkeypatch.setattr(command, "Meter", lambda *args: SimpleNamespace(measure=lambda: peak))
+    monkeypatch.setattr(comparison, "Meter", lambda *args: SimpleNamespace(measure=lambda: peak))
     file = tmp_path / "here.json"
     result = program(*QUICKLY, "--device", "here", "--dtype", "float32", "--json", file)
     assert result.code == 0, result

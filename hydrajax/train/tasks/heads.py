@@ -17,14 +17,15 @@ from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.checkpoints.hub import resolve
-from hydrajax.drafters.drafter import BoundBase, Drafter, abstract_draft
+from hydrajax.drafters.drafter import Drafter, abstract_draft
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix, replace_in_heads
 from hydrajax.drafters.ranks import head_ranks
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.base import BoundBase, abstract_base
 from hydrajax.models.config import LlamaConfig
-from hydrajax.models.llama import Llama, abstract_base
+from hydrajax.models.llama import Llama
 from hydrajax.models.rows import run_base
 from hydrajax.sharding import distribute, replicated, tree_shardings
 from hydrajax.train.config import DraftConfig, TrainConfig
@@ -128,7 +129,7 @@ class HeadsTask:
         if not self.config.objective.teacher_weight:
             base_params = {name: leaf for name, leaf in base_params.items() if name != "lm_head"}
         base = 0 if "hidden" in self.extras else forward_flops(self.model.config, base_params, length)
-        return base + 3 * drafter_forward_flops(self.drafter, self.abstract_params, length)
+        return base + 3 * drafter_forward_flops(self.drafter, length)
 
     def init_params(self, rng):
         if self.config.draft.init:

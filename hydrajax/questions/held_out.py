@@ -1,0 +1,38 @@
+"""Prompts for the shipped model: code from files of Python's standard library that it was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydrajax import assets
+
+
+@dataclass(frozen=True)
+class NamedPrompt:
+    """Token ids, and where they are from."""
+
+    name: str
+    ids: list[int]
+
+
+def held_out_files(library: Path) -> Iterator[tuple[str, str]]:
+    """``(name, text)`` of the files that no shipped model has seen, as far as this library has them."""
+    for name in assets.about().get("held_out", []):
+        try:
+            yield name, (library / name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+
+
+def held_out_prompts(files: Iterable[tuple[str, str]], tokenizer: Any, n_tokens: int) -> Iterator[NamedPrompt]:
+    """The first ``n_tokens`` from the first function in the second half of each file that has so many."""
+    for name, text in files:
+        lines = text.splitlines(keepends=True)
+        starts = (n for n, line in enumerate(lines) if n >= len(lines) // 2 and line.lstrip().startswith("def "))
+        start = next(starts, 0)
+        ids = tokenizer.encode("".join(lines[start : start + n_tokens]), verbose=False)[:n_tokens]
+        if len(ids) == n_tokens:
+            yield NamedPrompt(f"{name}, line {start + 1}", ids)
