@@ -123,28 +123,28 @@ def test_more_text_on_a_kept_cache_is_the_whole_text_at_once(draft):
     step = jax.jit(engine.decode_step)
 
     def finish(state):
-        while not state.done.all():
+        while not state.output.done.all():
             state = step(loaded.params, state)
         return state
 
     limits = np.array([7, 20], np.int32)
-    key = jax.random.key(0)
-    first = finish(jax.jit(engine.prefill)(loaded.params, prompt, lengths, key, limits))
-    second = finish(jax.jit(engine.extend)(loaded.params, first, more, counts, key, limits))
+    key, rule = jax.random.key(0), hydrajax.Greedy()
+    first = finish(jax.jit(engine.prefill)(loaded.params, prompt, lengths, key, rule, limits))
+    second = finish(jax.jit(engine.extend)(loaded.params, first, more, counts, key, rule, limits))
     whole = [
-        np.concatenate([prompt[row, : lengths[row]], first.tokens[row, : first.lengths[row]], more[row, : counts[row]]])
+        np.concatenate([prompt[row, : lengths[row]], first.output.tokens[row, : first.output.lengths[row]], more[row, : counts[row]]])
         for row in range(2)
     ]
     padded = np.zeros((2, 64), np.int32)
     for row, ids in zip(padded, whole, strict=True):
         row[: len(ids)] = ids
     at_once = finish(
-        jax.jit(engine.prefill)(loaded.params, padded, np.array([len(ids) for ids in whole], np.int32), key, limits)
+        jax.jit(engine.prefill)(loaded.params, padded, np.array([len(ids) for ids in whole], np.int32), key, rule, limits)
     )
-    assert second.lengths.tolist() == at_once.lengths.tolist() == [7, 20]
+    assert second.output.lengths.tolist() == at_once.output.lengths.tolist() == [7, 20]
     for row in range(2):
-        assert second.tokens[row, :7].tolist() == at_once.tokens[row, :7].tolist()
-    np.testing.assert_array_equal(second.accept_lengths, at_once.accept_lengths)
+        assert second.output.tokens[row, :7].tolist() == at_once.output.tokens[row, :7].tolist()
+    np.testing.assert_array_equal(second.output.accept_lengths, at_once.output.accept_lengths)
 
 
 def test_in_the_terminal(loaded, monkeypatch, capfd, tmp_path):

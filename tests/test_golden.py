@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tree_tools import leaf_paths
 
 from hydrajax.api import Loaded, load
-from hydrajax.decoding.acceptance import Typical
+from hydrajax.decoding.acceptance import Greedy, Typical
 from hydrajax.decoding.decode import make_decode_fn
-from hydrajax.drafters.drafter import BoundBase
-from hydrajax.models.layers import causal_mask
+from hydrajax.drafters.drafter import Proposal
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base import BoundBase
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology
 
@@ -91,8 +93,8 @@ def near(ours, recorded) -> None:
 def test_tree_arrays(tree, trace):
     np.testing.assert_array_equal(tree.ancestor_mask, trace["hydra_attn_mask"] == 1)
     np.testing.assert_array_equal(tree.depths, trace["hydra_position_ids"])
-    np.testing.assert_array_equal(tree.leaf_paths, trace["retrieve_indices"])
-    np.testing.assert_array_equal((tree.leaf_paths >= 0).sum(axis=1) - 1, trace["max_accepts"])
+    np.testing.assert_array_equal(leaf_paths(tree), trace["retrieve_indices"])
+    np.testing.assert_array_equal((leaf_paths(tree) >= 0).sum(axis=1) - 1, trace["max_accepts"])
 
 
 def test_official_tree_is_the_preset(golden):
@@ -155,8 +157,9 @@ def test_first_step_of_the_trace(loaded, decode, trace):
 
     @jax.jit
     def first_step(params, candidates):
-        state = engine.prefill(params, prompt, np.array([30], np.int32), jax.random.key(0))
-        return engine.propose(params, state), *engine.verify(params, state.cache, candidates)
+        state = engine.prefill(params, prompt, np.array([30], np.int32), jax.random.key(0), Greedy())
+        recorded = Proposal(candidates, engine.tree.topology)
+        return engine.propose(params, state).tokens, *engine.verify(params, state.target.cache, recorded)
 
     candidates = trace["step0_tree_candidates"][None].astype(np.int32)
     proposed, forward, logits = first_step(loaded.params, candidates)
@@ -183,8 +186,8 @@ def test_every_proposed_tree(loaded, decode, recorded):
     state, which matching output would not show."""
     engine = decode.engine
     prompt = np.pad(recorded.prompt, ((0, 0), (0, 64 - recorded.prompt.shape[1])))
-    prefill = jax.jit(lambda params: engine.prefill(params, prompt, recorded.lengths, jax.random.key(0)))
-    step = jax.jit(lambda params, state: (engine.propose(params, state), engine.decode_step(params, state)))
+    prefill = jax.jit(lambda params: engine.prefill(params, prompt, recorded.lengths, jax.random.key(0), Greedy()))
+    step = jax.jit(lambda params, state: (engine.propose(params, state).tokens, engine.decode_step(params, state)))
     state = prefill(loaded.params)
     for i in range(max(map(len, recorded.tree_tokens))):
         candidates, state = step(loaded.params, state)

@@ -154,15 +154,6 @@ class TreeTopology:
         return paths
 
     @cached_property
-    def leaf_paths(self) -> np.ndarray:
-        """int32 ``[leaves, K+1]`` root-to-leaf nodes padded with -1, deepest and last leaf first (released order)."""
-        has_child = set(self.parents.tolist())
-        leaves = [node for node in reversed(range(self.size)) if node not in has_child]
-        paths = self.node_paths[leaves].copy()
-        paths[np.arange(self.depth + 1) > self.depths[leaves][:, None]] = -1
-        return paths
-
-    @cached_property
     def levels(self) -> tuple[Level, ...]:
         """One gather plan per depth 1..K."""
         plans = []

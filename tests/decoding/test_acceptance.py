@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from tree_tools import leaf_paths, random_tree
+
 from hydrajax.decoding.acceptance import Greedy, Typical
+from hydrajax.decoding.sampling import per_row
+from hydrajax.drafters.drafter import Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology
@@ -16,23 +22,15 @@ from hydrajax.trees.tree import TreeTopology
 VOCAB = 5  # small, so that siblings often hold the same token
 
 
-def trees() -> list[TreeTopology]:
-    """Random shapes, few of them: every tree is its own set of compiled operations."""
-    random, made = np.random.default_rng(1), [presets.root(), presets.chain(3), TreeTopology.from_choices([[2]])]
-    for n_choices in (4, 9, 20):
-        known = {()}
-        for _ in range(n_choices):
-            shallow = sorted(path for path in known if len(path) < 4)
-            known.add((*shallow[random.integers(len(shallow))], int(random.integers(4))))
-        made.append(TreeTopology.from_choices(known - {()}))
-    return made
+# Random shapes, few of them: every tree is a compilation.
+TREES = [presets.root(), presets.chain(3), TreeTopology.from_choices([[2]])]
+TREES += [random_tree(n_choices, n_choices, depth=4, widest=4) for n_choices in (5, 12, 26)]
 
 
-TREES = trees()
-accept = {
-    tree: jax.jit(lambda logits, candidates, tree=tree: Greedy().accept(logits, candidates, tree, None))
-    for tree in TREES
-}
+@functools.partial(jax.jit, static_argnames="tree")
+def accept(rule, logits, tokens, tree):
+    """What a rule accepts, on the host; the rule's numbers are arguments, so a tree compiles once for each kind."""
+    return rule.accept(logits, Proposal(tokens, tree.topology), None)
 
 
 def walk(tree: TreeTopology, logits: np.ndarray, candidates: np.ndarray) -> tuple[list[int], int]:
@@ -61,7 +59,7 @@ def test_greedy_matches_a_walk(tree, seed, agreement):
         for path, node in node_of.items():
             if path and random.random() < agreement:
                 candidates[row, node] = np.argmax(logits[row, node_of[path[:-1]]])
-    accepted = jax.device_get(accept[tree](logits, candidates))
+    accepted = jax.device_get(accept(Greedy(), logits, candidates, tree))
     assert accepted.path.shape == (batch, tree.depth + 1)
     for row in range(batch):
         nodes, next_root = walk(tree, logits[row], candidates[row])
@@ -77,7 +75,7 @@ def logits_choosing(tokens: list[int]) -> np.ndarray:
 
 def test_of_siblings_with_the_same_token_the_first_wins():
     tree = TreeTopology.from_choices([[0], [1], [2]])
-    accepted = Greedy().accept(logits_choosing([4, 0, 1, 2]), np.array([[3, 2, 4, 4]], np.int32), tree, None)
+    accepted = accept(Greedy(), logits_choosing([4, 0, 1, 2]), np.array([[3, 2, 4, 4]], np.int32), tree)
     assert accepted.path.tolist() == [[0, 2]]
     assert accepted.accept_length.tolist() == [1]
     assert accepted.next_root.tolist() == [1]
@@ -85,7 +83,7 @@ def test_of_siblings_with_the_same_token_the_first_wins():
 
 def test_of_siblings_with_the_same_token_the_one_with_the_longer_path_wins():
     tree = TreeTopology.from_choices([[0], [1], [1, 0]])
-    accepted = Greedy().accept(logits_choosing([4, 2, 2, 0]), np.array([[3, 4, 4, 2]], np.int32), tree, None)
+    accepted = accept(Greedy(), logits_choosing([4, 2, 2, 0]), np.array([[3, 4, 4, 2]], np.int32), tree)
     assert accepted.path.tolist() == [[0, 2, 3]]
     assert accepted.accept_length.tolist() == [2]
 
@@ -93,7 +91,7 @@ def test_of_siblings_with_the_same_token_the_one_with_the_longer_path_wins():
 def test_an_agreeing_node_under_a_rejected_one_is_rejected():
     tree = TreeTopology.from_choices([[0], [1], [0, 0], [0, 0, 0]])
     candidates = np.array([[3, 1, 2, 0, 0]], np.int32)  # the root wants 4: no child has it, all deeper nodes agree
-    accepted = Greedy().accept(logits_choosing([4, 0, 0, 0, 0]), candidates, tree, None)
+    accepted = accept(Greedy(), logits_choosing([4, 0, 0, 0, 0]), candidates, tree)
     assert accepted.path.tolist() == [[0, 0, 0, 0]]
     assert accepted.accept_length.tolist() == [0]
     assert accepted.next_root.tolist() == [4]
@@ -117,7 +115,7 @@ def typical_walk(rule: Typical, tree: TreeTopology, logits: np.ndarray, candidat
     alpha = rule.epsilon**0.5 if rule.alpha is None else rule.alpha
     threshold = np.minimum(rule.epsilon, alpha * np.exp(-entropy))
     best, best_key = [0], (0, 0.0)
-    for leaf in tree.leaf_paths:
+    for leaf in leaf_paths(tree):
         path, log_p = [0], 0.0
         for node in leaf[1:]:
             if node < 0 or not p[path[-1], candidates[node]] > threshold[path[-1]]:
@@ -136,7 +134,7 @@ def test_typical_matches_a_walk_over_paths(rule):
         random = np.random.default_rng(number)
         logits = random.normal(size=(40, tree.size, VOCAB)).astype(np.float32) * 1.5
         candidates = random.integers(0, VOCAB, size=(40, tree.size), dtype=np.int32)
-        accepted = jax.device_get(rule.accept(logits, candidates, tree, None))
+        accepted = jax.device_get(accept(per_row(rule, 40), logits, candidates, tree))
         lengths = set()
         for row in range(40):
             nodes = typical_walk(rule, tree, logits[row].astype(np.float64), candidates[row])

@@ -16,15 +16,17 @@ import pytest
 
 from hydrajax.decoding import step
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.decode import decode_loop, make_decode_fn, result_of
-from hydrajax.decoding.step import Engine, Params
-from hydrajax.drafters.drafter import BoundBase
+from hydrajax.decoding.decode import make_decode_fn, result_of
+from hydrajax.decoding.loop import Bursts, run_steps
+from hydrajax.decoding.state import Params
+from hydrajax.decoding.step import Engine
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.config import LlamaConfig
-from hydrajax.models.llama import Llama, init_base
+from hydrajax.models.llama import Llama
 from hydrajax.trees import presets
 
 # 1000 new tokens: a cache row is then larger than every weight, logit block and buffer of this tiny model.
@@ -41,7 +43,7 @@ DRAFTERS = {
 
 def make_engine(name: str, kind=Engine) -> Engine:
     drafter, tree = DRAFTERS[name]
-    return kind(Llama(CONFIG), drafter, tree, Greedy(), MAX_NEW)
+    return kind(Llama(CONFIG), drafter, tree, MAX_NEW)
 
 
 def optimised_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
@@ -50,8 +52,8 @@ def optimised_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
     draft = jax.eval_shape(lambda base: engine.drafter.init(jax.random.key(0), BoundBase(engine.model, base)), base)
     params = Params(base, draft)
     prompt, lengths = jax.ShapeDtypeStruct((batch, BUCKET), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
-    state = jax.eval_shape(engine.prefill, params, prompt, lengths, jax.random.key(0))
-    loop = jax.jit(lambda params, state: decode_loop(engine, params, state), donate_argnums=1 if donate else ())
+    state = jax.eval_shape(engine.prefill, params, prompt, lengths, jax.random.key(0), Greedy())
+    loop = jax.jit(lambda params, state: run_steps(engine, params, state), donate_argnums=1 if donate else ())
     # LLVM's optimisation comes after the HLO is final and would double the time.
     return loop.lower(params, state).compile({"xla_backend_optimization_level": 0}).as_text()
 
@@ -108,8 +110,8 @@ class CopyingEngine(Engine):
 
     def decode_step(self, params, state):
         new = super().decode_step(params, state)
-        seen = state.cache.layers[0][0][:, 0, new.root, 0].sum()
-        return new._replace(root=new.root + (seen > 1e9))
+        seen = state.target.cache.layers[0][0][:, 0, new.target.root, 0].sum()
+        return new._replace(target=new.target._replace(root=new.target.root + (seen > 1e9)))
 
 
 class RewritingEngine(Engine):
@@ -117,9 +119,9 @@ class RewritingEngine(Engine):
 
     def decode_step(self, params, state):
         new = super().decode_step(params, state)
-        keep = state.done[:, None, None, None]
-        layers = jax.tree.map(lambda old, new: jnp.where(keep, old, new), state.cache.layers, new.cache.layers)
-        return new._replace(cache=new.cache._replace(layers=layers))
+        keep, before, after = state.output.done[:, None, None, None], state.target.cache, new.target.cache
+        layers = jax.tree.map(lambda old, new: jnp.where(keep, old, new), before.layers, after.layers)
+        return new._replace(target=new.target._replace(cache=after._replace(layers=layers)))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -227,8 +229,8 @@ def test_a_prompt_already_on_the_device(small_run):
 def test_prefill_and_a_donated_loop_apart(small_run):
     decode_fn, params, prompt, lengths, expected = small_run
     engine = decode_fn.engine
-    state = jax.jit(engine.prefill)(params, prompt, lengths, jax.random.key(0))
-    loop = jax.jit(lambda params, state: decode_loop(engine, params, state), donate_argnums=1)
+    state = jax.jit(engine.prefill)(params, prompt, lengths, jax.random.key(0), Greedy())
+    loop = jax.jit(lambda params, state: run_steps(engine, params, state), donate_argnums=1)
     final = loop(params, state)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.cache.layers, state.draft)))
-    assert_same(result_of(final), expected)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.target.cache.layers, state.draft)))
+    assert_same(result_of(final.output), expected)

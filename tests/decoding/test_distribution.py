@@ -15,19 +15,21 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hydrajax.decoding.acceptance import ExactSampling, RejectionSampling, Typical, _rows, walk
+from hydrajax.decoding.acceptance import ExactSampling, Typical, at_rows, walk
 from hydrajax.decoding.decode import make_decode_fn
-from hydrajax.decoding.sampling import sample
-from hydrajax.decoding.step import Params
-from hydrajax.drafters.drafter import BoundBase
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import numbers_as_arrays, per_row, sample
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.config import LlamaConfig
-from hydrajax.models.layers import causal_mask
-from hydrajax.models.llama import Llama, init_base
-from hydrajax.models.ranking import sampled_tokens
+from hydrajax.models.llama import Llama
+from hydrajax.models.ranking import over_rows, sampled_tokens
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology
 
@@ -51,17 +53,18 @@ BASE = random_leaves(jax.eval_shape(lambda: init_base(MODEL, jax.random.key(0)))
 
 
 @dataclass(frozen=True)
-class Bigram:
+class Bigram(SeesAcceptedOnly):
     """A draft model in miniature: its logits are the base's without its layer, and a little or much beside them."""
 
     astray: float
     depth: int = 3
-    hidden_state_offset: int = 0
+    reads: tuple[int, ...] = (0,)
+    draws: bool = True
 
     def init_state(self, batch, slots):
         return jnp.zeros(batch, jnp.int32)
 
-    def observe(self, params, state, features, tokens, counts, base):
+    def advance(self, params, state, features, tokens, counts, next_root, base):
         return state
 
     def logits(self, tokens, base):
@@ -70,14 +73,15 @@ class Bigram:
         x = x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + CONFIG.norm_eps) * base.params["norm"]["scale"]
         return base.logits(x) + self.astray * table[tokens]
 
-    def sample(self, params, state, root, tree, base, keys, temperature):
+    def propose(self, params, state, root, tree, base, draw=None):
         candidates, drawn_from = root[:, None], []
         for k, level in enumerate(tree.levels):
-            logits = self.logits(candidates[:, level.parents], base) / temperature
-            drawn = sampled_tokens(keys[:, k], logits, level.width)[:, level.parent_slot, level.ranks]
+            logits = self.logits(candidates[:, level.parents], base)
+            logits = logits / over_rows(draw.temperature, logits)
+            drawn = sampled_tokens(draw.keys[:, k], logits, level.width)[:, level.parent_slot, level.ranks]
             candidates = jnp.concatenate([candidates, drawn], axis=1)
             drawn_from.append(logits)
-        return candidates, jnp.concatenate(drawn_from, axis=1)
+        return Proposal(candidates, tree.topology, jnp.concatenate(drawn_from, axis=1))
 
 
 DRAFTERS = {
@@ -188,33 +192,40 @@ def test_rejection_sampling(temperature, cut, drafter, tree):
     assert p_value(draws(rule, drafter, tree, 8), probabilities(rule)) > P_VALUE
 
 
+@numbers_as_arrays
+@dataclass(frozen=True)
 class TwoChances(ExactSampling):
     """Wrong: where no child holds the sample, it samples again, and may then follow one."""
 
-    def accept(self, logits, candidates, tree, keys):
+    def accept(self, logits, proposal, keys):
+        parents = jnp.asarray(proposal.tree.parents)
+
         def choose(node, depth):
-            shaped = self.shape(_rows(logits, node))
+            shaped = self.shape(at_rows(logits, node))
             token = sample(keys[:, depth], shaped)
-            held = jnp.any((jnp.asarray(tree.parents) == node[:, None]) & (candidates == token[:, None]), axis=1)
+            held = jnp.any((parents == node[:, None]) & (proposal.tokens == token[:, None]), axis=1)
             return jnp.where(held, token, sample(keys[:, depth + 1], shaped))
 
-        return walk(tree, candidates, choose)
+        return walk(proposal, choose)
 
 
+@numbers_as_arrays
+@dataclass(frozen=True)
 class Uncut(ExactSampling):
     """Wrong: forgets top-k and top-p after the first token."""
 
-    def accept(self, logits, candidates, tree, keys):
-        return ExactSampling(self.temperature).accept(logits, candidates, tree, keys)
+    def accept(self, logits, proposal, keys):
+        return per_row(ExactSampling(1.0), len(logits)).accept(logits, proposal, keys)
 
 
+@numbers_as_arrays
+@dataclass(frozen=True)
 class NoResidual(RejectionSampling):
     """Wrong: after a rejection it draws from p and not from norm(max(0, p - q))."""
 
-    def accept(self, logits, candidates, tree, keys, draft_logits=None):
-        accepted = super().accept(logits, candidates, tree, keys, draft_logits)
-        last = accepted.path[:, -1]
-        again = sample(keys[:, 0], self.shape(_rows(logits, last)))
+    def accept(self, logits, proposal, keys):
+        accepted = super().accept(logits, proposal, keys)
+        again = sample(keys[:, 0], self.shape(at_rows(logits, accepted.path[:, -1])))
         return accepted._replace(next_root=again)
 
 

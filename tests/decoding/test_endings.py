@@ -12,8 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import result_of
-from hydrajax.decoding.step import Params
+from hydrajax.decoding.state import Params
 
 MAX_NEW = 24
 EOS = (3,)
@@ -110,21 +111,21 @@ def test_a_finished_row_is_frozen(lab, examples):
     engine = lab.decode_fn("oracle", "chain", MAX_NEW, EOS).engine
     params = Params(lab.base(0), lab.oracle_params(np.stack(texts)))
     lengths = np.full(3, PROMPT, np.int32)
-    state = lab.quick_jit(engine.prefill)(params, np.array(prompts, np.int32), lengths, jax.random.key(0))
+    state = lab.quick_jit(engine.prefill)(params, np.array(prompts, np.int32), lengths, jax.random.key(0), Greedy())
     step = lab.quick_jit(engine.decode_step)
-    assert state.done.tolist() == [False] * 3
+    assert state.output.done.tolist() == [False] * 3
     done, records = [], []
     for _ in range(6):  # one more than any row needs
         state = step(params, state)
-        done.append(state.done.tolist())
-        result = jax.device_get(result_of(state))
-        cached = np.asarray(state.cache.lengths), np.asarray(state.draft)
-        keys = np.asarray(state.cache.layers[0][0])[0, :, : PROMPT + 3]
+        done.append(state.output.done.tolist())
+        result = jax.device_get(result_of(state.output))
+        cached = np.asarray(state.target.cache.lengths), np.asarray(state.draft)
+        keys = np.asarray(state.target.cache.layers[0][0])[0, :, : PROMPT + 3]
         records.append([*(field[0].tolist() for field in result), *(int(x[0]) for x in cached), keys.tolist()])
     assert done == [[True, False, False]] * 2 + [[True, True, False]] * 2 + [[True, True, True]] * 2
     assert all(record == records[0] for record in records)
-    assert state.lengths.tolist() == [3, 12, MAX_NEW]
-    assert (state.cache.lengths - state.lengths).tolist() == [PROMPT] * 3
+    assert state.output.lengths.tolist() == [3, 12, MAX_NEW]
+    assert (state.target.cache.lengths - state.output.lengths).tolist() == [PROMPT] * 3
 
 
 @settings(max_examples=60, deadline=None)

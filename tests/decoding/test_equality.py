@@ -13,9 +13,10 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import make_autoregressive_fn
-from hydrajax.decoding.step import Params
-from hydrajax.models.layers import causal_mask
+from hydrajax.decoding.state import Params
+from hydrajax.models.attention import causal_mask
 
 MAX_NEW = 24
 # A reference margin below this could be decided by rounding. Float32 logits here differ by about 1e-6 between batch
@@ -163,18 +164,18 @@ def test_the_cache_holds_exactly_the_accepted_text(lab):
     for row, prompt in enumerate(three):
         padded[row, : len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in three], np.int32)
-    state = lab.quick_jit(engine.prefill)(params, padded, lengths, jax.random.key(0))
+    state = lab.quick_jit(engine.prefill)(params, padded, lengths, jax.random.key(0), Greedy())
     step = lab.quick_jit(engine.decode_step)
     for _ in range(6):
         state = step(params, state)
-    accepted = np.asarray(state.accept_lengths)[:, :6]
+    accepted = np.asarray(state.output.accept_lengths)[:, :6]
     assert 0 in accepted
     assert accepted.max() >= 2
     positions = np.broadcast_to(np.arange(lab.context), texts.shape)
     forward = lab.quick_jit(lambda p: lab.model.apply({"params": p}, texts, positions, causal_mask(lab.context)))
     whole = forward(params.base).block
     for row, start in enumerate(lengths):
-        filled = start + int(state.lengths[row])
-        assert state.cache.lengths[row] == filled
-        for mine, full in zip(jax.tree.leaves(state.cache.layers), jax.tree.leaves(whole), strict=True):
+        filled = start + int(state.output.lengths[row])
+        assert state.target.cache.lengths[row] == filled
+        for mine, full in zip(jax.tree.leaves(state.target.cache.layers), jax.tree.leaves(whole), strict=True):
             np.testing.assert_allclose(mine[row, :, :filled], full[row, :, :filled], atol=2e-4, rtol=1e-4)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydrajax.decoding.decode import bucket, make_decode_fn
-from hydrajax.decoding.step import Params
+from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.decoding.prompts import bucket
+from hydrajax.decoding.state import Params
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology

@@ -1,0 +1,233 @@
+"""A tiny base with a slow, cacheless greedy reference, and drafters that reach every length of acceptance."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from noise import noise
+from tree_tools import random_tree
+
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base import BoundBase, init_base
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama import Llama
+from hydrajax.trees import presets
+from hydrajax.trees.tree import TreeTopology
+
+# So small a vocabulary that untrained heads, given ten guesses at depth 1, are often right.
+VOCAB, WIDTH, CONTEXT = 17, 32, 40
+CONFIG = LlamaConfig(VOCAB, WIDTH, 48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=CONTEXT)
+ORACLE_DEPTH = 4
+
+QUICK = {"xla_backend_optimization_level": 0}
+quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
+
+
+@dataclass(frozen=True)
+class Oracle(SeesAcceptedOnly):
+    """Knows the text: proposes it along one path of the tree, and wrong tokens everywhere else.
+
+    ``draft_params``: ``text`` int32 ``[B, CONTEXT + 5]`` prompt and greedy continuation; ``right`` bool, same shape,
+    whether the guess of the token at that place is right; ``salt`` int32. State: tokens observed, int32 ``[B]``. The
+    path goes to leaf ``(observed + salt) % leaves``, so that every step of every row may accept another one.
+    """
+
+    depth: int = ORACLE_DEPTH
+    reads: tuple[int, ...] = (0,)
+    draws: bool = False
+
+    def init_state(self, batch, slots):
+        return jnp.zeros(batch, jnp.int32)
+
+    def advance(self, params, state, features, tokens, counts, next_root, base):
+        return state + counts
+
+    def propose(self, params, state, root, tree, base, draw=None):
+        path = jnp.asarray(oracle_paths(tree))[(state + params["salt"]) % len(oracle_paths(tree))]  # [B, N] bool
+        places = state[:, None] + np.array([0, *map(len, tree.choices)])
+        truth = jnp.take_along_axis(params["text"], places, axis=1)
+        right = jnp.take_along_axis(params["right"], places, axis=1)
+        wrong = (truth + 1 + np.arange(tree.size) % (VOCAB - 1)) % VOCAB  # never the truth
+        tokens = jnp.where(path & right, truth, wrong).astype(jnp.int32).at[:, 0].set(root)
+        return Proposal(tokens, tree.topology)
+
+
+@functools.cache
+def oracle_paths(tree: TreeTopology) -> np.ndarray:
+    """bool ``[leaves, N]``: the nodes on the way to each leaf, straight from the rank paths."""
+    leaves = [p for p in tree.choices if not any(q[: len(p)] == p and q != p for q in tree.choices)] or [()]
+    return np.array([[True] + [leaf[: len(p)] == p for p in tree.choices] for leaf in leaves])
+
+
+def oracle_accept_lengths(tree: TreeTopology, right: np.ndarray, salt: int, start: int, emitted: int) -> list[int]:
+    """The accept lengths the oracle must reach on a row whose prompt has ``start`` tokens, cut at ``emitted``."""
+    depths, at, steps = [len(path) for path in tree.choices], start, []
+    while at < start + emitted:
+        on_path = oracle_paths(tree)[(at + salt) % len(oracle_paths(tree))][1:]
+        leaf_depth = max((d for d, on in zip(depths, on_path, strict=True) if on), default=0)
+        wrong_at = [d for d in range(1, leaf_depth + 1) if not right[at + d]]
+        accepted = (wrong_at[0] - 1) if wrong_at else leaf_depth
+        steps.append(min(accepted, start + emitted - at - 1))
+        at += steps[-1] + 1
+    return steps
+
+
+TREES = {
+    "root": presets.root(),
+    "one node": TreeTopology.from_choices([[2]]),
+    "chain": presets.chain(4),
+    "skips ranks": TreeTopology.from_choices([[1], [1, 2], [3], [3, 0], [3, 5], [3, 0, 1]]),
+    "cartesian": presets.cartesian([3, 2, 2]),
+    "flat": TreeTopology.from_choices([[rank] for rank in range(10)]),
+    "deep and late": TreeTopology.from_choices([[0], [1], [5], [5, 0], [5, 7], [5, 7, 1], [5, 7, 4], [5, 7, 4, 2]]),
+    "random": random_tree(2, 30, depth=4, widest=9),
+}
+
+DRAFTERS = {
+    "none": NoDrafter(),
+    "oracle": Oracle(),
+    "medusa": MedusaHeads(4, WIDTH, VOCAB, n_layers=2),
+    "hydra": HydraHeads(4, WIDTH, VOCAB),
+    "hydra on layer -1": HydraHeads(3, WIDTH, VOCAB, hidden_state_offset=1),
+    "hydra++": WithPrefix(HydraHeads(4, WIDTH, VOCAB, n_layers=2), CONFIG),
+}
+
+
+@dataclass
+class Lab:
+    """Base, reference and compiled decode functions, each made once per session."""
+
+    model: Llama = field(default_factory=lambda: Llama(CONFIG))
+    trees: dict = field(default_factory=lambda: TREES)
+    drafters: dict = field(default_factory=lambda: DRAFTERS)
+    vocab: int = VOCAB
+    context: int = CONTEXT
+    accept_lengths = staticmethod(oracle_accept_lengths)
+    quick_jit = staticmethod(quick_jit)
+
+    def __post_init__(self):
+        self.base = functools.cache(self._base)
+        self.draft = functools.cache(self._draft)
+        self.decode_fn = functools.cache(self._decode_fn)
+        self._compiled: dict = {}
+        self._references: dict = {}
+        positions = jnp.broadcast_to(jnp.arange(CONTEXT), (4, CONTEXT))
+
+        @quick_jit
+        def continued(params, texts, lengths):
+            """Four texts continued to the end of the context, and the smallest margin of a best token over the second.
+
+            The whole texts go through the base, without a cache, for every single token.
+            """
+
+            def grow(last, carry):
+                texts, least = carry
+                hidden = self.model.apply({"params": params}, texts, positions, causal_mask(CONTEXT)).hidden[:, last]
+                values, tokens = jax.lax.top_k(self.model.apply({"params": params}, hidden, method="logits"), 2)
+                grows = lengths <= last + 1
+                texts = texts.at[:, last + 1].set(jnp.where(grows, tokens[:, 0], texts[:, last + 1]))
+                return texts, jnp.where(grows, jnp.minimum(least, values[:, 0] - values[:, 1]), least)
+
+            return jax.lax.fori_loop(jnp.min(lengths) - 1, CONTEXT - 1, grow, (texts, jnp.full(4, jnp.inf)))
+
+        self._continued = continued
+
+    def _base(self, seed: int):
+        return noise(jax.eval_shape(lambda: init_base(self.model, jax.random.key(0))), seed)
+
+    def _draft(self, name: str, seed: int):
+        if name == "none":
+            return {}
+        bound = BoundBase(self.model, self.base(0))
+        return noise(jax.eval_shape(lambda: self.drafters[name].init(jax.random.key(0), bound)), 100 + seed)
+
+    def _decode_fn(self, drafter: str, tree: str, max_new_tokens: int, eos_ids: tuple[int, ...] = ()):
+        return make_decode_fn(
+            self.model, self.drafters[drafter], self.trees[tree], max_new_tokens=max_new_tokens, eos_ids=eos_ids
+        )
+
+    def references(self, seed: int, prompts: list[list[int]]) -> tuple[np.ndarray, float]:
+        """Each prompt continued greedily to the end of the context, and the smallest margin met on the way.
+
+        No cache, no tree, no loop of the package: the whole text goes through the base for every single token.
+        """
+        wanted = [tuple(prompt) for prompt in prompts]
+        missing = [prompt for prompt in dict.fromkeys(wanted) if (seed, prompt) not in self._references]
+        for start in range(0, len(missing), 4):
+            batch = missing[start : start + 4]
+            texts, lengths = np.zeros((4, CONTEXT), np.int32), np.full(4, CONTEXT, np.int32)
+            for row, prompt in enumerate(batch):
+                texts[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+            texts, least = jax.device_get(self._continued(self.base(seed), texts, lengths))
+            for row, prompt in enumerate(batch):
+                self._references[seed, prompt] = texts[row], float(least[row])
+        found = [self._references[seed, prompt] for prompt in wanted]
+        return np.stack([text for text, _ in found]), min(margin for _, margin in found)
+
+    def expected(self, text: np.ndarray, start: int, max_new_tokens: int, eos_ids: tuple[int, ...] = ()) -> list[int]:
+        """What must be generated after the first ``start`` tokens of a reference text."""
+        out = []
+        for token in text[start : start + max_new_tokens].tolist():
+            out.append(token)
+            if token in eos_ids:
+                break
+        return out
+
+    def oracle_params(self, texts: np.ndarray, right: np.ndarray | bool = True, salt: int = 0) -> dict:
+        room = CONTEXT + ORACLE_DEPTH + 1
+        text, flags = np.zeros((len(texts), room), np.int32), np.ones((len(texts), room), bool)
+        text[:, :CONTEXT] = texts
+        return {"text": text, "right": flags & right, "salt": np.int32(salt)}
+
+    def decode(
+        self, decode_fn, base_seed: int, draft_params, prompts: list[list[int]], *, rule=None, limits=None, seed: int = 0
+    ):
+        """Run on prompts padded to the context with junk (one bucket, so one compilation) and check the bookkeeping.
+
+        The program of ``decode_fn`` is compiled here and not by its first call: without LLVM's optimisation it takes
+        half the time, and compilation is nearly all the time these tests take.
+        """
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        padded = np.full((len(prompts), CONTEXT), VOCAB - 1, np.int32)
+        for row, prompt in enumerate(prompts):
+            padded[row, : len(prompt)] = prompt
+        limits = np.full(len(prompts), CONTEXT if limits is None else limits, np.int32)
+        rule = per_row(rule or Greedy(), len(prompts))
+        args = Params(self.base(base_seed), draft_params), padded, lengths, jax.random.key(seed), rule, limits
+        key = decode_fn, len(prompts), jax.tree.structure(rule)
+        if key not in self._compiled:
+            self._compiled[key] = decode_fn.jitted.lower(*args).compile(QUICK)
+        out = jax.device_get(self._compiled[key](*args))
+        check_bookkeeping(out)
+        return out
+
+
+def check_bookkeeping(out) -> None:
+    """What holds for every result: see `DecodeResult`."""
+    for row, length in enumerate(out.lengths):
+        steps = out.steps[row]
+        assert (out.tokens[row, :length] >= 0).all()
+        assert (out.tokens[row, length:] == -1).all()
+        assert (out.accept_lengths[row, :steps] >= 0).all()
+        assert (out.accept_lengths[row, steps:] == -1).all()
+        assert (out.accept_lengths[row, :steps] + 1).sum() == length
+
+
+@functools.cache
+def shared_lab() -> Lab:
+    """One for all tests of a process."""
+    return Lab()

@@ -1,0 +1,26 @@
+"""Trees for tests, and what the released code reads of a tree that this package does not."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hydrajax.trees.tree import TreeTopology
+
+
+def random_tree(seed: int, n_choices: int, depth: int, widest: int) -> TreeTopology:
+    """A tree that holds every node's parent, with ranks drawn freely, so that most trees skip some."""
+    random = np.random.default_rng(seed)
+    known = {()}
+    for _ in range(n_choices):
+        shallow = sorted(path for path in known if len(path) < depth)
+        known.add((*shallow[random.integers(len(shallow))], int(random.integers(widest))))
+    return TreeTopology.from_choices(known - {()})
+
+
+def leaf_paths(tree: TreeTopology) -> np.ndarray:
+    """int32 ``[leaves, K+1]`` root-to-leaf nodes padded with -1, deepest and last leaf first (released order)."""
+    node_of = {(): 0} | {path: node for node, path in enumerate(tree.choices, start=1)}
+    inner = {path[:-1] for path in tree.choices}
+    leaves = [path for path in reversed(((), *tree.choices)) if path not in inner]
+    lines = [[node_of[leaf[:length]] for length in range(len(leaf) + 1)] for leaf in leaves]
+    return np.array([line + [-1] * (tree.depth + 1 - len(line)) for line in lines], np.int32)
