@@ -14,13 +14,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
 
+from jaxtyping import install_import_hook
+
+# In the tests every array that enters or leaves a function of these rooms is checked against its annotated shape and
+# dtype. The hook must come before the first import of hydrajax.
+CHECKED = ("models", "trees.topology", "trees.simulation", "drafters", "decoding", "train.losses", "train.chunks")
+install_import_hook([f"hydrajax.{room}" for room in CHECKED], "beartype.beartype")
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hydrajax.models.config import LlamaConfig
-from hydrajax.models.llama import Llama, init_base
+from hydrajax.models.llama import Llama
+from hydrajax.models.base import init_base
 
 PROJECT = Path(__file__).resolve().parents[1]
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from hydrajax.decoding.sampling import Sampling, check_temperature, numbers_as_arrays, sample
 from hydrajax.drafters.drafter import Draw, Proposal
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array
 from hydrajax.models.ranking import best_token, over_rows
 from hydrajax.trees.topology import Topology, pick, take
 from hydrajax.trees.tree import TreeTopology
@@ -36,6 +37,7 @@ class Acceptance(NamedTuple):
     next_root: Int[Array, " B"]
 
 
+@runtime_checkable
 class AcceptanceRule(Protocol):
     """What picks the root after a prompt and judges every tree.
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.loop import run_steps
@@ -19,6 +19,7 @@ from hydrajax.decoding.step import Engine
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array
 from hydrajax.models.base import BaseModel
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology

@@ -10,11 +10,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool, Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
+from hydrajax.models.arrays import Array
 
 
 def run_steps(

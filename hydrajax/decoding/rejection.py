@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from hydrajax.decoding.acceptance import at_rows, walk
 from hydrajax.decoding.sampling import Sampling, check_temperature, numbers_as_arrays, sample
 from hydrajax.drafters.drafter import Draw
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array
 from hydrajax.trees.topology import pick
 
 # What the key of a place in the output is folded with: for the draft, for the base's own sample, for each child.

@@ -14,9 +14,10 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array
 from hydrajax.models.ranking import over_rows
 
 Rule = TypeVar("Rule")

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool, Int
 
+from hydrajax.models.arrays import Array
 from hydrajax.models.cache import KVCache
 
 

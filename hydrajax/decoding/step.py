@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from hydrajax.decoding.acceptance import Acceptance, AcceptanceRule
 from hydrajax.decoding.sampling import per_row, position_keys, row_keys
 from hydrajax.decoding.state import DecodeState, OutputState, Params, TargetState
 from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
+from hydrajax.models.arrays import Array
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BaseModel, BoundBase, Forward
 from hydrajax.models.cache import KVCache, append, take_tokens

@@ -16,7 +16,7 @@ from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly, last_observed
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.drafters.ranks import head_ranks
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.arrays import Array
+from hydrajax.models.arrays import Array, DType
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.ranking import over_rows
 from hydrajax.models.weights import declare, project
@@ -38,7 +38,7 @@ def drop(x: Float[Array, "*rows D"], rate: float, rng: Array | None) -> Float[Ar
 class ResidualBlock(nn.Module):
     """x + SiLU(W x + b); W starts at zero, so the block starts as the identity (medusa 2.1.1)."""
 
-    dtype: jnp.dtype
+    dtype: DType
 
     @nn.compact
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -57,7 +57,7 @@ class ConditionedBlock(nn.Module):
     """
 
     path_length: int
-    dtype: jnp.dtype
+    dtype: DType
 
     @nn.compact
     def __call__(
@@ -100,7 +100,7 @@ class Head(nn.Module):
     lm_head: LmHead
     width: int
     vocab_size: int
-    dtype: jnp.dtype
+    dtype: DType
     dropout: float = 0.0
 
     @property

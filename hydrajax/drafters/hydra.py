@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from hydrajax.drafters.heads import Head, HeadStack
 from hydrajax.drafters.lm_head import LmHead
+from hydrajax.models.arrays import DType
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class HydraHeads(HeadStack):
     n_layers: int = 1
     share_blocks: bool = True
     hidden_state_offset: int = 0
-    dtype: jnp.dtype = jnp.float32
+    dtype: DType = jnp.float32
     dropout: float = 0.0
     small_lm_head: LmHead | None = None
 

@@ -14,6 +14,7 @@ import numpy as np
 from hydrajax.drafters.costs import DecoderLayers
 from hydrajax.drafters.drafter import SeesAcceptedOnly
 from hydrajax.drafters.ranks import head_ranks
+from hydrajax.models.arrays import DType
 from hydrajax.models.attention import causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
 from hydrajax.models.config import LlamaConfig
@@ -24,7 +25,7 @@ class PrefixLayer(nn.Module):
     """A one-layer LLaMA without embedding: decoder layer, then its own final norm."""
 
     config: LlamaConfig
-    dtype: jnp.dtype
+    dtype: DType
 
     @nn.compact
     def __call__(self, features, positions, block_mask, cache: KVCache | None = None):

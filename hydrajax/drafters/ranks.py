@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from hydrajax.drafters.drafter import Trainable
+from hydrajax.models.arrays import Array
 from hydrajax.models.base import BoundBase
 from hydrajax.models.rows import chunk_width, into_chunks, row_layout
 

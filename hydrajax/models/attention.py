@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
+from hydrajax.models.arrays import Array
 from hydrajax.models.config import LlamaConfig
 
 # Large enough that exp() underflows to zero after the row maximum is taken off, finite so that a fully

@@ -10,7 +10,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
+
+from hydrajax.models.arrays import Array
 
 
 def _on_cpu() -> bool:

@@ -7,14 +7,15 @@ it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Bool, Float, Int
 
+from hydrajax.models.arrays import Array, DType
 from hydrajax.models.cache import Block, KVCache
 from hydrajax.models.config import LlamaConfig
 
@@ -32,6 +33,7 @@ class Forward(NamedTuple):
     block: Block
 
 
+@runtime_checkable
 class BaseModel(Protocol):
     """A base model: an immutable, hashable Flax module.
 
@@ -39,13 +41,13 @@ class BaseModel(Protocol):
     """
 
     config: LlamaConfig
-    dtype: jnp.dtype
+    dtype: DType
 
     def __call__(
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        block_mask: np.ndarray,
+        block_mask: Bool[Array, "..."],
         cache: KVCache | None = None,
         reads: tuple[int, ...] = (0,),
     ) -> Forward:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from hydrajax.models import backend
+from hydrajax.models.arrays import Array
 from hydrajax.models.attention import KeyValue, Part
 from hydrajax.models.config import LlamaConfig
 

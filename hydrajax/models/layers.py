@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
+from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KeyValue, Part, attend, rotate
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.weights import declare, declare_kernel, project
@@ -22,7 +23,7 @@ class RMSNorm(nn.Module):
     """x / rms(x) * scale, the statistics in float32."""
 
     eps: float
-    dtype: jnp.dtype
+    dtype: DType
 
     @nn.compact
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -41,7 +42,7 @@ class DecoderLayer(nn.Module):
     """
 
     config: LlamaConfig
-    dtype: jnp.dtype
+    dtype: DType
     int8: bool = False
 
     @nn.compact

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Bool, Float, Int
 
+from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import rope_table
 from hydrajax.models.base import Forward
 from hydrajax.models.cache import KVCache, init_cache
@@ -23,7 +23,7 @@ class Llama(nn.Module):
     """
 
     config: LlamaConfig
-    dtype: jnp.dtype = jnp.float32
+    dtype: DType = jnp.float32
     int8: bool = False
 
     def setup(self):
@@ -60,7 +60,7 @@ class Llama(nn.Module):
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        block_mask: np.ndarray,
+        block_mask: Bool[Array, "..."],
         cache: KVCache | None = None,
         reads: tuple[int, ...] = (0,),
     ) -> Forward:

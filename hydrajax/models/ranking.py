@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from hydrajax.models import backend
+from hydrajax.models.arrays import Array
 
 
 def best_token(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
+from hydrajax.models.arrays import Array
 
 ROWS = 256  # of a kernel that are quantised at once
 

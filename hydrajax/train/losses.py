@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from hydrajax.drafters.drafter import BoundBase, Drafter
+from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array
+from hydrajax.models.base import BoundBase
 from hydrajax.models.llama import Llama
 from hydrajax.models.rows import chunk_width, into_chunks, row_layout
 from hydrajax.train.chunks import sum_over_chunks

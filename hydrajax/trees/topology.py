@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool, Int
 
-AnyArray = Array | np.ndarray
+from hydrajax.models.arrays import Array
 
 
 class Topology(NamedTuple):
@@ -30,13 +29,13 @@ class Topology(NamedTuple):
     parent_slot: int32 ``[*B, N]`` where in ``inner`` each node's parent stands; 0 for a node without a parent.
     """
 
-    parents: Int[AnyArray, "*B N"]
-    depths: Int[AnyArray, "*B N"]
-    mask: Bool[AnyArray, "*B N N"]
-    paths: Int[AnyArray, "*B N path"]
-    children: Int[AnyArray, "*B N C"]
-    inner: Int[AnyArray, "*B P"]
-    parent_slot: Int[AnyArray, "*B N"]
+    parents: Int[Array, "*B N"]
+    depths: Int[Array, "*B N"]
+    mask: Bool[Array, "*B N N"]
+    paths: Int[Array, "*B N path"]
+    children: Int[Array, "*B N C"]
+    inner: Int[Array, "*B P"]
+    parent_slot: Int[Array, "*B N"]
 
     @property
     def size(self) -> int:
@@ -47,19 +46,19 @@ class Topology(NamedTuple):
         return self.paths.shape[-1] - 1
 
     @property
-    def attention_mask(self) -> Bool[AnyArray, "..."]:
+    def attention_mask(self) -> Bool[Array, "..."]:
         """``mask`` as `hydrajax.models.attention.attend` takes it."""
         return self.mask if self.mask.ndim == 2 else self.mask[:, None, None]
 
 
-def take(values: AnyArray, nodes: Int[AnyArray, "*B n"]) -> AnyArray:
+def take(values: Array, nodes: Int[Array, "*B n"]) -> Array:
     """``values[b, nodes[n]]``, or ``values[b, nodes[b, n]]`` where rows have their own; values are ``[B, N, ...]``."""
     if nodes.ndim == 1:
         return values[:, nodes]
     return jnp.take_along_axis(values, nodes.reshape(*nodes.shape, *(1,) * (values.ndim - 2)), axis=1)
 
 
-def pick(array: AnyArray, node: Int[Array, " B"], batched_ndim: int) -> Array:
+def pick(array: Array, node: Int[Array, " B"], batched_ndim: int) -> Array:
     """What a topology's array says of one node per row: ``array[node[b]]`` or ``array[b, node[b]]``.
 
     batched_ndim: the number of axes the array has where every row has its own tree.
