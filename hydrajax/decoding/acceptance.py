@@ -143,7 +143,7 @@ class Typical(JudgesBestGuesses):
 class ExactSampling(JudgesBestGuesses, Sampling):
     """Sample from the base's distribution at a node and follow the child that holds the sample, if one does.
 
-    The output's distribution is the base's own as `Sampling` shapes it, whatever was drafted (DESIGN section 3): each
+    The output's distribution is the base's own as `Sampling` shapes it, whatever was drafted (docs/design.md 3): each
     token is a sample of the base given what precedes it, and the tree only decides how many of them one step finds.
     Without a tree it is plain sampling, and draws the very same tokens (but for rounding).
     """

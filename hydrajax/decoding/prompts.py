@@ -12,6 +12,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.config import LlamaConfig
 
 SMALLEST_BUCKET = 16
+TokenIds = Sequence[int] | np.ndarray  # of one text
 
 
 class PromptBatch(NamedTuple):
@@ -28,7 +29,7 @@ def bucket(length: int, max_positions: int) -> int:
     return max(length, min(width, max_positions))
 
 
-def right_padded(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray, "B width"], Int[np.ndarray, " B"]]:
+def right_padded(rows: Sequence[TokenIds], width: int) -> tuple[Int[np.ndarray, "B width"], Int[np.ndarray, " B"]]:
     """Token ids of several lengths as one int32 array, filled up with 0, and the lengths."""
     padded = np.zeros((len(rows), width), np.int32)
     for row, ids in zip(padded, rows, strict=True):
@@ -36,7 +37,7 @@ def right_padded(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndar
     return padded, np.array([len(ids) for ids in rows], np.int32)
 
 
-def batches(prompts: Sequence[Sequence[int]], size: int, width: int | None = None) -> Iterator[PromptBatch]:
+def batches(prompts: Sequence[TokenIds], size: int, width: int | None = None) -> Iterator[PromptBatch]:
     """Full batches of ``size`` prompts, in order and of one shape, so that one compilation serves all.
 
     width: of every batch, by default that of the longest prompt. The last batch is filled up by repeating its prompts.

@@ -1,4 +1,4 @@
-"""One decode step, the same for every drafter and rule: propose, verify, accept, commit, observe (DESIGN section 5)."""
+"""One decode step, the same for every drafter and rule: propose, verify, accept, commit, observe (docs/design.md 5)."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ResidualBlock(nn.Module):
 
 
 class ConditionedBlock(nn.Module):
-    """R x + r + SiLU(W x + b) over concatenated vectors, narrowing them to one (hydra 3, DESIGN section 4).
+    """R x + r + SiLU(W x + b) over concatenated vectors, narrowing them to one (hydra 3, docs/design.md 4).
 
     W and R read the same input, so they are one matmul: ``kernel[:, 0]`` is W, ``kernel[:, 1]`` is R. The input is
     [h, E(root)] and then the embeddings of ``path_length`` tokens. Only the latter differ between the paths of a
@@ -88,7 +88,7 @@ class Head(nn.Module):
 
     path_length: None for a head that reads the hidden state alone (Medusa), else how many tokens after the root its
     first, conditioned block reads (Hydra's head k: k). With ``share_blocks`` every unconditioned block is the same one
-    applied again, as in the released code. ``dropout`` precedes every block and the lm head (DESIGN section 4), and
+    applied again, as in the released code. ``dropout`` precedes every block and the lm head (docs/design.md 4), and
     only where a key is given: a shared block meets a new mask each time it is applied.
 
     The two halves, `hidden` and `logits`, are separate so that a trainer can chunk the vocabulary matmul.

@@ -1,6 +1,6 @@
 """Draft lm heads: from a head's last hidden state to logits over the base's tokens, or over some of them.
 
-Four full lm heads are 1 GB of a 7B's draft (DESIGN section 7), so a head may do with less: with the base's own lm head,
+Four full lm heads are 1 GB of a 7B's draft (docs/design.md 7), so a head may do with less: with the base's own lm head,
 with a product of two narrow matrices, or with a vocabulary of the most frequent tokens. Whichever it is, nobody outside
 this module meets an index into a reduced vocabulary: what comes out are token ids, or logits over all tokens.
 """

@@ -73,7 +73,7 @@ def attend(queries: Float[Array, "B n_heads T H"], parts: Sequence[Part]) -> Flo
     """Attention of T queries per row over all parts together, as if they were one sequence.
 
     Softmax in float32 and without copying the parts side by side. The candidate tree stays out of the cache until it is
-    accepted (DESIGN section 7), so a verify attends to the block of the tree and to the cache. Returns the heads side
+    accepted (docs/design.md 7), so a verify attends to the block of the tree and to the cache. Returns the heads side
     by side, ``width = n_heads * H``.
     """
     batch, n_heads, n_tokens, head_dim = queries.shape

@@ -1,7 +1,7 @@
 """The key-value cache: one array per layer, ``[B, n_kv_heads, slots, head_dim]``, with its own length in every row.
 
 Layers are a tuple and not a stacked axis: indexing a stacked cache inside the decode loop makes XLA copy it
-(DESIGN section 7). Slots at or beyond a row's length hold garbage, which is masked on read and overwritten later. So a
+(docs/design.md 7). Slots at or beyond a row's length hold garbage, which is masked on read and overwritten later. So a
 cache needs room for the longest text and one tree more: `dynamic_update_slice` moves a write that does not fit.
 """
 

@@ -36,7 +36,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Shapes and constants of a LLaMA-family model, under the names of DESIGN section 2."""
+    """Shapes and constants of a LLaMA-family model, under the names of docs/design.md 2."""
 
     vocab_size: int
     width: int

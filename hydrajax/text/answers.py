@@ -17,7 +17,7 @@ FINISH_REASONS = ("eos", "stop", "length", "context")
 
 @dataclass(frozen=True)
 class Generation:
-    """One prompt's output. An output line has the same fields, but for one name (DESIGN section 6).
+    """One prompt's output. An output line has the same fields, but for one name (docs/design.md 6).
 
     prompt_ids:    token ids fed, special tokens included.
     output_ids:    generated ids only, EOS included if it was met.

@@ -40,7 +40,7 @@ class DraftConfig:
     """Which heads. Hydra: ``hydra``, 1 layer. Hydra++: ``hydra``, 4 layers, ``prefix``. Medusa: ``medusa``.
 
     init: a directory of released or exported heads to start from, in place of fresh ones. ``share_blocks``: blocks
-    2..n are one block applied again, as in the released code (DESIGN section 4).
+    2..n are one block applied again, as in the released code (docs/design.md 4).
     """
 
     heads: str = "hydra"

@@ -35,7 +35,7 @@ class Objective:
     teacher_weight:        cross entropy against the base's own distribution (hydra 3.1, "teacher loss").
     reconstruction_weight: smooth L1 between the input of a head's lm head and the base's hidden state from which the
                            base predicts the same token (released Hydra code).
-    head_decay:            λ_k = head_decay^k; 1 in Hydra (DESIGN section 4), 0.8 in Medusa-1 (medusa 2.2.1).
+    head_decay:            λ_k = head_decay^k; 1 in Hydra (docs/design.md 4), 0.8 in Medusa-1 (medusa 2.2.1).
     noise_alpha:           α of the input noise U(-1, 1) · α / sqrt(length · D), an ablation of hydra (75 there).
     chunk_tokens:          positions, over all rows, whose logits of one head exist at once. It changes the memory and
                            nothing else.
