@@ -99,6 +99,9 @@ def _search(args: argparse.Namespace) -> None:
         line.update("growing trees")
         proposals = _proposals(args, found)
         trees = {str(size): proposals.tree(size) for size in sizes if size <= proposals.largest}
+        if not trees:
+            most = proposals.largest
+            raise HydrajaxError(f"--sizes: the draft was right so rarely that trees grow to {most} nodes at most here")
         rows = measure_trees(
             way,
             trees,

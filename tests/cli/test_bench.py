@@ -6,6 +6,19 @@ import json
 
 import pytest
 
+from hydrajax.cli import bench
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.registry import KINDS
+from hydrajax.models.config import PRESETS
+from hydrajax.models.llama import Llama
+
+
+def without_weights(shape, kind, dtype, seed):
+    """`random_model` for what is refused before any parameter is looked at."""
+    model = Llama(PRESETS[shape], dtype)
+    return model, KINDS[kind].build(model.config, dtype), Params({}, {})
+
+
 FAST = ("--repeats", "1", "--context", "128")
 
 
@@ -35,10 +48,12 @@ def test_random_shape_reports_every_phase_at_the_size_and_batch(program):
     assert report["rows"][0]["autoregressive_bytes_per_step"] == 4 * (weights + 2 * 3 * 2 * 4 * 129 * 16)
 
 
-def test_real_heads_report_rates_both_ways_and_equal_outputs(program, base, medusa, tmp_path):
+@pytest.mark.parametrize("draft", ["heads", pytest.param("lookup", marks=pytest.mark.slow)])
+def test_a_draft_reports_rates_both_ways_and_equal_outputs(program, base, heads, draft, tmp_path):
     file = tmp_path / "bench.json"
+    draft = heads if draft == "heads" else draft
     result = program(
-        *("bench", "--base", base, "--draft", medusa(), "--tree", "cartesian-2x2", "--max-new-tokens", "8"),
+        *("bench", "--base", base, "--draft", draft, "--tree", "cartesian-2x2", "--max-new-tokens", "8"),
         *("--json", file, *FAST),
     )
     assert result.code == 0, result
@@ -50,12 +65,18 @@ def test_real_heads_report_rates_both_ways_and_equal_outputs(program, base, medu
     assert "…" not in result.out  # no figure is cut off
 
 
-def test_mistakes_end_in_one_line(program, base, medusa, tmp_path):
+def test_mistakes_end_in_one_line(program, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "random_model", without_weights)
     cases = {
         "exactly one of --base and --random": [],
         "--random: found '8x7b', allowed are tiny": ["--random", "8x7b"],
-        "--random-draft: found 'eagle', allowed are none, medusa": ["--random", "tiny", "--random-draft", "eagle"],
-        "--draft goes with --base": ["--random", "tiny", "--draft", medusa()],
+        "--random-draft: found 'eagle', allowed are none, lookup": [
+            "--random",
+            "tiny",
+            "--random-draft",
+            "eagle",
+        ],
+        "--draft goes with --base": ["--random", "tiny", "--draft", "heads"],
         "--context: must be more than": ["--random", "tiny", "--context", "10"],
         "--context: must be at most the model's 1024": ["--random", "tiny", "--context", "4096"],
         "tree sizes: must be from 1 to 64, found 65": ["--random", "tiny", "--tree-sizes", "65"],

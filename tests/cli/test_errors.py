@@ -14,6 +14,7 @@ import time
 import pytest
 
 from hydrajax.cli import generate as command
+from hydrajax.cli import run_command
 from hydrajax.text.answers import Generation
 
 
@@ -356,15 +357,14 @@ def start(*argv, **kwargs):
     )
 
 
-def test_a_real_process_prints_one_line_and_no_traceback(base, heads, tmp_path):
-    output = tmp_path / "out.jsonl"
-    process = start("generate", "--base", base, "--draft", heads, "--tree", "chain-9", *TEXT, "--output", output)
+def test_a_real_process_prints_one_line_and_no_traceback():
+    process = start("tree", "show", "oak")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, "")
-    assert err == "hydrajax: tree: depth 9 is deeper than the drafter, which proposes 2 tokens ahead\n"
-    assert list(tmp_path.iterdir()) == []
+    assert re.fullmatch(r"hydrajax: --tree: found 'oak', allowed are root, [^\n]+\n", err), err
 
 
+@pytest.mark.slow
 def test_a_real_ctrl_c(base, prompts, tmp_path):
     folder = tmp_path / "results"
     folder.mkdir()
@@ -387,13 +387,17 @@ def test_a_real_ctrl_c(base, prompts, tmp_path):
     assert list(folder.iterdir()) == []
 
 
-def test_a_reader_that_leaves_early_is_no_error(base, prompts):
-    file = prompts(*[{"prompt_ids": [5]}] * 200)
-    process = start("generate", "--base", base, "--prompts", file, "--max-new-tokens", 8)
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(timeout=120) == 141
-    assert process.stderr.read() == ""
+def test_a_reader_that_leaves_early_is_no_error(monkeypatch, capfd):
+    """Such as `head`. The program must not complain of it again while it exits, either."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        code = run_command("hydrajax", "help", lambda parser: None, lambda args: print("text"), [])
+        print("more", flush=True)  # goes nowhere now
+        monkeypatch.undo()
+    assert code == 141
+    assert capfd.readouterr().err == ""
 
 
 def test_help_lists_the_commands_and_imports_nothing_slow():

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+import hydrajax
 from hydrajax import assets
 from hydrajax.trees import TreeTopology, presets
 
@@ -20,28 +21,65 @@ def prompts(tmp_path):
     return path
 
 
-def test_searched_tree_is_saved_and_taken_by_generate(program, prompts, tmp_path):
-    """On the very prompts it was calibrated with, simulated decoding takes the steps of real decoding."""
-    heads = shutil.copytree(assets.path("medusa"), tmp_path / "heads")
-    model = ["--base", assets.base(), "--draft", heads]
-    search = ["--prompts", prompts, "--sizes", "2,5", "--largest", 6, "--repeats", 2, "--max-new-tokens", 40]
-    done = program("tree", "search", *model, *search, "--save", "--picture", tmp_path / "curve.png")
-    assert done.code == 0, done.err
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    content = json.loads((heads / "tree_b1.json").read_text())
-    assert "chance it is" in done.out
-    rows = content["provenance"]["measured"]
-    assert [row["nodes"] for row in rows] == [2, 5]
+def check_search(rows: list[dict], sizes: list[int]) -> dict:
+    """What every search must find on the very prompts it was calibrated with; returns the fastest row."""
+    assert [row["nodes"] for row in rows] == sizes
     for row in rows:
         assert row["tokens_per_step"] == pytest.approx(row["expected_tokens_per_step"])
         assert row["low"] <= row["tokens_per_second"] <= row["high"]
+        assert row["equal"] is True
     assert sum(row["chance_best"] for row in rows) == pytest.approx(1)
-    fastest = max(rows, key=lambda row: row["tokens_per_second"])
+    return max(rows, key=lambda row: row["tokens_per_second"])
+
+
+def test_a_search_writes_the_fastest_tree(program, base, heads, prompts, tmp_path):
+    """Of heads, beside them, where `generate` looks for it."""
+    heads = shutil.copytree(heads, tmp_path / "heads")
+    model = ["--base", base, "--draft", heads]
+    search = ["--prompts", prompts, "--sizes", "2", "--largest", 4, "--repeats", 1, "--max-new-tokens", 12]
+    done = program("tree", "search", *model, *search, "--save", "--picture", tmp_path / "curve.png")
+    assert done.code == 0, done.err
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "chance it is" in done.out
+    content = json.loads((heads / "tree_b1.json").read_text())
+    check_search(content["provenance"]["measured"], [2])
+    loaded = hydrajax.load(base, heads)
+    assert loaded.default_tree() == TreeTopology.from_json(heads / "tree_b1.json")
+    assert loaded.default_tree().size == 2
+
+
+def test_lookup_has_trees_but_no_directory(program, base, prompts, tmp_path):
+    """A random base repeats itself now and then, and then what is looked up is right."""
+    model = ["tree", "search", "--base", base, "--draft", "lookup", "--prompts", prompts]
+    refused = program(*model, "--save")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert "--save: the draft 'lookup' lies in no directory to save a tree in; use --output" in refused.err
+    path = tmp_path / "tree.json"
+    settings = ["--repeats", 1, "--max-new-tokens", 64, "--output", path]
+    refused = program(*model, *settings, "--sizes", 90)
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert "--sizes: the draft was right so rarely that trees grow to" in refused.err
+    done = program(*model, *settings, "--sizes", "2")
+    assert done.code == 0, done.err
+    (row,) = json.loads(path.read_text())["provenance"]["measured"]
+    check_search([row], [2])
+    assert row["tokens_per_step"] > 1
+
+
+@pytest.mark.slow
+def test_searched_tree_is_saved_and_taken_by_generate(program, prompts, tmp_path):
+    """On the shipped model, whose heads are right more often than not."""
+    heads = shutil.copytree(assets.path("medusa"), tmp_path / "heads")
+    model = ["--base", assets.base(), "--draft", heads]
+    search = ["--prompts", prompts, "--sizes", "2,5", "--largest", 6, "--repeats", 2, "--max-new-tokens", 40]
+    done = program("tree", "search", *model, *search, "--save")
+    assert done.code == 0, done.err
+    content = json.loads((heads / "tree_b1.json").read_text())
+    fastest = check_search(content["provenance"]["measured"], [2, 5])
     tree = TreeTopology.from_json(heads / "tree_b1.json")
     assert tree.size == fastest["nodes"]
-    assert content["provenance"]["grown"][: tree.size - 1] == sorted(
-        map(list, tree.choices), key=content["provenance"]["grown"].index
-    )
+    grown = content["provenance"]["grown"]
+    assert grown[: tree.size - 1] == sorted(map(list, tree.choices), key=grown.index)
     taken = program("generate", *model, "--prompts", prompts, "--max-new-tokens", 40)
     assert f"tokens_per_step {fastest['tokens_per_step']:.2f}" in taken.err
 
