@@ -1,20 +1,18 @@
 """Heads in the formats of other programs: plain torch modules with exactly their names, built here to the papers'
-formulas, load what is written and give our logits; every chain of formats keeps every bit; the card says what is known.
+formulas, load what is written and give our logits; every chain of formats keeps every bit.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import yaml
-from released import WIDTH, Hydra, Medusa, VLLMMedusa, one_layer, refusal
+from draft_heads import VOCAB, WIDTH, config_in, heads_of, random_params
+from released import Hydra, Medusa, VLLMMedusa, one_layer, refusal
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig as HFConfig
@@ -24,11 +22,9 @@ from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.models.base import BoundBase
 
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
-VOCAB = 61  # of the tiny model
 
 
 # --- what vLLM makes of a configuration ------------------------------------------------------------------------
@@ -63,26 +59,6 @@ def vllm_module(config: dict) -> VLLMMedusa:
 # --- our side -------------------------------------------------------------------------------------------------
 
 
-def heads_of(kind: str, config=None, **settings):
-    """``hydra``, ``ungrounded`` or ``medusa``; ``++`` for a prefix layer."""
-    sizes = {"n_heads": 3, "width": WIDTH, "vocab_size": VOCAB, "n_layers": 1} | settings
-    medusa = {"lm_head_bias": kind.startswith("ungrounded")}
-    heads = HydraHeads(**sizes) if kind.startswith("hydra") else MedusaHeads(**sizes, **medusa)
-    return WithPrefix(heads, config) if kind.endswith("++") else heads
-
-
-def random_params(drafter, base) -> dict:
-    """Weights large enough for SiLU to bend, none of them a zero or a copy."""
-    shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(*base)))
-    random = np.random.default_rng(4)
-
-    def draw(leaf):
-        noise = random.standard_normal(leaf.shape).astype(np.float32)
-        return jnp.asarray(1 + 0.3 * noise if noise.ndim == 1 else noise * len(noise) ** -0.5, leaf.dtype)
-
-    return jax.tree.map(draw, shapes)
-
-
 def official_module(drafter, base) -> nn.Module:
     """The torch module of such heads, its weights still to be loaded."""
     heads, prefix = getattr(drafter, "heads", drafter), None
@@ -115,10 +91,6 @@ def agrees(official: nn.Module, drafter, params, base) -> None:
     assert 0.3 < theirs.std() < 10
     ours = drafter.teacher_forced(params, jnp.asarray(features), jnp.asarray(tokens), BoundBase(*base))
     np.testing.assert_allclose(theirs, ours, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-def config_in(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text())
 
 
 # --- what the official code computes --------------------------------------------------------------------------
@@ -277,11 +249,7 @@ def bit_for_bit(one: dict, other: dict) -> None:
         assert torch.equal(*numbers), name
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n_layers", [1, 2])
+@pytest.mark.parametrize(("n_layers", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (2, torch.float16)])
 def test_medusa_through_every_format(tiny_model, tmp_path, n_layers, dtype):
     state = with_random_bits(Medusa(3, n_layers, VOCAB), dtype)
     config = {"medusa_num_heads": 3, "medusa_num_layers": n_layers}
@@ -291,8 +259,9 @@ def test_medusa_through_every_format(tiny_model, tmp_path, n_layers, dtype):
     assert config.items() <= config_in(last).items()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["hydra++", "ungrounded"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("hydra++", torch.float32), ("hydra++", torch.bfloat16), ("ungrounded", torch.float16)]
+)
 def test_hydra_through_native(tiny_model, tmp_path, kind, dtype):
     drafter = heads_of(kind, tiny_model[0].config, n_layers=3)
     state = with_random_bits(official_module(drafter, tiny_model), dtype)
@@ -377,96 +346,3 @@ def refused(folder: Path, drafter, format, *pieces: str) -> None:
     """With nothing left behind."""
     refusal(lambda: export_heads(folder / "heads", drafter, {}, format=format), "export", *pieces)
     assert list(folder.iterdir()) == []
-
-
-# --- the model card -------------------------------------------------------------------------------------------
-
-
-def card_of(folder: Path) -> tuple[dict, str, dict[str, str]]:
-    """The front matter, the text after it, and the rows of its table."""
-    whole = (folder / "README.md").read_text()
-    assert whole.startswith("---\n")
-    front, text = whole.removeprefix("---\n").split("\n---\n", 1)
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    cells = [re.split(r"(?<!\\)\|", row)[1:-1] for row in rows]
-    assert all(len(row) == 2 for row in cells), rows
-    return yaml.safe_load(front), text, {name.strip(): value.strip() for name, value in cells}
-
-
-def card(tiny_model, folder: Path, kind: str = "medusa", format: str | None = None, **more):
-    drafter = heads_of(kind, tiny_model[0].config, n_layers=1 + kind.startswith("hydra"))
-    export_heads(folder / "heads", drafter, random_params(drafter, tiny_model), format=format, **more)
-    return card_of(folder / "heads")
-
-
-def test_card_says_what_is_known(tiny_model, tmp_path):
-    story = {"data": "ShareGPT, 60k conversations", "recipe": "configs/medusa.yaml, 2 epochs", "tokens_per_step": 2.41}
-    front, text, rows = card(tiny_model, tmp_path, base_name="lab/tiny-7b", story=story)
-    assert front["base_model"] == "lab/tiny-7b"
-    assert front["library_name"] == "hydrajax"
-    assert "medusa" in front["tags"]
-    assert rows["base"] == "lab/tiny-7b"
-    assert rows["data"] == story["data"]
-    assert rows["recipe"] == story["recipe"]
-    assert rows["tokens_per_step (τ)"] == "2.41"
-    assert rows["width, vocabulary"] == f"{WIDTH}, {VOCAB}"
-    assert "not recorded" not in text
-    assert "# Medusa heads for lab/tiny-7b" in text
-    assert config_in(tmp_path / "heads")["hydrajax"]["story"] == story
-
-
-def test_card_says_what_is_not_known(tiny_model, tmp_path):
-    front, text, rows = card(tiny_model, tmp_path, "hydra++")
-    assert "base_model" not in front
-    assert "hydra" in front["tags"]
-    for name in ("base", "data", "recipe", "tokens_per_step (τ)"):
-        assert rows[name] == "not recorded"
-    assert "Hydra heads with a prefix layer" in text
-
-
-@pytest.mark.parametrize(
-    ("format", "piece"),
-    [
-        ("hydra", "official Hydra code"),
-        ("medusa", "text-generation-inference"),
-        ("vllm-medusa", '"num_speculative_tokens": 3'),
-        ("native", "hydrajax convert export"),
-    ],
-)
-def test_card_of_every_format(tiny_model, tmp_path, format, piece):
-    _, text, rows = card(tiny_model, tmp_path, "hydra" if format == "hydra" else "medusa", format)
-    assert rows["format"] == format
-    assert piece in text
-    assert "hydrajax generate --base BASE --draft THIS" in text
-
-
-@pytest.mark.parametrize("name", ["lab/tiny", "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-0.5B", "a/b"])
-def test_base_with_a_name_on_the_hub(tiny_model, tmp_path, name):
-    assert card(tiny_model, tmp_path, base_name=name)[0]["base_model"] == name
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["", "vicuna", "/models/vicuna", "/vicuna", "./vicuna", "../vicuna", "a/b/c", "~/vicuna", "lab/", "lab/my tiny"],
-)
-def test_base_without_a_name_on_the_hub(tiny_model, tmp_path, name):
-    """A path there would be refused when the card is uploaded, or link to somebody else's model."""
-    front, _, rows = card(tiny_model, tmp_path, base_name=name)
-    assert "base_model" not in front
-    assert rows["base"] == (name or "not recorded")
-
-
-def test_base_named_with_a_revision(tiny_model, tmp_path):
-    """The Hub's field is the name of a repository alone."""
-    front, _, rows = card(tiny_model, tmp_path, base_name="lab/tiny@v1.5")
-    assert front.get("base_model") in (None, "lab/tiny")
-    assert rows["base"] == "lab/tiny@v1.5"
-
-
-@pytest.mark.parametrize("text", ["chat | code", "two\nlines", "with: a colon # and a hash", '"quoted" ünïcödé', "---"])
-def test_card_with_any_text_is_still_a_table(tiny_model, tmp_path, text):
-    story = {"data": text, "recipe": text, "tokens_per_step": text}
-    _, _, rows = card(tiny_model, tmp_path, base_name=text, story=story)
-    for name in ("base", "data", "recipe", "tokens_per_step (τ)"):
-        assert rows[name].replace("\\|", "|").split() == text.split()
-    assert rows["format"] == "medusa"

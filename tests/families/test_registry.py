@@ -263,6 +263,33 @@ def test_a_field_left_out_is_what_transformers_takes(kind, left_out, tmp_path):
     assert to_llama_config(raw) == as_transformers_reads(written(tmp_path, raw))
 
 
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3_SCALING = RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "theta", "scaling"),
+    [
+        ({}, 10_000.0, None),
+        ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 10_000.0, RopeScaling("linear", 4.0)),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2}}, 5e5, RopeScaling("linear", 2.0)),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3"} | LLAMA3}, 5e5, LLAMA3_SCALING),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, None),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 3e4, "factor": 4.0}},
+            3e4,
+            RopeScaling("linear", 4.0),
+        ),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5} | LLAMA3}, 5e5, LLAMA3_SCALING),
+    ],
+)
+def test_old_and_new_rope_fields(fields, theta, scaling):
+    raw = {name: value for name, value in full("llama").items() if name != "rope_theta"} | fields
+    config = to_llama_config(raw)
+    assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
 # --- sliding windows ------------------------------------------------------------------------------------------
 
 SLIDING, FULL_ATTENTION = "sliding_attention", "full_attention"
@@ -374,6 +401,14 @@ def test_a_file_without_a_family():
             )
             for rope in ("yarn", "dynamic", "longrope", "mrope")
         ),
+        ({"mlp_bias": True}, ("mlp_bias", "True", "false")),
+        ({"quantization_config": "gptq"}, ("here/config.json", "quantization_config", "'gptq'", "an object")),
+        ({"rope_parameters": "linear"}, ("rope_parameters", "'linear'", "an object")),
+        ({"rope_scaling": "linear"}, ("rope_scaling", "'linear'", "an object")),
+        ({"rope_scaling": {"type": "linear"}}, ("factor", "missing")),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, ("factor", "positive", "0")),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, ("low_freq_factor", "missing")),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, ("low_freq_factor", "below", "4.0")),
         ({"hidden_size": "wide"}, ("wrong type", "wide")),
         ({"num_hidden_layers": None}, ("wrong type",)),
         ({"vocab_size": float("inf")}, ("wrong type",)),
@@ -433,7 +468,7 @@ def configs(draw) -> LlamaConfig:
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(configs())
 def test_a_config_survives_its_file_and_means_the_same_to_transformers(tmp_path_factory, config):
     folder = tmp_path_factory.getbasetemp() / "there_and_back"

@@ -1,0 +1,56 @@
+"""Draft heads of every kind for the tiny model, random parameters for them, and when two trees are the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.base import BoundBase
+
+VOCAB, WIDTH = 61, 32  # of the tiny model
+
+
+def heads_of(kind: str, config=None, **settings):
+    """``hydra``, ``ungrounded`` or ``medusa``; ``++`` for a prefix layer of a base of this configuration.
+
+    Three heads of one block unless the settings say otherwise.
+    """
+    sizes = {"n_heads": 3, "width": WIDTH, "vocab_size": VOCAB, "n_layers": 1} | settings
+    medusa = {"lm_head_bias": kind.startswith("ungrounded")}
+    heads = HydraHeads(**sizes) if kind.startswith("hydra") else MedusaHeads(**sizes, **medusa)
+    return WithPrefix(heads, config) if kind.endswith("++") else heads
+
+
+def random_params(drafter, base) -> dict:
+    """Weights large enough for SiLU to bend, none of them a zero or a copy; fresh ones are full of both.
+
+    base: the model and its parameters.
+    """
+    shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(*base)))
+    random = np.random.default_rng(4)
+
+    def draw(leaf):
+        noise = random.standard_normal(leaf.shape).astype(np.float32)
+        return jnp.asarray(1 + 0.3 * noise if noise.ndim == 1 else noise * len(noise) ** -0.5, leaf.dtype)
+
+    return jax.tree.map(draw, shapes)
+
+
+def identical(ours, theirs, dtype=None) -> None:
+    """The same bits in the same tree, so that -0 is not 0. dtype: ours are cast to it first."""
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for (path, mine), other in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        mine = np.asarray(mine, dtype)
+        assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
+        assert mine.tobytes() == np.asarray(other).tobytes(), jax.tree_util.keystr(path)
+
+
+def config_in(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
