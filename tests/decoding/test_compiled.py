@@ -1,6 +1,6 @@
 """What the compiled decode loop may and may not contain, and when it is compiled.
 
-A copy of the cache inside the loop costs more than the step itself (DESIGN section 7) and changes no result, so the
+A copy of the cache inside the loop costs more than the step itself (docs/design.md 7) and changes no result, so the
 only way to notice one is to read the optimised HLO. CPU only: another backend schedules its own way.
 """
 
@@ -17,7 +17,8 @@ import pytest
 from hydrajax.decoding import step
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import make_decode_fn, result_of
-from hydrajax.decoding.loop import Bursts, run_steps
+from hydrajax.decoding.loop import run_steps
+from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.step import Engine
 from hydrajax.drafters.hydra import HydraHeads
@@ -46,13 +47,18 @@ def make_engine(name: str, kind=Engine) -> Engine:
     return kind(Llama(CONFIG), drafter, tree, MAX_NEW)
 
 
-def optimised_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
-    """The compiled loop as text; shapes are enough for that, nothing is run."""
+def shapes(engine: Engine, batch: int):
+    """Parameters and a state, as shapes."""
     base = jax.eval_shape(lambda: init_base(engine.model, jax.random.key(0)))
     draft = jax.eval_shape(lambda base: engine.drafter.init(jax.random.key(0), BoundBase(engine.model, base)), base)
     params = Params(base, draft)
     prompt, lengths = jax.ShapeDtypeStruct((batch, BUCKET), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
-    state = jax.eval_shape(engine.prefill, params, prompt, lengths, jax.random.key(0), Greedy())
+    return params, jax.eval_shape(engine.prefill, params, prompt, lengths, jax.random.key(0), Greedy())
+
+
+def optimised_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
+    """The compiled loop as text; shapes are enough for that, nothing is run."""
+    params, state = shapes(engine, batch)
     loop = jax.jit(lambda params, state: run_steps(engine, params, state), donate_argnums=1 if donate else ())
     # LLVM's optimisation comes after the HLO is final and would double the time.
     return loop.lower(params, state).compile({"xla_backend_optimization_level": 0}).as_text()
@@ -105,6 +111,29 @@ def test_the_loop_updates_its_caches_in_place(name, batch):
     assert set(makers) <= {"parameter", "get-tuple-element", "bitcast"}
 
 
+def extended_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
+    """`Engine.extend`, a conversation's next message of 16 tokens, as text; `Bursts` donates the state."""
+    params, state = shapes(engine, batch)
+    more, counts = jax.ShapeDtypeStruct((batch, BUCKET), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
+    extend = jax.jit(engine.extend, donate_argnums=1 if donate else ())
+    arguments = params, state, more, counts, jax.random.key(0), per_row(Greedy(), batch)
+    return extend.lower(*arguments).compile({"xla_backend_optimization_level": 0}).as_text()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["autoregressive", "medusa", "hydra++"])
+def test_more_text_is_added_to_the_caches_in_place(name, batch):
+    """A turn of a conversation must not cost a copy of every cache (it did: the write waited for an input)."""
+    engine = make_engine(name)
+    hlo = extended_hlo(engine, batch)
+    assert cache_copies(engine, hlo) == []
+    makers = cache_makers(engine, hlo, batch)
+    updates = makers.pop("dynamic-update-slice", 0) + makers.pop("scatter", 0)
+    assert updates == 2 * CONFIG.n_layers + 2 * (name == "hydra++")
+    assert makers.pop("fusion", 0) <= updates
+    assert set(makers) <= {"parameter", "get-tuple-element", "bitcast"}
+
+
 class CopyingEngine(Engine):
     """Reads the old cache at a place only known after the update."""
 
@@ -147,6 +176,7 @@ def test_control_a_rewritten_cache_is_found():
 def test_control_a_state_that_is_not_donated_is_found():
     engine = make_engine("medusa")
     assert cache_copies(engine, optimised_hlo(engine, 1, donate=False))
+    assert cache_copies(engine, extended_hlo(engine, 1, donate=False))
 
 
 @pytest.fixture(scope="module")

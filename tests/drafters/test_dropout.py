@@ -16,7 +16,6 @@ import pytest
 from hydrajax.drafters.heads import drop
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
 
@@ -122,4 +121,3 @@ def test_fresh_parameters_carry_their_axes(base):
     plain = fresh(drafter, base, seed=4)
     jax.tree.map(np.testing.assert_array_equal, nn.unbox(boxed), plain)
     np.testing.assert_array_equal(plain["heads"]["head_1"]["lm_kernel"], base.params["lm_head"])
-    assert NoDrafter().init_boxed(jax.random.key(0), base) == {}

@@ -46,7 +46,7 @@ def heads(request, base, oracle):
 def propose(drafter, params, state, root, tree, base):
     """Jitted, and kept between tests: one compilation in place of one per operation and shape."""
     if (drafter, tree) not in compiled:
-        compiled[drafter, tree] = quick_jit(lambda *arrays: drafter.propose(*arrays, tree, base))
+        compiled[drafter, tree] = quick_jit(lambda *arrays: drafter.propose(*arrays, tree, base).tokens)
     return np.array(compiled[drafter, tree](params, state, root))
 
 
@@ -132,11 +132,11 @@ def test_teacher_forced_ranks_what_propose_proposes(heads, base):
     assert np.argmax(logits[:, :, 0], axis=-1).T.tolist() == chain[:, 1:].tolist()
 
 
-def test_observe_keeps_the_last_counted_feature(heads, base):
+def test_only_the_last_counted_feature_is_kept(heads, base):
     drafter, params, _ = heads
     features = np.random.default_rng(5).standard_normal((3, 6, WIDTH)).astype(np.float32)
     counts = np.array([1, 6, 3], np.int32)
-    state = drafter.observe(params, drafter.init_state(3, 16), features, np.zeros((3, 6), np.int32), counts, base)
+    state = drafter.begin(params, drafter.init_state(3, 16), features, np.zeros((3, 6), np.int32), counts, None, base)
     np.testing.assert_array_equal(state, [features[0, 0], features[1, 5], features[2, 2]])
     np.testing.assert_array_equal(last_observed(features, counts), state)
 
@@ -158,5 +158,5 @@ def test_no_drafter_proposes_the_root_alone(base):
     drafter = NoDrafter()
     assert drafter.init(jax.random.key(0), base) == {}
     root = np.array([4, 9], np.int32)
-    assert drafter.propose({}, drafter.init_state(2, 8), root, presets.root(), base).tolist() == [[4], [9]]
-    assert drafter.teacher_forced({}, np.zeros((2, 5, WIDTH)), np.zeros((2, 5), np.int32), base).shape == (0, 2, 5, 61)
+    assert drafter.propose({}, drafter.init_state(2, 8), root, presets.root(), base).tokens.tolist() == [[4], [9]]
+    assert drafter.ranks({}, None, {"tokens": np.zeros((2, 5), np.int32)}, base, 8).shape == (0, 2, 5)

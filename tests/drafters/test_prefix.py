@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.step import Engine, Params
+from hydrajax.decoding.state import Params
+from hydrajax.decoding.step import Engine
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
-from hydrajax.models.layers import causal_mask
+from hydrajax.models.attention import causal_mask
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology
 
@@ -31,14 +32,14 @@ quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimizati
 
 @pytest.fixture(scope="session", params=["hydra", "medusa"])
 def prefixed(request, base, oracle):
-    """``(drafter, params, observe, propose, heads in NumPy)``, the two methods jitted."""
+    """``(drafter, params, advance, propose, heads in NumPy)``: what it does with text, and its proposal's tokens."""
     heads = {"hydra": HydraHeads(3, WIDTH, VOCAB), "medusa": MedusaHeads(3, WIDTH, VOCAB)}[request.param]
     drafter = WithPrefix(heads, base.config)
     params = oracle.random_draft_params(drafter, base, seed=11)
-    observe = quick_jit(lambda *arrays: drafter.observe(params, *arrays, base))
-    propose = quick_jit(lambda *arrays: drafter.propose(params, *arrays, TREE, base))
+    advance = quick_jit(lambda *arrays: drafter.advance(params, *arrays, None, base))
+    propose = quick_jit(lambda *arrays: drafter.propose(params, *arrays, TREE, base).tokens)
     in_numpy = oracle.heads(heads, params["heads"], base.params["embedding"], reads_path=request.param == "hydra")
-    return drafter, params, observe, propose, in_numpy
+    return drafter, params, advance, propose, in_numpy
 
 
 def random_text(batch: int, seed: int = 0):
@@ -49,10 +50,10 @@ def random_text(batch: int, seed: int = 0):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_prompt_at_once_matches_numpy(prefixed, base, oracle, batch):
-    drafter, params, observe, propose, in_numpy = prefixed
+    drafter, params, advance, propose, in_numpy = prefixed
     features, tokens = random_text(batch)
     lengths = np.array([LENGTH, 1, 7][:batch], np.int32)
-    state = observe(drafter.init_state(batch, SLOTS), features, tokens, lengths)
+    state = advance(drafter.init_state(batch, SLOTS), features, tokens, lengths)
     assert state.cache.lengths.tolist() == lengths.tolist()
     root = np.array([3, 5, 60][:batch], np.int32)
     candidates = np.asarray(propose(state, root))
@@ -66,7 +67,7 @@ def test_a_prompt_at_once_matches_numpy(prefixed, base, oracle, batch):
 @given(st.data())
 def test_ragged_chunks_give_the_state_of_the_whole(prefixed, base, oracle, data):
     """Rows take in their text in chunks of different lengths, each padded with junk, as after decode steps."""
-    drafter, params, observe, _, _ = prefixed
+    drafter, params, advance, _, _ = prefixed
     batch, width = 3, 4  # one chunk width, so one compilation
     n_chunks = data.draw(st.integers(1, 3), label="chunks")
     counts = [data.draw(st.lists(st.integers(1, width), min_size=batch, max_size=batch)) for _ in range(n_chunks)]
@@ -77,11 +78,11 @@ def test_ragged_chunks_give_the_state_of_the_whole(prefixed, base, oracle, data)
         fed = 9 * junk.standard_normal((batch, width, WIDTH)).astype(np.float32)
         for row, count in enumerate(chunk):
             fed[row, :count] = features[row, taken[row] : taken[row] + count]
-        state = observe(state, fed, np.zeros((batch, width), np.int32), np.array(chunk, np.int32))
+        state = advance(state, fed, np.zeros((batch, width), np.int32), np.array(chunk, np.int32))
         taken += chunk
     assert state.cache.lengths.tolist() == taken.tolist()
 
-    at_once = observe(drafter.init_state(batch, SLOTS), features, tokens, taken.astype(np.int32))
+    at_once = advance(drafter.init_state(batch, SLOTS), features, tokens, taken.astype(np.int32))
     np.testing.assert_allclose(state.heads, at_once.heads, **TOLERANCE)
     for row, length in enumerate(taken):
         refined = oracle.prefix_layer(base.config, params["prefix"], features[row, :length])
@@ -91,12 +92,12 @@ def test_ragged_chunks_give_the_state_of_the_whole(prefixed, base, oracle, data)
 
 
 def test_token_by_token_gives_the_state_of_the_whole(prefixed):
-    drafter, _, observe, propose, _ = prefixed
+    drafter, _, advance, propose, _ = prefixed
     features, tokens = random_text(2)
     state = drafter.init_state(2, SLOTS)
     for t in range(LENGTH):
-        state = observe(state, features[:, t : t + 1], tokens[:, t : t + 1], np.ones(2, np.int32))
-    at_once = observe(drafter.init_state(2, SLOTS), features, tokens, np.full(2, LENGTH, np.int32))
+        state = advance(state, features[:, t : t + 1], tokens[:, t : t + 1], np.ones(2, np.int32))
+    at_once = advance(drafter.init_state(2, SLOTS), features, tokens, np.full(2, LENGTH, np.int32))
     np.testing.assert_allclose(state.heads, at_once.heads, **TOLERANCE)
     root = np.array([8, 9], np.int32)
     proposals = [propose(s, root).tolist() for s in (state, at_once)]
@@ -105,7 +106,7 @@ def test_token_by_token_gives_the_state_of_the_whole(prefixed):
 
 def test_uncounted_tokens_never_influence(prefixed):
     """Two histories that differ only in the rejected part of each chunk lead to the same state, bit for bit."""
-    drafter, _, observe, propose, _ = prefixed
+    drafter, _, advance, propose, _ = prefixed
     features, _ = random_text(2)
     histories = []
     for seed in (1, 2):
@@ -116,7 +117,7 @@ def test_uncounted_tokens_never_influence(prefixed):
             tokens = junk.integers(VOCAB, size=(2, 4), dtype=np.int32)
             for row, count in enumerate(counts):
                 fed[row, count:] = junk.standard_normal(fed[row, count:].shape)
-            state = observe(state, fed, tokens, np.array(counts, np.int32))
+            state = advance(state, fed, tokens, np.array(counts, np.int32))
         histories.append(state)
     np.testing.assert_array_equal(histories[0].heads, histories[1].heads)
     root = np.array([8, 9], np.int32)
@@ -128,25 +129,25 @@ def test_after_decode_steps_the_state_is_that_of_the_accepted_text(prefixed, bas
     """In the engine: after several steps with rejections, its output equals a run over the text from scratch."""
     drafter, params, _, _, _ = prefixed
     tree = presets.cartesian([20, 2])  # so wide that untrained heads are right now and then
-    engine = Engine(base.model, drafter, tree, Greedy(), max_new_tokens=30)
+    engine = Engine(base.model, drafter, tree, max_new_tokens=30)
     both = Params(base.params, params)
     lengths = np.array([5, 2], np.int32)
     prompt = np.random.default_rng(0).integers(VOCAB, size=(2, 6), dtype=np.int32)
-    state = quick_jit(engine.prefill)(both, prompt, lengths, jax.random.key(0))
+    state = quick_jit(engine.prefill)(both, prompt, lengths, jax.random.key(0), Greedy())
     step = quick_jit(engine.decode_step)
     for _ in range(6):
         state = step(both, state)
-    assert not state.done.any()
-    accepted = np.asarray(state.accept_lengths)[:, :6]
+    assert not state.output.done.any()
+    accepted = np.asarray(state.output.accept_lengths)[:, :6]
     assert accepted.min() == 0, "no step rejected everything"
     assert accepted.max() >= 1, "no step accepted anything"
     texts = np.concatenate([prompt, np.zeros((2, 34), np.int32)], axis=1)
     for row, length in enumerate(lengths):
-        texts[row, length : length + state.lengths[row]] = np.asarray(state.tokens)[row, : state.lengths[row]]
+        texts[row, length : length + state.output.lengths[row]] = np.asarray(state.output.tokens)[row, : state.output.lengths[row]]
     positions = np.broadcast_to(np.arange(40), texts.shape)
     forward = quick_jit(lambda params, texts: base.model.apply({"params": params}, texts, positions, causal_mask(40)))
     hidden = forward(base.params, texts).hidden
-    for row, length in enumerate(lengths + state.lengths):
+    for row, length in enumerate(lengths + state.output.lengths):
         assert state.draft.cache.lengths[row] == length
         refined = oracle.prefix_layer(base.config, params["prefix"], hidden[row, :length])
         np.testing.assert_allclose(state.draft.heads[row], refined[-1], **TOLERANCE)

@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from hydrajax.models.ranking import CHUNK, best_token, sampled_tokens, top_tokens
+from hydrajax.models.backend import ARGMAX_CHUNK
+from hydrajax.models.ranking import best_token, sampled_tokens, top_tokens
 
 
-@pytest.mark.parametrize("size", [5, 1000, 1024, 4096, 4096 + CHUNK, 5000])
+@pytest.mark.parametrize("size", [5, 1000, 1024, 4096, 4096 + ARGMAX_CHUNK, 5000])
 def test_best_token_is_the_first_of_the_largest(size):
     random = np.random.default_rng(size)
     logits = random.integers(0, 40, (3, 7, size)).astype(np.float32)  # many ties, within and between chunks

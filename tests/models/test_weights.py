@@ -18,12 +18,14 @@ from hypothesis.extra import numpy as arrays
 from transformers import AutoModelForCausalLM
 
 from hydrajax.checkpoints.base import load_llama
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
-from hydrajax.decoding.step import Params
-from hydrajax.drafters.drafter import BoundBase
+from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.prefix import WithPrefix
-from hydrajax.models.layers import causal_mask
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base import BoundBase
 from hydrajax.models.weights import Int8, project, quantize
 from hydrajax.trees import presets
 
@@ -243,7 +245,7 @@ def decoded(decode_fn, params: Params, prompts: list[list[int]]) -> tuple[list[l
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    args = params, padded, lengths, jax.random.key(0)
+    args = params, padded, lengths, jax.random.key(0), per_row(Greedy(), len(prompts))
     out = jax.device_get(decode_fn.jitted.lower(*args).compile(QUICK)(*args))
     return [row[:length].tolist() for row, length in zip(out.tokens, out.lengths, strict=True)], out.accept_lengths
 
