@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import jax.numpy as jnp
 from rich.console import Console
 
 from hydrajax import api
-from hydrajax.checkpoints.tensors import read_json
+from hydrajax.checkpoints.base import read_config
 from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.drafters.registry import KINDS
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.registry import to_llama_config
 from hydrajax.measure.benchmark import first_nodes
 from hydrajax.measure.machine import machine
 from hydrajax.measure.random_models import random_base, random_draft
@@ -116,8 +114,7 @@ def _config(args: argparse.Namespace) -> LlamaConfig:
     if bool(args.shape) == bool(args.base):
         raise HydrajaxError("roofline: exactly one of --shape and --base is needed")
     if args.base:
-        path = Path(args.base) / "config.json"
-        return to_llama_config(read_json(path, "--base"), f"--base: {path}")
+        return read_config(args.base)
     if args.shape not in PRESETS:
         raise HydrajaxError(f"--shape: found '{args.shape}', allowed are {', '.join(PRESETS)}")
     return PRESETS[args.shape]

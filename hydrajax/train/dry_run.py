@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
 
-from hydrajax.checkpoints.tensors import read_json
+from hydrajax.checkpoints.base import read_config
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.family import to_llama_config
+from hydrajax.models.base import abstract_base
 from hydrajax.models.config import PRESETS, LlamaConfig
-from hydrajax.models.llama import Llama, abstract_base
+from hydrajax.models.llama import Llama
 from hydrajax.sharding import make_mesh, tree_shardings
 from hydrajax.train.config import TrainConfig, check_length
 from hydrajax.train.flops import PEAK_BF16
@@ -153,7 +153,7 @@ def shape_of(config: TrainConfig) -> LlamaConfig:
             f"model: found {config.model!r}, allowed in a dry run are a directory with a config.json and "
             f"{', '.join(SHAPES)}"
         )
-    shape = to_llama_config(read_json(path, "model"))
+    shape = read_config(path.parent, "model")
     check_length(config, shape)
     return shape
 

@@ -32,9 +32,10 @@ def texts(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def make_base(tmp_path_factory, texts):
     """``make(seed) -> Path``: a random one-layer base with a byte-level tokenizer, as a Hugging Face directory."""
-    from hydrajax.checkpoints.heads.export import export_llama
+    from hydrajax.checkpoints.base import export_llama
+    from hydrajax.models.base import init_base
     from hydrajax.models.config import LlamaConfig
-    from hydrajax.models.llama import Llama, init_base
+    from hydrajax.models.llama import Llama
     from hydrajax.train.data.corpus import train_tokenizer
 
     def make(seed: int) -> Path:

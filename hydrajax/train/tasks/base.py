@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hydrajax.checkpoints.heads.export import export_llama
+from hydrajax.checkpoints.base import export_llama
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.llama import Llama, abstract_base, init_base
+from hydrajax.models.base import abstract_base, init_base
+from hydrajax.models.llama import Llama
 from hydrajax.models.rows import run_base
 from hydrajax.sharding import replicated, tree_shardings
 from hydrajax.train.config import TrainConfig
