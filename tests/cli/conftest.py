@@ -9,40 +9,16 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+import small_tokenizer
 
 from hydrajax.cli import main
 
 VOCAB, WIDTH, CONTEXT, HEADS = 320, 32, 128, 2
 
-# Characters of one to four bytes, so that tokens split them.
-SAMPLE = ["the tree of the draft, the base of the tree", "naïve café Straße", "日本語のテキスト", "🙂🌳🌲 trees 🌳"]
-CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
-
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """Byte-level BPE with <unk>, <s>, </s> = 0, 1, 2; it adds <s> by default and has a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokens.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokens.train_from_iterator(SAMPLE, trainer)
-    tokens.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokens,
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        chat_template=CHAT,
-        clean_up_tokenization_spaces=True,  # as many released tokenizers still say
-        model_max_length=16,  # transformers warns of longer texts unless told not to
-    )
+    return small_tokenizer.byte_level()
 
 
 @pytest.fixture(scope="session")

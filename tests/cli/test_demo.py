@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,13 +14,13 @@ from hydrajax import assets
 from hydrajax.checkpoints.base import load_llama
 from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.cli import demo
-from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.answers import Generation
-from hydrajax.train.data.corpus import SourceFile
+from hydrajax.measure.contest import Measured
+from hydrajax.models.base import BoundBase
+from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.train.data.preview import CLOSE, OPEN
 
 RECIPE = demo.Recipe(2, 16, 12, repeats=1, candidates=("chain-1", "chain-2"), trial_prompts=1, large="cartesian-2x2")
@@ -50,36 +52,32 @@ def shipped(shipped_folder, monkeypatch):
 
 
 def rows_of(out: str) -> dict[str, list[str]]:
-    """The table: ``{heads and tree: the other cells}``."""
+    """The table: ``{draft and tree: the other cells}``."""
     lines = [line.rstrip() for line in out.splitlines()]
-    lines = [line for line in lines if line.strip().startswith(("autoregressive", "Medusa", "Hydra"))]
+    lines = [line for line in lines if line.strip().startswith(("autoregressive", "lookup", "Medusa", "Hydra"))]
     assert all(len(line) <= 80 for line in lines)
     assert "step cost" in out  # no heading is cut either
     return {" ".join(line.split()[:-5]): line.split()[-5:] for line in lines}
 
 
-def test_demo_compares_all_heads_on_held_out_code(program, shipped):
-    result = program("demo")
-    assert result.code == 0, result.err
-    rows = rows_of(result.out)
-    names = [name.split() for name in rows]
-    assert [name[0] for name in names] == ["autoregressive"] + 2 * ["Medusa"] + 2 * ["Hydra"] + 2 * ["Hydra++"]
-    assert all(name[1] in RECIPE.candidates for name in names[1::2])
-    assert all(name[1] == RECIPE.large for name in names[2::2])
-    assert rows["Hydra++ cartesian-2x2"][0] == "7"  # nodes
-    assert (rows["autoregressive"][1], rows["autoregressive"][3:]) == ("1.00", ["1.00", "1.00"])
-    assert all(1 <= float(tau) <= 3 for _, tau, *_ in rows.values())  # two heads
-    assert "1. bisect.py, line" in result.out
-    assert "2. heapq.py, line" in result.out
-    assert "All outputs are token for token what the base says without heads." in result.out
-
-
-def test_own_prompt_is_continued_as_the_base_would(program, shipped):
+def test_own_prompt_is_continued_as_the_base_would(program, shipped, monkeypatch):
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
+    monkeypatch.setattr(assets, "DRAFTERS", ("medusa",))
+    monkeypatch.setattr(demo, "RECIPE", replace(RECIPE, candidates=("chain-2",)))
     result = program("demo", "--prompt", "the tree of")
     assert result.code == 0, result.err
+    rows = rows_of(result.out)
+    assert list(rows) == [
+        "autoregressive",
+        *(f"{d} {t}" for d in ("lookup", "Medusa") for t in ("chain-2", RECIPE.large)),
+    ]
+    assert rows["Medusa cartesian-2x2"][0] == "7"  # nodes
+    assert (rows["autoregressive"][1], rows["autoregressive"][3:]) == ("1.00", ["1.00", "1.00"])
+    assert all(1 <= float(tau) <= 3 for _, tau, *_ in rows.values())  # two tokens ahead
+    assert "All outputs are token for token what the base says without a draft." in result.out
+
     tokenizer = AutoTokenizer.from_pretrained(shipped / "base")
     model = LlamaForCausalLM.from_pretrained(shipped / "base")
     prompt = torch.tensor([tokenizer.encode("the tree of")])
@@ -92,17 +90,28 @@ def test_own_prompt_is_continued_as_the_base_would(program, shipped):
     assert f"the tree of{expected}\n" in result.out.replace(OPEN, "").replace(CLOSE, "")
 
 
+@pytest.mark.slow
+def test_demo_compares_all_drafts_on_held_out_code(program, shipped):
+    result = program("demo")
+    assert result.code == 0, result.err
+    names = [name.split() for name in rows_of(result.out)]
+    kinds = ("lookup", "Medusa", "Hydra", "Hydra++")
+    assert [name[0] for name in names] == ["autoregressive", *(kind for kind in kinds for _ in range(2))]
+    assert all(name[1] in RECIPE.candidates for name in names[1::2])
+    assert all(name[1] == RECIPE.large for name in names[2::2])
+    assert "1. bisect.py, line" in result.out
+    assert "2. heapq.py, line" in result.out
+
+
 def test_different_outputs_end_with_exit_code_1(program, shipped, monkeypatch):
-    generate = demo.generate
+    def tampered(ways, *given, **settings):
+        return [measured(way.name, way.nodes, 2.0, 10.0, 1.0, equal=not way.name.startswith("Medusa")) for way in ways]
 
-    def tampered(loaded, *args, **settings):
-        for result in generate(loaded, *args, **settings):
-            if isinstance(loaded.drafter, MedusaHeads):
-                result.output_ids[-1] ^= 1
-            yield result
-
-    monkeypatch.setattr(demo, "generate", tampered)
-    with pytest.raises(SystemExit, match=r"prompt 1: Medusa chain-\d differs from autoregressive decoding"):
+    monkeypatch.setattr(demo, "contest", tampered)
+    monkeypatch.setattr(demo, "show_texts", lambda *given: None)
+    with pytest.raises(
+        SystemExit, match=r"Medusa chain-1, Medusa cartesian-2x2: the output differs from autoregressive"
+    ):
         program("demo", "--prompt", "the tree")
 
 
@@ -128,14 +137,14 @@ def test_missing_shipped_model(program, monkeypatch, tmp_path):
 
 def test_held_out_files_are_those_this_python_has(shipped, tmp_path):
     (tmp_path / "heapq.py").write_text("heap")
-    assert list(demo.held_out_files(tmp_path)) == [SourceFile("heapq.py", "heap")]
+    assert list(held_out_files(tmp_path)) == [("heapq.py", "heap")]
 
 
 def test_held_out_prompts_begin_at_a_function_of_the_second_half(tokenizer):
     text = "def first():\n    pass\n" + "# words\n" * 8 + "    def second(self):\n        return 1234567890\n"
     assert text.splitlines()[10] == "    def second(self):"
-    files = [SourceFile("a.py", text), SourceFile("short.py", "x = 1\n"), SourceFile("c.py", text)]
-    found = list(demo.held_out_prompts(files, tokenizer, 20))
+    files = [("a.py", text), ("short.py", "x = 1\n"), ("c.py", text)]
+    found = list(held_out_prompts(files, tokenizer, 20))
     assert [prompt.name for prompt in found] == ["a.py, line 11", "c.py, line 11"]
     start = tokenizer.decode(found[0].ids, skip_special_tokens=True)
     assert len(found[0].ids) == 20
@@ -147,42 +156,37 @@ def test_prompts_are_built_in_where_nothing_held_out_is_found(shipped, monkeypat
     monkeypatch.setattr(demo, "held_out_files", lambda library: iter(()))
     plain, _ = demo.load_shipped()
     texts = [plain.tokenizer.decode(p.ids, skip_special_tokens=True) for p in demo.make_prompts(RECIPE, plain, None)]
-    assert texts == list(demo.BUILT_IN_PROMPTS)
+    assert texts == list(demo.BUILT_IN_CODE)
 
 
 # --- figures, by hand -----------------------------------------------------------------------------------------------
 
 
-def contender(heads: str, tree: str, steps: int, seconds: list[float]) -> demo.Contender:
-    """One prompt of 12 new tokens, timed several times."""
-    runs = [Generation([1], list(range(12)), "", steps, [], 12, wall_time) for wall_time in seconds]
-    return demo.Contender(heads, tree, None, [runs])
+def measured(name: str, nodes: int, tokens_per_step: float, rate: float, speedup: float, equal=True) -> Measured:
+    return Measured(name, nodes, tokens_per_step, rate, rate, rate, 1.0, speedup, equal)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "found"),
+    ("speedup", "found"),
     [
-        ([0.2, 0.3, 9.0], "Here it does, best with Hydra chain-2: 2.00 times the speed."),
-        ([1.0, 1.2, 9.0], "even Hydra chain-2 has 0.50 times the speed. Speculation does not pay on it."),
+        (2.0, "Here it does, best with Hydra chain-2: 2.00 times the speed."),
+        (0.5, "even Hydra chain-2 has 0.50 times the speed. Speculation does not pay on it."),
     ],
 )
-def test_verdict_and_figures(seconds, found):
-    baseline = contender("autoregressive", "root", 12, [0.6])
-    slow, fast = contender("Hydra", "mc_sim_7b_63", 3, [3.0]), contender("Hydra", "chain-2", 6, seconds)
-    assert fast.tokens_per_step == 2
-    assert fast.tokens_per_second == pytest.approx(12 / seconds[1])  # the median
-    assert slow.step_seconds == pytest.approx(1.0)
-    text = demo.verdict(baseline, [slow, fast])
+def test_verdict(speedup, found):
+    plain = measured("autoregressive", 1, 1.0, 20.0, 1.0)
+    slow = measured("Hydra mc_sim_7b_63", 64, 4.0, 4.0, 0.2)
+    fast = measured("Hydra chain-2", 3, 2.0, 20.0 * speedup, speedup)
+    text = demo.verdict([plain, slow, fast])
     assert found in text
-    assert "64 nodes cost 20.0 times as much as one" in text
+    assert "64 nodes cost 20.0 times as much as one" in text  # a second against a twentieth
 
 
-def test_each_kind_of_heads_gets_its_fastest_tree(monkeypatch):
-    seconds = {("a", "chain-1"): 2.0, ("a", "chain-2"): 1.0, ("b", "chain-1"): 1.0, ("b", "chain-2"): 2.0}
-
-    def measured(title, recipe, prompts, contenders):
-        for each in contenders:
-            each.outputs = contender("", "root", 6, [seconds[each.heads, each.tree]]).outputs
-
-    monkeypatch.setattr(demo, "measure", measured)
-    assert demo.choose_trees(RECIPE, [], {"a": None, "b": None}) == {"a": "chain-2", "b": "chain-1"}
+def test_each_kind_of_draft_gets_its_fastest_tree(monkeypatch):
+    rates = {"a chain-1": 1.0, "a chain-2": 2.0, "b chain-1": 2.0, "b chain-2": 1.0}
+    monkeypatch.setattr(demo, "way_of", lambda recipe, loaded, title, tree: SimpleNamespace(name=f"{title} {tree}"))
+    monkeypatch.setattr(
+        demo, "measure", lambda title, recipe, prompts, ways: [measured(n, 1, 1.0, r, 1.0) for n, r in rates.items()]
+    )
+    chosen = demo.choose_trees(RECIPE, [], None, {"a": None, "b": None})
+    assert {title: way.name for title, way in chosen.items()} == {"a": "a chain-2", "b": "b chain-1"}

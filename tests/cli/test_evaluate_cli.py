@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,10 @@ import pytest
 import hydrajax
 from hydrajax import assets
 from hydrajax.cli import evaluate, options, run_command
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, RejectionSampling, Typical
+from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import numbers_as_arrays
+from hydrajax.questions.contenders import TextWay, contenders
 from hydrajax.trees import presets
 
 TURNS = ["the tree", "a base"]
@@ -99,13 +101,14 @@ def test_several_trees_in_one_run(program, arguments, base, heads, tokenizer, tm
     assert all(len(line) <= 120 for line in result.out.splitlines())
 
 
+@numbers_as_arrays
 @dataclass(frozen=True)
 class Careless(Greedy):
     """Takes the second-best token where a tree was judged."""
 
-    def accept(self, logits, candidates, tree, keys):
-        accepted = super().accept(logits, candidates, tree, keys)
-        return accepted if tree.size == 1 else accepted._replace(next_root=accepted.next_root ^ 1)
+    def accept(self, logits, proposal, keys):
+        accepted = super().accept(logits, proposal, keys)
+        return accepted if proposal.tree.size == 1 else accepted._replace(next_root=accepted.next_root ^ 1)
 
 
 def test_a_wrong_rule_is_found_out(program, arguments, monkeypatch, tmp_path):
@@ -121,15 +124,15 @@ def test_a_wrong_rule_is_found_out(program, arguments, monkeypatch, tmp_path):
 def test_interrupted_grown_and_refused(program, arguments, monkeypatch, tmp_path):
     whole, part = tmp_path / "whole", tmp_path / "part"
     assert not program(*arguments, "--output", whole).code
-    decode, calls = evaluate.decode, []
+    decode, calls = TextWay.decode, []
 
-    def interrupted(*given):
-        calls.append(given)
+    def interrupted(way, ids, seed):
+        calls.append(way)
         if len(calls) == 9:
             raise KeyboardInterrupt
-        return decode(*given)
+        return decode(way, ids, seed)
 
-    monkeypatch.setattr(evaluate, "decode", interrupted)
+    monkeypatch.setattr(TextWay, "decode", interrupted)
     result = program(*arguments, "--output", part)
     assert result.code == 130
     assert "1 of 3 questions are kept; the same command goes on" in result.err
@@ -148,10 +151,11 @@ def test_interrupted_grown_and_refused(program, arguments, monkeypatch, tmp_path
     assert "other settings: contenders was " in result.err
 
 
-def test_prompts_longer_than_the_context_are_cut_and_counted(program, arguments, questions, tmp_path):
+def test_prompts_longer_than_the_context_are_cut_and_counted(program, base, tmp_path):
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"turns": ["words " * 60, "and?"]}) + "\n" + json.dumps({"turns": ["a tree"]}) + "\n")
-    result = program(*arguments, "--set", long, "--output", tmp_path / "out")
+    common = ["--base", base, "--draft", "lookup", "--tree", "chain-2", *QUICK]
+    result = program(*common, "--set", long, "--output", tmp_path / "out")
     assert "longer than 120 tokens, so that the beginning was cut: 2 of 3 prompts" in result.out
     (choice,) = read(tmp_path / "out" / "tiny-autoregressive.jsonl")[0]["choices"]
     assert choice["prompt_tokens"] == [120, 120]
@@ -159,6 +163,7 @@ def test_prompts_longer_than_the_context_are_cut_and_counted(program, arguments,
     assert 0 < choice["cut_tokens"][0] < choice["cut_tokens"][1]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert set(summary["prompts_cut"].values()) == {2}
+    assert list(summary["results"]) == ["tiny-autoregressive", "tiny-lookup-chain-2"]
     assert all(rows["overall"]["equal"] for rows in summary["results"].values())
 
 
@@ -193,19 +198,20 @@ def test_mistakes(program, arguments, flags, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_every_way_has_a_name_of_its_own_and_they_share_the_base(base, heads, tmp_path):
+def test_every_way_has_a_name_of_its_own_and_they_share_the_base(base, heads):
     loaded = hydrajax.load(base)
-    args = Namespace(base="org/tiny@main", draft=[str(heads), "none", str(heads)], dtype="float32", force=False)
-    args.max_new_tokens = 8
     trees = [("", presets.chain(1)), ("my tree", presets.chain(2)), ("my tree", presets.cartesian([3]))]
-    ways = evaluate.load_ways(args, loaded, base, trees, RejectionSampling(0.7, top_k=5))
+    drafts, rule = [str(heads), str(heads)], RejectionSampling(0.7, top_k=5)
+    ways = contenders(loaded, "org/tiny@main", drafts, trees, rule, 8)
     one = f"tiny_main-{heads.name}"
     names = [one, f"{one}-my_tree", f"{one}-my_tree-2", f"{one}-2", f"{one}-my_tree-3", f"{one}-my_tree-4"]
     assert [way.model_id for way in ways] == ["tiny_main-autoregressive", *names]
-    assert ways[0].rule == ExactSampling(0.7, top_k=5)
+    assert ways[0].way.rule == ExactSampling(0.7, top_k=5)
     assert all(way.loaded.params.base is loaded.params.base for way in ways)
-    assert evaluate.digest(ways[1].loaded.params.draft) == evaluate.digest(ways[4].loaded.params.draft)
-    assert evaluate.baseline_rule(Typical()) == Greedy()
+    assert ways[1].identity() == ways[4].identity() == ways[1].identity() | {"tree": "0"}
+    assert ways[1].identity()["heads"] != ways[0].identity()["heads"]
+    lookup = contenders(loaded, "tiny", ["lookup"], [], Greedy(), 8)[1]
+    assert (lookup.model_id, lookup.way.tree) == ("tiny-lookup", lookup.loaded.default_tree())
 
 
 def test_nothing_to_put_in_a_tree(program, base, wordless, questions, tmp_path):
@@ -237,6 +243,7 @@ def spec_bench_figures(path: Path, base_path: Path, task: str = "overall"):
     return np.mean(accepted), np.mean(speeds), np.mean(plain_speeds)
 
 
+@pytest.mark.slow
 def test_the_shipped_model(program, tmp_path):
     path = tmp_path / "code.jsonl"
     texts = ["def area(width, height):", "class Stack:", "def read(path):"]

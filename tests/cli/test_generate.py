@@ -12,12 +12,11 @@ import sys
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 
 import hydrajax
-from hydrajax.cli.generate import DRAFTED, Totals, pieces, text_of, write_marked
+from hydrajax.cli.generate import Totals
+from hydrajax.cli.screen import DRAFTED, write_marked
 from hydrajax.text.answers import Generation, read_answers
 from hydrajax.text.tokenizer import decode_text
 
@@ -66,7 +65,8 @@ def test_output_is_the_greedy_output_of_transformers_at_any_batch_size(
     one = program(*common, tmp_path / "one.jsonl", *drafted)
     three = program(*common, tmp_path / "three.jsonl", *drafted, "--batch-size", 3)
     plain = program(*common, tmp_path / "plain.jsonl", "--draft", "none", "--batch-size", 4)
-    assert [one.code, three.code, plain.code] == [0, 0, 0]
+    lookup = program(*common, tmp_path / "lookup.jsonl", "--draft", "lookup", "--batch-size", 4)
+    assert [one.code, three.code, plain.code, lookup.code] == [0, 0, 0, 0]
     assert one.out == three.out == plain.out == ""
 
     answers = read_answers(tmp_path / "one.jsonl")
@@ -77,7 +77,8 @@ def test_output_is_the_greedy_output_of_transformers_at_any_batch_size(
     assert any(length > 1 for answer in answers for length in answer.step_lengths)
 
     baseline = read_answers(tmp_path / "plain.jsonl")
-    assert [answer.output_ids for answer in baseline] == reference
+    for found in (baseline, read_answers(tmp_path / "lookup.jsonl")):
+        assert [answer.output_ids for answer in found] == reference
     assert all(answer.step_lengths == [1] * NEW for answer in baseline)
 
     first = json.loads((tmp_path / "one.jsonl").read_text().splitlines()[0])
@@ -190,9 +191,6 @@ def test_generate_refuses_a_lone_text_and_never_reads_it_as_many_prompts(base):
         hydrajax.generate(hydrajax.load(base), "hello")
 
 
-# --- marking drafted tokens ------------------------------------------------------------------------------------
-
-
 def without_styles(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
@@ -202,81 +200,6 @@ def rendered(marked) -> str:
     console = Console(file=out, force_terminal=True, color_system="standard", width=20, _environ={})
     write_marked(console, marked)
     return out.getvalue()
-
-
-@st.composite
-def outputs(draw, vocab: int):
-    accept_lengths = draw(st.lists(st.integers(1, 5), max_size=12))
-    ids = draw(st.lists(st.integers(0, vocab - 1), min_size=sum(accept_lengths), max_size=sum(accept_lengths)))
-    return ids, accept_lengths
-
-
-@pytest.fixture(scope="session")
-def byte_fallback_tokenizer():
-    """The decoder of LLaMA 2: words with ▁ for spaces, and one token per byte for all else."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<unk>", "<s>", "</s>", "▁the", "▁tree", "s", "▁", "é", "▁🌳"]
-    vocab = {word: i for i, word in enumerate(words)} | {f"<0x{b:02X}>": len(words) + b for b in range(256)}
-    tokens = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokens.decoder = decoders.Sequence(steps)
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-
-
-def check_reassembly(tokenizer, output):
-    ids, accept_lengths = output
-    result = generation(ids, accept_lengths, decode_text(tokenizer, ids))
-    marked = pieces(tokenizer, result)
-    assert "".join(text for text, _ in marked) == result.text
-    shown = rendered(marked)
-    if "\x1b" not in result.text:  # random bytes may spell a style
-        assert without_styles(shown) == result.text + "\n"
-
-
-@settings(max_examples=150, deadline=None)
-@given(output=outputs(VOCAB := 320))
-def test_marked_text_is_the_decoded_text_byte_level(tokenizer, output):
-    check_reassembly(tokenizer, output)
-
-
-@settings(max_examples=150, deadline=None)
-@given(output=outputs(265))
-def test_marked_text_is_the_decoded_text_byte_fallback(byte_fallback_tokenizer, output):
-    check_reassembly(byte_fallback_tokenizer, output)
-
-
-@settings(max_examples=100, deadline=None)
-@given(text=st.text(min_size=1, max_size=30), data=st.data())
-def test_marked_text_is_the_text_of_real_unicode(tokenizer, text, data):
-    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(ids) - 1), max_size=10))) if len(ids) > 1 else []
-    accept_lengths = np.diff([0, *cuts, len(ids)]).tolist()
-    marked = pieces(tokenizer, generation(ids, accept_lengths, text))
-    assert "".join(piece for piece, _ in marked) == text
-    assert not any("\ufffd" in piece for piece, _ in marked) or "\ufffd" in text
-
-
-def test_each_token_is_marked_as_what_it_was(tokenizer):
-    ids = [token for word in ("a", "b", "cd", "e", "f") for token in tokenizer.encode(word, add_special_tokens=False)]
-    assert len(ids) == 6
-    # Steps of 3, 1 and 2 tokens: the first of each is the base's.
-    marked = pieces(tokenizer, generation(ids, [3, 1, 2], "abcdef"))
-    assert marked == [("a", False), ("bc", True), ("d", False), ("e", False), ("f", True)]
-
-
-def test_a_split_character_belongs_to_the_token_that_completes_it(tokenizer):
-    ids = [tokenizer.convert_tokens_to_ids(c) for c in "Ċ"] + tokenizer.encode("ж", add_special_tokens=False)
-    assert len(ids) == 3  # a newline, and a character of two bytes that the tokenizer never saw
-    assert pieces(tokenizer, generation(ids, [1, 2], "\nж")) == [("\n", False), ("ж", True)]
-    assert pieces(tokenizer, generation(ids, [2, 1], "\nж")) == [("\n", False), ("ж", False)]
-
-
-def test_ids_are_marked_where_there_is_no_text():
-    result = generation([12, 3, 405], [2, 1])
-    assert pieces(None, result) == [("12 ", False), ("3 ", True), ("405", False)]
-    assert text_of(result) == "12 3 405"
 
 
 def test_long_lines_and_markup_reach_the_terminal_unchanged():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 
+import numpy as np
 import pytest
 
 import hydrajax
 from hydrajax import assets
+from hydrajax.measure.calibration import Calibration
 from hydrajax.trees import TreeTopology, presets
 
 TEXTS = ["def read(path):\n", "import os\n\nclass Reader:\n    def __init__(self, ", "for name in sorted("]
@@ -56,14 +58,21 @@ def test_lookup_has_trees_but_no_directory(program, base, prompts, tmp_path):
     assert "--save: the draft 'lookup' lies in no directory to save a tree in; use --output" in refused.err
     path = tmp_path / "tree.json"
     settings = ["--repeats", 1, "--max-new-tokens", 64, "--output", path]
-    refused = program(*model, *settings, "--sizes", 90)
-    assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert "--sizes: the draft was right so rarely that trees grow to" in refused.err
     done = program(*model, *settings, "--sizes", "2")
     assert done.code == 0, done.err
     (row,) = json.loads(path.read_text())["provenance"]["measured"]
     check_search([row], [2])
     assert row["tokens_per_step"] > 1
+
+
+def test_a_draft_that_is_never_right_has_no_tree(program, base, prompts, tmp_path, monkeypatch):
+    never = Calibration(np.full((2, 1, 8), 99, np.int32), ((0, 2, 6),))
+    monkeypatch.setattr("hydrajax.measure.calibration.calibrate", lambda *given, **settings: never)
+    flags = ["--draft", "lookup", "--prompts", prompts, "--sizes", "4", "--output", tmp_path / "tree.json"]
+    done = program("tree", "search", "--base", base, *flags)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "--sizes: the draft was right so rarely that trees grow to 1 nodes at most here" in done.err
+    assert not (tmp_path / "tree.json").exists()
 
 
 @pytest.mark.slow

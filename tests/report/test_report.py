@@ -9,10 +9,11 @@ import pytest
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
+from hydrajax.measure.machine import machine
 from hydrajax.report.figures import draw
 from hydrajax.report.markdown import section, table, write_report
 from hydrajax.report.outputs import find_results
-from hydrajax.report.results import KINDS, Result, machine, result_from, write_result
+from hydrajax.report.results import KINDS, Result, result_from, write_result
 
 RATE = {"tokens_per_step": 2.5, "tokens_per_second": 200.4, "low": 190.0, "high": 210.0, "speedup": 1.27}
 ROWS = {
