@@ -1,4 +1,4 @@
-"""Directories on the Hugging Face Hub: a model or draft by its name, and an export uploaded.
+"""The Hugging Face Hub: downloading a model or draft heads by name, and uploading an export.
 
 All requests go through huggingface_hub, with its cache, its login and its environment variables (``HF_HOME``,
 ``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``). Only files that hydrajax reads are fetched; none can hold code.
@@ -41,11 +41,11 @@ REVISION = re.compile(r"(?!.*\.\.)[^\s\x00-\x1f~^:?*\[\\/.-][^\s\x00-\x1f~^:?*\[
 
 
 def resolve(name: str | Path, flag: str) -> Path:
-    """A local directory for what ``flag`` named.
+    """The local directory for what a user gave as ``flag``.
 
-    That is an existing directory as it is, or else a Hub repository ``org/name`` or ``org/name@revision`` (a branch,
-    tag or commit), of which what hydrajax reads is downloaded into huggingface_hub's cache. Without a network, a copy
-    in the cache will do. Raises `HydrajaxError` for anything else.
+    An existing directory is taken as it is. Any other name is that of a repository on the Hub, ``org/name`` or
+    ``org/name@revision`` (a branch, tag or commit), and what hydrajax reads of it is downloaded into huggingface_hub's
+    cache. Without a network, a copy in the cache will do. Raises `HydrajaxError` for anything else.
     """
     text = str(name)
     if os.path.isdir(text):

@@ -40,11 +40,11 @@ class Damaged(Exception):
 
 
 class TrainCheckpoints:
-    """A directory of checkpoints: the newest ``keep`` and the best by metric stay, the others are deleted.
+    """A directory of checkpoints, of which the newest ``keep`` and the best stay and the others are deleted.
 
-    The best has the highest metric, or the lowest with ``higher_is_better=False``; one saved with metric None (or NaN)
-    is never the best. Use it as a context manager: leaving waits for the save under way. What a killed run left
-    unfinished is removed at the start, so only one run may use a directory at a time.
+    The best is the one with the highest metric, or with the lowest if ``higher_is_better`` is False; one that was saved
+    with metric None (or NaN) is never the best. Use the class as a context manager: leaving it waits for the save under
+    way. What a killed run left unfinished is removed at the start, so only one run may use a directory at a time.
 
     `save`, `wait` and `close` raise `HydrajaxError` for a save that failed, also when it did so in the background; the
     checkpoints before it stay intact.
@@ -111,7 +111,7 @@ class TrainCheckpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Until no save is under way."""
+        """Wait until no save is under way."""
         try:
             self._checkpointer.wait()
         except Exception as error:
@@ -119,7 +119,7 @@ class TrainCheckpoints:
         self._saving = None
 
     def steps(self) -> list[int]:
-        """Steps on disk, oldest first, whole or damaged; one still being saved is not among them."""
+        """The steps on disk, oldest first, whole or damaged. One that is still being saved is not among them."""
         return [found.step for found in self._checkpointer.checkpoints if found.step != self._saving]
 
     def latest(self) -> int | None:
@@ -127,7 +127,7 @@ class TrainCheckpoints:
         return max(self.steps(), default=None)
 
     def meta(self) -> dict | None:
-        """``meta`` of the newest checkpoint that has a readable one; its arrays are not looked at."""
+        """The ``meta`` of the newest checkpoint in which it can be read. The arrays are not looked at."""
         for step in reversed(self.steps()):
             try:
                 return self._read_record(step)["meta"]
@@ -138,7 +138,7 @@ class TrainCheckpoints:
     def restore(
         self, abstract_state: Any, *, on_warning: Callable[[str], None] = lambda line: None
     ) -> tuple[int, Any, dict]:
-        """``(step, state, meta)`` of the newest whole checkpoint; ``on_warning`` is told of each damaged newer one.
+        """Load ``(step, state, meta)`` of the newest whole checkpoint; each damaged newer one is told to ``on_warning``.
 
         abstract_state: arrays or ShapeDtypeStructs; their shardings say where each array goes, whatever mesh it was
             saved from (without one: the default device).
@@ -248,7 +248,7 @@ class TrainCheckpoints:
             self._metrics[step] = metric
 
     def _failed(self, error: Exception) -> HydrajaxError:
-        """After a failed save: free what it wrote (the disk may be full) and forget the step."""
+        """What to do after a failed save: free what it wrote, as the disk may be full, and forget the step."""
         step, self._saving = self._saving, None
         self._metrics.pop(step, None)
         if is_main():
@@ -261,7 +261,7 @@ class TrainCheckpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def _set_damaged_aside(self) -> None:
-        """Out of the way of new checkpoints, which are counted without them; nothing is deleted."""
+        """Rename damaged checkpoints, so that new ones are counted without them; nothing is deleted."""
         if not self._damaged:
             return
         main_does(self._rename_damaged)

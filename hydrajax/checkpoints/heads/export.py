@@ -49,7 +49,7 @@ def export_heads(
     drafter: of a kind with trained parameters, also behind a prefix layer (`hydrajax.drafters.prefix.WithPrefix`).
     format: a name of `FORMATS`. ``native`` is our own, an orbax directory, of any drafter. The others are described
         beside the drafters, such as in `hydrajax.drafters.medusa_files`. None takes the first that can say what the
-        drafter is, those of its own kind before others.
+        drafter is, those of its own kind before others, and our own if no other can.
     base_name: becomes ``base_model_name_or_path``.
     base_fingerprint: `hydrajax.checkpoints.fingerprint.fingerprint` of the base; the heads then load onto no other.
     story: ``data``, ``recipe`` (texts) and ``tokens_per_step`` (a number or text), for the card and later exports.
@@ -98,16 +98,14 @@ def export_heads(
 
 
 def _chosen(name: str | None, drafter, kind: str) -> HeadFormat | None:
-    """The format of this name, None for our own; without a name the first that can express the drafter."""
+    """The format of this name, None for our own; without a name the first that can say what the drafter is."""
     if name is not None:
         return WRITTEN.get(name)
     own = [format for format in FILES[kind].formats if format.read_by]
-    refusals = []
     for format in [*own, *(other for other in WRITTEN.values() if other not in own)]:
         try:
             format.config(drafter)
-        except HydrajaxError as error:
-            refusals.append(error)
-        else:
-            return format
-    raise refusals[0]
+        except HydrajaxError:
+            continue
+        return format
+    return None

@@ -94,12 +94,18 @@ def test_golden_heads_keep_every_tensor(golden, tmp_path, arch):
         assert written[field] == fields[field]
 
 
-def test_drafters_without_an_official_layout(tiny_model, tmp_path):
+@pytest.mark.parametrize(("kind", "settings"), [("medusa++", {}), ("medusa", {"hidden_state_offset": 1})])
+def test_heads_that_no_other_format_can_express_are_written_in_ours(tiny_model, tmp_path, kind, settings):
+    drafter = heads_of(kind, tiny_model[0].config, **settings)
+    export_heads(tmp_path / "heads", drafter, random_params(drafter, tiny_model), dtype=None)
+    assert (tmp_path / "heads" / "params").is_dir()
+    assert load_draft(tmp_path / "heads", tiny_model[0].config)[0] == drafter
+
+
+def test_drafters_that_no_format_knows(tiny_model, tmp_path):
     config = tiny_model[0].config
     for drafter, pieces in (
         (NoDrafter(), ("NoDrafter", "HydraHeads")),
-        (heads_of("medusa++", config), ("WithPrefix(MedusaHeads)", "lm_head_bias")),
-        (heads_of("medusa", config, hidden_state_offset=1), ("hidden_state_offset", "1")),
         (WithPrefix(heads_of("hydra++", config), config), ("WithPrefix",)),
     ):
         refusal(lambda drafter=drafter: export_heads(tmp_path / "heads", drafter, {}), "export", *pieces)

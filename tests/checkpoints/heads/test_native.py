@@ -27,8 +27,6 @@ from hydrajax.drafters import heads as heads_module
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
-from hydrajax.errors import HydrajaxError
 
 KINDS = ["hydra", "hydra++", "medusa", "medusa++", "ungrounded"]
 heads_of = partial(draft_heads.heads_of, n_heads=2, n_layers=3)
@@ -102,15 +100,15 @@ SMALL_LM_HEADS = [
 
 @pytest.mark.parametrize(("kind", "lm_head"), zip(["medusa", "hydra++"] * 2, SMALL_LM_HEADS, strict=True), ids=str)
 def test_small_lm_heads(tiny_model, tmp_path, kind, lm_head):
-    """They come back; and no other format, which would not tell which tokens they know, is taken for them."""
+    """They come back; and other formats, which would not tell which tokens they know, refuse them."""
     config = tiny_model[0].config
     drafter = heads_of(kind, config, n_heads=1, n_layers=1, small_lm_head=lm_head)
     params = draft_heads.random_params(drafter, tiny_model)
-    export_heads(tmp_path / "heads", drafter, params, format="native", dtype=None)
+    export_heads(tmp_path / "heads", drafter, params, dtype=None)
     loaded, ours = load_draft(tmp_path / "heads", config, None)
     assert loaded == drafter
     identical(params, ours)
-    for format in (None, "hydra", "medusa", "vllm-medusa"):
+    for format in ("hydra", "medusa", "vllm-medusa"):
         refusal(lambda format=format: export_heads(tmp_path / "other", drafter, params, format=format), "export: ")
     assert not (tmp_path / "other").exists()
 
@@ -153,13 +151,6 @@ def test_dtype_of_the_file_and_of_what_is_loaded(tiny_model, tmp_path, kind):
         loaded, ours = load_draft(tmp_path / folder, config, dtype)
         assert loaded == known_as
         identical(expected, ours)
-
-
-def test_drafters_that_the_format_does_not_know(tiny_model, tmp_path):
-    twice = WithPrefix(heads_of("hydra++", tiny_model[0].config), tiny_model[0].config)
-    with pytest.raises(HydrajaxError, match="export: drafter is WithPrefix"):
-        export_heads(tmp_path / "heads", twice, {}, format="native")
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- what is refused ------------------------------------------------------------------------------------------
