@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from hydrajax.train.metrics import read_metrics
@@ -15,18 +14,13 @@ PROJECT = Path(__file__).resolve().parents[2]
 CLOCK = {"tokens_per_second", "tflops_per_second"}  # what differs from run to run
 
 
-def start(
-    config: Path, output: Path, *overrides: str, under: Sequence[str] = (), **environment: str
-) -> subprocess.Popen:
-    """``python -m hydrajax.train``, if need be ``under`` a command that starts another.
+def start(config: Path, output: Path, *overrides: str, **environment: str) -> subprocess.Popen:
+    """``python -m hydrajax.train``, with these environment variables besides.
 
-    Compiled programs are kept beside the config, for the next process.
+    Programs are compiled without optimisation, and kept below ``XDG_CACHE_HOME`` for the next process.
     """
-    command = [*under, sys.executable, "-m", "hydrajax.train", "--config", str(config), f"output={output}", *overrides]
-    environment |= {
-        "XDG_CACHE_HOME": str(config.parent / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
+    command = [sys.executable, "-m", "hydrajax.train", "--config", str(config), f"output={output}", *overrides]
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=PROJECT, env=os.environ | environment, **pipes)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import runpy
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -51,12 +53,16 @@ def greedy(model, base, prompt: np.ndarray, new_tokens: int) -> list[int]:
     width = len(prompt) + new_tokens
     text = np.zeros((1, width), np.int32)
     text[0, : len(prompt)] = prompt
-    positions = np.arange(width)[None]
-    run = jax.jit(lambda text: model.apply({"params": base}, text, positions, causal_mask(width)).hidden)
     for at in range(len(prompt), width):
-        logits = model.apply({"params": base}, run(text), method="logits")
-        text[0, at] = np.argmax(logits[0, at - 1])
+        text[0, at] = np.argmax(logits(model, base, text)[0, at - 1])
     return text[0, len(prompt) :].tolist()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(model, base, text):
+    width = text.shape[1]
+    hidden = model.apply({"params": base}, text, jnp.arange(width)[None], causal_mask(width)).hidden
+    return model.apply({"params": base}, hidden, method="logits")
 
 
 def test_temperature_zero_is_greedy_and_others_are_shared_out(tiny_model):

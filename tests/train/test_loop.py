@@ -1,8 +1,10 @@
-"""Interrupted runs, in real processes: killed, stopped, moved to another mesh, they end where the others end."""
+"""Interrupted runs: killed or stopped in processes of their own, moved to another mesh, they end where others end."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import random
 import signal
 import sys
@@ -14,6 +16,7 @@ import yaml
 from runs import finish, heads_file, start, wait_for_step, without_clock
 from safetensors.numpy import load_file
 
+from hydrajax.cli.train import main
 from hydrajax.train.metrics import read_metrics
 
 STEPS = 60
@@ -21,19 +24,27 @@ TWO_DEVICES = ("mesh.data=2", "mesh.cpu_devices=2")
 
 
 @pytest.fixture(scope="module")
-def launch(settings, tmp_path_factory):
-    """``launch(output, *overrides) -> Popen`` of the training program; checkpoints are frequent and of odd steps."""
-    config = tmp_path_factory.mktemp("runs") / "run.yaml"
+def config(settings, tmp_path_factory) -> Path:
+    """A run whose checkpoints are frequent and of odd steps."""
+    path = tmp_path_factory.mktemp("runs") / "run.yaml"
     changes = {"steps": STEPS, "checkpoint_every": 5, "eval_every": 16}
-    config.write_text(yaml.safe_dump(settings | changes | {"output": "given below"}))
-    return functools.partial(start, config)
+    path.write_text(yaml.safe_dump(settings | changes | {"output": "given below"}))
+    return path
+
+
+@pytest.fixture
+def launch(config, compiled_programs):
+    """``launch(output, *overrides) -> Popen`` of the training program."""
+    return functools.partial(start, config, XDG_CACHE_HOME=str(compiled_programs))
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(launch, tmp_path_factory) -> Path:
+def uninterrupted(config, tmp_path_factory) -> Path:
+    """The output of a run in this process, which compiles what the other processes find in the cache."""
     output = tmp_path_factory.mktemp("uninterrupted")
-    out = finish(launch(output))
-    assert f"finished {STEPS} steps: --draft {output / 'heads'}" in out
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["--config", str(config), f"output={output}"]) == 0
+    assert f"finished {STEPS} steps: --draft {output / 'heads'}" in out.getvalue()
     return output
 
 
@@ -47,7 +58,9 @@ def test_metrics_of_an_uninterrupted_run(uninterrupted):
     assert list((uninterrupted / "tensorboard").iterdir())
 
 
-def test_killed_and_stopped_run_ends_bitwise_where_the_uninterrupted_one_ends(launch, uninterrupted, tmp_path):
+def test_killed_and_stopped_run_ends_bitwise_where_the_uninterrupted_one_ends(
+    launch, config, uninterrupted, program, tmp_path
+):
     output = tmp_path / "run"
     kill_at, stop_at = random.randint(1, 20), random.randint(26, 40)
 
@@ -68,8 +81,8 @@ def test_killed_and_stopped_run_ends_bitwise_where_the_uninterrupted_one_ends(la
     assert stop_at <= stopped_at < STEPS, "stopped too late"
     assert max(line["step"] for line in read_metrics(output / "metrics.jsonl")) == stopped_at
 
-    out = finish(launch(output))
-    assert f"resumed at step {stopped_at} of {STEPS}" in out  # no step that was done is done again
+    result = program("--config", config, f"output={output}")
+    assert f"resumed at step {stopped_at} of {STEPS}" in result.out  # no step that was done is done again
     assert heads_file(output).read_bytes() == heads_file(uninterrupted).read_bytes(), (kill_at, stop_at)
     # No line twice, none missing, and the same figures: losses, gradients, evaluations.
     assert without_clock(output) == without_clock(uninterrupted)
@@ -90,16 +103,18 @@ def test_run_resumed_on_another_mesh_ends_there_within_rounding(launch, uninterr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on file sizes")
-def test_disk_that_fills_up_ends_the_run_with_one_line(launch, tmp_path):
+def test_disk_that_fills_up_ends_the_run_with_one_line(config, uninterrupted, program, tmp_path):
     """A limit on the size of files stands for the full disk: every write beyond it fails likewise."""
+    import resource
+
     output = tmp_path / "run"
-    limit = 20_000  # bytes: the metrics fit, a checkpoint does not
-    limited = (
-        f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
-        "os.execv(sys.argv[1], sys.argv[1:])"
-    )
-    err = finish(launch(output, under=(sys.executable, "-c", limited)), 2)
-    last = err.strip().splitlines()[-1]
-    assert last.startswith("hydrajax: checkpoint: saving step 5 in ")
-    assert "Traceback" not in err
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # bytes: the metrics fit, a checkpoint does not
+    try:
+        result = program("--config", config, f"output={output}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert result.code == 2
+    assert result.err.strip().splitlines()[-1].startswith("hydrajax: checkpoint: saving step 5 in ")
+    assert "Traceback" not in result.err
     assert not (output / "heads").exists()

@@ -36,9 +36,6 @@ from hydrajax.train.losses import (
 
 WIDTH, VOCAB, HEADS = 32, 61, 3  # width and vocabulary of the `tiny_model` fixture
 
-# Nearly all the time here is compilation, and half of that LLVM's optimisation.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 
 def random_params(drafter, base, seed=0):
     """Noise in every leaf: fresh heads are identities and would hide mistakes."""
@@ -118,13 +115,13 @@ def test_values_and_gradients_equal_torch(base, example, kind, name):
     def loss_fn(params, features):
         return draft_loss(objective, drafter, params, features, hidden, batch, base)
 
-    outputs = quick_jit(halves)(params, features)
+    outputs = jax.jit(halves)(params, features)
     expected, metrics, *slopes = in_torch(objective, *outputs, base.logits(hidden), hidden, batch["labels"])
-    step = quick_jit(jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True))
+    step = jax.jit(jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True))
     (loss, ours), grads = step(params, features)
     assert float(loss) == pytest.approx(expected, rel=1e-5)
     if name == "all":  # without gradients it is another program
-        assert float(quick_jit(loss_fn)(params, features)[0]) == pytest.approx(expected, rel=1e-5)
+        assert float(jax.jit(loss_fn)(params, features)[0]) == pytest.approx(expected, rel=1e-5)
     for ours_of, theirs, field in zip(ours, metrics, ours._fields, strict=True):
         weight = {"reconstruction": objective.reconstruction_weight, "teacher": objective.teacher_weight}
         weight["agreement"] = objective.teacher_weight
@@ -132,7 +129,7 @@ def test_values_and_gradients_equal_torch(base, example, kind, name):
             np.testing.assert_allclose(ours_of, theirs, rtol=1e-5, atol=1e-6, err_msg=field)
         else:
             assert np.isnan(ours_of).all(), field
-    expected_grads = quick_jit(pull)(params, features, *slopes)
+    expected_grads = jax.jit(pull)(params, features, *slopes)
     for mine, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
@@ -149,7 +146,7 @@ def vocabulary_shapes(fn, *arrays) -> set[int]:
 
     The whole program, inside fusions too.
     """
-    hlo = jax.jit(fn).lower(*arrays).compile({"xla_backend_optimization_level": 0}).as_text()
+    hlo = jax.jit(fn).lower(*arrays).compile().as_text()
     sizes = {math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", hlo)}
     return {size for size in sizes if size % VOCAB == 0 and size > WIDTH * VOCAB}
 
@@ -187,7 +184,7 @@ def test_ignored_targets_do_not_count(base, example):
     def loss(features):
         return draft_loss(Objective(**MIXED), drafter, params, features, hidden, batch, base)[0]
 
-    gradient = np.abs(quick_jit(jax.grad(loss))(features)).sum(axis=-1)
+    gradient = np.abs(jax.jit(jax.grad(loss))(features)).sum(axis=-1)
     # Head 0 at t answers for the token t + 2 and for the hidden state t + 1.
     labels = np.pad(batch["labels"], ((0, 0), (0, 2)), constant_values=IGNORED)
     used = (labels[:, 2:] != IGNORED) | (labels[:, 1:-1] != IGNORED)
@@ -200,7 +197,7 @@ def test_no_target_at_all_is_zero_and_not_nan(base, example):
     labels = np.full_like(batch["labels"], IGNORED)
     drafter = MedusaHeads(1, WIDTH, VOCAB)
     rows = {"tokens": batch["tokens"], "labels": labels}
-    loss = quick_jit(lambda params: draft_loss(Objective(**MIXED), drafter, params, features, hidden, rows, base))
+    loss = jax.jit(lambda params: draft_loss(Objective(**MIXED), drafter, params, features, hidden, rows, base))
     loss, metrics = loss(random_params(drafter, base))
     assert float(loss) == 0.0
     assert not np.any(np.asarray(metrics))
@@ -214,7 +211,7 @@ def test_no_gradient_flows_into_the_teacher(base, example):
     def loss(features, hidden):
         return draft_loss(Objective(**MIXED), drafter, params, features, hidden, batch, base)[0]
 
-    into_features, into_teacher = quick_jit(jax.grad(loss, argnums=(0, 1)))(features, hidden)
+    into_features, into_teacher = jax.jit(jax.grad(loss, argnums=(0, 1)))(features, hidden)
     assert np.any(np.asarray(into_features))
     assert not np.any(np.asarray(into_teacher))
 
@@ -230,7 +227,7 @@ def test_micro_batches_add_up_to_the_batch(base, example):
     assert not np.array_equal(2 * alone.tokens, whole.tokens)
     np.testing.assert_array_equal(whole.hidden[1:], whole.tokens[:-1])
 
-    @quick_jit
+    @jax.jit
     def step(features, hidden, batch, counts):
         def loss(params):
             return draft_loss(objective, drafter, params, features, hidden, batch, base, counts=counts)
@@ -270,7 +267,7 @@ def packed_and_apart():
     return packed, apart
 
 
-@pytest.mark.parametrize("prefix", [False, True], ids=["hydra", "hydra++"])
+@pytest.mark.parametrize("prefix", [pytest.param(False, marks=pytest.mark.slow), True], ids=["hydra", "hydra++"])
 def test_packed_documents_give_the_sums_of_documents_apart(base, prefix):
     drafter = HydraHeads(HEADS, WIDTH, VOCAB)
     drafter = WithPrefix(drafter, base.config) if prefix else drafter
@@ -278,7 +275,7 @@ def test_packed_documents_give_the_sums_of_documents_apart(base, prefix):
     objective = Objective(**MIXED, chunk_tokens=10)
     ones = HeadCounts(jnp.ones(HEADS), jnp.ones(HEADS))
 
-    @quick_jit
+    @jax.jit
     def sums(batch):
         forward = run_base(base.model, base.params, batch["tokens"], segments=batch.get("segments"))
         return draft_loss(objective, drafter, params, *forward[1::-1], batch, base, counts=ones)
@@ -328,7 +325,7 @@ def test_noise_and_dropout_need_a_key(base, example):
     features, hidden, batch = example
     params = random_params(MedusaHeads(1, WIDTH, VOCAB), base)
 
-    @functools.partial(quick_jit, static_argnums=(0, 1))
+    @functools.partial(jax.jit, static_argnums=(0, 1))
     def loss(dropout, alpha, key):
         drafter = MedusaHeads(1, WIDTH, VOCAB, dropout=dropout)
         objective = Objective(noise_alpha=alpha, chunk_tokens=8)
@@ -354,7 +351,7 @@ def test_gradients_under_dropout_are_those_of_the_loss(base, example):
         objective = Objective(**MIXED, chunk_tokens=8)
         return draft_loss(objective, drafter, moved, features, hidden, batch, base, jax.random.key(3))[0]
 
-    value_and_slope = quick_jit(jax.value_and_grad(along))
+    value_and_slope = jax.jit(jax.value_and_grad(along))
     difference = (float(value_and_slope(1e-2)[0]) - float(value_and_slope(-1e-2)[0])) / 2e-2
     assert float(value_and_slope(0.0)[1]) == pytest.approx(difference, rel=1e-2)
 
@@ -370,7 +367,7 @@ def test_bfloat16_is_summed_in_float32(base):
     tokens = random.integers(VOCAB, size=(1, 256), dtype=np.int32)
     objective = Objective(lm_weight=1.0, teacher_weight=0.0, chunk_tokens=1)
 
-    @quick_jit
+    @jax.jit
     def step(params):
         rows = {"tokens": tokens, "labels": tokens}
         loss = functools.partial(draft_loss, objective, drafter)
@@ -402,7 +399,7 @@ def test_language_model_loss_equals_torch(base, example):
     def loss(params, hidden):
         return language_model_loss(base.model, params, hidden, batch["labels"], chunk_tokens=8)
 
-    (total, count), grads = quick_jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(base.params, hidden)
+    (total, count), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(base.params, hidden)
     assert float(total) == pytest.approx(expected.item(), rel=1e-5)
     assert float(count) == (batch["labels"][:, 1:] != IGNORED).sum()
     for ours, theirs in zip(
@@ -414,7 +411,7 @@ def test_language_model_loss_equals_torch(base, example):
     labels = np.where(np.array(segments) == np.array([[[1]], [[2]]]), batch["labels"], IGNORED)
     labels[1, :, 5] = IGNORED  # what would cross
 
-    @quick_jit
+    @jax.jit
     def sums(labels, segments):
         return language_model_loss(base.model, base.params, hidden, labels, segments, chunk_tokens=8)
 

@@ -14,9 +14,6 @@ from hydrajax.drafters.drafter import BoundBase
 from hydrajax.models.rows import run_base
 from hydrajax.train.losses import Objective, draft_loss
 
-# Nearly all the time here is compilation, and half of that LLVM's optimisation.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 
 def official_names(arch: str, grads: dict) -> dict[str, np.ndarray]:
     """Our gradient tree under the released keys and layouts (rows are outputs)."""
@@ -69,7 +66,7 @@ def test_losses_equal_the_official_code(official):
     folder, recorded, loss, params = official
     logs = json.loads((folder / "loss_logs.json").read_text())
     objective = Objective(lm_weight=0.5, reconstruction_weight=2.0, chunk_tokens=14)  # 5 chunks of 7 positions, of 32
-    value, metrics = quick_jit(functools.partial(loss, objective))(params)
+    value, metrics = jax.jit(functools.partial(loss, objective))(params)
     lm, teacher, reconstruction = (float(recorded[name]) for name in ("loss_lm", "loss_teacher", "loss_recon"))
     totals = [float(part.sum()) for part in metrics[:3]]
     np.testing.assert_allclose(totals, [lm, teacher, reconstruction], atol=1e-4)
@@ -85,7 +82,7 @@ def test_teacher_gradients_equal_the_official_code(official):
     from safetensors.numpy import load_file
 
     folder, recorded, loss, params = official
-    step = quick_jit(jax.value_and_grad(functools.partial(loss, Objective(chunk_tokens=14)), has_aux=True))
+    step = jax.jit(jax.value_and_grad(functools.partial(loss, Objective(chunk_tokens=14)), has_aux=True))
     (value, _), grads = step(params)
     assert float(value) == pytest.approx(float(recorded["loss_teacher"]), abs=1e-4)
     ours = official_names(folder.name, jax.tree.map(np.asarray, grads))

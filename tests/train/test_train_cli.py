@@ -126,7 +126,7 @@ def test_heads_for_a_base_and_conversations_of_others(program, golden, settings,
         "held_out": 0.1,
         "limit": 60,
     }
-    draft = {"heads": "hydra", "n_heads": 2, "n_layers": 2, "prefix": True}
+    draft = {"heads": "hydra", "n_heads": 2, "prefix": True}
     changes = {"model": str(base), "data": data, "draft": draft, "steps": 3, "output": str(tmp_path / "run")}
     config = tmp_path / "golden.yaml"
     config.write_text(yaml.safe_dump(settings | changes))
