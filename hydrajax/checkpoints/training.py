@@ -138,7 +138,7 @@ class TrainCheckpoints:
     def restore(
         self, abstract_state: Any, *, on_warning: Callable[[str], None] = lambda line: None
     ) -> tuple[int, Any, dict]:
-        """Load ``(step, state, meta)`` of the newest whole checkpoint; each damaged newer one is told to ``on_warning``.
+        """Load ``(step, state, meta)`` of the newest whole checkpoint; ``on_warning`` hears of damaged newer ones.
 
         abstract_state: arrays or ShapeDtypeStructs; their shardings say where each array goes, whatever mesh it was
             saved from (without one: the default device).
