@@ -11,7 +11,6 @@ from pathlib import Path
 from common import Setup, speed_rows
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.contest import AUTOREGRESSIVE
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "experiments" / "configs" / "demo_hydra.yaml"
@@ -46,6 +45,5 @@ def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:
             sys.exit(code)
         args.draft.append(str(output / "heads"))
     setup = Setup(args, list(variants))
-    ways = {AUTOREGRESSIVE: setup.autoregressive()}
-    ways |= {name: setup.way(name, setup.released(name)) for name in variants}
+    ways = [setup.autoregressive(), *(setup.way(name, setup.released(name)) for name in variants)]
     return speed_rows(setup.contest(ways), 1)

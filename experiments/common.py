@@ -14,25 +14,23 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from rich.console import Console
 
 import hydrajax
 from hydrajax import api, assets
 from hydrajax.cli import options, run_command
-from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
-from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn, right_padded
-from hydrajax.decoding.step import Params
+from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.measure.calibration import Calibration, calibrate
-from hydrajax.measure.contest import AUTOREGRESSIVE, Measured, Way, contest, measure_trees
-from hydrajax.report.results import Result, machine, write_result
+from hydrajax.measure.contest import Measured, contest, measure_trees
+from hydrajax.measure.machine import machine
+from hydrajax.measure.way import Way
+from hydrajax.report.results import Result, write_result
 from hydrajax.text.prompt import read_prompts
 from hydrajax.train.data import corpus
 from hydrajax.trees import TreeTopology, presets
@@ -149,6 +147,7 @@ class Setup:
         if len(self.heads) < len(drafts):
             raise HydrajaxError("--draft: two directories have the same name")
         count, n_calibration = args.count, getattr(args, "calibration", 0)
+        self._new_tokens = getattr(args, "new_tokens", 128)  # a script that only times steps generates none
         found = self._read(count + n_calibration)
         self.measured, self.calibration = found[:count], found[count:]
         self._calibrations: dict[str, Calibration] = {}
@@ -165,18 +164,11 @@ class Setup:
             raise HydrajaxError(f"--prompts: {count} are needed, {self.args.prompts} holds {len(found)}")
         return [api.encode(self.base, prompt, f"prompt {at}") for at, prompt in enumerate(found[:count])]
 
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """Of every decode function."""
-        return {"max_new_tokens": self.args.new_tokens, "eos_ids": self.base.eos_ids}
-
     def autoregressive(self, rule: AcceptanceRule | None = None) -> Way:
-        plain = make_autoregressive_fn(self.base.model, rule, **self.settings)
-        return Way(plain, Params(self.base.params.base, {}))
+        return Way.of(self.base, "base", rule=rule, max_new_tokens=self._new_tokens).autoregressive()
 
-    def way(self, heads: str, tree: TreeTopology, rule: AcceptanceRule | None = None) -> Way:
-        loaded = self.heads[heads]
-        return Way(make_decode_fn(loaded.model, loaded.drafter, tree, rule, **self.settings), loaded.params, tree.size)
+    def way(self, heads: str, tree: TreeTopology, rule: AcceptanceRule | None = None, name: str = "") -> Way:
+        return Way.of(self.heads[heads], name or heads, tree, rule, max_new_tokens=self._new_tokens)
 
     def released(self, heads: str) -> TreeTopology:
         """The released 63-choice tree, as deep as the heads go."""
@@ -185,13 +177,13 @@ class Setup:
     def calibrated(self, heads: str) -> Calibration:
         """What the heads know of the base's own continuations of the calibration prompts."""
         if heads not in self._calibrations:
-            loaded = self.heads[heads]
             with CONSOLE.status(f"calibrating {heads}") as line:
                 self._calibrations[heads] = calibrate(
-                    loaded.model, loaded.drafter, loaded.params, self.calibration, new_tokens=self.args.new_tokens,
-                    eos_ids=loaded.eos_ids, batch_size=min(ROWS, len(self.calibration)),
+                    self.way(heads, presets.root()),
+                    self.calibration,
+                    batch_size=min(ROWS, len(self.calibration)),
                     on_progress=lambda done, total: line.update(f"calibrating {heads}, {done} of {total}"),
-                )  # fmt: skip
+                )
         return self._calibrations[heads]
 
     def grown(self, heads: str, largest: int) -> Proposals:
@@ -219,13 +211,15 @@ class Setup:
         batch_size: int,
         repeats: int,
     ) -> list[Measured]:
-        loaded = self.heads[heads]
         with CONSOLE.status("") as line:
             return measure_trees(
-                loaded.model, loaded.drafter, loaded.params, trees, prompts, Greedy(), batch_size=batch_size,
-                new_tokens=self.args.new_tokens, repeats=repeats, eos_ids=loaded.eos_ids,
+                self.way(heads, presets.root()),
+                trees,
+                prompts,
+                batch_size=batch_size,
+                repeats=repeats,
                 on_status=lambda text: line.update(f"{heads}, batch {batch_size}: {text}"),
-            )  # fmt: skip
+            )
 
     def fastest_tree(self, heads: str, batch_size: int, sizes: Sequence[int], repeats: int = 5) -> TreeTopology:
         """The searched tree that is fastest on the first calibration prompts: others than are measured afterwards."""
@@ -233,23 +227,23 @@ class Setup:
         rates = self.measure_trees(heads, trees, self.calibration[: max(4, batch_size)], batch_size, repeats)
         return trees[max(rates, key=lambda rate: rate.tokens_per_second).name]
 
-    def contest(self, ways: Mapping[str, Way], batch_size: int = 1) -> list[Measured]:
+    def contest(self, ways: Sequence[Way], batch_size: int = 1) -> list[Measured]:
         with CONSOLE.status("") as line:
             return contest(
-                ways, self.measured, batch_size=batch_size, repeats=self.args.repeats,
+                ways,
+                self.measured,
+                batch_size=batch_size,
+                repeats=self.args.repeats,
                 on_status=lambda text: line.update(f"batch {batch_size}: {text}"),
-            )  # fmt: skip
+            )
 
     def tokens_per_step(self, way: Way) -> float:
         """On the measured prompts, many at once: not for time."""
         tokens = steps = 0
-        for start in range(0, len(self.measured), ROWS):
-            group = self.measured[start : start + ROWS]
-            filled = group + [group[-1]] * (min(ROWS, len(self.measured)) - len(group))  # one shape, one compilation
-            prompt, lengths = right_padded(filled, max(map(len, self.measured)))
-            out = jax.device_get(way.decode(way.params, prompt, lengths, jax.random.key(0)))
-            tokens += int(out.lengths[: len(group)].sum())
-            steps += int(out.steps[: len(group)].sum())
+        for prompt, lengths, n_real in batches(self.measured, min(ROWS, len(self.measured))):
+            out = way.decode(prompt, lengths)
+            tokens += int(out.lengths[:n_real].sum())
+            steps += int(out.steps[:n_real].sum())
         return tokens / steps
 
 
@@ -257,17 +251,20 @@ def speed_rows(rates: Sequence[Measured], batch_size: int) -> list[dict]:
     """Rows of a "speed" result, and lines on the terminal."""
     for rate in rates:
         figures = f"{rate.tokens_per_second:8.0f} tokens/s, {rate.speedup:.2f}x, τ {rate.tokens_per_step:.2f}"
-        print(f"batch {batch_size}  {rate.name:40} {figures}{'' if rate.equal else '  OUTPUT DIFFERS'}", flush=True)
+        print(
+            f"batch {batch_size}  {rate.name:40} {figures}{'  OUTPUT DIFFERS' if rate.equal is False else ''}",
+            flush=True,
+        )
     return [{"batch": batch_size} | rate.as_dict() for rate in rates]
 
 
 def contest_of_trees(setup: Setup, batch_size: int, sizes: Sequence[int]) -> list[dict]:
     """Autoregressive decoding, and each kind of heads with its fastest searched tree and with the released one."""
-    ways = {AUTOREGRESSIVE: setup.autoregressive()}
-    for name in setup.heads:
-        tree = setup.fastest_tree(name, batch_size, sizes)
-        ways[f"{name}, searched tree"] = setup.way(name, tree)
-        ways[f"{name}, released tree"] = setup.way(name, setup.released(name))
+    ways = [setup.autoregressive()]
+    for heads in setup.heads:
+        tree = setup.fastest_tree(heads, batch_size, sizes)
+        ways.append(setup.way(heads, tree, name=f"{heads}, searched tree"))
+        ways.append(setup.way(heads, setup.released(heads), name=f"{heads}, released tree"))
     return speed_rows(setup.contest(ways, batch_size), batch_size)
 
 

@@ -8,13 +8,6 @@ import sys
 
 import common
 
-from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.step import Engine, Params
-from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.prefix import WithPrefix
-from hydrajax.measure.timing import StepTimer
-from hydrajax.trees import presets
-
 N_STEPS = 8  # in a timed call
 
 FULL = {"count": 1, "prompt_tokens": 64, "context": 256, "batch_size": 1, "rounds": 7, "repeats": 15}
@@ -33,12 +26,10 @@ def run(args) -> None:
 
 
 def measure(setup: common.Setup, heads: str, args) -> dict:
-    loaded, tree = setup.heads[heads], setup.released(heads)
-    timers = [
-        timer(loaded.model, loaded.drafter, common.cut(tree, depth), loaded.params, args)
-        for depth in range(tree.depth + 1)
-    ]
-    plain = timer(loaded.model, NoDrafter(), presets.root(), Params(loaded.params.base, {}), args)
+    tree = setup.released(heads)
+    ways = [setup.way(heads, common.cut(tree, depth)) for depth in range(tree.depth + 1)]
+    timers = [step_timer(way, args.batch_size, args.context, args.repeats) for way in ways]
+    plain = step_timer(ways[0].autoregressive(), args.batch_size, args.context, args.repeats)
     found: dict[str, list[float]] = {"step": [], "verify": [], "observe": []}
     proposing: list[list[float]] = []
     for _ in range(args.rounds):  # what else the machine does meets all parts alike
@@ -50,17 +41,11 @@ def measure(setup: common.Setup, heads: str, args) -> dict:
     costs = [
         max(0.0, statistics.median(one[depth + 1] - one[depth] for one in proposing)) for depth in range(tree.depth)
     ]
-    has_prefix = isinstance(loaded.drafter, WithPrefix)
+    attends = bool(ways[0].drafter.observe_costs(1, 1, 1))  # what has seen the text with layers of its own
     return {
-        "drafter": heads, "prefix_attention": median["observe"] if has_prefix else None, "heads": costs,
+        "drafter": heads, "prefix_attention": median["observe"] if attends else None, "heads": costs,
         "verify": median["verify"], "autoregressive_step": median["step"],
     }  # fmt: skip
-
-
-def timer(model, drafter, tree, params, args) -> StepTimer:
-    room = N_STEPS * (tree.depth + 1)
-    engine = Engine(model, drafter, tree, Greedy(), max_new_tokens=room)
-    return StepTimer(engine, params, args.batch_size, args.context - room, N_STEPS, args.repeats)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import common
 from hydrajax import assets
 from hydrajax.cli import main as hydrajax
 from hydrajax.errors import HydrajaxError
-from hydrajax.questions.evaluate import MT_BENCH
+from hydrajax.questions.summary import MT_BENCH
 from hydrajax.report.outputs import find_results
 
 FULL = {"max_new_tokens": 64, "repeats": 1}

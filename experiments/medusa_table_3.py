@@ -8,7 +8,6 @@ import sys
 
 import common
 
-from hydrajax.measure.contest import AUTOREGRESSIVE
 from hydrajax.trees import TreeTopology, presets
 
 FULL = {"count": 16, "calibration": 256, "prompt_tokens": 64, "new_tokens": 128, "repeats": 15, "nodes": 64}
@@ -20,13 +19,14 @@ def run(args) -> None:
     heads, loaded = next(iter(setup.heads.items()))
     proposals = setup.grown(heads, args.nodes)
     searched = proposals.tree(min(args.nodes, proposals.largest))
-    ways = {
-        AUTOREGRESSIVE: setup.autoregressive(),
-        f"{heads} without tree attention": setup.way(heads, presets.chain(loaded.drafter.depth)),
-        "+ tree attention, dense tree": setup.way(heads, dense(searched.size, loaded.drafter.depth)),
-        "+ optimised tree": setup.way(heads, searched),
-        "+ optimised tree, fastest size": setup.way(heads, setup.fastest_tree(heads, 1, [2, 3, 4, 6, 8, 16, 32])),
-    }
+    depth = loaded.drafter.depth
+    ways = [
+        setup.autoregressive(),
+        setup.way(heads, presets.chain(depth), name=f"{heads} without tree attention"),
+        setup.way(heads, dense(searched.size, depth), name="+ tree attention, dense tree"),
+        setup.way(heads, searched, name="+ optimised tree"),
+        setup.way(heads, setup.fastest_tree(heads, 1, [2, 3, 4, 6, 8, 16, 32]), name="+ optimised tree, fastest size"),
+    ]
     rows = common.speed_rows(setup.contest(ways), 1)
     common.write(args, "speed", "medusa table 3", "what each technique adds", rows)
 

@@ -18,13 +18,13 @@ import jax
 import numpy as np
 from common import held_out_documents
 
+import hydrajax
 from hydrajax import assets
-from hydrajax.checkpoints.base import eos_ids, load_llama
-from hydrajax.checkpoints.heads.load import load_draft
+from hydrajax.api import Loaded
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
-from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
-from hydrajax.decoding.step import Params
+from hydrajax.decoding.prompts import batches
 from hydrajax.files import WholeFile
+from hydrajax.measure.way import Way
 from hydrajax.train.data import rows
 from hydrajax.train.distill import cut_prompts
 from hydrajax.trees import presets
@@ -45,23 +45,18 @@ def main() -> None:
     parser.add_argument("--output", help="JSON file")
     args = parser.parse_args()
 
-    model, base_params = load_llama(args.base)
-    ends = eos_ids(args.base)
-    prompts = held_out_prompts(args)
+    base = hydrajax.load(args.base)
+    prompts = held_out_prompts(args, base)
     tree = presets.by_name(args.tree)
 
-    def decode(drafter, params, rule, new_tokens):
-        if drafter is None:
-            run = make_autoregressive_fn(model, rule, max_new_tokens=new_tokens, eos_ids=ends)
-        else:
-            run = make_decode_fn(model, drafter, tree, rule, max_new_tokens=new_tokens, eos_ids=ends)
+    def decode(way: Way) -> list[np.ndarray]:
         outs = []
-        for start in range(0, len(prompts), args.batch_size):
-            batch = prompts[start : start + args.batch_size]
-            outs.append(jax.device_get(run(Params(base_params, params), batch, rng=jax.random.key(start))))
+        for number, (prompt, lengths, n_real) in enumerate(batches(prompts, args.batch_size)):
+            out = jax.device_get(way.decode(prompt, lengths, jax.random.key(number * args.batch_size)))
+            outs.append([part[:n_real] for part in out])
         return [np.concatenate(parts) for parts in zip(*outs, strict=True)]
 
-    tokens, lengths, *_ = decode(None, {}, Greedy(), args.new_tokens)
+    tokens, lengths, *_ = decode(Way.of(base, "base", max_new_tokens=args.new_tokens))
     report = {
         "tree": args.tree, "prompts": len(prompts), "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens,
         "repeated_8grams": repeated(tokens, lengths, 8),
@@ -74,10 +69,9 @@ def main() -> None:
     }
     print(f"{'':12}" + "".join(f"{name:>34}" for name in settings), flush=True)
     for directory in args.heads:
-        drafter, params = load_draft(directory, model.config)
-        row = {}
+        loaded, row = base.with_draft(directory), {}
         for name, (rule, new_tokens) in settings.items():
-            out, n_tokens, _, steps = decode(drafter, params, rule, new_tokens)
+            out, n_tokens, _, steps = decode(Way.of(loaded, name, tree, rule, max_new_tokens=new_tokens))
             row[name] = float(n_tokens.sum() / steps.sum())
             if isinstance(rule, Greedy) and not np.array_equal(out, tokens[:, :new_tokens]):
                 raise SystemExit(f"{directory}: the output differs from autoregressive decoding")
@@ -91,11 +85,9 @@ def main() -> None:
             file.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def held_out_prompts(args) -> np.ndarray:
-    from hydrajax.text.tokenizer import load_tokenizer
-
+def held_out_prompts(args, base: Loaded) -> np.ndarray:
     names = json.loads(Path(args.held_out).read_text())["held_out"]
-    documents = [rows.all_targets(ids) for ids in held_out_documents(load_tokenizer(args.base), names)]
+    documents = [rows.all_targets(ids) for ids in held_out_documents(base.tokenizer, names)]
     return cut_prompts(documents, args.prompts, args.prompt_tokens, seed=0)
 
 

@@ -7,17 +7,19 @@ a token under the base, at temperature 1. It says how far from the base's own sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from common import CONSOLE, Setup, right_padded
+from common import CONSOLE, Setup
 from rich.progress import track
+from scipy.special import logsumexp
 
+from hydrajax.api import Loaded
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
-from hydrajax.models.rows import run_base
+from hydrajax.decoding.prompts import right_padded
+from hydrajax.measure.plain_pass import all_logits
 
 REMARK = "no judge: quality is not measured, only how likely the base finds the text (nats per token, temperature 1)"
 
@@ -40,19 +42,19 @@ def over_temperature(temperatures: Sequence[float]) -> list[Rule]:
 
 def sweep(setup: Setup, rules: Sequence[Rule]) -> list[dict]:
     """Rows of an "acceptance" result, each kind of heads with the released tree."""
-    parts, nats_per_token = setup.args.parts, make_nats_per_token(setup)
-    sweeps = {heads: partial(_sweep, setup, rules, heads, nats_per_token) for heads in setup.heads}
-    return [row for heads in sweeps for row in parts.rows(heads, sweeps[heads])]
+    sweeps = {heads: partial(_sweep, setup, rules, heads) for heads in setup.heads}
+    return [row for heads in sweeps for row in setup.args.parts.rows(heads, sweeps[heads])]
 
 
-def _sweep(setup: Setup, rules: Sequence[Rule], heads: str, nats_per_token: Callable[..., float]) -> list[dict]:
+def _sweep(setup: Setup, rules: Sequence[Rule], heads: str) -> list[dict]:
     prompt, lengths = right_padded(setup.measured, max(map(len, setup.measured)))
 
     @cache  # two sweeps meet in one rule
     def measured(rule: AcceptanceRule) -> dict[str, float]:
         way = setup.way(heads, setup.released(heads), rule)
-        out = jax.device_get(way.decode(way.params, prompt, lengths, jax.random.key(0)))
-        nats = nats_per_token(prompt, lengths, out.tokens, out.lengths)
+        out = jax.device_get(way.decode(prompt, lengths))
+        outputs = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
+        nats = nats_per_token(setup.base, setup.measured, outputs)
         return {"tokens_per_step": out.tokens_per_step(), "nats": nats}
 
     return [
@@ -61,26 +63,12 @@ def _sweep(setup: Setup, rules: Sequence[Rule], heads: str, nats_per_token: Call
     ]
 
 
-def make_nats_per_token(setup: Setup) -> Callable[..., float]:
-    """``nats_per_token(prompt, prompt_lengths, tokens, lengths)``: mean negative log-likelihood of the generated tokens
-    under the base, float32, row after row. Compiled once for all rules and heads.
-    """
-    model, params = setup.base.model, setup.base.params.base
-
-    @jax.jit
-    def of_row(params, row):
-        hidden = run_base(model, params, row[None], 0).hidden
-        logits = model.apply({"params": params}, hidden, method="logits")[0].astype(jnp.float32)
-        chosen = jnp.take_along_axis(logits[:-1], row[1:, None], axis=-1)[:, 0]
-        return jax.nn.logsumexp(logits[:-1], axis=-1) - chosen
-
-    def nats_per_token(prompt, prompt_lengths, tokens, lengths) -> float:
-        total = 0.0
-        for before, n_prompt, after, n_after in zip(prompt, prompt_lengths, tokens, lengths, strict=True):
-            row = np.zeros(prompt.shape[1] + tokens.shape[1], np.int32)
-            row[:n_prompt] = before[:n_prompt]
-            row[n_prompt : n_prompt + n_after] = after[:n_after]
-            total += float(np.asarray(of_row(params, row))[n_prompt - 1 : n_prompt + n_after - 1].sum())
-        return total / int(lengths.sum())
-
-    return nats_per_token
+def nats_per_token(base: Loaded, prompts: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> float:
+    """Mean negative log-likelihood of the generated tokens under the base, text after text."""
+    total = 0.0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        text = np.concatenate([prompt, output])
+        logits = all_logits(base.model, base.params.base, text)[len(prompt) - 1 : -1].astype(np.float64)
+        chosen = np.take_along_axis(logits, output[:, None], axis=-1)[:, 0]
+        total += float((logsumexp(logits, axis=-1) - chosen).sum())
+    return total / sum(map(len, outputs))

@@ -23,16 +23,12 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
-from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.step import Engine, Params
-from hydrajax.drafters.none import NoDrafter
-from hydrajax.measure.benchmark import autoregressive_bytes, copy_bandwidth, first_nodes, peak_memory
-from hydrajax.measure.random_models import random_draft, random_model
-from hydrajax.measure.timing import StepTimer
+from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, room_for, step_timer
+from hydrajax.measure.machine import copy_bandwidth, peak_memory
+from hydrajax.measure.random_models import random_base, random_draft
+from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS
 from hydrajax.trees import presets
-
-STEPS = 8
 
 
 def integers(text: str) -> list[int]:
@@ -55,8 +51,10 @@ def main() -> int:
     began = time.perf_counter()
     device = jax.devices()[0]
     bandwidth = copy_bandwidth(args.copy_megabytes)
-    model, _, plain = random_model(args.shape, "none", args.dtype)
-    drafts = {kind: random_draft(model, plain.base, kind) for kind in ("hydra++", "medusa")}
+    model, base = random_base(PRESETS[args.shape], args.dtype)
+    full = presets.sparse()
+    room = room_for([full])
+    ways = {kind: Way(kind, model, *random_draft(model, base, kind), full) for kind in ("hydra++", "medusa")}
     header = {
         "device": device.device_kind,
         "jax": jax.__version__,
@@ -66,35 +64,31 @@ def main() -> int:
     }
     print(json.dumps(header))
     lines = [header]
-    full = presets.sparse()
 
     def measurements(batch: int, context: int):
-        """Name, thunk, in order of interest."""
-        room = STEPS * (full.depth + 1)
+        """Name, nodes and what measures it, in order of interest."""
 
-        def timer(drafter, params: Params, tree) -> StepTimer:
-            engine = Engine(model, drafter, tree, Greedy(), room)
-            return StepTimer(engine, params, batch, context - room, STEPS, args.repeats)
+        def timer(way: Way):
+            return step_timer(way, batch, context, args.repeats, room)
 
-        none = Params(plain.base, {})
-        yield "autoregressive step", 1, lambda: timer(NoDrafter(), none, presets.root()).step()
-        hydra_drafter, hydra = drafts["hydra++"]
+        hydra = ways["hydra++"]
+        yield "autoregressive step", 1, lambda: timer(hydra.autoregressive()).step()
         sweep = {tree.size: tree for tree in first_nodes(full, args.nodes).values()}
         largest = sweep[max(args.nodes)]
         for nodes in args.nodes:
-            yield "verify", nodes, timer(hydra_drafter, hydra, sweep[nodes]).verify
-        for kind, (drafter, params) in drafts.items():
-            timed = timer(drafter, params, largest)
+            yield "verify", nodes, timer(hydra.with_tree(sweep[nodes], "verify")).verify
+        for kind, way in ways.items():
+            timed = timer(way.with_tree(largest, kind))
             yield f"propose {kind}", largest.size, timed.propose
             yield f"observe {kind}", largest.size, timed.observe
-        timed = timer(hydra_drafter, hydra, largest)
+        timed = timer(hydra.with_tree(largest, "whole"))
         yield "accept+commit", largest.size, timed.accept_commit
         yield "whole step hydra++", largest.size, timed.step
 
     cells = sorted(itertools.product(args.contexts, args.batches), key=lambda cell: cell[0] * cell[1])
     for context, batch in cells:
         autoregressive = None
-        floor_bytes = autoregressive_bytes(model, plain.base, batch, context + 1)
+        floor_bytes = autoregressive_bytes(model, base, batch, context + 1)
         floor = floor_bytes / bandwidth * 1e3
         for name, nodes, measure in measurements(batch, context):
             if time.perf_counter() - began > args.time_limit:

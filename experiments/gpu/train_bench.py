@@ -18,15 +18,14 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
-from hydrajax.measure.benchmark import peak_memory
+from hydrajax.measure.machine import peak_memory
+from hydrajax.measure.random_models import random_base
 from hydrajax.models.config import PRESETS
-from hydrajax.models.llama import Llama, init_base
 from hydrajax.models.rows import run_base
 from hydrajax.sharding import make_mesh
 from hydrajax.train.config import DataConfig, DraftConfig, OptimizerConfig, TrainConfig
@@ -96,8 +95,7 @@ def random_task(args: argparse.Namespace) -> HeadsTask:
         objective=Objective(chunk_tokens=args.chunk_tokens),
         data=DataConfig(format="standard_library", length=args.length),
     )  # fmt: skip
-    model = Llama(PRESETS[args.shape], jnp.dtype(args.dtype))
-    base = jax.jit(lambda rng: init_base(model, rng))(jax.random.key(0))
+    model, base = random_base(PRESETS[args.shape], args.dtype)
     return HeadsTask(config, None, model, base, make_mesh())
 
 
