@@ -160,6 +160,7 @@ def test_control_a_write_that_does_not_wait_for_the_reads_is_found(monkeypatch, 
     monkeypatch.setattr(step, "append", lambda cache, block, counts, after=None: append(cache, block, counts))
     engine = make_engine("autoregressive")
     assert len(cache_copies(engine, optimised_hlo(engine, batch))) >= 2 * CONFIG.n_layers
+    assert len(cache_copies(engine, extended_hlo(engine, batch))) >= 2 * CONFIG.n_layers
 
 
 @pytest.mark.parametrize("batch", [1, 3])

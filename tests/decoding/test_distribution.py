@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lab import Scripted
 from scipy import stats
 
 from hydrajax.decoding.acceptance import ExactSampling, Typical, at_rows, walk
@@ -20,7 +22,7 @@ from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import numbers_as_arrays, per_row, sample
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly
+from hydrajax.drafters.drafter import Proposal
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
@@ -53,19 +55,12 @@ BASE = random_leaves(jax.eval_shape(lambda: init_base(MODEL, jax.random.key(0)))
 
 
 @dataclass(frozen=True)
-class Bigram(SeesAcceptedOnly):
+class Bigram(Scripted):
     """A draft model in miniature: its logits are the base's without its layer, and a little or much beside them."""
 
     astray: float
     depth: int = 3
-    reads: tuple[int, ...] = (0,)
-    draws: bool = True
-
-    def init_state(self, batch, slots):
-        return jnp.zeros(batch, jnp.int32)
-
-    def advance(self, params, state, features, tokens, counts, next_root, base):
-        return state
+    draws: ClassVar[bool] = True
 
     def logits(self, tokens, base):
         table = jnp.asarray(np.random.default_rng(5).standard_normal((VOCAB, VOCAB)).astype(np.float32))

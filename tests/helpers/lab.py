@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
+from hydrajax.drafters.costs import CostsNothing
 from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
@@ -37,8 +39,28 @@ QUICK = {"xla_backend_optimization_level": 0}
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
+class Scripted(SeesAcceptedOnly, CostsNothing):
+    """What drafters that exist for tests alone need not write: no parameters of their own, a count as their state."""
+
+    reads: ClassVar[tuple[int, ...]] = (0,)
+    draws: ClassVar[bool] = False
+    default_tree: ClassVar[str] = "root"
+
+    def init(self, rng, base):
+        return {}
+
+    def init_state(self, batch, slots):
+        return jnp.zeros(batch, jnp.int32)
+
+    def advance(self, params, state, features, tokens, counts, next_root, base):
+        return state + counts  # tokens observed
+
+    def ranks(self, params, features, batch, base, chunk_tokens):
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Oracle(SeesAcceptedOnly):
+class Oracle(Scripted):
     """Knows the text: proposes it along one path of the tree, and wrong tokens everywhere else.
 
     ``draft_params``: ``text`` int32 ``[B, CONTEXT + 5]`` prompt and greedy continuation; ``right`` bool, same shape,
@@ -47,14 +69,6 @@ class Oracle(SeesAcceptedOnly):
     """
 
     depth: int = ORACLE_DEPTH
-    reads: tuple[int, ...] = (0,)
-    draws: bool = False
-
-    def init_state(self, batch, slots):
-        return jnp.zeros(batch, jnp.int32)
-
-    def advance(self, params, state, features, tokens, counts, next_root, base):
-        return state + counts
 
     def propose(self, params, state, root, tree, base, draw=None):
         path = jnp.asarray(oracle_paths(tree))[(state + params["salt"]) % len(oracle_paths(tree))]  # [B, N] bool

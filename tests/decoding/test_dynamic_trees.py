@@ -1,0 +1,181 @@
+"""Trees made on the device: another random one in every row and at every step, through the same step and rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lab import VOCAB, Scripted
+
+from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
+from hydrajax.decoding.sampling import per_row
+from hydrajax.drafters.drafter import Proposal
+from hydrajax.trees.topology import from_parents
+from hydrajax.trees.tree import TreeTopology
+
+N_NODES, DEPTH, MAX_NEW = 12, 4, 20
+# Only its size and its depth are used.
+ROOM = TreeTopology.from_choices([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]] + [[rank] for rank in range(1, N_NODES - 4)])
+PROMPTS = [[3, 1, 4, 1, 5], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
+
+
+def grow(seeds, observed):
+    """``(parents, target)`` int32 ``[B, N]`` and ``[B]``: a tree for each row, and a node of it.
+
+    About every fifth node has no parent. The target has one, and so have its ancestors up to the root.
+    """
+    keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))(seeds, observed)
+    noise = jax.vmap(lambda key: jax.random.uniform(key, (N_NODES, N_NODES + 1)))(keys)
+    batch = len(seeds)
+    parents, depths = [jnp.full(batch, -1)], [jnp.zeros(batch, int)]
+    for node in range(1, N_NODES):
+        above = jnp.stack(depths, axis=1)
+        chosen = jnp.argmax(jnp.where((above >= 0) & (above < DEPTH), noise[:, node, :node], -1), axis=1)
+        alone = noise[:, node, -1] < 0.2
+        depth = jnp.take_along_axis(above, chosen[:, None], axis=1)[:, 0] + 1
+        parents.append(jnp.where(alone, -1, chosen))
+        depths.append(jnp.where(alone, -9, depth))  # nothing is hung below a node without a parent
+    target = jnp.argmax(jnp.where(jnp.stack(depths, axis=1) >= 0, noise[:, 0, :N_NODES], -1), axis=1)
+    return jnp.stack(parents, axis=1).astype(jnp.int32), target.astype(jnp.int32)
+
+
+@dataclass(frozen=True)
+class Forest(Scripted):
+    """Knows the text and proposes it on the way to the target of a random tree; wrong tokens everywhere else.
+
+    A node without a parent holds the very token that follows the root: a rule that took it for a child would be found.
+    Parameters and state are those of `lab.Oracle`, with ``seeds`` in place of ``right`` and ``salt``.
+    """
+
+    depth: int = DEPTH
+
+    def propose(self, params, state, root, tree, base, draw=None):
+        parents, target = grow(params["seeds"], state)
+        made = from_parents(parents, DEPTH, most_children=N_NODES - 1)
+        places = state[:, None] + jnp.where(parents < 0, 1, made.depths)
+        truth = jnp.take_along_axis(params["text"], places, axis=1)
+        on_path = jnp.take_along_axis(made.mask, target[:, None, None], axis=1)[:, 0]
+        wrong = (truth + 1 + np.arange(N_NODES) % (VOCAB - 1)) % VOCAB
+        tokens = jnp.where(on_path | (parents < 0), truth, wrong).astype(jnp.int32)
+        return Proposal(tokens.at[:, 0].set(root), made)
+
+
+def expected_accept_lengths(seed: int, start: int, emitted: int) -> list[int]:
+    """The depth of the target of every tree that a row meets, found by walking up, cut where the text ends."""
+    at, steps = start, []
+    while at < start + emitted:
+        parents, target = jax.device_get(grow(jnp.array([seed]), jnp.array([at])))
+        node, depth = int(target[0]), 0
+        while parents[0, node] >= 0:
+            node, depth = int(parents[0, node]), depth + 1
+        assert node == 0
+        steps.append(min(depth, start + emitted - at - 1))
+        at += steps[-1] + 1
+    return steps
+
+
+@pytest.fixture(scope="module")
+def runs(lab):
+    """``run(rule, seed) -> (result with trees, result without)``, the trees filled from the latter's text."""
+    plain, compiled = {}, {}
+
+    def run(rule, seed):
+        kind = type(rule)
+        if kind not in plain:
+            plain[kind] = make_autoregressive_fn(lab.model, rule, max_new_tokens=MAX_NEW)
+            compiled[kind] = make_decode_fn(lab.model, Forest(), ROOM, rule, max_new_tokens=MAX_NEW)
+        alone = lab.decode(plain[kind], 0, {}, PROMPTS, rule=rule, seed=seed)
+        texts = np.zeros((len(PROMPTS), lab.context + DEPTH + 1), np.int32)
+        for row, prompt in enumerate(PROMPTS):
+            texts[row, : len(prompt)] = prompt
+            texts[row, len(prompt) : len(prompt) + MAX_NEW] = alone.tokens[row]
+        params = {"text": texts, "seeds": jnp.arange(len(PROMPTS)) + 10 * seed}
+        return lab.decode(compiled[kind], 0, params, PROMPTS, rule=rule, seed=seed), alone
+
+    return run
+
+
+@pytest.mark.parametrize("rule", [Greedy(), ExactSampling(1.3)], ids=lambda rule: type(rule).__name__)
+def test_random_trees_of_every_row_give_the_text_of_plain_decoding(lab, runs, rule):
+    """Token for token, and in the steps that the right paths allow: the trees are really used."""
+    for seed in range(3):
+        trees, plain = runs(rule, seed)
+        np.testing.assert_array_equal(trees.tokens, plain.tokens)
+        for row, prompt in enumerate(PROMPTS):
+            wanted = expected_accept_lengths(10 * seed + row, len(prompt), MAX_NEW)
+            assert trees.accept_lengths[row, : trees.steps[row]].tolist() == wanted
+        assert trees.tokens_per_step() > 2
+        assert trees.accept_lengths.max() >= 3
+
+
+def test_the_trees_differ_between_rows_and_steps():
+    parents = np.asarray(jax.jit(grow)(jnp.arange(3).repeat(4), jnp.arange(12) % 4)[0])
+    assert len({tuple(row) for row in parents.tolist()}) == 12
+    assert (parents[:, 1:] == -1).any()
+
+
+# --- typical ----------------------------------------------------------------------------------------------------------
+
+
+def typical_by_hand(rule, parents, p, tokens) -> list[int]:
+    """The accepted nodes of one row: of all paths from the root to a leaf the longest, then the likeliest."""
+    entropy = -(p * np.log(p + 1e-5)).sum(axis=-1)
+    threshold = np.minimum(rule.epsilon, rule.epsilon**0.5 * np.exp(-entropy))
+    best, best_key = [0], (0, 0.0)
+    for leaf in reversed([node for node in range(len(parents)) if node not in parents]):
+        line = [leaf]
+        while parents[line[0]] >= 0:
+            line.insert(0, int(parents[line[0]]))
+        if line[0] != 0:
+            continue  # hangs from nothing
+        path, log_p = [0], 0.0
+        for node in line[1:]:
+            likelihood = p[path[-1], tokens[node]] if tokens[node] >= 0 else 0.0
+            if not likelihood > threshold[path[-1]]:
+                break
+            path, log_p = [*path, node], log_p + np.log(likelihood)
+        key = (len(path) - 1, log_p)
+        if key[0] > best_key[0] or (key[0] == best_key[0] > 0 and key[1] > best_key[1] + 1e-6):
+            best, best_key = path, key
+    return best
+
+
+def test_typical_acceptance_of_a_tree_for_every_row_matches_a_walk():
+    rule, batch, vocab = Typical(0.3, temperature=0.8), 60, 5
+    random = np.random.default_rng(0)
+    parents = jax.device_get(jax.jit(grow)(jnp.arange(batch), jnp.zeros(batch, int)))[0]
+    logits = 1.5 * random.normal(size=(batch, N_NODES, vocab)).astype(np.float32)
+    tokens = random.integers(-1, vocab, (batch, N_NODES), dtype=np.int32)
+
+    @jax.jit
+    def accept(rule, parents, logits, tokens):
+        made = from_parents(parents, DEPTH, most_children=N_NODES - 1)
+        return rule.accept(logits, Proposal(tokens, made), None)
+
+    found = jax.device_get(accept(per_row(rule, batch), parents, logits, tokens))
+    p = np.asarray(jax.nn.softmax(logits.astype(np.float64) / rule.temperature, axis=-1), np.float64)
+    lengths = []
+    for row in range(batch):
+        nodes = typical_by_hand(rule, parents[row], p[row], tokens[row])
+        assert found.path[row].tolist() == nodes + [nodes[-1]] * (DEPTH + 1 - len(nodes))
+        assert found.accept_length[row] == len(nodes) - 1
+        assert found.next_root[row] == logits[row, nodes[-1]].argmax()
+        lengths.append(len(nodes) - 1)
+    assert np.bincount(lengths, minlength=3)[:3].all()
+
+
+def test_a_node_without_a_parent_is_never_accepted():
+    """Every node holds what the base says everywhere; only those that hang from the root are taken."""
+    parents = np.array([[-1, -1, 0, 1], [-1, 0, -1, 1]], np.int32)
+    logits, tokens = jnp.zeros((2, 4, 5)).at[..., 3].set(9.0), jnp.full((2, 4), 3)
+    proposal = Proposal(tokens, jax.jit(partial(from_parents, depth=2, most_children=2))(parents))
+    keys = jax.random.split(jax.random.key(0), (2, 3))
+    for rule in (Greedy(), Typical(0.1, temperature=1.0), ExactSampling(0.1)):
+        accepted = jax.device_get(jax.jit(lambda rule: rule.accept(logits, proposal, keys))(per_row(rule, 2)))
+        assert accepted.path.tolist() == [[0, 2, 2], [0, 1, 3]]
+        assert accepted.accept_length.tolist() == [1, 2]

@@ -1,0 +1,125 @@
+"""Rows of a decode state taken out, put in and moved; numbers of a rule and limits that belong to rows."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from hydrajax.api import Loaded
+from hydrajax.decoding.acceptance import ExactSampling, Typical
+from hydrajax.decoding.decode import make_decode_fn, result_of
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.state import DecodeState, Params, put_rows, take_rows
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees import presets
+
+MAX_NEW, BATCH, WIDTH = 20, 4, 8
+RULES = [ExactSampling(0.3, 9, 0.99), ExactSampling(1.0, 3, 0.9), ExactSampling(2.0, 17, 0.8), ExactSampling(5.0, 6, 0.7)]
+
+
+@pytest.fixture(scope="module")
+def hydra_pp(lab):
+    """``(params, start, step)`` of Hydra++ heads, which keep a cache of their own beside the base's."""
+    decode_fn = make_decode_fn(
+        lab.model, lab.drafters["hydra++"], presets.cartesian([3, 2]), RULES[0], max_new_tokens=MAX_NEW
+    )
+    params, engine = Params(lab.base(0), lab.draft("hydra++", 0)), decode_fn.engine
+    prefill, step = lab.quick_jit(engine.prefill), lab.quick_jit(engine.decode_step)
+
+    def start(seed: int, rules, limits) -> DecodeState:
+        random = np.random.default_rng(seed)
+        prompt = random.integers(0, lab.vocab, (BATCH, WIDTH), dtype=np.int32)
+        lengths = random.integers(1, WIDTH + 1, BATCH, dtype=np.int32)
+        return prefill(params, prompt, lengths, jax.random.key(seed), per_row(rules, BATCH), np.array(limits))
+
+    return start, lambda state: step(params, state)
+
+
+def finished(step, state: DecodeState):
+    while not state.output.done.all():
+        state = step(state)
+    return jax.device_get(result_of(state.output))
+
+
+def assert_rows(found, rows, wanted, wanted_rows):
+    for name, values in found._asdict().items():
+        np.testing.assert_array_equal(values[rows], getattr(wanted, name)[wanted_rows], err_msg=name)
+
+
+def test_rows_go_on_undisturbed_wherever_they_are_put(hydra_pp):
+    """Two conversations' batches with rules and limits of their own, mixed after a few steps and then reordered."""
+    start, step = hydra_pp
+    first = start(1, RULES, [20, 11, 17, 20])
+    second = start(2, RULES[::-1], [9, 20, 20, 14])
+    wanted = finished(step, first), finished(step, second)
+    assert max(result.accept_lengths.max() for result in wanted) >= 1
+    for _ in range(3):
+        first = step(first)
+    second = step(second)
+    mixed = put_rows(first, np.array([1, 3]), take_rows(second, np.array([2, 0])))
+    mixed = take_rows(step(mixed), np.array([3, 2, 1, 0]))  # now rows 0 and 2 are the second's 0 and 2
+    found = finished(step, mixed)
+    assert_rows(found, [3, 1], wanted[0], [0, 2])
+    assert_rows(found, [0, 2], wanted[1], [0, 2])
+    # The other rows, taken out into a batch of their own size.
+    pair = finished(step, take_rows(first, np.array([3, 1])))
+    assert_rows(pair, [0, 1], wanted[0], [3, 1])
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        RULES[:3],
+        [Typical(0.05, 0.2, 0.3), Typical(0.3, 0.9, 1.0), Typical(1.0, 0.01, 3.0)],
+        [RejectionSampling(t, k, p, q) for t, k, p, q in [(0.3, 9, 0.99, 1.0), (1.0, 3, 0.9, 0.5), (3.0, 17, 0.8, 3.0)]],
+    ],
+    ids=lambda rules: type(rules[0]).__name__,
+)
+def test_every_row_gets_what_its_rule_gives_alone(lab, rules):
+    """One program: the numbers are arguments, for all rows or for each."""
+    decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], presets.cartesian([3, 2]), rules[0], max_new_tokens=20)
+    prompts, draft = [[3, 1, 4]] * 3, lab.draft("hydra", 0)
+    mixed = lab.decode(decode_fn, 0, draft, prompts, rule=rules, seed=3)
+    everywhere = [lab.decode(decode_fn, 0, draft, prompts, rule=rule, seed=3) for rule in rules]
+    for row, alone in enumerate(everywhere):
+        assert_rows(mixed, row, alone, row)
+    # The numbers matter: no rule gives all rows what the mixture gives.
+    assert all((alone.accept_lengths != mixed.accept_lengths).any() for alone in everywhere)
+
+
+def test_limits_belong_to_rows(lab):
+    decode_fn = lab.decode_fn("oracle", "chain", 24)
+    prompts = [[3, 1, 4], [5], [7, 7]]
+    texts, _ = lab.references(0, prompts)
+    for limits in ([24, 3, 0], [1, 24, 7]):
+        out = lab.decode(decode_fn, 0, lab.oracle_params(texts), prompts, limits=limits)
+        assert out.lengths.tolist() == limits
+        for row, limit in enumerate(limits):
+            assert out.tokens[row, :limit].tolist() == lab.expected(texts[row], len(prompts[row]), limit)
+
+
+def test_a_rule_of_another_kind_is_refused(lab):
+    decode_fn = make_decode_fn(lab.model, lab.drafters["none"], presets.root(), ExactSampling(0.7, top_p=0.9))
+    params, prompt = Params(lab.base(0), {}), np.array([[1, 2], [3, 4]])
+    kind = r"rule: must be of the same kind and give the same numbers as ExactSampling\(temperature=0.7"
+    for other in (Typical(), ExactSampling(0.7), ExactSampling(0.7, top_k=3, top_p=0.9)):
+        with pytest.raises(HydrajaxError, match=kind):
+            decode_fn(params, prompt, rule=other)
+    with pytest.raises(HydrajaxError, match="rule: must be one or one per row, found 3 for 2 rows"):
+        decode_fn(params, prompt, rule=[ExactSampling(0.7, top_p=0.9)] * 3)
+    with pytest.raises(HydrajaxError, match="rule: those of one batch must be of one kind and give the same numbers"):
+        decode_fn(params, prompt, rule=[ExactSampling(0.7, top_p=0.9), ExactSampling(0.7)])
+    with pytest.raises(HydrajaxError, match="temperature: must be positive, found -1"):
+        ExactSampling(-1.0)
+
+
+def test_a_loaded_model_keeps_one_program_for_all_numbers(lab):
+    loaded = Loaded(lab.model, lab.drafters["hydra"], Params(lab.base(0), lab.draft("hydra", 0)))
+    tree = presets.chain(2)
+    bursts = loaded.bursts(tree, ExactSampling(0.7, top_p=0.9), 30)
+    assert loaded.bursts(tree, ExactSampling(1.2, top_p=0.5), 17) is bursts
+    for other in (ExactSampling(0.7), ExactSampling(0.7, top_k=3, top_p=0.9), Typical()):
+        assert loaded.bursts(tree, other, 30) is not bursts
+    assert loaded.bursts(presets.chain(1), ExactSampling(0.7, top_p=0.9), 30) is not bursts

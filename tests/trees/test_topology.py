@@ -1,0 +1,90 @@
+"""Trees made on the device against loops over parents, and against the arrays of static trees."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from tree_tools import random_tree
+
+from hydrajax.trees import presets
+from hydrajax.trees.topology import Topology, from_parents, pick, take
+
+DEPTH, MOST_CHILDREN = 4, 6
+made = jax.jit(partial(from_parents, depth=DEPTH, most_children=MOST_CHILDREN))
+
+
+def random_parents(seed: int, n_nodes: int) -> np.ndarray:
+    """Of one tree; a few nodes have no parent. Parents come before their children, in no other order."""
+    random = np.random.default_rng(seed)
+    parents, depths = [-1], [0]
+    for _ in range(1, n_nodes):
+        allowed = [n for n, d in enumerate(depths) if d < DEPTH and parents.count(n) < MOST_CHILDREN]
+        parent = -1 if random.random() < 0.15 else int(random.choice(allowed))
+        parents.append(parent)
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return np.array(parents, np.int32)
+
+
+def line_to(parents, node: int) -> list[int]:
+    """The nodes from the root (or from a node without a parent) down to this one."""
+    line = [node]
+    while parents[line[0]] >= 0:
+        line.insert(0, int(parents[line[0]]))
+    return line
+
+
+@pytest.mark.parametrize("n_nodes", [1, 2, 13])
+def test_trees_of_parents_match_a_loop(n_nodes):
+    """A batch of random trees of one size, each with its own shape."""
+    parents = np.stack([random_parents(seed, n_nodes) for seed in range(40)])
+    found = jax.device_get(made(parents))
+    assert (found.size, found.depth) == (n_nodes, DEPTH)
+    np.testing.assert_array_equal(found.parents, parents)
+    for row, mine in enumerate(parents):
+        for node in range(n_nodes):
+            line = line_to(mine, node)
+            assert found.depths[row, node] == len(line) - 1
+            assert np.flatnonzero(found.mask[row, node]).tolist() == sorted(line)
+            assert found.paths[row, node].tolist() == line + [node] * (DEPTH + 1 - len(line))
+            children = np.flatnonzero(mine == node).tolist()
+            assert found.children[row, node].tolist() == children + [-1] * (MOST_CHILDREN - len(children))
+            parent = found.inner[row, found.parent_slot[row, node]]
+            assert parent == mine[node] or mine[node] < 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_static_trees_parents_give_its_own_arrays(seed):
+    tree = random_tree(seed, 3 + 6 * seed, depth=DEPTH, widest=6)
+    static = tree.topology
+    most = static.children.shape[1]
+    found = jax.jit(partial(from_parents, depth=tree.depth, most_children=most))(np.stack([tree.parents] * 2))
+    for name in ("parents", "depths", "mask", "paths", "children"):
+        for row in getattr(found, name):
+            np.testing.assert_array_equal(row, getattr(static, name), err_msg=name)
+    inner, slots = np.asarray(found.inner)[0], np.asarray(found.parent_slot)[0]
+    np.testing.assert_array_equal(inner[slots[1:]], static.inner[static.parent_slot[1:]])
+    assert found.attention_mask.shape == (2, 1, 1, tree.size, tree.size)
+    assert static.attention_mask is static.mask
+
+
+def test_static_arrays_are_constants_of_the_host():
+    """XLA can fold only what is NumPy when the program is traced."""
+    assert all(isinstance(array, np.ndarray) for array in presets.sparse().topology)
+
+
+def test_take_and_pick_read_both_kinds():
+    random = np.random.default_rng(0)
+    values, nodes = random.normal(size=(3, 5, 2)).astype(np.float32), random.integers(0, 5, (3, 4), dtype=np.int32)
+    np.testing.assert_array_equal(take(values, nodes[0]), values[:, nodes[0]])
+    np.testing.assert_array_equal(take(values, nodes), np.stack([v[n] for v, n in zip(values, nodes, strict=True)]))
+    np.testing.assert_array_equal(take(values[..., 0], nodes), np.take_along_axis(values[..., 0], nodes, axis=1))
+    trees = jax.device_get(made(np.stack([random_parents(seed, 5) for seed in range(3)])))
+    node = np.array([4, 0, 2], np.int32)
+    one = Topology(*(array[1] for array in trees))
+    for name, batched_ndim in (("depths", 2), ("paths", 3), ("children", 3)):
+        own, shared = getattr(trees, name), getattr(one, name)
+        np.testing.assert_array_equal(pick(own, node, batched_ndim), [own[b, n] for b, n in enumerate(node)])
+        np.testing.assert_array_equal(pick(shared, node, batched_ndim), [shared[n] for n in node])
