@@ -35,10 +35,10 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
     rope = dict(hf.rope_parameters)
     scaling = None
     if rope["rope_type"] == "linear":
-        scaling = RopeScaling("linear", rope["factor"])
+        scaling = RopeScaling("linear", float(rope["factor"]))
     elif rope["rope_type"] == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        scaling = RopeScaling("llama3", *(rope[name] for name in names))
+        scaling = RopeScaling("llama3", *(float(rope[name]) for name in names[:3]), rope[names[3]])
     window = getattr(hf, "sliding_window", None)
     if hf.model_type.startswith("qwen"):
         kinds = set(hf.layer_types)
@@ -54,7 +54,7 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
         max_positions=hf.max_position_embeddings,
         norm_eps=hf.rms_norm_eps,
-        rope_theta=rope["rope_theta"],
+        rope_theta=float(rope["rope_theta"]),
         rope_scaling=scaling,
         tied_lm_head=hf.tie_word_embeddings,
         qkv_bias=hf.model_type == "qwen2",
