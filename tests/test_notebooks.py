@@ -50,6 +50,7 @@ def test_train_heads(tmp_path, monkeypatch):
     assert list(tmp_path.glob("hydrajax-*/heads/*.safetensors"))
 
 
+@pytest.mark.slow
 def test_trees_and_speed(tmp_path):
     cells = executed("03_trees_and_speed", tmp_path)
     assert pictures(cells) == 4  # accuracies, growth, measured, predicted
