@@ -19,7 +19,7 @@ from jaxtyping import install_import_hook
 # In the tests every array that enters or leaves a function of these rooms is checked against its annotated shape and
 # dtype. The hook must come before the first import of hydrajax.
 CHECKED = ("models", "trees.topology", "trees.simulation", "drafters", "decoding", "train.losses", "train.chunks")
-install_import_hook([f"hydrajax.{room}" for room in CHECKED], "beartype.beartype")
+install_import_hook([f"hydrajax.{room}" for room in CHECKED], "type_checks.checker")
 
 import jax
 import jax.numpy as jnp
