@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydrajax.drafters import registry
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.config import LlamaConfig
 from hydrajax.train.data.conversations import FORMATS as CONVERSATION_FORMATS
@@ -53,7 +54,7 @@ class DraftConfig:
     init: str | None = None
 
     def __post_init__(self):
-        one_of("draft.heads", self.heads, ("medusa", "hydra"))
+        one_of("draft.heads", self.heads, tuple(registry.HEADS))
         at_least("draft.n_heads", self.n_heads, 1)
         at_least("draft.n_layers", self.n_layers, 1)
         at_least("draft.hidden_state_offset", self.hidden_state_offset, 0)

@@ -128,7 +128,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
             console.print(f"resumed at step {start} of {steps}")
         if start >= steps:
             console.print(f"{output} holds a finished run of {steps} steps; name another output to train anew")
-        meter = Meter(task.flops_per_token, rows.tokens.shape[1] * config.batch_size, mesh)
+        meter = Throughput(task.flops_per_token, rows.tokens.shape[1] * config.batch_size, mesh)
         with (
             Metrics(output, start, steps, console) if is_main() else Silent() as metrics,
             Feed(
@@ -241,7 +241,7 @@ def _short(value) -> str:
     return " ".join(f"{x:.3f}" for x in values)
 
 
-class Meter:
+class Throughput:
     """Tokens per second and model FLOPs utilisation since it was last read; pauses (evaluation) do not count."""
 
     def __init__(self, flops_per_token: float, tokens_per_step: int, mesh: Mesh):

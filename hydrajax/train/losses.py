@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.drafter import Trainable
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
-from hydrajax.models.base import BoundBase
-from hydrajax.models.llama import Llama
+from hydrajax.models.base import BaseModel, BoundBase
 from hydrajax.models.rows import chunk_width, into_chunks, row_layout
 from hydrajax.train.chunks import sum_over_chunks
 
@@ -100,7 +99,7 @@ def targets(
 
 
 def language_model_loss(
-    model: Llama,
+    model: BaseModel,
     base_params: Any,
     hidden: Float[Array, "B T D"],
     labels: Int[Array, "B T"],
@@ -136,7 +135,7 @@ def head_counts(labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, n
 
 def draft_loss(
     objective: Objective,
-    drafter: Drafter,
+    drafter: Trainable,
     draft_params: Any,
     features: Float[Array, "B T D"],
     hidden: Float[Array, "B T D"],
@@ -155,7 +154,7 @@ def draft_loss(
               then add up to the whole batch's, exactly.
     """
     tokens, labels, segments = batch["tokens"], batch["labels"], batch.get("segments")
-    n_heads = drafter.depth
+    n_heads = drafter.n_heads
     if counts is None:
         counts = head_counts(labels, segments, n_heads)
     noise_key, hidden_key, logits_key = (None,) * 3 if rng is None else jax.random.split(rng, 3)

@@ -15,7 +15,7 @@ import pytest
 
 from hydrajax.cli import distill as command
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.layers import causal_mask
+from hydrajax.models.attention import causal_mask
 from hydrajax.train import distill
 from hydrajax.train.data.generations import read
 from hydrajax.train.data.rows import all_targets

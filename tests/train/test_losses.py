@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from hydrajax.drafters.drafter import BoundBase
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.base import BoundBase
 from hydrajax.models.llama import Llama
 from hydrajax.models.rows import chunk_width, run_base
 from hydrajax.train.losses import (

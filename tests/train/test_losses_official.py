@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hydrajax import load
-from hydrajax.drafters.drafter import BoundBase
+from hydrajax.models.base import BoundBase
 from hydrajax.models.rows import run_base
 from hydrajax.train.losses import Objective, draft_loss
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
-from hydrajax.decoding.step import Params
-from hydrajax.drafters.drafter import BoundBase
+from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.drafters.ranks import head_ranks
+from hydrajax.models.base import BoundBase
 from hydrajax.models.rows import run_base
 from hydrajax.train.losses import IGNORED
 from hydrajax.train.simulate import Tally
@@ -121,7 +121,7 @@ def test_of_equal_logits_the_smaller_id_ranks_first(tiny_model):
 
 
 def tally_of(tree, model, base, drafter, draft, batch) -> Tally:
-    forward = run_base(model, base, batch["tokens"], drafter.hidden_state_offset, batch.get("segments"))
+    forward = run_base(model, base, batch["tokens"], drafter.reads, batch.get("segments"))
     ranks = head_ranks(drafter, draft, forward.features, batch, BoundBase(model, base), chunk_tokens=32)
     tally = Tally(tree, drafter.depth, 5)
     tally.add(np.asarray(ranks), batch["labels"], batch.get("segments"))

@@ -23,7 +23,8 @@ SCRIPT = """
 import dataclasses, json, sys
 import jax, jax.numpy as jnp, numpy as np
 from hydrajax.models.config import LlamaConfig
-from hydrajax.models.llama import Llama, init_base, abstract_base
+from hydrajax.models.base import abstract_base, init_base
+from hydrajax.models.llama import Llama
 from hydrajax.sharding import make_mesh, tree_shardings
 from hydrajax.train.config import DataConfig, DraftConfig, OptimizerConfig, TrainConfig
 from hydrajax.train.tasks.heads import HeadsTask

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.llama import Llama
+from hydrajax.models.base import BaseModel
 from hydrajax.models.rows import run_base
 from hydrajax.sharding import replicated
 from hydrajax.train.config import TrainConfig
@@ -26,7 +26,7 @@ FILE, RECORD = "hidden.bin", "hidden.json"
 
 
 def hidden_states(
-    config: TrainConfig, model: Llama, base_params: Any, rows: Rows, mesh, console: Console
+    config: TrainConfig, model: BaseModel, base_params: Any, rows: Rows, mesh, console: Console
 ) -> dict[str, np.ndarray]:
     """``{"hidden": memmap [n, T, D]}`` of post-norm hidden states, computed if ``output`` has none; {} if not wanted.
 
@@ -73,7 +73,7 @@ def _known(record: Path) -> dict | None:
         return None
 
 
-def write(path: Path, dtype: np.dtype, config: TrainConfig, model: Llama, base_params, rows: Rows, mesh) -> None:
+def write(path: Path, dtype: np.dtype, config: TrainConfig, model: BaseModel, base_params, rows: Rows, mesh) -> None:
     """In order and not through a map: on a disk that fills up, writing to a map kills the process."""
 
     @jax.jit

@@ -14,7 +14,7 @@ import numpy as np
 
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.decode import make_autoregressive_fn
-from hydrajax.decoding.step import Params
+from hydrajax.decoding.state import Params
 from hydrajax.errors import HydrajaxError
 from hydrajax.train.data.rows import Document
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from hydrajax.checkpoints.base import export_llama
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.base import abstract_base, init_base
+from hydrajax.models.base import BaseModel, abstract_base, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.rows import run_base
 from hydrajax.sharding import replicated, tree_shardings
@@ -32,7 +32,7 @@ from hydrajax.train.step import Batch, batch_placer
 class BaseLoss:
     """Mean next-token cross entropy in nats; see `hydrajax.train.step.Loss`."""
 
-    model: Llama  # computes in its own dtype; the parameters it is given are float32
+    model: BaseModel  # computes in its own dtype; the parameters it is given are float32
     chunk_tokens: int
 
     def totals(self, batch: Batch):
@@ -100,7 +100,7 @@ class BaseTask:
         return f"--base {directory / 'base'}"
 
 
-def scaled_init(model: Llama, rng):
+def scaled_init(model: BaseModel, rng):
     """Normal weights of std 1 / sqrt(width): the usual 0.02 suits widths of thousands, a narrow model starts slowly."""
     scale = model.config.width**-0.5 / 0.02
     return jax.tree.map(lambda x: x * scale if x.ndim > 1 else x, init_base(model, rng))

@@ -17,15 +17,13 @@ from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.checkpoints.hub import resolve
-from hydrajax.drafters.drafter import Drafter, abstract_draft
-from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix, replace_in_heads
+from hydrajax.drafters import registry
+from hydrajax.drafters.drafter import Trainable, abstract_draft
+from hydrajax.drafters.prefix import replace_in_heads
 from hydrajax.drafters.ranks import head_ranks
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.base import BoundBase, abstract_base
+from hydrajax.models.base import BaseModel, BoundBase, abstract_base
 from hydrajax.models.config import LlamaConfig
-from hydrajax.models.llama import Llama
 from hydrajax.models.rows import run_base
 from hydrajax.sharding import distribute, replicated, tree_shardings
 from hydrajax.train.config import DraftConfig, TrainConfig
@@ -40,26 +38,16 @@ from hydrajax.trees import TreeTopology, presets
 TOP_K = 5  # head accuracies are reported for the first 1 .. TOP_K guesses
 
 
-def make_drafter(draft: DraftConfig, base: LlamaConfig, dtype) -> Drafter:
+def make_drafter(draft: DraftConfig, base: LlamaConfig, dtype) -> Trainable:
     """The drafter that the settings describe, for a base of this shape."""
     if draft.hidden_state_offset > base.n_layers:
         raise HydrajaxError(
             f"draft.hidden_state_offset: must be at most the base's {base.n_layers} layers, "
             f"found {draft.hidden_state_offset}"
         )
-    common = {
-        "n_heads": draft.n_heads,
-        "width": base.width,
-        "vocab_size": base.vocab_size,
-        "n_layers": draft.n_layers,
-        "share_blocks": draft.share_blocks,
-        "hidden_state_offset": draft.hidden_state_offset,
-        "dtype": jnp.dtype(dtype),
-        "dropout": draft.dropout,
-    }
-    # Behind a prefix layer the released layout knows only heads whose lm head has a bias.
-    heads = HydraHeads(**common) if draft.heads == "hydra" else MedusaHeads(**common, lm_head_bias=draft.prefix)
-    return WithPrefix(heads, base) if draft.prefix else heads
+    names = ("n_heads", "n_layers", "share_blocks", "hidden_state_offset", "dropout")
+    settings = {name: getattr(draft, name) for name in names}
+    return registry.heads_for(draft.heads, base, dtype, prefix=draft.prefix, **settings)
 
 
 @dataclass(frozen=True)
@@ -69,12 +57,12 @@ class HeadsLoss:
     A batch may bring the base's post-norm hidden states as ``hidden`` ``[B, T, D]``; else the base is run.
     """
 
-    model: Llama
-    drafter: Drafter  # computes in its own dtype; the parameters it is given are float32
+    model: BaseModel
+    drafter: Trainable  # computes in its own dtype; the parameters it is given are float32
     objective: Objective
 
     def totals(self, batch: Batch):
-        return head_counts(batch["labels"], batch.get("segments"), self.drafter.depth)
+        return head_counts(batch["labels"], batch.get("segments"), self.drafter.n_heads)
 
     def __call__(self, params, frozen, batch: Batch, totals, rng):
         base = BoundBase(self.model, frozen)
@@ -88,8 +76,7 @@ class HeadsLoss:
         if "hidden" in batch:
             hidden = batch["hidden"].astype(self.model.dtype)
             return hidden, hidden
-        offset, segments = self.drafter.hidden_state_offset, batch.get("segments")
-        forward = run_base(self.model, frozen, batch["tokens"], offset, segments)
+        forward = run_base(self.model, frozen, batch["tokens"], self.drafter.reads, batch.get("segments"))
         return forward.features, forward.hidden
 
     def reports(self, part: str) -> bool:
@@ -106,7 +93,9 @@ class HeadsTask:
 
     metric, higher_is_better = "tokens_per_step", True
 
-    def __init__(self, config: TrainConfig, dataset: Dataset, model: Llama, base_params: Any, mesh: Mesh, extras=None):
+    def __init__(
+        self, config: TrainConfig, dataset: Dataset, model: BaseModel, base_params: Any, mesh: Mesh, extras=None
+    ):
         self.config, self.dataset, self.model, self.mesh = config, dataset, model, mesh
         self.extras = extras or {}
         drafter = make_drafter(config.draft, model.config, config.dtype)
@@ -154,7 +143,7 @@ class HeadsTask:
 
     def evaluate(self, params, batches: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
         """Held-out ``tokens_per_step`` as `Tally` simulates it, and ``top1`` ... ``top5`` accuracies per head."""
-        tally = Tally(self.tree, self.drafter.depth, TOP_K)
+        tally = Tally(self.tree, self.drafter.n_heads, TOP_K)
         for batch in batches:
             ranks = jax.device_get(self._ranks(params, self.frozen, self._place(batch)))
             tally.add(ranks, batch["labels"], batch.get("segments"))
@@ -187,7 +176,7 @@ class HeadsTask:
         return story
 
 
-def tree_for(name: str, drafter: Drafter, vocab_size: int) -> TreeTopology:
+def tree_for(name: str, drafter: Trainable, vocab_size: int) -> TreeTopology:
     tree = presets.by_name(name)
     tree.check(drafter.depth, vocab_size)
     return tree
