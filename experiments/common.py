@@ -24,6 +24,7 @@ import hydrajax
 from hydrajax import api, assets
 from hydrajax.cli import options, run_command
 from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.prompts import batches
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.measure.calibration import Calibration, calibrate

@@ -8,7 +8,7 @@ import sys
 
 import common
 
-N_STEPS = 8  # in a timed call
+from hydrajax.measure.benchmark import step_timer
 
 FULL = {"count": 1, "prompt_tokens": 64, "context": 256, "batch_size": 1, "rounds": 7, "repeats": 15}
 QUICK = {"rounds": 3, "repeats": 7}

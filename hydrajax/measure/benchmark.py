@@ -92,7 +92,7 @@ def room_for(trees: Sequence[TreeTopology]) -> int:
 
 
 def step_timer(way: Way, batch: int, context: int, repeats: int, room: int | None = None) -> StepTimer:
-    """Times a step of this way and its phases near the end of ``context`` slots, ``room`` of which are for new tokens."""
+    """Times a step of this way and its phases at the end of ``context`` slots, ``room`` of which are for new tokens."""
     room = room or room_for([way.tree])
     engine = Engine(way.model, way.drafter, way.tree, room)
     return StepTimer(engine, way.params, way.rule, batch, context - room, TIMED_STEPS, repeats)
