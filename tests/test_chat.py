@@ -28,7 +28,10 @@ def make(loaded, **settings) -> Chat:
 
 
 def cold(loaded, chat: Chat) -> str:
-    """The answer to the conversation without its last answer, from an empty cache."""
+    """The answer to the conversation without its last answer, from an empty cache: that of a chat which begins with it.
+
+    It starts as `generate` does, which the first turns are compared with, and compiles nothing of its own.
+    """
     ids = loaded.tokenizer.encode(
         "".join(
             message["content"] + ("\n" if message["role"] == "user" else loaded.tokenizer.eos_token)
@@ -36,9 +39,15 @@ def cold(loaded, chat: Chat) -> str:
         ),
         add_special_tokens=False,
     )
-    (result,) = hydrajax.generate(loaded, [ids], tree=TREE, max_new_tokens=NEW)
     assert chat.turn.prompt_tokens == len(ids)
-    return result.text
+    fresh = make(loaded)
+    fresh.messages = [dict(message) for message in chat.messages[:-2]]
+    answer = "".join(fresh.say(chat.messages[-2]["content"]))
+    assert fresh.turn.reused == 0
+    if len(chat.messages) == 2:
+        (result,) = hydrajax.generate(loaded, [ids], tree=TREE, max_new_tokens=NEW)
+        assert result.text == answer
+    return answer
 
 
 def test_every_turn_answers_the_whole_conversation(loaded):
@@ -132,14 +141,22 @@ def test_more_text_on_a_kept_cache_is_the_whole_text_at_once(draft):
     first = finish(jax.jit(engine.prefill)(loaded.params, prompt, lengths, key, rule, limits))
     second = finish(jax.jit(engine.extend)(loaded.params, first, more, counts, key, rule, limits))
     whole = [
-        np.concatenate([prompt[row, : lengths[row]], first.output.tokens[row, : first.output.lengths[row]], more[row, : counts[row]]])
+        np.concatenate(
+            [
+                prompt[row, : lengths[row]],
+                first.output.tokens[row, : first.output.lengths[row]],
+                more[row, : counts[row]],
+            ]
+        )
         for row in range(2)
     ]
     padded = np.zeros((2, 64), np.int32)
     for row, ids in zip(padded, whole, strict=True):
         row[: len(ids)] = ids
     at_once = finish(
-        jax.jit(engine.prefill)(loaded.params, padded, np.array([len(ids) for ids in whole], np.int32), key, rule, limits)
+        jax.jit(engine.prefill)(
+            loaded.params, padded, np.array([len(ids) for ids in whole], np.int32), key, rule, limits
+        )
     )
     assert second.output.lengths.tolist() == at_once.output.lengths.tolist() == [7, 20]
     for row in range(2):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-
+from lab import quick_jit
 from tree_tools import leaf_paths, random_tree
 
 from hydrajax.decoding.acceptance import Greedy, Typical
@@ -27,7 +27,7 @@ TREES = [presets.root(), presets.chain(3), TreeTopology.from_choices([[2]])]
 TREES += [random_tree(n_choices, n_choices, depth=4, widest=4) for n_choices in (5, 12, 26)]
 
 
-@functools.partial(jax.jit, static_argnames="tree")
+@functools.partial(quick_jit, static_argnames="tree")
 def accept(rule, logits, tokens, tree):
     """What a rule accepts, on the host; the rule's numbers are arguments, so a tree compiles once for each kind."""
     return rule.accept(logits, Proposal(tokens, tree.topology), None)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lab import QUICK as QUICK_COMPILE
 from lab import Scripted
 from scipy import stats
 
@@ -35,7 +36,8 @@ from hydrajax.models.ranking import over_rows, sampled_tokens
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology
 
-VOCAB, WIDTH, LENGTH, SAMPLES = 5, 16, 3, 102_400
+VOCAB, WIDTH, LENGTH = 5, 16, 3
+MANY, FEWER = 102_400, 25_600  # decodings: of the slow tests, and of the others
 CONFIG = LlamaConfig(VOCAB, WIDTH, 24, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, max_positions=16)
 MODEL = Llama(CONFIG)
 PROMPT = [3, 1, 4]
@@ -120,16 +122,16 @@ def shaped(logits: np.ndarray, rule) -> np.ndarray:
     return p / p.sum()
 
 
-def draws(rule, drafter: str, tree: TreeTopology, batch: int) -> np.ndarray:
-    """``[SAMPLES, LENGTH]`` tokens from as many decodings; all rows of a batch have the same prompt."""
+def draws(rule, drafter: str, tree: TreeTopology, batch: int, samples: int) -> np.ndarray:
+    """``[samples, LENGTH]`` tokens from as many decodings; all rows of a batch have the same prompt."""
     decode = make_decode_fn(MODEL, DRAFTERS[drafter], tree, rule, max_new_tokens=LENGTH)
     params, prompt = Params(BASE, draft_params(drafter)), np.array([PROMPT] * batch)
     many = jax.jit(
         lambda keys: jax.lax.map(lambda some: jax.vmap(lambda key: decode(params, prompt, rng=key))(some), keys)
     )
-    out = many(jax.random.split(jax.random.key(7), (8, SAMPLES // batch // 8)))
+    out = many(jax.random.split(jax.random.key(7), (8, samples // batch // 8)))
     assert (out.lengths == LENGTH).all()
-    return np.asarray(out.tokens).reshape(SAMPLES, LENGTH)
+    return np.asarray(out.tokens).reshape(samples, LENGTH)
 
 
 def p_value(tokens: np.ndarray, expected: np.ndarray) -> float:
@@ -137,8 +139,8 @@ def p_value(tokens: np.ndarray, expected: np.ndarray) -> float:
     counts = np.bincount(tokens @ VOCAB ** np.arange(LENGTH)[::-1], minlength=VOCAB**LENGTH)
     if counts[expected == 0].any():
         return 0.0
-    rare = expected * SAMPLES < 10
-    counts, wanted = (np.append(x[~rare], x[rare].sum()) for x in (counts, expected * SAMPLES))
+    rare = expected * len(tokens) < 10
+    counts, wanted = (np.append(x[~rare], x[rare].sum()) for x in (counts, expected * len(tokens)))
     keep = wanted > 0
     return float(stats.chisquare(counts[keep], wanted[keep] * counts[keep].sum() / wanted[keep].sum()).pvalue)
 
@@ -155,19 +157,20 @@ QUICK = [(0.7, "cut", "hydra++", 1)]
 
 
 def in_part(cases, quick):
-    """All cases; those that are not quick are marked slow."""
-    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
+    """The quick cases with fewer samples; all with many, which is slow."""
+    slow = [pytest.param(*case, MANY, marks=pytest.mark.slow) for case in cases]
+    return [(*case, FEWER) for case in quick] + slow
 
 
-@pytest.mark.parametrize(("temperature", "cut", "drafter", "batch"), in_part(GRID, QUICK))
-def test_exact_sampling(temperature, cut, drafter, batch):
+@pytest.mark.parametrize(("temperature", "cut", "drafter", "batch", "samples"), in_part(GRID, QUICK))
+def test_exact_sampling(temperature, cut, drafter, batch, samples):
     rule = ExactSampling(temperature, **CUTS[cut])
-    assert p_value(draws(rule, drafter, TREE, batch), probabilities(rule)) > P_VALUE
+    assert p_value(draws(rule, drafter, TREE, batch, samples), probabilities(rule)) > P_VALUE
 
 
 def test_plain_sampling():
     rule = ExactSampling(1.0, top_p=0.9)
-    assert p_value(draws(rule, "none", presets.root(), 8), probabilities(rule)) > P_VALUE
+    assert p_value(draws(rule, "none", presets.root(), 8, FEWER), probabilities(rule)) > P_VALUE
 
 
 REJECTION = [
@@ -180,11 +183,11 @@ REJECTION = [
 QUICK_REJECTION = [(0.7, "whole", "far", "tree")]
 
 
-@pytest.mark.parametrize(("temperature", "cut", "drafter", "tree"), in_part(REJECTION, QUICK_REJECTION))
-def test_rejection_sampling(temperature, cut, drafter, tree):
+@pytest.mark.parametrize(("temperature", "cut", "drafter", "tree", "samples"), in_part(REJECTION, QUICK_REJECTION))
+def test_rejection_sampling(temperature, cut, drafter, tree, samples):
     rule = RejectionSampling(temperature, **CUTS[cut], draft_temperature=1.2)
     tree = {"chain": presets.chain(2), "tree": TREE}[tree]
-    assert p_value(draws(rule, drafter, tree, 8), probabilities(rule)) > P_VALUE
+    assert p_value(draws(rule, drafter, tree, 8, samples), probabilities(rule)) > P_VALUE
 
 
 @numbers_as_arrays
@@ -234,13 +237,26 @@ class NoResidual(RejectionSampling):
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )
 def test_the_test_fails_for_a_wrong_rule(rule, drafter):
-    assert p_value(draws(rule, drafter, TREE, 8), probabilities(rule)) < 1e-9
+    assert p_value(draws(rule, drafter, TREE, 8, FEWER), probabilities(rule)) < 1e-9
 
 
 @pytest.mark.slow
 def test_typical_acceptance_is_not_the_bases_distribution():
     rule = ExactSampling(0.7)
-    assert p_value(draws(Typical(0.1, temperature=0.7), "hydra", TREE, 8), probabilities(rule)) < 1e-9
+    assert p_value(draws(Typical(0.1, temperature=0.7), "hydra", TREE, 8, FEWER), probabilities(rule)) < 1e-9
+
+
+def quickly(decode_fn):
+    """``decode_fn`` compiled without LLVM's optimisation, once for a batch; rows have three tokens each."""
+    compiled = {}
+
+    def run(params: Params, prompts: np.ndarray, keys, rule):
+        args = params, prompts.astype(np.int32), np.full(len(prompts), 3, np.int32), keys, per_row(rule, len(prompts))
+        if len(prompts) not in compiled:
+            compiled[len(prompts)] = decode_fn.jitted.lower(*args).compile(QUICK_COMPILE)
+        return jax.device_get(compiled[len(prompts)](*args))
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -248,27 +264,30 @@ def test_typical_acceptance_is_not_the_bases_distribution():
 )
 def test_a_row_draws_the_same_in_any_batch_and_with_the_same_seed(rule):
     prompts = np.array([[3, 1, 4], [1, 0, 2], [4, 4, 4]])
-    decode = make_decode_fn(MODEL, DRAFTERS["hydra"], TREE, rule, max_new_tokens=9)
+    decode = quickly(make_decode_fn(MODEL, DRAFTERS["hydra"], TREE, rule, max_new_tokens=9))
     params, keys = Params(BASE, draft_params("hydra")), jax.random.split(jax.random.key(11), 3)
-    together = decode(params, prompts, rng=keys)
-    again = decode(params, prompts, rng=keys)
+    together = decode(params, prompts, keys, rule)
+    again = decode(params, prompts, keys, rule)
     np.testing.assert_array_equal(together.tokens, again.tokens)
     for row in range(3):
-        alone = decode(params, prompts[row : row + 1], rng=keys[row : row + 1])
+        alone = decode(params, prompts[row : row + 1], keys[row : row + 1], rule)
         np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
         np.testing.assert_array_equal(alone.accept_lengths[0], together.accept_lengths[row])
-    other = decode(params, prompts, rng=jax.random.split(jax.random.key(12), 3))
-    assert (np.asarray(other.tokens) != np.asarray(together.tokens)).any()
+    other = decode(params, prompts, jax.random.split(jax.random.key(12), 3), rule)
+    assert (other.tokens != together.tokens).any()
 
 
-@pytest.mark.parametrize("drafter", in_part([("medusa",), ("hydra",), ("hydra++",)], [("hydra++",)]))
+@pytest.mark.parametrize(
+    "drafter",
+    [pytest.param("medusa", marks=pytest.mark.slow), pytest.param("hydra", marks=pytest.mark.slow), "hydra++"],
+)
 def test_exact_sampling_draws_the_tokens_of_plain_sampling(drafter):
     """The same key gives the same text with any draft, as what is drawn depends on the place alone."""
     rule, prompts = ExactSampling(1.1, top_k=4), np.array([[3, 1, 4], [1, 0, 2]])
-    plain = make_decode_fn(MODEL, NoDrafter(), presets.root(), rule, max_new_tokens=12)
-    tree = make_decode_fn(MODEL, DRAFTERS[drafter], TREE, rule, max_new_tokens=12)
+    plain = quickly(make_decode_fn(MODEL, NoDrafter(), presets.root(), rule, max_new_tokens=12))
+    tree = quickly(make_decode_fn(MODEL, DRAFTERS[drafter], TREE, rule, max_new_tokens=12))
     for seed in range(5):
-        expected = plain(Params(BASE, {}), prompts, rng=jax.random.key(seed))
-        found = tree(Params(BASE, draft_params(drafter)), prompts, rng=jax.random.key(seed))
+        expected = plain(Params(BASE, {}), prompts, jax.random.key(seed), rule)
+        found = tree(Params(BASE, draft_params(drafter)), prompts, jax.random.key(seed), rule)
         np.testing.assert_array_equal(found.tokens, expected.tokens)
         assert found.steps.sum() < expected.steps.sum()

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lab import VOCAB, Scripted
+from lab import CONTEXT, NEW, VOCAB, Scripted, quick_jit
 
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
-from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
+from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.sampling import per_row
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.trees.topology import from_parents
 from hydrajax.trees.tree import TreeTopology
 
-N_NODES, DEPTH, MAX_NEW = 12, 4, 20
+N_NODES, DEPTH = 12, 4
 # Only its size and its depth are used.
 ROOM = TreeTopology.from_choices([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]] + [[rank] for rank in range(1, N_NODES - 4)])
 PROMPTS = [[3, 1, 4, 1, 5], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
@@ -44,6 +43,9 @@ def grow(seeds, observed):
     return jnp.stack(parents, axis=1).astype(jnp.int32), target.astype(jnp.int32)
 
 
+grown = quick_jit(grow)
+
+
 @dataclass(frozen=True)
 class Forest(Scripted):
     """Knows the text and proposes it on the way to the target of a random tree; wrong tokens everywhere else.
@@ -67,12 +69,12 @@ class Forest(Scripted):
 
 def expected_accept_lengths(seed: int, start: int, emitted: int) -> list[int]:
     """The depth of the target of every tree that a row meets, found by walking up, cut where the text ends."""
+    parents, targets = jax.device_get(grown(np.full(CONTEXT, seed), np.arange(CONTEXT)))
     at, steps = start, []
     while at < start + emitted:
-        parents, target = jax.device_get(grow(jnp.array([seed]), jnp.array([at])))
-        node, depth = int(target[0]), 0
-        while parents[0, node] >= 0:
-            node, depth = int(parents[0, node]), depth + 1
+        node, depth = targets[at], 0
+        while parents[at, node] >= 0:
+            node, depth = parents[at, node], depth + 1
         assert node == 0
         steps.append(min(depth, start + emitted - at - 1))
         at += steps[-1] + 1
@@ -82,18 +84,17 @@ def expected_accept_lengths(seed: int, start: int, emitted: int) -> list[int]:
 @pytest.fixture(scope="module")
 def runs(lab):
     """``run(rule, seed) -> (result with trees, result without)``, the trees filled from the latter's text."""
-    plain, compiled = {}, {}
+    compiled = {}
 
     def run(rule, seed):
         kind = type(rule)
-        if kind not in plain:
-            plain[kind] = make_autoregressive_fn(lab.model, rule, max_new_tokens=MAX_NEW)
-            compiled[kind] = make_decode_fn(lab.model, Forest(), ROOM, rule, max_new_tokens=MAX_NEW)
-        alone = lab.decode(plain[kind], 0, {}, PROMPTS, rule=rule, seed=seed)
+        if kind not in compiled:
+            compiled[kind] = make_decode_fn(lab.model, Forest(), ROOM, rule, max_new_tokens=NEW)
+        alone = lab.plainly(PROMPTS, rule, seed)
         texts = np.zeros((len(PROMPTS), lab.context + DEPTH + 1), np.int32)
         for row, prompt in enumerate(PROMPTS):
             texts[row, : len(prompt)] = prompt
-            texts[row, len(prompt) : len(prompt) + MAX_NEW] = alone.tokens[row]
+            texts[row, len(prompt) : len(prompt) + NEW] = alone.tokens[row]
         params = {"text": texts, "seeds": jnp.arange(len(PROMPTS)) + 10 * seed}
         return lab.decode(compiled[kind], 0, params, PROMPTS, rule=rule, seed=seed), alone
 
@@ -107,15 +108,15 @@ def test_random_trees_of_every_row_give_the_text_of_plain_decoding(lab, runs, ru
         trees, plain = runs(rule, seed)
         np.testing.assert_array_equal(trees.tokens, plain.tokens)
         for row, prompt in enumerate(PROMPTS):
-            wanted = expected_accept_lengths(10 * seed + row, len(prompt), MAX_NEW)
+            wanted = expected_accept_lengths(10 * seed + row, len(prompt), NEW)
             assert trees.accept_lengths[row, : trees.steps[row]].tolist() == wanted
         assert trees.tokens_per_step() > 2
         assert trees.accept_lengths.max() >= 3
 
 
 def test_the_trees_differ_between_rows_and_steps():
-    parents = np.asarray(jax.jit(grow)(jnp.arange(3).repeat(4), jnp.arange(12) % 4)[0])
-    assert len({tuple(row) for row in parents.tolist()}) == 12
+    parents = np.asarray(grown(np.arange(CONTEXT) // 4, np.arange(CONTEXT) % 4)[0])
+    assert len({tuple(row) for row in parents.tolist()}) == CONTEXT
     assert (parents[:, 1:] == -1).any()
 
 
@@ -146,13 +147,13 @@ def typical_by_hand(rule, parents, p, tokens) -> list[int]:
 
 
 def test_typical_acceptance_of_a_tree_for_every_row_matches_a_walk():
-    rule, batch, vocab = Typical(0.3, temperature=0.8), 60, 5
+    rule, batch, vocab = Typical(0.3, temperature=0.8), CONTEXT, 5
     random = np.random.default_rng(0)
-    parents = jax.device_get(jax.jit(grow)(jnp.arange(batch), jnp.zeros(batch, int)))[0]
+    parents = jax.device_get(grown(np.arange(batch), np.arange(batch) % 3))[0]
     logits = 1.5 * random.normal(size=(batch, N_NODES, vocab)).astype(np.float32)
     tokens = random.integers(-1, vocab, (batch, N_NODES), dtype=np.int32)
 
-    @jax.jit
+    @quick_jit
     def accept(rule, parents, logits, tokens):
         made = from_parents(parents, DEPTH, most_children=N_NODES - 1)
         return rule.accept(logits, Proposal(tokens, made), None)
@@ -173,9 +174,9 @@ def test_a_node_without_a_parent_is_never_accepted():
     """Every node holds what the base says everywhere; only those that hang from the root are taken."""
     parents = np.array([[-1, -1, 0, 1], [-1, 0, -1, 1]], np.int32)
     logits, tokens = jnp.zeros((2, 4, 5)).at[..., 3].set(9.0), jnp.full((2, 4), 3)
-    proposal = Proposal(tokens, jax.jit(partial(from_parents, depth=2, most_children=2))(parents))
+    proposal = Proposal(tokens, quick_jit(lambda parents: from_parents(parents, depth=2, most_children=2))(parents))
     keys = jax.random.split(jax.random.key(0), (2, 3))
     for rule in (Greedy(), Typical(0.1, temperature=1.0), ExactSampling(0.1)):
-        accepted = jax.device_get(jax.jit(lambda rule: rule.accept(logits, proposal, keys))(per_row(rule, 2)))
+        accepted = jax.device_get(quick_jit(lambda rule: rule.accept(logits, proposal, keys))(per_row(rule, 2)))
         assert accepted.path.tolist() == [[0, 2, 2], [0, 1, 3]]
         assert accepted.accept_length.tolist() == [1, 2]

@@ -14,7 +14,6 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.decode import make_autoregressive_fn
 from hydrajax.decoding.state import Params
 from hydrajax.models.attention import causal_mask
 
@@ -24,15 +23,12 @@ MAX_NEW = 24
 HEALTHY = 2e-5
 UNTRAINED = [
     ("none", "root"),
-    ("medusa", "skips ranks"),
     ("medusa", "flat"),
     ("hydra", "random"),
-    ("hydra", "cartesian"),
     ("hydra on layer -1", "skips ranks"),
-    ("hydra++", "deep and late"),
     ("hydra++", "random"),
 ]
-ORACLE_TREES = ["one node", "chain", "skips ranks", "cartesian", "deep and late", "random"]
+ORACLE_TREES = ["one node", "skips ranks", "deep and late", "random"]
 
 base_seeds = st.integers(0, 2)
 # Lengths first, as the ends of the range (1 and the context) are where mistakes hide and where hypothesis looks.
@@ -43,7 +39,7 @@ def emitted(out, row: int) -> list[int]:
     return out.tokens[row, : out.lengths[row]].tolist()
 
 
-@settings(max_examples=160, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(UNTRAINED), base_seeds, st.integers(0, 2), st.tuples(prompts, prompts, prompts))
 def test_untrained_drafters_never_change_the_text(lab, case, base_seed, draft_seed, three):
     texts, margin = lab.references(base_seed, three)
@@ -60,7 +56,7 @@ def test_untrained_drafters_never_change_the_text(lab, case, base_seed, draft_se
         assert longest <= 0
 
 
-@settings(max_examples=140, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(ORACLE_TREES), base_seeds, st.tuples(prompts, prompts, prompts), st.integers(0, 99),
     st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.5, 0.9, 1.0]),
@@ -87,9 +83,9 @@ def test_untrained_drafters_are_sometimes_right(lab):
         assert out.accept_lengths.max() >= 1, (drafter, tree)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
-    st.sampled_from([("none", "root"), ("hydra", "random"), ("hydra++", "random")]),
+    st.sampled_from([("none", "root"), ("hydra++", "random")]),
     base_seeds, st.tuples(prompts, prompts, prompts), st.integers(0, 2),
 )  # fmt: skip
 def test_a_row_does_not_depend_on_its_neighbours(lab, case, base_seed, three, row):
@@ -103,7 +99,7 @@ def test_a_row_does_not_depend_on_its_neighbours(lab, case, base_seed, three, ro
     assert emitted(alone, 0) == lab.expected(texts[row], len(three[row]), MAX_NEW)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(st.tuples(prompts, prompts, prompts), st.integers(0, 2))
 def test_a_row_takes_the_same_steps_alone(lab, three, row):
     """With the oracle nothing rests on rounding, so the whole record must agree, not the text alone."""
@@ -146,7 +142,7 @@ def test_the_autoregressive_baseline_takes_a_step_per_token(lab):
     three = [random.integers(0, 17, size=n).tolist() for n in (3, 20, 35)]
     texts, margin = lab.references(2, three)
     assert margin > HEALTHY
-    out = lab.decode(make_autoregressive_fn(lab.model, max_new_tokens=MAX_NEW), 2, {}, three)
+    out = lab.plainly(three, base_seed=2)
     assert out.steps.tolist() == out.lengths.tolist() == [24, 20, 5]
     for row, prompt in enumerate(three):
         assert emitted(out, row) == lab.expected(texts[row], len(prompt), MAX_NEW)

@@ -16,7 +16,12 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 
 MAX_NEW, BATCH, WIDTH = 20, 4, 8
-RULES = [ExactSampling(0.3, 9, 0.99), ExactSampling(1.0, 3, 0.9), ExactSampling(2.0, 17, 0.8), ExactSampling(5.0, 6, 0.7)]
+RULES = [
+    ExactSampling(0.3, 9, 0.99),
+    ExactSampling(1.0, 3, 0.9),
+    ExactSampling(2.0, 17, 0.8),
+    ExactSampling(5.0, 6, 0.7),
+]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +78,10 @@ def test_rows_go_on_undisturbed_wherever_they_are_put(hydra_pp):
     [
         RULES[:3],
         [Typical(0.05, 0.2, 0.3), Typical(0.3, 0.9, 1.0), Typical(1.0, 0.01, 3.0)],
-        [RejectionSampling(t, k, p, q) for t, k, p, q in [(0.3, 9, 0.99, 1.0), (1.0, 3, 0.9, 0.5), (3.0, 17, 0.8, 3.0)]],
+        [
+            RejectionSampling(t, k, p, q)
+            for t, k, p, q in [(0.3, 9, 0.99, 1.0), (1.0, 3, 0.9, 0.5), (3.0, 17, 0.8, 3.0)]
+        ],
     ],
     ids=lambda rules: type(rules[0]).__name__,
 )

@@ -1,16 +1,18 @@
 """NumPy float64 reimplementations of the draft heads and the prefix layer, and random parameters for them.
 
-Written from DESIGN sections 3 and 4, one vector at a time: no batching over rows, levels or heads.
+Written from docs/design.md 3 and 4, one vector at a time: no batching over rows, levels or heads.
 """
 
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from lab import Lab, shared_lab
+from noise import noise
+from tree_tools import random_tree
 
-from hydrajax.drafters.drafter import BoundBase
+from hydrajax.models.base import BoundBase
 from hydrajax.trees.tree import TreeTopology
 
 
@@ -103,24 +105,13 @@ def prefix_layer_in_numpy(config, params, features: np.ndarray) -> np.ndarray:
 
 
 def random_draft_params(drafter, base: BoundBase, seed: int):
-    """Noise in every leaf of the shapes of ``init``: a fresh head is an identity and would hide most mistakes."""
-    random = np.random.default_rng(seed)
-
-    def draw(leaf):
-        noise = random.standard_normal(leaf.shape).astype(np.float32)
-        return jnp.asarray(1 + 0.2 * noise if len(leaf.shape) == 1 else 0.3 * noise)
-
-    return jax.tree.map(draw, jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)))
+    """Noise in every leaf of the shapes of ``init``."""
+    return noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)), seed)
 
 
-def random_tree(seed: int, n_choices: int, depth: int, widest: int) -> TreeTopology:
-    """A prefix-closed tree with ranks drawn freely, so that most trees skip some."""
-    random = np.random.default_rng(seed)
-    known = {()}
-    for _ in range(n_choices):
-        shallow = sorted(path for path in known if len(path) < depth)
-        known.add((*shallow[random.integers(len(shallow))], int(random.integers(widest))))
-    return TreeTopology.from_choices(known - {()})
+@pytest.fixture(scope="session")
+def lab() -> Lab:
+    return shared_lab()
 
 
 @pytest.fixture(scope="session")

@@ -143,7 +143,9 @@ def test_after_decode_steps_the_state_is_that_of_the_accepted_text(prefixed, bas
     assert accepted.max() >= 1, "no step accepted anything"
     texts = np.concatenate([prompt, np.zeros((2, 34), np.int32)], axis=1)
     for row, length in enumerate(lengths):
-        texts[row, length : length + state.output.lengths[row]] = np.asarray(state.output.tokens)[row, : state.output.lengths[row]]
+        texts[row, length : length + state.output.lengths[row]] = np.asarray(state.output.tokens)[
+            row, : state.output.lengths[row]
+        ]
     positions = np.broadcast_to(np.arange(40), texts.shape)
     forward = quick_jit(lambda params, texts: base.model.apply({"params": params}, texts, positions, causal_mask(40)))
     hidden = forward(base.params, texts).hidden

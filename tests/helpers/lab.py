@@ -9,12 +9,11 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from noise import noise
 from tree_tools import random_tree
 
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.costs import CostsNothing
@@ -34,6 +33,7 @@ from hydrajax.trees.tree import TreeTopology
 VOCAB, WIDTH, CONTEXT = 17, 32, 40
 CONFIG = LlamaConfig(VOCAB, WIDTH, 48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=CONTEXT)
 ORACLE_DEPTH = 4
+NEW = 24  # tokens that most tests generate
 
 QUICK = {"xla_backend_optimization_level": 0}
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
@@ -138,6 +138,7 @@ class Lab:
         self.draft = functools.cache(self._draft)
         self.decode_fn = functools.cache(self._decode_fn)
         self._compiled: dict = {}
+        self._plain: dict = {}
         self._references: dict = {}
         positions = jnp.broadcast_to(jnp.arange(CONTEXT), (4, CONTEXT))
 
@@ -192,6 +193,13 @@ class Lab:
         found = [self._references[seed, prompt] for prompt in wanted]
         return np.stack([text for text, _ in found]), min(margin for _, margin in found)
 
+    def plainly(self, prompts: list[list[int]], rule=None, seed: int = 0, base_seed: int = 0):
+        """`NEW` tokens of each prompt decoded without a draft, one program for all numbers of a rule."""
+        kind = jax.tree.structure(rule)
+        if kind not in self._plain:
+            self._plain[kind] = make_autoregressive_fn(self.model, rule, max_new_tokens=NEW)
+        return self.decode(self._plain[kind], base_seed, {}, prompts, rule=rule, seed=seed)
+
     def expected(self, text: np.ndarray, start: int, max_new_tokens: int, eos_ids: tuple[int, ...] = ()) -> list[int]:
         """What must be generated after the first ``start`` tokens of a reference text."""
         out = []
@@ -208,7 +216,15 @@ class Lab:
         return {"text": text, "right": flags & right, "salt": np.int32(salt)}
 
     def decode(
-        self, decode_fn, base_seed: int, draft_params, prompts: list[list[int]], *, rule=None, limits=None, seed: int = 0
+        self,
+        decode_fn,
+        base_seed: int,
+        draft_params,
+        prompts: list[list[int]],
+        *,
+        rule=None,
+        limits=None,
+        seed: int = 0,
     ):
         """Run on prompts padded to the context with junk (one bucket, so one compilation) and check the bookkeeping.
 

@@ -18,13 +18,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hydrajax.checkpoints.base import load_llama
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import make_autoregressive_fn
-from hydrajax.decoding.step import Params
+from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.state import Params
+from hydrajax.models.attention import causal_mask, rope_frequencies
 from hydrajax.models.cache import append, init_cache
-from hydrajax.models.layers import causal_mask, rope_frequencies
 from hydrajax.models.llama import Llama
 
 TOLERANCE = 1e-4
+# Nearly all the time here is compilation, and half of that LLVM's optimisation.
+QUICK = {"xla_backend_optimization_level": 0}
+quick_jit = partial(jax.jit, compiler_options=QUICK)
 N_TOKENS = 100  # long enough for rope scaling with an original context of 32 to matter
 N_STEPS = 33  # cached single-token steps
 
@@ -98,7 +103,7 @@ def run(model, params, tokens, positions, mask, cache=None):
 def test_logits_in_prefill_and_in_cached_steps(pair):
     model, params, tokens = pair.model, pair.params, pair.tokens
     positions = np.broadcast_to(np.arange(N_TOKENS), tokens.shape)
-    prefill = jax.jit(partial(run, model, mask=causal_mask(N_TOKENS)))
+    prefill = quick_jit(partial(run, model, mask=causal_mask(N_TOKENS)))
     forward, logits = prefill(params, tokens, positions)
     assert np.abs(pair.logits).max() > 1  # the comparison is of healthy numbers
     np.testing.assert_allclose(logits, pair.logits, atol=TOLERANCE, rtol=0)
@@ -108,7 +113,7 @@ def test_logits_in_prefill_and_in_cached_steps(pair):
     starts = np.array([N_TOKENS - N_STEPS, 41], np.int32)
     cache = append(init_cache(model.config, 2, N_TOKENS, jnp.float32), forward.block, jnp.asarray(starts))
 
-    @jax.jit
+    @quick_jit
     def step(params, cache, token):
         forward, logits = run(model, params, token, cache.lengths[:, None], causal_mask(1), cache)
         return append(cache, forward.block, jnp.ones(2, jnp.int32)), logits[:, 0]
@@ -139,7 +144,8 @@ def test_greedy_ids_of_a_ragged_batch(pair):
             )
         expected.append(out[0, length:].numpy())
     decode = make_autoregressive_fn(pair.model, max_new_tokens=n_new)
-    out = decode(Params(pair.params, {}), prompt, lengths)
+    args = Params(pair.params, {}), prompt, lengths, jax.random.key(0), per_row(Greedy(), 3)
+    out = decode.jitted.lower(*args).compile(QUICK)(*args)
     np.testing.assert_array_equal(out.tokens, np.stack(expected))
     np.testing.assert_array_equal(out.lengths, [n_new] * 3)
     np.testing.assert_array_equal(out.steps, [n_new] * 3)
@@ -159,7 +165,7 @@ def test_rope_settings_matter_here(llama_checkpoint, tmp_path, case):
     logits = []
     for directory in (scaled, plain):
         model, params = load_llama(directory)
-        logits.append(jax.jit(partial(run, model, mask=causal_mask(N_TOKENS)))(params, tokens, positions)[1])
+        logits.append(quick_jit(partial(run, model, mask=causal_mask(N_TOKENS)))(params, tokens, positions)[1])
     assert np.abs(logits[0] - logits[1]).max() > 100 * TOLERANCE
 
 
