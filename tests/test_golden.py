@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lab import quick_jit
 from tree_tools import leaf_paths
 
 from hydrajax.api import Loaded, load
@@ -83,6 +84,12 @@ def decode(loaded, tree):
     return make_decode_fn(loaded.model, loaded.drafter, tree, max_new_tokens=LONGEST)
 
 
+@pytest.fixture(scope="module")
+def decoded(decode, loaded, recorded):
+    """All 8 prompts in one ragged batch; the official code ran them one by one."""
+    return jax.device_get(decode(loaded.params, recorded.prompt, recorded.lengths, limits=np.full(8, LONGEST)))
+
+
 def near(ours, recorded) -> None:
     np.testing.assert_allclose(ours, recorded, atol=TOLERANCE, rtol=0)
 
@@ -110,7 +117,7 @@ def base_forward(loaded: Loaded, params, ids: np.ndarray):
 
 
 def test_prefill(loaded, trace):
-    prefill = jax.jit(lambda params: base_forward(loaded, params, trace["prompt"][None]).hidden[0])
+    prefill = quick_jit(lambda params: base_forward(loaded, params, trace["prompt"][None]).hidden[0])
     hidden = prefill(loaded.params)
     near(hidden, trace["prefill_hidden_all"])
     near(hidden[-1], trace["prefill_hidden_last"])
@@ -121,7 +128,7 @@ def test_prefill(loaded, trace):
 def teacher_forced(loaded: Loaded, ids: np.ndarray):
     """Hidden states and head logits for the training forward, padding ids included."""
 
-    @jax.jit
+    @quick_jit
     def forward(params):
         base = base_forward(loaded, params, ids)
         bound = BoundBase(loaded.model, params.base)
@@ -155,7 +162,7 @@ def test_first_step_of_the_trace(loaded, decode, trace):
     prompt = np.zeros((1, 64), np.int32)  # padded, as decode_fn pads it
     prompt[0, :30] = trace["prompt"]
 
-    @jax.jit
+    @quick_jit
     def first_step(params, candidates):
         state = engine.prefill(params, prompt, np.array([30], np.int32), jax.random.key(0), Greedy())
         recorded = Proposal(candidates, engine.tree.topology)
@@ -171,9 +178,8 @@ def test_first_step_of_the_trace(loaded, decode, trace):
 # --- decoding -------------------------------------------------------------------------------------------------
 
 
-def test_output_ids_and_accept_lengths(loaded, decode, recorded):
-    """All 8 prompts in one ragged batch; the official code ran them one by one."""
-    out = jax.device_get(decode(loaded.params, recorded.prompt, recorded.lengths))
+def test_output_ids_and_accept_lengths(decoded, recorded):
+    out = decoded
     for row, (ids, accepts) in enumerate(zip(recorded.output, recorded.accept_lengths, strict=True)):
         assert len(ids) < LONGEST
         assert len(ids) == (accepts + 1).sum()  # the data agrees with itself
@@ -186,7 +192,7 @@ def test_every_proposed_tree(loaded, decode, recorded):
     state, which matching output would not show."""
     engine = decode.engine
     prompt = np.pad(recorded.prompt, ((0, 0), (0, 64 - recorded.prompt.shape[1])))
-    prefill = jax.jit(lambda params: engine.prefill(params, prompt, recorded.lengths, jax.random.key(0), Greedy()))
+    prefill = quick_jit(lambda params: engine.prefill(params, prompt, recorded.lengths, jax.random.key(0), Greedy()))
     step = jax.jit(lambda params, state: (engine.propose(params, state).tokens, engine.decode_step(params, state)))
     state = prefill(loaded.params)
     for i in range(max(map(len, recorded.tree_tokens))):
@@ -196,16 +202,15 @@ def test_every_proposed_tree(loaded, decode, recorded):
                 np.testing.assert_array_equal(candidates[row], tokens[i], err_msg=f"prompt {row}, step {i}")
 
 
-def test_limit_cuts_the_last_step(golden, arch, loaded):
+def test_limit_cuts_the_last_step(decode, loaded, recorded):
     """Exactly 128 tokens: the recorded ones without the overshoot, the last step's accept length cut to match."""
     limit = 128
-    recorded = read_recorded(golden, arch, "small")
-    tree = TreeTopology.from_json(golden / arch / "tree_small.json")
-    decode = make_decode_fn(loaded.model, loaded.drafter, tree, max_new_tokens=limit)
-    out = jax.device_get(decode(loaded.params, recorded.prompt, recorded.lengths))
+    limits = np.full(len(recorded.lengths), limit)  # the same program as without
+    out = jax.device_get(decode(loaded.params, recorded.prompt, recorded.lengths, limits=limits))
     assert max(map(len, recorded.output)) > limit
     for row, (ids, accepts) in enumerate(zip(recorded.output, recorded.accept_lengths, strict=True)):
-        np.testing.assert_array_equal(out.tokens[row], ids[:limit], err_msg=f"prompt {row}")
+        np.testing.assert_array_equal(out.tokens[row, :limit], ids[:limit], err_msg=f"prompt {row}")
+        assert (out.tokens[row, limit:] == -1).all()
         expected = accepts.copy()
         expected[-1] -= len(ids) - limit
         n_steps = len(expected)
@@ -264,6 +269,16 @@ def test_pt_and_safetensors_are_the_same(golden, arch, loaded, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize(
+    ("arch", "tree_name"),
+    [
+        ("hydra_mlp", "mc63"),
+        ("hydra_pp", "small"),
+        pytest.param("hydra_mlp", "small", marks=pytest.mark.slow),
+        pytest.param("hydra_pp", "mc63", marks=pytest.mark.slow),
+    ],
+    scope="module",
+)
 def test_typical_acceptance_equals_the_official_code(golden, arch, loaded, tree, tree_name):
     """The recorded runs of ε 0.09, α 0.3, temperature 0.7: deterministic, so ids and accept lengths are exact."""
     run = np.load(golden / arch / f"typical_{tree_name}.npz")

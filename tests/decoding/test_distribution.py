@@ -126,8 +126,10 @@ def draws(rule, drafter: str, tree: TreeTopology, batch: int, samples: int) -> n
     """``[samples, LENGTH]`` tokens from as many decodings; all rows of a batch have the same prompt."""
     decode = make_decode_fn(MODEL, DRAFTERS[drafter], tree, rule, max_new_tokens=LENGTH)
     params, prompt = Params(BASE, draft_params(drafter)), np.array([PROMPT] * batch)
+    # So few decodings take less time than LLVM's optimisation.
     many = jax.jit(
-        lambda keys: jax.lax.map(lambda some: jax.vmap(lambda key: decode(params, prompt, rng=key))(some), keys)
+        lambda keys: jax.lax.map(lambda some: jax.vmap(lambda key: decode(params, prompt, rng=key))(some), keys),
+        compiler_options=QUICK_COMPILE if samples == FEWER else None,
     )
     out = many(jax.random.split(jax.random.key(7), (8, samples // batch // 8)))
     assert (out.lengths == LENGTH).all()

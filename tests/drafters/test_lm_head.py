@@ -64,7 +64,7 @@ def fresh_kernel(base: BoundBase, name: str) -> np.ndarray:
 @pytest.mark.parametrize("name", LM_HEADS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fresh_heads_are_as_near_to_the_bases_as_their_kind_comes(base, kind, name):
-    """Fresh blocks pass the hidden state on, so head k's logits are the state times this lm head; its guesses follow."""
+    """Fresh blocks pass the hidden state on, so a head's logits are the state times its lm head."""
     drafter = with_lm_head(kind, name)
     state = np.random.default_rng(1).standard_normal((3, WIDTH)).astype(np.float32)
     tree = presets.cartesian([12, 1])
@@ -168,7 +168,7 @@ def test_settings_that_make_no_sense_are_refused():
     for settings in ({"shared": True, "rank": 3}, {"shared": True, "vocabulary": Vocabulary([1])}):
         with pytest.raises(HydrajaxError, match="lm_head: the base's own is neither low-rank nor of a reduced"):
             LmHead(**settings)
-    with pytest.raises(HydrajaxError, match="lm_head.rank: must be at least 1, found 0"):
+    with pytest.raises(HydrajaxError, match=r"lm_head\.rank: must be at least 1, found 0"):
         LmHead(rank=0)
     for tokens in ([], [3, -1]):
         with pytest.raises(HydrajaxError, match="lm_head: a draft vocabulary must hold at least one token id"):
