@@ -1,4 +1,4 @@
-"""Imports run one way (DESIGN section 5), and importing the package loads neither torch nor transformers."""
+"""Imports run one way (docs/design.md 5), and importing the package loads neither torch nor transformers."""
 
 from __future__ import annotations
 

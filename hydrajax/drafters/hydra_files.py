@@ -1,4 +1,4 @@
-"""The files of Hydra heads (DESIGN section 4): grounded or not, behind a prefix layer or not.
+"""The files of Hydra heads (docs/design.md 4): grounded or not, behind a prefix layer or not.
 
 The official code writes ``config.json`` with ``hydra_num_heads``, ``hydra_num_layers``, ``hydra_head_arch`` (``mlp`` or
 ``prefix-mlp``), ``grounded_heads`` and ``hidden_state_offset`` beside ``hydra_lm_head.pt``. The tensors are

@@ -1,4 +1,4 @@
-"""The files of Medusa heads (DESIGN section 4): Medusa v1, Medusa-2, and Medusa as vLLM names it.
+"""The files of Medusa heads (docs/design.md 4): Medusa v1, Medusa-2, and Medusa as vLLM names it.
 
 The official Medusa v1 code writes ``config.json`` with ``medusa_num_heads`` and ``medusa_num_layers`` beside
 ``medusa_lm_head.pt`` (or ``.safetensors``), whose tensors are ``{head}.{block}.linear.weight`` and ``.bias`` and, for

@@ -1,4 +1,4 @@
-"""Released draft heads as plain torch modules, built to the formulas of DESIGN section 4 and to vLLM's layout, with
+"""Released draft heads as plain torch modules, built to the formulas of docs/design.md 4 and to vLLM's layout, with
 exactly their names; and refusals. Shared by the tests of reading and of writing.
 """
 
