@@ -167,7 +167,7 @@ def row_keys(rng: Array, batch: int, first: int = 0) -> Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(rng, first + jnp.arange(batch))
 
 
-def position_keys(keys: Array, positions: Int[Array, "B *n"]) -> Array:
+def position_keys(keys: Array, positions: Int[Array, " B *n"]) -> Array:
     """The keys for the tokens at these places in each row's output. What a row samples there depends on nothing else:
     neither on its batch, nor on the tree and the drafter that found the tokens before it.
     """

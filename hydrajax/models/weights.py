@@ -29,7 +29,7 @@ class Int8(NamedTuple):
     values: Array
     scale: Float[Array, "*features"]
 
-    def dequantized(self) -> Float[Array, "D *features"]:
+    def dequantized(self) -> Float[Array, " D *features"]:
         return self.values.astype(jnp.float32) * self.scale
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from hydrajax.trees.tree import TreeTopology
 
 
-def accepted_lengths(tree: TreeTopology, ranks: Int[np.ndarray, "K *positions"]) -> Int[np.ndarray, "*positions"]:
+def accepted_lengths(tree: TreeTopology, ranks: Int[np.ndarray, " K *positions"]) -> Int[np.ndarray, "*positions"]:
     """The depth of the longest path of the tree whose ranks are the given ones."""
     children = np.full((tree.size + 1, tree.max_rank + 2), tree.size)
     for node in range(1, tree.size):
