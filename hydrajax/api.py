@@ -22,7 +22,7 @@ from hydrajax.decoding.prompts import bucket, check_prompt
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.registry import BY_NAME
+from hydrajax.drafters.registry import WITHOUT_WEIGHTS
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base import BaseModel
 from hydrajax.sharding import placer
@@ -73,8 +73,8 @@ class Loaded:
 
         base_directory: where the base lies; heads that say they were made for another base are then refused.
         """
-        if isinstance(draft, str) and draft in BY_NAME:
-            draft = BY_NAME[draft].build(self.model.config, self.model.dtype)
+        if isinstance(draft, str) and draft in WITHOUT_WEIGHTS:
+            draft = WITHOUT_WEIGHTS[draft].build(self.model.config, self.model.dtype)
         directory, params = None, {}
         if isinstance(draft, (str, Path)):
             directory = resolve(draft, "--draft")
@@ -102,7 +102,7 @@ def load(
     base:  a Hugging Face directory (``config.json`` and weights; the tokenizer if it holds one), or a repository on the
         Hub, ``org/name`` or ``org/name@revision``.
     draft: a directory or repository of heads (`hydrajax.checkpoints.heads.load`); the name of a drafter without
-        weights, ``lookup`` or ``none``; a `Drafter` without weights; or None to decode autoregressively.
+        weights (`hydrajax.drafters.registry`); a `Drafter` without weights; or None to decode autoregressively.
     dtype: ``"float32"`` or ``"bfloat16"``, of parameters, cache and matmuls.
     mesh:  from `hydrajax.sharding.make_mesh`; the base is sharded over it, the draft replicated.
     quantize: ``"int8"`` keeps the base's matmul weights in one byte each: half of bfloat16's memory, other logits.
@@ -117,7 +117,7 @@ def load(
         raise HydrajaxError(f"quantize: found '{quantize}', allowed are {', '.join(QUANTIZED)}")
     compute = DTYPES[str(dtype)]
     base = resolve(base, "--base")
-    if isinstance(draft, (str, Path)) and draft not in BY_NAME:
+    if isinstance(draft, (str, Path)) and draft not in WITHOUT_WEIGHTS:
         draft = resolve(draft, "--draft")  # refused before gigabytes are read
     model, base_params = load_llama(base, compute, placer(mesh), int8=quantize == "int8", on_progress=on_progress)
     loaded = Loaded(model, NoDrafter(), Params(base_params, {}), load_tokenizer(base), eos_ids(base))

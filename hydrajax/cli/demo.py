@@ -24,6 +24,7 @@ from rich.table import Table
 from hydrajax import assets
 from hydrajax.api import Loaded, encode, load
 from hydrajax.cli.screen import bar, write_marked
+from hydrajax.drafters.registry import WITHOUT_WEIGHTS, title_of
 from hydrajax.measure.contest import Measured, contest
 from hydrajax.measure.way import AUTOREGRESSIVE, Way
 from hydrajax.questions.contenders import TextWay
@@ -34,10 +35,7 @@ from hydrajax.text.tokenizer import decode_text
 from hydrajax.train.data.preview import CLOSE, OPEN
 from hydrajax.trees import presets
 
-HELP = "decode code with the shipped model, with and without lookup, Medusa, Hydra and Hydra++ drafts, and compare"
-
-TITLES = {"medusa": "Medusa", "hydra": "Hydra", "hydra_pp": "Hydra++"}
-LOOKUP = "lookup"
+HELP = "decode code with the shipped model, with and without each kind of draft, and compare"
 
 
 @dataclass(frozen=True)
@@ -136,9 +134,11 @@ def load_shipped() -> tuple[Loaded, dict[str, Loaded]]:
     with Phase("load the shipped model", 1 + len(assets.DRAFTERS)) as phase:
         plain = load(assets.base())
         phase.advance()
-        drafted = {LOOKUP: plain.with_draft(LOOKUP)}
+        free = [loaded for loaded in map(plain.with_draft, WITHOUT_WEIGHTS) if loaded.drafter.depth]
+        drafted = {title_of(loaded.drafter): loaded for loaded in free}
         for name in assets.DRAFTERS:
-            drafted[TITLES[name]] = plain.with_draft(assets.path(name))
+            loaded = plain.with_draft(assets.path(name))
+            drafted[title_of(loaded.drafter)] = loaded
             phase.advance()
         phase.note = f"{size_of(plain.params.base)} parameters, heads " + ", ".join(
             f"{title} {size_of(loaded.params.draft)}" for title, loaded in drafted.items() if loaded.params.draft

@@ -14,6 +14,7 @@ from rich.console import Console
 from hydrajax import api
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.drafters.registry import WITHOUT_WEIGHTS
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.text.prompt import Prompt, read_prompts
@@ -37,7 +38,8 @@ def add_model_arguments(
 
     tree: False for a command that has no tree to be told. several: drafts and trees become lists.
     """
-    drafts = "a directory of heads, or a name: lookup (n-grams of the text so far), none"
+    names = ", ".join(f"{name} ({kind.about})" for name, kind in WITHOUT_WEIGHTS.items())
+    drafts = f"a directory of heads, or a name: {names}"
     trees, listed = "", {}
     if several:
         drafts += "; may be given several times, the base alone always runs too"

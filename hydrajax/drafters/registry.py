@@ -5,46 +5,71 @@ Commands, files, training, benchmarks and costs ask here and never for a class b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydrajax.drafters import hydra_files, medusa_files
 from hydrajax.drafters.drafter import Drafter, Trainable
+from hydrajax.drafters.formats import Files
+from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lookup import PromptLookup
+from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.drafters.prefix import WithPrefix, heads_of
 from hydrajax.models.config import LlamaConfig
 
 
 @dataclass(frozen=True)
 class Kind:
-    """title: for people. build: the drafter at its released size for a base of this shape and dtype."""
+    """A kind of drafter.
+
+    title: for people. drafter: its class. about: of a drafter without weights, whose name is all that ``--draft`` and
+    `hydrajax.load` need, what the command line says of it. files: of draft heads, how they are kept in files; the name
+    is then what configurations and files call them. settings: of heads as they were released, over the defaults.
+    """
 
     title: str
-    build: Callable[[LlamaConfig, Any], Drafter]
+    drafter: type
+    about: str = ""
+    files: Files | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, config: LlamaConfig, dtype) -> Drafter:
+        """The drafter for a base of this shape, heads at their released size."""
+        return self.drafter() if self.about else _heads(self.drafter, config, dtype, **self.settings)
 
 
-# Drafters without weights: their name is all that is needed to use them, as in ``--draft lookup``.
-BY_NAME = {
-    "none": Kind("no draft", lambda config, dtype: NoDrafter()),
-    "lookup": Kind("prompt lookup", lambda config, dtype: PromptLookup()),
+# Directories of heads are recognised, and formats listed, in this order.
+KINDS = {
+    "none": Kind("no draft", NoDrafter, about="no draft at all"),
+    "lookup": Kind("Lookup", PromptLookup, about="n-grams of the text so far"),
+    "hydra": Kind("Hydra", HydraHeads, files=hydra_files.FILES),
+    "medusa": Kind("Medusa", MedusaHeads, files=medusa_files.FILES),
+    "hydra++": Kind("Hydra++", HydraHeads, settings={"prefix": True, "n_layers": 4}),
 }
-# Draft heads by the names that configurations and files give them; any of them may stand behind a prefix layer. A line
-# names how they are kept in files, and so their class. Directories are recognised, and formats listed, in this order.
-FILES = {"hydra": hydra_files.FILES, "medusa": medusa_files.FILES}
+WITHOUT_WEIGHTS = {name: kind for name, kind in KINDS.items() if kind.about}
+FILES = {name: kind.files for name, kind in KINDS.items() if kind.files}
 HEADS = {name: files.drafter for name, files in FILES.items()}
-KINDS = BY_NAME | {
-    "medusa": Kind("Medusa", lambda config, dtype: heads_for("medusa", config, dtype)),
-    "hydra": Kind("Hydra", lambda config, dtype: heads_for("hydra", config, dtype)),
-    "hydra++": Kind("Hydra++", lambda config, dtype: heads_for("hydra", config, dtype, prefix=True, n_layers=4)),
-}
 
 
 def heads_for(name: str, config: LlamaConfig, dtype, *, prefix: bool = False, **settings) -> Trainable:
-    """Draft heads for a base of this shape. settings: fields of the class in `HEADS`, over its defaults."""
-    heads = HEADS[name].for_base(config, dtype, behind_prefix=prefix, **settings)
+    """Draft heads for a base of this shape, any of them behind a prefix layer if that is wanted.
+
+    settings: fields of the class in `HEADS`, over its defaults.
+    """
+    return _heads(HEADS[name], config, dtype, prefix=prefix, **settings)
+
+
+def _heads(drafter: type, config: LlamaConfig, dtype, *, prefix: bool = False, **settings) -> Trainable:
+    heads = drafter.for_base(config, dtype, behind_prefix=prefix, **settings)
     return WithPrefix(heads, config) if prefix else heads
+
+
+def title_of(drafter: Drafter) -> str:
+    """What to call a drafter, such as "Medusa" or, of Hydra heads behind a prefix layer, "Hydra++"."""
+    heads = heads_of(drafter)
+    title = next((kind.title for kind in KINDS.values() if kind.drafter is type(heads)), type(heads).__name__)
+    return title if heads is drafter else f"{title}++"
 
 
 def kind_of(heads: Any) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 from noise import noise
 
 from hydrajax.decoding.decode import make_decode_fn
-from hydrajax.drafters.registry import BY_NAME, HEADS, KINDS, heads_for, kind_of
+from hydrajax.drafters.registry import HEADS, KINDS, WITHOUT_WEIGHTS, heads_for, kind_of
 from hydrajax.models.base import BoundBase
 from hydrajax.trees import presets
 
@@ -18,7 +18,8 @@ PROMPTS, MAX_NEW = [[3, 1, 4, 1, 5], [2, 7]], 12
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_decodes_what_the_base_says(lab, name):
     drafter = KINDS[name].build(lab.model.config, jnp.float32)
-    shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(lab.model, lab.base(0))))
+    base = BoundBase(lab.model, lab.base(0))
+    shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), base))
     tree = presets.by_name(drafter.default_tree)
     texts, _ = lab.references(0, PROMPTS)
     out = lab.decode(make_decode_fn(lab.model, drafter, tree, max_new_tokens=MAX_NEW), 0, noise(shapes, 3), PROMPTS)
@@ -28,9 +29,9 @@ def test_every_kind_decodes_what_the_base_says(lab, name):
     assert KINDS[name].title
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", WITHOUT_WEIGHTS)
 def test_a_drafter_that_its_name_alone_gives_has_no_parameters(lab, name):
-    drafter = BY_NAME[name].build(lab.model.config, jnp.float32)
+    drafter = WITHOUT_WEIGHTS[name].build(lab.model.config, jnp.float32)
     assert drafter.init(jax.random.key(0), BoundBase(lab.model, lab.base(0))) == {}
     assert kind_of(drafter) is None
     assert list(drafter.propose_costs(presets.by_name(drafter.default_tree), 1)) == []
@@ -44,5 +45,6 @@ def test_heads_are_known_by_their_name_with_and_without_a_prefix_layer(lab, name
     assert kind_of(heads) == name
     assert (drafter.depth, drafter.n_heads, heads.width, heads.vocab_size) == (3, 3, 32, 17)
     assert heads.dtype == jnp.bfloat16
-    boxed = jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(lab.model, lab.base(0))))
+    base = BoundBase(lab.model, lab.base(0))
+    boxed = jax.eval_shape(lambda: drafter.init(jax.random.key(0), base))
     assert ("prefix" in boxed) == prefix
