@@ -54,7 +54,7 @@ def shipped(shipped_folder, monkeypatch):
 def rows_of(out: str) -> dict[str, list[str]]:
     """The table: ``{draft and tree: the other cells}``."""
     lines = [line.rstrip() for line in out.splitlines()]
-    lines = [line for line in lines if line.strip().startswith(("autoregressive", "lookup", "Medusa", "Hydra"))]
+    lines = [line for line in lines if line.strip().startswith(("autoregressive", "Lookup", "Medusa", "Hydra"))]
     assert all(len(line) <= 80 for line in lines)
     assert "step cost" in out  # no heading is cut either
     return {" ".join(line.split()[:-5]): line.split()[-5:] for line in lines}
@@ -71,7 +71,7 @@ def test_own_prompt_is_continued_as_the_base_would(program, shipped, monkeypatch
     rows = rows_of(result.out)
     assert list(rows) == [
         "autoregressive",
-        *(f"{d} {t}" for d in ("lookup", "Medusa") for t in ("chain-2", RECIPE.large)),
+        *(f"{d} {t}" for d in ("Lookup", "Medusa") for t in ("chain-2", RECIPE.large)),
     ]
     assert rows["Medusa cartesian-2x2"][0] == "7"  # nodes
     assert (rows["autoregressive"][1], rows["autoregressive"][3:]) == ("1.00", ["1.00", "1.00"])
@@ -95,7 +95,7 @@ def test_demo_compares_all_drafts_on_held_out_code(program, shipped):
     result = program("demo")
     assert result.code == 0, result.err
     names = [name.split() for name in rows_of(result.out)]
-    kinds = ("lookup", "Medusa", "Hydra", "Hydra++")
+    kinds = ("Lookup", "Medusa", "Hydra", "Hydra++")
     assert [name[0] for name in names] == ["autoregressive", *(kind for kind in kinds for _ in range(2))]
     assert all(name[1] in RECIPE.candidates for name in names[1::2])
     assert all(name[1] == RECIPE.large for name in names[2::2])
