@@ -185,9 +185,10 @@ def walk(proposal: Proposal, choose: Callable[[Int[Array, " B"], Int[Array, ""]]
         return _Walk(jnp.where(ended, at.node, jnp.argmax(holds, axis=1)), token, ended, at.depth + 1)
 
     zeros = jnp.zeros_like(tokens[:, 0])
-    at = _Walk(zeros, zeros, jnp.zeros(zeros.shape, bool), jnp.zeros((), jnp.int32))
-    at = jax.lax.while_loop(lambda at: ~jnp.all(at.ended), descend, at)
-    return ending_at(at.node, tree, at.token)
+    start = _Walk(zeros, zeros, jnp.zeros(zeros.shape, bool), jnp.zeros((), jnp.int32))
+    # The root alone is one choice: a loop around it would only slow down decoding without a draft.
+    end = jax.lax.while_loop(lambda at: ~jnp.all(at.ended), descend, start) if tree.depth else descend(start)
+    return ending_at(end.node, tree, end.token)
 
 
 def accepted_nodes(agrees: Bool[Array, "B n"], tree: Topology) -> Bool[Array, "B N"]:
