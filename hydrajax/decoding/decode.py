@@ -126,7 +126,9 @@ def make_decode_fn(
         ready = isinstance(prompt, jax.Array) and prompt.dtype == jnp.int32 and not padding
         if not ready:  # a prompt placed on a mesh at full width keeps its sharding
             prompt = xp.pad(ids.astype(xp.int32), ((0, 0), (0, padding)))
-        if limits is not None:
+        if limits is None:  # an array all the same, so that limits compile nothing
+            limits = np.full(lengths.shape, max_new_tokens, np.int32)
+        else:
             limits = xp.asarray(limits)
             if limits.shape != lengths.shape or not xp.issubdtype(limits.dtype, xp.integer):
                 raise HydrajaxError(f"limits: must be int32 [batch], found {limits.dtype} {list(limits.shape)}")

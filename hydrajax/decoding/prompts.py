@@ -59,7 +59,7 @@ def check_prompt(ids: np.ndarray, where: str, config: LlamaConfig) -> None:
         raise HydrajaxError(f"{where}: token id {outside[0]} is outside the vocabulary 0..{config.vocab_size - 1}")
 
 
-def check_prompts(prompt: Int[np.ndarray, "B P"], lengths: Int[np.ndarray, " B"], config: LlamaConfig) -> None:
+def check_prompts(prompt: Int[np.ndarray, "B P"], lengths: Int[np.ndarray, "..."], config: LlamaConfig) -> None:
     """`check_prompt` of every row."""
     if lengths.shape != prompt.shape[:1]:
         raise HydrajaxError(f"lengths: must be one per prompt row, found shape {lengths.shape} for {prompt.shape}")

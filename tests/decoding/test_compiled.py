@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hydrajax.decoding import step
-from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.decode import make_decode_fn, result_of
 from hydrajax.decoding.loop import run_steps
 from hydrajax.decoding.sampling import per_row
@@ -193,8 +193,9 @@ def compilations():
     return events
 
 
-def test_prompts_of_one_bucket_share_a_compilation(lab, compilations):
-    decode_fn = make_decode_fn(lab.model, lab.drafters["medusa"], presets.chain(1), max_new_tokens=4)
+def test_prompts_of_one_bucket_and_numbers_of_a_rule_share_a_compilation(lab, compilations):
+    rule = ExactSampling(0.7, top_k=5, top_p=0.9)
+    decode_fn = make_decode_fn(lab.model, lab.drafters["medusa"], presets.chain(1), rule, max_new_tokens=4)
     params = Params(lab.base(0), lab.draft("medusa", 0))
     others = Params(lab.base(1), lab.draft("medusa", 1))
     key = jax.random.key(7)
@@ -203,12 +204,15 @@ def test_prompts_of_one_bucket_share_a_compilation(lab, compilations):
         compilations.clear()
         prompt = np.random.default_rng(width).integers(0, lab.vocab, size=(len(lengths), width), dtype=np.int32)
         out = jax.block_until_ready(decode_fn(params, prompt, np.array(lengths, np.int32), **kwargs))
-        assert out.lengths.tolist() == [4] * len(lengths)
+        assert out.lengths.tolist() == kwargs.get("limits", np.full(len(lengths), 4)).tolist()
         return len(compilations)
 
     assert run(params, [5, 2], 5) > 0
     assert run(params, [9, 1], 9) == 0  # another width
     assert run(others, [16, 16], 16, rng=key) == 0  # the bucket's last width, other values of everything
+    others = [ExactSampling(1.3, top_k=2, top_p=0.5), ExactSampling(0.2, top_k=17, top_p=0.99)]
+    assert run(params, [5, 2], 5, rule=others[0], limits=np.array([2, 4])) == 0
+    assert run(params, [5, 2], 5, rule=others, limits=np.array([0, 3])) == 0  # a rule for each row
     assert run(params, [17, 3], 17) > 0  # the next bucket
 
 

@@ -58,7 +58,7 @@ def test_of_tokens_that_tie_at_the_kth_the_share_counts_all():
         ({"temperature": float("nan")}, "temperature: must be positive, found nan"),
         ({"temperature": float("inf")}, "temperature: must be positive, found inf"),
         ({"top_k": 0}, "top_k: must be an integer from 1 up, found 0"),
-        ({"top_k": 2.5}, "top_k: must be an integer from 1 up, found 2.5"),
+        ({"top_k": True}, "top_k: must be an integer from 1 up, found True"),
         ({"top_p": 0.0}, "top_p: must be above 0 and at most 1, found 0.0"),
         ({"top_p": 1.1}, "top_p: must be above 0 and at most 1, found 1.1"),
         ({"top_p": float("nan")}, "top_p: must be above 0 and at most 1, found nan"),
