@@ -95,7 +95,7 @@ def cache_makers(engine: Engine, hlo: str, batch: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ["autoregressive", "medusa", "hydra++"])
 def test_the_loop_updates_its_caches_in_place(name, batch):
     engine = make_engine(name)
     hlo = optimised_hlo(engine, batch)
@@ -121,7 +121,7 @@ def extended_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", ["autoregressive", "medusa", "hydra++"])
+@pytest.mark.parametrize("name", ["autoregressive", "hydra++"])
 def test_more_text_is_added_to_the_caches_in_place(name, batch):
     """A turn of a conversation must not cost a copy of every cache (it did: the write waited for an input)."""
     engine = make_engine(name)
@@ -238,10 +238,10 @@ def test_the_plain_call_says_what_the_base_says(lab, small_run):
         assert expected.tokens[row].tolist() == lab.expected(texts[0], length, 12)
 
 
-def test_decode_fn_under_an_outer_jit(small_run):
+def test_decode_fn_under_an_outer_jit(lab, small_run):
     decode_fn, params, prompt, lengths, expected = small_run
 
-    @jax.jit
+    @lab.quick_jit
     def outer(params, prompt, lengths):
         out = decode_fn(params, prompt[:, :16], lengths)
         return out._replace(steps=out.steps + 0)
@@ -253,7 +253,7 @@ def test_traced_prompt_without_lengths_is_padded_in_the_trace(lab, small_run):
     decode_fn, params, prompt, _, _ = small_run
     short = prompt[:, :7]
     expected = jax.device_get(decode_fn(params, short))
-    assert_same(jax.jit(decode_fn)(params, short), expected)
+    assert_same(lab.quick_jit(decode_fn)(params, short), expected)
 
 
 def test_a_prompt_already_on_the_device(small_run):
@@ -261,11 +261,11 @@ def test_a_prompt_already_on_the_device(small_run):
     assert_same(decode_fn(params, jnp.asarray(prompt), jnp.asarray(lengths)), expected)
 
 
-def test_prefill_and_a_donated_loop_apart(small_run):
+def test_prefill_and_a_donated_loop_apart(lab, small_run):
     decode_fn, params, prompt, lengths, expected = small_run
     engine = decode_fn.engine
-    state = jax.jit(engine.prefill)(params, prompt, lengths, jax.random.key(0), Greedy())
-    loop = jax.jit(lambda params, state: run_steps(engine, params, state), donate_argnums=1)
+    state = lab.quick_jit(engine.prefill)(params, prompt, lengths, jax.random.key(0), Greedy())
+    loop = lab.quick_jit(lambda params, state: run_steps(engine, params, state), donate_argnums=1)
     final = loop(params, state)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.target.cache.layers, state.draft)))
     assert_same(result_of(final.output), expected)
