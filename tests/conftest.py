@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 
 # Before jax or torch starts its threads. A test machine may have an accelerator, but the tolerances are for CPU
 # float32; torch's models here are so small that a second thread only costs.
@@ -33,6 +35,24 @@ from hydrajax.models.base import init_base
 PROJECT = Path(__file__).resolve().parents[1]
 
 
+def pytest_configure(config):
+    """Make the tests' compilations cheap, which are nearly all of their time.
+
+    Compiled programs are kept for the other tests of the run and for the processes that tests start. In the default run
+    they are compiled without LLVM's optimisation; what XLA makes of a program is the same. Slow tests get it.
+    """
+    if hasattr(config, "workerinput"):  # of xdist: it has the environment of the process that started it
+        return
+    folder = tempfile.mkdtemp(prefix="hydrajax-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    settings = {"jax_compilation_cache_dir": folder, "jax_persistent_cache_min_compile_time_secs": 0.1}
+    for name, value in (settings | {"jax_persistent_cache_min_entry_size_bytes": 0}).items():
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, value)  # jax has read the environment already
+    if config.option.markexpr == "not slow":
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+
+
 @pytest.fixture(scope="session")
 def golden() -> Path:
     """The folder of reference outputs of the official code: ``$HYDRAJAX_GOLDEN`` or ``../shared/golden``."""
@@ -52,7 +72,7 @@ def on_eight_devices():
 
     def run(folder: Path, script: str, *arguments, flags: str = "") -> dict:
         (folder / "script.py").write_text(script)
-        flags = f"--xla_force_host_platform_device_count=8 {flags}"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {flags}"
         done = subprocess.run(
             [sys.executable, folder / "script.py", folder, *arguments],
             env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},

@@ -160,24 +160,17 @@ def test_in_the_terminal(loaded, monkeypatch, capfd, tmp_path):
     """Through the program, messages from a pipe."""
     from hydrajax.cli import main
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    before = jax.config.jax_compilation_cache_dir
     common = ["chat", "--base", str(assets.base()), "--draft", str(assets.path("hydra_pp")), "--tree", "chain-2"]
     common += ["--max-new-tokens", str(NEW)]
-    try:
-        monkeypatch.setattr(
-            "sys.stdin", io.StringIO(f"{MESSAGES[0]}\n\n{MESSAGES[1]}\n/reset\n{MESSAGES[0]}\n/exit\nno\n")
-        )
-        assert main([*common, "--template", "plain"]) == 0
-        out, err = capfd.readouterr()
-        chat = make(loaded)
-        first, second = ("".join(chat.say(message)) for message in MESSAGES[:2])
-        assert out == f"{first}\n{second}\n{first}\n"
-        assert err.count("τ ") == 3
-        assert "prompt tokens were in the cache" in err
-        monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
-        assert main(common) == 2
-        assert "--template: the tokenizer has no chat template" in capfd.readouterr().err
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{MESSAGES[0]}\n\n{MESSAGES[1]}\n/reset\n{MESSAGES[0]}\n/exit\nno\n"))
+    assert main([*common, "--template", "plain"]) == 0
+    out, err = capfd.readouterr()
+    chat = make(loaded)
+    first, second = ("".join(chat.say(message)) for message in MESSAGES[:2])
+    assert out == f"{first}\n{second}\n{first}\n"
+    assert err.count("τ ") == 3
+    assert "prompt tokens were in the cache" in err
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+    assert main(common) == 2
+    assert "--template: the tokenizer has no chat template" in capfd.readouterr().err

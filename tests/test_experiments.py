@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import pytest
 
 from hydrajax import assets
@@ -61,9 +59,8 @@ def run(name: str, folder: Path, *argv: str) -> subprocess.CompletedProcess:
     text = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
     (data / "spec_bench_question.jsonl").write_text(text)
     argv = [str(data) if word == "DATA" else word for word in argv]
-    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, str(EXPERIMENTS / f"{name}.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
 
 
 def result_of(name: str, folder: Path, kind: str):
@@ -83,8 +80,6 @@ def in_process(monkeypatch, capsys, tmp_path):
     """``run(name, *argv)``: a script's exit code and what it wrote to stderr, without a process of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXPERIMENTS)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    before = jax.config.jax_compilation_cache_dir
 
     def run(name: str, *argv: str) -> tuple[int, str]:
         script = module(EXPERIMENTS / f"{name}.py")
@@ -92,8 +87,7 @@ def in_process(monkeypatch, capsys, tmp_path):
         code = script.common.program(script.__doc__, script.run, script.FULL, script.QUICK)
         return code, capsys.readouterr().err
 
-    yield run
-    jax.config.update("jax_compilation_cache_dir", before)
+    return run
 
 
 def check_accuracies(rows: list[dict], drafters: Sequence[str]) -> None:

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import pytest
 import small_tokenizer
 
@@ -71,28 +70,9 @@ def wide_tree(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def cache_home(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(autouse=True)
-def private_cache(cache_home, monkeypatch):
-    """The program keeps compiled code under the user's cache directory: not that of whoever runs the tests."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
+def environment(monkeypatch):
     monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # the program sets it; this restores it
-    before = jax.config.jax_compilation_cache_dir
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def cache_everything():
-    """Also what compiles in less than the usual second: several tests run the same programs."""
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    yield
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 @pytest.fixture

@@ -15,12 +15,8 @@ CLOCK = {"tokens_per_second", "tflops_per_second"}  # what differs from run to r
 
 
 def start(config: Path, output: Path, *overrides: str, **environment: str) -> subprocess.Popen:
-    """``python -m hydrajax.train``, with these environment variables besides.
-
-    Programs are compiled without optimisation, and kept below ``XDG_CACHE_HOME`` for the next process.
-    """
+    """``python -m hydrajax.train``, with these environment variables besides."""
     command = [sys.executable, "-m", "hydrajax.train", "--config", str(config), f"output={output}", *overrides]
-    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=PROJECT, env=os.environ | environment, **pipes)
 

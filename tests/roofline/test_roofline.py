@@ -314,18 +314,14 @@ def test_a_faster_memory_and_a_smaller_draft_are_faster():
 
 
 @pytest.fixture
-def program(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    before = jax.config.jax_compilation_cache_dir
-
+def program(capsys):
     def run(*argv) -> SimpleNamespace:
         capsys.readouterr()
         argv = [str(arg) for arg in argv]
         code = run_command("hydrajax roofline", command.HELP, command.add_arguments, command.run, argv)
         return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
 
-    yield run
-    jax.config.update("jax_compilation_cache_dir", before)
+    return run
 
 
 def test_command_predicts_every_cell(program, tmp_path):

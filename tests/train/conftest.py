@@ -10,36 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
-from jax.experimental.compilation_cache import compilation_cache
 
 VOCAB, WIDTH, CONTEXT = 300, 32, 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation(compiled_programs):
-    """Nearly all the time of these tests is compilation, half of it LLVM's optimisation, and much of it repeated.
-
-    So programs are compiled without optimisation, and kept for whoever compiles them again.
-    """
-    settings = {
-        "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": str(compiled_programs / "hydrajax" / "xla"),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: jax.config.values[name] for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-@pytest.fixture(scope="session")
-def compiled_programs(tmp_path_factory) -> Path:
-    """``$XDG_CACHE_HOME`` of the training program, in this process and in others: they compile the same programs."""
-    return tmp_path_factory.mktemp("cache")
 
 
 def invented_text(seed: int, words: int) -> str:

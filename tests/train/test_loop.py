@@ -33,9 +33,9 @@ def config(settings, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def launch(config, compiled_programs):
+def launch(config):
     """``launch(output, *overrides) -> Popen`` of the training program."""
-    return functools.partial(start, config, XDG_CACHE_HOME=str(compiled_programs))
+    return functools.partial(start, config)
 
 
 @pytest.fixture(scope="module")

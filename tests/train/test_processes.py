@@ -19,7 +19,7 @@ MESH = {"data": 2, "model": 2}  # the model axis lies within a process, the data
 
 
 @pytest.fixture(scope="module")
-def launch(settings, tmp_path_factory, compiled_programs):
+def launch(settings, tmp_path_factory):
     """``launch(output, n_processes, *overrides) -> [Popen]``: the same command, in one process or in several."""
     config = tmp_path_factory.mktemp("processes") / "run.yaml"
     changes = {"steps": STEPS, "checkpoint_every": 5, "eval_every": 8, "log_every": 2, "output": "given below"}
@@ -28,10 +28,9 @@ def launch(settings, tmp_path_factory, compiled_programs):
     def launch(output: Path, n_processes: int, *overrides: str) -> list[subprocess.Popen]:
         mesh = MESH | {"cpu_devices": 4 // n_processes}
         overrides = (*(f"mesh.{name}={value}" for name, value in mesh.items()), *overrides)
-        cache = {"XDG_CACHE_HOME": str(compiled_programs)}
         if n_processes == 1:
-            return [start(config, output, *overrides, **cache)]
-        meeting = cache | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(n_processes)}
+            return [start(config, output, *overrides)]
+        meeting = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(n_processes)}
         return [start(config, output, *overrides, **meeting, JAX_PROCESS_ID=str(i)) for i in range(n_processes)]
 
     return launch
