@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -30,6 +32,23 @@ def pictures(cells) -> int:
     return sum("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_it_imports_is_there(name):
+    """The quick check; the slow tests run the notebooks."""
+    cells = [cell.source for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells if is_python(cell)]
+    imports = [node for node in ast.walk(ast.parse("\n".join(cells))) if isinstance(node, ast.ImportFrom)]
+    assert imports
+    for node in imports:
+        found = importlib.import_module(node.module)
+        for wanted in node.names:
+            assert hasattr(found, wanted.name) or importlib.import_module(f"{node.module}.{wanted.name}")
+
+
+def is_python(cell) -> bool:
+    return cell.cell_type == "code" and "%pip" not in cell.source
+
+
+@pytest.mark.slow
 def test_decode(tmp_path):
     cells = executed("01_decode", tmp_path)
     assert pictures(cells) == 3  # steps, tree, mask

@@ -95,7 +95,7 @@ def cache_makers(engine: Engine, hlo: str, batch: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", ["autoregressive", "medusa", "hydra++"])
+@pytest.mark.parametrize("name", ["autoregressive", pytest.param("medusa", marks=pytest.mark.slow), "hydra++"])
 def test_the_loop_updates_its_caches_in_place(name, batch):
     engine = make_engine(name)
     hlo = optimised_hlo(engine, batch)

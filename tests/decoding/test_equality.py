@@ -39,7 +39,7 @@ def emitted(out, row: int) -> list[int]:
     return out.tokens[row, : out.lengths[row]].tolist()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(UNTRAINED), base_seeds, st.integers(0, 2), st.tuples(prompts, prompts, prompts))
 def test_untrained_drafters_never_change_the_text(lab, case, base_seed, draft_seed, three):
     texts, margin = lab.references(base_seed, three)
@@ -56,7 +56,7 @@ def test_untrained_drafters_never_change_the_text(lab, case, base_seed, draft_se
         assert longest <= 0
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.sampled_from(ORACLE_TREES), base_seeds, st.tuples(prompts, prompts, prompts), st.integers(0, 99),
     st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.5, 0.9, 1.0]),

@@ -133,7 +133,7 @@ def test_a_repeated_line_is_proposed_whole():
 PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("tree", ["chain", "wide"])
 def test_decoding_says_what_the_base_says(lab, tree, batch):
     """Greedily against the cacheless reference; the tiny base falls into repetition, so much is accepted."""
@@ -157,7 +157,7 @@ def test_decoding_says_what_the_base_says(lab, tree, batch):
     assert out.accept_lengths.max() >= 2
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_sampling_draws_the_tokens_of_plain_sampling(lab, batch):
     rule = ExactSampling(0.5)
     tree = make_decode_fn(lab.model, PromptLookup(), TREES["wide"], rule, max_new_tokens=NEW)
