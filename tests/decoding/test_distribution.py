@@ -262,7 +262,9 @@ def quickly(decode_fn):
 
 
 @pytest.mark.parametrize(
-    "rule", [ExactSampling(0.9, top_p=0.95), RejectionSampling(0.9)], ids=lambda r: type(r).__name__
+    "rule",
+    [pytest.param(ExactSampling(0.9, top_p=0.95), marks=pytest.mark.slow), RejectionSampling(0.9)],
+    ids=lambda r: type(r).__name__,
 )
 def test_a_row_draws_the_same_in_any_batch_and_with_the_same_seed(rule):
     prompts = np.array([[3, 1, 4], [1, 0, 2], [4, 4, 4]])

@@ -128,7 +128,7 @@ def test_a_finished_row_is_frozen(lab, examples):
     assert (state.target.cache.lengths - state.output.lengths).tolist() == [PROMPT] * 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from([("oracle", "random"), ("hydra", "random")]),
     st.lists(st.lists(st.integers(0, 16), min_size=1, max_size=40), min_size=3, max_size=3),

@@ -128,7 +128,8 @@ def tally_of(tree, model, base, drafter, draft, batch) -> Tally:
     return tally
 
 
-@pytest.mark.parametrize("prefix", [pytest.param(False, marks=pytest.mark.slow), True], ids=["hydra", "hydra++"])
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", [False, True], ids=["hydra", "hydra++"])
 def test_tokens_per_step_is_what_decoding_gives(tiny_model, generated, prefix):
     model, base = tiny_model
     drafter = WithPrefix(DRAFTERS["hydra"], model.config) if prefix else DRAFTERS["hydra"]
