@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forced import forced_logits
 from lab import quick_jit
 from tree_tools import leaf_paths
 
@@ -132,7 +133,7 @@ def teacher_forced(loaded: Loaded, ids: np.ndarray):
     def forward(params):
         base = base_forward(loaded, params, ids)
         bound = BoundBase(loaded.model, params.base)
-        return base.hidden, loaded.drafter.teacher_forced(params.draft, base.features, jnp.asarray(ids), bound)
+        return base.hidden, forced_logits(loaded.drafter, params.draft, base.features, jnp.asarray(ids), bound)
 
     return forward(loaded.params)
 

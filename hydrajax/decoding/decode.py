@@ -138,8 +138,8 @@ def make_decode_fn(
         rng = jax.random.key(0) if rng is None else rng
         return run(params, prompt, lengths.astype(xp.int32), rng, rule, limits)
 
-    decode_fn.engine = engine
-    decode_fn.jitted = run
+    decode_fn.engine = engine  # to drive the steps one by one
+    decode_fn.jitted = run  # to look at the compiled program
     return decode_fn
 
 

@@ -197,14 +197,6 @@ class Trainable(Drafter, Protocol):
         lm head is applied.
         """
 
-    def teacher_forced(
-        self, params: DraftParams, features: Float[Array, "B T D"], tokens: Int[Array, "B T"], base: BoundBase
-    ) -> Float[Array, "K B T V"]:
-        """Both halves: logits of head k at position t, which predict token t + 2 + k. For tests and small inputs."""
-
-    def teacher_costs(self, length: int) -> Sequence[Cost]:
-        """What the training forward pass over a row of so many tokens computes."""
-
 
 class SeesAcceptedOnly:
     """For drafters that learn from a step what they would learn from the same tokens in a prompt.

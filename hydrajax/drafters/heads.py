@@ -270,10 +270,6 @@ class HeadStack(SeesAcceptedOnly):
     def head_logits(self, params, k, hidden, base, rng=None):
         return self.lm_head.over_all_tokens(self.lm_logits(params, k, hidden, base, rng), self.vocab_size)
 
-    def teacher_forced(self, params, features, tokens, base):
-        hidden = self.teacher_hidden(params, features, tokens, base)
-        return jnp.stack([self.head_logits(params, k, rows, base) for k, rows in enumerate(hidden)])
-
     # --- one head -----------------------------------------------------------------------------------------------------
 
     def apply_head(self, params, k: int, *inputs, method: str, **settings):

@@ -133,10 +133,6 @@ class WithPrefix(SeesAcceptedOnly):
     def head_logits(self, params, k, hidden, base, rng=None):
         return self.heads.head_logits(params["heads"], k, hidden, base, rng)
 
-    def teacher_forced(self, params, features, tokens, base):
-        hidden = self.teacher_hidden(params, features, tokens, base)
-        return jnp.stack([self.head_logits(params, k, rows, base) for k, rows in enumerate(hidden)])
-
 
 def heads_of(drafter):
     """The heads, out from behind a prefix layer."""

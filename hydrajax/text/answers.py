@@ -64,6 +64,8 @@ class AnswerWriter(WholeFile):
 def read_answers(path: str | Path, what: str = "answers") -> list[Generation]:
     """The lines of an output file, in order; fields this version does not know are ignored.
 
+    No command reads its own output: this is for who analyses it in Python.
+
     Raises `HydrajaxError` naming file, line and field if one is missing, has the wrong type or contradicts another
     (`accept_lengths` must be one per step and sum to `new_tokens`, the number of `output_ids`).
     """

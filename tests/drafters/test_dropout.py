@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forced import forced_logits
 
 from hydrajax.drafters.heads import drop
 from hydrajax.drafters.hydra import HydraHeads
@@ -92,7 +93,7 @@ def test_decoding_and_evaluation_never_drop(base, oracle):
     features = np.random.default_rng(0).standard_normal((1, 5, WIDTH)).astype(np.float32)
 
     def logits(drafter):
-        forward = quick_jit(lambda params: drafter.teacher_forced(params, features, TOKENS[:1, :5], base))
+        forward = quick_jit(lambda params: forced_logits(drafter, params, features, TOKENS[:1, :5], base))
         return np.asarray(forward(params))
 
     np.testing.assert_array_equal(logits(plain), logits(dropping))

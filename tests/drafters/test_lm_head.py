@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forced import forced_logits
 from lab import NEW, VOCAB, WIDTH, quick_jit
 from noise import noise
 
@@ -72,7 +73,7 @@ def test_fresh_heads_are_as_near_to_the_bases_as_their_kind_comes(base, kind, na
     @quick_jit
     def run(rng, state):
         params = drafter.init(rng, base)
-        logits = drafter.teacher_forced(params, state[:, None], jnp.zeros((3, 1), jnp.int32), base)
+        logits = forced_logits(drafter, params, state[:, None], jnp.zeros((3, 1), jnp.int32), base)
         proposal = drafter.propose(params, state, jnp.zeros(3, jnp.int32), tree, base)
         return params, logits[:, :, 0], proposal.tokens
 
@@ -141,7 +142,7 @@ def test_draws_come_from_the_distribution_that_is_reported(base, kind):
     def run(state, keys):
         root = jnp.zeros(200, jnp.int32)
         proposal = drafter.propose(params, state, root, tree, base, Draw(keys, temperature))
-        first = drafter.teacher_forced(params, state[:, None], root[:, None], base)[0, :, 0]
+        first = forced_logits(drafter, params, state[:, None], root[:, None], base)[0, :, 0]
         return proposal.tokens, proposal.log_q, first
 
     tokens, log_q, first = jax.device_get(run(state, jax.random.split(jax.random.key(0), (200, 3))))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from forced import forced_logits
 
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
@@ -107,7 +108,7 @@ def test_values_and_gradients_equal_torch(base, example, kind, name):
 
     def halves(params, features):
         read = drafter.teacher_hidden(params, features, batch["tokens"], base)
-        return drafter.teacher_forced(params, features, batch["tokens"], base), jnp.stack(read)
+        return forced_logits(drafter, params, features, batch["tokens"], base), jnp.stack(read)
 
     def pull(params, features, *slopes):
         return jax.vjp(halves, params, features)[1](slopes)
@@ -173,7 +174,7 @@ def test_logits_never_exist_for_all_positions_at_once(base):
         assert batch * 14 * VOCAB in sizes
     # The search does find them where they are.
     assert whole in vocabulary_shapes(jax.grad(functools.partial(loss, chunk_tokens=10**6)), params)
-    assert HEADS * whole in vocabulary_shapes(lambda p: drafter.teacher_forced(p, features, tokens, base), params)
+    assert HEADS * whole in vocabulary_shapes(lambda p: forced_logits(drafter, p, features, tokens, base), params)
 
 
 def test_ignored_targets_do_not_count(base, example):
@@ -372,7 +373,7 @@ def test_bfloat16_is_summed_in_float32(base):
         rows = {"tokens": tokens, "labels": tokens}
         loss = functools.partial(draft_loss, objective, drafter)
         value_and_grad = jax.value_and_grad(lambda p: loss(p, features, features, rows, low)[0])
-        return value_and_grad(params), drafter.teacher_forced(params, features, tokens, low)
+        return value_and_grad(params), forced_logits(drafter, params, features, tokens, low)
 
     (value, grads), logits = step(params)
     logits = torch.from_numpy(np.array(logits[0, 0, :-2], np.float64)).requires_grad_()

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forced import forced_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,7 +102,7 @@ def test_ranks_equal_numpy(tiny_model, name):
     def ranks_and_logits(draft, tokens):
         features = run_base(model, base, tokens).hidden
         ranks = head_ranks(drafter, draft, features, {"tokens": tokens}, bound, chunk_tokens=8)
-        return ranks, drafter.teacher_forced(draft, features, tokens, bound)
+        return ranks, forced_logits(drafter, draft, features, tokens, bound)
 
     found, logits = map(np.asarray, ranks_and_logits(draft, tokens))
     for k, row, at in np.ndindex(3, 2, 11):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from draft_heads import VOCAB, WIDTH, config_in, heads_of, random_params
+from forced import forced_logits
 from released import Hydra, Medusa, VLLMMedusa, one_layer, refusal
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -89,7 +90,7 @@ def agrees(official: nn.Module, drafter, params, base) -> None:
     with torch.no_grad():
         theirs = official.eval()(torch.tensor(features), torch.tensor(tokens)).numpy()
     assert 0.3 < theirs.std() < 10
-    ours = drafter.teacher_forced(params, jnp.asarray(features), jnp.asarray(tokens), BoundBase(*base))
+    ours = forced_logits(drafter, params, jnp.asarray(features), jnp.asarray(tokens), BoundBase(*base))
     np.testing.assert_allclose(theirs, ours, atol=TOLERANCE, rtol=TOLERANCE)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from forced import forced_logits
 from released import WIDTH, Medusa, VLLMMedusa, refusal
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -102,7 +103,7 @@ def agrees(drafter, params, official: nn.Module, base: BoundBase) -> None:
     with torch.no_grad():
         expected = official(features).numpy()
     assert 0.3 < expected.std() < 10
-    ours = drafter.teacher_forced(params, jnp.asarray(features.numpy()), jnp.zeros((2, 12), int), base)
+    ours = forced_logits(drafter, params, jnp.asarray(features.numpy()), jnp.zeros((2, 12), int), base)
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -148,7 +149,7 @@ def test_medusa_2_is_its_own_base(tiny_checkpoint, base_state, base_config, tmp_
     bound = BoundBase(loaded.model, loaded.params.base)
     positions = np.broadcast_to(np.arange(12), tokens.shape)
     features = bound.model.apply({"params": bound.params}, tokens, positions, causal_mask(12)).features
-    ours = loaded.drafter.teacher_forced(loaded.params.draft, features, jnp.asarray(tokens), bound)
+    ours = forced_logits(loaded.drafter, loaded.params.draft, features, jnp.asarray(tokens), bound)
     np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)  # the base's rounding is in it too
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from forced import forced_logits
 from released import WIDTH, Hydra, Medusa, one_layer, refusal
 from safetensors.torch import save_file
 from torch import nn
@@ -103,7 +104,7 @@ def agrees(directory: Path, official: nn.Module, base, features: torch.Tensor | 
     with torch.no_grad():
         expected = official(features, torch.tensor(tokens)).numpy()
     assert 0.3 < expected.std() < 10
-    ours = drafter.teacher_forced(params, jnp.asarray(features.numpy()), jnp.asarray(tokens), bound)
+    ours = forced_logits(drafter, params, jnp.asarray(features.numpy()), jnp.asarray(tokens), bound)
     assert ours.shape == expected.shape
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
     return drafter
@@ -214,7 +215,7 @@ def test_hidden_state_offset(base, tmp_path):
     np.testing.assert_allclose(forward.hidden, states[-1].numpy(), atol=TOLERANCE, rtol=TOLERANCE)
     with torch.no_grad():
         expected = official(states[-2], torch.tensor(tokens)).numpy()
-    ours = drafter.teacher_forced(params, forward.features, jnp.asarray(tokens), bound)
+    ours = forced_logits(drafter, params, forward.features, jnp.asarray(tokens), bound)
     np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)  # after the base, whose rounding is in it too
 
 

@@ -1,0 +1,11 @@
+"""Both halves of the training forward at once: a vocabulary's logits for every head and position, on small inputs."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+
+def forced_logits(drafter, params, features, tokens, base):
+    """Float32 ``[K, B, T, V]``: the logits of head k at position t, which predict token t + 2 + k."""
+    hidden = drafter.teacher_hidden(params, features, tokens, base)
+    return jnp.stack([drafter.head_logits(params, k, rows, base) for k, rows in enumerate(hidden)])
