@@ -71,9 +71,7 @@ def contenders(
 
     def text_way(way: Way, loaded: Loaded) -> TextWay:
         most = min(max_new_tokens, loaded.model.config.max_positions)
-        loaded.bursts(
-            way.tree, way.rule, most
-        )  # refuses a tree that the drafter cannot fill, before the first question
+        loaded.bursts(way.tree, way.rule, most)  # refuses a tree that does not fit before the first question is asked
         return TextWay(way, loaded)
 
     base = folder_name(base)
