@@ -12,6 +12,7 @@ from hydrajax.drafters import hydra_files, medusa_files
 from hydrajax.drafters.drafter import Drafter, Trainable
 from hydrajax.drafters.formats import Files
 from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix, heads_of
@@ -41,6 +42,7 @@ class Kind:
 # Directories of heads are recognised, and formats listed, in this order.
 KINDS = {
     "none": Kind("no draft", NoDrafter, about="no draft at all"),
+    "lookup": Kind("Lookup", PromptLookup, about="n-grams of the text so far"),
     "hydra": Kind("Hydra", HydraHeads, files=hydra_files.FILES),
     "medusa": Kind("Medusa", MedusaHeads, files=medusa_files.FILES),
     "hydra++": Kind("Hydra++", HydraHeads, settings={"prefix": True, "n_layers": 4}),

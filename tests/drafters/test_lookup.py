@@ -1,0 +1,182 @@
+"""Prompt lookup against a plain search written from its description, and decoding with it."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lab import NEW, quick_jit
+
+from hydrajax.decoding.acceptance import ExactSampling, Typical
+from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.drafters.lookup import PromptLookup
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees import presets
+from hydrajax.trees.tree import TreeTopology
+
+SLOTS, BATCH = 24, 16
+TREES = {
+    "chain": presets.chain(6),
+    "wide": presets.cartesian([3, 2, 1]),
+    "skips ranks": TreeTopology.from_choices([[0], [2], [0, 1], [2, 0], [2, 2], [0, 1, 0], [2, 0, 1], [2, 0, 1, 0]]),
+    "root": presets.root(),
+}
+DRAFTERS = {
+    "default": PromptLookup(),
+    "short": PromptLookup(depth=6, longest=2, shortest=2, matches=3),
+    "one match": PromptLookup(depth=6, longest=3, matches=1),
+}
+
+
+def matches(text: list[int], drafter: PromptLookup, depth: int, most: int) -> list[list[int]]:
+    """What followed the end of the text where it occurred before: the longest match first, then the latest."""
+    end, found = len(text) - 1, []
+    for place in range(end):
+        length = 0
+        while length < drafter.longest and length <= place and text[place - length] == text[end - length]:
+            length += 1
+        if length >= drafter.shortest:
+            found.append((-length, -place))
+    followed = []
+    for _, minus_place in sorted(found)[:most]:
+        repeating = text[-minus_place + 1 :] * depth  # a match near the end is taken to go on repeating
+        followed.append(repeating[:depth])
+    return followed
+
+
+def fill(tree: TreeTopology, text: list[int], drafter: PromptLookup) -> list[int]:
+    """The tokens of the nodes below the text's last token; -1 where no match says anything."""
+    agreeing = {(): matches(text, drafter, tree.depth, drafter.matches if tree.max_rank > 0 else 1)}
+    tokens = [text[-1]]
+    for path in tree.choices:
+        *_, rank = path
+        place = len(path) - 1
+        different = list(dict.fromkeys(match[place] for match in agreeing[path[:-1]]))
+        tokens.append(different[rank] if rank < len(different) else -1)
+        agreeing[path] = [match for match in agreeing[path[:-1]] if match[place] == tokens[-1]]
+    return tokens
+
+
+def random_texts(seed: int, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """``BATCH`` texts over so few tokens that much is repeated, and their lengths from 1 up; the rest is junk."""
+    random = np.random.default_rng(seed)
+    return random.integers(0, n_tokens, (BATCH, SLOTS), dtype=np.int32), random.integers(1, SLOTS - 1, BATCH)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_proposals_match_a_plain_search(name, tree):
+    """Each text in two pieces: as a prompt and as what a step has added, as decoding hands it over."""
+    drafter, tree = DRAFTERS[name], TREES[tree]
+
+    @quick_jit
+    def propose(prompt, first, more, counts, root):
+        state = drafter.advance({}, drafter.init_state(BATCH, SLOTS + 8), None, prompt, first, None, None)
+        state = drafter.advance({}, state, None, more, counts, None, None)
+        return drafter.propose({}, state, root, tree, None).tokens
+
+    n_proposed = 0
+    for seed, n_tokens in enumerate((1, 2, 3, 5)):
+        texts, lengths = random_texts(seed, n_tokens)
+        counts = np.minimum(np.random.default_rng(seed).integers(0, 5, BATCH), lengths - 1)
+        more = np.full((BATCH, 5), 9, np.int32)
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            more[row, :count] = texts[row, length - count : length]
+        root = np.array([texts[row, length] for row, length in enumerate(lengths)])
+        found = np.asarray(propose(texts, (lengths - counts).astype(np.int32), more, counts.astype(np.int32), root))
+        for row, length in enumerate(lengths):
+            expected = fill(tree, texts[row, : length + 1].tolist(), drafter)
+            assert found[row].tolist() == expected
+            n_proposed += sum(token >= 0 for token in expected[1:])
+    assert n_proposed > 40 or tree.depth == 0
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_ranks_are_those_at_which_the_text_itself_would_be_proposed(name):
+    drafter, (texts, _) = DRAFTERS[name], random_texts(7, 3)
+    ranks = np.asarray(quick_jit(lambda tokens: drafter.ranks({}, None, {"tokens": tokens}, None, 64))(texts))
+    assert ranks.shape == (drafter.depth, BATCH, SLOTS)
+    seen = []
+    for row, text in enumerate(texts.tolist()):
+        for t in range(SLOTS - 2):
+            agreeing = matches(text[: t + 2], drafter, drafter.depth, drafter.matches)
+            for k in range(min(drafter.depth, SLOTS - 2 - t)):
+                true, different = text[t + 2 + k], list(dict.fromkeys(match[k] for match in agreeing))
+                if true in different:
+                    assert ranks[k, row, t] == different.index(true)
+                    seen.append(ranks[k, row, t])
+                else:
+                    assert ranks[k, row, t] >= drafter.matches  # no tree holds it
+                agreeing = [match for match in agreeing if match[k] == true]
+    assert {0, 1} <= set(seen) or drafter.matches == 1
+
+
+def test_a_repeated_line_is_proposed_whole():
+    """By hand: the end was seen twice, the later time followed by 5 6, the earlier time by 7."""
+    text = [1, 2, 7, 0, 1, 2, 5, 6, 0, 1]
+    drafter, tree = PromptLookup(), TreeTopology.from_choices([[0], [1], [0, 0], [1, 0]])
+
+    @quick_jit
+    def propose(root):
+        texts, lengths = jnp.array([text] * 3), jnp.full(3, len(text))
+        state = drafter.advance({}, drafter.init_state(3, 16), None, texts, lengths, None, None)
+        return drafter.propose({}, state, root, tree, None).tokens
+
+    # With the root 2: [0, 1, 2] matches at place 5, the shorter [1, 2] at place 1. Without a match nothing is proposed;
+    # a token just repeated is taken to go on, and before that it was followed by 2.
+    assert propose(np.array([2, 9, 1])).tolist() == [[2, 5, 7, 6, 0], [9, -1, -1, -1, -1], [1, 1, 2, 1, 5]]
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
+
+
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("tree", ["chain", "wide"])
+def test_decoding_says_what_the_base_says(lab, tree, batch):
+    """Greedily against the cacheless reference; the tiny base falls into repetition, so much is accepted."""
+    prompts = PROMPTS[:batch]
+    texts, _ = lab.references(0, prompts)
+    decode_fn = make_decode_fn(lab.model, PromptLookup(), TREES[tree], max_new_tokens=NEW)
+    out = lab.decode(decode_fn, 0, {}, prompts)
+    for row, prompt in enumerate(prompts):
+        assert out.tokens[row].tolist() == lab.expected(texts[row], len(prompt), NEW)
+        # Each step accepts what a plain search of the text so far would have got right.
+        at = len(prompt)
+        for accepted in out.accept_lengths[row, : out.steps[row]]:
+            tokens = fill(TREES[tree], texts[row, : at + 1].tolist(), PromptLookup())
+            right = {()}
+            for path, token in zip(TREES[tree].choices, tokens[1:], strict=True):
+                true = texts[row, at + len(path)] if at + len(path) < lab.context else -2
+                if path[:-1] in right and token == true:
+                    right.add(path)
+            assert accepted == min(max(map(len, right)), len(prompt) + NEW - at - 1)
+            at += int(accepted) + 1
+    assert out.accept_lengths.max() >= 2
+
+
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_sampling_draws_the_tokens_of_plain_sampling(lab, batch):
+    rule = ExactSampling(0.5)
+    tree = make_decode_fn(lab.model, PromptLookup(), TREES["wide"], rule, max_new_tokens=NEW)
+    for seed in range(3):
+        found = lab.decode(tree, 0, {}, PROMPTS[:batch], rule=rule, seed=seed)
+        expected = lab.plainly(PROMPTS[:batch], rule, seed)
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        assert found.steps.sum() < expected.steps.sum()
+
+
+def test_what_does_not_go_together_is_refused(lab):
+    message = "rule: RejectionSampling needs a drafter that samples, not PromptLookup"
+    with pytest.raises(HydrajaxError, match=f"^{message}$"):
+        make_decode_fn(lab.model, PromptLookup(), presets.chain(3), RejectionSampling())
+    make_decode_fn(lab.model, PromptLookup(), presets.chain(3), Typical())
+    with pytest.raises(HydrajaxError, match="depth 11 is deeper than the drafter, which proposes 10 tokens ahead"):
+        make_decode_fn(lab.model, PromptLookup(), presets.chain(11))
+    for settings in ({"depth": 0}, {"shortest": 0}, {"matches": 0}):
+        with pytest.raises(HydrajaxError, match="lookup: depth, shortest and matches must be at least 1"):
+            PromptLookup(**settings)
+    with pytest.raises(HydrajaxError, match="lookup: longest must be at least shortest, 3, found 2"):
+        PromptLookup(longest=2, shortest=3)
