@@ -38,7 +38,7 @@ def tiny(base, heads):
     return ["--base", base, "--draft", heads, "--tree", "chain-2", "--max-new-tokens", 12]
 
 
-@pytest.mark.parametrize("draft", ["heads", "lookup"])
+@pytest.mark.parametrize("draft", ["heads", pytest.param("lookup", marks=pytest.mark.slow)])
 def test_greedy(certify, tiny, draft, tmp_path):
     path = tmp_path / "certificate.json"
     flags = [] if draft == "heads" else ["--draft", draft]

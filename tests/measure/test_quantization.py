@@ -44,7 +44,7 @@ def int8_params(params: dict) -> dict:
     return found
 
 
-@pytest.mark.parametrize("change", ["int8", "noise"])
+@pytest.mark.parametrize("change", ["int8", pytest.param("noise", marks=pytest.mark.slow)])
 def test_figures_are_those_of_the_two_models_logits(tiny_model, change):
     model, params = tiny_model
     if change == "int8":
