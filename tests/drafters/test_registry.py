@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -27,6 +28,13 @@ def test_every_kind_decodes_what_the_base_says(lab, name):
         assert out.tokens[row].tolist() == lab.expected(texts[row], len(prompt), MAX_NEW)
     assert (out.accept_lengths.max() > 0) == (tree.depth > 0)
     assert KINDS[name].title
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_array_of_a_state_has_a_leading_batch_axis(lab, name):
+    """So that rows can be taken out of a decode state, put in and moved, whatever drafter it belongs to."""
+    state = KINDS[name].build(lab.model.config, jnp.float32).init_state(3, 20)
+    chex.assert_tree_shape_prefix(state, (3,))
 
 
 @pytest.mark.parametrize("name", WITHOUT_WEIGHTS)
