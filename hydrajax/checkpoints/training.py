@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +31,7 @@ from hydrajax.processes import anywhere, is_main, main_does
 WHAT = "checkpoint"
 RECORD = "hydrajax.json"
 STATE, UNFINISHED = "state", ".orbax-checkpoint-tmp"  # orbax's names
+MOST_ERRORS_OF_A_SAVE = 16  # more than the files that orbax writes with threads of their own
 
 # Orbax logs every failure with its traceback through absl; here it becomes one line of a HydrajaxError.
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
@@ -251,10 +253,20 @@ class TrainCheckpoints:
         """What to do after a failed save: free what it wrote, as the disk may be full, and forget the step."""
         step, self._saving = self._saving, None
         self._metrics.pop(step, None)
+        self._let_other_errors_pass()
         if is_main():
             self._remove_unfinished()
         self._checkpointer.reload()
         return HydrajaxError(f"{WHAT}: saving step {step} in {self.directory} failed: {one_line(error)}")
+
+    def _let_other_errors_pass(self) -> None:
+        """Wait until orbax writes nothing any more: its threads write several files, and each may fail on its own.
+
+        Each call to ``wait`` raises the error of one of them. One left over would fail the next save or the closing.
+        """
+        for _ in range(MOST_ERRORS_OF_A_SAVE):
+            with suppress(Exception):
+                return self._checkpointer.wait()
 
     def _remove_unfinished(self) -> None:
         for path in self.directory.glob(f"*{UNFINISHED}*"):
