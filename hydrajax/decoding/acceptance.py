@@ -22,7 +22,7 @@ from hydrajax.drafters.drafter import Draw, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.ranking import best_token, over_rows
-from hydrajax.trees.topology import Topology, pick, take
+from hydrajax.trees.topology import Topology, at_rows, take
 from hydrajax.trees.tree import TreeTopology
 
 
@@ -158,11 +158,6 @@ class ExactSampling(JudgesBestGuesses, Sampling):
 # --- parts that rules share -------------------------------------------------------------------------------------------
 
 
-def at_rows(array: Array, index: Int[Array, " B"]) -> Array:
-    """``array[b, index[b]]`` for every row b."""
-    return array[jnp.arange(len(index)), index]
-
-
 class _Walk(NamedTuple):
     node: Int[Array, " B"]
     token: Int[Array, " B"]  # the base's choice there
@@ -223,4 +218,4 @@ def _likeliest_longest(
 
 def ending_at(last: Int[Array, " B"], tree: Topology, next_root: Int[Array, " B"]) -> Acceptance:
     """The path from the root to node ``last`` of each row."""
-    return Acceptance(pick(tree.paths, last, 3), pick(tree.depths, last, 2), next_root)
+    return Acceptance(tree.at(tree.paths, last), tree.at(tree.depths, last), next_root)

@@ -8,12 +8,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from hydrajax.decoding.acceptance import at_rows, walk
+from hydrajax.decoding.acceptance import walk
 from hydrajax.decoding.sampling import Sampling, check_temperature, numbers_as_arrays, sample
 from hydrajax.drafters.drafter import Draw
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
-from hydrajax.trees.topology import pick
+from hydrajax.trees.topology import at_rows
 
 # What the key of a place in the output is folded with: for the draft, for the base's own sample, for each child.
 DRAFT, BASE, CHILDREN = 0, 1, 2
@@ -61,9 +61,9 @@ class RejectionSampling(Sampling):
             p = jax.nn.softmax(self.shape(at_rows(logits, node)), axis=-1)
             token, open_ = jnp.zeros_like(node), jnp.ones_like(node, bool)
             if most_children:
-                children = pick(tree.children, node, 3)
+                children = tree.at(tree.children, node)
                 first = jnp.maximum(children[:, 0], 0)
-                log_q = at_rows(proposal.log_q, pick(tree.parent_slot, first, 2))
+                log_q = at_rows(proposal.log_q, tree.at(tree.parent_slot, first))
             for rank in range(most_children):
                 child = children[:, rank]
                 drawn = at_rows(tokens, child)

@@ -17,7 +17,7 @@ from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
 from hydrajax.models.arrays import Array
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BaseModel, BoundBase, Forward
-from hydrajax.models.cache import KVCache, append, take_tokens
+from hydrajax.models.cache import KVCache, append, take_tokens, write_tokens
 from hydrajax.models.ranking import best_token
 from hydrajax.trees.tree import TreeTopology
 
@@ -95,15 +95,14 @@ class Engine:
         else:
             ended = jnp.zeros_like(out.done)
         counts = jnp.where(out.done, 0, counts)
-        write_rows = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
         lengths = out.lengths + counts
         step_record = jnp.where(out.done, -1, counts - 1)
         cache = append(target.cache, take_tokens(forward.block, accepted.path), counts, after=accepted.next_root)
         output = out._replace(
-            tokens=write_rows(out.tokens, tokens, out.lengths),
+            tokens=write_tokens(out.tokens, tokens, out.lengths),
             lengths=lengths,
             done=out.done | ended | (lengths >= out.limits),
-            accept_lengths=write_rows(out.accept_lengths, step_record[:, None], out.steps),
+            accept_lengths=write_tokens(out.accept_lengths, step_record[:, None], out.steps),
             steps=out.steps + ~out.done,
         )
         # A drafter that does not ask for the base's choices costs nothing by them: XLA drops what is not used.

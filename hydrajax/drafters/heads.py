@@ -160,7 +160,17 @@ def head_costs(name: str, head: Head, rows: int, shared_rows: int) -> list[Matmu
     return costs + head.lm_head.costs(name, rows, width, head.vocab_size)
 
 
-class HeadStack(SeesAcceptedOnly):
+class Trained(SeesAcceptedOnly):
+    """What follows for a drafter that is trained from what its heads are, with or without something before them."""
+
+    def init(self, rng, base):
+        return nn.unbox(self.init_boxed(rng, base))
+
+    def ranks(self, params, features, batch, base, chunk_tokens):
+        return head_ranks(self, params, features, batch, base, chunk_tokens)
+
+
+class HeadStack(Trained):
     """What Medusa and Hydra share: parameters ``{"head_0": ...}``, K independent heads, how they are trained.
 
     A subclass is a frozen dataclass with ``n_heads``, ``width``, ``vocab_size``, ``dtype``, ``dropout``,
@@ -222,9 +232,6 @@ class HeadStack(SeesAcceptedOnly):
             tokens = jnp.concatenate([tokens, guesses[:, slot, level.ranks]], axis=1)
         return Proposal(tokens, tree.topology, jnp.concatenate(drawn_from, axis=1) if drawn_from else None)
 
-    def ranks(self, params, features, batch, base, chunk_tokens):
-        return head_ranks(self, params, features, batch, base, chunk_tokens)
-
     # --- costs --------------------------------------------------------------------------------------------------------
 
     def propose_costs(self, tree, batch):
@@ -258,9 +265,6 @@ class HeadStack(SeesAcceptedOnly):
                 fresh[name] = fresh[name].replace_boxed(value)
             params[f"head_{k}"] = fresh
         return params
-
-    def init(self, rng, base):
-        return nn.unbox(self.init_boxed(rng, base))
 
     def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
         inputs = self.teacher_inputs(features, tokens, base)

@@ -8,7 +8,7 @@ this module meets an index into a reduced vocabulary: what comes out are token i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import flax.linen as nn
 import jax
@@ -59,7 +59,7 @@ class LmHead:
     bias: bool = False
     shared: bool = False
     rank: int | None = None
-    vocabulary: Vocabulary | None = field(default=None)
+    vocabulary: Vocabulary | None = None
 
     def __post_init__(self):
         if self.shared and (self.rank is not None or self.vocabulary is not None):

@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Int
 
 from hydrajax.drafters.costs import CostsNothing
 from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
+from hydrajax.models.cache import write_tokens
 from hydrajax.models.ranking import top_tokens
 
 NOTHING = -1  # in the place of a token: no match says what comes here
@@ -77,11 +79,11 @@ class PromptLookup(SeesAcceptedOnly, CostsNothing):
         # With one leaf below every node only the best match is ever asked.
         n_matches = 1 if tree.max_rank <= 0 else self.matches
         found = self._look_up(_append(state, root[:, None], jnp.ones_like(root)), tree.depth, n_matches)
-        tokens, agreeing = [root[:, None]], found.found[:, None]  # [B, parents, M]: matches that hold the path so far
+        tokens, agreeing = [root[:, None]], found.found[:, None]  # [B, nodes, M]: matches that hold the path to a node
+        above = np.zeros(1, np.int32)  # the nodes of the level before
         for d, level in enumerate(tree.levels):
             following = found.tokens[:, None, :, d]
-            slot = jnp.asarray(level.in_parents)  # the level's parents among the children of the level before
-            agreeing = agreeing[:, slot]
+            agreeing, above = agreeing[:, np.searchsorted(above, level.parents)], level.children
             rank = _ranks_of_matches(following, agreeing)  # [B, parents, M]
             holds = agreeing[:, level.parent_slot] & (rank[:, level.parent_slot] == level.ranks[:, None])
             first = jnp.argmax(holds, axis=-1)
@@ -132,8 +134,7 @@ class PromptLookup(SeesAcceptedOnly, CostsNothing):
 
 def _append(history: History, tokens: Int[Array, "B T"], counts: Int[Array, " B"]) -> History:
     """The history with the first ``counts[b]`` tokens added to row b; the rest is written beyond its length."""
-    write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
-    return History(write(history.tokens, tokens, history.lengths), history.lengths + counts)
+    return History(write_tokens(history.tokens, tokens, history.lengths), history.lengths + counts)
 
 
 def _ranks_of_matches(following: Int[Array, "*#n M"], agreeing: Bool[Array, "*#n M"]) -> Int[Array, "*#n M"]:

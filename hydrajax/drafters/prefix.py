@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.drafters.costs import DecoderLayers
-from hydrajax.drafters.drafter import SeesAcceptedOnly
-from hydrajax.drafters.ranks import head_ranks
+from hydrajax.drafters.heads import Trained
 from hydrajax.models.arrays import DType
 from hydrajax.models.attention import causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
@@ -45,7 +44,7 @@ class PrefixState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WithPrefix(SeesAcceptedOnly):
+class WithPrefix(Trained):
     """``heads`` reading the prefix layer's output in place of h_t; Hydra++ is ``WithPrefix(HydraHeads(...))``.
 
     The layer runs once per decode step, over the root and the accepted tokens at their true positions, so its cache
@@ -97,9 +96,6 @@ class WithPrefix(SeesAcceptedOnly):
     def propose(self, params, state, root, tree, base, draw=None):
         return self.heads.propose(params["heads"], state.heads, root, tree, base, draw)
 
-    def ranks(self, params, features, batch, base, chunk_tokens):
-        return head_ranks(self, params, features, batch, base, chunk_tokens)
-
     # --- costs --------------------------------------------------------------------------------------------------------
 
     def propose_costs(self, tree, batch):
@@ -118,9 +114,6 @@ class WithPrefix(SeesAcceptedOnly):
         position = jnp.zeros((1, 1), jnp.int32)
         layer_params = self.layer.init(jax.random.fold_in(rng, 1), example, position, np.ones((1, 1), bool))["params"]
         return {"prefix": layer_params, "heads": self.heads.init_boxed(jax.random.fold_in(rng, 2), base)}
-
-    def init(self, rng, base):
-        return nn.unbox(self.init_boxed(rng, base))
 
     def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
         if positions is None:

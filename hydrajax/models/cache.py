@@ -73,6 +73,11 @@ def append(cache: KVCache, block: Block, counts: Int[Array, " B"], *, after: Arr
     return KVCache(layers, cache.lengths + counts)
 
 
+def write_tokens(rows: Int[Array, "B S"], tokens: Int[Array, "B T"], starts: Int[Array, " B"]) -> Int[Array, "B S"]:
+    """``rows`` with ``tokens`` written over them from place ``starts[b]`` of each row on."""
+    return jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(rows, tokens, starts)
+
+
 def take_tokens(block: Block, index: Int[Array, "B R"]) -> Block:
     """The keys and values of block tokens ``index[b]`` in that order (a gather: see openxla/xla#49176)."""
     at = index[:, None, :, None]

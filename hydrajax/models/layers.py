@@ -64,8 +64,9 @@ class DecoderLayer(nn.Module):
         if c.qkv_bias:
             qkv = qkv + declare(self, "qkv_bias", per_head, head_axes, nn.initializers.zeros)
         qkv = qkv.transpose(0, 2, 3, 1, 4)  # [B, kv, queries + key + value, T, H]
-        queries = qkv[:, :, : c.queries_per_kv].reshape(batch, c.n_heads, n_tokens, c.head_dim)
-        keys, values = qkv[:, :, -2], qkv[:, :, -1]
+        queries, keys, values = jnp.split(qkv, [c.queries_per_kv, c.queries_per_kv + 1], axis=2)
+        queries = queries.reshape(batch, c.n_heads, n_tokens, c.head_dim)
+        keys, values = keys[:, :, 0], values[:, :, 0]
         if c.qk_norm:
             queries = RMSNorm(c.norm_eps, self.dtype, name="query_norm")(queries)
             keys = RMSNorm(c.norm_eps, self.dtype, name="key_norm")(keys)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from hydrajax.measure.machine import copy_bandwidth
+from hydrajax.models.attention import Part, attend
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.weights import project
 from hydrajax.roofline.operators import Operator
@@ -142,10 +143,10 @@ def _through_weights(x: Float[Array, "rows D"], weights: Sequence[tuple[Array, A
 def _through_caches(
     x: Float[Array, "1 kv rows H"], caches: Sequence[tuple[Array, Array]]
 ) -> Float[Array, "1 kv rows H"]:
-    """Queries times keys, and the scores times values, layer after layer."""
+    """Attention, as the decode step has it, layer after layer."""
     for keys, values in caches:
-        scores = jnp.einsum("bkrd,bksd->bkrs", x, keys, preferred_element_type=jnp.float32)
-        x = jnp.einsum("bkrs,bksd->bkrd", scores.astype(x.dtype), values)
+        out = attend(x, [Part(keys, values, np.ones((x.shape[2], keys.shape[2]), bool))])
+        x = out.reshape(1, x.shape[2], *x.shape[1::2]).swapaxes(1, 2)
     return x
 
 

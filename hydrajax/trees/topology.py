@@ -2,7 +2,7 @@
 
 A static tree (`hydrajax.trees.tree.TreeTopology`) gives NumPy constants, the same for all rows, and XLA folds them into
 the program. A tree that is made on the device gives jax arrays with a leading batch axis, a tree for every row, always
-of the same number of nodes. `take` and `pick` read either kind, so that the step and the rules are written once.
+of the same number of nodes. `take` and `Topology.at` read either kind, so that the step and the rules are written once.
 """
 
 from __future__ import annotations
@@ -46,9 +46,23 @@ class Topology(NamedTuple):
         return self.paths.shape[-1] - 1
 
     @property
+    def of_each_row(self) -> bool:
+        """Whether every row has a tree of its own."""
+        return self.parents.ndim == 2
+
+    @property
     def attention_mask(self) -> Bool[Array, "..."]:
         """``mask`` as `hydrajax.models.attention.attend` takes it."""
-        return self.mask if self.mask.ndim == 2 else self.mask[:, None, None]
+        return self.mask[:, None, None] if self.of_each_row else self.mask
+
+    def at(self, array: Array, node: Int[Array, " B"]) -> Array:
+        """What one of these arrays says of a node per row: ``array[b, node[b]]``, or ``array[node[b]]`` of one tree."""
+        return at_rows(array, node) if self.of_each_row else jnp.asarray(array)[node]
+
+
+def at_rows(array: Array, index: Int[Array, " B"]) -> Array:
+    """``array[b, index[b]]`` for every row b."""
+    return array[jnp.arange(len(index)), index]
 
 
 def take(values: Array, nodes: Int[Array, "*B n"]) -> Array:
@@ -56,16 +70,6 @@ def take(values: Array, nodes: Int[Array, "*B n"]) -> Array:
     if nodes.ndim == 1:
         return values[:, nodes]
     return jnp.take_along_axis(values, nodes.reshape(*nodes.shape, *(1,) * (values.ndim - 2)), axis=1)
-
-
-def pick(array: Array, node: Int[Array, " B"], batched_ndim: int) -> Array:
-    """What a topology's array says of one node per row: ``array[node[b]]`` or ``array[b, node[b]]``.
-
-    batched_ndim: the number of axes the array has where every row has its own tree.
-    """
-    if array.ndim < batched_ndim:
-        return jnp.asarray(array)[node]
-    return array[jnp.arange(len(node)), node]
 
 
 def from_parents(parents: Int[Array, "B N"], depth: int, most_children: int) -> Topology:

@@ -30,7 +30,6 @@ class Level(NamedTuple):
     parents:     int32 ``[P]`` nodes of the depth above that have children, in node order.
     paths:       int32 ``[P, depth]`` the nodes from the root down to each parent, both included.
     children:    int32 ``[C]`` the nodes proposed at this level, in node order.
-    in_parents:  int32 ``[P]`` index of each parent among the children of the level above (0 for the root).
     parent_slot: int32 ``[C]`` index into ``parents`` of each child's parent.
     ranks:       int32 ``[C]`` each child's rank among its parent's guesses. Ranks, not counts: a tree may skip one.
     width:       widest rank + 1, the k of the level's single top-k.
@@ -39,7 +38,6 @@ class Level(NamedTuple):
     parents: np.ndarray
     paths: np.ndarray
     children: np.ndarray
-    in_parents: np.ndarray
     parent_slot: np.ndarray
     ranks: np.ndarray
     width: int
@@ -157,16 +155,12 @@ class TreeTopology:
     def levels(self) -> tuple[Level, ...]:
         """One gather plan per depth 1..K."""
         plans = []
-        above = np.zeros(1, np.int32)  # the root
         for depth in range(1, self.depth + 1):
             children = np.flatnonzero(self.depths == depth).astype(np.int32)
             parents, slots = np.unique(self.parents[children], return_inverse=True)
             ranks = np.array([self.choices[child - 1][-1] for child in children], np.int32)
             paths = self.node_paths[parents][:, :depth]
-            in_parents = np.searchsorted(above, parents).astype(np.int32)
-            slots, width = slots.astype(np.int32), int(ranks.max()) + 1
-            plans.append(Level(parents, paths, children, in_parents, slots, ranks, width))
-            above = children
+            plans.append(Level(parents, paths, children, slots.astype(np.int32), ranks, int(ranks.max()) + 1))
         return tuple(plans)
 
     @cached_property

@@ -18,7 +18,7 @@ from lab import QUICK as QUICK_COMPILE
 from lab import Scripted
 from scipy import stats
 
-from hydrajax.decoding.acceptance import ExactSampling, Typical, at_rows, walk
+from hydrajax.decoding.acceptance import ExactSampling, Typical, walk
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import numbers_as_arrays, per_row, sample
@@ -34,6 +34,7 @@ from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.models.ranking import over_rows, sampled_tokens
 from hydrajax.trees import presets
+from hydrajax.trees.topology import at_rows
 from hydrajax.trees.tree import TreeTopology
 
 VOCAB, WIDTH, LENGTH = 5, 16, 3

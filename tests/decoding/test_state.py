@@ -26,20 +26,21 @@ RULES = [
 
 @pytest.fixture(scope="module")
 def hydra_pp(lab):
-    """``(params, start, step)`` of Hydra++ heads, which keep a cache of their own beside the base's."""
+    """``(start, step, slots)`` of Hydra++ heads, which keep a cache of their own beside the base's."""
     decode_fn = make_decode_fn(
         lab.model, lab.drafters["hydra++"], presets.cartesian([3, 2]), RULES[0], max_new_tokens=MAX_NEW
     )
     params, engine = Params(lab.base(0), lab.draft("hydra++", 0)), decode_fn.engine
-    prefill, step = lab.quick_jit(engine.prefill), lab.quick_jit(engine.decode_step)
+    prefill, step = lab.quick_jit(engine.prefill, static_argnames="slots"), lab.quick_jit(engine.decode_step)
 
-    def start(seed: int, rules, limits) -> DecodeState:
-        random = np.random.default_rng(seed)
-        prompt = random.integers(0, lab.vocab, (BATCH, WIDTH), dtype=np.int32)
-        lengths = random.integers(1, WIDTH + 1, BATCH, dtype=np.int32)
-        return prefill(params, prompt, lengths, jax.random.key(seed), per_row(rules, BATCH), np.array(limits))
+    def start(seed: int, rules, limits, width: int = WIDTH, slots: int | None = None) -> DecodeState:
+        random, batch = np.random.default_rng(seed), len(rules)
+        prompt = random.integers(0, lab.vocab, (batch, width), dtype=np.int32)
+        lengths = random.integers(1, width + 1, batch, dtype=np.int32)
+        key, rule = jax.random.key(seed), per_row(rules, batch)
+        return prefill(params, prompt, lengths, key, rule, np.array(limits), slots=slots)
 
-    return start, lambda state: step(params, state)
+    return start, lambda state: step(params, state), engine.cache_slots(WIDTH)
 
 
 def finished(step, state: DecodeState):
@@ -55,7 +56,7 @@ def assert_rows(found, rows, wanted, wanted_rows):
 
 def test_rows_go_on_undisturbed_wherever_they_are_put(hydra_pp):
     """Two conversations' batches with rules and limits of their own, mixed after a few steps and then reordered."""
-    start, step = hydra_pp
+    start, step, _ = hydra_pp
     first = start(1, RULES, [20, 11, 17, 20])
     second = start(2, RULES[::-1], [9, 20, 20, 14])
     wanted = finished(step, first), finished(step, second)
@@ -71,6 +72,16 @@ def test_rows_go_on_undisturbed_wherever_they_are_put(hydra_pp):
     # The other rows, taken out into a batch of their own size.
     pair = finished(step, take_rows(first, np.array([3, 1])))
     assert_rows(pair, [0, 1], wanted[0], [3, 1])
+
+
+def test_a_newcomer_with_a_shorter_prompt_joins_a_batch_under_way(hydra_pp):
+    """Its prompt has a width of its own; its cache is made as large as those it joins."""
+    start, step, slots = hydra_pp
+    batch, newcomer = start(1, RULES, [20, 11, 17, 20]), start(3, RULES[2:3], [15], width=4, slots=slots)
+    wanted, alone = finished(step, batch), finished(step, newcomer)
+    joined = finished(step, put_rows(step(step(batch)), np.array([2]), newcomer))
+    assert_rows(joined, [2], alone, [0])
+    assert_rows(joined, [0, 1, 3], wanted, [0, 1, 3])
 
 
 @pytest.mark.parametrize(

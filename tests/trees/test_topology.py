@@ -10,7 +10,7 @@ import pytest
 from tree_tools import random_tree
 
 from hydrajax.trees import presets
-from hydrajax.trees.topology import Topology, from_parents, pick, take
+from hydrajax.trees.topology import Topology, from_parents, take
 
 DEPTH, MOST_CHILDREN = 4, 6
 made = jax.jit(partial(from_parents, depth=DEPTH, most_children=MOST_CHILDREN))
@@ -75,7 +75,7 @@ def test_static_arrays_are_constants_of_the_host():
     assert all(isinstance(array, np.ndarray) for array in presets.sparse().topology)
 
 
-def test_take_and_pick_read_both_kinds():
+def test_take_and_at_read_both_kinds():
     random = np.random.default_rng(0)
     values, nodes = random.normal(size=(3, 5, 2)).astype(np.float32), random.integers(0, 5, (3, 4), dtype=np.int32)
     np.testing.assert_array_equal(take(values, nodes[0]), values[:, nodes[0]])
@@ -84,7 +84,7 @@ def test_take_and_pick_read_both_kinds():
     trees = jax.device_get(made(np.stack([random_parents(seed, 5) for seed in range(3)])))
     node = np.array([4, 0, 2], np.int32)
     one = Topology(*(array[1] for array in trees))
-    for name, batched_ndim in (("depths", 2), ("paths", 3), ("children", 3)):
+    for name in ("depths", "paths", "children"):
         own, shared = getattr(trees, name), getattr(one, name)
-        np.testing.assert_array_equal(pick(own, node, batched_ndim), [own[b, n] for b, n in enumerate(node)])
-        np.testing.assert_array_equal(pick(shared, node, batched_ndim), [shared[n] for n in node])
+        np.testing.assert_array_equal(trees.at(own, node), [own[b, n] for b, n in enumerate(node)])
+        np.testing.assert_array_equal(one.at(shared, node), [shared[n] for n in node])

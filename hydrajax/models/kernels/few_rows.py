@@ -1,0 +1,92 @@
+"""CPU kernels for a decode step's few rows: a matrix product and attention (`few_rows.cc`).
+
+The library is built when the package is installed, where there is a C++ compiler; without one `available` is False and
+XLA does the work, slower. A row's result does not depend on how many rows there are, to the last bit.
+
+Measured on 2 cores of an Intel Xeon (AVX-512), jax 0.10.2, all products of six layers of width 512, 76 MB of float32
+weights, in a loop, in ms:
+
+| rows          | 1   | 2   | 4   | 8   | 16  | 64   |
+|---------------|-----|-----|-----|-----|-----|------|
+| XLA           | 3.1 | 3.6 | 5.0 | 6.9 | 8.5 | 14.5 |
+| these kernels | 2.3 | 2.3 | 2.8 | 3.6 | 5.0 | 13.8 |
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from hydrajax.models.arrays import Array
+
+MOST_ROWS = 64  # beyond, XLA's product is the faster
+LANES = 16  # a head must fill whole vectors of so many numbers
+LONGEST_HEAD = 256
+
+
+@functools.cache
+def available() -> bool:
+    """Whether the kernels are there to be called. Loads and registers them the first time."""
+    suffixes = importlib.machinery.EXTENSION_SUFFIXES
+    paths = [Path(__file__).with_name("_few_rows" + suffix) for suffix in suffixes]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return False
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError:  # built for another machine
+        return False
+    for name in ("hydrajax_matmul", "hydrajax_attend"):
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    return True
+
+
+def _with_gradient_of(plain: Callable) -> Callable[[Callable], Callable]:
+    """A kernel whose gradient is that of ``plain``, which computes the same."""
+
+    def wrap(kernel: Callable) -> Callable:
+        wrapped = jax.custom_vjp(kernel)
+        wrapped.defvjp(lambda *args: (kernel(*args), args), lambda args, slope: jax.vjp(plain, *args)[1](slope))
+        return wrapped
+
+    return wrap
+
+
+@_with_gradient_of(jnp.matmul)
+def matmul(x: Float[Array, "R D"], weight: Float[Array, "D F"]) -> Float[Array, "R F"]:
+    """``x @ weight`` in float32. Each number is added up over D in order."""
+    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), jnp.float32)
+    return jax.ffi.ffi_call("hydrajax_matmul", out, vmap_method="sequential")(x, weight)
+
+
+def attend(
+    queries: Float[Array, "B heads T H"],
+    parts: tuple,
+    plain: Callable,
+) -> Float[Array, "B T width"]:
+    """`hydrajax.models.attention.attend` in float32, whose plain form ``plain`` gives the gradient.
+
+    parts: of `hydrajax.models.attention.Part`. Slots before the first and behind the last that any query sees are not
+    read.
+    """
+
+    @_with_gradient_of(plain)
+    def kernel(queries, parts):
+        batch, heads, tokens, head_dim = queries.shape
+        out = jax.ShapeDtypeStruct((batch, tokens, heads * head_dim), jnp.float32)
+        arrays = [x for keys, values, visible in parts for x in (keys, values, _without_heads(visible))]
+        return jax.ffi.ffi_call("hydrajax_attend", out, vmap_method="sequential")(queries, *arrays)
+
+    return kernel(queries, parts)
+
+
+def _without_heads(visible: Array) -> Array:
+    """A mask ``[T, S]``, or one that broadcasts to ``[B, 1, 1, T, S]``, as bool ``[B or 1, T or 1, S]``."""
+    return visible[None] if visible.ndim == 2 else visible[:, 0, 0]

@@ -1,0 +1,25 @@
+"""The part of the build that pyproject.toml cannot say: the CPU kernels, where there is a compiler for them."""
+
+import importlib.util
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+# jaxlib brings the headers of XLA's foreign function interface. It is found and not imported, which would be slow.
+jaxlib = importlib.util.find_spec("jaxlib")
+kernels = (
+    [
+        Extension(
+            "hydrajax.models.kernels._few_rows",
+            sources=["hydrajax/models/kernels/few_rows.cc"],
+            include_dirs=[str(Path(folder, "include")) for folder in jaxlib.submodule_search_locations],
+            language="c++",
+            extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi"],
+            optional=True,  # XLA does the same, slower, so a machine without a compiler can do without
+        )
+    ]
+    if jaxlib
+    else []
+)
+
+setup(ext_modules=kernels)
