@@ -13,6 +13,7 @@ import tempfile
 # float32; torch's models here are so small that a second thread only costs.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HYDRAJAX_MEASURE_TREES"] = "0"  # a tree that depends on the machine is tested in a place of its own
 
 from pathlib import Path
 

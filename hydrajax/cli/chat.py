@@ -30,8 +30,13 @@ def run(args: argparse.Namespace) -> None:
 
     tree, rule = options.tree_from(args), options.rule_from(args)
     console = Console(stderr=True, highlight=False)
+    loaded = options.load_from(args)
+    if tree is None and loaded.tokenizer is not None:
+        with console.status("finding the fastest tree") as line:
+            prompts = options.prompts_from(None, loaded)
+            loaded, tree, rule = options.fastest_from(loaded, prompts, rule, 1, line.update)
     chat = Chat(
-        options.load_from(args),
+        loaded,
         tree=tree,
         rule=rule,
         template=args.template,

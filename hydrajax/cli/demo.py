@@ -6,13 +6,12 @@ Nothing is downloaded and no file beside the package is needed: the prompts are 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,9 +25,10 @@ from hydrajax.api import Loaded, encode, load
 from hydrajax.cli.screen import bar, write_marked
 from hydrajax.drafters.registry import WITHOUT_WEIGHTS, title_of
 from hydrajax.measure.contest import Measured, contest
+from hydrajax.measure.fastest import CANDIDATES
 from hydrajax.measure.way import AUTOREGRESSIVE, Way
 from hydrajax.questions.contenders import TextWay
-from hydrajax.questions.held_out import NamedPrompt, held_out_files, held_out_prompts
+from hydrajax.questions.held_out import NamedPrompt, held_out_files, held_out_prompts, source_folders
 from hydrajax.text.marking import pieces
 from hydrajax.text.prompt import Prompt
 from hydrajax.text.tokenizer import decode_text
@@ -42,18 +42,19 @@ HELP = "decode code with the shipped model, with and without each kind of draft,
 class Recipe:
     """The demo's sizes.
 
-    prompts, prompt_tokens, max_new_tokens: the continuations. repeats: timed rounds. candidates: small trees of which
-    each kind of draft gets the one that is fastest here, found with ``trial_prompts``; every further one costs a
-    compilation per kind. large: the tree beside it.
+    prompts, prompt_tokens, max_new_tokens: the continuations, of which ``shown`` are shown. repeats: timed rounds.
+    candidates: small trees of which each kind of draft gets the one that is fastest here, found with ``trial_prompts``;
+    every further one costs a compilation per kind. large: the tree beside it.
     """
 
-    prompts: int = 4
+    prompts: int = 16
+    shown: int = 3
     prompt_tokens: int = 48
     max_new_tokens: int = 96
     repeats: int = 3
-    candidates: tuple[str, ...] = ("chain-2", "chain-4", "cartesian-2x2")
+    candidates: tuple[str, ...] = CANDIDATES
     trial_prompts: int = 2
-    large: str = "mc_sim_7b_63"
+    large: str = "cartesian-2x2x2"
 
 
 RECIPE = Recipe()
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
 
     best = max(rows[1:], key=lambda row: row.tokens_per_second)
     best_way = next(way for way in ways if way.name == best.name)
-    show_texts(console, prompts, TextWay(best_way, loaded_of[best.name]))
+    show_texts(console, prompts[: RECIPE.shown], TextWay(best_way, loaded_of[best.name]))
     console.print(result_table(rows))
     different = [row.name for row in rows if not row.equal]
     console.print(
@@ -154,7 +155,7 @@ def make_prompts(recipe: Recipe, loaded: Loaded, own_prompt: str | None) -> list
     """The user's own prompt, or held-out code, or where this Python has no such source our own beginnings of code."""
     if own_prompt is not None:
         return [NamedPrompt("your prompt", encode(loaded, Prompt(own_prompt, "--prompt"), "--prompt").tolist())]
-    files = held_out_files(Path(sysconfig.get_paths()["stdlib"]))
+    files = held_out_files(source_folders())
     prompts = list(islice(held_out_prompts(files, loaded.tokenizer, recipe.prompt_tokens), recipe.prompts))
     return prompts or [NamedPrompt("built in", encode(loaded, text, "prompt").tolist()) for text in BUILT_IN_CODE]
 
@@ -196,19 +197,47 @@ def measure(title: str, recipe: Recipe, prompts: Sequence[NamedPrompt], ways: li
 
 
 def show_texts(console: Console, prompts: Sequence[NamedPrompt], best: TextWay) -> None:
-    """Every continuation with its drafted tokens marked."""
+    """Every continuation with its drafted tokens marked, a function up to its end."""
     tokenizer = best.loaded.tokenizer
     for number, prompt in enumerate(prompts):
         output = best.decode(prompt.ids, 0)
         facts = f"{output.new_tokens} tokens in {output.steps} steps of {best.model_id}"
         console.print(f"\n[bold]{number + 1}. {prompt.name}[/]: {facts}\n", soft_wrap=True)
         console.out(decode_text(tokenizer, prompt.ids), style="dim", end="", highlight=False)
-        marked = pieces(tokenizer, output)
+        marked = cut(pieces(tokenizer, output), function_end(decode_text(tokenizer, prompt.ids), output.text))
         if not console.is_terminal:  # where colours would be lost
             marked = [(f"{OPEN}{text}{CLOSE}" if is_drafted else text, False) for text, is_drafted in marked]
         write_marked(console, marked)
     sign = "green, underlined" if console.is_terminal else f"{OPEN}in brackets{CLOSE}"
     console.print(f"\nDrafted and accepted tokens are {sign}; the rest the base has chosen.\n")
+
+
+def function_end(beginning: str, continuation: str) -> int:
+    """Where the last function or class that is begun ends in the continuation: before the first line of code that is
+    indented no further than its ``def``. The whole length if it goes on, or if none is begun.
+    """
+    starts = re.findall(r"^( *)(?:async def|def|class) ", beginning, re.MULTILINE)
+    if not starts:
+        return len(continuation)
+    indent = len(starts[-1])
+    at = continuation.find("\n") + 1
+    while at > 0:
+        line = continuation[at:].partition("\n")[0]
+        if line.strip() and len(line) - len(line.lstrip(" ")) <= indent:
+            return at - 1  # without the line break before it
+        at = continuation.find("\n", at) + 1
+    return len(continuation)
+
+
+def cut(marked: Sequence[tuple[str, bool]], length: int) -> list[tuple[str, bool]]:
+    """The first ``length`` characters of marked pieces."""
+    kept = []
+    for text, is_drafted in marked:
+        if length <= 0:
+            break
+        kept.append((text[:length], is_drafted))
+        length -= len(text)
+    return kept
 
 
 def result_table(rows: Sequence[Measured]) -> Table:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-from hydrajax.api import Loaded
+from hydrajax.api import Loaded, encode
 from hydrajax.cli.options import (
     add_decoding_arguments,
     add_model_arguments,
     add_rule_arguments,
+    fastest_from,
     load_from,
     rule_from,
     tree_from,
@@ -58,7 +59,10 @@ def run(args: argparse.Namespace) -> None:
         progress = stack.enter_context(ProgressLine(len(prompts)))
         progress.status("loading")
         loaded = load_from(args, progress.status)
-        tree = tree or loaded.default_tree(args.batch_size)
+        if tree is None:
+            ids = (encode(loaded, prompt, f"prompt {row}") for row, prompt in enumerate(prompts))  # as far as needed
+            loaded, tree, rule = fastest_from(loaded, ids, rule, args.batch_size, progress.status)
+            progress.hide()
         screen = Screen(loaded, len(prompts), drafted=tree.depth > 0)
         settings = {"tree": tree, "rule": rule, "max_new_tokens": args.max_new_tokens, "stop": args.stop}
         settings |= {"seed": args.seed, "on_status": progress.status}

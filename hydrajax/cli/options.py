@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,9 +15,12 @@ from rich.console import Console
 from hydrajax import api
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.registry import WITHOUT_WEIGHTS
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
+from hydrajax.measure.fastest import choose
+from hydrajax.measure.way import baseline_rule
 from hydrajax.text.prompt import Prompt, read_prompts
 from hydrajax.trees import TreeTopology, presets
 
@@ -58,7 +62,8 @@ def add_model_arguments(
             "--tree",
             metavar="NAME|FILE.json",
             help=f"candidate tree: {', '.join(presets.names())} or a JSON list of choices (default: the one that "
-            "'hydrajax tree search --save' left with the heads, else mc_sim_7b_63, or a chain if the heads are fewer)"
+            "'hydrajax tree search --save' left with the heads; else generate takes the fastest on this device, the "
+            "other commands mc_sim_7b_63, or a chain if the heads are fewer)"
             f"{trees}",
             **listed,
         )
@@ -207,6 +212,23 @@ def tree_from(args: argparse.Namespace) -> TreeTopology | None:
     if draft_of(args) is None and tree.depth > 0:
         raise HydrajaxError(f"--tree: found '{args.tree}', but without --draft only 'root' is allowed")
     return tree
+
+
+def fastest_from(
+    loaded: api.Loaded,
+    prompts: Iterable[np.ndarray],
+    rule: AcceptanceRule,
+    batch_size: int,
+    on_status: Callable[[str], None],
+) -> tuple[api.Loaded, TreeTopology, AcceptanceRule]:
+    """What to decode with where no tree was named (`hydrajax.measure.fastest`), said in one line on stderr."""
+    choice = choose(loaded, prompts, rule, batch_size, on_status)
+    if choice is None:
+        return loaded, loaded.default_tree(batch_size), rule
+    print(choice, file=sys.stderr)
+    if choice.tree is None:
+        return loaded.with_draft(NoDrafter()), presets.root(), baseline_rule(rule)
+    return loaded, choice.tree, rule
 
 
 def load_from(args: argparse.Namespace, on_status: Callable[[str], None] | None = None, **changes) -> api.Loaded:

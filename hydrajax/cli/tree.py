@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
 from contextlib import ExitStack
@@ -47,6 +48,9 @@ def _search_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--output", metavar="FILE.json", help="write the tree here, for --tree")
     target.add_argument(
         "--save", action="store_true", help="write it into the draft's directory, where generate looks for it"
+    )
+    group.add_argument(
+        "--save-slower", action="store_true", help="with --save: also a tree that is slower than none on this device"
     )
     group.add_argument("--picture", metavar="FILE.png", help="draw the throughput over the size here")
     options.add_decoding_arguments(parser, max_new_tokens=64)
@@ -113,11 +117,17 @@ def _search(args: argparse.Namespace) -> None:
         )
         fastest = max(rows, key=lambda row: row.tokens_per_second)
         expected = [proposals.tokens_per_step[row.nodes - 1] for row in rows]
+        line.stop()
+        _print(rows, expected, fastest)
+        if args.save and fastest.speedup < 1 and not args.save_slower:
+            raise HydrajaxError(
+                f"--save: not saved: the fastest tree, of {fastest.nodes} nodes, has {fastest.speedup:.2f} times the "
+                "speed of none here; --save-slower saves it all the same"
+            )
         content = _content(args, rule, proposals, rows, expected, fastest)
         file.write_text(json.dumps(content, indent=1) + "\n")
         if args.picture:
             picture_file.write_bytes(png(draw(tree_search_result(content))))
-    _print(rows, expected, fastest)
     print(f"the tree of {fastest.nodes} nodes is in {path}")
 
 
@@ -150,6 +160,7 @@ def _content(args, rule, proposals, rows, expected, fastest) -> dict:
         "choices": [list(path) for path in proposals.tree(fastest.nodes).choices],
         "provenance": {
             "arguments": options.recorded(args), "rule": str(rule), "machine": machine(), "measured": measured,
+            "date": datetime.date.today().isoformat(),
             "grown": [list(path) for path in proposals.choices],
             "expected_tokens_per_step": list(proposals.tokens_per_step),
         },
@@ -161,11 +172,17 @@ def _print(rows, expected, fastest) -> None:
     for name in ("nodes", "τ expected", "τ measured", "tokens/s", "95% interval", "speed-up", "chance it is fastest"):
         table.add_column(name, justify="right")
     for row, tau in zip(rows, expected, strict=True):
+        known = row.low is not None
         table.add_row(
-            str(row.nodes), f"{tau:.2f}", f"{row.tokens_per_step:.2f}", f"{row.tokens_per_second:.0f}",
-            f"{row.low:.0f} to {row.high:.0f}", f"{row.speedup:.2f}x", f"{row.chance_best:.0%}",
+            str(row.nodes),
+            f"{tau:.2f}",
+            f"{row.tokens_per_step:.2f}",
+            f"{row.tokens_per_second:.0f}",
+            f"{row.low:.0f} to {row.high:.0f}" if known else "",
+            f"{row.speedup:.2f}x",
+            f"{row.chance_best:.0%}" if known else "",
             style="bold" if row is fastest else None,
-        )  # fmt: skip
+        )
     Console().print(table)
 
 

@@ -18,11 +18,12 @@ from hydrajax.decoding.step import Engine
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.contest import contest
 from hydrajax.measure.machine import copy_bandwidth, peak_memory
-from hydrajax.measure.timing import StepTimer
+from hydrajax.measure.timing import StepTimer, interleaved_ms
 from hydrajax.measure.way import Way
 from hydrajax.models.base import BaseModel
 from hydrajax.trees.tree import TreeTopology
 
+PHASES = ("step", "propose", "verify", "accept_commit", "observe")
 TIMED_STEPS = 8  # steps per timed call; short, so that the context hardly grows while being timed
 
 
@@ -30,7 +31,8 @@ TIMED_STEPS = 8  # steps per timed call; short, so that the context hardly grows
 class BenchmarkRow:
     """One (batch, tree) cell. Times are median milliseconds per step of the whole batch; rates count all rows.
 
-    autoregressive_step and step are whole steps; propose, verify, accept_commit and observe are the parts of ``step``.
+    All are timed in interleaved rounds. autoregressive_step and step are whole steps; propose, verify, accept_commit
+    and observe are the parts of ``step``.
     break_even: the tokens_per_step at which the tree is as fast as autoregressive decoding, step / autoregressive_step.
     tokens_per_step, *_tokens_per_second and speedup come from generating for the prompts, if there are any: on random
     weights they would say nothing. bytes_per_step and bandwidth_fraction (of the measured copy bandwidth) belong to the
@@ -91,11 +93,11 @@ def room_for(trees: Sequence[TreeTopology]) -> int:
     return TIMED_STEPS * (max((tree.depth for tree in trees), default=0) + 1)
 
 
-def step_timer(way: Way, batch: int, context: int, repeats: int, room: int | None = None) -> StepTimer:
+def step_timer(way: Way, batch: int, context: int, room: int | None = None) -> StepTimer:
     """Times a step of this way and its phases at the end of ``context`` slots, ``room`` of which are for new tokens."""
     room = room or room_for([way.tree])
     engine = Engine(way.model, way.drafter, way.tree, room)
-    return StepTimer(engine, way.params, way.rule, batch, context - room, TIMED_STEPS, repeats)
+    return StepTimer(engine, way.params, way.rule, batch, context - room, TIMED_STEPS)
 
 
 def run_benchmark(
@@ -124,12 +126,12 @@ def run_benchmark(
     if context <= room:
         raise HydrajaxError(f"--context: must be more than {room} for these trees, found {context}")
     for batch in batches:
-        autoregressive_step = step_timer(plain, batch, context, repeats, room).step()
+        autoregressive = step_timer(plain, batch, context, room).step()
         bytes_per_step = autoregressive_bytes(first.model, first.params.base, batch, context + 1)
         for way in ways:
-            timed = step_timer(way, batch, context, repeats, room)
-            step, verify, propose = timed.step(), timed.verify(), timed.propose()
-            accept_commit, observe = timed.accept_commit(), timed.observe()
+            timer = step_timer(way, batch, context, room)
+            timed = {name: getattr(timer, name)() for name in PHASES} | {"autoregressive_step": autoregressive}
+            found = interleaved_ms(timed, repeats)
             rates = generation_rates(plain, way, prompts, batch, repeats) if prompts else {}
             yield BenchmarkRow(
                 batch=batch,
@@ -137,19 +139,14 @@ def run_benchmark(
                 tree=way.name,
                 nodes=way.nodes,
                 depth=way.tree.depth,
-                autoregressive_step=autoregressive_step,
-                step=step,
-                propose=propose,
-                verify=verify,
-                accept_commit=accept_commit,
-                observe=observe,
-                draft_overhead=(propose + accept_commit + observe) / verify,
-                break_even=step / autoregressive_step,
-                prefill=timed.prefill(),
-                compile_seconds=timed.compile_seconds,
+                **found,
+                draft_overhead=(found["propose"] + found["accept_commit"] + found["observe"]) / found["verify"],
+                break_even=found["step"] / found["autoregressive_step"],
+                prefill=timer.prefill(repeats),
+                compile_seconds=timer.compile_seconds,
                 autoregressive_bytes_per_step=bytes_per_step,
                 autoregressive_bandwidth_fraction=bandwidth
-                and bytes_per_step / bandwidth / (autoregressive_step / 1e3),
+                and bytes_per_step / bandwidth / (found["autoregressive_step"] / 1e3),
                 peak_memory_bytes=peak_memory(),
                 **rates,
             )

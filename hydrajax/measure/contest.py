@@ -29,17 +29,18 @@ class Measured:
 
     tokens_per_step: the mean over all steps (τ). tokens_per_second: the median of the rounds, with all rows counted and
     the prompts' forward passes included; low and high are its 95% bootstrap interval. speedup: that rate against the
-    baseline's. chance_best: in which share of the bootstrap none but the baseline was faster. equal: whether the way
-    gave the baseline's tokens, None where its rule does not promise them.
+    baseline's. chance_best: in which share of the bootstrap none but the baseline was faster. low, high and chance_best
+    are None of a single round, which says nothing of chance. equal: whether the way gave the baseline's tokens, None
+    where its rule does not promise them.
     """
 
     name: str
     nodes: int
     tokens_per_step: float
     tokens_per_second: float
-    low: float
-    high: float
-    chance_best: float
+    low: float | None
+    high: float | None
+    chance_best: float | None
     speedup: float
     equal: bool | None
 
@@ -88,15 +89,20 @@ def contest(
     baseline, *others = outputs
     best = np.max([medians[name] for name in others or [baseline]], axis=0)
     plain = statistics.median(rates[baseline])
+
+    def chances(name: str) -> dict[str, float | None]:
+        if repeats == 1:
+            return {"low": None, "high": None, "chance_best": None}
+        low, high = np.percentile(medians[name], (2.5, 97.5)).tolist()
+        return {"low": low, "high": high, "chance_best": float(np.mean(medians[name] >= best))}
+
     return [
         Measured(
             name=way.name,
             nodes=way.nodes,
             tokens_per_step=tokens[way.name] / sum(int(out.steps.sum()) for out in outputs[way.name]),
             tokens_per_second=statistics.median(rates[way.name]),
-            low=float(np.percentile(medians[way.name], 2.5)),
-            high=float(np.percentile(medians[way.name], 97.5)),
-            chance_best=float(np.mean(medians[way.name] >= best)),
+            **chances(way.name),
             speedup=statistics.median(rates[way.name]) / plain,
             equal=same_tokens(outputs[way.name], outputs[baseline]) if way.promises_same_output else None,
         )

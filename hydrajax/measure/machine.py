@@ -13,10 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from hydrajax.measure.timing import median_ms
+from hydrajax.models.kernels import few_rows
 
 
 def machine() -> dict[str, Any]:
-    """What measured times depend on: the device, its cores, and the versions of JAX, Python and hydrajax."""
+    """What measured times depend on: the device, its cores, and the versions of JAX, Python and hydrajax.
+
+    ``cpu_kernels``: whether our own were built (`hydrajax.models.kernels`).
+    """
     device = jax.devices()[0]
     try:
         own = version("hydrajax")
@@ -29,6 +33,7 @@ def machine() -> dict[str, Any]:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "hydrajax": own,
+        "cpu_kernels": few_rows.available(),
     }
 
 

@@ -12,10 +12,11 @@ import pytest
 
 from hydrajax import assets
 from hydrajax.cli import options
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical, at_rows
+from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import numbers_as_arrays, sample
 from hydrajax.measure.certificate import pooled
+from hydrajax.trees.topology import at_rows
 
 SHIPPED = ["--base", assets.base(), "--draft", assets.path("hydra"), "--tree", "cartesian-3x2"]
 QUICK = ["--max-new-tokens", 24, "--samples", 1024, "--limit", 2]

@@ -23,7 +23,7 @@ from hydrajax.models.base import BoundBase
 from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.train.data.preview import CLOSE, OPEN
 
-RECIPE = demo.Recipe(2, 16, 12, repeats=1, candidates=("chain-1", "chain-2"), trial_prompts=1, large="cartesian-2x2")
+RECIPE = demo.Recipe(2, 2, 16, 12, repeats=1, candidates=("chain-1", "chain-2"), trial_prompts=1, large="cartesian-2x2")
 HELD_OUT = ["bisect.py", "no_such_module.py", "heapq.py"]  # two that every Python has
 
 
@@ -132,12 +132,38 @@ def test_missing_shipped_model(program, monkeypatch, tmp_path):
         assets.path("eagle")
 
 
+# --- what is shown --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("beginning", "continuation", "shown"),
+    [
+        ("    def f(x):\n", "        return x\n\n    def g():\n        pass\n", "        return x\n"),
+        ("def f(x):\n    return", " x\n\n\nclass C:\n", " x\n\n"),
+        ("def f(x):\n    return", " x + 1\n    # on and on\n", None),
+        ("def f():\n    pass\n\nclass C:\n    def g", "(self):\n        pass\n    x = 1\n", "(self):\n        pass"),
+        ("Once upon", " a time\nthere was\n", None),
+        ("def f(", "", None),
+    ],
+)
+def test_a_function_is_shown_up_to_its_end(beginning, continuation, shown):
+    end = demo.function_end(beginning, continuation)
+    assert continuation[:end] == (continuation if shown is None else shown)
+
+
+def test_marked_pieces_are_cut_at_a_length():
+    marked = [("ab", True), ("cd", False), ("ef", True)]
+    assert demo.cut(marked, 3) == [("ab", True), ("c", False)]
+    assert demo.cut(marked, 0) == []
+    assert demo.cut(marked, 9) == marked
+
+
 # --- prompts --------------------------------------------------------------------------------------------------------
 
 
 def test_held_out_files_are_those_this_python_has(shipped, tmp_path):
     (tmp_path / "heapq.py").write_text("heap")
-    assert list(held_out_files(tmp_path)) == [("heapq.py", "heap")]
+    assert list(held_out_files({"standard_library": tmp_path, "packages": tmp_path})) == [("heapq.py", "heap")]
 
 
 def test_held_out_prompts_begin_at_a_function_of_the_second_half(tokenizer):
@@ -153,7 +179,7 @@ def test_held_out_prompts_begin_at_a_function_of_the_second_half(tokenizer):
 
 
 def test_prompts_are_built_in_where_nothing_held_out_is_found(shipped, monkeypatch):
-    monkeypatch.setattr(demo, "held_out_files", lambda library: iter(()))
+    monkeypatch.setattr(demo, "held_out_files", lambda folders: iter(()))
     plain, _ = demo.load_shipped()
     texts = [plain.tokenizer.decode(p.ids, skip_special_tokens=True) for p in demo.make_prompts(RECIPE, plain, None)]
     assert texts == list(demo.BUILT_IN_CODE)

@@ -1,0 +1,171 @@
+"""The tree to decode with where the user names none: the fastest that was measured on this device, which may be none.
+
+What is fastest depends on the device, the number of rows, the heads and how well they know the text. So a few small
+trees are tried at the first use and the result is kept, with its date, in a cache of this device's
+(``$XDG_CACHE_HOME/hydrajax/trees``). A tree that ``hydrajax tree search --save`` has found here is taken as it is.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from hydrajax.api import Loaded
+from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.errors import HydrajaxError
+from hydrajax.files import WholeFile
+from hydrajax.measure.contest import contest
+from hydrajax.measure.machine import machine
+from hydrajax.measure.way import Way, baseline_rule
+from hydrajax.trees import presets
+from hydrajax.trees.tree import TreeTopology
+
+CANDIDATES = ("chain-2", "chain-4", "cartesian-2x2")  # beside the drafter's own; each costs a compilation
+NEW_TOKENS, REPEATS = 48, 3
+OFF = "HYDRAJAX_MEASURE_TREES"  # set to 0: take the drafter's own tree and measure nothing
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tree, None where decoding without a draft is the fastest, and why.
+
+    name: of the fastest tree, taken or not. speedup: of that tree against decoding without a draft. date: when it was
+    measured, in ISO format; None for just now.
+    """
+
+    tree: TreeTopology | None
+    name: str
+    speedup: float
+    date: str | None
+
+    def __str__(self) -> str:
+        when = "measured just now" if self.date is None else f"measured on {self.date}"
+        if self.tree is not None:
+            return f"tree: {self.name}, {self.speedup:.2f} times the speed without a draft here ({when}; or say --tree)"
+        return (
+            f"tree: none, decoding without the draft: the fastest tree, {self.name}, has {self.speedup:.2f} times the "
+            f"speed here ({when}; --tree takes one all the same)"
+        )
+
+
+def choose(
+    loaded: Loaded,
+    prompts: Iterable[np.ndarray],
+    rule: AcceptanceRule,
+    batch_size: int,
+    on_status: Callable[[str], None] = lambda text: None,
+) -> Choice | None:
+    """The tree for these rows on this device, measured on the first ``prompts`` if it is not known yet.
+
+    None where nothing is to be chosen: without a drafter, and where the environment says ``HYDRAJAX_MEASURE_TREES=0``.
+    The cache is an offer: one that cannot be read or written is done without.
+    """
+    if not loaded.drafter.depth or os.environ.get(OFF) == "0":
+        return None
+    found = _searched_here(loaded, batch_size)
+    if found is not None:
+        return found
+    path = cache_folder() / f"{_key(loaded, rule, batch_size)}.json"
+    found = _read(path)
+    if found is None:
+        found = _measure(loaded, prompts, rule, batch_size, on_status)
+        _write(path, found)
+    return found
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "hydrajax" / "trees"
+
+
+def _searched_here(loaded: Loaded, batch_size: int) -> Choice | None:
+    """What `hydrajax tree search` has found for so many rows, if it was on this device."""
+    if loaded.draft_directory is None:
+        return None
+    path = presets.searched_path(loaded.draft_directory, batch_size)
+    if not path.is_file():
+        return None
+    tree = TreeTopology.from_json(path)  # refuses a file that is no tree
+    try:
+        origin = json.loads(path.read_text(encoding="utf-8"))["provenance"]
+        (row,) = (row for row in origin["measured"] if row["nodes"] == tree.size)
+        here = machine()
+        if all(origin["machine"][name] == here[name] for name in ("device", "cores")):
+            return Choice(tree, f"the searched one of {tree.size} nodes", float(row["speedup"]), origin.get("date"))
+    except (KeyError, TypeError, ValueError):
+        pass  # written by hand, or elsewhere
+    return None
+
+
+def _measure(loaded: Loaded, prompts, rule, batch_size: int, on_status) -> Choice:
+    """A contest of the candidates, the drafter's own tree and none. Typical acceptance means another text without a
+    draft, so there the fastest tree is taken in any case."""
+    names = [name for name in dict.fromkeys((*CANDIDATES, loaded.drafter.default_tree)) if _fits(loaded, name)]
+    settings = {"rule": rule, "max_new_tokens": NEW_TOKENS}
+    ways = [Way.of(loaded, name, presets.by_name(name), **settings) for name in names]
+    rows = contest(
+        [ways[0].autoregressive(), *ways],
+        list(islice(prompts, 2 * batch_size)),
+        batch_size=batch_size,
+        repeats=REPEATS,
+        on_status=lambda text: on_status(f"finding the fastest tree: {text}"),
+    )
+    best = max(rows[1:], key=lambda row: row.tokens_per_second)
+    taken = best.speedup >= 1 or type(baseline_rule(rule)) is not type(rule)
+    return Choice(presets.by_name(best.name) if taken else None, best.name, best.speedup, None)
+
+
+def _fits(loaded: Loaded, name: str) -> bool:
+    try:
+        presets.by_name(name).check(loaded.drafter.depth, loaded.model.config.vocab_size)
+    except HydrajaxError:
+        return False
+    return True
+
+
+def _key(loaded: Loaded, rule: AcceptanceRule, batch_size: int) -> str:
+    """A hash of all that the choice depends on; of the parameters a few numbers each."""
+    here = machine()
+    facts = (
+        *here.values(), batch_size, type(rule).__name__,
+        str(loaded.model), str(loaded.drafter), CANDIDATES,
+    )  # fmt: skip
+    digest = hashlib.sha256(repr(facts).encode())
+    leaves = jax.tree.leaves(loaded.params)
+    beginnings = jax.jit(lambda leaves: [leaf[(0,) * (leaf.ndim - 1)][:16] for leaf in leaves])(leaves)
+    for leaf, beginning in zip(leaves, jax.device_get(beginnings), strict=True):
+        digest.update(repr((leaf.shape, leaf.dtype)).encode() + beginning.tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _read(path: Path) -> Choice | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        tree = TreeTopology.from_choices(content["choices"]) if content["taken"] else None
+        return Choice(tree, str(content["name"]), float(content["speedup"]), str(content["date"]))
+    except (OSError, ValueError, KeyError, TypeError, HydrajaxError):
+        return None
+
+
+def _write(path: Path, choice: Choice) -> None:
+    content = {
+        "choices": [] if choice.tree is None else [list(path) for path in choice.tree.choices],
+        "taken": choice.tree is not None, "name": choice.name, "speedup": choice.speedup,
+        "date": datetime.date.today().isoformat(), "machine": machine(),
+    }  # fmt: skip
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with WholeFile(path, "cache") as file:
+            file.write_text(json.dumps(content, indent=1) + "\n")
+    except (OSError, HydrajaxError):
+        pass  # measured again next time

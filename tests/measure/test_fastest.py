@@ -1,0 +1,120 @@
+"""The tree that is taken where none is named: measured once on a device, remembered, none where none is faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+
+import numpy as np
+import pytest
+
+import hydrajax
+from hydrajax import Greedy, Typical, assets
+from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.measure import fastest
+from hydrajax.measure.contest import Measured
+from hydrajax.measure.machine import machine
+from hydrajax.trees import presets
+
+PROMPTS = [np.arange(1, 9, dtype=np.int32)]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return hydrajax.load(assets.base(), "lookup")
+
+
+@pytest.fixture
+def speeds(monkeypatch, tmp_path):
+    """What the contest will find of each tree. ``.ways``: those that were measured, contest by contest."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(fastest.OFF)
+    found = {"chain-2": 1.2, "chain-4": 1.5, "cartesian-2x2": 1.1, "chain-5": 1.4}
+
+    class Speeds(dict):
+        ways: list
+
+    def contest(ways, prompts, *, batch_size, repeats, on_status):
+        table.ways.append(ways)
+        speeds = [1.0, *(table[way.name] for way in ways[1:])]
+        return [
+            Measured(way.name, way.nodes, 2.0, 100 * speed, 90.0, 110.0, 0.5, speed, True)
+            for way, speed in zip(ways, speeds, strict=True)
+        ]
+
+    table = Speeds(found)
+    table.ways = []
+    monkeypatch.setattr(fastest, "contest", contest)
+    return table
+
+
+def test_the_fastest_is_taken_and_remembered(loaded, speeds):
+    now = fastest.choose(loaded, PROMPTS, Greedy(), 1)
+    assert now == fastest.Choice(presets.chain(4), "chain-4", 1.5, None)
+    assert str(now) == "tree: chain-4, 1.50 times the speed without a draft here (measured just now; or say --tree)"
+    later = fastest.choose(loaded, PROMPTS, Greedy(), 1)
+    assert later == dataclasses.replace(now, date=datetime.date.today().isoformat())
+    assert len(speeds.ways) == 1
+    assert [way.name for way in speeds.ways[0]] == ["autoregressive", "chain-2", "chain-4", "cartesian-2x2", "chain-5"]
+
+
+@pytest.mark.parametrize("other", [{"batch_size": 2}, {"rule": ExactSampling(0.5)}, {"base": "other"}])
+def test_another_question_is_measured_anew(loaded, speeds, other):
+    settings = {"rule": Greedy(), "batch_size": 1}
+    fastest.choose(loaded, PROMPTS, **settings)
+    if "base" in other:
+        base = dict(loaded.params.base, embedding=loaded.params.base["embedding"] + 1)
+        fastest.choose(dataclasses.replace(loaded, params=loaded.params._replace(base=base)), PROMPTS, **settings)
+    else:
+        fastest.choose(loaded, PROMPTS, **settings | other)
+    assert len(speeds.ways) == 2
+    fastest.choose(loaded, PROMPTS, **settings)
+    assert len(speeds.ways) == 2
+
+
+def test_none_where_none_is_faster(loaded, speeds):
+    speeds.update({name: speed / 2 for name, speed in speeds.items()})
+    choice = fastest.choose(loaded, PROMPTS, Greedy(), 1)
+    assert choice.tree is None
+    assert "tree: none, decoding without the draft: the fastest tree, chain-4, has 0.75 times the speed" in str(choice)
+    assert fastest.choose(loaded, PROMPTS, Greedy(), 1).tree is None  # remembered too
+    # Typical acceptance without a draft would be another text.
+    assert fastest.choose(loaded, PROMPTS, Typical(), 1).tree == presets.chain(4)
+
+
+def test_nothing_is_measured_without_a_draft_or_where_it_is_switched_off(loaded, speeds, monkeypatch):
+    assert fastest.choose(loaded.with_draft("none"), PROMPTS, Greedy(), 1) is None
+    monkeypatch.setenv(fastest.OFF, "0")
+    assert fastest.choose(loaded, PROMPTS, Greedy(), 1) is None
+    assert not speeds.ways
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"choices": [[5]], "taken": true}', '{"taken": false}'])
+def test_a_damaged_memory_is_measured_again(loaded, speeds, damage):
+    fastest.choose(loaded, PROMPTS, Greedy(), 1)
+    (path,) = fastest.cache_folder().iterdir()
+    path.write_text(damage)
+    assert fastest.choose(loaded, PROMPTS, Greedy(), 1).tree == presets.chain(4)
+    assert len(speeds.ways) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(loaded, speeds, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert fastest.choose(loaded, PROMPTS, Greedy(), 1).tree == presets.chain(4)
+
+
+@pytest.mark.parametrize(("device", "taken"), [("this", True), ("another", False)])
+def test_a_searched_tree_is_taken_if_it_was_searched_here(loaded, speeds, tmp_path, device, taken):
+    here = machine() | ({} if device == "this" else {"device": device})
+    row = {"nodes": 4, "speedup": 1.3}
+    content = {
+        "choices": [[0], [0, 0], [0, 0, 0]],
+        "provenance": {"machine": here, "measured": [row], "date": "2026-01-02"},
+    }
+    presets.searched_path(tmp_path, 1).write_text(json.dumps(content))
+    choice = fastest.choose(dataclasses.replace(loaded, draft_directory=tmp_path), PROMPTS, Greedy(), 1)
+    assert (choice.tree == presets.chain(3)) == taken
+    assert ("the searched one of 4 nodes, 1.30 times" in str(choice)) == taken
+    assert bool(speeds.ways) != taken
