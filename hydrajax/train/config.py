@@ -41,7 +41,9 @@ class DraftConfig:
     """Which heads. Hydra: ``hydra``, 1 layer. Hydra++: ``hydra``, 4 layers, ``prefix``. Medusa: ``medusa``.
 
     init: a directory of released or exported heads to start from, in place of fresh ones. ``share_blocks``: blocks
-    2..n are one block applied again, as in the released code (docs/design.md 4).
+    2..n are one block applied again, as in the released code (docs/design.md 4). lm_head: each head's own, ``full`` or
+    a product of rank ``lm_rank`` (``low_rank``), or the base's (``shared``); heads with the latter two are saved in
+    hydrajax's own format.
     """
 
     heads: str = "hydra"
@@ -52,9 +54,15 @@ class DraftConfig:
     dropout: float = 0.0
     hidden_state_offset: int = 0
     init: str | None = None
+    lm_head: str = "full"
+    lm_rank: int | None = None
 
     def __post_init__(self):
         one_of("draft.heads", self.heads, tuple(registry.HEADS))
+        one_of("draft.lm_head", self.lm_head, ("full", "shared", "low_rank"))
+        if (self.lm_head == "low_rank") != (self.lm_rank is not None):
+            raise HydrajaxError("draft.lm_rank: is needed for draft.lm_head low_rank, and means nothing for the others")
+        at_least("draft.lm_rank", self.lm_rank, 1)
         at_least("draft.n_heads", self.n_heads, 1)
         at_least("draft.n_layers", self.n_layers, 1)
         at_least("draft.hidden_state_offset", self.hidden_state_offset, 0)
@@ -172,6 +180,8 @@ class TrainConfig:
     task:       ``heads`` on a frozen base (``model``: its directory; a preset such as vicuna-7b for a dry run), or a
                 ``base`` from scratch, of the shape given in ``scratch``.
     dtype:      of the computation and of the frozen base; what is trained is kept in float32.
+    matmul_precision: ``bfloat16`` rounds what float32 matmuls of a training step read to bfloat16 and adds the products
+                up in float32; everything between them stays float32. The fastest on a CPU with AMX.
     batch_size: rows per optimizer step, over ``accumulation`` passes. ``steps`` or ``epochs`` end the run.
     tree:       for which tokens_per_step is simulated on held-out data.
     max_bad_steps: steps in a row whose loss or gradient is not finite, before the run stops; each is skipped.
@@ -182,6 +192,7 @@ class TrainConfig:
     model: str | None = None
     scratch: LlamaConfig | None = None
     dtype: str = "bfloat16"
+    matmul_precision: str = "default"
     draft: DraftConfig = field(default_factory=DraftConfig)
     objective: Objective = field(default_factory=Objective)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -203,6 +214,7 @@ class TrainConfig:
     def __post_init__(self):
         one_of("task", self.task, ("heads", "base"))
         one_of("dtype", self.dtype, ("float32", "bfloat16"))
+        one_of("matmul_precision", self.matmul_precision, ("default", "bfloat16"))
         for name in ("batch_size", "accumulation", "log_every", "eval_every", "eval_rows"):
             at_least(name, getattr(self, name), 1)
         for name in ("checkpoint_every", "keep_checkpoints", "max_bad_steps"):

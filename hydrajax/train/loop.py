@@ -104,7 +104,8 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
     optimizer = make_optimizer(config.optimizer, steps)
     schedule = learning_rate(config.optimizer, steps)
     shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
-    step_fn = make_train_step(task.loss, optimizer, config.accumulation, shardings, task.frozen_shardings)
+    precision = None if config.matmul_precision == "default" else config.matmul_precision
+    step_fn = make_train_step(task.loss, optimizer, config.accumulation, shardings, task.frozen_shardings, precision)
     rng = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(config.seed)
     place = batch_placer(mesh)
     content = digest(*rows)  # the same settings may name files that have changed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -86,12 +87,19 @@ def batch_placer(mesh: Mesh) -> Callable[[dict[str, np.ndarray]], Batch]:
 
 
 def make_train_step(
-    loss: Loss, optimizer: optax.GradientTransformation, accumulation: int, shardings: TrainState, frozen_shardings
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    accumulation: int,
+    shardings: TrainState,
+    frozen_shardings,
+    matmul_precision: str | None = None,
 ) -> Callable:
     """``step(state, frozen, batch, rng) -> (state, metrics)``, jitted; ``state`` is donated, ``frozen`` only read.
 
     batch:   dict of arrays ``[B, ...]`` sharded over ``data``; B a multiple of ``accumulation``.
     metrics: ``loss``, the global ``grad_norm`` before clipping, and what the loss reports.
+
+    matmul_precision: of the loss and its gradient, see `jax.default_matmul_precision`; None for what it is set to.
 
     Gradients of ``accumulation`` micro-batches are added in float32 and equal the whole batch's. A step whose loss or
     gradient is not finite changes nothing but the counters.
@@ -116,7 +124,8 @@ def make_train_step(
         return jax.lax.scan(add_part, zeros, (parts, jnp.arange(accumulation)))[0]
 
     def step(state: TrainState, frozen, batch: Batch, rng):
-        (value, metrics), grads = gradients(state.params, frozen, batch, jax.random.fold_in(rng, state.step))
+        with jax.default_matmul_precision(matmul_precision) if matmul_precision else nullcontext():
+            (value, metrics), grads = gradients(state.params, frozen, batch, jax.random.fold_in(rng, state.step))
         grad_norm = optax.global_norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

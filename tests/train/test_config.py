@@ -117,6 +117,9 @@ REFUSED = [
     ("data.dataset=name", "data: give either files or dataset, found both"),
     ("data.files=[]", "data: give either files or dataset, found neither"),
     ("data.format=standard_library", "format standard_library needs neither files nor dataset"),
+    ("draft.lm_head=tiny", "draft.lm_head: found 'tiny', allowed are full, shared, low_rank"),
+    ("draft.lm_head=low_rank", "draft.lm_rank: is needed for draft.lm_head low_rank"),
+    ("matmul_precision=tf32", "matmul_precision: found 'tf32', allowed are default, bfloat16"),
     ("data.new_tokenizer=300", "data.new_tokenizer: contradicts task heads"),
     ("accumulation=3", "batch_size: must be a multiple of accumulation x mesh.data = 3, found 32"),
     # the override itself

@@ -96,7 +96,7 @@ class BaseTask:
     def export(self, directory: Path, params) -> str:
         tokenizer = self.dataset.tokenizer
         eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        export_llama(directory / "base", self.model, params, tokenizer=tokenizer, dtype=jnp.bfloat16, eos_ids=eos)
+        export_llama(directory / "base", self.model, params, tokenizer=tokenizer, dtype=jnp.float16, eos_ids=eos)
         return f"--base {directory / 'base'}"
 
 

@@ -19,8 +19,8 @@ from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.checkpoints.hub import resolve
 from hydrajax.drafters import registry
 from hydrajax.drafters.drafter import Trainable, abstract_draft
+from hydrajax.drafters.lm_head import LmHead
 from hydrajax.drafters.prefix import replace_in_heads
-from hydrajax.drafters.ranks import head_ranks
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base import BaseModel, BoundBase, abstract_base
 from hydrajax.models.config import LlamaConfig
@@ -47,6 +47,8 @@ def make_drafter(draft: DraftConfig, base: LlamaConfig, dtype) -> Trainable:
         )
     names = ("n_heads", "n_layers", "share_blocks", "hidden_state_offset", "dropout")
     settings = {name: getattr(draft, name) for name in names}
+    if draft.lm_head != "full":
+        settings["small_lm_head"] = LmHead(shared=draft.lm_head == "shared", rank=draft.lm_rank)
     return registry.heads_for(draft.heads, base, dtype, prefix=draft.prefix, **settings)
 
 
@@ -136,10 +138,8 @@ class HeadsTask:
 
     def _rank_heads(self, params, frozen, batch: Batch):
         features, _ = self.loss.features(frozen, batch)
-        params = cast(params, self.model.dtype)
-        return head_ranks(
-            self.drafter, params, features, batch, BoundBase(self.model, frozen), self.config.objective.chunk_tokens
-        )
+        params, base = cast(params, self.model.dtype), BoundBase(self.model, frozen)
+        return self.drafter.ranks(params, features, batch, base, self.config.objective.chunk_tokens)
 
     def evaluate(self, params, batches: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
         """Held-out ``tokens_per_step`` as `Tally` simulates it, and ``top1`` ... ``top5`` accuracies per head."""
