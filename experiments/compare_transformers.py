@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import jax
@@ -22,6 +20,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from side_by_side import side_by_side
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydrajax
@@ -111,15 +110,8 @@ def main() -> int:
         fn = hydrajax.make_decode_fn(loaded.model, loaded.drafter, tree, max_new_tokens=new)
         ways[f"hydrajax, {args.tree}"] = with_hydrajax(fn, loaded.params)
 
-    outputs = {name: run() for name, run in ways.items()}  # warm-up and compilation
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(args.repeats):
-        for name, run in ways.items():
-            began = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - began)
-
-    rates = {name: new / statistics.median(times) for name, times in seconds.items()}
+    outputs, seconds = side_by_side(ways, args.repeats)
+    rates = {name: new / median for name, median in seconds.items()}
     best = max(rate for name, rate in rates.items() if name.startswith("transformers"))
     first = next(iter(outputs.values()))
     table = Table("decoder", "tokens/s", "against transformers' best", "same ids")

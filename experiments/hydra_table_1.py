@@ -9,9 +9,10 @@ import sys
 import common
 
 from hydrajax.measure.benchmark import step_timer
+from hydrajax.measure.timing import in_rounds
 
-FULL = {"count": 1, "prompt_tokens": 64, "context": 256, "batch_size": 1, "rounds": 7, "repeats": 15}
-QUICK = {"rounds": 3, "repeats": 7}
+FULL = {"count": 1, "prompt_tokens": 64, "context": 256, "batch_size": 1, "rounds": 100}
+QUICK = {"rounds": 20}
 
 
 def run(args) -> None:
@@ -28,18 +29,16 @@ def run(args) -> None:
 def measure(setup: common.Setup, heads: str, args) -> dict:
     tree = setup.released(heads)
     ways = [setup.way(heads, common.cut(tree, depth)) for depth in range(tree.depth + 1)]
-    timers = [step_timer(way, args.batch_size, args.context, args.repeats) for way in ways]
-    plain = step_timer(ways[0].autoregressive(), args.batch_size, args.context, args.repeats)
-    found: dict[str, list[float]] = {"step": [], "verify": [], "observe": []}
-    proposing: list[list[float]] = []
-    for _ in range(args.rounds):  # what else the machine does meets all parts alike
-        proposing.append([timed.propose() for timed in timers])
-        found["step"].append(plain.step())
-        found["verify"].append(timers[-1].verify())
-        found["observe"].append(timers[-1].observe())
-    median = {name: statistics.median(values) for name, values in found.items()}
+    timers = [step_timer(way, args.batch_size, args.context) for way in ways]
+    timed = {f"propose {depth}": timer.propose() for depth, timer in enumerate(timers)} | {
+        "step": step_timer(ways[0].autoregressive(), args.batch_size, args.context).step(),
+        "verify": timers[-1].verify(), "observe": timers[-1].observe(),
+    }  # fmt: skip
+    times = in_rounds(timed, args.rounds)
+    median = {name: statistics.median(row[name] for row in times) for name in ("step", "verify", "observe")}
     costs = [
-        max(0.0, statistics.median(one[depth + 1] - one[depth] for one in proposing)) for depth in range(tree.depth)
+        max(0.0, statistics.median(row[f"propose {depth + 1}"] - row[f"propose {depth}"] for row in times))
+        for depth in range(tree.depth)
     ]
     attends = bool(ways[0].drafter.observe_costs(1, 1, 1))  # what has seen the text with layers of its own
     return {

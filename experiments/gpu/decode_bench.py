@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine h
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, room_for, step_timer
 from hydrajax.measure.machine import copy_bandwidth, peak_memory
 from hydrajax.measure.random_models import random_base, random_draft
+from hydrajax.measure.timing import interleaved_ms
 from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS
 from hydrajax.trees import presets
@@ -69,10 +70,10 @@ def main() -> int:
         """Name, nodes and what measures it, in order of interest."""
 
         def timer(way: Way):
-            return step_timer(way, batch, context, args.repeats, room)
+            return step_timer(way, batch, context, room)
 
         hydra = ways["hydra++"]
-        yield "autoregressive step", 1, lambda: timer(hydra.autoregressive()).step()
+        yield "autoregressive step", 1, timer(hydra.autoregressive()).step
         sweep = {tree.size: tree for tree in first_nodes(full, args.nodes).values()}
         largest = sweep[max(args.nodes)]
         for nodes in args.nodes:
@@ -94,7 +95,7 @@ def main() -> int:
             if time.perf_counter() - began > args.time_limit:
                 print("time limit reached; the remaining cells were not measured")
                 return finish(lines, args.out)
-            milliseconds = measure()
+            milliseconds = interleaved_ms({name: measure()}, args.repeats)[name]
             autoregressive = milliseconds if autoregressive is None else autoregressive
             line = {
                 "batch": batch,

@@ -1,0 +1,131 @@
+"""Speculative decoding here and in transformers: the same base, prompts and device, greedy, interleaved in one run.
+
+    python experiments/peers.py --json experiments/results/peers.json
+    python experiments/peers.py --base DIR --draft HEADS --draft lookup --assistant SMALLER_BASE --prompts FILE.jsonl
+
+By default the shipped model, all its drafts and held-out code. Each draft decodes with the fastest of a few small
+trees, found beforehand on two of the prompts. Both sides run on past the end of the text, so that all do equal work.
+Needs the `test` extra (torch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from itertools import islice
+from pathlib import Path
+
+import jax
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from side_by_side import side_by_side
+from transformers import AutoModelForCausalLM
+
+import hydrajax
+from hydrajax import assets
+from hydrajax.cli.options import prompts_from
+from hydrajax.drafters.registry import title_of
+from hydrajax.measure.fastest import choose
+from hydrajax.measure.machine import machine
+from hydrajax.measure.way import Way
+from hydrajax.questions.held_out import held_out_files, held_out_prompts, source_folders
+from hydrajax.trees import presets
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base", help="a Hugging Face directory (default: the shipped one)")
+    parser.add_argument("--draft", action="append", help="heads or 'lookup' (default: lookup and the shipped heads)")
+    parser.add_argument("--assistant", help="a smaller Hugging Face model for transformers' assisted generation")
+    parser.add_argument("--prompts", help="a file of prompts (default: held-out code of the standard library)")
+    parser.add_argument("--count", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="of held-out code")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    jax.config.update("jax_platforms", "cpu")
+
+    plain = dataclasses.replace(hydrajax.load(args.base or assets.base()), eos_ids=())
+    prompts = list(read_prompts(args, plain))
+    runs = with_transformers(args) | with_hydrajax(args, plain, prompts)
+    for_all = {name: lambda run=run: [run(prompt) for prompt in prompts] for name, run in runs.items()}
+    outputs, seconds = side_by_side(for_all, args.repeats)
+    tokens = len(prompts) * args.max_new_tokens
+    first, reference = next(iter(runs)), next(iter(outputs.values()))
+    table = Table("decoder", "tokens/s", f"against {first}", "same ids")
+    results = []
+    for name in runs:
+        same = sum(np.array_equal(ours, theirs) for ours, theirs in zip(outputs[name], reference, strict=True))
+        rate, ratio = tokens / seconds[name], seconds[first] / seconds[name]
+        results.append({"name": name, "tokens_per_second": rate, "ratio": ratio, "same": same, "prompts": len(prompts)})
+        table.add_row(name, f"{rate:.0f}", f"{ratio:.2f}x", f"{same} of {len(prompts)}")
+    print(f"{len(prompts)} prompts, {args.max_new_tokens} new tokens each, float32, median of {args.repeats} rounds")
+    Console().print(table)
+    if args.json:
+        arguments = vars(args) | {"json": str(args.json)}
+        args.json.write_text(
+            json.dumps({"machine": machine(), "arguments": arguments, "results": results}, indent=1) + "\n"
+        )
+    return 0
+
+
+def read_prompts(args, loaded):
+    if args.prompts:
+        return prompts_from(args.prompts, loaded, args.count)
+    files = held_out_files(source_folders())
+    found = islice(held_out_prompts(files, loaded.tokenizer, args.prompt_tokens), args.count)
+    return [np.array(prompt.ids, np.int32) for prompt in found]
+
+
+def with_transformers(args) -> dict:
+    """What transformers has of its own, by name: functions from a prompt's ids to those of its continuation."""
+    base = AutoModelForCausalLM.from_pretrained(args.base or assets.base(), dtype=torch.float32).eval()
+    settings = {"greedy": {}, "prompt lookup": {"prompt_lookup_num_tokens": 5}}
+    if args.assistant:
+        assistant = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=torch.float32).eval()
+        settings["assisted"] = {"assistant_model": assistant}
+    for model in (base, *(one["assistant_model"] for one in settings.values() if "assistant_model" in one)):
+        model.generation_config.eos_token_id = None
+
+    def decoder(more):
+        def run(prompt):
+            ids = torch.from_numpy(prompt[None]).long()
+            mask = torch.ones_like(ids)
+            with torch.inference_mode():
+                out = base.generate(
+                    ids,
+                    attention_mask=mask,
+                    do_sample=False,
+                    max_new_tokens=args.max_new_tokens,
+                    pad_token_id=0,
+                    **more,
+                )
+            return out[0, len(prompt) :].numpy()
+
+        return run
+
+    return {f"transformers, {name}": decoder(more) for name, more in settings.items()}
+
+
+def with_hydrajax(args, plain, prompts) -> dict:
+    """This package's, by name."""
+    limit = {"max_new_tokens": args.max_new_tokens}
+    ways = [Way.of(plain, "hydrajax, autoregressive", presets.root(), **limit)]
+    for draft in args.draft or ["lookup", *map(assets.path, assets.DRAFTERS)]:
+        loaded = dataclasses.replace(plain.with_draft(draft), eos_ids=())
+        choice = choose(loaded, prompts[:2], hydrajax.Greedy(), 1)
+        tree = choice.tree or presets.by_name(choice.name)
+        ways.append(Way.of(loaded, f"hydrajax, {title_of(loaded.drafter)} {choice.name}", tree, **limit))
+    return {way.name: lambda prompt, way=way: np.asarray(way.decode(prompt[None]).tokens[0]) for way in ways}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
