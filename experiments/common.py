@@ -31,9 +31,9 @@ from hydrajax.measure.calibration import Calibration, calibrate
 from hydrajax.measure.contest import Measured, contest, measure_trees
 from hydrajax.measure.machine import machine
 from hydrajax.measure.way import Way
+from hydrajax.questions.held_out import held_out_files, source_folders
 from hydrajax.report.results import Result, write_result
 from hydrajax.text.prompt import read_prompts
-from hydrajax.train.data import corpus
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.search import Proposals, expected_tokens_per_step, simulated
 
@@ -158,8 +158,7 @@ class Setup:
         if not self.args.prompts:
             if self.base.tokenizer is None:
                 raise HydrajaxError("--prompts: are needed, as this base has no tokenizer")
-            names = assets.about()["held_out"]
-            return held_out_prompts(self.base.tokenizer, names, count, self.args.prompt_tokens)
+            return held_out_stretches(self.base.tokenizer, count, self.args.prompt_tokens)
         found = read_prompts(self.args.prompts)
         if len(found) < count:
             raise HydrajaxError(f"--prompts: {count} are needed, {self.args.prompts} holds {len(found)}")
@@ -274,16 +273,10 @@ def cut(tree: TreeTopology, depth: int) -> TreeTopology:
     return TreeTopology.from_choices([path for path in tree.choices if len(path) <= depth])
 
 
-def held_out_documents(tokenizer, names: Sequence[str]) -> list[list[int]]:
-    """Token ids of these files of the running Python's standard library."""
-    wanted = set(names)
-    return tokenizer([file.text for file in corpus.standard_library(10**12) if file.name in wanted])["input_ids"]
-
-
-def held_out_prompts(tokenizer, names: Sequence[str], count: int, prompt_tokens: int) -> list[np.ndarray]:
-    """Stretches of these files, no two of which overlap."""
+def held_out_stretches(tokenizer, count: int, prompt_tokens: int) -> list[np.ndarray]:
+    """Stretches of the files that the shipped model has not seen, no two of which overlap."""
     stretches = []
-    for ids in held_out_documents(tokenizer, names):
+    for ids in tokenizer([text for _, text in held_out_files(source_folders())])["input_ids"]:
         starts = range(0, len(ids) - prompt_tokens + 1, prompt_tokens)
         stretches += [np.array(ids[start : start + prompt_tokens], np.int32) for start in starts]
     if len(stretches) < count:

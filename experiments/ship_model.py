@@ -1,16 +1,15 @@
-"""Put trained runs into the package as its shipped model: bfloat16 safetensors, and where they came from.
+"""Put trained runs into the package as its shipped model, and where they came from.
 
     python experiments/ship_model.py --runs runs/shipped
 
-Expects the runs of ``experiments/configs/shipped``: ``base``, ``medusa``, ``hydra`` and ``hydra_pp``; see the README
-there for the commands.
+Expects the corpus and the runs of ``experiments/configs/shipped`` (``base``, ``medusa``, ``hydra`` and ``hydra_pp``):
+the README there has the commands.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shutil
 from pathlib import Path
 
@@ -18,17 +17,15 @@ import jax.numpy as jnp
 
 from hydrajax import assets
 from hydrajax.checkpoints.base import load_llama
+from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.train.config import load_config
 from hydrajax.train.data import dataset
 
 CONFIGS = Path(__file__).parent / "configs" / "shipped"
-MOST_BYTES = 40_000_000
-LICENCE = (
-    "Trained on the source of CPython's standard library (tests excluded), Copyright (c) 2001 Python Software "
-    "Foundation, PSF License Version 2 (https://docs.python.org/3/license.html). No text of it is included."
-)
+MOST_BYTES = 80_000_000
+NOTE = "Trained on these sources, all under permissive licences. No text of them is included."
 
 
 def main() -> None:
@@ -40,16 +37,19 @@ def main() -> None:
     if "base" in args.only:
         shutil.rmtree(assets.FOLDER / "base", ignore_errors=True)
         shutil.copytree(args.runs / "base" / "base", assets.FOLDER / "base")
-        about()
+        about(args.runs)
     model, _ = load_llama(assets.FOLDER / "base")
     for name in args.only:
         if name != "base":
             drafter, params = load_draft(args.runs / name / "heads", model.config, jnp.float32)
+            record = json.loads((args.runs / name / "heads" / "config.json").read_text())
             export_heads(
                 assets.FOLDER / name,
                 drafter,
                 params,
                 base_name="hydrajax/assets/base",
+                base_fingerprint=fingerprint(assets.FOLDER / "base"),
+                story=record["hydrajax"]["story"],
                 dtype=jnp.bfloat16,
                 overwrite=True,
             )
@@ -59,15 +59,15 @@ def main() -> None:
         raise SystemExit(f"the assets may hold at most {MOST_BYTES / 1e6:.0f} MB")
 
 
-def about() -> None:
-    """``ABOUT.json``: the data, its version and licence, and which files no model has seen."""
+def about(runs: Path) -> None:
+    """``ABOUT.json``: the sources, their versions and licences, and which files no model has seen."""
     config = load_config(CONFIGS / "base.yaml")
-    items, _ = dataset.read(config.data, print)
+    items = [name.relative_to(runs / "corpus").as_posix() for name in sorted((runs / "corpus").rglob("*.py"))]
     _, held_out = dataset.rows.split(items, config.data.held_out, config.seed)
-    content = {
-        "data": "the standard library's own source", "files": len(items), "python": platform.python_version(),
-        "licence": LICENCE, "held_out": [item.name for item in held_out],
-    }  # fmt: skip
+    # Of the standard library first, as more people know it; a package's files are named as they are installed.
+    names = sorted(held_out, key=lambda name: not name.startswith("standard_library/"))
+    names = ["packages/" + name.split("/", 2)[2] if name.startswith("packages/") else name for name in names]
+    content = {"note": NOTE, "sources": json.loads((runs / "SOURCES.json").read_text()), "held_out": names}
     (assets.FOLDER / "ABOUT.json").write_text(json.dumps(content, indent=1) + "\n")
 
 

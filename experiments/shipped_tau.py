@@ -1,4 +1,4 @@
-"""How good the shipped heads are: tokens_per_step on held-out files of the standard library.
+"""How good the shipped heads are: tokens_per_step on held-out files, from the starts of functions.
 
     python experiments/shipped_tau.py --output experiments/results/shipped_tau.json
 
@@ -12,21 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+from itertools import islice
 from pathlib import Path
 
 import jax
 import numpy as np
-from common import held_out_documents
 
 import hydrajax
 from hydrajax import assets
-from hydrajax.api import Loaded
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.prompts import batches
 from hydrajax.files import WholeFile
 from hydrajax.measure.way import Way
-from hydrajax.train.data import rows
-from hydrajax.train.distill import cut_prompts
+from hydrajax.questions.held_out import held_out_files, held_out_prompts, source_folders
 from hydrajax.trees import presets
 
 
@@ -34,11 +32,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", default=str(assets.base()))
     parser.add_argument("--heads", nargs="+", default=[str(assets.path(name)) for name in assets.DRAFTERS])
-    parser.add_argument(
-        "--held-out", default=str(assets.FOLDER / "ABOUT.json"), help="JSON with a list 'held_out' of files"
-    )
     parser.add_argument("--tree", default="mc_sim_7b_63")
-    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=16)
@@ -46,7 +41,8 @@ def main() -> None:
     args = parser.parse_args()
 
     base = hydrajax.load(args.base)
-    prompts = held_out_prompts(args, base)
+    found = held_out_prompts(held_out_files(source_folders()), base.tokenizer, args.prompt_tokens)
+    prompts = np.array([prompt.ids for prompt in islice(found, args.prompts)], np.int32)
     tree = presets.by_name(args.tree)
 
     def decode(way: Way) -> list[np.ndarray]:
@@ -83,12 +79,6 @@ def main() -> None:
     if args.output:
         with WholeFile(args.output, "--output") as file:
             file.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def held_out_prompts(args, base: Loaded) -> np.ndarray:
-    names = json.loads(Path(args.held_out).read_text())["held_out"]
-    documents = [rows.all_targets(ids) for ids in held_out_documents(base.tokenizer, names)]
-    return cut_prompts(documents, args.prompts, args.prompt_tokens, seed=0)
 
 
 def repeated(tokens: np.ndarray, lengths: np.ndarray, n: int) -> float:

@@ -1,7 +1,7 @@
 """The shipped model: a small LLaMA with its tokenizer, and Medusa, Hydra and Hydra++ heads for it.
 
-Trained on the source of Python's standard library; ``ABOUT.json`` names version, licence and what was held out. All in
-released layouts, in bfloat16: `hydrajax.load(assets.base(), assets.path("hydra_pp"))`.
+Trained on Python source: the standard library's and that of the packages this one is installed and tested with.
+``ABOUT.json`` names versions, licences and what was held out. `hydrajax.load(assets.base(), assets.path("hydra_pp"))`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def base() -> Path:
 
 
 def about() -> dict:
-    """``ABOUT.json``: data, ``python`` (its version), ``licence``, and the list ``held_out`` of files never trained on.
+    """``ABOUT.json``: ``sources`` with their licences, and the list ``held_out`` of files that were never trained on.
 
-    Held-out names are paths below the standard library's folder, such as ``"email/message.py"``.
+    Held-out names begin with ``standard_library/`` or ``packages/``, the rest is a path below the standard library's or
+    the installed packages' folder: ``"standard_library/email/message.py"``.
     """
     file = _present("ABOUT.json")
     try:

@@ -1,8 +1,9 @@
-"""Prompts for the shipped model: code from files of Python's standard library that it was not trained on."""
+"""Prompts for the shipped model: Python source of this installation that the model was not trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,20 @@ class NamedPrompt:
     ids: list[int]
 
 
-def held_out_files(library: Path) -> Iterator[tuple[str, str]]:
-    """``(name, text)`` of the files that no shipped model has seen, as far as this library has them."""
-    for name in assets.about().get("held_out", []):
+def source_folders() -> dict[str, Path]:
+    """Where the sources lie that the names of `hydrajax.assets.about` begin with."""
+    paths = sysconfig.get_paths()
+    return {"standard_library": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
+
+
+def held_out_files(folders: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
+    """``(name, text)`` of the files that no shipped model has seen, as far as they are below these folders."""
+    for full_name in assets.about().get("held_out", []):
+        source, _, name = full_name.partition("/")
+        if source not in folders:
+            continue
         try:
-            yield name, (library / name).read_text(encoding="utf-8")
+            yield name, (folders[source] / name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
 
@@ -32,7 +42,7 @@ def held_out_prompts(files: Iterable[tuple[str, str]], tokenizer: Any, n_tokens:
     for name, text in files:
         lines = text.splitlines(keepends=True)
         starts = (n for n, line in enumerate(lines) if n >= len(lines) // 2 and line.lstrip().startswith("def "))
-        start = next(starts, 0)
+        start = next(starts, len(lines))
         ids = tokenizer.encode("".join(lines[start : start + n_tokens]), verbose=False)[:n_tokens]
         if len(ids) == n_tokens:
             yield NamedPrompt(f"{name}, line {start + 1}", ids)

@@ -1,0 +1,159 @@
+"""Write the text that the shipped model learns from: Python source that an installation of this package brings along.
+
+    python experiments/shipped_corpus.py --output runs/shipped/corpus
+
+That is the standard library, and every installed dependency, those of the extras included, whose licence is permissive;
+without tests, generated code and near-duplicates. The files go to ``standard_library/`` and ``packages/NAME/``, their
+versions and licences to ``SOURCES.json`` beside the folder. Another environment gives another corpus and model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from hydrajax.train.data import corpus
+
+# So much of a package at most, so that the largest two (PyTorch, transformers) are not the half of the text.
+CHARS_PER_PACKAGE = 12_000_000
+EXTRAS = ("test", "plots", "notebooks")
+SKIPPED_FOLDERS = corpus.SKIPPED_FOLDERS | {"testing"}
+GENERATED = ("_pb2.py", "_gen.py", "_pb2_grpc.py")
+# A file is a near-duplicate if more than half of its runs of so many lines are in files that were taken before it.
+SHINGLE_LINES = 5
+# Words that name a permissive licence, and those that must not stand anywhere in a licence's name.
+PERMISSIVE = re.compile(r"\b(apache|mit|(0|new )?bsd|isc|psf|python software foundation|zlib|cc0)\b", re.IGNORECASE)
+RESTRICTED = re.compile(r"\b[al]?gpl|gnu|mozilla|\bmpl|\bafl|academic|\beupl|commercial|proprietary", re.IGNORECASE)
+
+
+class Package(NamedTuple):
+    """An installed distribution. ``files`` are its Python files below ``folder``; ``licence`` is its name."""
+
+    name: str
+    version: str
+    licence: str
+    folder: Path
+    files: list[str]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("runs/shipped/corpus"))
+    args = parser.parse_args()
+
+    files = [file._replace(name=f"standard_library/{file.name}") for file in corpus.standard_library(10**12)]
+    packages = list(permissive_dependencies("hydrajax", EXTRAS))
+    for package in packages:
+        files += source_files(package, CHARS_PER_PACKAGE)
+    files = list(without_near_duplicates(files))
+
+    shutil.rmtree(args.output, ignore_errors=True)
+    for file in files:
+        path = args.output / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file.text, encoding="utf-8")
+    kept = {file.name.split("/")[1] for file in files if file.name.startswith("packages/")}
+    sources = {
+        "python": platform.python_version(),
+        "files": len(files),
+        "characters": sum(len(file.text) for file in files),
+        "packages": [f"{one.name} {one.version}: {one.licence}" for one in packages if one.name in kept],
+    }
+    args.output.with_name("SOURCES.json").write_text(json.dumps(sources, indent=1) + "\n")
+    print(f"{args.output}: {sources['files']} files, {sources['characters']:,} characters, of {len(kept)} packages")
+
+
+def source_files(package: Package, max_chars: int, seed: int = 0) -> Iterator[corpus.SourceFile]:
+    """Files in an order shuffled by ``seed`` until the next would exceed ``max_chars`` together."""
+    total = 0
+    for index in np.random.default_rng(seed).permutation(len(package.files)):
+        try:
+            text = (package.folder / package.files[index]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue  # a broken link, or one of the few old files in another encoding
+        total += len(text)
+        if total > max_chars:
+            return
+        if text.strip():
+            yield corpus.SourceFile(f"packages/{package.name}/{package.files[index]}", text)
+
+
+def without_near_duplicates(files: Iterable[corpus.SourceFile]) -> Iterator[corpus.SourceFile]:
+    """The files, but for those that say for the most part what files before them said."""
+    seen: set[int] = set()
+    for file in files:
+        lines = [line.strip() for line in file.text.splitlines() if line.strip()]
+        runs = {hash(tuple(lines[i : i + SHINGLE_LINES])) for i in range(max(len(lines) - SHINGLE_LINES + 1, 1))}
+        if len(runs & seen) <= len(runs) / 2:
+            seen |= runs
+            yield file
+
+
+def permissive_dependencies(root: str, extras: Iterable[str] = ()) -> Iterator[Package]:
+    """Every installed distribution that ``root`` with ``extras`` needs, directly or not, by name, if permissive."""
+    for name, distribution in sorted(needed_by(root, extras).items()):
+        licence = licence_name(distribution.metadata)
+        if is_permissive(licence):
+            files = sorted(path.as_posix() for path in distribution.files or [] if is_source(path.as_posix()))
+            yield Package(name, distribution.version, licence, Path(str(distribution.locate_file(""))), files)
+
+
+def is_source(name: str) -> bool:
+    *folders, file = name.split("/")
+    is_test = file.startswith(("test_", "conftest")) or file.endswith("_test.py")
+    outside = ".." in folders  # a script in the environment's bin
+    return (
+        file.endswith(".py")
+        and not is_test
+        and not file.endswith(GENERATED)
+        and not outside
+        and SKIPPED_FOLDERS.isdisjoint(folders)
+    )
+
+
+def licence_name(metadata) -> str:
+    """The SPDX expression, or else the classifiers, or else the first line of the free text; empty if there is none."""
+    if expression := metadata.get("License-Expression"):
+        return expression
+    kinds = [line.split(" :: ")[-1] for line in metadata.get_all("Classifier") or [] if line.startswith("License ::")]
+    return ", ".join(kinds) or (metadata.get("License") or "").strip().partition("\n")[0][:80]
+
+
+def is_permissive(licence: str) -> bool:
+    return bool(PERMISSIVE.search(licence)) and not RESTRICTED.search(licence)
+
+
+def needed_by(root: str, extras: Iterable[str]) -> dict[str, importlib.metadata.Distribution]:
+    """By canonical name, without ``root``. Extras are those of ``root``; its dependencies come without theirs."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    waiting = [(root, ("", *extras))]
+    while waiting:
+        name, wanted_extras = waiting.pop()
+        name = canonicalize_name(name)
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # needed on other platforms, or an extra that is not installed
+        found[name] = distribution
+        for requirement in map(Requirement, distribution.requires or []):
+            marker = requirement.marker
+            wanted = marker is None or any(marker.evaluate({"extra": extra}) for extra in wanted_extras)
+            if wanted and canonicalize_name(requirement.name) not in found:
+                waiting.append((requirement.name, ("",)))
+    found.pop(canonicalize_name(root), None)
+    return found
+
+
+if __name__ == "__main__":
+    main()

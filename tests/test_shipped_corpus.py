@@ -1,0 +1,104 @@
+"""The text that the shipped model learns from: which installed packages may be learnt from, and what of them is."""
+
+from __future__ import annotations
+
+import importlib.util
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+from hydrajax.train.data.corpus import SourceFile
+
+SCRIPT = Path(__file__).resolve().parents[1] / "experiments" / "shipped_corpus.py"
+spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+shipped_corpus = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(shipped_corpus)
+
+
+@pytest.mark.parametrize(
+    ("licence", "permissive"),
+    [
+        ("MIT", True),
+        ("Apache-2.0", True),
+        ("Apache Software License", True),
+        ("BSD-3-Clause AND 0BSD AND MIT AND Zlib AND CC0-1.0", True),
+        ("ISC License (ISCL)", True),
+        ("PSF-2.0", True),
+        ("MPL-2.0 AND MIT", False),
+        ("MIT OR AFL-2.1", False),
+        ("GPL-3.0-or-later", False),
+        ("GNU Lesser General Public License v2 (LGPLv2)", False),
+        ("Proprietary", False),
+        ("", False),
+        ("Permitted by the author", False),
+    ],
+)
+def test_permissive_licences(licence, permissive):
+    assert shipped_corpus.is_permissive(licence) == permissive
+
+
+def test_the_name_is_the_expression_or_the_classifiers_or_the_text():
+    metadata = Message()
+    metadata["License"] = "Copyright 2020\nMIT and so on"
+    assert shipped_corpus.licence_name(metadata) == "Copyright 2020"
+    metadata["Classifier"] = "License :: OSI Approved :: BSD License"
+    metadata["Classifier"] = "Programming Language :: Python"
+    assert shipped_corpus.licence_name(metadata) == "BSD License"
+    metadata["License-Expression"] = "MIT"
+    assert shipped_corpus.licence_name(metadata) == "MIT"
+
+
+def test_dependencies_of_dependencies_but_not_the_package_itself():
+    found = {package.name: package for package in shipped_corpus.permissive_dependencies("hydrajax")}
+    assert "jax" in found
+    assert "hydrajax" not in found
+    assert "markdown-it-py" in found  # rich needs it, we do not
+    assert any(name == "jax/__init__.py" for name in found["jax"].files)
+    assert (found["jax"].folder / "jax/__init__.py").is_file()
+
+
+def test_packages_of_extras():
+    needed, with_tests = (shipped_corpus.needed_by("hydrajax", extras) for extras in ((), ("test",)))
+    assert "pytest" in with_tests
+    assert "pluggy" in with_tests  # which pytest needs
+    assert "pytest" not in needed
+    assert needed.keys() < with_tests.keys()
+
+
+def test_near_duplicates_are_left_out():
+    def file(name, numbers):
+        return SourceFile(name, "".join(f"value_{n} = {n}\n" for n in numbers))
+
+    first, mostly_the_same, half_new = file("a", range(40)), file("b", range(5, 45)), file("c", range(25, 100))
+    kept = shipped_corpus.without_near_duplicates([first, mostly_the_same, half_new, first])
+    assert [one.name for one in kept] == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_source"),
+    [
+        ("pkg/b.py", True),
+        ("pkg/test_b.py", False),
+        ("pkg/b_test.py", False),
+        ("pkg/tests/deep.py", False),
+        ("pkg/testing/help.py", False),
+        ("pkg/x_pb2.py", False),
+        ("pkg/readme.txt", False),
+        ("../../../bin/tool.py", False),
+    ],
+)
+def test_what_is_source(name, is_source):
+    assert shipped_corpus.is_source(name) == is_source
+
+
+def test_files_of_a_package_up_to_a_size(tmp_path):
+    names = ["pkg/a.py", "pkg/b.py", "pkg/c.py", "pkg/absent.py", "pkg/empty.py"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if "absent" not in name:
+            (tmp_path / name).write_text("" if "empty" in name else f"# {name}\n" * 10)
+    package = shipped_corpus.Package("one", "1", "MIT", tmp_path, names)
+    found = {file.name for file in shipped_corpus.source_files(package, 10**6)}
+    assert found == {"packages/one/pkg/a.py", "packages/one/pkg/b.py", "packages/one/pkg/c.py"}
+    assert len(list(shipped_corpus.source_files(package, 250))) == 2
