@@ -79,7 +79,7 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
     here = SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
     try:
-        params = ocp.load(directory / PARAMS, target)
+        params = ocp.load((directory / PARAMS).absolute(), target)  # orbax takes no relative path
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise  # this machine's trouble, not the file's
     except Exception as error:  # orbax raises many types for a damaged or foreign directory

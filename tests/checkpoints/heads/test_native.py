@@ -113,6 +113,16 @@ def test_small_lm_heads(tiny_model, tmp_path, kind, lm_head):
     assert not (tmp_path / "other").exists()
 
 
+def test_a_relative_path(tiny_model, tmp_path, monkeypatch):
+    drafter = heads_of("medusa", tiny_model[0].config)
+    params = random_params(drafter)
+    monkeypatch.chdir(tmp_path)
+    export_heads("heads", drafter, params, format="native", dtype=None)
+    loaded, ours = load_draft("heads", tiny_model[0].config, None)
+    assert loaded == drafter
+    identical(params, ours)
+
+
 def test_settings_that_an_older_file_does_not_have(tiny_model, tmp_path):
     """They are the defaults, as the drafters of that time had them."""
     config = tiny_model[0].config
