@@ -38,7 +38,7 @@ typedef int32_t IntLanes __attribute__((vector_size(kLanes * 4), aligned(4)));
 
 constexpr int kColumns = 2 * kLanes;
 constexpr int kRows = 8;    // rows in registers at once, 8 x 2 vectors of sums
-constexpr int kDepth = 16;  // weight rows read side by side, each a stream that the hardware prefetches
+constexpr int kDepth = 8;   // weight rows read side by side
 constexpr int kGroup = 16;  // queries whose scores stand side by side in one vector
 constexpr int kKeys = 8;    // keys scored at once
 
@@ -137,6 +137,13 @@ void ProductOfColumns(const float* x, const float* weight, float* out, int64_t r
     for (int64_t column = begin; column < vectors; column += kColumns) {
       const float* w = weight + d * width + column;
       int64_t stride = width;
+      // The hardware does not see far enough ahead in so many short streams: ask for the rows below these.
+      if (d + 2 * kDepth <= depth) {
+        for (int64_t i = kDepth; i < 2 * kDepth; ++i) {
+          __builtin_prefetch(w + i * width);
+          __builtin_prefetch(w + i * width + kLanes);
+        }
+      }
       if (rows > kRows) {  // read more than once, so worth copying to where it stays in the L1 cache
         for (int64_t i = 0; i < n; ++i) std::memcpy(block + i * kColumns, w + i * width, sizeof(float) * kColumns);
         w = block;
@@ -171,8 +178,7 @@ ffi::Error Matmul(ffi::ThreadPool pool, Matrix x, Matrix weight, ffi::Result<Mat
   if (weight.dimensions()[0] != depth) return ffi::Error::InvalidArgument("few_rows: x and weight do not fit");
   // A share is a multiple of 32 columns and at least 64 kB of weights, below which waking a thread costs more.
   const int64_t units = std::max<int64_t>(1, width / kColumns);
-  const int64_t shares =
-      std::max<int64_t>(1, std::min({units, 2 * pool.num_threads(), depth * width * 4 / (64 << 10)}));
+  const int64_t shares = std::max<int64_t>(1, std::min({units, pool.num_threads(), depth * width * 4 / (64 << 10)}));
   InParallel(pool, shares, [&](int64_t i) {
     const int64_t begin = units * i / shares * kColumns;
     const int64_t end = i + 1 == shares ? width : units * (i + 1) / shares * kColumns;
