@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from hydrajax.models import backend
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import rope_table
 from hydrajax.models.base import Forward
@@ -41,15 +42,15 @@ class Llama(nn.Module):
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Float32 next-token logits from post-norm hidden states."""
-        return project(hidden, self._head_kernel(), jnp.float32)
+        if self.config.tied_lm_head:
+            return backend.matmul_transposed(hidden, self.embedding, jnp.float32)
+        return project(hidden, self.lm_head, jnp.float32)
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """The lm head as one float array."""
-        kernel = self._head_kernel()
-        return kernel.dequantized().astype(self.dtype) if isinstance(kernel, Int8) else kernel
-
-    def _head_kernel(self) -> Array | Int8:
-        return self.embedding.T if self.config.tied_lm_head else self.lm_head
+        if self.config.tied_lm_head:
+            return self.embedding.T
+        return self.lm_head.dequantized().astype(self.dtype) if isinstance(self.lm_head, Int8) else self.lm_head
 
     @nn.nowrap
     def init_cache(self, batch: int, slots: int) -> KVCache:

@@ -188,6 +188,75 @@ ffi::Error Matmul(ffi::ThreadPool pool, Matrix x, Matrix weight, ffi::Result<Mat
   return ffi::Error::Success();
 }
 
+// ---- out[rows, F] = x[rows, D] @ weight[F, D]^T ------------------------------------------------------------------------
+
+// out[R, C] = x[R, D] @ weight[C, D]^T, rows of out `width` apart.
+template <int R, int C>
+inline __attribute__((always_inline)) void DotProducts(const float* x, const float* weight, float* out, int64_t depth,
+                                                       int64_t width) {
+  Lanes s[R][C] = {};
+  const int64_t vectors = depth / kLanes * kLanes;
+  for (int64_t d = 0; d < vectors; d += kLanes) {
+    Lanes w[C];
+    for (int c = 0; c < C; ++c) {
+      Load(w[c], weight + c * depth + d);
+      __builtin_prefetch(weight + (c + 2 * C) * depth + d);
+    }
+    for (int r = 0; r < R; ++r) {
+      Lanes a;
+      Load(a, x + r * depth + d);
+      for (int c = 0; c < C; ++c) s[r][c] += a * w[c];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < C; ++c) {
+      float sum = 0;
+      for (int lane = 0; lane < kLanes; ++lane) sum += s[r][c][lane];
+      for (int64_t d = vectors; d < depth; ++d) sum += x[r * depth + d] * weight[c * depth + d];
+      out[r * width + c] = sum;
+    }
+  }
+}
+
+template <int C>
+inline __attribute__((always_inline)) void DotProductsOfRows(const float* x, const float* weight, float* out,
+                                                             int64_t rows, int64_t depth, int64_t width) {
+  for (int64_t row = 0; row < rows; row += kRows) {
+    const float* xs = x + row * depth;
+    float* to = out + row * width;
+    switch (std::min<int64_t>(kRows, rows - row)) {
+      case 1: DotProducts<1, C>(xs, weight, to, depth, width); break;
+      case 2: DotProducts<2, C>(xs, weight, to, depth, width); break;
+      case 3: DotProducts<3, C>(xs, weight, to, depth, width); break;
+      case 4: DotProducts<4, C>(xs, weight, to, depth, width); break;
+      case 5: DotProducts<5, C>(xs, weight, to, depth, width); break;
+      case 6: DotProducts<6, C>(xs, weight, to, depth, width); break;
+      case 7: DotProducts<7, C>(xs, weight, to, depth, width); break;
+      default: DotProducts<8, C>(xs, weight, to, depth, width); break;
+    }
+  }
+}
+
+// Columns `begin` to `end` of the product, which are rows of the weight.
+FOR_EVERY_CPU
+void ProductWithRows(const float* x, const float* weight, float* out, int64_t rows, int64_t depth, int64_t width,
+                     int64_t begin, int64_t end) {
+  int64_t f = begin;
+  for (; f + 2 <= end; f += 2) DotProductsOfRows<2>(x, weight + f * depth, out + f, rows, depth, width);
+  if (f < end) DotProductsOfRows<1>(x, weight + f * depth, out + f, rows, depth, width);
+}
+
+ffi::Error MatmulTransposed(ffi::ThreadPool pool, Matrix x, Matrix weight, ffi::Result<Matrix> out) {
+  const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[0];
+  if (weight.dimensions()[1] != depth) return ffi::Error::InvalidArgument("few_rows: x and weight do not fit");
+  const int64_t shares = std::max<int64_t>(1, std::min(pool.num_threads(), depth * width * 4 / (64 << 10)));
+  InParallel(pool, shares, [&](int64_t i) {
+    ProductWithRows(x.typed_data(), weight.typed_data(), out->typed_data(), rows, depth, width, width * i / shares,
+                    width * (i + 1) / shares);
+  });
+  return ffi::Error::Success();
+}
+
 // ---- attention -------------------------------------------------------------------------------------------------------
 
 // exp for x <= 0, relative error below 2e-7; 0 below -87, where float32 leaves its normal range.
@@ -377,6 +446,9 @@ ffi::Error Attend(ffi::ThreadPool pool, Heads queries, ffi::RemainingArgs rest,
 using Output = ffi::Buffer<ffi::F32, 3>;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_matmul, Matmul,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Arg<Matrix>().Ret<Matrix>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_matmul_transposed, MatmulTransposed,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Arg<Matrix>().Ret<Matrix>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_attend, Attend,

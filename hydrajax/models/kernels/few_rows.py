@@ -43,7 +43,7 @@ def available() -> bool:
         library = ctypes.CDLL(str(path))
     except OSError:  # built for another machine
         return False
-    for name in ("hydrajax_matmul", "hydrajax_attend"):
+    for name in ("hydrajax_matmul", "hydrajax_matmul_transposed", "hydrajax_attend"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return True
 
@@ -64,6 +64,13 @@ def matmul(x: Float[Array, "R D"], weight: Float[Array, "D F"]) -> Float[Array, 
     """``x @ weight`` in float32. Each number is added up over D in order."""
     out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), jnp.float32)
     return jax.ffi.ffi_call("hydrajax_matmul", out, vmap_method="sequential")(x, weight)
+
+
+@_with_gradient_of(lambda x, weight: jnp.matmul(x, weight.T))
+def matmul_transposed(x: Float[Array, "R D"], weight: Float[Array, "F D"]) -> Float[Array, "R F"]:
+    """``x @ weight.T`` in float32, without a transposed copy of the weight."""
+    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call("hydrajax_matmul_transposed", out, vmap_method="sequential")(x, weight)
 
 
 def attend(

@@ -30,12 +30,25 @@ def test_products_are_numpys(rows, depth, width):
     assert np.max(np.abs(jax.jit(few_rows.matmul)(x, weight) - exact) / size) < depth * 2**-24
 
 
-def test_a_row_does_not_depend_on_those_beside_it():
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64])
+@pytest.mark.parametrize(("depth", "width"), [(320, 2048), (17, 31), (1, 32), (50, 65)])
+def test_products_with_transposed_weights_are_numpys(rows, depth, width):
+    rng = np.random.default_rng(rows * depth + width)
+    x, weight = normal(rng, rows, depth), normal(rng, width, depth)
+    exact = x.astype(np.float64) @ weight.T.astype(np.float64)
+    size = np.abs(x).astype(np.float64) @ np.abs(weight.T)
+    assert np.max(np.abs(jax.jit(few_rows.matmul_transposed)(x, weight) - exact) / size) < depth * 2**-24
+
+
+@pytest.mark.parametrize(
+    ("product", "shape"), [(few_rows.matmul, (320, 1030)), (few_rows.matmul_transposed, (1031, 320))]
+)
+def test_a_row_does_not_depend_on_those_beside_it(product, shape):
     rng = np.random.default_rng(0)
-    x, weight = normal(rng, 13, 320), normal(rng, 320, 1030)
-    together = np.asarray(few_rows.matmul(x, weight))
+    x, weight = normal(rng, 13, 320), normal(rng, *shape)
+    together = np.asarray(product(x, weight))
     for rows in (1, 2, 7, 8, 9):
-        np.testing.assert_array_equal(few_rows.matmul(x[:rows], weight), together[:rows])
+        np.testing.assert_array_equal(product(x[:rows], weight), together[:rows])
 
 
 def test_not_a_number_stays_where_it_belongs():
