@@ -1,6 +1,6 @@
 """``hydrajax demo``: the shipped model continues code it has not seen, with and without each kind of draft.
 
-Nothing is downloaded and no file beside the package is needed: the prompts are the running Python's standard library.
+Nothing is downloaded and no file beside the package is needed: the prompts are from the Python source that is here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from hydrajax.api import Loaded, encode, load
 from hydrajax.cli.screen import bar, write_marked
 from hydrajax.drafters.registry import WITHOUT_WEIGHTS, title_of
 from hydrajax.measure.contest import Measured, contest
-from hydrajax.measure.fastest import CANDIDATES
 from hydrajax.measure.way import AUTOREGRESSIVE, Way
 from hydrajax.questions.contenders import TextWay
 from hydrajax.questions.held_out import NamedPrompt, held_out_files, held_out_prompts, source_folders
@@ -43,21 +42,21 @@ class Recipe:
     """The demo's sizes.
 
     prompts, prompt_tokens, max_new_tokens: the continuations, of which ``shown`` are shown. repeats: timed rounds.
-    candidates: small trees of which each kind of draft gets the one that is fastest here, found with ``trial_prompts``;
-    every further one costs a compilation per kind. large: the tree beside it.
+    candidates: trees of which, and of the one that was searched for it, each kind of draft gets the fastest here, found
+    with ``trial_prompts``; every further one costs a compilation per kind.
     """
 
     prompts: int = 16
     shown: int = 3
     prompt_tokens: int = 48
-    max_new_tokens: int = 96
+    max_new_tokens: int = 64
     repeats: int = 3
-    candidates: tuple[str, ...] = CANDIDATES
+    candidates: tuple[str, ...] = ("chain-2", "chain-4")
     trial_prompts: int = 2
-    large: str = "cartesian-2x2x2"
 
 
 RECIPE = Recipe()
+SEARCHED = "searched tree"
 
 # For a Python without source files. Ours, in nobody's training data.
 BUILT_IN_CODE = (
@@ -77,17 +76,13 @@ def run(args: argparse.Namespace) -> None:
     plain, drafted = load_shipped()
     prompts = make_prompts(RECIPE, plain, args.prompt)
     baseline = way_of(RECIPE, plain, AUTOREGRESSIVE, "root")
-    ways, loaded_of = [baseline], {}
     fastest = choose_trees(RECIPE, prompts, baseline, drafted)
-    for title, loaded in drafted.items():
-        for way in (fastest[title], way_of(RECIPE, loaded, title, RECIPE.large)):
-            ways.append(way)
-            loaded_of[way.name] = loaded
+    ways = [baseline, *fastest.values()]
     rows = measure(f"decode {len(prompts)} prompts in {len(ways)} ways", RECIPE, prompts, ways)
 
     best = max(rows[1:], key=lambda row: row.tokens_per_second)
-    best_way = next(way for way in ways if way.name == best.name)
-    show_texts(console, prompts[: RECIPE.shown], TextWay(best_way, loaded_of[best.name]))
+    title, best_way = next((title, way) for title, way in fastest.items() if way.name == best.name)
+    show_texts(console, prompts, RECIPE.shown, TextWay(best_way, drafted[title]))
     console.print(result_table(rows))
     different = [row.name for row in rows if not row.equal]
     console.print(
@@ -166,21 +161,27 @@ def make_prompts(recipe: Recipe, loaded: Loaded, own_prompt: str | None) -> list
 def way_of(recipe: Recipe, loaded: Loaded, title: str, tree: str) -> Way:
     """A way named after the draft and its tree."""
     name = title if tree == "root" else f"{title} {tree}"
-    return Way.of(loaded, name, presets.by_name(tree), max_new_tokens=recipe.max_new_tokens)
+    found = presets.searched(loaded.draft_directory, 1) if tree == SEARCHED else presets.by_name(tree)
+    return Way.of(loaded, name, found, max_new_tokens=recipe.max_new_tokens)
+
+
+def trees_for(recipe: Recipe, loaded: Loaded) -> list[str]:
+    """Names of the trees that this draft tries."""
+    return [*recipe.candidates, *([SEARCHED] if presets.searched(loaded.draft_directory, 1) else [])]
 
 
 def choose_trees(
     recipe: Recipe, prompts: Sequence[NamedPrompt], baseline: Way, drafted: dict[str, Loaded]
 ) -> dict[str, Way]:
-    """For each kind of draft the way with the candidate tree that is fastest on this machine."""
+    """For each kind of draft the way with the tree that is fastest on this machine."""
     tried = {
-        title: [way_of(recipe, loaded, title, tree) for tree in recipe.candidates] for title, loaded in drafted.items()
+        title: [way_of(recipe, loaded, title, tree) for tree in trees_for(recipe, loaded)]
+        for title, loaded in drafted.items()
     }
-    if len(recipe.candidates) == 1:
+    if all(len(ways) == 1 for ways in tried.values()):
         return {title: ways[0] for title, ways in tried.items()}
     everyone = [baseline, *(way for ways in tried.values() for way in ways)]
-    title = f"find the fastest of {', '.join(recipe.candidates)}"
-    rows = measure(title, recipe, prompts[: recipe.trial_prompts], everyone)
+    rows = measure("find the fastest tree of each draft", recipe, prompts[: recipe.trial_prompts], everyone)
     # Their figures are not reported: the best of several noisy ones looks better than it is.
     rate = {row.name: row.tokens_per_second for row in rows}
     return {title: max(ways, key=lambda way: rate[way.name]) for title, ways in tried.items()}
@@ -196,20 +197,31 @@ def measure(title: str, recipe: Recipe, prompts: Sequence[NamedPrompt], ways: li
 # --- what is said of it ---------------------------------------------------------------------------------------------
 
 
-def show_texts(console: Console, prompts: Sequence[NamedPrompt], best: TextWay) -> None:
-    """Every continuation with its drafted tokens marked, a function up to its end."""
+def show_texts(console: Console, prompts: Sequence[NamedPrompt], most: int, best: TextWay) -> None:
+    """Continuations with their drafted tokens marked, each up to the end of the function.
+
+    Whole functions that repeat no line come first: a model this small often finds no end.
+    """
     tokenizer = best.loaded.tokenizer
-    for number, prompt in enumerate(prompts):
-        output = best.decode(prompt.ids, 0)
+    found = [(prompt, decode_text(tokenizer, prompt.ids), best.decode(prompt.ids, 0)) for prompt in prompts]
+    found.sort(key=lambda one: not is_whole(one[1], one[2].text))  # keeps the order otherwise
+    for number, (prompt, beginning, output) in enumerate(found[:most]):
         facts = f"{output.new_tokens} tokens in {output.steps} steps of {best.model_id}"
         console.print(f"\n[bold]{number + 1}. {prompt.name}[/]: {facts}\n", soft_wrap=True)
-        console.out(decode_text(tokenizer, prompt.ids), style="dim", end="", highlight=False)
-        marked = cut(pieces(tokenizer, output), function_end(decode_text(tokenizer, prompt.ids), output.text))
+        console.out(beginning, style="dim", end="", highlight=False)
+        marked = cut(pieces(tokenizer, output), function_end(beginning, output.text))
         if not console.is_terminal:  # where colours would be lost
             marked = [(f"{OPEN}{text}{CLOSE}" if is_drafted else text, False) for text, is_drafted in marked]
         write_marked(console, marked)
     sign = "green, underlined" if console.is_terminal else f"{OPEN}in brackets{CLOSE}"
     console.print(f"\nDrafted and accepted tokens are {sign}; the rest the base has chosen.\n")
+
+
+def is_whole(beginning: str, continuation: str) -> bool:
+    """Whether a function ends in the continuation, and no two of the lines before that are the same."""
+    end = function_end(beginning, continuation)
+    lines = [line.strip() for line in (beginning + continuation[:end]).splitlines() if line.strip()]
+    return end < len(continuation) and len(set(lines)) == len(lines)
 
 
 def function_end(beginning: str, continuation: str) -> int:

@@ -22,9 +22,11 @@ from hydrajax.measure.contest import Measured
 from hydrajax.models.base import BoundBase
 from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.train.data.preview import CLOSE, OPEN
+from hydrajax.trees import presets
 
-RECIPE = demo.Recipe(2, 2, 16, 12, repeats=1, candidates=("chain-1", "chain-2"), trial_prompts=1, large="cartesian-2x2")
-HELD_OUT = ["bisect.py", "no_such_module.py", "heapq.py"]  # two that every Python has
+RECIPE = demo.Recipe(2, 2, 16, 12, repeats=1, candidates=("chain-1", "chain-2"), trial_prompts=1)
+# Two that every Python has.
+HELD_OUT = [f"standard_library/{name}.py" for name in ("bisect", "no_such_module", "heapq")] + ["elsewhere/a.py"]
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +73,9 @@ def test_own_prompt_is_continued_as_the_base_would(program, shipped, monkeypatch
     rows = rows_of(result.out)
     assert list(rows) == [
         "autoregressive",
-        *(f"{d} {t}" for d in ("Lookup", "Medusa") for t in ("chain-2", RECIPE.large)),
+        *(f"{draft} chain-2" for draft in ("Lookup", "Medusa")),
     ]
-    assert rows["Medusa cartesian-2x2"][0] == "7"  # nodes
+    assert rows["Medusa chain-2"][0] == "3"  # nodes
     assert (rows["autoregressive"][1], rows["autoregressive"][3:]) == ("1.00", ["1.00", "1.00"])
     assert all(1 <= float(tau) <= 3 for _, tau, *_ in rows.values())  # two tokens ahead
     assert "All outputs are token for token what the base says without a draft." in result.out
@@ -96,9 +98,8 @@ def test_demo_compares_all_drafts_on_held_out_code(program, shipped):
     assert result.code == 0, result.err
     names = [name.split() for name in rows_of(result.out)]
     kinds = ("Lookup", "Medusa", "Hydra", "Hydra++")
-    assert [name[0] for name in names] == ["autoregressive", *(kind for kind in kinds for _ in range(2))]
-    assert all(name[1] in RECIPE.candidates for name in names[1::2])
-    assert all(name[1] == RECIPE.large for name in names[2::2])
+    assert [name[0] for name in names] == ["autoregressive", *kinds]
+    assert all(name[1] in RECIPE.candidates for name in names[1:])
     assert "1. bisect.py, line" in result.out
     assert "2. heapq.py, line" in result.out
 
@@ -109,9 +110,7 @@ def test_different_outputs_end_with_exit_code_1(program, shipped, monkeypatch):
 
     monkeypatch.setattr(demo, "contest", tampered)
     monkeypatch.setattr(demo, "show_texts", lambda *given: None)
-    with pytest.raises(
-        SystemExit, match=r"Medusa chain-1, Medusa cartesian-2x2: the output differs from autoregressive"
-    ):
+    with pytest.raises(SystemExit, match=r"Medusa chain-1: the output differs from autoregressive"):
         program("demo", "--prompt", "the tree")
 
 
@@ -151,6 +150,31 @@ def test_a_function_is_shown_up_to_its_end(beginning, continuation, shown):
     assert continuation[:end] == (continuation if shown is None else shown)
 
 
+@pytest.mark.parametrize(
+    ("continuation", "whole"),
+    [
+        ("    x += 1\n    return x\n\nclass C:\n", True),
+        ("    x += 1\n    return x\n", False),  # may go on
+        ("    x += 1\n    x += 1\n\nclass C:\n", False),
+    ],
+)
+def test_whole_functions_that_repeat_no_line(continuation, whole):
+    assert demo.is_whole("def f(x):\n", continuation) == whole
+
+
+def test_a_searched_tree_is_tried_too(shipped):
+    _, drafted = demo.load_shipped()
+    path = presets.searched_path(shipped / "hydra", 1)
+    path.write_text("[[0], [1]]")
+    try:
+        assert demo.trees_for(RECIPE, drafted["Hydra"]) == [*RECIPE.candidates, demo.SEARCHED]
+        assert demo.way_of(RECIPE, drafted["Hydra"], "Hydra", demo.SEARCHED).tree.choices == ((0,), (1,))
+    finally:
+        path.unlink()
+    assert demo.trees_for(RECIPE, drafted["Hydra"]) == list(RECIPE.candidates)
+    assert demo.trees_for(RECIPE, drafted["Lookup"]) == list(RECIPE.candidates)
+
+
 def test_marked_pieces_are_cut_at_a_length():
     marked = [("ab", True), ("cd", False), ("ef", True)]
     assert demo.cut(marked, 3) == [("ab", True), ("c", False)]
@@ -162,8 +186,8 @@ def test_marked_pieces_are_cut_at_a_length():
 
 
 def test_held_out_files_are_those_this_python_has(shipped, tmp_path):
-    (tmp_path / "argparse.py").write_text("text")
-    assert list(held_out_files({"standard_library": tmp_path, "packages": tmp_path})) == [("argparse.py", "text")]
+    (tmp_path / "heapq.py").write_text("text")
+    assert list(held_out_files({"standard_library": tmp_path, "packages": tmp_path})) == [("heapq.py", "text")]
 
 
 def test_held_out_prompts_begin_at_a_function_of_the_second_half(tokenizer):
@@ -214,5 +238,6 @@ def test_each_kind_of_draft_gets_its_fastest_tree(monkeypatch):
     monkeypatch.setattr(
         demo, "measure", lambda title, recipe, prompts, ways: [measured(n, 1, 1.0, r, 1.0) for n, r in rates.items()]
     )
-    chosen = demo.choose_trees(RECIPE, [], None, {"a": None, "b": None})
+    plain = SimpleNamespace(draft_directory=None)
+    chosen = demo.choose_trees(RECIPE, [], None, {"a": plain, "b": plain})
     assert {title: way.name for title, way in chosen.items()} == {"a": "a chain-2", "b": "b chain-1"}
