@@ -49,10 +49,10 @@ class Recipe:
     prompts: int = 16
     shown: int = 3
     prompt_tokens: int = 48
-    max_new_tokens: int = 64
+    max_new_tokens: int = 96
     repeats: int = 3
-    candidates: tuple[str, ...] = ("chain-2", "chain-4")
-    trial_prompts: int = 2
+    candidates: tuple[str, ...] = ("chain-4",)
+    trial_prompts: int = 4
 
 
 RECIPE = Recipe()
