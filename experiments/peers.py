@@ -123,7 +123,7 @@ def with_hydrajax(args, plain, prompts) -> dict:
         loaded = dataclasses.replace(plain.with_draft(draft), eos_ids=())
         choice = choose(loaded, prompts[:2], hydrajax.Greedy(), 1)
         tree = choice.tree or presets.by_name(choice.name)
-        ways.append(Way.of(loaded, f"hydrajax, {title_of(loaded.drafter)} {choice.name}", tree, **limit))
+        ways.append(Way.of(loaded, f"hydrajax, {title_of(loaded.drafter)}, {choice.name}", tree, **limit))
     return {way.name: lambda prompt, way=way: np.asarray(way.decode(prompt[None]).tokens[0]) for way in ways}
 
 

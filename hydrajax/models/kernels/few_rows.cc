@@ -1,4 +1,4 @@
-// The two kernels that a decode step on a CPU spends its time in, for few rows: a matrix product and attention.
+// What a decode step on a CPU spends its time in, for few rows: matrix products and attention.
 //
 // XLA's CPU products repack the whole weight for every call with more than one row, so that eight rows cost two to three
 // times as much as one, while the bytes of the weight, which is what one row pays for, are the same. These read each

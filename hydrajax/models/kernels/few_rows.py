@@ -1,4 +1,4 @@
-"""CPU kernels for a decode step's few rows: a matrix product and attention (`few_rows.cc`).
+"""CPU kernels for a decode step's few rows: matrix products and attention (`few_rows.cc`).
 
 The library is built when the package is installed, where there is a C++ compiler; without one `available` is False and
 XLA does the work, slower. A row's result does not depend on how many rows there are, to the last bit.
@@ -10,6 +10,9 @@ weights, in a loop, in ms:
 |---------------|-----|-----|-----|-----|-----|------|
 | XLA           | 3.1 | 3.6 | 5.0 | 6.9 | 8.5 | 14.5 |
 | these kernels | 2.3 | 2.3 | 2.8 | 3.6 | 5.0 | 13.8 |
+
+On 2 cores of an AMD EPYC (Zen 5), eight layers of width 384 and an lm head, 72 MB: XLA with 1 row 1.8, the kernels with 2
+to 8 rows 1.8 to 2.0, with 16 rows 2.5, with 64 rows 7.5.
 """
 
 from __future__ import annotations
