@@ -11,8 +11,8 @@ weights, in a loop, in ms:
 | XLA           | 3.1 | 3.6 | 5.0 | 6.9 | 8.5 | 14.5 |
 | these kernels | 2.3 | 2.3 | 2.8 | 3.6 | 5.0 | 13.8 |
 
-On 2 cores of an AMD EPYC (Zen 5), eight layers of width 384 and an lm head, 72 MB: XLA with 1 row 1.8, the kernels with 2
-to 8 rows 1.8 to 2.0, with 16 rows 2.5, with 64 rows 7.5.
+On 2 cores of an AMD EPYC (Zen 5), eight layers of width 384 and an lm head, 72 MB: XLA with 1 row 1.8, the kernels with
+2 to 8 rows 1.8 to 2.0, with 16 rows 2.5, with 64 rows 7.5.
 """
 
 from __future__ import annotations
