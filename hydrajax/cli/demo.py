@@ -58,11 +58,12 @@ class Recipe:
 RECIPE = Recipe()
 SEARCHED = "searched tree"
 
-# For a Python without source files. Ours, in nobody's training data.
+# For a Python without source files. Ours, in nobody's training data. They end before a line break, which shares a token
+# with the indentation that follows it.
 BUILT_IN_CODE = (
-    "def moving_average(values, window):\n",
-    "class BoundedQueue:\n    def __init__(self, limit):\n",
-    "def read_settings(path):\n    with open(path) as file:\n",
+    "def moving_average(values, window):",
+    "class BoundedQueue:\n    def __init__(self, limit):",
+    "def read_settings(path):\n    with open(path) as file:",
 )
 
 

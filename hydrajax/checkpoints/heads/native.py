@@ -85,6 +85,8 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
     except Exception as error:  # orbax raises many types for a damaged or foreign directory
         reason = one_line(error)
         raise HydrajaxError(f"{WHAT}: {directory / PARAMS} is damaged: {reason}") from None
+    # Orbax ties arrays to their device, unlike other loaders: a program compiled for those would be compiled again.
+    params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params)
     if dtype is None or dtype == saved:
         return drafter, params
     return replace_in_heads(drafter, dtype=jnp.dtype(dtype)), jax.tree.map(lambda x: x.astype(dtype), params)

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -66,10 +67,11 @@ void InParallel(ffi::ThreadPool& pool, int64_t n, const Work& work) {
   };
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(take)(take));
   take();
-  while (shared->done.load(std::memory_order_acquire) < n) {
+  for (int64_t waits = 1; shared->done.load(std::memory_order_acquire) < n; ++waits) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
+    if (waits % 1024 == 0) std::this_thread::yield();  // on a busy machine the helper may be waiting for this core
   }
 }
 

@@ -123,6 +123,14 @@ def test_a_relative_path(tiny_model, tmp_path, monkeypatch):
     identical(params, ours)
 
 
+def test_loaded_arrays_may_go_to_any_device(tiny_model, tmp_path):
+    drafter = heads_of("medusa", tiny_model[0].config)
+    export_heads(tmp_path / "heads", drafter, random_params(drafter), format="native", dtype=None)
+    for dtype in (None, jnp.float16):
+        _, ours = load_draft(tmp_path / "heads", tiny_model[0].config, dtype)
+        assert not any(leaf.committed for leaf in jax.tree.leaves(ours))
+
+
 def test_settings_that_an_older_file_does_not_have(tiny_model, tmp_path):
     """They are the defaults, as the drafters of that time had them."""
     config = tiny_model[0].config
