@@ -15,7 +15,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from hydrajax.checkpoints.tensors import FLOATS
 from hydrajax.drafters.drafter import abstract_draft
@@ -30,7 +29,7 @@ from hydrajax.models.llama import Llama
 WHAT = "--draft"
 MARK = "hydrajax_draft"  # the field of config.json by which the format is known; its value is the version
 VERSION = 1
-PARAMS = "params"
+PARAMS, COMMITTED = "params", "commit_success.txt"  # the latter is orbax's name
 
 
 def save_native(folder: Path, drafter, params: Any) -> dict[str, Any]:
@@ -47,6 +46,9 @@ def save_native(folder: Path, drafter, params: Any) -> dict[str, Any]:
     settings["dtype"] = jnp.dtype(heads.dtype).name
     settings = {name: value for name, value in settings.items() if value is not None}  # None is the default then
     ocp.save(folder / PARAMS, jax.tree.map(np.asarray, params))
+    (folder / PARAMS / COMMITTED).unlink(
+        missing_ok=True
+    )  # orbax needs none to load, and it names a path of this machine
     return {
         MARK: VERSION,
         "tensors": _shapes(params),
@@ -76,8 +78,8 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
             f"{WHAT}: config.json: its tensors are not those that such heads have on this base: they were made for "
             "another base, or the file was changed"
         )
-    here = SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+    # As NumPy: orbax ties JAX's arrays to their device, and a program compiled for others would be compiled again.
+    target = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
     try:
         params = ocp.load((directory / PARAMS).absolute(), target)  # orbax takes no relative path
     except (MemoryError, jax.errors.JaxRuntimeError):
@@ -85,11 +87,8 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
     except Exception as error:  # orbax raises many types for a damaged or foreign directory
         reason = one_line(error)
         raise HydrajaxError(f"{WHAT}: {directory / PARAMS} is damaged: {reason}") from None
-    # Orbax ties arrays to their device, unlike other loaders: a program compiled for those would be compiled again.
-    params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), params)
-    if dtype is None or dtype == saved:
-        return drafter, params
-    return replace_in_heads(drafter, dtype=jnp.dtype(dtype)), jax.tree.map(lambda x: x.astype(dtype), params)
+    dtype = jnp.dtype(saved if dtype is None else dtype)
+    return replace_in_heads(drafter, dtype=dtype), jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), params)
 
 
 def _shapes(params: Any) -> dict[str, list[int]]:

@@ -123,6 +123,14 @@ def test_a_relative_path(tiny_model, tmp_path, monkeypatch):
     identical(params, ours)
 
 
+def test_no_file_names_where_it_was_written(tiny_model, tmp_path):
+    drafter = heads_of("medusa", tiny_model[0].config)
+    export_heads(tmp_path / "heads", drafter, random_params(drafter), format="native", dtype=None)
+    files = [path for path in (tmp_path / "heads").rglob("*") if path.is_file()]
+    assert files
+    assert not any(str(tmp_path).encode() in path.read_bytes() for path in files)
+
+
 def test_loaded_arrays_may_go_to_any_device(tiny_model, tmp_path):
     drafter = heads_of("medusa", tiny_model[0].config)
     export_heads(tmp_path / "heads", drafter, random_params(drafter), format="native", dtype=None)
