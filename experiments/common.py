@@ -31,7 +31,7 @@ from hydrajax.measure.calibration import Calibration, calibrate
 from hydrajax.measure.contest import Measured, contest, measure_trees
 from hydrajax.measure.machine import machine
 from hydrajax.measure.way import Way
-from hydrajax.questions.held_out import held_out_files, source_folders
+from hydrajax.questions.held_out import held_out_files
 from hydrajax.report.results import Result, write_result
 from hydrajax.text.prompt import read_prompts
 from hydrajax.trees import TreeTopology, presets
@@ -276,7 +276,7 @@ def cut(tree: TreeTopology, depth: int) -> TreeTopology:
 def held_out_stretches(tokenizer, count: int, prompt_tokens: int) -> list[np.ndarray]:
     """Stretches of the files that the shipped model has not seen, no two of which overlap."""
     stretches = []
-    for ids in tokenizer([text for _, text in held_out_files(source_folders())])["input_ids"]:
+    for ids in tokenizer([text for _, text in held_out_files()])["input_ids"]:
         starts = range(0, len(ids) - prompt_tokens + 1, prompt_tokens)
         stretches += [np.array(ids[start : start + prompt_tokens], np.int32) for start in starts]
     if len(stretches) < count:

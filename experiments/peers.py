@@ -33,7 +33,7 @@ from hydrajax.drafters.registry import title_of
 from hydrajax.measure.fastest import choose
 from hydrajax.measure.machine import machine
 from hydrajax.measure.way import Way
-from hydrajax.questions.held_out import held_out_files, held_out_prompts, source_folders
+from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.trees import presets
 
 
@@ -80,7 +80,7 @@ def main() -> int:
 def read_prompts(args, loaded):
     if args.prompts:
         return prompts_from(args.prompts, loaded, args.count)
-    files = held_out_files(source_folders())
+    files = held_out_files()
     found = islice(held_out_prompts(files, loaded.tokenizer, args.prompt_tokens), args.count)
     return [np.array(prompt.ids, np.int32) for prompt in found]
 

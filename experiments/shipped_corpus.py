@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -55,7 +54,8 @@ def main() -> None:
     files = [file._replace(name=f"standard_library/{file.name}") for file in corpus.standard_library(10**12)]
     packages = list(permissive_dependencies("hydrajax", EXTRAS))
     for package in packages:
-        files += source_files(package, CHARS_PER_PACKAGE)
+        found = corpus.as_many_as_fit(package.files, package.folder, CHARS_PER_PACKAGE, seed=0)
+        files += [file._replace(name=f"packages/{package.name}/{file.name}") for file in found]
     files = list(without_near_duplicates(files))
 
     shutil.rmtree(args.output, ignore_errors=True)
@@ -72,21 +72,6 @@ def main() -> None:
     }
     args.output.with_name("SOURCES.json").write_text(json.dumps(sources, indent=1) + "\n")
     print(f"{args.output}: {sources['files']} files, {sources['characters']:,} characters, of {len(kept)} packages")
-
-
-def source_files(package: Package, max_chars: int, seed: int = 0) -> Iterator[corpus.SourceFile]:
-    """Files in an order shuffled by ``seed`` until the next would exceed ``max_chars`` together."""
-    total = 0
-    for index in np.random.default_rng(seed).permutation(len(package.files)):
-        try:
-            text = (package.folder / package.files[index]).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue  # a broken link, or one of the few old files in another encoding
-        total += len(text)
-        if total > max_chars:
-            return
-        if text.strip():
-            yield corpus.SourceFile(f"packages/{package.name}/{package.files[index]}", text)
 
 
 def without_near_duplicates(files: Iterable[corpus.SourceFile]) -> Iterator[corpus.SourceFile]:

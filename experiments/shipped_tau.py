@@ -24,7 +24,7 @@ from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.prompts import batches
 from hydrajax.files import WholeFile
 from hydrajax.measure.way import Way
-from hydrajax.questions.held_out import held_out_files, held_out_prompts, source_folders
+from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.trees import presets
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     args = parser.parse_args()
 
     base = hydrajax.load(args.base)
-    found = held_out_prompts(held_out_files(source_folders()), base.tokenizer, args.prompt_tokens)
+    found = held_out_prompts(held_out_files(), base.tokenizer, args.prompt_tokens)
     prompts = np.array([prompt.ids for prompt in islice(found, args.prompts)], np.int32)
     tree = presets.by_name(args.tree)
 

@@ -90,15 +90,3 @@ def test_near_duplicates_are_left_out():
 )
 def test_what_is_source(name, is_source):
     assert shipped_corpus.is_source(name) == is_source
-
-
-def test_files_of_a_package_up_to_a_size(tmp_path):
-    names = ["pkg/a.py", "pkg/b.py", "pkg/c.py", "pkg/absent.py", "pkg/empty.py"]
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        if "absent" not in name:
-            (tmp_path / name).write_text("" if "empty" in name else f"# {name}\n" * 10)
-    package = shipped_corpus.Package("one", "1", "MIT", tmp_path, names)
-    found = {file.name for file in shipped_corpus.source_files(package, 10**6)}
-    assert found == {"packages/one/pkg/a.py", "packages/one/pkg/b.py", "packages/one/pkg/c.py"}
-    assert len(list(shipped_corpus.source_files(package, 250))) == 2

@@ -27,7 +27,7 @@ from hydrajax.drafters.registry import WITHOUT_WEIGHTS, title_of
 from hydrajax.measure.contest import Measured, contest
 from hydrajax.measure.way import AUTOREGRESSIVE, Way
 from hydrajax.questions.contenders import TextWay
-from hydrajax.questions.held_out import NamedPrompt, held_out_files, held_out_prompts, source_folders
+from hydrajax.questions.held_out import NamedPrompt, held_out_files, held_out_prompts
 from hydrajax.text.marking import pieces
 from hydrajax.text.prompt import Prompt
 from hydrajax.text.tokenizer import decode_text
@@ -151,7 +151,7 @@ def make_prompts(recipe: Recipe, loaded: Loaded, own_prompt: str | None) -> list
     """The user's own prompt, or held-out code, or where this Python has no such source our own beginnings of code."""
     if own_prompt is not None:
         return [NamedPrompt("your prompt", encode(loaded, Prompt(own_prompt, "--prompt"), "--prompt").tolist())]
-    files = held_out_files(source_folders())
+    files = held_out_files()
     prompts = list(islice(held_out_prompts(files, loaded.tokenizer, recipe.prompt_tokens), recipe.prompts))
     return prompts or [NamedPrompt("built in", encode(loaded, text, "prompt").tolist()) for text in BUILT_IN_CODE]
 

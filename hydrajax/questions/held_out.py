@@ -25,8 +25,12 @@ def source_folders() -> dict[str, Path]:
     return {"standard_library": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
 
 
-def held_out_files(folders: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
-    """``(name, text)`` of the files that no shipped model has seen, as far as they are below these folders."""
+def held_out_files(folders: Mapping[str, Path] | None = None) -> Iterator[tuple[str, str]]:
+    """``(name, text)`` of the files that no shipped model has seen, as far as these folders have them.
+
+    folders: by the source that a name begins with, by default this Python's.
+    """
+    folders = source_folders() if folders is None else folders
     for full_name in assets.about().get("held_out", []):
         source, _, name = full_name.partition("/")
         if source not in folders:

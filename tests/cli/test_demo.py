@@ -203,7 +203,7 @@ def test_held_out_prompts_begin_at_a_function_of_the_second_half(tokenizer):
 
 
 def test_prompts_are_built_in_where_nothing_held_out_is_found(shipped, monkeypatch):
-    monkeypatch.setattr(demo, "held_out_files", lambda folders: iter(()))
+    monkeypatch.setattr(demo, "held_out_files", lambda: iter(()))
     plain, _ = demo.load_shipped()
     texts = [plain.tokenizer.decode(p.ids, skip_special_tokens=True) for p in demo.make_prompts(RECIPE, plain, None)]
     assert texts == list(demo.BUILT_IN_CODE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,23 +36,30 @@ def standard_library(max_chars: int, folder: str | Path | None = None, seed: int
     for parent, folders, names in os.walk(folder):
         folders[:] = set(folders) - SKIPPED_FOLDERS  # not even entered: installed packages can be many
         paths += [Path(parent, name).relative_to(folder).as_posix() for name in names if name.endswith(".py")]
-    paths.sort()
-    files, total = [], 0
-    for index in np.random.default_rng(seed).permutation(len(paths)):
-        try:
-            text = (folder / paths[index]).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue  # a broken link, or one of the few old files in another encoding
-        total += len(text)
-        if total > max_chars:
-            break
-        if text:
-            files.append(SourceFile(paths[index], text))
+    files = list(as_many_as_fit(sorted(paths), folder, max_chars, seed))
     if not files:
         raise HydrajaxError(
             f"standard library: found no Python source files of up to {max_chars} characters in {folder}"
         )
     return files
+
+
+def as_many_as_fit(names: Sequence[str], folder: Path, max_chars: int, seed: int) -> Iterator[SourceFile]:
+    """The files below ``folder`` in an order shuffled by ``seed``, until the next would exceed ``max_chars`` together.
+
+    Those that are empty, or cannot be read as UTF-8, are left out.
+    """
+    total = 0
+    for index in np.random.default_rng(seed).permutation(len(names)):
+        try:
+            text = (folder / names[index]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue  # a broken link, or one of the few old files in another encoding
+        total += len(text)
+        if total > max_chars:
+            return
+        if text:
+            yield SourceFile(names[index], text)
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int):

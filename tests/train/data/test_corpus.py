@@ -61,3 +61,14 @@ def test_tokenizer_gives_text_back(library):
         assert tokenizer.decode(ids) == text
     with pytest.raises(HydrajaxError, match="vocab_size: must be at least 257"):
         corpus.train_tokenizer(texts, 100)
+
+
+def test_files_up_to_a_size(tmp_path):
+    names = ["pkg/a.py", "pkg/b.py", "pkg/c.py", "pkg/absent.py", "pkg/empty.py"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if "absent" not in name:
+            (tmp_path / name).write_text("" if "empty" in name else f"# {name}\n" * 10)
+    found = {file.name for file in corpus.as_many_as_fit(names, tmp_path, 10**6, seed=0)}
+    assert found == {"pkg/a.py", "pkg/b.py", "pkg/c.py"}
+    assert len(list(corpus.as_many_as_fit(names, tmp_path, 250, seed=0))) == 2
