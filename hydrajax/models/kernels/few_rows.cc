@@ -14,6 +14,7 @@
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -30,6 +31,8 @@ using Heads = ffi::Buffer<ffi::F32, 4>;
 #else
 #define FOR_EVERY_CPU
 #endif
+
+#define ALWAYS_INLINE __attribute__((always_inline))
 
 namespace {
 
@@ -84,14 +87,26 @@ float* Scratch(int64_t n) {
   return reinterpret_cast<float*>((address + 63) / 64 * 64);
 }
 
+// Calls `product` with the number of rows, kRows at most, as a constant, so that the compiler keeps all in registers.
+template <int R = kRows, typename Product>
+inline ALWAYS_INLINE void WithRows(int64_t rows, const Product& product) {
+  if constexpr (R == 1) {
+    product(std::integral_constant<int, 1>());
+  } else if (rows >= R) {
+    product(std::integral_constant<int, R>());
+  } else {
+    WithRows<R - 1>(rows, product);
+  }
+}
+
 // ---- out[rows, F] = x[rows, D] @ weight[D, F] --------------------------------------------------------------------------
 
-inline __attribute__((always_inline)) void Load(Lanes& to, const float* from) { std::memcpy(&to, from, sizeof(Lanes)); }
-inline __attribute__((always_inline)) void Store(float* to, const Lanes& from) { std::memcpy(to, &from, sizeof(Lanes)); }
+inline ALWAYS_INLINE void Load(Lanes& to, const float* from) { std::memcpy(&to, from, sizeof(Lanes)); }
+inline ALWAYS_INLINE void Store(float* to, const Lanes& from) { std::memcpy(to, &from, sizeof(Lanes)); }
 
 // sums[R, 32] += x[R, n] @ weight[n, 32], rows of x `depth` apart and rows of weight `stride`.
 template <int R>
-inline __attribute__((always_inline)) void AddProduct(const float* x, int64_t depth, const float* weight,
+inline ALWAYS_INLINE void AddProduct(const float* x, int64_t depth, const float* weight,
                                                       int64_t stride, float* sums, int64_t n) {
   Lanes s[R][2];
   for (int r = 0; r < R; ++r) {
@@ -154,16 +169,7 @@ void ProductOfColumns(const float* x, const float* weight, float* out, int64_t r
       for (int64_t row = 0; row < rows; row += kRows) {
         const float* xs = x + row * depth + d;
         float* to = sums + (column - begin) * rows + row * kColumns;
-        switch (std::min<int64_t>(kRows, rows - row)) {
-          case 1: AddProduct<1>(xs, depth, w, stride, to, n); break;
-          case 2: AddProduct<2>(xs, depth, w, stride, to, n); break;
-          case 3: AddProduct<3>(xs, depth, w, stride, to, n); break;
-          case 4: AddProduct<4>(xs, depth, w, stride, to, n); break;
-          case 5: AddProduct<5>(xs, depth, w, stride, to, n); break;
-          case 6: AddProduct<6>(xs, depth, w, stride, to, n); break;
-          case 7: AddProduct<7>(xs, depth, w, stride, to, n); break;
-          default: AddProduct<8>(xs, depth, w, stride, to, n); break;
-        }
+        WithRows(rows - row, [=](auto r) ALWAYS_INLINE { AddProduct<r>(xs, depth, w, stride, to, n); });
       }
     }
   }
@@ -194,7 +200,7 @@ ffi::Error Matmul(ffi::ThreadPool pool, Matrix x, Matrix weight, ffi::Result<Mat
 
 // out[R, C] = x[R, D] @ weight[C, D]^T, rows of out `width` apart.
 template <int R, int C>
-inline __attribute__((always_inline)) void DotProducts(const float* x, const float* weight, float* out, int64_t depth,
+inline ALWAYS_INLINE void DotProducts(const float* x, const float* weight, float* out, int64_t depth,
                                                        int64_t width) {
   Lanes s[R][C] = {};
   const int64_t vectors = depth / kLanes * kLanes;
@@ -221,21 +227,12 @@ inline __attribute__((always_inline)) void DotProducts(const float* x, const flo
 }
 
 template <int C>
-inline __attribute__((always_inline)) void DotProductsOfRows(const float* x, const float* weight, float* out,
+inline ALWAYS_INLINE void DotProductsOfRows(const float* x, const float* weight, float* out,
                                                              int64_t rows, int64_t depth, int64_t width) {
   for (int64_t row = 0; row < rows; row += kRows) {
     const float* xs = x + row * depth;
     float* to = out + row * width;
-    switch (std::min<int64_t>(kRows, rows - row)) {
-      case 1: DotProducts<1, C>(xs, weight, to, depth, width); break;
-      case 2: DotProducts<2, C>(xs, weight, to, depth, width); break;
-      case 3: DotProducts<3, C>(xs, weight, to, depth, width); break;
-      case 4: DotProducts<4, C>(xs, weight, to, depth, width); break;
-      case 5: DotProducts<5, C>(xs, weight, to, depth, width); break;
-      case 6: DotProducts<6, C>(xs, weight, to, depth, width); break;
-      case 7: DotProducts<7, C>(xs, weight, to, depth, width); break;
-      default: DotProducts<8, C>(xs, weight, to, depth, width); break;
-    }
+    WithRows(rows - row, [=](auto r) ALWAYS_INLINE { DotProducts<r, C>(xs, weight, to, depth, width); });
   }
 }
 
@@ -262,7 +259,7 @@ ffi::Error MatmulTransposed(ffi::ThreadPool pool, Matrix x, Matrix weight, ffi::
 // ---- attention -------------------------------------------------------------------------------------------------------
 
 // exp for x <= 0, relative error below 2e-7; 0 below -87, where float32 leaves its normal range.
-inline __attribute__((always_inline)) void Exp(Lanes& x) {
+inline ALWAYS_INLINE void Exp(Lanes& x) {
   const Lanes floor_at = Lanes{} - 87.0f;
   const auto tiny = x < floor_at;
   x = tiny ? floor_at : x;
