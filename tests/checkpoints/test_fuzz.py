@@ -11,17 +11,10 @@ import json
 import math
 import os
 import random
-import resource
 import shutil
-import signal
-import sys
-import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,40 +34,14 @@ from damage import (
     safetensors_parts,
     torch_file,
 )
+from every_format import FORMATS, write_formats
 from safetensors.numpy import load_file
+from watched import outcomes
 
-from hydrajax.checkpoints.base import eos_ids, export_llama, load_llama
 from hydrajax.checkpoints.fingerprint import fingerprint
-from hydrajax.checkpoints.heads.export import export_heads
-from hydrajax.checkpoints.heads.load import load_draft
-from hydrajax.checkpoints.tensors import save_safetensors, save_torch
-from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
-from hydrajax.errors import HydrajaxError
-from hydrajax.models.base import BoundBase, abstract_base
-from hydrajax.models.config import LlamaConfig
-from hydrajax.models.llama import Llama
+from hydrajax.checkpoints.tensors import save_safetensors
 
-BASE = LlamaConfig(VOCAB, WIDTH, 6, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=2, max_positions=16)
-FAMILIES = {"llama": {}, "mistral": {"sliding_window": 8}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
-BASES = (*FAMILIES, "shards", "bin", "bin_shards", "medusa_2")
-HYDRA = HydraHeads(2, WIDTH, VOCAB, n_layers=2)
-MEDUSA = MedusaHeads(2, WIDTH, VOCAB)
-HEADS = {  # drafter, format, as .pt
-    "hydra": (HYDRA, "hydra", False),
-    "hydra_pt": (HYDRA, "hydra", True),
-    "prefix": (WithPrefix(HYDRA, BASE), "hydra", False),
-    "prefix_pt": (WithPrefix(HYDRA, BASE), "hydra", True),
-    "medusa": (MEDUSA, "medusa", False),
-    "medusa_pt": (MEDUSA, "medusa", True),
-    "vllm": (MEDUSA, "vllm-medusa", False),
-    "native": (HYDRA, "native", False),
-    "native_prefix": (WithPrefix(MEDUSA, BASE), "native", False),
-}
-FORMATS = (*BASES, *HEADS)
 DEFAULT, SLOW = 20, 700  # random cases per format
-SECONDS, MEGABYTES = 5, 500  # of processor time and of more memory that one case may take
 
 # torch's of prototypes; what tensorstore's threads find after orbax has given up.
 pytestmark = [
@@ -84,50 +51,6 @@ pytestmark = [
 
 
 # --- a directory of every format ------------------------------------------------------------------------------
-
-
-def random_like(shapes):
-    numbers = np.random.default_rng(0)
-    return jax.tree.map(lambda x: numbers.standard_normal(x.shape).astype(x.dtype), shapes)
-
-
-def split_in_two(directory: Path, stem: str, suffix: str, save) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    (directory / "model.safetensors").unlink()
-    names, weight_map = sorted(tensors), {}
-    for i, part in enumerate((names[:5], names[5:])):
-        save(directory / f"{stem}-{i}.{suffix}", {name: tensors[name] for name in part})
-        weight_map |= dict.fromkeys(part, f"{stem}-{i}.{suffix}")
-    (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-def write_formats(root: Path) -> None:
-    for name, extras in FAMILIES.items():
-        model = Llama(BASE.replace(**extras))
-        params = random_like(nn.unbox(abstract_base(model)))
-        export_llama(root / name, model, params, dtype=None, eos_ids=(2, 3))
-    for name in set(BASES) - set(FAMILIES):
-        shutil.copytree(root / "llama", root / name)
-    (root / "llama" / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
-    split_in_two(root / "shards", "model", "safetensors", save_safetensors)
-    split_in_two(root / "bin_shards", "pytorch_model", "bin", save_torch)
-    save_torch(root / "bin" / "pytorch_model.bin", load_file(root / "bin" / "model.safetensors"))
-    (root / "bin" / "model.safetensors").unlink()
-
-    bound = BoundBase(*load_llama(root / "llama"))
-    record = fingerprint(root / "llama")
-    for name, (drafter, format, with_pt) in HEADS.items():
-        params = random_like(jax.eval_shape(lambda drafter=drafter: drafter.init(jax.random.key(0), bound)))
-        settings = {"format": format, "torch_file": with_pt, "base_fingerprint": record}
-        export_heads(root / name, drafter, params, dtype=None, **settings)
-        if with_pt:
-            next((root / name).glob("*.safetensors")).unlink()
-
-    medusa_2 = root / "medusa_2"
-    heads = load_file(root / "medusa" / "medusa_lm_head.safetensors")
-    tensors = load_file(medusa_2 / "model.safetensors") | {f"medusa_head.{name}": x for name, x in heads.items()}
-    save_safetensors(medusa_2 / "model.safetensors", tensors)
-    edit(medusa_2 / "config.json", medusa_num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -143,97 +66,6 @@ def formats(tmp_path_factory) -> Path:
 def copy(formats, tmp_path) -> Callable[[str], Path]:
     """``copy(format) -> Path``: a directory that a test may damage."""
     return lambda name: Path(shutil.copytree(formats / name, tmp_path / name))
-
-
-# --- the four readers, watched --------------------------------------------------------------------------------
-
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-FORBIDDEN = (
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.fork",
-    "subprocess.",
-    "socket.connect",
-    "os.mkdir",
-    "os.rename",
-)
-seen: list[str] | None = None  # what Python's audit events say of the reader that runs, None while none runs
-
-
-def audit(event: str, args: tuple) -> None:
-    if seen is None:
-        return
-    if event.startswith(FORBIDDEN):
-        seen.append(f"{event} {args}")
-    if event == "open" and not isinstance(args[0], int):
-        path, mode, flags = args
-        if set(mode or "") & set("wax+") or (flags or 0) & WRITING:
-            seen.append(f"opens {path} to write")
-
-
-class TooSlow(BaseException):
-    """No reader may swallow it."""
-
-
-def too_slow(*_):
-    raise TooSlow
-
-
-@contextmanager
-def bounded():
-    """Within, more than `SECONDS` of processor time (or a minute) raises, and so does an allocation of over 4 GB."""
-    timers = {signal.ITIMER_PROF: (signal.SIGPROF, SECONDS), signal.ITIMER_REAL: (signal.SIGALRM, 60)}
-    before = [signal.signal(number, too_slow) for number, _ in timers.values()]
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + 4 * 2**30, limits[1]))
-    for timer, (_, seconds) in timers.items():
-        signal.setitimer(timer, seconds, 1)  # again every second: what a destructor raises is lost
-    try:
-        yield
-    finally:
-        for timer, (number, _), handler in zip(timers, timers.values(), before, strict=True):
-            signal.setitimer(timer, 0)
-            signal.signal(number, handler)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-def outcomes(directory: Path, base: Path | None = None, dtype=jnp.float32) -> dict[str, bool]:
-    """Whether each reader of this format loads the directory; it must else refuse it properly.
-
-    The directory's name is the format's. base: of heads that know theirs.
-    """
-    global seen
-    readers: dict[str, Callable] = {}
-    if directory.name in BASES:
-        readers = {"base": lambda: load_llama(directory, dtype or jnp.bfloat16, int8=dtype is None)}
-        readers |= {"fingerprint": lambda: fingerprint(directory), "eos": lambda: eos_ids(directory)}
-    if directory.name not in BASES or directory.name == "medusa_2":
-        readers["draft"] = lambda: load_draft(directory, BASE, dtype, base_directory=base)
-    loads, files = {}, sorted(directory.parent.rglob("*"))
-    for name, reader in readers.items():
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        seen = events = []
-        try:
-            with bounded(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # NumPy's of overflow, torch's of old pickles
-                reader()
-            loads[name] = True
-        except HydrajaxError as error:
-            message, loads[name] = str(error), False
-            assert len(message.splitlines()) == 1, message
-            message.encode()  # no half of a surrogate pair, which no terminal prints
-        finally:
-            seen = None
-        assert not events
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < MEGABYTES * 1000
-    assert sorted(directory.parent.rglob("*")) == files
-    return loads
-
-
-# The hook cannot be removed; without a reader running it does nothing.
-sys.addaudithook(audit)
 
 
 # --- random damage --------------------------------------------------------------------------------------------

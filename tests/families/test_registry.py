@@ -1,4 +1,4 @@
-"""config.json of every family: released ones, fields left out, sliding windows, refusals and the way back.
+"""config.json of every family: fields left out, sliding windows, refusals and the way back.
 
 What a configuration means is taken from transformers (`as_transformers_reads`), the independent source of defaults.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from pathlib import Path
 
 import pytest
+from configs import as_transformers_reads, sizes, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from released import refusal
@@ -18,221 +18,6 @@ from transformers import AutoConfig
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.registry import FAMILIES, from_llama_config, to_llama_config
 from hydrajax.models.config import LlamaConfig, RopeScaling
-
-
-def written(folder: Path, raw: dict) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(raw))
-    return folder
-
-
-def as_transformers_reads(folder: Path) -> LlamaConfig:
-    """The meaning of a directory's config.json in transformers: of its attributes and of what its models do with them.
-
-    A window of the whole context or more is none.
-    """
-    hf = AutoConfig.from_pretrained(folder)
-    rope = dict(hf.rope_parameters)
-    scaling = None
-    if rope["rope_type"] == "linear":
-        scaling = RopeScaling("linear", float(rope["factor"]))
-    elif rope["rope_type"] == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        scaling = RopeScaling("llama3", *(float(rope[name]) for name in names[:3]), rope[names[3]])
-    window = getattr(hf, "sliding_window", None)
-    if hf.model_type.startswith("qwen"):
-        kinds = set(hf.layer_types)
-        assert len(kinds) == 1
-        window = window if kinds == {"sliding_attention"} else None
-    return LlamaConfig(
-        vocab_size=hf.vocab_size,
-        width=hf.hidden_size,
-        mlp_width=hf.intermediate_size,
-        n_layers=hf.num_hidden_layers,
-        n_heads=hf.num_attention_heads,
-        n_kv_heads=hf.num_key_value_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        max_positions=hf.max_position_embeddings,
-        norm_eps=hf.rms_norm_eps,
-        rope_theta=float(rope["rope_theta"]),
-        rope_scaling=scaling,
-        tied_lm_head=hf.tie_word_embeddings,
-        qkv_bias=hf.model_type == "qwen2",
-        qk_norm=hf.model_type == "qwen3",
-        sliding_window=window if window is not None and window < hf.max_position_embeddings else None,
-    )
-
-
-def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None, vocab: int) -> dict:
-    fields = {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "hidden_act": "silu",
-    }
-    return {name: value for name, value in fields.items() if value is not None}
-
-
-# --- released files -------------------------------------------------------------------------------------------
-
-MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "rms_norm_eps": 1e-5}
-MISTRAL |= sizes(4096, 14336, 32, 32, 8, 32000) | {"max_position_embeddings": 32768, "tie_word_embeddings": False}
-MISTRAL_SIZES = (32000, 4096, 14336, 32, 32, 8, 128)
-
-RELEASED = {
-    "Mistral-7B-v0.1": (
-        MISTRAL | {"rope_theta": 10000.0, "sliding_window": 4096},
-        LlamaConfig(*MISTRAL_SIZES, 32768, 1e-5, 1e4, sliding_window=4096),
-    ),
-    "Mistral-7B-Instruct-v0.2": (
-        MISTRAL | {"rope_theta": 1000000.0, "sliding_window": None},
-        LlamaConfig(*MISTRAL_SIZES, 32768, 1e-5, 1e6),
-    ),
-    "Qwen2-7B": (
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            **sizes(3584, 18944, 28, 28, 4, 152064),
-            "max_position_embeddings": 131072,
-            "max_window_layers": 28,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 1000000.0,
-            "sliding_window": 131072,
-            "tie_word_embeddings": False,
-            "use_sliding_window": False,
-        },
-        LlamaConfig(152064, 3584, 18944, 28, 28, 4, 128, 131072, 1e-6, 1e6, qkv_bias=True),
-    ),
-    "Qwen2.5-0.5B": (
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            **sizes(896, 4864, 24, 14, 2, 151936),
-            "max_position_embeddings": 32768,
-            "max_window_layers": 24,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 1000000.0,
-            "sliding_window": 32768,
-            "tie_word_embeddings": True,
-            "use_mrope": False,
-            "use_sliding_window": False,
-        },
-        LlamaConfig(151936, 896, 4864, 24, 14, 2, 64, 32768, 1e-6, 1e6, tied_lm_head=True, qkv_bias=True),
-    ),
-    "Qwen3-0.6B": (
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            **sizes(1024, 3072, 28, 16, 8, 151936),
-            "attention_bias": False,
-            "head_dim": 128,
-            "max_position_embeddings": 40960,
-            "max_window_layers": 28,
-            "rms_norm_eps": 1e-06,
-            "rope_scaling": None,
-            "rope_theta": 1000000,
-            "sliding_window": None,
-            "tie_word_embeddings": True,
-            "use_sliding_window": False,
-        },
-        LlamaConfig(151936, 1024, 3072, 28, 16, 8, 128, 40960, 1e-6, 1e6, tied_lm_head=True, qk_norm=True),
-    ),
-    "Llama-3.2-1B": (
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **sizes(2048, 8192, 16, 32, 8, 128256),
-            "attention_bias": False,
-            "head_dim": 64,
-            "max_position_embeddings": 131072,
-            "mlp_bias": False,
-            "pretraining_tp": 1,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": {
-                "factor": 32.0,
-                "high_freq_factor": 4.0,
-                "low_freq_factor": 1.0,
-                "original_max_position_embeddings": 8192,
-                "rope_type": "llama3",
-            },
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": True,
-        },
-        LlamaConfig(
-            *(128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5),
-            RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
-            tied_lm_head=True,
-        ),
-    ),
-    "TinyLlama-1.1B": (
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **sizes(2048, 5632, 22, 32, 4, 32000),
-            "attention_bias": False,
-            "max_position_embeddings": 2048,
-            "pretraining_tp": 1,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": None,
-            "rope_theta": 10000.0,
-            "tie_word_embeddings": False,
-        },
-        LlamaConfig(32000, 2048, 5632, 22, 32, 4, 64, 2048, 1e-5),
-    ),
-    "CodeLlama-7b": (
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **sizes(4096, 11008, 32, 32, 32, 32016),
-            "max_position_embeddings": 16384,
-            "pretraining_tp": 1,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": None,
-            "rope_theta": 1000000,
-            "tie_word_embeddings": False,
-        },
-        LlamaConfig(32016, 4096, 11008, 32, 32, 32, 128, 16384, 1e-5, 1e6),
-    ),
-    "vicuna-7b-v1.3": (
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **sizes(4096, 11008, 32, 32, None, 32000),
-            "max_position_embeddings": 2048,
-            "rms_norm_eps": 1e-06,
-            "tie_word_embeddings": False,
-        },
-        LlamaConfig(32000, 4096, 11008, 32, 32, 32, 128, 2048, 1e-6),
-    ),
-    "LLaMA-1 as first converted": (
-        {
-            "architectures": ["LLaMAForCausalLM"],
-            "model_type": "llama",
-            **sizes(4096, 11008, 32, 32, None, 32000),
-            "max_sequence_length": 2048,
-            "rms_norm_eps": 1e-06,
-            "pad_token_id": -1,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-        },
-        LlamaConfig(32000, 4096, 11008, 32, 32, 32, 128, 2048, 1e-6),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", list(RELEASED))
-def test_released_files_mean_what_transformers_says(name, tmp_path):
-    raw, expected = RELEASED[name]
-    folder = written(tmp_path / "released", raw)
-    assert to_llama_config(raw) == expected
-    assert as_transformers_reads(folder) == expected
-    AutoConfig.from_pretrained(folder).save_pretrained(tmp_path / "saved")
-    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert to_llama_config(saved) == expected  # what transformers 5 makes of the file
-
 
 # --- fields left out ------------------------------------------------------------------------------------------
 
@@ -479,14 +264,6 @@ def test_a_config_survives_its_file_and_means_the_same_to_transformers(tmp_path_
     assert AutoConfig.from_pretrained(folder).architectures == raw["architectures"]
     AutoConfig.from_pretrained(folder).save_pretrained(folder)
     assert to_llama_config(json.loads((folder / "config.json").read_text())) == config
-
-
-@pytest.mark.parametrize("name", list(RELEASED))
-def test_released_files_survive_our_writing(name, tmp_path):
-    _, config = RELEASED[name]
-    raw = from_llama_config(config, "--base")
-    assert to_llama_config(raw) == config
-    assert as_transformers_reads(written(tmp_path, raw)) == config
 
 
 def test_a_config_of_no_family_is_refused():

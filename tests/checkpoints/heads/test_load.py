@@ -1,11 +1,9 @@
 """Draft heads told apart: Medusa-2 checkpoints and vLLM's layout must give the logits of plain torch modules; EAGLE,
-plain bases, damaged files and heads that say they were made for another base must be refused by name."""
+plain bases and damaged files must be refused by name."""
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -15,86 +13,24 @@ import numpy as np
 import pytest
 import torch
 from forced import forced_logits
-from released import WIDTH, Medusa, VLLMMedusa, refusal
-from safetensors.torch import load_file, save_file
+from released import WIDTH
+from safetensors.torch import save_file
 from torch import nn
+from torch_heads import VOCAB, Medusa2, medusa_2_config, randomise, refused, save, vllm, vllm_config
 from transformers import LlamaForCausalLM
 
 from hydrajax import api
-from hydrajax.checkpoints.base import load_llama
-from hydrajax.checkpoints.fingerprint import fingerprint
-from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.errors import HydrajaxError
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BoundBase
 
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
-VOCAB = 96  # of the tiny checkpoint
 # What the message for a directory of no known kind must offer.
 LOADS = ("hydra_lm_head", "medusa_lm_head", "medusa_head.", "model_type 'medusa'", "hydrajax_draft")
 
 
 # --- the heads ------------------------------------------------------------------------------------------------
-
-
-class Medusa2(nn.Module):
-    """The heads of a Medusa-2 model under the name that they have in it."""
-
-    def __init__(self, n_heads: int, n_layers: int):
-        super().__init__()
-        self.medusa_head = Medusa(n_heads, n_layers, VOCAB)
-
-    def forward(self, features):
-        return self.medusa_head(features)
-
-
-def vllm(n_heads: int, n_layers: int, bias: bool) -> VLLMMedusa:
-    return VLLMMedusa(n_heads, n_layers, VOCAB, bias=bias)
-
-
-def randomise(module: nn.Module) -> nn.Module:
-    """Weights large enough for SiLU to bend."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
-    return module.eval()
-
-
-def save(directory: Path, state: dict, config: dict, kind: str = "safetensors") -> Path:
-    """``config.json`` and the weights. kind: ``safetensors``, ``bin``, or shards of either with their index."""
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    stem, suffix = ("pytorch_model", "bin") if kind.startswith("bin") else ("model", "safetensors")
-    write = torch.save if suffix == "bin" else save_file
-    state = {name: tensor.clone() for name, tensor in state.items()}
-    if not kind.endswith("shards"):
-        write(state, directory / f"{stem}.{suffix}")
-        return directory
-    names, weight_map = sorted(state), {}
-    for shard in range(3):  # every third name: each head lies in several files
-        file = f"{stem}-{shard + 1:05}-of-00003.{suffix}"
-        write({name: state[name] for name in names[shard::3]}, directory / file)
-        weight_map |= dict.fromkeys(names[shard::3], file)
-    (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def base(tiny_checkpoint) -> BoundBase:
-    return BoundBase(*load_llama(tiny_checkpoint))
-
-
-@pytest.fixture(scope="module")
-def base_state(tiny_checkpoint) -> dict:
-    return load_file(tiny_checkpoint / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def base_config(tiny_checkpoint) -> dict:
-    return json.loads((tiny_checkpoint / "config.json").read_text())
 
 
 def agrees(drafter, params, official: nn.Module, base: BoundBase) -> None:
@@ -107,15 +43,7 @@ def agrees(drafter, params, official: nn.Module, base: BoundBase) -> None:
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def refused(directory: Path, base: BoundBase, *pieces: str, **options) -> str:
-    return refusal(lambda: load_draft(directory, base.config, **options), "--draft", *pieces)
-
-
 # --- Medusa-2: the heads beside their base --------------------------------------------------------------------
-
-
-def medusa_2_config(base_config: dict, n_heads: int, n_layers: int) -> dict:
-    return base_config | {"medusa_num_heads": n_heads, "medusa_num_layers": n_layers}
 
 
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "undeclared"])
@@ -164,20 +92,6 @@ def test_medusa_2_in_bfloat16_keeps_its_dtype(base, base_state, base_config, tmp
 
 
 # --- vLLM's layout --------------------------------------------------------------------------------------------
-
-
-def vllm_config(n_heads: int, n_layers: int, **more) -> dict:
-    """As in the released ones."""
-    return {
-        "architectures": ["MedusaModel"],
-        "hidden_size": WIDTH,
-        "model_type": "medusa",
-        "num_heads": n_heads,
-        "num_hidden_layers": n_layers,
-        "transformers_version": "4.41.2",
-        "truncated_vocab_size": None,
-        "vocab_size": VOCAB,
-    } | more
 
 
 @pytest.mark.parametrize(
@@ -412,102 +326,3 @@ def test_bin_without_torch(base, base_state, base_config, tmp_path, monkeypatch)
     save(tmp_path, state, medusa_2_config(base_config, 2, 1), "bin")
     monkeypatch.setitem(sys.modules, "torch", None)
     refused(tmp_path, base, "pytorch_model.bin", "needs torch")
-
-
-# --- which base the heads were made for -----------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def other_weights(base_state, tiny_checkpoint, tmp_path_factory) -> Path:
-    """A fine-tune of the tiny checkpoint: its shapes, one number of its last norm doubled."""
-    folder = shutil.copytree(tiny_checkpoint, tmp_path_factory.mktemp("fine") / "fine-tune")
-    state = {name: x.clone() for name, x in base_state.items()}
-    state["model.norm.weight"][-1] *= 2
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def some_heads(base, tmp_path_factory) -> tuple:
-    """``(drafter, params)``"""
-    state = randomise(vllm(2, 1, bias=True)).state_dict()
-    config = vllm_config(2, 1, medusa_fc_bias=True)
-    return load_draft(save(tmp_path_factory.mktemp("heads"), state, config), base.config)
-
-
-@pytest.fixture
-def marked_heads(request, tiny_checkpoint, some_heads, tmp_path) -> Path:
-    """Heads that know they were made for the tiny checkpoint, whose name is ``lab/tiny``; Medusa's unless
-    parametrised.
-    """
-    mark = {"base_name": "lab/tiny", "base_fingerprint": fingerprint(tiny_checkpoint)}
-    export_heads(tmp_path / "heads", *some_heads, format=getattr(request, "param", "medusa"), dtype=None, **mark)
-    return tmp_path / "heads"
-
-
-in_every_format = pytest.mark.parametrize("marked_heads", ["medusa", "vllm-medusa", "native"], indirect=True)
-
-
-@in_every_format
-def test_heads_of_another_fine_tune_are_refused(base, marked_heads, tiny_checkpoint, other_weights):
-    load_draft(marked_heads, base.config, base_directory=tiny_checkpoint)
-    pieces = ("made for another base", "lab/tiny", str(other_weights), "other weights", "--force")
-    refused(marked_heads, base, *pieces, base_directory=other_weights)
-    load_draft(marked_heads, base.config)  # nothing to compare with
-    load_draft(marked_heads, base.config, base_directory=None)
-
-
-def test_heads_of_a_base_of_another_depth_are_refused(base, marked_heads, llama_checkpoint):
-    """The heads would fit: width and vocabulary are the same."""
-    deeper = llama_checkpoint(num_hidden_layers=3)
-    message = refused(marked_heads, base, "lab/tiny", str(deeper), "shapes", base_directory=deeper)
-    assert "'n_layers': 2" in message
-    assert "'n_layers': 3" in message
-
-
-@in_every_format
-def test_force_loads_heads_of_another_base(marked_heads, tiny_checkpoint, other_weights):
-    assert api.load(tiny_checkpoint, marked_heads).drafter.n_heads == 2
-    with pytest.raises(HydrajaxError, match=r"^--draft: .*made for another base, lab/tiny: .*; --force loads them$"):
-        api.load(other_weights, marked_heads)
-    assert api.load(other_weights, marked_heads, force=True).drafter.n_heads == 2
-
-
-def test_force_loads_no_heads_of_another_width(marked_heads, llama_checkpoint):
-    with pytest.raises(HydrajaxError, match=r"made for another base: their width is 32, not 64"):
-        api.load(llama_checkpoint(hidden_size=64), marked_heads, force=True)
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.float16),
-        (torch.float16, torch.float32),
-        (torch.float16, torch.bfloat16),
-    ],
-    ids=lambda dtype: str(dtype).removeprefix("torch."),
-)
-def test_the_same_base_in_another_dtype_is_the_same(base, base_state, base_config, some_heads, tmp_path, first, then):
-    one = {name: x.to(first) for name, x in base_state.items()}
-    other = {name: x.to(then) for name, x in one.items()}
-    save(tmp_path / "one", one, base_config)
-    save(tmp_path / "other", other, base_config, "bin shards")
-    export_heads(tmp_path / "heads", *some_heads, base_fingerprint=fingerprint(tmp_path / "one"))
-    load_draft(tmp_path / "heads", base.config, base_directory=tmp_path / "other")
-
-
-def test_a_medusa_2_checkpoint_is_the_base_in_it(tiny_checkpoint, base_state, base_config, tmp_path):
-    state = base_state | randomise(Medusa2(2, 1)).state_dict()
-    save(tmp_path, state, medusa_2_config(base_config, 2, 1), "safetensors shards")
-    assert fingerprint(tmp_path) == fingerprint(tiny_checkpoint)
-
-
-@pytest.mark.parametrize("record", ["text", ["list"], {"shapes": 3}, {"shapes": {}, "sha256": None}, 7])
-def test_a_record_that_says_nothing_is_another_base(marked_heads, base, tiny_checkpoint, record):
-    path = marked_heads / "config.json"
-    config = json.loads(path.read_text())
-    config["hydrajax"]["base"] = record
-    path.write_text(json.dumps(config))
-    refused(marked_heads, base, "made for another base", base_directory=tiny_checkpoint)

@@ -1,0 +1,86 @@
+"""Tiny directories of every format that is read: bases of all families, and heads in all layouts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import numpy as np
+from damage import VOCAB, WIDTH, edit
+from safetensors.numpy import load_file
+
+from hydrajax.checkpoints.base import export_llama, load_llama
+from hydrajax.checkpoints.fingerprint import fingerprint
+from hydrajax.checkpoints.heads.export import export_heads
+from hydrajax.checkpoints.tensors import save_safetensors, save_torch
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.base import BoundBase, abstract_base
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama import Llama
+
+BASE = LlamaConfig(VOCAB, WIDTH, 6, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=2, max_positions=16)
+FAMILIES = {"llama": {}, "mistral": {"sliding_window": 8}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
+BASES = (*FAMILIES, "shards", "bin", "bin_shards", "medusa_2")
+HYDRA = HydraHeads(2, WIDTH, VOCAB, n_layers=2)
+MEDUSA = MedusaHeads(2, WIDTH, VOCAB)
+HEADS = {  # drafter, format, as .pt
+    "hydra": (HYDRA, "hydra", False),
+    "hydra_pt": (HYDRA, "hydra", True),
+    "prefix": (WithPrefix(HYDRA, BASE), "hydra", False),
+    "prefix_pt": (WithPrefix(HYDRA, BASE), "hydra", True),
+    "medusa": (MEDUSA, "medusa", False),
+    "medusa_pt": (MEDUSA, "medusa", True),
+    "vllm": (MEDUSA, "vllm-medusa", False),
+    "native": (HYDRA, "native", False),
+    "native_prefix": (WithPrefix(MEDUSA, BASE), "native", False),
+}
+FORMATS = (*BASES, *HEADS)
+
+
+def random_like(shapes):
+    numbers = np.random.default_rng(0)
+    return jax.tree.map(lambda x: numbers.standard_normal(x.shape).astype(x.dtype), shapes)
+
+
+def split_in_two(directory: Path, stem: str, suffix: str, save) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names, weight_map = sorted(tensors), {}
+    for i, part in enumerate((names[:5], names[5:])):
+        save(directory / f"{stem}-{i}.{suffix}", {name: tensors[name] for name in part})
+        weight_map |= dict.fromkeys(part, f"{stem}-{i}.{suffix}")
+    (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def write_formats(root: Path) -> None:
+    for name, extras in FAMILIES.items():
+        model = Llama(BASE.replace(**extras))
+        params = random_like(nn.unbox(abstract_base(model)))
+        export_llama(root / name, model, params, dtype=None, eos_ids=(2, 3))
+    for name in set(BASES) - set(FAMILIES):
+        shutil.copytree(root / "llama", root / name)
+    (root / "llama" / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
+    split_in_two(root / "shards", "model", "safetensors", save_safetensors)
+    split_in_two(root / "bin_shards", "pytorch_model", "bin", save_torch)
+    save_torch(root / "bin" / "pytorch_model.bin", load_file(root / "bin" / "model.safetensors"))
+    (root / "bin" / "model.safetensors").unlink()
+
+    bound = BoundBase(*load_llama(root / "llama"))
+    record = fingerprint(root / "llama")
+    for name, (drafter, format, with_pt) in HEADS.items():
+        params = random_like(jax.eval_shape(lambda drafter=drafter: drafter.init(jax.random.key(0), bound)))
+        settings = {"format": format, "torch_file": with_pt, "base_fingerprint": record}
+        export_heads(root / name, drafter, params, dtype=None, **settings)
+        if with_pt:
+            next((root / name).glob("*.safetensors")).unlink()
+
+    medusa_2 = root / "medusa_2"
+    heads = load_file(root / "medusa" / "medusa_lm_head.safetensors")
+    tensors = load_file(medusa_2 / "model.safetensors") | {f"medusa_head.{name}": x for name, x in heads.items()}
+    save_safetensors(medusa_2 / "model.safetensors", tensors)
+    edit(medusa_2 / "config.json", medusa_num_layers=1)
