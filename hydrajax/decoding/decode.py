@@ -19,6 +19,7 @@ from hydrajax.decoding.step import Engine
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
+from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.base import BaseModel
 from hydrajax.trees import presets
@@ -107,9 +108,12 @@ def make_decode_fn(
     engine = make_engine(model, drafter, tree, default_rule, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
     config = model.config
 
-    @jax.jit
     def run(params: Params, prompt, lengths, rng, rule, limits=None) -> DecodeResult:
         return result_of(run_steps(engine, params, engine.prefill(params, prompt, lengths, rng, rule, limits)).output)
+
+    options = backend.compiler_options()
+    outermost = jax.jit(run, compiler_options=options)
+    inner = jax.jit(run) if options else outermost  # JAX takes compiler options of an outermost function only
 
     def decode_fn(params: Params, prompt, lengths=None, rng=None, limits=None, rule=None) -> DecodeResult:
         traced = isinstance(prompt, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer)
@@ -136,10 +140,12 @@ def make_decode_fn(
         if jax.tree.structure(rule) != jax.tree.structure(default_rule):
             raise HydrajaxError(f"rule: must be of the same kind and give the same numbers as {default_rule}")
         rng = jax.random.key(0) if rng is None else rng
-        return run(params, prompt, lengths.astype(xp.int32), rng, rule, limits)
+        called_in_jit = inner is not outermost and isinstance(jnp.zeros(()), jax.core.Tracer)
+        call = inner if called_in_jit else outermost
+        return call(params, prompt, lengths.astype(xp.int32), rng, rule, limits)
 
     decode_fn.engine = engine  # to drive the steps one by one
-    decode_fn.jitted = run  # to look at the compiled program
+    decode_fn.jitted = outermost  # to look at the compiled program
     return decode_fn
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Int
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
+from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 
 
@@ -70,7 +71,7 @@ class Bursts:
             output = state.output._replace(done=state.output.done | stopped)
             return run_steps(self.engine, params, state._replace(output=output), n_steps)
 
-        return jax.jit(burst, donate_argnums=1)
+        return jax.jit(burst, donate_argnums=1, compiler_options=backend.compiler_options())
 
     def advance(self, params: Params, state: DecodeState, stopped, n_steps: int) -> tuple[DecodeState, Snapshot]:
         """At most ``n_steps`` decode steps further; ``state`` is donated. Rows in ``stopped`` take none."""

@@ -17,18 +17,25 @@ from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
 from hydrajax.models.arrays import Array
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BaseModel, BoundBase, Forward
-from hydrajax.models.cache import KVCache, append, take_tokens, write_tokens
+from hydrajax.models.cache import KVCache, append, write_tokens
 from hydrajax.models.ranking import best_token
 from hydrajax.trees.tree import TreeTopology
 
 
 def exact_float32(method: Callable) -> Callable:
-    """Trace ``method`` with true float32 matmuls: GPUs would round float32 inputs to TF32. bfloat16 is unaffected."""
+    """Trace a method of `Engine` with true float32 matmuls where the model is one of float32: GPUs would round its
+    inputs to TF32.
+
+    A model of fewer bits is left alone: the setting would make XLA's GPU compiler turn products of one row, and only
+    those, into sums of products rounded to bfloat16, slower and other than in a tree.
+    """
 
     @functools.wraps(method)
-    def traced(*args, **settings):
+    def traced(self, *args, **settings):
+        if self.model.dtype != jnp.float32:
+            return method(self, *args, **settings)
         with jax.default_matmul_precision("highest"):
-            return method(*args, **settings)
+            return method(self, *args, **settings)
 
     return traced
 
@@ -97,7 +104,7 @@ class Engine:
         counts = jnp.where(out.done, 0, counts)
         lengths = out.lengths + counts
         step_record = jnp.where(out.done, -1, counts - 1)
-        cache = append(target.cache, take_tokens(forward.block, accepted.path), counts, after=accepted.next_root)
+        cache = append(target.cache, forward.block, counts, index=accepted.path, after=accepted.next_root)
         output = out._replace(
             tokens=write_tokens(out.tokens, tokens, out.lengths),
             lengths=lengths,

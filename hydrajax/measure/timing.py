@@ -20,6 +20,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
+from hydrajax.models import backend
 from hydrajax.models.cache import after_reads
 
 
@@ -132,7 +133,9 @@ class StepTimer:
         """The loop of ``carry = body(params, carry)``; the carry is donated and used again."""
         n = self.n_steps
         loop = jax.jit(
-            lambda params, carry: jax.lax.fori_loop(0, n, lambda _, c: body(params, c), carry), donate_argnums=1
+            lambda params, carry: jax.lax.fori_loop(0, n, lambda _, c: body(params, c), carry),
+            donate_argnums=1,
+            compiler_options=backend.compiler_options(),  # as the decode loop itself
         )
         rewind = jax.jit(
             lambda carry: jax.tree.map(

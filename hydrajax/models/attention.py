@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -18,29 +19,86 @@ from jaxtyping import Bool, Float, Int
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.config import LlamaConfig
-from hydrajax.models.kernels import few_rows
+from hydrajax.models.kernels import few_rows, tree_attention
 
 # Large enough that exp() underflows to zero after the row maximum is taken off, finite so that a fully
 # masked row (a padding token) gives a harmless average and not NaN.
 MASKED = -1e30
 
-# Queries of a static mask that are attended together: with 128 a training step of 4 x 512 tokens took 1.03 s in place
-# of 1.11 (2 CPU cores).
+# Queries of a text that are attended together: with 128 a training step of 4 x 512 tokens took 1.03 s in place of 1.11
+# (2 CPU cores). No more scores than theirs exist at once, so that a long prompt needs no square of them.
 QUERY_CHUNK = 128
+# Stretches of a text that are written out in the program, each over the keys that it sees; what is in a stretch is a
+# loop. 64 chunks written out took XLA over two minutes for two layers.
+UNROLLED = 16
 
 KeyValue = tuple[Array, Array]  # keys and values of one layer, each [B, n_kv_heads, slots, head_dim]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Causal:
+    """Token i of a block of ``n_tokens`` sees tokens 0..i, of these the last ``window`` if that is given.
+
+    A few numbers in place of a mask, which for a prompt of 32,768 tokens would be a gigabyte. NumPy takes it as one.
+    """
+
+    n_tokens: int
+    window: int | None = None
+
+    def rows(self, places: Int[Array, " R"] | Int[np.ndarray, " R"]) -> Bool[Array, "R T"]:
+        """What the tokens at these places see of the block."""
+        xp = np if isinstance(places, np.ndarray) else jnp  # a constant, or one line of the program
+        behind = places[:, None] - xp.arange(self.n_tokens)
+        return (behind >= 0) if self.window is None else (behind >= 0) & (behind < self.window)
+
+    def __array__(self, dtype=None, copy=None) -> Bool[np.ndarray, "T T"]:
+        return self.rows(np.arange(self.n_tokens))
+
+
+Mask = Bool[Array, "..."] | Causal
+
+
+class Filled(NamedTuple):
+    """The slots of a cache that hold something, said in a few numbers, so that a kernel need not read the others.
+
+    lengths: int32 ``[B]`` filled slots of each row. first_seen: the first of them that query t still sees, where a
+    sliding window ends; None for all of them.
+    """
+
+    lengths: Int[Array, " B"]
+    first_seen: Int[Array, "B T"] | None = None
+
+    def seen_by(self, queries: Int[Array, " R"] | Int[np.ndarray, " R"]) -> Filled:
+        """The same for some of the queries."""
+        return self if self.first_seen is None else self._replace(first_seen=self.first_seen[:, queries])
+
+    def mask(self, n_slots: int) -> Bool[Array, "B 1 1 T_or_1 S"]:
+        """Whether query t of row b sees slot s."""
+        slots = jnp.arange(n_slots)
+        filled = (slots < self.lengths[:, None])[:, None, None, None, :]
+        return filled if self.first_seen is None else filled & (slots >= self.first_seen[:, None, None, :, None])
 
 
 class Part(NamedTuple):
     """Some keys and values that queries may attend to, and which of them each query sees.
 
     keys, values: ``[B, n_kv_heads, S, head_dim]``. visible: bool, broadcastable to ``[B, 1, 1, T, S]``: whether query t
-    of row b sees slot s. A static ``[T, S]`` mask is a NumPy constant and is folded into the program.
+    of row b sees slot s. A static ``[T, S]`` mask is a NumPy constant and is folded into the program. `Causal` of a
+    text, `Filled` of a cache.
     """
 
     keys: Float[Array, "B kv S H"]
     values: Float[Array, "B kv S H"]
-    visible: Bool[Array, "..."] | Bool[np.ndarray, "..."]
+    visible: Mask | Filled
+
+    def with_mask(self) -> Part:
+        """The same with ``visible`` as an array."""
+        if isinstance(self.visible, Filled):
+            return self._replace(visible=self.visible.mask(self.keys.shape[2]))
+        if isinstance(self.visible, Causal):
+            return self._replace(visible=np.asarray(self.visible))
+        return self
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -84,14 +142,46 @@ def attend(queries: Float[Array, "B n_heads T H"], parts: Sequence[Part]) -> Flo
     accepted (docs/design.md 7), so a verify attends to the block of the tree and to the cache. Returns the heads side
     by side, ``width = n_heads * H``.
     """
-    n_tokens = queries.shape[2]
-    if backend.attends_few_rows(queries):
-        return few_rows.attend(queries, tuple(parts), attend_plain)
-    if n_tokens <= QUERY_CHUNK or len(parts) > 1 or not isinstance(parts[0].visible, np.ndarray):
+    n_tokens, visible = queries.shape[2], [part.visible for part in parts]
+    if backend.attends_tree(queries) and len(parts) == 2 and isinstance(visible[1], Filled):
+        keys, values, mask = parts[0].with_mask()
+        return tree_attention.attend(queries, (keys, values), mask, parts[1][:2], *visible[1])
+    is_long_text = n_tokens > QUERY_CHUNK and isinstance(visible[0], Causal)
+    if is_long_text and len(parts) == 1 and backend.attends_text(queries):
+        return backend.attend_text(queries, parts[0].keys, parts[0].values, visible[0].window)
+    if not is_long_text:
+        parts = [part.with_mask() for part in parts]
+        if backend.attends_few_rows(queries):
+            return few_rows.attend(queries, tuple(parts), attend_plain)
         return attend_plain(queries, parts)
-    # Of a long text the first queries see none of the last keys: with 4 chunks two fifths of the work is left out.
-    chunks = [slice(i, i + QUERY_CHUNK) for i in range(0, n_tokens, QUERY_CHUNK)]
-    return jnp.concatenate([attend_plain(queries[:, :, rows], [_seen_by(parts[0], rows)]) for rows in chunks], axis=1)
+    chunks = -(-n_tokens // QUERY_CHUNK)
+    width = -(-chunks // UNROLLED) * QUERY_CHUNK
+    stretches = [slice(at, min(at + width, n_tokens)) for at in range(0, n_tokens, width)]
+    return jnp.concatenate([_attend_in_chunks(queries, parts, stretch) for stretch in stretches], axis=1)
+
+
+def _attend_in_chunks(queries, parts: Sequence[Part], stretch: slice):
+    """Of the queries of a text those of one stretch, `QUERY_CHUNK` of them at a time."""
+    (keys, values, causal), *caches = parts
+    # The first queries of a long text see none of its last keys: with 4 stretches two fifths of the work is left out.
+    seen = slice(0 if causal.window is None else max(0, stretch.start - causal.window + 1), stretch.stop)
+    keys, values = keys[:, :, seen], values[:, :, seen]
+
+    def attend_some(queries, places):
+        text = Part(keys, values, causal.rows(places)[:, seen])
+        others = [part._replace(visible=part.visible.seen_by(places)).with_mask() for part in caches]
+        return attend_plain(queries, [text, *others])
+
+    places = np.arange(stretch.start, stretch.stop)
+    if len(places) <= QUERY_CHUNK:
+        return attend_some(queries[:, :, stretch], places)
+    n_chunks = -(-len(places) // QUERY_CHUNK)
+    # The last query again and again, to fill the last chunk.
+    filled = np.minimum(stretch.start + np.arange(n_chunks * QUERY_CHUNK), stretch.stop - 1).reshape(n_chunks, -1)
+    chunks = jnp.moveaxis(queries[:, :, filled], 2, 0)
+    # No chunk's scores are kept for a gradient: together they would be the whole square again.
+    done = jax.lax.map(lambda chunk: jax.checkpoint(attend_some)(*chunk), (chunks, jnp.asarray(filled)))
+    return jnp.moveaxis(done, 0, 1).reshape(queries.shape[0], n_chunks * QUERY_CHUNK, -1)[:, : len(places)]
 
 
 def attend_plain(queries, parts: Sequence[Part]):
@@ -125,13 +215,6 @@ def attend_plain(queries, parts: Sequence[Part]):
     return out.swapaxes(1, 2).reshape(batch, n_tokens, n_heads * head_dim)
 
 
-def _seen_by(part: Part, rows: slice) -> Part:
-    """The part as some of the queries see it, without the slots behind the last one that any of them sees."""
-    visible = part.visible[rows]
-    end = np.flatnonzero(visible.any(axis=0)).max(initial=0) + 1
-    return Part(part.keys[:, :, :end], part.values[:, :, :end], visible[:, :end])
-
-
-def causal_mask(n_tokens: int) -> Bool[np.ndarray, "T T"]:
+def causal_mask(n_tokens: int) -> Causal:
     """Token i of a block sees tokens 0..i."""
-    return np.tri(n_tokens, dtype=bool)
+    return Causal(n_tokens)

@@ -6,20 +6,64 @@ belongs here too, behind the function that it replaces, with what was measured.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import os
 import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax.models.arrays import Array
+from hydrajax.models.kernels import append_rows as append_kernel
 from hydrajax.models.kernels import few_rows as kernels
+from hydrajax.models.kernels import tree_attention
+from hydrajax.models.kernels.one_row_norm import one_row_norm
+
+
+class Platform(NamedTuple):
+    """What programs are traced for. name: as JAX calls it, "cpu" or "gpu". devices: how many there are. capability: of
+    an NVIDIA GPU, such as 9.0; 0.0 for everything else.
+    """
+
+    name: str
+    devices: int
+    capability: float = 0.0
+
+
+_described: Platform | None = None
+
+
+def platform() -> Platform:
+    """The one that is described, or else the one that is here."""
+    return _described or _present()
+
+
+@functools.cache
+def _present() -> Platform:
+    capability = getattr(jax.devices()[0], "compute_capability", None) or 0.0
+    return Platform(jax.default_backend(), jax.device_count(), float(capability))
+
+
+@contextlib.contextmanager
+def traced_for(described: Platform) -> Iterator[None]:
+    """Trace programs for a platform that is not here, as a compiler can that knows the device by description only."""
+    global _described
+    before, _described = _described, described
+    try:
+        yield
+    finally:
+        _described = before
 
 
 def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+    return platform().name == "cpu"
 
 
 def contract(spec: str, a: Array, b: Array, dtype) -> Array:
@@ -66,7 +110,7 @@ def few_rows(rows: int, dtype) -> bool:
     One device only: XLA does not know how to divide a kernel that it did not make.
     """
     small = 1 < rows <= kernels.MOST_ROWS and dtype == jnp.float32
-    return small and _on_cpu() and jax.device_count() == 1 and kernels.available()
+    return small and _on_cpu() and platform().devices == 1 and kernels.available()
 
 
 def attends_few_rows(queries: Float[Array, "B n_heads T H"]) -> bool:
@@ -74,6 +118,72 @@ def attends_few_rows(queries: Float[Array, "B n_heads T H"]) -> bool:
     n_tokens, head_dim = queries.shape[2:]
     fits = head_dim % kernels.LANES == 0 and head_dim <= kernels.LONGEST_HEAD
     return fits and few_rows(n_tokens, queries.dtype)
+
+
+AMPERE = 8.0  # the compute capability that Triton needs
+
+
+def _has_triton() -> bool:
+    """Whether programs may hold our GPU kernels: on one GPU of NVIDIA's, as XLA does not know how to divide a kernel
+    that it did not make.
+    """
+    here = platform()
+    fits = here.name == "gpu" and here.devices == 1 and here.capability >= AMPERE
+    return fits and os.environ.get("HYDRAJAX_GPU_KERNELS") != "0" and (_described is not None or _kernels_agree())
+
+
+@functools.cache
+def _kernels_agree() -> bool:
+    """Whether the kernels say here what XLA says; warns where they do not."""
+    from hydrajax.models.kernels.check import disagreement  # it compares them with what calls this module
+
+    found = disagreement()
+    if found:
+        warnings.warn(f"hydrajax: the GPU kernels are not used, XLA's own operations are ({found})", stacklevel=2)
+    return found is None
+
+
+def attends_tree(queries: Float[Array, "B n_heads T H"]) -> bool:
+    """Whether attention of these queries over a cache is for `hydrajax.models.kernels.tree_attention`.
+
+    7B, 64 nodes, 2048 tokens, batch 1: XLA's own moves 19.2 GB a step in 619 kernels, of which the weights and the
+    filled slots are 14.3 (`experiments/results/gpu_program`).
+    """
+    return _has_triton() and tree_attention.fits(*queries.shape[2:], queries.dtype)
+
+
+def attends_text(queries: Float[Array, "B n_heads T H"]) -> bool:
+    """Whether attention of a text to itself is for cuDNN: it holds no square of scores, and compiles at once.
+
+    7B, a prompt of 8192 tokens: in XLA's own operations 356 kernels a layer, compiled in 70 seconds a layer.
+    """
+    n_tokens, head_dim = queries.shape[2:]
+    here = platform()
+    sixteen_bit = queries.dtype in (jnp.bfloat16, jnp.float16)
+    on_ampere = here.name == "gpu" and here.capability >= AMPERE
+    return on_ampere and sixteen_bit and n_tokens > 1 and head_dim % 8 == 0 and head_dim <= 128
+
+
+def attend_text(queries, keys, values, window: int | None) -> Float[Array, "B T width"]:
+    """`hydrajax.models.attention.attend` of a text to itself by cuDNN; ``window`` as in `Causal`."""
+    by_token = (x.swapaxes(1, 2) for x in (queries, keys, values))
+    sizes = None if window is None else (window - 1, 0)
+    out = jax.nn.dot_product_attention(*by_token, is_causal=True, local_window_size=sizes, implementation="cudnn")
+    return out.reshape(*out.shape[:2], -1)
+
+
+def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*rows D"]:
+    """``x / rms(x) * scale``, the statistics in float32."""
+    if _has_triton() and x.size == x.shape[-1]:
+        return one_row_norm(x.reshape(-1), scale, eps).reshape(x.shape)
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * scale
+
+
+def whole_slots(slots: int) -> int:
+    """How many slots a cache gets that must hold so many: a GPU's kernel reads them by the block."""
+    return -(-slots // tree_attention.SLOTS) * tree_attention.SLOTS if _has_triton() else slots
 
 
 def matmul(x: Float[Array, "*rows D"], kernel: Float[Array, "D F"], dtype) -> Float[Array, "*rows F"]:
@@ -124,10 +234,35 @@ def argmax(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     return (chunk * ARGMAX_CHUNK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
 
 
-def write_slots(
+FEW_TOKENS = 16  # as many as a step may accept
+
+
+def append_rows(
+    caches: Sequence[Float[Array, "B kv S H"]],
+    blocks: Sequence[Float[Array, "B kv T H"]],
+    index: Int[Array, "B R"] | None,
+    starts: Int[Array, " B"],
+) -> Sequence[Float[Array, "B kv S H"]]:
+    """``caches`` with the tokens ``index[b]`` of the blocks, or all of them, written from slot ``starts[b]`` on, in
+    place where XLA can.
+
+    A prompt is written block by block on every backend: these are few large writes and not many small ones.
+    """
+    batch, _, n_tokens, head_dim = blocks[0].shape
+    few = index is not None or n_tokens <= FEW_TOKENS
+    if few and _has_triton() and append_kernel.fits(head_dim):
+        every = np.broadcast_to(np.arange(n_tokens, dtype=np.int32), (batch, n_tokens))
+        return append_kernel.append_rows(caches, blocks, every if index is None else index, starts)
+    if index is not None:  # by a gather: see openxla/xla#49176
+        at = index[:, None, :, None]
+        blocks = [jnp.take_along_axis(block, at, axis=2) for block in blocks]
+    return [_write_slots(cache, block, starts) for cache, block in zip(caches, blocks, strict=True)]
+
+
+def _write_slots(
     slots: Float[Array, "B kv S H"], rows: Float[Array, "B kv R H"], starts: Int[Array, " B"]
 ) -> Float[Array, "B kv S H"]:
-    """``rows`` written into ``slots`` from slot ``starts[b]`` of each batch row on, in place where XLA can.
+    """``rows`` written into ``slots`` from slot ``starts[b]`` of each batch row on.
 
     A batch of one is a plain slice update. The batched form becomes a scatter, which costs more on every backend.
     """
@@ -135,3 +270,19 @@ def write_slots(
         return jax.lax.dynamic_update_slice(slots, rows, (0, 0, starts[0], 0))
     update = jax.vmap(lambda s, r, at: jax.lax.dynamic_update_slice(s, r, (0, at, 0)))
     return update(slots, rows, starts)
+
+
+# XLA's default and the last two.
+IN_GRAPHS = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "CONDITIONAL", "WHILE")
+
+
+def compiler_options() -> dict[str, str] | None:
+    """For `jax.jit` of a decode loop.
+
+    On a GPU the whole loop becomes one CUDA graph: of the several hundred kernels of a step most move less than a
+    megabyte, and launching them one by one would take longer than running them. HYDRAJAX_CUDA_GRAPHS=0 in the
+    environment turns it off, for a driver that does not take it.
+    """
+    if platform().name != "gpu" or os.environ.get("HYDRAJAX_CUDA_GRAPHS") == "0":
+        return None
+    return {"xla_gpu_enable_command_buffer": ",".join(IN_GRAPHS), "xla_gpu_graph_min_graph_size": "1"}

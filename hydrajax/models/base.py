@@ -13,9 +13,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from hydrajax.models.arrays import Array, DType
+from hydrajax.models.attention import Mask
 from hydrajax.models.cache import Block, KVCache
 from hydrajax.models.config import LlamaConfig
 
@@ -47,13 +48,14 @@ class BaseModel(Protocol):
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        block_mask: Bool[Array, "..."],
+        block_mask: Mask,
         cache: KVCache | None = None,
         reads: tuple[int, ...] = (0,),
     ) -> Forward:
         """Run T tokens per row at ``positions`` through the model, over an optional cache.
 
-        block_mask: bool ``[T, T]`` (or ``[B, 1, 1, T, T]``): which of the fed tokens sees which, causal or a tree's.
+        block_mask: bool ``[T, T]`` (or ``[B, 1, 1, T, T]``): which of the fed tokens sees which, such as a tree's; or
+            `hydrajax.models.attention.Causal` of a text, whose positions follow each other.
             Cached tokens are all visible up to each row's length.
         reads: which hidden states the drafter wants: 0 is the output after the final norm, n > 0 the input of the n-th
             layer from the end (``hidden_state_offset`` in the released Hydra code).

@@ -15,7 +15,7 @@ from jaxtyping import Int
 
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
-from hydrajax.models.attention import KeyValue, Part
+from hydrajax.models.attention import Filled, KeyValue, Part
 from hydrajax.models.config import LlamaConfig
 
 Block = tuple[KeyValue, ...]  # keys and values of the tokens fed now, layer by layer
@@ -32,17 +32,12 @@ class KVCache(NamedTuple):
 
         first_seen: the first slot that each query still sees, where a sliding window ends; None for all of them.
         """
-        keys, values = self.layers[layer]
-        slots = jnp.arange(keys.shape[2])
-        filled = (slots < self.lengths[:, None])[:, None, None, None, :]
-        if first_seen is not None:
-            filled = filled & (slots >= first_seen[:, None, None, :, None])
-        return (Part(keys, values, filled),)
+        return (Part(*self.layers[layer], Filled(self.lengths, first_seen)),)
 
 
 def init_cache(config: LlamaConfig, batch: int, slots: int, dtype) -> KVCache:
-    """An empty cache. Zeros, not `jnp.empty`: 0 * NaN would poison masked attention."""
-    shape = (batch, config.n_kv_heads, slots, config.head_dim)
+    """An empty cache of at least so many slots. Zeros, not `jnp.empty`: 0 * NaN would poison masked attention."""
+    shape = (batch, config.n_kv_heads, backend.whole_slots(slots), config.head_dim)
     layers = tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.n_layers))
     return KVCache(layers, jnp.zeros(batch, jnp.int32))
 
@@ -59,26 +54,26 @@ def after_reads(lengths: Int[Array, " B"], witness: Array) -> Int[Array, " B"]:
     return jnp.maximum(lengths, -1 - (witness > 0))
 
 
-def append(cache: KVCache, block: Block, counts: Int[Array, " B"], *, after: Array | None = None) -> KVCache:
-    """Add the first ``counts[b]`` tokens of ``block`` to row b; the rest is written beyond the length, as garbage.
+def append(
+    cache: KVCache,
+    block: Block,
+    counts: Int[Array, " B"],
+    *,
+    index: Int[Array, "B R"] | None = None,
+    after: Array | None = None,
+) -> KVCache:
+    """Add ``counts[b]`` tokens of ``block`` to row b; garbage is written beyond them, as far as the block goes.
 
-    after: ``[B]``, anything computed from this program's last read of the cache (`after_reads`); None only for a cache
-    that the program does not read.
+    index: ``[B, R]`` which tokens of the block, in this order; None for the first ones. after: ``[B]``, anything
+    computed from this program's last read of the cache (`after_reads`); None only for a cache that the program does not
+    read.
     """
     starts = cache.lengths if after is None else after_reads(cache.lengths, after)
-    layers = tuple(
-        (backend.write_slots(keys, new_keys, starts), backend.write_slots(values, new_values, starts))
-        for (keys, values), (new_keys, new_values) in zip(cache.layers, block, strict=True)
-    )
-    return KVCache(layers, cache.lengths + counts)
+    slots, treedef = jax.tree.flatten(cache.layers)
+    written = backend.append_rows(slots, jax.tree.leaves(block), index, starts)
+    return KVCache(jax.tree.unflatten(treedef, written), cache.lengths + counts)
 
 
 def write_tokens(rows: Int[Array, "B S"], tokens: Int[Array, "B T"], starts: Int[Array, " B"]) -> Int[Array, "B S"]:
     """``rows`` with ``tokens`` written over them from place ``starts[b]`` of each row on."""
     return jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(rows, tokens, starts)
-
-
-def take_tokens(block: Block, index: Int[Array, "B R"]) -> Block:
-    """The keys and values of block tokens ``index[b]`` in that order (a gather: see openxla/xla#49176)."""
-    at = index[:, None, :, None]
-    return jax.tree.map(lambda x: jnp.take_along_axis(x, at, axis=2), block)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from hydrajax.models import backend
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KeyValue, Part, attend, rotate
 from hydrajax.models.config import LlamaConfig
@@ -28,9 +29,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         scale = declare(self, "scale", (x.shape[-1],), ("width",), nn.initializers.ones)
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return normed.astype(x.dtype) * scale
+        return backend.rms_norm(x, scale, self.eps)
 
 
 class DecoderLayer(nn.Module):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.attention import rope_table
+from hydrajax.models.attention import Causal, Mask, rope_table
 from hydrajax.models.base import Forward
 from hydrajax.models.cache import KVCache, init_cache
 from hydrajax.models.config import LlamaConfig
@@ -61,7 +63,7 @@ class Llama(nn.Module):
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        block_mask: Bool[Array, "..."],
+        block_mask: Mask,
         cache: KVCache | None = None,
         reads: tuple[int, ...] = (0,),
     ) -> Forward:
@@ -71,7 +73,10 @@ class Llama(nn.Module):
         window, first_seen = self.config.sliding_window, None
         if window is not None:
             first_seen = positions - window + 1
-            block_mask = block_mask & (positions[:, None, :] >= first_seen[:, :, None])[:, None, None]
+            if isinstance(block_mask, Causal):  # of a text, whose positions follow each other
+                block_mask = replace(block_mask, window=window)
+            else:
+                block_mask = block_mask & (positions[:, None, :] >= first_seen[:, :, None])[:, None, None]
         inputs, block = [], []
         for i, layer in enumerate(self.layers):
             inputs.append(x)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Int
 
 from hydrajax.models.arrays import Array
@@ -17,7 +18,7 @@ def row_layout(tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None = N
     """``(positions int32 [B, T], mask)``: of one sequence per row, or of the documents packed into it.
 
     Packed documents each start at position 0 and see only themselves; their mask is bool ``[B, 1, 1, T, T]``, the
-    other a static ``[T, T]``.
+    other `hydrajax.models.attention.Causal`.
     """
     steps = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     causal = causal_mask(tokens.shape[1])
@@ -26,7 +27,7 @@ def row_layout(tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None = N
     starts = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1)
     positions = steps - jax.lax.cummax(jnp.where(starts, steps, 0), axis=1)
     same = segments[:, :, None] == segments[:, None, :]
-    return positions, (same & causal)[:, None, None]
+    return positions, (same & np.asarray(causal))[:, None, None]
 
 
 def run_base(

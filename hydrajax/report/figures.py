@@ -222,6 +222,25 @@ def _prediction(rows: list[dict]) -> Any:
     return figure
 
 
+def _program(rows: list[dict]) -> Any:
+    """A group of bars for each program: the bytes it moves over the floor. Colors are batch sizes, shades contexts."""
+    names, batches, contexts = distinct(rows, "what"), distinct(rows, "batch"), distinct(rows, "context")
+    cells = list(dict.fromkeys((row["batch"], row["context"]) for row in rows))
+    figure = new_figure(max(7, 0.15 * len(names) * len(cells)), 4.6)
+    axes = figure.subplots()
+    width = 0.8 / len(cells)
+    for i, (batch, context) in enumerate(cells):
+        mine = [row for row in rows if (row["batch"], row["context"]) == (batch, context)]
+        x = np.array([names.index(row["what"]) for row in mine]) + (i + 0.5) * width - 0.4
+        ratios = [row["gigabytes"] / row["floor_gigabytes"] for row in mine]
+        shade = {"color": f"C{batches.index(batch)}", "alpha": (1 + contexts.index(context)) / len(contexts)}
+        axes.bar(x, ratios, width, label=f"batch {batch}, context {context}", **shade)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set(ylabel="bytes moved / floor", xticks=range(len(names)), xticklabels=names)
+    _legend(figure, ncols=min(len(batches), 4))
+    return figure
+
+
 # --- questions and heads ----------------------------------------------------------------------------------------------
 
 
@@ -271,4 +290,5 @@ DRAWN: dict[str, Callable[[list[dict]], Any]] = {
     "accuracy": _accuracy,
     "steps": _steps,
     "prediction": _prediction,
+    "program": _program,
 }

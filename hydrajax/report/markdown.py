@@ -196,6 +196,18 @@ def _prediction(rows: list[dict]) -> Table:
     return ("batch", "context", "nodes", *columns), cells
 
 
+def _program(rows: list[dict]) -> Table:
+    cells = []
+    for row in rows:
+        line = [row["what"], *(str(row[name]) for name in ("batch", "context", "nodes", "kernels"))]
+        line += [f"{row['kernels_per_layer']:g}", f"{row['gigabytes']:.2f}", f"{row['floor_gigabytes']:.2f}"]
+        line += [f"{row['gigabytes'] / row['floor_gigabytes']:.3f}"]
+        line += [f"{row['copies']} ({row['copied_megabytes']:.0f} MB)", f"{row['temporary_megabytes']:.0f}"]
+        cells.append([*line, "yes" if row["one_graph"] else "no"])
+    counts = ("batch", "context", "nodes", "kernels", "a layer", "GB", "floor (GB)", "ratio")
+    return ("program", *counts, "large copies", "temporary (MB)", "one CUDA graph"), cells
+
+
 TABLES: dict[str, Callable[[list[dict]], Table]] = {
     "speed": _speed,
     "trees": _trees,
@@ -205,4 +217,5 @@ TABLES: dict[str, Callable[[list[dict]], Table]] = {
     "accuracy": _accuracy,
     "steps": _steps,
     "prediction": _prediction,
+    "program": _program,
 }

@@ -47,6 +47,11 @@ KINDS: dict[str, dict[str, str]] = {
     # A step as the roofline predicts it and as it was measured.
     "prediction": {"batch": WHOLE, "context": WHOLE, "nodes": WHOLE, "predicted_step": NUMBER, "step": NUMBER}
     | {"predicted_autoregressive_step": NUMBER, "autoregressive_step": NUMBER},
+    # A step's compiled program. gigabytes: moved per step, beside the floor (weights, filled slots, draft). copies:
+    # kernels that only copy or lay out anew more than a megabyte, in the loop or around it. temporary: memory.
+    "program": {"what": TEXT, "batch": WHOLE, "context": WHOLE, "nodes": WHOLE, "kernels": WHOLE}
+    | {"kernels_per_layer": NUMBER, "gigabytes": NUMBER, "floor_gigabytes": NUMBER, "copies": WHOLE}
+    | {"copied_megabytes": NUMBER, "temporary_megabytes": NUMBER, "one_graph": BOOL},
 }
 TYPES = {TEXT: str, WHOLE: int, NUMBER: (int, float), BOOL: bool, NUMBERS: list}
 

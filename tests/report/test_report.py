@@ -74,6 +74,16 @@ ROWS = {
         {"batch": 1, "context": 512, "nodes": 64, "predicted_step": 9.0, "step": 10.0}
         | {"predicted_autoregressive_step": 3.3, "autoregressive_step": 3.0}
     ],
+    "program": [
+        {"what": what, "batch": batch, "context": 512, "nodes": nodes, "kernels": 627, "kernels_per_layer": 19.5}
+        | {"gigabytes": gigabytes, "floor_gigabytes": 12.0, "copies": copies, "copied_megabytes": 201.4 * copies}
+        | {"temporary_megabytes": 34.4, "one_graph": copies == 0}
+        for what, batch, nodes, gigabytes, copies in [
+            ("ar", 1, 1, 15.0, 0),
+            ("ar", 8, 1, 18.0, 0),
+            ("hydra++", 8, 64, 24.0, 2),
+        ]
+    ],
 }
 FIXED = {"command": "python x.py", "machine": {"device": "abacus", "cores": 2}, "settings": {"repeats": 7}}
 
@@ -251,6 +261,8 @@ def cells_of(text: str) -> list[list[str]]:
         ("accuracy", ["hydra", "2", "20.0%", "60.0%"]),
         ("steps", ["chain-2", "1", "3", "2", "3", "2.5", "0.25", "0.125", "0.0625", "1.50"]),
         ("prediction", ["1", "512", "64", "3.3", "3", "+10%", "9", "10", "-10%"]),
+        ("program", ["ar", "1", "512", "1", "627", "19.5", "15.00", "12.00", "1.250", "0 (0 MB)", "34", "yes"]),
+        ("program", ["hydra++", "8", "512", "64", "627", "19.5", "24.00", "12.00", "2.000", "2 (403 MB)", "34", "no"]),
     ],
 )
 def test_tables_hold_the_rows(kind, found):
@@ -339,12 +351,24 @@ def test_categories_accuracies_and_predictions():
     assert {(10.0, 9.0), (3.0, 3.3)} <= set(points(axes))
 
 
+def test_programs_are_bars_over_the_floor():
+    figure = draw(result("program"))
+    (axes,) = figure.axes
+    bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in axes.patches]
+    np.testing.assert_allclose(bars, [(-0.2, 1.25), (0.2, 1.5), (1.2, 2.0)])  # hydra++ has none at batch 1
+    assert {y for _, y in points(axes)} == {1.0}  # the floor
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["ar", "hydra++"]
+    assert axes.get_ylabel() == "bytes moved / floor"
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["batch 1, context 512", "batch 8, context 512"]
+
+
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
 def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
     sources = ["", "amphista figure 1", "medusa figure 5", "hydra table 1", "hydra figures 7 to 9", "hydra figure 3"]
-    sources += ["medusa table 3", "hydra figure 2"]
+    sources += ["medusa table 3", "hydra figure 2", ""]
     (tmp_path / "sub").mkdir()
     for at, (source, kind) in enumerate(zip(sources, ROWS, strict=True)):
         write_to(tmp_path / ("sub" if at % 2 else ".") / f"r{at // 2}.json", result(kind, source))
@@ -354,7 +378,7 @@ def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
     headings = [line[3:].rsplit(":", 1)[0] for line in text.splitlines() if line.startswith("## ")]
     assert headings == [
         "Hydra figure 2", "Hydra figure 3", "Hydra figures 7 to 9", "Hydra table 1", "Medusa figure 5",
-        "Medusa table 3", "Amphista figure 1", "Some speed",
+        "Medusa table 3", "Amphista figure 1", "Some speed", "Some program",
     ]  # fmt: skip
     pictures = sorted((tmp_path / "figures").iterdir())
     assert len(pictures) == len(ROWS) == len(written) - 1  # of equal names, too

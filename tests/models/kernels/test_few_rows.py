@@ -79,7 +79,7 @@ def parts_of(rng, batch, kv_heads, tokens, slots, head_dim, *, window: bool):
         visible = visible & (np.arange(slots) >= np.arange(tokens)[:, None])
     shapes = (batch, kv_heads, tokens, head_dim), (batch, kv_heads, slots, head_dim)
     block, cache = ((normal(rng, *shape), normal(rng, *shape)) for shape in shapes)
-    return [Part(*block, attention.causal_mask(tokens)), Part(*cache, visible)]
+    return [Part(*block, np.asarray(attention.causal_mask(tokens))), Part(*cache, visible)]
 
 
 def exact_attention(queries, parts):

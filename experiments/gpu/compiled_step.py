@@ -1,0 +1,235 @@
+"""The programs of `compile_report.py`: each compiled for a described GPU, and what is counted in them."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from described_gpu import PLATFORM, placed_on
+
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.loop import run_steps
+from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.state import DecodeState, Params
+from hydrajax.decoding.step import Engine
+from hydrajax.drafters.drafter import Drafter, Proposal
+from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.registry import KINDS
+from hydrajax.errors import HydrajaxError
+from hydrajax.measure.benchmark import first_nodes
+from hydrajax.models import backend
+from hydrajax.models.base import BoundBase, abstract_base
+from hydrajax.models.cache import after_reads
+from hydrajax.models.config import PRESETS, LlamaConfig
+from hydrajax.models.kernels import append_rows, tree_attention
+from hydrajax.models.llama import Llama
+from hydrajax.roofline.compiled import CompiledProgram, Instruction, Kernel, array_bytes
+from hydrajax.trees import presets
+from hydrajax.trees.tree import TreeTopology
+
+MAX_NEW = 64  # tokens that the loops may emit; the rest of the context is prompt
+LARGE = 1_000_000  # bytes: a copy of a cache or weight, not of a few hidden states
+BASE_ALONE = ("ar", "ar-step", "verify", "prefill")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program. layers: None for as many as the shape has."""
+
+    what: str
+    shape: str
+    batch: int
+    context: int
+    nodes: int
+    dtype: str
+    int8: bool
+    device: str
+    layers: int | None = None
+
+    @property
+    def name(self) -> str:
+        """A Python name, under which XLA dumps the program."""
+        words = [self.what.replace("+", "p").replace("-", "_"), self.shape, f"b{self.batch}_c{self.context}"]
+        return "_".join(["hydrajax", *words, f"l{self.layers or 0}"])
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """hlo: optimised, as text. floor: bytes that a step must move. temporary: bytes beside arguments and results."""
+
+    hlo: str
+    floor: int
+    temporary: int
+    seconds: float
+    n_layers: int
+
+
+def compile_case(case: Case) -> Compiled:
+    config = PRESETS[case.shape]
+    config = config.replace(
+        n_layers=case.layers or config.n_layers, max_positions=max(config.max_positions, case.context)
+    )
+    model = Llama(config, jnp.dtype(case.dtype), case.int8)
+    drafter, tree = _drafter_and_tree(case, config, model.dtype)
+    base = nn.unbox(abstract_base(model))
+    draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
+    engine, params = Engine(model, drafter, tree, MAX_NEW), Params(base, draft)
+    alone = case.what == "prefill"
+    prompt = jax.ShapeDtypeStruct((case.batch, case.context - (0 if alone else MAX_NEW)), jnp.int32)
+    inputs = [params, prompt, jax.ShapeDtypeStruct((case.batch,), jnp.int32)]
+    rest = [jax.random.key(0), per_row(Greedy(), case.batch)]
+
+    place = placed_on(case.device)
+    with backend.traced_for(PLATFORM):
+        began = time.perf_counter()
+        if alone:
+            lowered = _jitted(case, lambda *given: engine.prefill(*given, *rest)).lower(*place(inputs))
+        else:
+            state = jax.eval_shape(engine.prefill, *inputs, *rest)
+            call, carry = _turn(case.what, engine, params, state)
+            lowered = _jitted(case, call, donate_argnums=1).lower(*place((params, carry)))
+        program = lowered.compile(compiler_options=backend.compiler_options())
+    floor = _bytes(base) - (0 if config.tied_lm_head else _bytes(base["embedding"]))
+    floor += 0 if alone else autoregressive_cache(config, case)
+    floor += 0 if case.what == "verify" else _bytes(draft)
+    temporary = program.memory_analysis().temp_size_in_bytes
+    return Compiled(program.as_text(), floor, temporary, time.perf_counter() - began, config.n_layers)
+
+
+def autoregressive_cache(config: LlamaConfig, case: Case) -> int:
+    """Bytes of the keys and values of the filled slots, in all layers."""
+    per_slot = 2 * config.n_layers * config.n_kv_heads * config.head_dim * jnp.dtype(case.dtype).itemsize
+    return per_slot * case.batch * case.context
+
+
+def _drafter_and_tree(case: Case, config: LlamaConfig, dtype) -> tuple[Drafter, TreeTopology]:
+    if case.what in ("ar", "ar-step", "prefill"):
+        return NoDrafter(), presets.root()
+    kind = "medusa" if case.what == "verify" else case.what
+    if kind not in KINDS:
+        raise HydrajaxError(f"--what: found {kind}, known are {', '.join((*BASE_ALONE, *KINDS))}")
+    tree = next(iter(first_nodes(presets.sparse(), [case.nodes]).values()))
+    return KINDS[kind].build(config, dtype), tree
+
+
+def _turn(what: str, engine: Engine, params: Params, state: DecodeState) -> tuple[Callable, Any]:
+    """A function of parameters and of what it carries on, and the latter."""
+    if what == "ar-step":
+        return engine.decode_step, state
+    if what != "verify":
+        return lambda params, state: run_steps(engine, params, state), state
+
+    def verify(params, carry):
+        """As `hydrajax.measure.timing.StepTimer.verify`: every pass depends on the one before it."""
+        cache, tokens = carry
+        proposal = Proposal(tokens, engine.tree.topology)
+        _, logits = engine.verify(params, cache, proposal)
+        shift = (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
+        cache = cache._replace(lengths=after_reads(cache.lengths, shift[:, 0]))
+        return cache, (tokens + shift) % engine.model.config.vocab_size
+
+    tokens = jax.ShapeDtypeStruct((len(state.target.root), engine.tree.size), jnp.int32)
+    turns = lambda params, carry: jax.lax.fori_loop(0, 8, lambda _, carry: verify(params, carry), carry)  # noqa: E731
+    return turns, (state.target.cache, tokens)
+
+
+def _jitted(case: Case, call: Callable, **settings):
+    def named(*args):
+        return call(*args)
+
+    named.__name__ = named.__qualname__ = case.name
+    return jax.jit(named, **settings)
+
+
+def _bytes(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+# --- what is counted --------------------------------------------------------------------------------------------------
+
+
+def kernels_of(case: Case, hlo: str) -> tuple[list[Kernel], list[Kernel]]:
+    """Of a step, and of what surrounds the loop."""
+    program, moves = CompiledProgram(hlo), _moved_by_our_kernels(case)
+    outside = program.entry(moves)
+    return (outside, []) if case.what in ("ar-step", "prefill") else (program.loop(moves), outside)
+
+
+def _moved_by_our_kernels(case: Case):
+    """The bytes of the package's own kernels, of which only the caches' shapes are seen from outside.
+
+    Attention reads the filled slots and not the others, appending moves as many rows as it is given.
+    """
+
+    def moves(instruction: Instruction, operands: tuple[str, ...]) -> tuple[int, int] | None:
+        if append_rows.NAME in instruction.attributes:
+            rows = math.prod(_dims(operands[0]))  # batch times tokens
+            per_row = sum(array_bytes(shape) // _dims(shape)[0] // _dims(shape)[2] for shape in operands[2:]) // 2
+            return rows * per_row, rows * per_row
+        if tree_attention.NAME in instruction.attributes:
+            return sum(_live(shape, case.context) for shape in operands), array_bytes(instruction.shape)
+        return None
+
+    return moves
+
+
+def _live(shape: str, context: int) -> int:
+    """Bytes of an operand; of a cache ``[B * kv, slots, H]`` those of ``context`` slots."""
+    dims = _dims(shape)
+    is_cache = len(dims) == 3 and dims[1] > context
+    return array_bytes(shape) * context // dims[1] if is_cache else array_bytes(shape)
+
+
+def _dims(shape: str) -> list[int]:
+    return [int(dim) for dim in re.match(r"\w+\[([\d,]*)\]", shape)[1].split(",") if dim]
+
+
+def row_of(case: Case, dumps: Path) -> tuple[dict, str]:
+    """A row of a "program" result, and the HLO."""
+    whole = compile_case(case)
+    step, outside = kernels_of(case, whole.hlo)
+    # Kernels of a layer: what two layers more add.
+    few = [len(kernels_of(case, compile_case(replace(case, layers=n)).hlo)[0]) for n in (2, 4)]
+    copies = [kernel for kernel in step + outside if kernel.kind == "copy" and kernel.moved > LARGE]
+    graphs = graphs_of(dumps, case)
+    row = {
+        "what": case.what,
+        "batch": case.batch,
+        "context": case.context,
+        "nodes": 1 if case.what in ("ar", "ar-step", "prefill") else case.nodes,
+        "kernels": len(step),
+        "kernels_per_layer": (few[1] - few[0]) / 2,
+        "gigabytes": sum(kernel.moved for kernel in step) / 1e9,
+        "floor_gigabytes": whole.floor / 1e9,
+        "copies": len(copies),
+        "copied_megabytes": sum(kernel.moved for kernel in copies) / 1e6,
+        "temporary_megabytes": whole.temporary / 1e6,
+        "one_graph": graphs == ["kCommandBuffer"],
+        "graphs": graphs,
+        "compile_seconds": whole.seconds,
+    }
+    return row, whole.hlo
+
+
+def graphs_of(dumps: Path, case: Case) -> list[str]:
+    """What the host launches besides single kernels: CUDA graphs and the loops around them, in order."""
+    files = sorted(dumps.glob(f"*{case.name}*thunk_sequence_after_thunk_passes.txt"))
+    lines = files[-1].read_text().splitlines() if files else []
+    indents = [(len(line) - len(line.lstrip()), re.search(r"\bk[A-Z]\w+", line)) for line in lines]
+    found, inside = [], None
+    for indent, kind in indents:
+        if inside is not None and indent > inside:
+            continue
+        inside = None
+        if kind and kind[0] in ("kWhile", "kConditional", "kCommandBuffer"):
+            found.append(kind[0])
+            inside = indent if kind[0] == "kCommandBuffer" else None
+    return found

@@ -1,0 +1,82 @@
+"""Do the GPU kernels say on this device what XLA says? Asked once, before the first program that is to hold them.
+
+A kernel goes through a compiler of its own, and devices and versions are many. One that is wrong would change what a
+model writes without a word, so two seconds at the start are well spent.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hydrajax.models.attention import Filled, Part, attend_plain
+from hydrajax.models.kernels.append_rows import append_rows
+from hydrajax.models.kernels.one_row_norm import one_row_norm
+from hydrajax.models.kernels.tree_attention import attend
+
+# Of sums of numbers about 1: bfloat16 has 8 bits, and each of the two sides rounds several times.
+TOLERANCE = 0.05
+
+
+def disagreement(interpret: bool = False) -> str | None:
+    """What is wrong with the kernels on this device, in a few words, or None.
+
+    May be called while a program is traced: the checks run in a thread of their own, which traces nothing.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_disagreement, interpret).result()
+
+
+def _disagreement(interpret: bool) -> str | None:
+    checks = {"attention": _attention, "appending to caches": _appending, "a row's norm": _norm}
+    for name, check in checks.items():
+        try:
+            difference = float(check(interpret))
+        except Exception as error:  # whatever a compiler or driver may raise
+            return f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if not difference < TOLERANCE:
+            return f"{name}: differs by {difference:.3g}"
+    return None
+
+
+def _normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(len(shape)).normal(size=shape).astype(jnp.bfloat16)
+
+
+def _attention(interpret: bool):
+    """Grouped queries, a tree, rows of different lengths, a window; one token; several programs to a row's slots."""
+    worst = 0.0
+    for n_tokens, head_dim, window in ((5, 64, 70), (1, 128, None)):
+        queries, block = _normal(2, 4, n_tokens, head_dim), _normal(2, 2, n_tokens, head_dim)
+        cache, lengths = _normal(2, 2, 384, head_dim), np.array([3, 300], np.int32)
+        mask = np.tri(n_tokens, dtype=bool) & (np.arange(n_tokens) != 1) | np.eye(n_tokens, dtype=bool)
+        first_seen = None if window is None else (lengths[:, None] + np.arange(n_tokens) - window).astype(np.int32)
+        filled = Filled(lengths, first_seen)
+        args = (queries, (block, -block), mask, (cache, -cache), *filled)
+        got = jax.jit(lambda *args: attend(*args, interpret=interpret))(*args)
+        parts = [Part(block, -block, mask), Part(cache, -cache, filled).with_mask()]
+        want = attend_plain(
+            *jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if x.dtype != bool else x, (queries, parts))
+        )
+        worst = max(worst, float(jnp.max(jnp.abs(got - want))))
+    return worst
+
+
+def _appending(interpret: bool):
+    caches, blocks = [_normal(2, 2, 64, 64), -_normal(2, 2, 64, 64)], [_normal(2, 2, 5, 64), -_normal(2, 2, 5, 64)]
+    index, starts = np.array([[0, 3, 4], [0, 1, 1]], np.int32), np.array([7, 61], np.int32)
+    got = jax.jit(lambda *args: append_rows(*args, interpret=interpret))(caches, blocks, index, starts)
+    for want, block in zip(caches, blocks, strict=True):
+        for row, (places, start) in enumerate(zip(index, starts, strict=True)):
+            want[row, :, start : start + 3] = block[row][:, places]
+    return max(jnp.max(jnp.abs(one - other.astype(np.float32))) for one, other in zip(got, caches, strict=True))
+
+
+def _norm(interpret: bool):
+    x, scale = _normal(5120), np.ones(5120, jnp.bfloat16)
+    wide = x.astype(np.float32)
+    want = wide / np.sqrt(np.mean(wide * wide) + 1e-5)
+    return jnp.max(jnp.abs(jax.jit(lambda *args: one_row_norm(*args, 1e-5, interpret=interpret))(x, scale) - want))

@@ -1,0 +1,202 @@
+"""GPU kernel: attention of a tree's nodes, or of one token, over a cache and over the tree itself.
+
+XLA's own program computes the scores of every slot of the cache, writes them in float32 and reads them twice. Here the
+filled slots are read once and no score leaves the chip. All nodes of a tree see the whole text before it, so to the
+cache part they are merely more rows of one matrix product (`flash decoding`: the slots are split among programs, whose
+results a second small kernel puts together under a common maximum). The tree's own keys come in before the first share
+of the cache, under the tree's mask.
+
+`jax.experimental.pallas.ops.gpu.decode_attention` was looked at first: it cannot hold a mask or a window that differs
+between rows, splits all slots and not the filled ones, and adds partial results up in bfloat16. `jax.nn`'s cuDNN
+attention has neither a tree's mask without an array of all scores, nor splits.
+
+Written in Pallas for Triton, so that it runs on a CPU in interpret mode, where the tests compare it with
+`hydrajax.models.attention.attend_plain`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Bool, Float, Int
+
+from hydrajax.models.arrays import Array
+
+NAME = "hydrajax_tree_attention"  # of the kernels in a compiled program
+MASKED, TINY = -1e30, 1e-30
+LEAST = 16  # rows and columns that the tensor cores multiply at once
+MOST_TOKENS = 128  # of a tree: its keys and its part of the scores are held on the chip as a whole
+SLOTS = 64  # of the cache, per turn of the kernel's loop
+# Programs that a layer's slots are split among: as many as a large GPU has multiprocessors. Not more, since what each
+# has summed up is written in float32 and read again.
+PROGRAMS, MOST_SPLITS = 128, 8
+
+
+class Shares(NamedTuple):
+    """What the programs of one split have summed up: values weighted by exp(score - peak), these weights, the peak."""
+
+    weighted: Float[Array, "splits B_kv rows H"]
+    total: Float[Array, "splits B_kv rows"]
+    peak: Float[Array, "splits B_kv rows"]
+
+
+def fits(n_tokens: int, head_dim: int, dtype) -> bool:
+    """Whether the kernel can do it: 16-bit numbers, a head of 16, 32, 64 ... numbers, a tree that is not too large."""
+    sixteen_bit = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    return sixteen_bit and n_tokens <= MOST_TOKENS and LEAST <= head_dim <= 256 and head_dim.bit_count() == 1
+
+
+def attend(
+    queries: Float[Array, "B n_heads T H"],
+    block: tuple[Float[Array, "B kv T H"], Float[Array, "B kv T H"]],
+    block_mask: Bool[Array, "..."],
+    cache: tuple[Float[Array, "B kv S H"], Float[Array, "B kv S H"]],
+    lengths: Int[Array, " B"],
+    first_seen: Int[Array, "B T"] | None = None,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B T width"]:
+    """`hydrajax.models.attention.attend` over a block of T tokens and over the first ``lengths[b]`` slots of a cache.
+
+    block_mask: bool ``[T, T]`` or ``[B, 1, 1, T, T]``. first_seen: the first slot that each query sees, None for all.
+    Softmax and sums are float32, products 16-bit. How the sums are split depends on neither T nor the lengths' number
+    of slots, so that a tree and a single token are rounded alike.
+    """
+    batch, n_heads, n_tokens, head_dim = queries.shape
+    n_kv, n_slots = cache[0].shape[1:3]
+    assert n_slots % SLOTS == 0, n_slots
+    groups = n_heads // n_kv
+    rows = groups * n_tokens
+    tile = min(max(LEAST, pl.next_power_of_2(rows)), 128)
+    tiles, padded = pl.cdiv(rows, tile), max(LEAST, pl.next_power_of_2(n_tokens))
+    splits = splits_of(batch * n_kv)
+
+    # One line of the mask for every row of a tile, so that the kernel loads it as it is.
+    mask = jnp.asarray(block_mask).reshape(-1, n_tokens, n_tokens)
+    mask = jnp.tile(mask, (1, groups, 1)).astype(jnp.int8)
+    mask = jnp.pad(mask, ((0, 0), (0, tiles * tile - rows), (0, 0)), mode="edge")
+    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, padded - n_tokens)))
+    inputs = [x.reshape(batch * n_kv, -1, head_dim) for x in (queries, *block, *cache)]
+    inputs += [mask, lengths]
+    if first_seen is not None:
+        seen = jnp.tile(jnp.maximum(first_seen, 0), (1, groups))
+        inputs += [jnp.pad(seen, ((0, 0), (0, tiles * tile - rows)), mode="edge"), jnp.min(seen, axis=1)]
+
+    out = jax.ShapeDtypeStruct((batch, n_tokens, n_heads, head_dim), queries.dtype)
+    sums = jax.ShapeDtypeStruct((splits, batch * n_kv, rows), jnp.float32)
+    shares = Shares(jax.ShapeDtypeStruct((*sums.shape, head_dim), jnp.float32), sums, sums)
+    call = functools.partial(pl.pallas_call, interpret=interpret)
+    lines = Lines(n_kv, rows, n_tokens, tile)
+    kernel = functools.partial(
+        _share, lines=lines, padded=padded, splits=splits, per_row_mask=len(mask) > 1, windowed=first_seen is not None
+    )
+    found = call(
+        kernel,
+        grid=(tiles, batch * n_kv, splits),
+        out_shape=shares if splits > 1 else out,
+        compiler_params=triton.CompilerParams(num_warps=8 if tile > 64 else 4, num_stages=3),
+        name=NAME,
+    )(*inputs)
+    if splits > 1:
+        found = call(
+            functools.partial(_put_together, lines=lines, splits=splits),
+            grid=(tiles, batch * n_kv),
+            out_shape=out,
+            compiler_params=triton.CompilerParams(num_warps=4),
+            name=f"{NAME}_sum",
+        )(*found)
+    return found.reshape(batch, n_tokens, -1)
+
+
+def splits_of(pairs: int) -> int:
+    """Among how many programs the slots of each of so many pairs of a batch row and a key-value head are split."""
+    return min(max(1, pl.next_power_of_2(max(PROGRAMS // pairs, 1))), MOST_SPLITS)
+
+
+class Lines(NamedTuple):
+    """Which query stands in which line: a line is a head of the group that shares a key-value head, and a token."""
+
+    n_kv: int
+    rows: int
+    n_tokens: int
+    tile: int
+
+    def of(self, tile: Array) -> Int[Array, " tile"]:
+        """The lines of a tile. One that is not full repeats its last line, which is computed and written repeatedly."""
+        return jnp.minimum(tile * self.tile + jnp.arange(self.tile), self.rows - 1)
+
+    def write(self, out, pair: Array, line: Int[Array, " tile"], attended: Float[Array, "tile H"]) -> None:
+        """Into ``out``, ``[B, T, n_heads, H]``."""
+        head = (pair % self.n_kv) * (self.rows // self.n_tokens) + line // self.n_tokens
+        out[pair // self.n_kv, line % self.n_tokens, head, :] = attended.astype(out.dtype)
+
+
+def _share(
+    queries, block_keys, block_values, keys, values, mask, lengths, *rest,
+    lines: Lines, padded: int, splits: int, per_row_mask: bool, windowed: bool,
+):  # fmt: skip
+    """One tile of lines of one batch row and key-value head, over one share of its filled slots."""
+    first_seen, oldest = rest[:2] if windowed else (None, None)
+    outputs = rest[2:] if windowed else rest
+    tile, pair, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    row, line = pair // lines.n_kv, lines.of(tile)
+    here = pl.ds(tile * lines.tile, lines.tile)
+    q = queries[pair, line, :]
+    scale = q.shape[-1] ** -0.5
+
+    def add(sums, k, v, visible):
+        """The sums with these keys and values, of which each line sees some."""
+        weighted, total, peak = sums
+        scores = jnp.where(visible, pl.dot(q, k.T) * scale, MASKED)
+        higher = jnp.maximum(peak, jnp.max(scores, axis=1))
+        weights = jnp.where(visible, jnp.exp(scores - higher[:, None]), 0.0)
+        shrink = jnp.exp(peak - higher)
+        weighted = weighted * shrink[:, None] + pl.dot(weights.astype(v.dtype), v)
+        return weighted, total * shrink + jnp.sum(weights, axis=1), higher
+
+    sums = jnp.zeros(q.shape, jnp.float32), jnp.zeros(lines.tile, jnp.float32)
+    sums = *sums, jnp.full(lines.tile, MASKED, jnp.float32)
+    node = jnp.minimum(jnp.arange(padded), lines.n_tokens - 1)  # more of them than there are, which nobody sees
+    visible = mask[row if per_row_mask else 0, here, :] != 0
+    # Once, and not once per share.
+    sums = add(sums, block_keys[pair, node, :], block_values[pair, node, :], visible & (split == 0))
+
+    filled = lengths[row]
+    first, last = oldest[row] // SLOTS if windowed else 0, pl.cdiv(filled, SLOTS)
+    per_split = pl.cdiv(last - first, splits)
+    begin = first + split * per_split
+    seen = first_seen[row, here] if windowed else None
+
+    def turn(number, sums):
+        slots = number * SLOTS + jnp.arange(SLOTS)
+        k, v = (x[pair, pl.ds(number * SLOTS, SLOTS), :] for x in (keys, values))
+        v = jnp.where((slots < filled)[:, None], v, jnp.zeros_like(v))  # garbage may be no number, and so 0 times it
+        visible = jnp.broadcast_to((slots < filled)[None, :], (lines.tile, SLOTS))
+        if windowed:
+            visible = visible & (slots[None, :] >= seen[:, None])
+        return add(sums, k, v, visible)
+
+    weighted, total, peak = jax.lax.fori_loop(begin, jnp.minimum(begin + per_split, last), turn, sums)
+    if splits == 1:  # nothing is left to put together
+        lines.write(outputs[0], pair, line, weighted / jnp.maximum(total, TINY)[:, None])
+        return
+    outputs[0][split, pair, line, :] = weighted
+    outputs[1][split, pair, line] = total
+    outputs[2][split, pair, line] = peak
+
+
+def _put_together(weighted, total, peak, out, *, lines: Lines, splits: int):
+    """The softmax over all shares together, of one tile of lines of one batch row and key-value head."""
+    tile, pair = pl.program_id(0), pl.program_id(1)
+    line = lines.of(tile)
+    peaks = [peak[split, pair, line] for split in range(splits)]
+    highest = functools.reduce(jnp.maximum, peaks)
+    scales = [jnp.exp(one - highest) for one in peaks]
+    whole = sum(total[split, pair, line] * scale for split, scale in enumerate(scales))
+    sums = sum(weighted[split, pair, line, :] * scale[:, None] for split, scale in enumerate(scales))
+    lines.write(out, pair, line, sums / jnp.maximum(whole, TINY)[:, None])

@@ -1,0 +1,220 @@
+"""What a compiled program launches and moves: kernels, bytes and copies, counted in the text of XLA's optimised HLO.
+
+The text is there wherever a program can be compiled, also for a GPU that is only described
+(`experiments/gpu/compile_report.py`). Counted is what every kernel reads and writes by its shapes: what a cache of the
+device saves is not seen, and of a kernel that XLA did not make only the caller knows how much of its inputs it reads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+ITEMSIZES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+ITEMSIZES |= {"s64": 8, "u64": 8, "f64": 8}
+
+_ARRAY = re.compile(r"\b(" + "|".join(ITEMSIZES) + r")\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+
+# Nothing runs for these: they name, group or reinterpret what is there, or mark the end of something counted before.
+_NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "copy-done", "async-done"}
+_NO_KERNEL |= {"opt-barrier", "partition-id"}
+_CALLS = {"call", "async-start"}
+_CONTROL = {"while", "conditional"}
+_MOVES = {"copy", "transpose", "reshape", "broadcast"}
+
+
+def array_bytes(shape: str) -> int:
+    """Bytes of all arrays in a shape such as ``(bf16[8,128]{1,0}, s32[])``."""
+    sizes = ((ITEMSIZES[kind], dims) for kind, dims in _ARRAY.findall(shape))
+    return sum(size * math.prod(int(dim) for dim in dims.split(",") if dim) for size, dims in sizes)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of HLO. called: the computation that it runs, if any. target: of a custom call."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+    @property
+    def called(self) -> str | None:
+        found = re.search(r"(?:calls|to_apply|body)=%?([\w.\-]+)", self.attributes)
+        return found and found[1]
+
+    @property
+    def target(self) -> str:
+        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def source(self) -> str:
+        """The path of the operation in the traced program, by JAX's names."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Something that the device launches.
+
+    kind: "matmul", "custom call", "sort", "write" (in place into something larger), "copy" (also a transpose),
+    "reduce", "elementwise" or "control" (a loop or a branch, what happens in it not counted). read, written: bytes.
+    operands: their shapes.
+    """
+
+    name: str
+    kind: str
+    read: int
+    written: int
+    shape: str
+    operands: tuple[str, ...]
+    source: str
+
+    @property
+    def moved(self) -> int:
+        return self.read + self.written
+
+
+# Bytes read and written by a custom call, or None where its shapes say it.
+Moves = Callable[[Instruction, tuple[str, ...]], tuple[int, int] | None]
+
+
+class CompiledProgram:
+    """The computations of an optimised HLO module, by name."""
+
+    def __init__(self, text: str):
+        self._computations: dict[str, list[Instruction]] = {}
+        self._entry = ""
+        lines: list[Instruction] = []
+        for line in text.splitlines():
+            if head := _COMPUTATION.match(line):
+                lines = self._computations.setdefault(head[2], [])
+                self._entry = head[2] if head[1] else self._entry
+            elif found := _INSTRUCTION.match(line):
+                lines.append(_instruction(*found.groups()))
+
+    def entry(self, moves: Moves = lambda instruction, shapes: None) -> list[Kernel]:
+        """What the whole program launches outside its loops."""
+        return list(self._kernels(self._entry, {}, moves))
+
+    def loop(self, moves: Moves = lambda instruction, shapes: None) -> list[Kernel]:
+        """What one turn of its main loop launches, the one that carries most; nothing where there is none."""
+        loops = self._loops(self._entry)
+        body = max(loops, key=lambda found: array_bytes(found.shape), default=None)
+        return list(self._kernels(body.called, {}, moves)) if body else []
+
+    def _loops(self, computation: str) -> list[Instruction]:
+        found = []
+        for instruction in self._computations[computation]:
+            if instruction.opcode == "while":
+                found.append(instruction)
+            elif instruction.opcode in _CALLS:
+                found += self._loops(instruction.called)
+        return found
+
+    def _kernels(self, computation: str, outer: dict[str, str], moves: Moves) -> Iterator[Kernel]:
+        instructions = self._computations[computation]
+        shapes = outer | {instruction.name: instruction.shape for instruction in instructions}
+        for one in instructions:
+            if one.opcode in _NO_KERNEL:
+                continue
+            if one.opcode in _CALLS:
+                yield from self._kernels(one.called, shapes, moves)
+                continue
+            operands = tuple(shapes.get(name, "") for name in one.operands)
+            read, written = (0, 0) if one.opcode in _CONTROL else self._moved(one, operands, moves)
+            yield Kernel(one.name, self._kind(one), read, written, one.shape, operands, one.source)
+
+    def _kind(self, one: Instruction) -> str:
+        if one.opcode in _CONTROL:
+            return "control"
+        if one.opcode == "custom-call":
+            return "matmul" if "gemm" in one.target or "matmul" in one.target else "custom call"
+        inside = {i.opcode for i in self._computations[one.called]} if one.opcode == "fusion" else {one.opcode}
+        if "dot" in inside or "__cublas" in one.attributes or "__cudnn" in one.attributes:
+            return "matmul"
+        if "custom-call" in inside:
+            return "custom call"
+        for opcodes, kind in (
+            ({"sort"}, "sort"),
+            ({"dynamic-update-slice", "scatter"}, "write"),
+            ({"reduce"}, "reduce"),
+        ):
+            if inside & opcodes:
+                return kind
+        return "copy" if inside - _NO_KERNEL <= _MOVES else "elementwise"
+
+    # --- bytes ----------------------------------------------------------------------------------------------------
+
+    def _moved(self, one: Instruction, operands: tuple[str, ...], moves: Moves) -> tuple[int, int]:
+        """Read and written; a slice of an operand counts as the slice, an update in place as the update."""
+        if one.opcode == "fusion":
+            return self._fusion_reads(one.called), self._fusion_writes(one.called)
+        if one.opcode == "dynamic-update-slice":
+            return array_bytes(operands[1]), array_bytes(operands[1])
+        if one.opcode == "custom-call" and (found := moves(one, operands)):
+            return found
+        shape = one.shape
+        if "cublas" in one.target:
+            shape = re.sub(r", s8\[\d+\]\{0\}\)$", ")", shape)  # the workspace that it is given
+        return sum(map(array_bytes, operands)), array_bytes(shape)
+
+    def _fusion_reads(self, computation: str) -> int:
+        instructions = self._computations[computation]
+        by_name = {one.name: one for one in instructions}
+        users = defaultdict(list)
+        for one in instructions:
+            for place, operand in enumerate(one.operands):
+                users[operand].append((one, place))
+
+        def touched(name: str) -> int:
+            total = 0
+            for user, place in users[name]:
+                if user.opcode in ("bitcast", "reshape"):
+                    total += touched(user.name)
+                elif place == 0 and user.opcode in ("dynamic-slice", "slice", "gather"):
+                    total += array_bytes(user.shape)
+                elif not (place == 0 and user.opcode in ("dynamic-update-slice", "scatter")):
+                    total += array_bytes(by_name[name].shape)
+            return total
+
+        inputs = (one for one in instructions if one.opcode == "parameter")
+        return sum(min(array_bytes(one.shape), touched(one.name)) for one in inputs)
+
+    def _fusion_writes(self, computation: str) -> int:
+        by_name = {one.name: one for one in self._computations[computation]}
+
+        def written(name: str) -> int:
+            one = by_name[name]
+            if one.opcode == "bitcast" and one.operands:
+                return written(one.operands[0])
+            if one.opcode == "tuple":
+                return sum(map(written, one.operands))
+            if one.opcode == "dynamic-update-slice":
+                return array_bytes(by_name[one.operands[1]].shape)
+            if one.opcode == "scatter":
+                return array_bytes(by_name[one.operands[-1]].shape)
+            return array_bytes(one.shape)
+
+        return written(next(one.name for one in by_name.values() if one.is_root))
+
+
+def _instruction(root: str | None, name: str, shape: str, opcode: str, rest: str) -> Instruction:
+    """rest: the line behind the opening bracket of the operands."""
+    depth, end = 1, len(rest)
+    for place, character in enumerate(rest):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            end = place
+            break
+    operands = tuple(re.findall(r"%([\w.\-]+)", rest[:end]))
+    return Instruction(name, shape, opcode, operands, rest[end + 1 :], bool(root))
