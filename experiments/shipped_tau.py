@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--output", help="JSON file")
     args = parser.parse_args()
 
-    base = hydrajax.load(args.base)
+    base = hydrajax.load(args.base, dtype="float32")
     found = held_out_prompts(held_out_files(), base.tokenizer, args.prompt_tokens)
     prompts = np.array([prompt.ids for prompt in islice(found, args.prompts)], np.int32)
     tree = presets.by_name(args.tree)

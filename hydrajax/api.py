@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from hydrajax.checkpoints.base import Progress, eos_ids, load_llama
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.checkpoints.hub import resolve
+from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import make_engine
 from hydrajax.decoding.loop import Bursts
@@ -31,6 +32,7 @@ from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology
 
+AUTO = "auto"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 QUANTIZED = ("int8",)
 
@@ -91,7 +93,7 @@ def load(
     base: str | Path,
     draft: Drafter | str | Path | None = None,
     *,
-    dtype="float32",
+    dtype=AUTO,
     mesh: Mesh | None = None,
     quantize: str | None = None,
     force: bool = False,
@@ -103,19 +105,25 @@ def load(
         Hub, ``org/name`` or ``org/name@revision``.
     draft: a directory or repository of heads (`hydrajax.checkpoints.heads.load`); the name of a drafter without
         weights (`hydrajax.drafters.registry`); a `Drafter` without weights; or None to decode autoregressively.
-    dtype: ``"float32"`` or ``"bfloat16"``, of parameters, cache and matmuls.
+    dtype: ``"float32"`` or ``"bfloat16"``, of parameters, cache and matmuls; the model's ``dtype`` then says which.
+        ``"auto"`` is float32 on a CPU, elsewhere what most of the base's numbers are stored in, with bfloat16 for
+        float16 (`hydrajax.checkpoints.base.default_dtype` says why).
     mesh:  from `hydrajax.sharding.make_mesh`; the base is sharded over it, the draft replicated.
     quantize: ``"int8"`` keeps the base's matmul weights in one byte each: half of bfloat16's memory, other logits.
     force: load heads that say they were made for another base.
     on_progress: told how many of the base's numbers have been loaded.
 
+    JAX's compilation cache on disk is then on for the whole process (`hydrajax.compilation.use_compilation_cache` says
+    where, and how to have another or none).
+
     Raises `HydrajaxError` for anything missing, damaged, unsupported or made for another base.
     """
-    if str(dtype) not in DTYPES:
-        raise HydrajaxError(f"dtype: found '{dtype}', allowed are {', '.join(DTYPES)}")
+    if str(dtype) not in (AUTO, *DTYPES):
+        raise HydrajaxError(f"dtype: found '{dtype}', allowed are {', '.join((AUTO, *DTYPES))}")
     if quantize not in (None, *QUANTIZED):
         raise HydrajaxError(f"quantize: found '{quantize}', allowed are {', '.join(QUANTIZED)}")
-    compute = DTYPES[str(dtype)]
+    use_compilation_cache()
+    compute = DTYPES.get(str(dtype))  # None for "auto"
     base = resolve(base, "--base")
     if isinstance(draft, (str, Path)) and draft not in WITHOUT_WEIGHTS:
         draft = resolve(draft, "--draft")  # refused before gigabytes are read

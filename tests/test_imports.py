@@ -22,6 +22,7 @@ ORDER = (
     "files",
     "assets",
     "processes",
+    "compilation",
     "models.config",
     "sharding",
     "models",

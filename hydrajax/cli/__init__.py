@@ -11,8 +11,8 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
+from hydrajax.compilation import use_compilation_cache
 from hydrajax.errors import HydrajaxError
 
 COMMANDS = ("demo", "generate", "chat", "bench", "evaluate", "roofline", "certify", "convert", "tree", "report")
@@ -36,15 +36,6 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
-
-
-def use_compilation_cache() -> None:
-    """Keep compiled programs between runs, under the user's cache directory unless JAX was told another place."""
-    import jax
-
-    if jax.config.jax_compilation_cache_dir is None:
-        cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(cache_home / "hydrajax" / "xla"))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -26,7 +26,11 @@ HELP = "time a decode step and its phases, autoregressive against tree decoding"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser, base_required=False)
     options.add_rule_arguments(parser)
-    parser.add_argument("--random", metavar="SHAPE", help=f"random weights instead of --base: {', '.join(PRESETS)}")
+    parser.add_argument(
+        "--random",
+        metavar="SHAPE",
+        help=f"random weights instead of --base: {', '.join(PRESETS)}; in float32 unless --dtype says otherwise",
+    )
     parser.add_argument(
         "--random-draft",
         metavar="KIND",
@@ -84,8 +88,10 @@ def _model(args: argparse.Namespace):
     if draft and (args.random or args.random_draft):
         raise HydrajaxError("bench: --draft goes with --base and without --random-draft")
     if args.random:
-        dtype = api.DTYPES[args.dtype]
-        return *random_model(args.random, args.random_draft or "hydra++", dtype, args.seed), []
+        if args.dtype == api.AUTO:  # no checkpoint has a dtype of its own here
+            args.dtype = "float32"
+        kind, dtype = args.random_draft or "hydra++", api.DTYPES[args.dtype]
+        return *random_model(args.random, kind, dtype, args.seed), []
     loaded = options.load_from(args)
     if args.random_draft:
         drafter, params = random_draft(loaded.model, loaded.params.base, args.random_draft, args.seed)

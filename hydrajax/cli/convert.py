@@ -54,7 +54,7 @@ def _int8_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", metavar="DIR|NAME", required=True, help="the model to quantise")
     parser.add_argument("--prompts", metavar="FILE.jsonl", help="texts to compare on (default: a few built in)")
     parser.add_argument("--limit", metavar="N", type=options.positive, default=16, help="prompts (default %(default)s)")
-    parser.add_argument("--dtype", choices=list(options.api.DTYPES), default="float32", help="default %(default)s")
+    options.add_dtype_argument(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")
 
 
@@ -109,10 +109,11 @@ def _int8_report(args: argparse.Namespace) -> dict:
     quantized = options.api.load(args.base, dtype=args.dtype, quantize="int8")
     effect = logit_effect((plain.model, plain.params.base), (quantized.model, quantized.params.base), ids)
     sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(m.params.base)) for m in (plain, quantized)]
-    print(f"{args.base}: {sizes[0] / 1e6:.1f} MB in {args.dtype}, {sizes[1] / 1e6:.1f} MB with int8 weights")
+    dtype = plain.model.dtype.name
+    print(f"{args.base}: {sizes[0] / 1e6:.1f} MB in {dtype}, {sizes[1] / 1e6:.1f} MB with int8 weights")
     print(
         f"logits at {effect.positions} positions of {len(ids)} prompts: they differ by {effect.mean:.3g} on average, "
         f"{effect.largest:.3g} at most, KL {effect.kl:.3g} nats, same likeliest token at {effect.agreement:.1%}"
     )
-    report = {"base": str(args.base), "dtype": args.dtype, "bytes": sizes[0], "bytes_int8": sizes[1]}
+    report = {"base": str(args.base), "dtype": dtype, "bytes": sizes[0], "bytes_int8": sizes[1]}
     return report | dataclasses.asdict(effect)

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     everything = question_sets.read_questions(args.set, args.data)
     questions = question_sets.select(everything, args.categories, args.limit)
     base = resolve(args.base, "--base")
-    loaded = options.load_from(argparse.Namespace(**vars(args) | {"base": base, "draft": None}))
+    loaded = options.load_from(args, base=base, draft=None)
     prompter = make_prompter(loaded, args.template, args.max_new_tokens)
     drafts = [draft for draft in args.draft if draft != options.NO_DRAFT]
     if trees and not drafts:

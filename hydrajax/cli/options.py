@@ -67,18 +67,24 @@ def add_model_arguments(
             f"{trees}",
             **listed,
         )
-    group.add_argument(
-        "--dtype",
-        choices=list(api.DTYPES),
-        default="float32",
-        help="of parameters and computation (default %(default)s)",
-    )
+    add_dtype_argument(group)
     group.add_argument(
         "--quantize",
         choices=api.QUANTIZED,
         help="base weights in 8 bits (hydrajax convert int8 says the cost)",
     )
     group.add_argument("--force", action="store_true", help="load heads that say they were made for another base")
+
+
+def add_dtype_argument(parser: argparse._ActionsContainer) -> None:
+    """``--dtype`` of a base that is loaded, see `hydrajax.api.load`."""
+    parser.add_argument(
+        "--dtype",
+        choices=[api.AUTO, *api.DTYPES],
+        default=api.AUTO,
+        help="of parameters and computation (default auto: float32 on a CPU, elsewhere the checkpoint's own, with "
+        "bfloat16 for float16)",
+    )
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: int = 256) -> argparse._ArgumentGroup:
@@ -235,13 +241,13 @@ def load_from(args: argparse.Namespace, on_status: Callable[[str], None] | None 
     """The base and the draft heads that the arguments name; ``changes`` are to the arguments of `hydrajax.api.load`.
 
     on_status: is told how far loading is; by default a line on a terminal's stderr is.
+    Where ``args.dtype`` is auto it becomes the one that was chosen, which is what commands print and reports record.
     """
-    settings = {"dtype": args.dtype, "quantize": args.quantize, "force": args.force} | changes
+    settings = {"base": args.base, "draft": draft_of(args), "dtype": args.dtype}
+    settings |= {"quantize": args.quantize, "force": args.force} | changes
     with Console(stderr=True).status("loading") if on_status is None else nullcontext() as line:
         say = on_status or line.update
-        return api.load(
-            args.base,
-            draft_of(args),
-            **settings,
-            on_progress=lambda done, total: say(f"loading {done / total:.0%}"),
-        )
+        loaded = api.load(**settings, on_progress=lambda done, total: say(f"loading {done / total:.0%}"))
+    if args.dtype == api.AUTO:
+        args.dtype = loaded.model.dtype.name
+    return loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import jax
@@ -14,7 +15,7 @@ from hydrajax.decoding.acceptance import Acceptance, AcceptanceRule
 from hydrajax.decoding.sampling import per_row, position_keys, row_keys
 from hydrajax.decoding.state import DecodeState, OutputState, Params, TargetState
 from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
-from hydrajax.models.arrays import Array
+from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BaseModel, BoundBase, Forward
 from hydrajax.models.cache import KVCache, append, write_tokens
@@ -22,19 +23,21 @@ from hydrajax.models.ranking import best_token
 from hydrajax.trees.tree import TreeTopology
 
 
-def exact_float32(method: Callable) -> Callable:
-    """Trace a method of `Engine` with true float32 matmuls where the model is one of float32: GPUs would round its
-    inputs to TF32.
+def true_float32(dtype: DType) -> AbstractContextManager:
+    """Trace with true float32 matmuls if that is the model's dtype: GPUs would round its inputs to TF32.
 
     A model of fewer bits is left alone: the setting would make XLA's GPU compiler turn products of one row, and only
     those, into sums of products rounded to bfloat16, slower and other than in a tree.
     """
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()
+
+
+def exact(method: Callable) -> Callable:
+    """A method of `Engine`, traced with `true_float32`."""
 
     @functools.wraps(method)
     def traced(self, *args, **settings):
-        if self.model.dtype != jnp.float32:
-            return method(self, *args, **settings)
-        with jax.default_matmul_precision("highest"):
+        with true_float32(self.model.dtype):
             return method(self, *args, **settings)
 
     return traced
@@ -61,13 +64,13 @@ class Engine:
 
     # --- the five verbs ---------------------------------------------------------------------------------------
 
-    @exact_float32
+    @exact
     def propose(self, params: Params, state: DecodeState) -> Proposal:
         """Candidate tokens in node order, as the rule wants them: the best guesses or draws."""
         draw = state.output.rule.draw(self._keys_below(state))
         return self.drafter.propose(params.draft, state.draft, state.target.root, self.tree, self.bind(params), draw)
 
-    @exact_float32
+    @exact
     def verify(self, params: Params, cache: KVCache, proposal: Proposal) -> tuple[Forward, Float[Array, "B N V"]]:
         """One forward pass of the base over the N nodes under the tree's mask, and logits at every node."""
         tree, base = proposal.tree, self.bind(params)
@@ -116,7 +119,7 @@ class Engine:
         outcome = Outcome(accepted.path, tokens, counts, accepted.next_root, forward.features, best_token(logits))
         return DecodeState(TargetState(cache, accepted.next_root), state.draft, output), outcome
 
-    @exact_float32
+    @exact
     def observe(self, params: Params, state: DecodeState, proposal: Proposal, outcome: Outcome) -> DecodeState:
         """Show the drafter what became of its proposal."""
         draft = self.drafter.observe(params.draft, state.draft, proposal, outcome, self.bind(params))
@@ -132,7 +135,7 @@ class Engine:
         state, outcome = self.commit(state, forward, logits, proposal, accepted)
         return self.observe(params, state, proposal, outcome)
 
-    @exact_float32
+    @exact
     def prefill(
         self,
         params: Params,
@@ -161,7 +164,7 @@ class Engine:
         keys, root = self._first_root(params, forward, lengths, rng, rule)
         return self._ready(params, TargetState(cache, root), draft, forward, prompt, lengths, keys, rule, limits)
 
-    @exact_float32
+    @exact
     def extend(
         self,
         params: Params,

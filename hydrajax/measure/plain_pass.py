@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax.decoding.prompts import bucket, right_padded
-from hydrajax.decoding.step import exact_float32
+from hydrajax.decoding.step import true_float32
 from hydrajax.models.base import BaseModel, BoundBase
 from hydrajax.models.rows import run_base
 
@@ -27,6 +27,6 @@ def all_logits(model: BaseModel, base_params, text: Int[np.ndarray, " T"]) -> Fl
 
 
 @partial(jax.jit, static_argnums=0)
-@exact_float32
 def _pass(model: BaseModel, base_params, tokens):
-    return BoundBase(model, base_params).logits(run_base(model, base_params, tokens).hidden)
+    with true_float32(model.dtype):
+        return BoundBase(model, base_params).logits(run_base(model, base_params, tokens).hidden)

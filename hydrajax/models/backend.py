@@ -22,8 +22,8 @@ from jaxtyping import Float, Int
 
 from hydrajax.models.arrays import Array
 from hydrajax.models.kernels import append_rows as append_kernel
+from hydrajax.models.kernels import check, tree_attention
 from hydrajax.models.kernels import few_rows as kernels
-from hydrajax.models.kernels import tree_attention
 from hydrajax.models.kernels.one_row_norm import one_row_norm
 
 
@@ -134,10 +134,8 @@ def _has_triton() -> bool:
 
 @functools.cache
 def _kernels_agree() -> bool:
-    """Whether the kernels say here what XLA says; warns where they do not."""
-    from hydrajax.models.kernels.check import disagreement  # it compares them with what calls this module
-
-    found = disagreement()
+    """Whether the kernels say here what NumPy says; warns where they do not."""
+    found = check.disagreement()
     if found:
         warnings.warn(f"hydrajax: the GPU kernels are not used, XLA's own operations are ({found})", stacklevel=2)
     return found is None
@@ -276,7 +274,7 @@ def _write_slots(
 IN_GRAPHS = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "CONDITIONAL", "WHILE")
 
 
-def compiler_options() -> dict[str, str] | None:
+def compiler_options() -> dict[str, str | bool] | None:
     """For `jax.jit` of a decode loop.
 
     On a GPU the whole loop becomes one CUDA graph: of the several hundred kernels of a step most move less than a

@@ -240,7 +240,7 @@ def test_prompt_file(refused, base, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [
-        (("--dtype", "float16"), r"--dtype: invalid choice: 'float16' \(choose from '?float32'?, '?bfloat16'?\)"),
+        (("--dtype", "half"), r"--dtype: invalid choice: 'half' \(choose from '?auto'?, '?float32'?, '?bfloat16'?\)"),
         (("--rule", "best"), r"--rule: invalid choice: 'best' \(choose from '?greedy'?, '?typical'?, .*\)"),
         (("--max-new-tokens", "0"), r"--max-new-tokens: must be an integer from 1 up, found '0'"),
         (("--max-new-tokens", "many"), r"--max-new-tokens: must be an integer from 1 up, found 'many'"),

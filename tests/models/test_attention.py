@@ -66,7 +66,9 @@ def test_a_long_prompt_needs_no_square_of_scores():
 
 def test_a_gpu_leaves_long_prompts_to_cudnn(monkeypatch):
     called = []
-    monkeypatch.setattr(backend, "attend_text", lambda q, k, v, window: called.append(window) or jnp.zeros((1, 300, 256), q.dtype))
+    monkeypatch.setattr(
+        backend, "attend_text", lambda q, k, v, window: called.append(window) or jnp.zeros((1, 300, 256), q.dtype)
+    )
     shape = jax.ShapeDtypeStruct((1, 4, 300, 64), jnp.bfloat16)
     with backend.traced_for(backend.Platform("gpu", 1, 9.0)):
         jax.eval_shape(lambda q, k, v: attend(q, [Part(k, v, Causal(300, 50))]), shape, shape, shape)

@@ -1,4 +1,4 @@
-"""Do the GPU kernels say on this device what XLA says? Asked once, before the first program that is to hold them.
+"""Do the GPU kernels say on this device what NumPy says? Asked once, before the first program that is to hold them.
 
 A kernel goes through a compiler of its own, and devices and versions are many. One that is wrong would change what a
 model writes without a word, so two seconds at the start are well spent.
@@ -6,13 +6,13 @@ model writes without a word, so two seconds at the start are well spent.
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.models.attention import Filled, Part, attend_plain
 from hydrajax.models.kernels.append_rows import append_rows
 from hydrajax.models.kernels.one_row_norm import one_row_norm
 from hydrajax.models.kernels.tree_attention import attend
@@ -47,21 +47,24 @@ def _normal(*shape: int) -> np.ndarray:
 
 
 def _attention(interpret: bool):
-    """Grouped queries, a tree, rows of different lengths, a window; one token; several programs to a row's slots."""
+    """A tree of grouped heads with a window, and one token; rows of different lengths, in several programs' shares."""
     worst = 0.0
     for n_tokens, head_dim, window in ((5, 64, 70), (1, 128, None)):
         queries, block = _normal(2, 4, n_tokens, head_dim), _normal(2, 2, n_tokens, head_dim)
         cache, lengths = _normal(2, 2, 384, head_dim), np.array([3, 300], np.int32)
         mask = np.tri(n_tokens, dtype=bool) & (np.arange(n_tokens) != 1) | np.eye(n_tokens, dtype=bool)
-        first_seen = None if window is None else (lengths[:, None] + np.arange(n_tokens) - window).astype(np.int32)
-        filled = Filled(lengths, first_seen)
-        args = (queries, (block, -block), mask, (cache, -cache), *filled)
-        got = jax.jit(lambda *args: attend(*args, interpret=interpret))(*args)
-        parts = [Part(block, -block, mask), Part(cache, -cache, filled).with_mask()]
-        want = attend_plain(
-            *jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if x.dtype != bool else x, (queries, parts))
-        )
-        worst = max(worst, float(jnp.max(jnp.abs(got - want))))
+        oldest = lengths[:, None] + np.arange(n_tokens, dtype=np.int32) - (window or 384)
+        # With the negative of the keys as values, nothing that is mistaken for another part goes unnoticed.
+        args = queries, (block, -block), mask, (cache, -cache), lengths, oldest if window else None
+        got = jax.jit(functools.partial(attend, interpret=interpret))(*args)
+
+        keys = np.concatenate([block, cache], axis=2).astype(np.float32).repeat(2, axis=1)
+        filled = np.arange(384) < lengths[:, None, None]
+        seen = np.stack([mask, mask]), filled & (np.arange(384) >= oldest[..., None])
+        scores = queries.astype(np.float32) @ keys.swapaxes(2, 3) / np.sqrt(head_dim)
+        weights = np.where(np.concatenate(seen, axis=2)[:, None], np.exp(scores), 0.0)
+        want = weights / weights.sum(axis=-1, keepdims=True) @ -keys
+        worst = max(worst, np.max(np.abs(got - want.swapaxes(1, 2).reshape(got.shape))))
     return worst
 
 

@@ -1,0 +1,51 @@
+"""`hydrajax.cli.options`: the dtype where no command line names one, and what reports then record."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+from hydrajax.checkpoints.base import export_llama, load_llama
+from hydrajax.cli import bench, build_parser, options
+from hydrajax.models.backend import Platform, traced_for
+
+LOADING = {
+    "generate": ["generate", "--base", "B", "--prompt", "x"],
+    "chat": ["chat", "--base", "B"],
+    "bench": ["bench", "--base", "B"],
+    "evaluate": ["evaluate", "--base", "B", "--set", "mt_bench", "--output", "O"],
+    "certify": ["certify", "--base", "B"],
+    "tree search": ["tree", "search", "--base", "B", "--prompts", "P", "--save"],
+    "convert int8": ["convert", "int8", "--base", "B"],
+}
+
+
+def parsed(*argv):
+    return build_parser(list(argv)).parse_args(argv)
+
+
+@pytest.mark.parametrize("argv", LOADING.values(), ids=LOADING.keys())
+def test_the_dtype_is_left_to_the_checkpoint_and_the_device(argv):
+    assert parsed(*argv).dtype == "auto"
+    assert parsed(*argv, "--dtype", "bfloat16").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("platform", "chosen"), [("cpu", "float32"), ("gpu", "bfloat16")])
+def test_the_dtype_that_was_chosen_is_recorded(wordless, tmp_path, platform, chosen):
+    export_llama(tmp_path / "base", *load_llama(wordless), dtype=jnp.bfloat16)
+    args = parsed("certify", "--base", str(tmp_path / "base"))
+    with traced_for(Platform(platform, 1)):
+        loaded = options.load_from(args)
+    assert loaded.model.dtype == chosen
+    assert options.recorded(args)["dtype"] == chosen
+
+
+@pytest.mark.parametrize(("flags", "dtype"), [([], "float32"), (["--dtype", "bfloat16"], "bfloat16")])
+def test_random_weights_are_float32_unless_told_otherwise(monkeypatch, flags, dtype):
+    found = []
+    monkeypatch.setattr(bench, "random_model", lambda *arguments: found.append(arguments) or (None, None, None))
+    args = parsed("bench", "--random", "tiny", *flags)
+    with traced_for(Platform("gpu", 1)):
+        bench._model(args)
+    assert [jnp.dtype(arguments[2]) for arguments in found] == [dtype]
+    assert options.recorded(args)["dtype"] == dtype

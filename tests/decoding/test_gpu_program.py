@@ -1,0 +1,102 @@
+"""The decode step as it is traced for a GPU: what it holds, and what it decodes with its kernels interpreted."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
+from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.state import Params
+from hydrajax.decoding.step import Engine
+from hydrajax.drafters.registry import KINDS
+from hydrajax.measure.random_models import random_base, random_draft
+from hydrajax.models import backend
+from hydrajax.models.base import BoundBase, abstract_base
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.kernels import append_rows, one_row_norm, tree_attention
+from hydrajax.models.llama import Llama
+from hydrajax.trees import presets
+
+GPU = backend.Platform("gpu", 1, 9.0)
+CONFIG = LlamaConfig(128, 128, 192, 2, 4, 2, 64, max_positions=256)
+
+
+def lowered_step(dtype, kind: str, tree) -> str:
+    """One decode step for a GPU, as text; nothing is compiled or allocated."""
+    model = Llama(CONFIG, jnp.dtype(dtype))
+    base, drafter = nn.unbox(abstract_base(model)), KINDS[kind].build(CONFIG, model.dtype)
+    draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
+    engine, params = Engine(model, drafter, tree, 16), Params(base, draft)
+    with backend.traced_for(GPU):
+        prompt, lengths = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        state = jax.eval_shape(engine.prefill, params, prompt, lengths, jax.random.key(0), per_row(Greedy(), 1))
+        return jax.jit(engine.decode_step).trace(params, state).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels_in(text: str) -> Counter:
+    return Counter(re.findall(r'name = "(hydrajax_\w+)"', text))
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "DEFAULT"), ("float32", "HIGHEST")])
+def test_only_float32_asks_for_true_float32(dtype, precision):
+    """ "highest" would make a GPU's one-row products of bfloat16 sums of rounded products, and only those."""
+    text = lowered_step(dtype, "hydra++", presets.chain(2))
+    assert set(re.findall(r"precision = \[(\w+), \w+\]", text)) == {precision}
+
+
+def test_a_step_holds_a_kernel_for_each_layer_and_one_that_appends():
+    names = tree_attention.NAME, f"{tree_attention.NAME}_sum", append_rows.NAME, one_row_norm.NAME
+    # Two layers and the prefix layer; the base's caches at once, and the prefix layer's.
+    assert [kernels_in(lowered_step("bfloat16", "hydra++", presets.chain(2)))[name] for name in names] == [3, 3, 2, 0]
+    # One token: two norms to each layer, and the last.
+    assert [kernels_in(lowered_step("bfloat16", "none", presets.root()))[name] for name in names] == [2, 2, 1, 5]
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels of a GPU, on this CPU; CUDA graphs are not for its compiler."""
+    real = pl.pallas_call
+    monkeypatch.setattr(pl, "pallas_call", lambda *args, **settings: real(*args, **settings | {"interpret": True}))
+    monkeypatch.setenv("HYDRAJAX_CUDA_GRAPHS", "0")
+    with backend.traced_for(GPU):
+        yield
+
+
+def test_with_its_kernels_a_tree_decodes_what_one_token_at_a_time_does(interpreted):
+    """Two rows of different lengths. Lookup finds much in what a random model writes, so that long paths are kept."""
+    model, base = random_base(CONFIG, jnp.bfloat16)
+    prompt, lengths = np.random.default_rng(0).integers(0, 128, (2, 32)).astype(np.int32), np.array([32, 9], np.int32)
+    want = make_autoregressive_fn(model, max_new_tokens=40)(Params(base, {}), prompt, lengths)
+    for kind, tree in (("lookup", presets.chain(3)), ("hydra++", presets.by_name("cartesian-3x2"))):
+        drafter, params = random_draft(model, base, kind)
+        found = make_decode_fn(model, drafter, tree, max_new_tokens=40)(params, prompt, lengths)
+        np.testing.assert_array_equal(found.tokens, want.tokens)
+        assert kind != "lookup" or found.tokens_per_step() > 1.2
+
+
+def test_options_go_to_an_outermost_function_only(monkeypatch):
+    """JAX refuses them anywhere else, and a decode function may be called in a function that is compiled."""
+    model, base = random_base(CONFIG)
+    monkeypatch.setattr(backend, "compiler_options", lambda: {"xla_cpu_enable_fast_math": False})
+    decode_fn = make_autoregressive_fn(model, max_new_tokens=4)
+    prompt = np.arange(16, dtype=np.int32)[None]
+    alone = decode_fn(Params(base, {}), prompt).tokens
+    np.testing.assert_array_equal(jax.jit(lambda base: decode_fn(Params(base, {}), prompt).tokens)(base), alone)
+    np.testing.assert_array_equal(jax.jit(lambda: decode_fn(Params(base, {}), prompt).tokens)(), alone)
+
+
+def test_the_loop_is_one_graph_unless_told_otherwise(monkeypatch):
+    assert backend.compiler_options() is None  # on a CPU
+    with backend.traced_for(GPU):
+        assert "WHILE" in backend.compiler_options()["xla_gpu_enable_command_buffer"]
+        monkeypatch.setenv("HYDRAJAX_CUDA_GRAPHS", "0")
+        assert backend.compiler_options() is None

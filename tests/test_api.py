@@ -1,0 +1,70 @@
+"""`hydrajax.load`: the dtype of what it loads, where one is named and where none is."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from released import refusal
+from transformers import LlamaForCausalLM
+
+import hydrajax
+from hydrajax.models.backend import Platform, traced_for
+
+GPU = Platform("gpu", 1, 9.0)
+
+
+@pytest.fixture(scope="module")
+def stored_in(tiny_checkpoint, tmp_path_factory):
+    """``stored_in(name) -> Path``: the tiny checkpoint with its weights in this dtype, its norms in ``norms``."""
+
+    def save(name: str, norms: str | None = None):
+        folder = tmp_path_factory.mktemp(name)
+        model = LlamaForCausalLM.from_pretrained(tiny_checkpoint).to(getattr(torch, name))
+        for key, parameter in model.named_parameters():
+            if norms is not None and "norm" in key:
+                parameter.data = parameter.data.to(getattr(torch, norms))
+        model.save_pretrained(folder)
+        return folder
+
+    return save
+
+
+def dtypes(loaded: hydrajax.Loaded) -> set[str]:
+    """Of the model and of all its parameters."""
+    return {loaded.model.dtype.name} | {leaf.dtype.name for leaf in jax.tree.leaves(loaded.params.base)}
+
+
+def test_float32_on_a_cpu(stored_in):
+    with traced_for(Platform("cpu", 1)):
+        assert dtypes(hydrajax.load(stored_in("bfloat16"))) == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "loaded"),
+    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16"), ("float64", "float32")],
+)
+def test_the_checkpoints_own_on_an_accelerator(stored_in, stored, loaded):
+    with traced_for(GPU):
+        assert dtypes(hydrajax.load(stored_in(stored))) == {loaded}
+
+
+def test_a_few_wide_parameters_do_not_count(stored_in):
+    with traced_for(GPU):
+        assert dtypes(hydrajax.load(stored_in("bfloat16", norms="float32"))) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("platform", [Platform("cpu", 1), GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("named", ["float32", "bfloat16", jnp.dtype("bfloat16")])
+def test_a_dtype_that_is_named(stored_in, platform, named):
+    with traced_for(platform):
+        assert dtypes(hydrajax.load(stored_in("float16"), dtype=named)) == {str(named)}
+
+
+def test_unknown_dtype(tiny_checkpoint):
+    for name in ("float16", None):
+        refusal(
+            lambda name=name: hydrajax.load(tiny_checkpoint, dtype=name),
+            f"dtype: found '{name}', allowed are auto, float32, bfloat16",
+        )

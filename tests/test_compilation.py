@@ -1,0 +1,80 @@
+"""The compilation cache on disk: where it is, what leaves it alone, and that `load` turns it on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from hydrajax.compilation import use_compilation_cache
+
+
+@pytest.fixture
+def untold():
+    """JAX as it is where nobody has told it a folder."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.usefixtures("untold")
+def test_the_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    use_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "hydrajax" / "xla")
+
+
+@pytest.mark.usefixtures("untold")
+@pytest.mark.parametrize("folder", ["elsewhere", ""])
+def test_a_folder_that_jax_was_told_stays(monkeypatch, tmp_path, folder):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", folder)
+    use_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir == folder
+
+
+@pytest.mark.usefixtures("untold")
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    use_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+SCRIPT = """
+import sys, jax, hydrajax
+jax.jit(lambda x: x + 1)(2)  # before the cache is on: it takes what comes later all the same
+hydrajax.load(sys.argv[1])
+jax.jit(lambda x: x * x)(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "kept"),
+    [
+        ({}, "xdg/hydrajax/xla"),
+        ({"JAX_COMPILATION_CACHE_DIR": "mine"}, "mine"),
+        ({"JAX_ENABLE_COMPILATION_CACHE": "false"}, None),
+    ],
+    ids=["default", "own folder", "off"],
+)
+def test_loading_turns_it_on(tiny_checkpoint, tmp_path, environment, kept):
+    inherited = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
+    everything = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "XDG_CACHE_HOME": str(tmp_path / "xdg")}
+    subprocess.run(
+        [sys.executable, "-c", SCRIPT, tiny_checkpoint],
+        env=inherited | everything | environment,
+        cwd=tmp_path,
+        check=True,
+        timeout=300,
+    )
+    folders = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("jit_*")}
+    assert folders == ({kept} if kept else set())
