@@ -6,21 +6,34 @@ import jax
 import jax.numpy as jnp
 
 from hydrajax.decoding.state import Params
+from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.prefix import replace_in_heads
 from hydrajax.drafters.registry import KINDS
 from hydrajax.models.base import BaseModel, BoundBase, init_base
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.llama import Llama
 
 
-def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0):
-    """``(model, base_params)`` of this shape, made on the device."""
-    model = Llama(config, jnp.dtype(dtype))
-    return model, jax.jit(lambda rng: init_base(model, rng))(jax.random.key(seed))
+def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, int8: bool = False):
+    """``(model, base_params)`` of this shape, made on the device; ``int8`` as in `hydrajax.models.llama.Llama`."""
+    model = Llama(config, jnp.dtype(dtype), int8)
+
+    def init(rng):
+        leaves, treedef = jax.tree.flatten(init_base(model, rng))
+        for i, leaf in enumerate(leaves):
+            if leaf.dtype == jnp.int8:  # never zeros: a device can be faster with them
+                leaves[i] = jax.random.randint(jax.random.fold_in(rng, i), leaf.shape, -127, 128, jnp.int8)
+        return jax.tree.unflatten(treedef, leaves)
+
+    return model, jax.jit(init)(jax.random.key(seed))
 
 
-def random_draft(model: BaseModel, base, kind: str, seed: int = 0):
-    """``(drafter, params)``: a fresh drafter of a kind in `hydrajax.drafters.registry.KINDS` for a base."""
+def random_draft(model: BaseModel, base, kind: str, seed: int = 0, lm_head: LmHead | None = None):
+    """``(drafter, params)``: a fresh drafter of a kind in `hydrajax.drafters.registry.KINDS` for a base; heads with
+    this lm head in place of the released one.
+    """
     drafter = KINDS[kind].build(model.config, model.dtype)
+    drafter = drafter if lm_head is None else replace_in_heads(drafter, small_lm_head=lm_head)
     init = jax.jit(lambda rng, base: drafter.init(rng, BoundBase(model, base)))
     return drafter, Params(base, init(jax.random.key(seed + 1), base))
 

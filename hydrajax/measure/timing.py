@@ -21,6 +21,7 @@ from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
 from hydrajax.models import backend
+from hydrajax.models.arrays import Array
 from hydrajax.models.cache import after_reads
 
 
@@ -37,6 +38,21 @@ def median_ms(call: Callable[[], object], repeats: int) -> float:
 def _is_feature(x) -> bool:
     """Whether a leaf of a drafter's state is a hidden state ``[B, D]``."""
     return x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def random_like(shapes: Any, rng: Array) -> Any:
+    """Random numbers and keys of these shapes, and zeros for integers."""
+    leaves, treedef = jax.tree.flatten(shapes)
+    filled = []
+    for i, leaf in enumerate(leaves):
+        key = jax.random.fold_in(rng, i)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            filled.append(jax.random.split(key, leaf.shape))
+        elif jnp.issubdtype(leaf.dtype, jnp.floating):
+            filled.append(jax.random.normal(key, leaf.shape, leaf.dtype))
+        else:
+            filled.append(jnp.zeros(leaf.shape, leaf.dtype))
+    return jax.tree.unflatten(treedef, filled)
 
 
 class Timed:
@@ -99,20 +115,7 @@ class StepTimer:
         rng, rule = jax.random.key(self.seed), per_row(self.rule, self.batch)
         shapes = jax.eval_shape(engine.prefill, self.params, prompt, lengths, rng, rule)
 
-        def fill(rng):
-            leaves, treedef = jax.tree.flatten(shapes)
-            filled = []
-            for i, leaf in enumerate(leaves):
-                key = jax.random.fold_in(rng, i)
-                if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                    filled.append(jax.random.split(key, leaf.shape))
-                elif jnp.issubdtype(leaf.dtype, jnp.floating):
-                    filled.append(jax.random.normal(key, leaf.shape, leaf.dtype))
-                else:
-                    filled.append(jnp.zeros(leaf.shape, leaf.dtype))
-            return self._rewound(jax.tree.unflatten(treedef, filled))
-
-        return jax.jit(fill)(rng)
+        return jax.jit(lambda rng: self._rewound(random_like(shapes, rng)))(rng)
 
     def _rewound(self, state: DecodeState) -> DecodeState:
         """Back to ``context`` tokens per row, nothing emitted. Integers ``[B]`` of a drafter's state are lengths."""
@@ -154,11 +157,16 @@ class StepTimer:
 
     @cached_property
     def _start(self):
-        """A state, what is proposed there, and what the base makes of it."""
-        state = self.state()
-        proposal = jax.jit(self.engine.propose)(self.params, state)
-        forward, logits = jax.jit(self.engine.verify)(self.params, state.target.cache, proposal)
-        return state, proposal, forward, logits
+        """A state, a proposal, and what the base makes of it: random numbers of the right shapes, as no time depends on
+        them and compiling what makes them would take longer than all that is timed.
+        """
+        engine, state = self.engine, self.state()
+        key, more = jax.random.split(jax.random.key(self.seed + 1))
+        proposal = random_like(jax.eval_shape(engine.propose, self.params, state), key)
+        tokens = jax.random.randint(more, proposal.tokens.shape, 0, engine.model.config.vocab_size)
+        proposal = proposal._replace(tokens=tokens, tree=engine.tree.topology)
+        shapes = jax.eval_shape(engine.verify, self.params, state.target.cache, proposal)
+        return state, proposal, *random_like(shapes, more)
 
     # --- what is timed ------------------------------------------------------------------------------------------
 
@@ -210,8 +218,11 @@ class StepTimer:
 
     def observe(self) -> Timed:
         state, proposal, forward, logits = self._start
-        accepted = jax.jit(self.engine.accept)(state, logits, proposal)
-        _, outcome = jax.jit(self.engine.commit)(state, forward, logits, proposal, accepted)
+
+        def outcome(*args):
+            return self.engine.commit(*args, proposal, self.engine.accept(args[0], args[2], proposal))[1]
+
+        outcome = random_like(jax.eval_shape(outcome, state, forward, logits), jax.random.key(self.seed))
 
         def body(params, carry):
             state, outcome = carry

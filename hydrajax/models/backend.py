@@ -123,7 +123,7 @@ def attends_few_rows(queries: Float[Array, "B n_heads T H"]) -> bool:
 AMPERE = 8.0  # the compute capability that Triton needs
 
 
-def _has_triton() -> bool:
+def has_triton() -> bool:
     """Whether programs may hold our GPU kernels: on one GPU of NVIDIA's, as XLA does not know how to divide a kernel
     that it did not make.
     """
@@ -147,7 +147,7 @@ def attends_tree(queries: Float[Array, "B n_heads T H"]) -> bool:
     7B, 64 nodes, 2048 tokens, batch 1: XLA's own moves 19.2 GB a step in 619 kernels, of which the weights and the
     filled slots are 14.3 (`experiments/results/gpu_program`).
     """
-    return _has_triton() and tree_attention.fits(*queries.shape[2:], queries.dtype)
+    return has_triton() and tree_attention.fits(*queries.shape[2:], queries.dtype)
 
 
 def attends_text(queries: Float[Array, "B n_heads T H"]) -> bool:
@@ -172,7 +172,7 @@ def attend_text(queries, keys, values, window: int | None) -> Float[Array, "B T 
 
 def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*rows D"]:
     """``x / rms(x) * scale``, the statistics in float32."""
-    if _has_triton() and x.size == x.shape[-1]:
+    if has_triton() and x.size == x.shape[-1]:
         return one_row_norm(x.reshape(-1), scale, eps).reshape(x.shape)
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -181,7 +181,7 @@ def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], eps: float) 
 
 def whole_slots(slots: int) -> int:
     """How many slots a cache gets that must hold so many: a GPU's kernel reads them by the block."""
-    return -(-slots // tree_attention.SLOTS) * tree_attention.SLOTS if _has_triton() else slots
+    return -(-slots // tree_attention.SLOTS) * tree_attention.SLOTS if has_triton() else slots
 
 
 def matmul(x: Float[Array, "*rows D"], kernel: Float[Array, "D F"], dtype) -> Float[Array, "*rows F"]:
@@ -248,7 +248,7 @@ def append_rows(
     """
     batch, _, n_tokens, head_dim = blocks[0].shape
     few = index is not None or n_tokens <= FEW_TOKENS
-    if few and _has_triton() and append_kernel.fits(head_dim):
+    if few and has_triton() and append_kernel.fits(head_dim):
         every = np.broadcast_to(np.arange(n_tokens, dtype=np.int32), (batch, n_tokens))
         return append_kernel.append_rows(caches, blocks, every if index is None else index, starts)
     if index is not None:  # by a gather: see openxla/xla#49176

@@ -26,20 +26,20 @@ def test_where_they_fail_xla_does_the_work(monkeypatch):
     monkeypatch.setattr(backend, "_present", lambda: Platform("gpu", 1, 9.0))
     backend._kernels_agree.cache_clear()
     with pytest.warns(UserWarning, match="GPU kernels are not used.*attention: ValueError: Only interpret mode"):
-        assert not backend._has_triton()
-    assert not backend._has_triton()  # and says so once
+        assert not backend.has_triton()
+    assert not backend.has_triton()  # and says so once
     backend._kernels_agree.cache_clear()
 
 
 def test_the_environment_turns_them_off(monkeypatch):
     with backend.traced_for(Platform("gpu", 1, 9.0)):
-        assert backend._has_triton()
+        assert backend.has_triton()
         monkeypatch.setenv("HYDRAJAX_GPU_KERNELS", "0")
-        assert not backend._has_triton()
+        assert not backend.has_triton()
 
 
 @pytest.mark.parametrize("platform", [Platform("cpu", 1), Platform("gpu", 2, 9.0), Platform("gpu", 1, 7.5)])
 def test_who_has_none(platform):
     with backend.traced_for(platform):
-        assert not backend._has_triton()
+        assert not backend.has_triton()
         assert backend.whole_slots(100) == 100
