@@ -32,8 +32,8 @@ class PrefixLayer(nn.Module):
         layer = DecoderLayer(self.config, self.dtype, name="layer")
         rope = rope_table(self.config, positions)
         past = () if cache is None else cache.parts(0)
-        x, block = layer(features.astype(self.dtype), rope, block_mask, past)
-        return RMSNorm(self.config.norm_eps, self.dtype, name="norm")(x), (block,)
+        x, added, block = layer(features.astype(self.dtype), None, rope, block_mask, past)
+        return RMSNorm(self.config.norm_eps, self.dtype, name="norm").of_sum(x, added)[1], (block,)
 
 
 class PrefixState(NamedTuple):

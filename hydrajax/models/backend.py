@@ -21,10 +21,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax.models.arrays import Array
+from hydrajax.models.kernels import add_norm as norm_kernel
 from hydrajax.models.kernels import append_rows as append_kernel
 from hydrajax.models.kernels import check, tree_attention
 from hydrajax.models.kernels import few_rows as kernels
-from hydrajax.models.kernels.one_row_norm import one_row_norm
 
 
 class Platform(NamedTuple):
@@ -170,13 +170,18 @@ def attend_text(queries, keys, values, window: int | None) -> Float[Array, "B T 
     return out.reshape(*out.shape[:2], -1)
 
 
-def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*rows D"]:
-    """``x / rms(x) * scale``, the statistics in float32."""
+def add_norm(
+    x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None, scale: Float[Array, " D"], eps: float
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """``(sum, sum / rms(sum) * scale)`` of ``x + added``, or of ``x`` alone; the statistics in float32."""
     if has_triton() and x.size == x.shape[-1]:
-        return one_row_norm(x.reshape(-1), scale, eps).reshape(x.shape)
-    wide = x.astype(jnp.float32)
+        rows = x.reshape(-1), None if added is None else added.reshape(-1)
+        total, normed = norm_kernel.add_norm(*rows, scale, eps)
+        return total.reshape(x.shape), normed.reshape(x.shape)
+    total = x if added is None else x + added
+    wide = total.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * scale
+    return total, normed.astype(x.dtype) * scale
 
 
 def whole_slots(slots: int) -> int:

@@ -26,10 +26,16 @@ class RMSNorm(nn.Module):
     eps: float
     dtype: DType
 
-    @nn.compact
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        return self.of_sum(x, None)[1]
+
+    @nn.compact
+    def of_sum(
+        self, x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None
+    ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+        """``x + added``, or ``x`` where nothing is, and the norm of that."""
         scale = declare(self, "scale", (x.shape[-1],), ("width",), nn.initializers.ones)
-        return backend.rms_norm(x, scale, self.eps)
+        return backend.add_norm(x, added, scale, self.eps)
 
 
 class DecoderLayer(nn.Module):
@@ -37,7 +43,8 @@ class DecoderLayer(nn.Module):
 
     Query, key and value projections are one matmul, and so are gate and up: a decode step is bound by the bytes of
     the weights and, on a GPU, by the number of kernels. The fused kernel keeps the key-value head as an axis of its
-    own, so that it can be sharded by heads.
+    own, so that it can be sharded by heads. For the same reason what the layer adds to the residual stream is returned
+    beside it: the norm that follows adds the two.
     """
 
     config: LlamaConfig
@@ -46,9 +53,17 @@ class DecoderLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], rope, block_mask, past: Sequence[Part] = ()
-    ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """The layer's output, and the T tokens' keys and values. ``block_mask`` is the ``visible`` of their `Part`."""
+        self,
+        x: Float[Array, "B T D"],
+        added: Float[Array, "B T D"] | None,
+        rope,
+        block_mask,
+        past: Sequence[Part] = (),
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], KeyValue]:
+        """From ``x + added`` (None: ``x``) two arrays whose sum is the layer's output, and the T tokens' keys and values.
+
+        block_mask: the ``visible`` of their `Part`.
+        """
         c = self.config
         batch, n_tokens, width = x.shape
         per_head = (c.n_kv_heads, c.queries_per_kv + 2, c.head_dim)  # its queries, then its key and its value
@@ -58,7 +73,7 @@ class DecoderLayer(nn.Module):
         gate_up_kernel = declare_kernel(self, "gate_up", (width, 2, c.mlp_width), ("width", None, "mlp"))
         down_kernel = declare_kernel(self, "down", (c.mlp_width, width), ("mlp", "width"))
 
-        normed = RMSNorm(c.norm_eps, self.dtype, name="attention_norm")(x)
+        x, normed = RMSNorm(c.norm_eps, self.dtype, name="attention_norm").of_sum(x, added)
         qkv = project(normed, qkv_kernel).reshape(batch, n_tokens, *per_head)
         if c.qkv_bias:
             qkv = qkv + declare(self, "qkv_bias", per_head, head_axes, nn.initializers.zeros)
@@ -71,8 +86,8 @@ class DecoderLayer(nn.Module):
             keys = RMSNorm(c.norm_eps, self.dtype, name="key_norm")(keys)
         keys = rotate(keys, rope)
         attended = attend(rotate(queries, rope), [Part(keys, values, block_mask), *past])
-        x = x + project(attended, out_kernel)
+        attended = project(attended, out_kernel)
 
-        normed = RMSNorm(c.norm_eps, self.dtype, name="mlp_norm")(x)
+        x, normed = RMSNorm(c.norm_eps, self.dtype, name="mlp_norm").of_sum(x, attended)
         gate, up = jnp.split(project(normed, gate_up_kernel), 2, axis=-1)
-        return x + project(jax.nn.silu(gate) * up, down_kernel), (keys, values)
+        return x, project(jax.nn.silu(gate) * up, down_kernel), (keys, values)

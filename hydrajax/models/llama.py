@@ -77,12 +77,12 @@ class Llama(nn.Module):
                 block_mask = replace(block_mask, window=window)
             else:
                 block_mask = block_mask & (positions[:, None, :] >= first_seen[:, :, None])[:, None, None]
-        inputs, block = [], []
+        inputs, block, added = [], [], None
         for i, layer in enumerate(self.layers):
-            inputs.append(x)
-            x, key_value = layer(x, rope, block_mask, () if cache is None else cache.parts(i, first_seen))
+            inputs.append(x if added is None else x + added)
+            x, added, key_value = layer(x, added, rope, block_mask, () if cache is None else cache.parts(i, first_seen))
             block.append(key_value)
-        hidden = self.norm(x)
+        _, hidden = self.norm.of_sum(x, added)
         wanted = [hidden if place == 0 else inputs[-place] for place in reads]
         features = wanted[0] if len(wanted) == 1 else jnp.concatenate(wanted, axis=-1)
         return Forward(hidden, features, tuple(block))

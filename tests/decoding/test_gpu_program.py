@@ -22,7 +22,7 @@ from hydrajax.measure.random_models import random_base, random_draft
 from hydrajax.models import backend
 from hydrajax.models.base import BoundBase, abstract_base
 from hydrajax.models.config import LlamaConfig
-from hydrajax.models.kernels import append_rows, one_row_norm, tree_attention
+from hydrajax.models.kernels import add_norm, append_rows, tree_attention
 from hydrajax.models.llama import Llama
 from hydrajax.trees import presets
 
@@ -54,7 +54,7 @@ def test_only_float32_asks_for_true_float32(dtype, precision):
 
 
 def test_a_step_holds_a_kernel_for_each_layer_and_one_that_appends():
-    names = tree_attention.NAME, f"{tree_attention.NAME}_sum", append_rows.NAME, one_row_norm.NAME
+    names = tree_attention.NAME, f"{tree_attention.NAME}_sum", append_rows.NAME, add_norm.NAME
     # Two layers and the prefix layer; the base's caches at once, and the prefix layer's.
     assert [kernels_in(lowered_step("bfloat16", "hydra++", presets.chain(2)))[name] for name in names] == [3, 3, 2, 0]
     # One token: two norms to each layer, and the last.

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hydrajax.models.kernels.add_norm import add_norm
 from hydrajax.models.kernels.append_rows import append_rows
-from hydrajax.models.kernels.one_row_norm import one_row_norm
 from hydrajax.models.kernels.tree_attention import attend
 
 # Of sums of numbers about 1: bfloat16 has 8 bits, and each of the two sides rounds several times.
@@ -80,6 +80,7 @@ def _appending(interpret: bool):
 
 def _norm(interpret: bool):
     x, scale = _normal(5120), np.ones(5120, jnp.bfloat16)
-    wide = x.astype(np.float32)
-    want = wide / np.sqrt(np.mean(wide * wide) + 1e-5)
-    return jnp.max(jnp.abs(jax.jit(lambda *args: one_row_norm(*args, 1e-5, interpret=interpret))(x, scale) - want))
+    got = jax.jit(functools.partial(add_norm, eps=1e-5, interpret=interpret))(x, -3 * x, scale)
+    total = -2 * x.astype(np.float32)
+    want = total, total / np.sqrt(np.mean(total * total) + 1e-5)
+    return max(jnp.max(jnp.abs(one - other)) for one, other in zip(got, want, strict=True))

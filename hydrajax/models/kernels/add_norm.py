@@ -1,0 +1,49 @@
+"""GPU kernel: the sum of two rows and its RMSNorm, for the one row of a step without a draft.
+
+XLA makes three kernels of it there, and one where there are several rows.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Float
+
+from hydrajax.models.arrays import Array
+
+NAME = "hydrajax_add_norm"
+
+
+def add_norm(
+    x: Float[Array, " D"], added: Float[Array, " D"] | None, scale: Float[Array, " D"], eps: float, *,
+    interpret: bool = False,
+) -> tuple[Float[Array, " D"], Float[Array, " D"]]:  # fmt: skip
+    """``(sum, sum / rms(sum) * scale)`` of ``x + added``, or of ``x`` alone; the statistics in float32."""
+    inputs = [x, scale] if added is None else [x, scale, added]
+    row = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    *total, normed = pl.pallas_call(
+        functools.partial(_kernel, eps=eps),
+        out_shape=[row] * (len(inputs) - 1),
+        compiler_params=triton.CompilerParams(num_warps=8),
+        interpret=interpret,
+        name=NAME,
+    )(*inputs)
+    return (total[0] if total else x), normed
+
+
+def _kernel(x, scale, *rest, eps: float):
+    """rest: what is added and where the sum goes, unless there is none, and where the norm goes."""
+    size = x.shape[0]
+    place = jnp.arange(pl.next_power_of_2(size))
+    inside, place = place < size, jnp.minimum(place, size - 1)  # a kernel's arrays are of 2, 4, 8 ... numbers
+    row = x[place]
+    if len(rest) > 1:
+        row = row + rest[0][place]
+        rest[1][place] = row
+    wide = row.astype(jnp.float32)
+    mean = jnp.sum(jnp.where(inside, wide * wide, 0.0)) / size
+    rest[-1][place] = (wide * jax.lax.rsqrt(mean + eps)).astype(row.dtype) * scale[place]
