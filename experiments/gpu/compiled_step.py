@@ -175,17 +175,21 @@ def _moved_by_our_kernels(case: Case):
             per_row = sum(array_bytes(shape) // _dims(shape)[0] // _dims(shape)[2] for shape in operands[2:]) // 2
             return rows * per_row, rows * per_row
         if tree_attention.NAME in instruction.attributes:
-            return sum(_live(shape, case.context) for shape in operands), array_bytes(instruction.shape)
+            lines = _dims(operands[0])[1]  # a tile of which reads all keys and values
+            tiles = -(-lines // tree_attention.MOST_LINES)
+            caches = [shape for shape in operands if _is_cache(shape, case.context)]
+            filled = sum(array_bytes(shape) * case.context // _dims(shape)[1] for shape in caches)
+            others = sum(array_bytes(shape) for shape in operands if shape not in caches)
+            return tiles * filled + others, array_bytes(instruction.shape)
         return None
 
     return moves
 
 
-def _live(shape: str, context: int) -> int:
-    """Bytes of an operand; of a cache ``[B * kv, slots, H]`` those of ``context`` slots."""
+def _is_cache(shape: str, context: int) -> bool:
+    """Whether an operand is of the shape ``[B * kv, slots, H]`` with more slots than the context fills."""
     dims = _dims(shape)
-    is_cache = len(dims) == 3 and dims[1] > context
-    return array_bytes(shape) * context // dims[1] if is_cache else array_bytes(shape)
+    return len(dims) == 3 and dims[1] > context
 
 
 def _dims(shape: str) -> list[int]:

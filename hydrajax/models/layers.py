@@ -60,7 +60,7 @@ class DecoderLayer(nn.Module):
         block_mask,
         past: Sequence[Part] = (),
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], KeyValue]:
-        """From ``x + added`` (None: ``x``) two arrays whose sum is the layer's output, and the T tokens' keys and values.
+        """From ``x + added`` (None: ``x``) two arrays whose sum is the output, and the T tokens' keys and values.
 
         block_mask: the ``visible`` of their `Part`.
         """

@@ -31,6 +31,7 @@ NAME = "hydrajax_tree_attention"  # of the kernels in a compiled program
 MASKED, TINY = -1e30, 1e-30
 LEAST = 16  # rows and columns that the tensor cores multiply at once
 MOST_TOKENS = 128  # of a tree: its keys and its part of the scores are held on the chip as a whole
+MOST_LINES = 128  # queries, of all heads that share a key-value head, that a program takes
 SLOTS = 64  # of the cache, per turn of the kernel's loop
 # Programs that a layer's slots are split among: as many as a large GPU has multiprocessors. Not more, since what each
 # has summed up is written in float32 and read again.
@@ -72,7 +73,7 @@ def attend(
     assert n_slots % SLOTS == 0, n_slots
     groups = n_heads // n_kv
     rows = groups * n_tokens
-    tile = min(max(LEAST, pl.next_power_of_2(rows)), 128)
+    tile = min(max(LEAST, pl.next_power_of_2(rows)), MOST_LINES)
     tiles, padded = pl.cdiv(rows, tile), max(LEAST, pl.next_power_of_2(n_tokens))
     splits = splits_of(batch * n_kv)
 
