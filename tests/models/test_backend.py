@@ -1,4 +1,4 @@
-"""What the backend does with a matmul precision that XLA ignores on a CPU."""
+"""What the backend does with a matmul precision that XLA ignores on a CPU, and with a single row on a GPU."""
 
 from __future__ import annotations
 
@@ -32,3 +32,20 @@ def test_inputs_and_gradients_are_rounded_and_sums_are_not():
     np.testing.assert_allclose(to_b, rounded(a).swapaxes(1, 2) @ rounded(slope), atol=1e-4)
     # Without the setting nothing is rounded: the difference would be a hundred times as large.
     np.testing.assert_allclose(product(a, b), a.astype(np.float64) @ b.astype(np.float64), atol=1e-4)
+
+
+@pytest.mark.parametrize("product", [backend.matmul, backend.matmul_transposed])
+def test_a_gpu_multiplies_a_single_row_twice_rather_than_convert_the_weight(product):
+    """cuBLAS has no such product of 16-bit numbers with a float32 result, and XLA would make a float32 weight."""
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.normal(size=(24, 24)), jnp.bfloat16)
+    for rows, multiplied in ((1, 2), (3, 3)):
+        x = jnp.asarray(rng.normal(size=(rows, 24)), jnp.bfloat16)
+        with backend.traced_for(backend.Platform("gpu", 1, 9.0)):
+            call = jax.jit(lambda x, weight: product(x, weight, jnp.float32))
+            assert f"(tensor<{multiplied}x24xbf16>, tensor<24x24xbf16>)" in call.lower(x, weight).as_text()
+            found = call(x, weight)
+        assert found.shape == (rows, 24)
+        wide = np.asarray(weight, np.float64)
+        exact = np.asarray(x, np.float64) @ (wide.T if product is backend.matmul_transposed else wide)
+        np.testing.assert_allclose(found, exact, atol=1e-4)
