@@ -47,8 +47,14 @@ def platform() -> Platform:
 
 @functools.cache
 def _present() -> Platform:
-    capability = getattr(jax.devices()[0], "compute_capability", None) or 0.0
-    return Platform(jax.default_backend(), jax.device_count(), float(capability))
+    return Platform(jax.default_backend(), jax.device_count(), _capability(jax.devices()[0]))
+
+
+def _capability(device: jax.Device) -> float:
+    try:
+        return float(device.compute_capability)
+    except (AttributeError, ValueError):  # AMD's are names
+        return 0.0
 
 
 @contextlib.contextmanager
@@ -120,16 +126,19 @@ def attends_few_rows(queries: Float[Array, "B n_heads T H"]) -> bool:
     return fits and few_rows(n_tokens, queries.dtype)
 
 
-AMPERE = 8.0  # the compute capability that Triton needs
+AMPERE = 8.0  # the compute capability of an NVIDIA GPU that Triton and cuDNN's attention need
+
+
+def _on_ampere() -> bool:
+    """Whether kernels other than XLA's own are to be thought of at all; HYDRAJAX_GPU_KERNELS=0 in the environment is
+    the way to do without them.
+    """
+    return platform().capability >= AMPERE and os.environ.get("HYDRAJAX_GPU_KERNELS") != "0"
 
 
 def has_triton() -> bool:
-    """Whether programs may hold our GPU kernels: on one GPU of NVIDIA's, as XLA does not know how to divide a kernel
-    that it did not make.
-    """
-    here = platform()
-    fits = here.name == "gpu" and here.devices == 1 and here.capability >= AMPERE
-    return fits and os.environ.get("HYDRAJAX_GPU_KERNELS") != "0" and (_described is not None or _kernels_agree())
+    """Whether programs may hold our GPU kernels: on one GPU, as XLA cannot divide a kernel that it did not make."""
+    return _on_ampere() and platform().devices == 1 and (_described is not None or _kernels_agree())
 
 
 @functools.cache
@@ -155,11 +164,9 @@ def attends_text(queries: Float[Array, "B n_heads T H"]) -> bool:
 
     7B, a prompt of 8192 tokens: in XLA's own operations 356 kernels a layer, compiled in 70 seconds a layer.
     """
-    n_tokens, head_dim = queries.shape[2:]
-    here = platform()
+    head_dim = queries.shape[3]
     sixteen_bit = queries.dtype in (jnp.bfloat16, jnp.float16)
-    on_ampere = here.name == "gpu" and here.capability >= AMPERE
-    return on_ampere and sixteen_bit and n_tokens > 1 and head_dim % 8 == 0 and head_dim <= 128
+    return _on_ampere() and sixteen_bit and head_dim % 8 == 0 and head_dim <= 128
 
 
 def attend_text(queries, keys, values, window: int | None) -> Float[Array, "B T width"]:
@@ -297,6 +304,6 @@ def compiler_options() -> dict[str, str | bool] | None:
     megabyte, and launching them one by one would take longer than running them. HYDRAJAX_CUDA_GRAPHS=0 in the
     environment turns it off, for a driver that does not take it.
     """
-    if platform().name != "gpu" or os.environ.get("HYDRAJAX_CUDA_GRAPHS") == "0":
+    if not platform().capability or os.environ.get("HYDRAJAX_CUDA_GRAPHS") == "0":
         return None
     return {"xla_gpu_enable_command_buffer": ",".join(IN_GRAPHS), "xla_gpu_graph_min_graph_size": "1"}

@@ -153,11 +153,11 @@ def _share(
     def add(sums, k, v, visible):
         """The sums with these keys and values, of which each line sees some."""
         weighted, total, peak = sums
-        scores = jnp.where(visible, pl.dot(q, k.T) * scale, MASKED)
+        scores = jnp.where(visible, triton.dot(q, k.T) * scale, MASKED)
         higher = jnp.maximum(peak, jnp.max(scores, axis=1))
         weights = jnp.where(visible, jnp.exp(scores - higher[:, None]), 0.0)
         shrink = jnp.exp(peak - higher)
-        weighted = weighted * shrink[:, None] + pl.dot(weights.astype(v.dtype), v)
+        weighted = weighted * shrink[:, None] + triton.dot(weights.astype(v.dtype), v)
         return weighted, total * shrink + jnp.sum(weights, axis=1), higher
 
     sums = jnp.zeros(q.shape, jnp.float32), jnp.zeros(lines.tile, jnp.float32)

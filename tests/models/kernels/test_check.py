@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from hydrajax.models import backend
@@ -33,9 +37,18 @@ def test_where_they_fail_xla_does_the_work(monkeypatch):
 
 def test_the_environment_turns_them_off(monkeypatch):
     with backend.traced_for(Platform("gpu", 1, 9.0)):
+        queries = np.zeros((1, 4, 300, 64), jnp.bfloat16)
         assert backend.has_triton()
+        assert backend.attends_text(queries)
         monkeypatch.setenv("HYDRAJAX_GPU_KERNELS", "0")
         assert not backend.has_triton()
+        assert not backend.attends_text(queries)
+
+
+@pytest.mark.parametrize(("found", "capability"), [("9.0", 9.0), ("gfx942", 0.0), (None, 0.0)])
+def test_only_nvidia_s_gpus_have_a_capability(found, capability):
+    device = SimpleNamespace(compute_capability=found) if found else SimpleNamespace()
+    assert backend._capability(device) == capability
 
 
 @pytest.mark.parametrize("platform", [Platform("cpu", 1), Platform("gpu", 2, 9.0), Platform("gpu", 1, 7.5)])
