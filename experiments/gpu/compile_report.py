@@ -52,6 +52,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=64, help="of the tree: the first of the released one")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--int8", action="store_true", help="a base of int8 weights")
+    parser.add_argument(
+        "--lm-head", choices=["full", "shared", "low-rank", "reduced"], default="full", help="of the draft heads"
+    )
     parser.add_argument("--device", default="h200", choices=["h200", "h100"])
     parser.add_argument(
         "--gemm", default="triton", choices=["triton", "cublas"], help="XLA's first choice, or the other"
@@ -72,8 +75,10 @@ def main(args: argparse.Namespace) -> int:
 
     rows = []
     for what, batch, context in itertools.product(args.what, args.batches, args.contexts):
-        nodes, layers = args.nodes, args.layers
-        case = Case(what, args.shape, batch, context, nodes, args.dtype, args.int8, args.device, layers)
+        shared = {
+            name: getattr(args, name) for name in ("shape", "nodes", "dtype", "int8", "lm_head", "device", "layers")
+        }
+        case = Case(what, batch=batch, context=context, **shared)
         row, hlo = row_of(case, Path(DUMPS.name))
         rows.append(row)
         print(line_of(row), flush=True)
@@ -86,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         title = f"the program of a decode step, {args.shape}, {args.dtype}{', int8 base' if args.int8 else ''}"
         command = shlex.join(["python", "experiments/gpu/compile_report.py", *sys.argv[1:]])
-        settings = {name: getattr(args, name) for name in ("shape", "dtype", "int8", "gemm")}
+        settings = {name: getattr(args, name) for name in ("shape", "dtype", "int8", "lm_head", "gemm")}
         settings |= {"compiled for": args.device}
         settings |= {name: found for name in ("layers", "flags") if (found := getattr(args, name))}
         remark = "compiled for a described device, not run: nothing is autotuned and no time is known"

@@ -21,7 +21,9 @@ from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
 from hydrajax.drafters.drafter import Drafter, Proposal
+from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.prefix import replace_in_heads
 from hydrajax.drafters.registry import KINDS
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.benchmark import first_nodes
@@ -37,12 +39,15 @@ from hydrajax.trees.tree import TreeTopology
 
 MAX_NEW = 64  # tokens that the loops may emit; the rest of the context is prompt
 LARGE = 1_000_000  # bytes: a copy of a cache or weight, not of a few hidden states
+# The released ones; the base's own; a product of rank 512; one of the 8000 most frequent tokens.
+LM_HEADS = {"full": None, "shared": LmHead(shared=True), "low-rank": LmHead(rank=512)}
+LM_HEADS |= {"reduced": LmHead(vocabulary=Vocabulary(range(8000)))}
 BASE_ALONE = ("ar", "ar-step", "verify", "prefill")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One program. layers: None for as many as the shape has."""
+    """One program. lm_head: the draft heads', of `LM_HEADS`. layers: None for as many as the shape has."""
 
     what: str
     shape: str
@@ -51,6 +56,7 @@ class Case:
     nodes: int
     dtype: str
     int8: bool
+    lm_head: str
     device: str
     layers: int | None = None
 
@@ -117,7 +123,8 @@ def _drafter_and_tree(case: Case, config: LlamaConfig, dtype) -> tuple[Drafter, 
     if kind not in KINDS:
         raise HydrajaxError(f"--what: found {kind}, known are {', '.join((*BASE_ALONE, *KINDS))}")
     tree = next(iter(first_nodes(presets.sparse(), [case.nodes]).values()))
-    return KINDS[kind].build(config, dtype), tree
+    drafter, lm_head = KINDS[kind].build(config, dtype), LM_HEADS[case.lm_head]
+    return (drafter if lm_head is None else replace_in_heads(drafter, small_lm_head=lm_head)), tree
 
 
 def _turn(what: str, engine: Engine, params: Params, state: DecodeState) -> tuple[Callable, Any]:
