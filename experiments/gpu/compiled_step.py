@@ -13,7 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from described_gpu import PLATFORM, placed_on
+from described_gpu import PLATFORM, described, placed_on
 
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.loop import run_steps
@@ -94,7 +94,7 @@ def compile_case(case: Case) -> Compiled:
     rest = [jax.random.key(0), per_row(Greedy(), case.batch)]
 
     place = placed_on(case.device)
-    with backend.traced_for(PLATFORM):
+    with backend.traced_for(PLATFORM), described(case.device):
         began = time.perf_counter()
         if alone:
             lowered = _jitted(case, lambda *given: engine.prefill(*given, *rest)).lower(*place(inputs))

@@ -8,8 +8,9 @@ CUDA graphs.
 from __future__ import annotations
 
 import jax
+from jax._src.mesh import AbstractDevice  # public only as a word in an error message
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AbstractMesh, SingleDeviceSharding
 
 from hydrajax.models.backend import Platform
 
@@ -31,9 +32,10 @@ device_description_str: "{name}"
 """
 
 # Bytes per second and of memory, from NVIDIA's data sheets. Both have 132 multiprocessors.
+NAMES = {"h200": "NVIDIA H200", "h100": "NVIDIA H100 80GB HBM3"}
 DEVICES = {
-    "h200": _HOPPER.format(name="NVIDIA H200", bandwidth=4_800_000_000_000, memory=151_397_597_184),
-    "h100": _HOPPER.format(name="NVIDIA H100 80GB HBM3", bandwidth=3_350_000_000_000, memory=85_017_493_504),
+    "h200": _HOPPER.format(name=NAMES["h200"], bandwidth=4_800_000_000_000, memory=151_397_597_184),
+    "h100": _HOPPER.format(name=NAMES["h100"], bandwidth=3_350_000_000_000, memory=85_017_493_504),
 }
 PLATFORM = Platform("gpu", 1, 9.0)
 
@@ -43,3 +45,9 @@ def placed_on(device: str):
     topology = topologies.get_topology_desc(platform="cuda", target_config=DEVICES[device], topology="1x1x1")
     sharding = SingleDeviceSharding(topology.devices[0])
     return lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def described(device: str):
+    """A context in which Pallas knows what device it compiles for, as jax 0.11 wants it."""
+    device = AbstractDevice(NAMES[device], 132, "gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

@@ -50,7 +50,7 @@ def _present() -> Platform:
     return Platform(jax.default_backend(), jax.device_count(), _capability(jax.devices()[0]))
 
 
-def _capability(device: jax.Device) -> float:
+def _capability(device) -> float:
     try:
         return float(device.compute_capability)
     except (AttributeError, ValueError):  # AMD's are names

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.mesh import AbstractDevice
 from jax.experimental import pallas as pl
+from jax.sharding import AbstractMesh
 
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
@@ -36,7 +38,9 @@ def lowered_step(dtype, kind: str, tree) -> str:
     base, drafter = nn.unbox(abstract_base(model)), KINDS[kind].build(CONFIG, model.dtype)
     draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
     engine, params = Engine(model, drafter, tree, 16), Params(base, draft)
-    with backend.traced_for(GPU):
+    # jax 0.11 asks what device a Pallas kernel is for.
+    device = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    with backend.traced_for(GPU), jax.sharding.use_abstract_mesh(device):
         prompt, lengths = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         state = jax.eval_shape(engine.prefill, params, prompt, lengths, jax.random.key(0), per_row(Greedy(), 1))
         return jax.jit(engine.decode_step).trace(params, state).lower(lowering_platforms=("cuda",)).as_text()
@@ -54,7 +58,7 @@ def test_only_float32_asks_for_true_float32(dtype, precision):
 
 
 def test_a_step_holds_a_kernel_for_each_layer_and_one_that_appends():
-    names = tree_attention.NAME, f"{tree_attention.NAME}_sum", append_rows.NAME, add_norm.NAME
+    names = tree_attention.NAME, tree_attention.SUM_NAME, append_rows.NAME, add_norm.NAME
     # Two layers and the prefix layer; the base's caches at once, and the prefix layer's.
     assert [kernels_in(lowered_step("bfloat16", "hydra++", presets.chain(2)))[name] for name in names] == [3, 3, 2, 0]
     # One token: two norms to each layer, and the last.

@@ -47,3 +47,6 @@ def _kernel(x, scale, *rest, eps: float):
     wide = row.astype(jnp.float32)
     mean = jnp.sum(jnp.where(inside, wide * wide, 0.0)) / size
     rest[-1][place] = (wide * jax.lax.rsqrt(mean + eps)).astype(row.dtype) * scale[place]
+
+
+_kernel.__name__ = NAME  # as jax 0.11 calls it; jax 0.10 by the name that it is given

@@ -41,6 +41,7 @@ def append_rows(
         for block, cache in zip(blocks, caches, strict=True):
             cache[row, head, slot, :] = block[row, head, token, :]
 
+    kernel.__name__ = NAME  # as jax 0.11 calls it; jax 0.10 by the name below
     return pl.pallas_call(
         kernel,
         grid=(batch, n_kv, index.shape[1]),

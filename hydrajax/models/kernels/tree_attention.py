@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 
 from hydrajax.models.arrays import Array
 
-NAME = "hydrajax_tree_attention"  # of the kernels in a compiled program
+NAME, SUM_NAME = "hydrajax_tree_attention", "hydrajax_tree_attention_sum"  # in a compiled program
 MASKED, TINY = -1e30, 1e-30
 LEAST = 16  # rows and columns that the tensor cores multiply at once
 MOST_TOKENS = 128  # of a tree: its keys and its part of the scores are held on the chip as a whole
@@ -109,7 +109,7 @@ def attend(
             grid=(tiles, batch * n_kv),
             out_shape=out,
             compiler_params=triton.CompilerParams(num_warps=4),
-            name=f"{NAME}_sum",
+            name=SUM_NAME,
         )(*found)
     return found.reshape(batch, n_tokens, -1)
 
@@ -201,3 +201,7 @@ def _put_together(weighted, total, peak, out, *, lines: Lines, splits: int):
     whole = sum(total[split, pair, line] * scale for split, scale in enumerate(scales))
     sums = sum(weighted[split, pair, line, :] * scale[:, None] for split, scale in enumerate(scales))
     lines.write(out, pair, line, sums / jnp.maximum(whole, TINY)[:, None])
+
+
+# jax 0.10 calls a kernel by the name that it is given, jax 0.11 by that of its function.
+_share.__name__, _put_together.__name__ = NAME, SUM_NAME
