@@ -196,8 +196,12 @@ def whole_slots(slots: int) -> int:
     return -(-slots // tree_attention.SLOTS) * tree_attention.SLOTS if has_triton() else slots
 
 
-def matmul(x: Float[Array, "*rows D"], kernel: Float[Array, "D F"], dtype) -> Float[Array, "*rows F"]:
+def matmul(
+    x: Float[Array, "*rows D"], kernel: Float[Array, "D F"], dtype, *, stored: bool = True
+) -> Float[Array, "*rows F"]:
     """``x @ kernel``, accumulated and returned in ``dtype``.
+
+    stored: whether the kernel lies in memory as it is, and is not made of int8 numbers on the way.
 
     On a CPU a single row is multiplied as two half contractions whose products are added. XLA runs the two on two
     cores, where it leaves one core idle for some shapes: [512] by [512, 3072] takes 117 us in place of 196, and no
@@ -211,7 +215,7 @@ def matmul(x: Float[Array, "*rows D"], kernel: Float[Array, "D F"], dtype) -> Fl
         halves = x.reshape(2, width // 2), kernel.reshape(2, width // 2, -1)
         out = jnp.einsum("gd,gdf->gf", *halves, preferred_element_type=dtype).sum(axis=0)
     else:
-        out = _contract_rows("rd,df->rf", flat, kernel, dtype)
+        out = (_contract_rows if stored else contract)("rd,df->rf", flat, kernel, dtype)
     return out.reshape(*x.shape[:-1], -1)
 
 

@@ -55,11 +55,12 @@ def project(x: Float[Array, "*rows D"], kernel: Array | Int8, dtype=None) -> Flo
 
     dtype: of the result and of the accumulation, default ``x.dtype``.
     """
-    dtype = dtype or x.dtype
+    dtype, width = dtype or x.dtype, x.shape[-1]
     if isinstance(kernel, Int8):
-        product = project(x, kernel.values.astype(x.dtype), jnp.float32)
+        values = kernel.values.reshape(width, -1).astype(x.dtype)
+        product = backend.matmul(x, values, jnp.float32, stored=False)
         return (product * kernel.scale.reshape(-1)).astype(dtype)
-    return backend.matmul(x, kernel.reshape(x.shape[-1], -1), dtype)
+    return backend.matmul(x, kernel.reshape(width, -1), dtype)
 
 
 def declare(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init) -> Array:
