@@ -123,7 +123,8 @@ def muon_update():
     """Parameters, gradients and the first update of every kind of leaf; parts of a fused kernel differ in size."""
     random = np.random.default_rng(4)
     params, gradients = {}, {}
-    for name, shape in OTHERS.items() | {(name, shape) for name, (shape, _) in MATRICES.items()}:
+    # In one order: of a set it would be another in every process, and so would be what each name draws.
+    for name, shape in (OTHERS | {name: shape for name, (shape, _) in MATRICES.items()}).items():
         params[name] = random.standard_normal(shape).astype(np.float32)
         gradients[name] = random.standard_normal(shape).astype(np.float32)
     for name in ("gate_up", "shared_kernel", "path_kernel"):
