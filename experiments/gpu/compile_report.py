@@ -20,6 +20,7 @@ weights. ``--what`` is any of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import shlex
@@ -67,18 +68,34 @@ def arguments() -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> int:
-    from compiled_step import Case, kernels_of, row_of  # after XLA_FLAGS are set
+    from compiled_step import Case  # after XLA_FLAGS are set
 
+    from hydrajax.errors import HydrajaxError
     from hydrajax.files import WholeFile
+
+    try:
+        names = ("shape", "nodes", "dtype", "int8", "lm_head", "device", "layers")
+        shared = {name: getattr(args, name) for name in names}
+        cells = itertools.product(args.what, args.batches, args.contexts)
+        cases = [Case(what, batch=batch, context=context, **shared) for what, batch, context in cells]
+        # An unwritable result is refused before anything is compiled.
+        with WholeFile(args.json, "--json") if args.json else contextlib.nullcontext() as file:
+            report(args, cases, file)
+    except HydrajaxError as error:
+        print(f"compile_report.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(args: argparse.Namespace, cases: list, file) -> None:
+    """Compile and print every case, and write a result into ``file``, if there is one."""
+    from compiled_step import kernels_of, row_of
+
     from hydrajax.measure.machine import machine
     from hydrajax.report.results import Result, write_result
 
     rows = []
-    for what, batch, context in itertools.product(args.what, args.batches, args.contexts):
-        shared = {
-            name: getattr(args, name) for name in ("shape", "nodes", "dtype", "int8", "lm_head", "device", "layers")
-        }
-        case = Case(what, batch=batch, context=context, **shared)
+    for case in cases:
         row, hlo = row_of(case, Path(DUMPS.name))
         rows.append(row)
         print(line_of(row), flush=True)
@@ -88,16 +105,14 @@ def main(args: argparse.Namespace) -> int:
         if args.show:
             for kernel in kernels_of(case, hlo)[0]:
                 print(line_of_kernel(kernel))
-    if args.json:
+    if file:
         title = f"the program of a decode step, {args.shape}, {args.dtype}{', int8 base' if args.int8 else ''}"
         command = shlex.join(["python", "experiments/gpu/compile_report.py", *sys.argv[1:]])
         settings = {name: getattr(args, name) for name in ("shape", "dtype", "int8", "lm_head", "gemm")}
         settings |= {"compiled for": args.device}
         settings |= {name: found for name in ("layers", "flags") if (found := getattr(args, name))}
         remark = "compiled for a described device, not run: nothing is autotuned and no time is known"
-        with WholeFile(args.json, "--json") as file:
-            write_result(file, Result("program", "", title, rows, command, machine(), settings, [remark]))
-    return 0
+        write_result(file, Result("program", "", title, rows, command, machine(), settings, [remark]))
 
 
 def line_of(row: dict) -> str:

@@ -20,17 +20,16 @@ from hydrajax.decoding.loop import run_steps
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
-from hydrajax.drafters.drafter import Drafter, Proposal
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
+from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.prefix import replace_in_heads
 from hydrajax.drafters.registry import KINDS
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.benchmark import first_nodes
+from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, nbytes
+from hydrajax.measure.random_models import drafter_for
+from hydrajax.measure.timing import verify_again
 from hydrajax.models import backend
-from hydrajax.models.base import BoundBase, abstract_base
-from hydrajax.models.cache import after_reads
-from hydrajax.models.config import PRESETS, LlamaConfig
+from hydrajax.models.base import BaseModel, BoundBase, abstract_base
+from hydrajax.models.config import PRESETS
 from hydrajax.models.kernels import append_rows, tree_attention
 from hydrajax.models.llama import Llama
 from hydrajax.roofline.compiled import CompiledProgram, Instruction, Kernel, array_bytes
@@ -39,15 +38,15 @@ from hydrajax.trees.tree import TreeTopology
 
 MAX_NEW = 64  # tokens that the loops may emit; the rest of the context is prompt
 LARGE = 1_000_000  # bytes: a copy of a cache or weight, not of a few hidden states
-# The released ones; the base's own; a product of rank 512; one of the 8000 most frequent tokens.
-LM_HEADS = {"full": None, "shared": LmHead(shared=True), "low-rank": LmHead(rank=512)}
-LM_HEADS |= {"reduced": LmHead(vocabulary=Vocabulary(range(8000)))}
 BASE_ALONE = ("ar", "ar-step", "verify", "prefill")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One program. lm_head: the draft heads', of `LM_HEADS`. layers: None for as many as the shape has."""
+    """One program.
+
+    lm_head: the draft heads', of `hydrajax.measure.random_models.LM_HEADS`. layers: None for as many as the shape has.
+    """
 
     what: str
     shape: str
@@ -59,6 +58,19 @@ class Case:
     lm_head: str
     device: str
     layers: int | None = None
+
+    def __post_init__(self):
+        known = {"--shape": (self.shape, PRESETS), "--what": (self.what, (*BASE_ALONE, *KINDS))}
+        for flag, (found, names) in known.items():
+            if found not in names:
+                raise HydrajaxError(f"{flag}: found {found}, known are {', '.join(names)}")
+        if not 1 <= self.nodes <= presets.sparse().size:
+            raise HydrajaxError(f"--nodes: must be from 1 to {presets.sparse().size}, found {self.nodes}")
+        for flag, found, least in (("--batches", self.batch, 1), ("--contexts", self.context, MAX_NEW + 1)):
+            if found < least:
+                raise HydrajaxError(f"{flag}: must be at least {least}, found {found}")
+        if self.layers is not None and self.layers < 1:
+            raise HydrajaxError(f"--layers: must be at least 1, found {self.layers}")
 
     @property
     def name(self) -> str:
@@ -75,7 +87,6 @@ class Compiled:
     floor: int
     temporary: int
     seconds: float
-    n_layers: int
 
 
 def compile_case(case: Case) -> Compiled:
@@ -84,7 +95,7 @@ def compile_case(case: Case) -> Compiled:
         n_layers=case.layers or config.n_layers, max_positions=max(config.max_positions, case.context)
     )
     model = Llama(config, jnp.dtype(case.dtype), case.int8)
-    drafter, tree = _drafter_and_tree(case, config, model.dtype)
+    drafter, tree = _drafter_and_tree(case, model)
     base = nn.unbox(abstract_base(model))
     draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
     engine, params = Engine(model, drafter, tree, MAX_NEW), Params(base, draft)
@@ -103,28 +114,18 @@ def compile_case(case: Case) -> Compiled:
             call, carry = _turn(case.what, engine, params, state)
             lowered = _jitted(case, call, donate_argnums=1).lower(*place((params, carry)))
         program = lowered.compile(compiler_options=backend.compiler_options())
-    floor = _bytes(base) - (0 if config.tied_lm_head else _bytes(base["embedding"]))
-    floor += 0 if alone else autoregressive_cache(config, case)
-    floor += 0 if case.what == "verify" else _bytes(draft)
+    floor = autoregressive_bytes(model, base, case.batch, 0 if alone else case.context)
+    floor += 0 if case.what == "verify" else nbytes(draft)
     temporary = program.memory_analysis().temp_size_in_bytes
-    return Compiled(program.as_text(), floor, temporary, time.perf_counter() - began, config.n_layers)
+    return Compiled(program.as_text(), floor, temporary, time.perf_counter() - began)
 
 
-def autoregressive_cache(config: LlamaConfig, case: Case) -> int:
-    """Bytes of the keys and values of the filled slots, in all layers."""
-    per_slot = 2 * config.n_layers * config.n_kv_heads * config.head_dim * jnp.dtype(case.dtype).itemsize
-    return per_slot * case.batch * case.context
-
-
-def _drafter_and_tree(case: Case, config: LlamaConfig, dtype) -> tuple[Drafter, TreeTopology]:
+def _drafter_and_tree(case: Case, model: BaseModel) -> tuple[Drafter, TreeTopology]:
     if case.what in ("ar", "ar-step", "prefill"):
         return NoDrafter(), presets.root()
     kind = "medusa" if case.what == "verify" else case.what
-    if kind not in KINDS:
-        raise HydrajaxError(f"--what: found {kind}, known are {', '.join((*BASE_ALONE, *KINDS))}")
     tree = next(iter(first_nodes(presets.sparse(), [case.nodes]).values()))
-    drafter, lm_head = KINDS[kind].build(config, dtype), LM_HEADS[case.lm_head]
-    return (drafter if lm_head is None else replace_in_heads(drafter, small_lm_head=lm_head)), tree
+    return drafter_for(model, kind, case.lm_head), tree
 
 
 def _turn(what: str, engine: Engine, params: Params, state: DecodeState) -> tuple[Callable, Any]:
@@ -134,17 +135,10 @@ def _turn(what: str, engine: Engine, params: Params, state: DecodeState) -> tupl
     if what != "verify":
         return lambda params, state: run_steps(engine, params, state), state
 
-    def verify(params, carry):
-        """As `hydrajax.measure.timing.StepTimer.verify`: every pass depends on the one before it."""
-        cache, tokens = carry
-        proposal = Proposal(tokens, engine.tree.topology)
-        _, logits = engine.verify(params, cache, proposal)
-        shift = (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
-        cache = cache._replace(lengths=after_reads(cache.lengths, shift[:, 0]))
-        return cache, (tokens + shift) % engine.model.config.vocab_size
+    def turns(params, carry):
+        return jax.lax.fori_loop(0, 8, lambda _, carry: verify_again(engine, params, *carry), carry)
 
     tokens = jax.ShapeDtypeStruct((len(state.target.root), engine.tree.size), jnp.int32)
-    turns = lambda params, carry: jax.lax.fori_loop(0, 8, lambda _, carry: verify(params, carry), carry)  # noqa: E731
     return turns, (state.target.cache, tokens)
 
 
@@ -154,10 +148,6 @@ def _jitted(case: Case, call: Callable, **settings):
 
     named.__name__ = named.__qualname__ = case.name
     return jax.jit(named, **settings)
-
-
-def _bytes(tree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 # --- what is counted --------------------------------------------------------------------------------------------------

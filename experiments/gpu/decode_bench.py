@@ -28,10 +28,9 @@ import jax
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
 from hydrajax.compilation import use_compilation_cache
-from hydrajax.drafters.lm_head import LmHead
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, room_for, step_timer
 from hydrajax.measure.machine import copy_bandwidth, peak_memory
-from hydrajax.measure.random_models import random_base, random_draft
+from hydrajax.measure.random_models import LM_HEADS, random_base, random_draft
 from hydrajax.measure.way import Way
 from hydrajax.models import backend
 from hydrajax.models.config import PRESETS
@@ -50,7 +49,7 @@ def main() -> int:
     parser.add_argument("--shape", default="7b", choices=sorted(PRESETS))
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--int8", action="store_true", help="a base of int8 weights")
-    parser.add_argument("--lm-head", choices=["full", "shared", "low-rank"], default="full", help="the draft heads'")
+    parser.add_argument("--lm-head", choices=list(LM_HEADS), default="full", help="the draft heads'")
     parser.add_argument("--batches", type=integers, default=[1])
     parser.add_argument("--contexts", type=integers, default=[2048, 512])
     parser.add_argument("--nodes", type=integers, default=[64, 16, 1, 8, 32], help="of trees, the largest first")
@@ -65,10 +64,9 @@ def main() -> int:
     began = time.perf_counter()
     bandwidth = copy_bandwidth(args.copy_megabytes)
     model, base = random_base(PRESETS[args.shape], args.dtype, int8=args.int8)
-    lm_head = {"full": None, "shared": LmHead(shared=True), "low-rank": LmHead(rank=512)}[args.lm_head]
     full = presets.sparse()
     room = room_for([full])
-    drafts = {kind: random_draft(model, base, kind, lm_head=lm_head) for kind in DRAFTERS}
+    drafts = {kind: random_draft(model, base, kind, lm_head=args.lm_head) for kind in DRAFTERS}
     ways = {kind: Way(kind, model, *draft, full) for kind, draft in drafts.items()}
     header = {
         "device": jax.devices()[0].device_kind,

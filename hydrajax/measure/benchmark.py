@@ -81,11 +81,16 @@ def first_nodes(tree: TreeTopology, sizes: Sequence[int]) -> dict[str, TreeTopol
 def autoregressive_bytes(model: BaseModel, params: Any, batch: int, slots: int) -> int:
     """Bytes one autoregressive step must read: every weight but the embedding table (a row each), and the cache."""
     config = model.config
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    weights = nbytes(params)
     if not config.tied_lm_head:
-        weights -= params["embedding"].nbytes
+        weights -= nbytes(params["embedding"])
     cache = 2 * config.n_layers * batch * config.n_kv_heads * slots * config.head_dim * jnp.dtype(model.dtype).itemsize
     return weights + cache
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all arrays in a pytree, or of arrays of these shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def room_for(trees: Sequence[TreeTopology]) -> int:

@@ -6,12 +6,17 @@ import jax
 import jax.numpy as jnp
 
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.prefix import replace_in_heads
 from hydrajax.drafters.registry import KINDS
 from hydrajax.models.base import BaseModel, BoundBase, init_base
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.llama import Llama
+
+# Draft lm heads to measure: the released ones, the base's own, a product of rank 512, one of 8000 tokens.
+LM_HEADS = {"full": None, "shared": LmHead(shared=True), "low-rank": LmHead(rank=512)}
+LM_HEADS |= {"reduced": LmHead(vocabulary=Vocabulary(range(8000)))}
 
 
 def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, int8: bool = False):
@@ -28,12 +33,15 @@ def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, int8: boo
     return model, jax.jit(init)(jax.random.key(seed))
 
 
-def random_draft(model: BaseModel, base, kind: str, seed: int = 0, lm_head: LmHead | None = None):
-    """``(drafter, params)``: a fresh drafter of a kind in `hydrajax.drafters.registry.KINDS` for a base; heads with
-    this lm head in place of the released one.
-    """
-    drafter = KINDS[kind].build(model.config, model.dtype)
-    drafter = drafter if lm_head is None else replace_in_heads(drafter, small_lm_head=lm_head)
+def drafter_for(model: BaseModel, kind: str, lm_head: str = "full") -> Drafter:
+    """A drafter of a kind in `hydrajax.drafters.registry.KINDS` for a base, heads with this one of `LM_HEADS`."""
+    drafter, chosen = KINDS[kind].build(model.config, model.dtype), LM_HEADS[lm_head]
+    return drafter if chosen is None else replace_in_heads(drafter, small_lm_head=chosen)
+
+
+def random_draft(model: BaseModel, base, kind: str, seed: int = 0, lm_head: str = "full"):
+    """``(drafter, params)``: a fresh drafter for a base, see `drafter_for`."""
+    drafter = drafter_for(model, kind, lm_head)
     init = jax.jit(lambda rng, base: drafter.init(rng, BoundBase(model, base)))
     return drafter, Params(base, init(jax.random.key(seed + 1), base))
 

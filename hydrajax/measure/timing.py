@@ -15,14 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
+from hydrajax.drafters.drafter import Proposal
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
-from hydrajax.models.cache import after_reads
+from hydrajax.models.cache import KVCache, after_reads
 
 
 def median_ms(call: Callable[[], object], repeats: int) -> float:
@@ -82,6 +84,16 @@ def interleaved_ms(timed: Mapping[str, Timed], rounds: int) -> dict[str, float]:
     """The median of each over `in_rounds`."""
     times = in_rounds(timed, rounds)
     return {name: statistics.median(row[name] for row in times) for name in timed}
+
+
+def verify_again(engine: Engine, params: Params, cache: KVCache, tokens: Int[Array, "B N"]):
+    """Verify these tokens in the engine's tree; a cache and tokens for the next pass, which depend on this one."""
+    _, logits = engine.verify(params, cache, Proposal(tokens, engine.tree.topology))
+    # A maximum over the vocabulary, one pass over the logits, is the cheapest thing that needs all of them.
+    shift = (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
+    # Lengths that depend on the logits: otherwise masks and rotary angles are hoisted out of the loop.
+    cache = cache._replace(lengths=after_reads(cache.lengths, shift[:, 0]))
+    return cache, (tokens + shift) % engine.model.config.vocab_size
 
 
 class StepTimer:
@@ -189,18 +201,10 @@ class StepTimer:
         return self._time(body, self._start[0])
 
     def verify(self) -> Timed:
-        vocab = self.engine.model.config.vocab_size
-
         def body(params, carry):
             state, proposal = carry
-            cache = state.target.cache
-            _, logits = self.engine.verify(params, cache, proposal)
-            # A maximum over the vocabulary, one pass over the logits, is the cheapest thing that needs all of them.
-            shift = (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
-            # Lengths that depend on the logits: otherwise masks and rotary angles are hoisted out of the loop.
-            cache = cache._replace(lengths=after_reads(cache.lengths, shift[:, 0]))
-            state = state._replace(target=state.target._replace(cache=cache))
-            return state, proposal._replace(tokens=(proposal.tokens + shift) % vocab)
+            cache, tokens = verify_again(self.engine, params, state.target.cache, proposal.tokens)
+            return state._replace(target=state.target._replace(cache=cache)), proposal._replace(tokens=tokens)
 
         state, proposal, *_ = self._start
         return self._time(body, (state, proposal))

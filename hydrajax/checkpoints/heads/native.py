@@ -46,9 +46,8 @@ def save_native(folder: Path, drafter, params: Any) -> dict[str, Any]:
     settings["dtype"] = jnp.dtype(heads.dtype).name
     settings = {name: value for name, value in settings.items() if value is not None}  # None is the default then
     ocp.save(folder / PARAMS, jax.tree.map(np.asarray, params))
-    (folder / PARAMS / COMMITTED).unlink(
-        missing_ok=True
-    )  # orbax needs none to load, and it names a path of this machine
+    # orbax needs none to load, and it names a path of this machine.
+    (folder / PARAMS / COMMITTED).unlink(missing_ok=True)
     return {
         MARK: VERSION,
         "tensors": _shapes(params),

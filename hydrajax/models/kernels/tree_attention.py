@@ -11,7 +11,7 @@ between rows, splits all slots and not the filled ones, and adds partial results
 attention has neither a tree's mask without an array of all scores, nor splits.
 
 Written in Pallas for Triton, so that it runs on a CPU in interpret mode, where the tests compare it with
-`hydrajax.models.attention.attend_plain`.
+NumPy.
 """
 
 from __future__ import annotations
