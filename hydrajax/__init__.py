@@ -1,15 +1,17 @@
 """hydrajax: tree speculative decoding in JAX.
 
 import hydrajax
-m = hydrajax.load("path/to/llama", "path/to/heads")
-decode_fn = hydrajax.make_decode_fn(m.model, m.drafter, hydrajax.trees.presets.sparse(), hydrajax.Greedy())
-out = decode_fn(m.params, prompt)  # out.tokens, out.lengths, out.accept_lengths, out.steps
+m = hydrajax.load("path/to/llama", "path/to/heads")  # or ("shipped", "hydra++"), the small model of the package
+m.generate("def area(").text
+decode_fn = hydrajax.make_decode_fn(m)
+out = decode_fn(m.params, *m.encode(["def area("]))  # out.tokens, out.lengths, out.accept_lengths, out.steps
 """
 
-from hydrajax import trees
-from hydrajax.api import Loaded, load
+from hydrajax import assets, trees
+from hydrajax.api import Loaded, load, make_decode_fn
+from hydrajax.chat import Chat
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
-from hydrajax.decoding.decode import DecodeResult, make_autoregressive_fn, make_decode_fn
+from hydrajax.decoding.decode import DecodeResult, make_autoregressive_fn
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
 from hydrajax.errors import HydrajaxError
@@ -18,6 +20,7 @@ from hydrajax.text.answers import Generation
 from hydrajax.trees import TreeTopology
 
 __all__ = [
+    "Chat",
     "DecodeResult",
     "ExactSampling",
     "Generation",
@@ -29,6 +32,7 @@ __all__ = [
     "Stream",
     "TreeTopology",
     "Typical",
+    "assets",
     "generate",
     "load",
     "make_autoregressive_fn",

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int
 
+from hydrajax.bundle import Bundle
+from hydrajax.chat import Chat
 from hydrajax.checkpoints.base import Progress, eos_ids, load_llama
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.checkpoints.hub import resolve
 from hydrajax.compilation import use_compilation_cache
+from hydrajax.decoding import decode
 from hydrajax.decoding.acceptance import AcceptanceRule
-from hydrajax.decoding.decode import make_engine
-from hydrajax.decoding.loop import Bursts
-from hydrajax.decoding.prompts import bucket, check_prompt
+from hydrajax.decoding.decode import DecodeResult
+from hydrajax.decoding.prompts import right_padded
+from hydrajax.decoding.rules import Numbers, one_rule, rules_for
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.registry import WITHOUT_WEIGHTS
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.generation import Stream, generate, stream
+from hydrajax.measure.fastest import choose
+from hydrajax.measure.way import baseline_rule
 from hydrajax.models.base import BaseModel
 from hydrajax.sharding import placer
-from hydrajax.text.prompt import Prompt
-from hydrajax.text.tokenizer import load_tokenizer
+from hydrajax.text.answers import Generation
+from hydrajax.text.prompt import Prompt, is_conversation
+from hydrajax.text.tokenizer import decode_text, load_tokenizer
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology
 
@@ -36,37 +45,139 @@ AUTO = "auto"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 QUANTIZED = ("int8",)
 
+Conversation = Sequence[Mapping[str, str]]
+OnePrompt = str | Sequence[int] | Conversation | Prompt
+Tree = TreeTopology | str | Path | Sequence[Sequence[int]]
+Rule = AcceptanceRule | str
 
-@dataclass
-class Loaded:
-    """A base with its drafter, ready to decode.
 
-    tokenizer: the directory's tokenizer (transformers), None if it has none. eos_ids: ids that end generation.
-    draft_directory: where the heads were loaded from, None for a drafter that was not. compiled: which programs
-    `hydrajax.generation` has compiled, for which shapes.
+def _on_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+@dataclass(eq=False, repr=False)
+class Loaded(Bundle):
+    """A base with its drafter, as `load` gives it. What its methods take as text means what it means to the commands.
+
+    ``generate``, ``stream`` and ``chat`` share these arguments:
+
+    tree: a tree, a name such as ``"chain-2"``, a file or a list of choices. None takes the fastest on this device, as
+        the commands do: what was searched or measured here before, else a few small trees are timed at the first use,
+        which takes some seconds and is said in one line on stderr (`hydrajax.measure.fastest`).
+    draft: another draft than the loaded one: what `load` takes, such as ``"lookup"`` or ``"none"``. Kept once loaded.
+    rule, numbers: a rule, or its name (greedy, exact, typical, rejection) with its numbers: ``temperature=0.7``.
+    seed: of what a rule draws; None draws one. The result's ``seed`` says which it was.
     """
 
-    model: BaseModel
-    drafter: Drafter
-    params: Params
-    tokenizer: Any = None
-    eos_ids: tuple[int, ...] = ()
-    draft_directory: Path | None = None
-    compiled: set = field(default_factory=set, repr=False)
-    _bursts: dict = field(default_factory=dict, repr=False)
+    _drafts: dict = field(default_factory=dict)  # other drafts of the same base, by name
+    _fastest: dict = field(default_factory=dict)  # what was found for so many rows and a kind of rule
 
-    def bursts(self, tree: TreeTopology, rule: AcceptanceRule, max_new_tokens: int) -> Bursts:
-        """An engine for this tree, this *kind* of rule and at least as many new tokens, made once and kept.
+    @overload
+    def generate(self, prompts: str | Prompt, **settings: Any) -> Generation: ...
 
-        So a rule with other numbers, or another limit that the same power of two covers, compiles nothing new. Raises
-        `HydrajaxError` for what does not fit together.
+    @overload
+    def generate(self, prompts: Sequence[OnePrompt], **settings: Any) -> list[Generation]: ...  # type: ignore[overload-overlap]
+
+    def generate(
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        *,
+        draft: Drafter | str | Path | None = None,
+        tree: Tree | None = None,
+        rule: Rule | Sequence[AcceptanceRule] | None = None,
+        max_new_tokens: int | Sequence[int] = 256,
+        stop: Sequence[str] = (),
+        batch_size: int = 1,
+        seed: int | None = None,
+        on_status: Callable[[str], None] | None = None,
+        **numbers: Unpack[Numbers],
+    ) -> Generation | list[Generation]:
+        """Texts from prompts: ``m.generate("def area(")``, or a list of prompts for a list of results.
+
+        prompts: one text, or a list of prompts: texts, lists of token ids, or conversations (lists of messages with
+            ``role`` and ``content``, in the tokenizer's chat template).
+        batch_size: prompts that are decoded at once.
+        rule, max_new_tokens, numbers: for all prompts, or a list with one for each (``temperature=[0.2, 1.0]``).
+
+        For the others see `Loaded` and `hydrajax.generate`, which also gives the results one by one. Raises
+        `HydrajaxError` for what cannot be used.
         """
-        room = bucket(max_new_tokens, self.model.config.max_positions)
-        key = (tree, jax.tree.structure(rule), room)
-        if key not in self._bursts:
-            engine = make_engine(self.model, self.drafter, tree, rule, max_new_tokens=room, eos_ids=self.eos_ids)
-            self._bursts[key] = Bursts(engine)
-        return self._bursts[key]
+        single = isinstance(prompts, (str, Prompt))
+        several: list[OnePrompt] = [prompts] if single else list(prompts)  # type: ignore[arg-type, list-item]
+        if is_conversation(several):
+            raise HydrajaxError("prompts: must be a list of prompts, found one conversation; write [messages]")
+        if several and isinstance(several[0], (int, np.integer)):
+            raise HydrajaxError("prompts: must be a list of prompts, found the ids of one; write [ids]")
+        rules = rules_for(rule, len(several), **numbers)
+        if not several:
+            return []
+        bundle, tree, rules = self._settled(several, draft, tree, rules, batch_size, on_status)
+        found = list(
+            generate(
+                bundle, several, tree=tree, rule=rules, max_new_tokens=max_new_tokens, stop=stop,
+                batch_size=batch_size, seed=seed, on_status=on_status,
+            )
+        )  # fmt: skip
+        return found[0] if single else found
+
+    def stream(
+        self,
+        prompt: OnePrompt,
+        *,
+        draft: Drafter | str | Path | None = None,
+        tree: Tree | None = None,
+        rule: Rule | None = None,
+        max_new_tokens: int = 256,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+        on_status: Callable[[str], None] | None = None,
+        **numbers: Unpack[Numbers],
+    ) -> Stream:
+        """The text of one prompt, piece by piece: ``for piece in m.stream("def area("): print(piece, end="")``.
+
+        For the arguments see `Loaded` and `hydrajax.stream`.
+        """
+        rule = one_rule(rule, **numbers)
+        bundle, tree, rule = self._settled([prompt], draft, tree, rule, 1, on_status)
+        settings = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed, "on_status": on_status}
+        return stream(bundle, prompt, tree=tree, rule=rule, **settings)
+
+    def chat(
+        self,
+        *,
+        draft: Drafter | str | Path | None = None,
+        tree: Tree | None = None,
+        rule: Rule | None = None,
+        template: str = "auto",
+        max_new_tokens: int = 512,
+        seed: int | None = None,
+        **numbers: Unpack[Numbers],
+    ) -> Chat:
+        """A conversation that keeps the cache between turns: ``for piece in m.chat().say("Hello"): ...``.
+
+        template: ``auto`` is the tokenizer's own; ``vicuna`` and ``plain`` are built in. For the other arguments see
+        `Loaded`; where no tree is named and none was searched for these heads, the drafter's own is taken.
+        """
+        bundle = self._drafting(draft)
+        tree = None if tree is None else presets.tree_of(tree)
+        settings = {"template": template, "max_new_tokens": max_new_tokens, "seed": seed}
+        return Chat(bundle, tree=tree, rule=one_rule(rule, **numbers), **settings)
+
+    def encode(self, prompts: Sequence[OnePrompt]) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, " B"]]:
+        """What a decode function takes: token ids, int32, right-padded, and the prompts' lengths.
+
+        ``decode_fn(m.params, *m.encode(["def area("]))``. Raises `HydrajaxError` for a prompt that does not fit.
+        """
+        if isinstance(prompts, str):
+            raise HydrajaxError("prompts: must be a list of prompts, found one text; write [text]")
+        ids = [self.prompt_ids(prompt, f"prompt {row}") for row, prompt in enumerate(prompts)]
+        return right_padded(ids, max(map(len, ids), default=0))
+
+    def decode(self, result: DecodeResult) -> list[str]:
+        """The texts of a decode function's result, a row each, without special tokens."""
+        if self.tokenizer is None:
+            raise HydrajaxError("base: has no tokenizer; result.ids() are the token ids")
+        return [decode_text(self.tokenizer, ids) for ids in result.ids()]
 
     def with_draft(
         self, draft: Drafter | str | Path, *, base_directory: str | Path | None = None, mesh: Mesh | None = None
@@ -75,25 +186,98 @@ class Loaded:
 
         base_directory: where the base lies; heads that say they were made for another base are then refused.
         """
+        directory, params = None, {}
         if isinstance(draft, str) and draft in WITHOUT_WEIGHTS:
             draft = WITHOUT_WEIGHTS[draft].build(self.model.config, self.model.dtype)
-        directory, params = None, {}
         if isinstance(draft, (str, Path)):
-            directory = resolve(draft, "--draft")
+            directory = resolve(draft, "draft")
             draft, params = load_draft(directory, self.model.config, self.model.dtype, base_directory=base_directory)
             params = jax.tree.map(lambda x: placer(mesh)(x, None), params)
         return Loaded(self.model, draft, Params(self.params.base, params), self.tokenizer, self.eos_ids, directory)
 
-    def default_tree(self, batch_size: int = 1) -> TreeTopology:
-        """The tree that was searched for these heads, else the drafter's own choice."""
-        return presets.searched(self.draft_directory, batch_size) or presets.by_name(self.drafter.default_tree)
+    def fastest(
+        self,
+        prompts: Iterable[np.ndarray],
+        rule: AcceptanceRule,
+        batch_size: int,
+        on_status: Callable[[str], None] = lambda text: None,
+        say: Callable[[str], None] = _on_stderr,
+    ) -> tuple[Loaded, TreeTopology, AcceptanceRule]:
+        """What to decode with where no tree was named (`hydrajax.measure.fastest`), told to ``say`` in one line."""
+        choice = choose(self, prompts, rule, batch_size, on_status)
+        if choice is None:
+            return self, self.default_tree(batch_size), rule
+        say(str(choice))
+        if choice.tree is None:
+            return self._drafting(NO_DRAFT), presets.root(), baseline_rule(rule)
+        return self, choice.tree, rule
+
+    def _drafting(self, draft: Drafter | str | Path | None) -> Loaded:
+        """With this draft in place of the own one, if one is named."""
+        if draft is None:
+            return self
+        key = draft if isinstance(draft, Drafter) else str(draft)
+        if key not in self._drafts:
+            self._drafts[key] = self.with_draft(draft)
+        return self._drafts[key]
+
+    def _settled(
+        self, prompts: Sequence[OnePrompt], draft, tree, rules, batch_size: int, on_status
+    ) -> tuple[Loaded, TreeTopology, Any]:
+        """The model, the tree and the rules to decode with: what was named, or the fastest."""
+        loaded = self._drafting(draft)
+        if tree is not None:
+            return loaded, presets.tree_of(tree), rules
+        listed = isinstance(rules, list)
+        first = rules[0] if listed else rules
+        key = batch_size, type(first)
+        if key not in loaded._fastest:
+            ids: Iterator = (loaded.prompt_ids(prompt, f"prompt {row}") for row, prompt in enumerate(prompts))
+            loaded._fastest[key] = loaded.fastest(ids, first, batch_size, on_status or (lambda text: None))[:2]
+        chosen, tree = loaded._fastest[key]
+        if chosen is not loaded:  # without the draft
+            rules = [baseline_rule(rule) for rule in rules] if listed else baseline_rule(rules)
+        return chosen, tree, rules
+
+
+NO_DRAFT = "none"
+
+
+def make_decode_fn(
+    model: BaseModel | Loaded,
+    drafter: Drafter | None = None,
+    tree: Tree | None = None,
+    rule: Rule | None = None,
+    *,
+    max_new_tokens: int = 256,
+    eos_ids: Sequence[int] | None = None,
+) -> Callable[..., DecodeResult]:
+    """Build ``decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None) -> DecodeResult``, jitted.
+
+    model: what `load` gave, and then its drafter, tree and EOS ids are the defaults: ``make_decode_fn(m)``. Or a base
+        model by itself, with a drafter and a tree; generation then ends at no id unless ``eos_ids`` names some.
+    tree, rule: also by name, ``"chain-2"`` and ``"greedy"``.
+
+    The function's arguments and result: `hydrajax.decoding.decode.make_decode_fn`. Raises `HydrajaxError` for parts
+    that do not fit together.
+    """
+    if isinstance(model, Loaded):
+        drafter = model.drafter if drafter is None else drafter
+        tree = model.default_tree() if tree is None else tree
+        eos_ids = model.eos_ids if eos_ids is None else eos_ids
+        model = model.model
+    if drafter is None or tree is None:
+        missing = "drafter" if drafter is None else "tree"
+        raise HydrajaxError(f"{missing}: is needed with a base model alone; what hydrajax.load gives brings its own")
+    settings = {"max_new_tokens": max_new_tokens, "eos_ids": tuple(eos_ids or ())}
+    return decode.make_decode_fn(model, drafter, presets.tree_of(tree), one_rule(rule), **settings)
 
 
 def load(
     base: str | Path,
     draft: Drafter | str | Path | None = None,
     *,
-    dtype=AUTO,
+    dtype: Any = AUTO,
     mesh: Mesh | None = None,
     quantize: str | None = None,
     force: bool = False,
@@ -101,13 +285,14 @@ def load(
 ) -> Loaded:
     """Load a base and, optionally, a drafter.
 
-    base:  a Hugging Face directory (``config.json`` and weights; the tokenizer if it holds one), or a repository on the
-        Hub, ``org/name`` or ``org/name@revision``.
+    base:  a Hugging Face directory (``config.json`` and weights; the tokenizer if it holds one), a repository on the
+        Hub, ``org/name`` or ``org/name@revision``, or ``"shipped"``, the small model that comes with the package.
     draft: a directory or repository of heads (`hydrajax.checkpoints.heads.load`); the name of a drafter without
-        weights (`hydrajax.drafters.registry`); a `Drafter` without weights; or None to decode autoregressively.
-    dtype: ``"float32"`` or ``"bfloat16"``, of parameters, cache and matmuls; the model's ``dtype`` then says which.
-        ``"auto"`` is float32 on a CPU, elsewhere what most of the base's numbers are stored in, with bfloat16 for
-        float16 (`hydrajax.checkpoints.base.default_dtype` says why).
+        weights (`hydrajax.drafters.registry`); ``"medusa"``, ``"hydra"`` or ``"hydra++"`` of the shipped base; a
+        `Drafter` without weights; or None to decode autoregressively.
+    dtype: ``"float32"`` or ``"bfloat16"`` (or ``jnp.bfloat16``), of parameters, cache and matmuls; the model's
+        ``dtype`` then says which. ``"auto"`` is float32 on a CPU, elsewhere what most of the base's numbers are stored
+        in, with bfloat16 for float16 (`hydrajax.checkpoints.base.default_dtype` says why).
     mesh:  from `hydrajax.sharding.make_mesh`; the base is sharded over it, the draft replicated.
     quantize: ``"int8"`` keeps the base's matmul weights in one byte each: half of bfloat16's memory, other logits.
     force: load heads that say they were made for another base.
@@ -118,24 +303,24 @@ def load(
 
     Raises `HydrajaxError` for anything missing, damaged, unsupported or made for another base.
     """
-    if str(dtype) not in (AUTO, *DTYPES):
-        raise HydrajaxError(f"dtype: found '{dtype}', allowed are {', '.join((AUTO, *DTYPES))}")
+    name = _dtype_name(dtype)
+    if name not in (AUTO, *DTYPES):
+        raise not_allowed("dtype", name, (AUTO, *DTYPES))
     if quantize not in (None, *QUANTIZED):
-        raise HydrajaxError(f"quantize: found '{quantize}', allowed are {', '.join(QUANTIZED)}")
+        raise not_allowed("quantize", quantize, QUANTIZED)
     use_compilation_cache()
-    compute = DTYPES.get(str(dtype))  # None for "auto"
-    base = resolve(base, "--base")
+    base = resolve(base, "base")
     if isinstance(draft, (str, Path)) and draft not in WITHOUT_WEIGHTS:
-        draft = resolve(draft, "--draft")  # refused before gigabytes are read
+        draft = resolve(draft, "draft")  # refused before gigabytes are read
+    compute = DTYPES.get(name)  # None for "auto"
     model, base_params = load_llama(base, compute, placer(mesh), int8=quantize == "int8", on_progress=on_progress)
     loaded = Loaded(model, NoDrafter(), Params(base_params, {}), load_tokenizer(base), eos_ids(base))
     return loaded if draft is None else loaded.with_draft(draft, base_directory=None if force else base, mesh=mesh)
 
 
-def encode(loaded: Loaded, prompt: str | Sequence[int] | Prompt, where: str) -> np.ndarray:
-    """Token ids of one prompt, checked against the model. ``where`` names it in messages unless it brings a name."""
-    if not isinstance(prompt, Prompt):
-        prompt = Prompt(prompt, where)
-    ids = np.asarray(prompt.ids(loaded.tokenizer), object)  # object: an id may exceed 64 bits, and is refused here
-    check_prompt(ids, prompt.where, loaded.model.config)
-    return ids.astype(np.int32)
+def _dtype_name(dtype: Any) -> str:
+    """Of a dtype that is named, or given as NumPy's and JAX's are."""
+    try:
+        return str(dtype) if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name
+    except TypeError:
+        return str(dtype)

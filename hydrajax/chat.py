@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from hydrajax.api import Loaded
+from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.prompts import bucket, right_padded
 from hydrajax.decoding.sampling import row_keys
 from hydrajax.decoding.state import DecodeState
 from hydrajax.errors import HydrajaxError
-from hydrajax.generation import STEPS_PER_BURST
+from hydrajax.generation import STEPS_PER_BURST, seed_for
 from hydrajax.text.stopping import GrowingText
 from hydrajax.text.templates import make_encoder
 from hydrajax.text.tokenizer import decode_text
@@ -40,7 +40,8 @@ class Turn:
 class Chat:
     """A conversation with a loaded base, in its tokenizer's chat template or a named one.
 
-    template: ``auto`` is the tokenizer's own; ``vicuna`` and ``plain`` are built in. `say` adds a message and yields
+    template: ``auto`` is the tokenizer's own; ``vicuna`` and ``plain`` are built in. seed: of what the rule draws; None
+    draws one, and the attribute of this name says which. `say` adds a message and yields
     the answer's text; ``messages`` is the conversation so far and may be edited between turns.
 
     The cache is kept as long as the conversation, written out by the template, begins with the very tokens it holds.
@@ -50,23 +51,24 @@ class Chat:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: Bundle,
         *,
         tree: TreeTopology | None = None,
         rule: AcceptanceRule | None = None,
         template: str = "auto",
         max_new_tokens: int = 512,
-        seed: int = 0,
+        seed: int | None = None,
     ):
         if loaded.tokenizer is None:
-            raise HydrajaxError("--base: has no tokenizer, and a conversation needs one")
+            raise HydrajaxError("base: has no tokenizer, and a conversation needs one")
         if max_new_tokens < 1:
             raise HydrajaxError(f"max_new_tokens: must be at least 1, found {max_new_tokens}")
         self._encoder = make_encoder(loaded.tokenizer, template)
-        self._loaded, self._limit, self._seed = loaded, max_new_tokens, seed
+        self._loaded, self._limit = loaded, max_new_tokens
         self._context = loaded.model.config.max_positions
         # As many new tokens as the context holds, so that the cache has room for the whole conversation.
         self._rule = rule or Greedy()
+        self.seed = seed_for(self._rule, seed)
         self._bursts = loaded.bursts(tree or loaded.default_tree(), self._rule, self._context)
         self._state: DecodeState | None = None
         self._held: list[int] = []  # the tokens in the cache
@@ -114,7 +116,7 @@ class Chat:
 
     def _answer(self, ids: list[int]) -> Iterator[str]:
         began = time.perf_counter()
-        keys = row_keys(jax.random.key(self._seed), 1, self._turns)
+        keys = row_keys(jax.random.key(self.seed or 0), 1, self._turns)
         self._turns += 1
         held, state = self._held, self._state
         self._held, self._state = [], None  # until the turn has ended well

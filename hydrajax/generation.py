@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from hydrajax.api import Loaded, encode
+from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.loop import Snapshot
 from hydrajax.decoding.prompts import batches, bucket
-from hydrajax.decoding.sampling import row_keys
+from hydrajax.decoding.sampling import Sampling, like_one_another, per_row, row_keys
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.answers import Generation
 from hydrajax.text.prompt import Prompt
@@ -22,54 +23,57 @@ from hydrajax.text.stopping import GrowingText
 from hydrajax.text.tokenizer import decode_text
 from hydrajax.trees.tree import TreeTopology
 
+SEED_BITS = 32  # of a JAX key, unless 64-bit mode is on
 STEPS_PER_BURST = 8  # between two looks at the text
 
 
 def generate(
-    loaded: Loaded,
-    prompts: Sequence[str | Sequence[int] | Prompt],
+    loaded: Bundle,
+    prompts: Sequence[str | Sequence[int] | Sequence[Mapping[str, str]] | Prompt],
     *,
     tree: TreeTopology | None = None,
-    rule: AcceptanceRule | None = None,
+    rule: AcceptanceRule | Sequence[AcceptanceRule] | None = None,
     max_new_tokens: int | Sequence[int] = 256,
     stop: Sequence[str] = (),
     batch_size: int = 1,
-    seed: int = 0,
+    seed: int | None = None,
     on_status: Callable[[str], None] | None = None,
 ) -> Iterator[Generation]:
-    """Generate for texts, lists of token ids or `Prompt`s, in order, ``batch_size`` prompts at a time.
+    """Generate for texts, lists of token ids, conversations or `Prompt`s, in order, ``batch_size`` prompts at a time.
 
     A generator: each batch's results are yielded when it is done. Batches are taken in order, whatever the prompts'
     lengths: a batch is as wide as the bucket of its longest prompt. The last one is padded to full size by repeating
     its prompts, so that it compiles nothing new. What a rule draws for a prompt depends on ``seed`` and on the
-    prompt's number, not on the batch size.
+    prompt's number, not on the batch size; where no seed is given and the rule draws, one is drawn, and the results say
+    which (`Generation.seed`).
 
-    max_new_tokens: for all prompts, or one for each. stop: strings that end a text: it is cut before one, see
-    `hydrajax.text.stopping.GrowingText`; ``output_ids`` end with the token that completed it. ``on_status`` is called
-    with ``"compiling"`` before a new shape is compiled and with ``"decoding"`` before each batch. Raises
-    `HydrajaxError` for every bad prompt before any is run.
+    rule, max_new_tokens: for all prompts, or one for each; rules are then of one kind. stop: strings that end a text:
+    it is cut before one, see `hydrajax.text.stopping.GrowingText`; ``output_ids`` end with the token that completed
+    it. ``on_status`` is called with ``"compiling"`` before a new shape is compiled and with ``"decoding"`` before each
+    batch. Raises `HydrajaxError` for every bad prompt before any is run.
     """
     if batch_size < 1:
         raise HydrajaxError(f"batch_size: must be at least 1, found {batch_size}")
     if isinstance(prompts, str):
         raise HydrajaxError("prompts: must be a list of prompts, found one text; write [text]")
-    encoded = [encode(loaded, prompt, f"prompt {row}") for row, prompt in enumerate(prompts)]
-    limits = [max_new_tokens] * len(encoded) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    if len(limits) != len(encoded):
-        raise HydrajaxError(f"max_new_tokens: found {len(limits)} numbers for {len(encoded)} prompts")
-    request = _request(loaded, tree, rule, max(limits, default=1), min(limits, default=1), stop, on_status)
-    return _generate(request, encoded, limits, min(batch_size, len(encoded)), seed)
+    encoded = [loaded.prompt_ids(prompt, f"prompt {row}") for row, prompt in enumerate(prompts)]
+    limits = _one_each("max_new_tokens", max_new_tokens, len(encoded))
+    rules = _one_each("rule", rule or Greedy(), len(encoded))
+    if not encoded:
+        return iter(())
+    request = _request(loaded, tree, rules, max(limits), min(limits), stop, seed, on_status)
+    return _generate(request, encoded, limits, min(batch_size, len(encoded)))
 
 
 def stream(
-    loaded: Loaded,
-    prompt: str | Sequence[int] | Prompt,
+    loaded: Bundle,
+    prompt: str | Sequence[int] | Sequence[Mapping[str, str]] | Prompt,
     *,
     tree: TreeTopology | None = None,
     rule: AcceptanceRule | None = None,
     max_new_tokens: int = 256,
     stop: Sequence[str] = (),
-    seed: int = 0,
+    seed: int | None = None,
     number: int = 0,
     on_status: Callable[[str], None] | None = None,
 ) -> Stream:
@@ -78,16 +82,17 @@ def stream(
     A piece comes every few steps. None ends within a character, none holds a part of a stop string, and together they
     are the text that `generate` gives for the prompt of this ``number``. Arguments and errors: `generate`.
     """
-    ids = encode(loaded, prompt, "prompt")
-    return Stream(_request(loaded, tree, rule, max_new_tokens, max_new_tokens, stop, on_status), ids, seed, number)
+    ids = loaded.prompt_ids(prompt, "prompt")
+    request = _request(loaded, tree, [rule or Greedy()], max_new_tokens, max_new_tokens, stop, seed, on_status)
+    return Stream(request, ids, number)
 
 
 class Stream:
     """An iterator over pieces of text. ``result``: the `Generation` up to now, whole when the iterator has ended."""
 
-    def __init__(self, request: Request, ids: np.ndarray, seed: int, number: int):
+    def __init__(self, request: Request, ids: np.ndarray, number: int):
         self.result: Generation | None = None
-        self._pieces = self._run(request, ids, seed, number)
+        self._pieces = self._run(request, ids, number)
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
@@ -95,9 +100,9 @@ class Stream:
     def __next__(self) -> str:
         return next(self._pieces)
 
-    def _run(self, request: Request, ids: np.ndarray, seed: int, number: int) -> Iterator[str]:
+    def _run(self, request: Request, ids: np.ndarray, number: int) -> Iterator[str]:
         text, limit, shown = request.growing_text(), request.max_new_tokens, 0
-        for now, seconds in _decode(request, [ids], [limit], 1, seed, number, [text], STEPS_PER_BURST):
+        for now, seconds in _decode(request, request.rules, [ids], [limit], 1, number, [text], STEPS_PER_BURST):
             self.result = _result(request, ids, limit, now, 0, text, seconds)
             if piece := text.text[shown:]:
                 shown = len(text.text)
@@ -107,11 +112,12 @@ class Stream:
 class Request(NamedTuple):
     """How to decode, settled."""
 
-    loaded: Loaded
+    loaded: Bundle
     tree: TreeTopology
-    rule: AcceptanceRule
+    rules: Sequence[AcceptanceRule]  # one for each prompt
     max_new_tokens: int
     stop: tuple[str, ...]
+    seed: int | None  # None for rules that draw nothing
     on_status: Callable[[str], None]
 
     def growing_text(self) -> GrowingText:
@@ -120,7 +126,25 @@ class Request(NamedTuple):
         return GrowingText(decode, self.stop)
 
 
-def _request(loaded: Loaded, tree, rule, most: int, least: int, stop: Sequence[str], on_status) -> Request:
+def _one_each(name: str, value: Any, count: int) -> list:
+    """One for each of so many prompts, from one for all or a list."""
+    if not isinstance(value, (Sequence, np.ndarray)):
+        return [value] * count
+    if len(value) != count:
+        raise HydrajaxError(f"{name}: must be one for all prompts or one for each, found {len(value)} for {count}")
+    return list(value)
+
+
+def seed_for(rule: AcceptanceRule, seed: int | None) -> int | None:
+    """The seed, one that is drawn if none is given, or None for a rule that draws nothing."""
+    if not isinstance(rule, Sampling):
+        return None
+    return secrets.randbits(SEED_BITS) if seed is None else seed
+
+
+def _request(
+    loaded: Bundle, tree, rules: list[AcceptanceRule], most: int, least: int, stop: Sequence[str], seed, on_status
+) -> Request:
     if least < 1:
         raise HydrajaxError(f"max_new_tokens: must be at least 1, found {least}")
     if isinstance(stop, str):
@@ -130,32 +154,31 @@ def _request(loaded: Loaded, tree, rule, most: int, least: int, stop: Sequence[s
     # More than the context cannot be generated, so it need not be allocated either.
     most = min(most, loaded.model.config.max_positions)
     request = Request(
-        loaded, tree or loaded.default_tree(), rule or Greedy(), most, tuple(stop), on_status or (lambda status: None)
-    )
+        loaded, tree or loaded.default_tree(), like_one_another(rules), most, tuple(stop), seed_for(rules[0], seed),
+        on_status or (lambda status: None),
+    )  # fmt: skip
     request.growing_text()  # refuses an empty stop string
-    loaded.bursts(request.tree, request.rule, most)  # refuses a tree that the drafter cannot fill
+    loaded.bursts(request.tree, request.rules[0], most)  # refuses a tree that the drafter cannot fill
     return request
 
 
-def _generate(
-    request: Request, encoded: list[np.ndarray], limits: list[int], batch_size: int, seed: int
-) -> Iterator[Generation]:
+def _generate(request: Request, encoded: list[np.ndarray], limits: list[int], batch_size: int) -> Iterator[Generation]:
     for start in range(0, len(encoded), batch_size):
         batch = encoded[start : start + batch_size]
         texts = [request.growing_text() for _ in batch]
         n_steps = STEPS_PER_BURST if request.stop else request.max_new_tokens  # without stop strings all in one
-        some = limits[start : start + batch_size]
-        *_, (now, seconds) = _decode(request, batch, some, batch_size, seed, start, texts, n_steps)
+        some, rules = limits[start : start + batch_size], request.rules[start : start + batch_size]
+        *_, (now, seconds) = _decode(request, rules, batch, some, batch_size, start, texts, n_steps)
         for row, (ids, limit, text) in enumerate(zip(batch, some, texts, strict=True)):
             yield _result(request, ids, limit, now, row, text, seconds)
 
 
 def _decode(
     request: Request,
+    rules: Sequence[AcceptanceRule],
     batch: list[np.ndarray],
     limits: list[int],
     batch_size: int,
-    seed: int,
     number: int,
     texts: list[GrowingText],
     n_steps: int,
@@ -164,10 +187,11 @@ def _decode(
     loaded = request.loaded
     width = bucket(max(map(len, batch)), loaded.model.config.max_positions)
     ((prompt, lengths, _),) = batches(batch, batch_size, width)
-    keys = row_keys(jax.random.key(seed), batch_size, number)
+    keys = row_keys(jax.random.key(request.seed or 0), batch_size, number)
     most = np.array([min(limit, request.max_new_tokens) for limit in limits], np.int32)
-    arguments = loaded.params, prompt, lengths, keys, request.rule, np.resize(most, batch_size)
-    bursts = loaded.bursts(request.tree, request.rule, request.max_new_tokens)
+    rule = per_row([rules[row % len(rules)] for row in range(batch_size)], batch_size)
+    arguments = loaded.params, prompt, lengths, keys, rule, np.resize(most, batch_size)
+    bursts = loaded.bursts(request.tree, rules[0], request.max_new_tokens)
     if (bursts, prompt.shape) not in loaded.compiled:
         request.on_status("compiling")
         bursts.compile(*arguments)
@@ -209,4 +233,5 @@ def _result(
         new_tokens=len(output_ids),
         wall_time=seconds,
         finish_reason=reason,
+        seed=request.seed,
     )

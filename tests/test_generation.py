@@ -117,7 +117,7 @@ def test_bad_requests_are_refused(loaded):
     for arguments, message in [
         ({"stop": "\n"}, "stop: must be a list of strings, found one"),
         ({"stop": [""]}, "stop: found an empty string"),
-        ({"max_new_tokens": [3]}, "max_new_tokens: found 1 numbers for 3 prompts"),
+        ({"max_new_tokens": [3]}, "max_new_tokens: must be one for all prompts or one for each, found 1 for 3"),
         ({"max_new_tokens": [3, 0, 1]}, "max_new_tokens: must be at least 1, found 0"),
     ]:
         with pytest.raises(HydrajaxError, match=message):

@@ -1,7 +1,7 @@
 """The shipped model: a small LLaMA with its tokenizer, and Medusa, Hydra and Hydra++ heads for it.
 
 Trained on Python source: the standard library's and that of the packages this one is installed and tested with.
-``ABOUT.json`` names versions, licences and what was held out. `hydrajax.load(assets.base(), assets.path("hydra_pp"))`.
+``ABOUT.json`` names versions, licences and what was held out. `hydrajax.load("shipped", "hydra++")`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from hydrajax.errors import HydrajaxError
 FOLDER = Path(__file__).parent
 DRAFTERS = ("medusa", "hydra", "hydra_pp")
 NAMES = ("base", *DRAFTERS)
+# As users name them, for ``base`` and for ``draft``.
+SHIPPED_BASE = {"shipped": "base"}
+SHIPPED_HEADS = {"medusa": "medusa", "hydra": "hydra", "hydra++": "hydra_pp"}
 
 
 def path(name: str) -> Path:

@@ -29,7 +29,7 @@ from hydrajax.models.layout import MODEL, leaf, read, shapes, write
 from hydrajax.models.llama import Llama
 from hydrajax.models.weights import quantize
 
-WHAT = "--base"
+WHAT = "base"
 # Rotary buffers, which old transformers versions saved and which follow from the config; and the heads that a Medusa-2
 # checkpoint has beside its base (`hydrajax.drafters.medusa_files`).
 IGNORED = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|medusa_head\..*"

@@ -18,7 +18,7 @@ from hydrajax.models.layout import MODEL
 ROWS = 64  # of the embedding; it and the norms tell fine-tunes of one model apart
 
 
-def fingerprint(directory: str | Path, what: str = "--base") -> dict[str, Any]:
+def fingerprint(directory: str | Path, what: str = "base") -> dict[str, Any]:
     """``{"shapes": {...}, "sha256": ...}`` of a base in a Hugging Face directory.
 
     Numbers are rounded to bfloat16 first, so that a model saved in another dtype is the same model. Raises
@@ -50,5 +50,5 @@ def check_fingerprint(recorded: Any, name: str, directory: Path, what: str) -> N
     else:
         difference = f"{directory} has the same shapes but other weights"
     raise HydrajaxError(
-        f"{what}: the heads were made for another base, {name or 'of unknown name'}: {difference}; --force loads them"
+        f"{what}: the heads were made for another base, {name or 'of unknown name'}: {difference}; 'force' loads them"
     )

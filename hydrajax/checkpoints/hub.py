@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 
+from hydrajax import assets
 from hydrajax.errors import HydrajaxError, one_line
 
 WHAT = "push"
@@ -43,13 +44,17 @@ REVISION = re.compile(r"(?!.*\.\.)[^\s\x00-\x1f~^:?*\[\\/.-][^\s\x00-\x1f~^:?*\[
 def resolve(name: str | Path, flag: str) -> Path:
     """The local directory for what a user gave as ``flag``.
 
-    An existing directory is taken as it is. Any other name is that of a repository on the Hub, ``org/name`` or
-    ``org/name@revision`` (a branch, tag or commit), and what hydrajax reads of it is downloaded into huggingface_hub's
-    cache. Without a network, a copy in the cache will do. Raises `HydrajaxError` for anything else.
+    An existing directory is taken as it is. Then come the names of what is shipped: ``shipped`` for a base, ``medusa``,
+    ``hydra`` or ``hydra++`` for the argument ``draft``. Any other name is that of a repository on the Hub, ``org/name``
+    or ``org/name@revision`` (a branch, tag or commit), and what hydrajax reads of it is downloaded into
+    huggingface_hub's cache. Without a network, a copy in the cache will do. Raises `HydrajaxError` for anything else.
     """
     text = str(name)
     if os.path.isdir(text):
         return Path(name)
+    shipped = assets.SHIPPED_HEADS if flag == "draft" else assets.SHIPPED_BASE
+    if text in shipped:
+        return assets.path(shipped[text])
     repository, at, revision = text.partition("@")
     if os.path.exists(text) or not _is_repository(repository) or (at and not REVISION.fullmatch(revision)):
         raise HydrajaxError(f"{flag}: no such directory: {text}")

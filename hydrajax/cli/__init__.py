@@ -34,8 +34,13 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
         # No abbreviated flags: a script that uses one would break when a longer flag is added.
         command = commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, flags=flags_of(command))
     return parser
+
+
+def flags_of(parser: argparse.ArgumentParser) -> frozenset[str]:
+    """Its flags, as which messages name the library's arguments."""
+    return frozenset(flag for action in parser._actions for flag in action.option_strings)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,20 +53,22 @@ def run_command(prog: str, module_help: str, add_arguments: Callable, run: Calla
     """A program of one command, such as ``python -m hydrajax.train``, under the same rules."""
     parser = _Parser(prog=prog, description=module_help, allow_abbrev=False)
     add_arguments(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, flags=flags_of(parser))
     return guarded(lambda: parser.parse_args(argv))
 
 
 def guarded(parse: Callable[[], argparse.Namespace]) -> int:
     """Run what was parsed and return its exit code, None for 0. Bad input prints one line and returns 2, Ctrl-C 130."""
+    flags: frozenset[str] = frozenset()
     try:
         args = parse()
+        flags = args.flags
         use_compilation_cache()
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing: tokenizers need none
         code = args.run(args)
         sys.stdout.flush()
     except HydrajaxError as error:
-        print(f"hydrajax: {' '.join(str(error).split())}", file=sys.stderr)  # libraries indent theirs
+        print(f"hydrajax: {' '.join(error.as_flag(flags).split())}", file=sys.stderr)  # libraries indent theirs
         return 2
     except KeyboardInterrupt:
         print("hydrajax: interrupted", file=sys.stderr)

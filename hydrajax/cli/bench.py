@@ -12,7 +12,7 @@ from hydrajax import api
 from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.drafters.registry import KINDS
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.measure.benchmark import BenchmarkRow, first_nodes, run_benchmark
 from hydrajax.measure.machine import machine
 from hydrajax.measure.random_models import random_draft, random_model
@@ -81,9 +81,9 @@ def _model(args: argparse.Namespace):
     """Model, drafter, parameters, and the prompts."""
     if bool(args.random) == bool(args.base):
         raise HydrajaxError("bench: exactly one of --base and --random is needed")
-    for flag, value, allowed in (("random", args.random, PRESETS), ("random-draft", args.random_draft, KINDS)):
+    for flag, value, allowed in (("random", args.random, PRESETS), ("random_draft", args.random_draft, KINDS)):
         if value and value not in allowed:
-            raise HydrajaxError(f"--{flag}: found '{value}', allowed are {', '.join(allowed)}")
+            raise not_allowed(flag, value, allowed)
     draft = options.draft_of(args)
     if draft and (args.random or args.random_draft):
         raise HydrajaxError("bench: --draft goes with --base and without --random-draft")

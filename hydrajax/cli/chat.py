@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     if tree is None and loaded.tokenizer is not None:
         with console.status("finding the fastest tree") as line:
             prompts = options.prompts_from(None, loaded)
-            loaded, tree, rule = options.fastest_from(loaded, prompts, rule, 1, line.update)
+            loaded, tree, rule = loaded.fastest(prompts, rule, 1, line.update)
     chat = Chat(
         loaded,
         tree=tree,

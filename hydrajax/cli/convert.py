@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    base, draft = resolve(args.base, "--base"), resolve(args.draft, "--draft")
+    base, draft = resolve(args.base, "base"), resolve(args.draft, "draft")
     for directory, what in ((draft, "heads themselves"), (base, "base")):
         if Path(args.output).resolve() == directory.resolve():
             raise HydrajaxError(f"--output: is the directory of the {what}, {args.output}")

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hydrajax import assets
-from hydrajax.api import Loaded, encode, load
+from hydrajax.api import Loaded, load
 from hydrajax.cli.screen import bar, write_marked
 from hydrajax.drafters.registry import WITHOUT_WEIGHTS, title_of
 from hydrajax.measure.contest import Measured, contest
@@ -29,7 +29,6 @@ from hydrajax.measure.way import AUTOREGRESSIVE, Way
 from hydrajax.questions.contenders import TextWay
 from hydrajax.questions.held_out import NamedPrompt, held_out_files, held_out_prompts
 from hydrajax.text.marking import pieces
-from hydrajax.text.prompt import Prompt
 from hydrajax.text.tokenizer import decode_text
 from hydrajax.train.data.preview import CLOSE, OPEN
 from hydrajax.trees import presets
@@ -150,10 +149,10 @@ def size_of(params: Any) -> str:
 def make_prompts(recipe: Recipe, loaded: Loaded, own_prompt: str | None) -> list[NamedPrompt]:
     """The user's own prompt, or held-out code, or where this Python has no such source our own beginnings of code."""
     if own_prompt is not None:
-        return [NamedPrompt("your prompt", encode(loaded, Prompt(own_prompt, "--prompt"), "--prompt").tolist())]
+        return [NamedPrompt("your prompt", loaded.prompt_ids(own_prompt, "prompt").tolist())]
     files = held_out_files()
     prompts = list(islice(held_out_prompts(files, loaded.tokenizer, recipe.prompt_tokens), recipe.prompts))
-    return prompts or [NamedPrompt("built in", encode(loaded, text, "prompt").tolist()) for text in BUILT_IN_CODE]
+    return prompts or [NamedPrompt("built in", loaded.prompt_ids(text, "prompt").tolist()) for text in BUILT_IN_CODE]
 
 
 # --- decoding -------------------------------------------------------------------------------------------------------

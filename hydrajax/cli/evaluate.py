@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     rule, trees = options.rule_from(args), [(Path(name).stem, presets.by_name(name)) for name in args.tree]
     everything = question_sets.read_questions(args.set, args.data)
     questions = question_sets.select(everything, args.categories, args.limit)
-    base = resolve(args.base, "--base")
+    base = resolve(args.base, "base")
     loaded = options.load_from(args, base=base, draft=None)
     prompter = make_prompter(loaded, args.template, args.max_new_tokens)
     drafts = [draft for draft in args.draft if draft != options.NO_DRAFT]

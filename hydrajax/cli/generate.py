@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-from hydrajax.api import Loaded, encode
+from hydrajax.api import Loaded
 from hydrajax.cli.options import (
     add_decoding_arguments,
     add_model_arguments,
     add_rule_arguments,
-    fastest_from,
     load_from,
     rule_from,
     tree_from,
@@ -60,8 +59,8 @@ def run(args: argparse.Namespace) -> None:
         progress.status("loading")
         loaded = load_from(args, progress.status)
         if tree is None:
-            ids = (encode(loaded, prompt, f"prompt {row}") for row, prompt in enumerate(prompts))  # as far as needed
-            loaded, tree, rule = fastest_from(loaded, ids, rule, args.batch_size, progress.status)
+            ids = (loaded.prompt_ids(prompt, f"prompt {row}") for row, prompt in enumerate(prompts))  # as far as needed
+            loaded, tree, rule = loaded.fastest(ids, rule, args.batch_size, progress.status)
             progress.hide()
         screen = Screen(loaded, len(prompts), drafted=tree.depth > 0)
         settings = {"tree": tree, "rule": rule, "max_new_tokens": args.max_new_tokens, "stop": args.stop}

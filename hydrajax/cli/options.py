@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,19 +12,15 @@ import numpy as np
 from rich.console import Console
 
 from hydrajax import api
-from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
-from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.drafters.none import NoDrafter
+from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.rules import RULES, make_rule
 from hydrajax.drafters.registry import WITHOUT_WEIGHTS
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.measure.fastest import choose
-from hydrajax.measure.way import baseline_rule
+from hydrajax.generation import SEED_BITS
 from hydrajax.text.prompt import Prompt, read_prompts
 from hydrajax.trees import TreeTopology, presets
 
-NO_DRAFT = "none"
-LARGEST_SEED = 2**32 - 1  # a JAX key holds 32 bits of seed unless 64-bit mode is on
 # For bases with a tokenizer when no --prompts are given.
 BUILT_IN_PROMPTS = (
     "def quicksort(items):\n",
@@ -98,13 +93,7 @@ def add_decoding_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: i
     return group
 
 
-# Every rule with the flags that it takes.
-RULES = {
-    "greedy": (Greedy, ()),
-    "typical": (Typical, ("temperature", "epsilon", "alpha")),
-    "exact": (ExactSampling, ("temperature", "top_k", "top_p")),
-    "rejection": (RejectionSampling, ("temperature", "top_k", "top_p")),
-}
+RULE_NUMBERS = ("temperature", "top_k", "top_p", "epsilon", "alpha")
 
 
 def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,17 +111,7 @@ def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
 
 def rule_from(args: argparse.Namespace) -> AcceptanceRule:
     """The rule asked for. Raises `HydrajaxError` for a number out of range or that the rule does not have."""
-    rule, fields = RULES[args.rule]
-    for name in ("temperature", "top_k", "top_p", "epsilon", "alpha"):
-        if getattr(args, name) is not None and name not in fields:
-            takers = ", ".join(other for other, (_, known) in RULES.items() if name in known)
-            flag = "--" + name.replace("_", "-")
-            raise HydrajaxError(f"{flag}: has no meaning with --rule {args.rule}, only with {takers}")
-    try:
-        return rule(**{name: getattr(args, name) for name in fields if getattr(args, name) is not None})
-    except HydrajaxError as error:
-        name, _, rest = str(error).partition(":")
-        raise HydrajaxError(f"--{name.replace('_', '-')}:{rest}") from None
+    return make_rule(args.rule, **{name: getattr(args, name) for name in RULE_NUMBERS})
 
 
 def positive(text: str) -> int:
@@ -147,7 +126,7 @@ def positives(text: str) -> list[int]:
 
 def seed(text: str) -> int:
     """An argparse type: a seed for `jax.random.key`."""
-    return _integer(text, 0, LARGEST_SEED)
+    return _integer(text, 0, 2**SEED_BITS - 1)
 
 
 def _integer(text: str, least: int, most: int | None) -> int:
@@ -199,12 +178,12 @@ def prompts_from(path: str | None, loaded: api.Loaded, limit: int | None = None)
         raise HydrajaxError("--prompts: is needed, as the base has no tokenizer for the built-in ones")
     else:
         texts = [Prompt(text, f"built-in prompt {row}") for row, text in enumerate(BUILT_IN_PROMPTS)]
-    return [api.encode(loaded, text, f"prompt {row}") for row, text in enumerate(texts[:limit])]
+    return [loaded.prompt_ids(text, f"prompt {row}") for row, text in enumerate(texts[:limit])]
 
 
 def draft_of(args: argparse.Namespace) -> str | None:
     """The draft's directory or name, None for autoregressive decoding."""
-    return None if args.draft == NO_DRAFT else args.draft
+    return None if args.draft == api.NO_DRAFT else args.draft
 
 
 def tree_from(args: argparse.Namespace) -> TreeTopology | None:
@@ -218,23 +197,6 @@ def tree_from(args: argparse.Namespace) -> TreeTopology | None:
     if draft_of(args) is None and tree.depth > 0:
         raise HydrajaxError(f"--tree: found '{args.tree}', but without --draft only 'root' is allowed")
     return tree
-
-
-def fastest_from(
-    loaded: api.Loaded,
-    prompts: Iterable[np.ndarray],
-    rule: AcceptanceRule,
-    batch_size: int,
-    on_status: Callable[[str], None],
-) -> tuple[api.Loaded, TreeTopology, AcceptanceRule]:
-    """What to decode with where no tree was named (`hydrajax.measure.fastest`), said in one line on stderr."""
-    choice = choose(loaded, prompts, rule, batch_size, on_status)
-    if choice is None:
-        return loaded, loaded.default_tree(batch_size), rule
-    print(choice, file=sys.stderr)
-    if choice.tree is None:
-        return loaded.with_draft(NoDrafter()), presets.root(), baseline_rule(rule)
-    return loaded, choice.tree, rule
 
 
 def load_from(args: argparse.Namespace, on_status: Callable[[str], None] | None = None, **changes) -> api.Loaded:

@@ -14,7 +14,7 @@ from hydrajax.checkpoints.base import read_config
 from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.drafters.registry import KINDS
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.measure.benchmark import first_nodes
 from hydrajax.measure.machine import machine
 from hydrajax.measure.random_models import random_base, random_draft
@@ -116,7 +116,7 @@ def _config(args: argparse.Namespace) -> LlamaConfig:
     if args.base:
         return read_config(args.base)
     if args.shape not in PRESETS:
-        raise HydrajaxError(f"--shape: found '{args.shape}', allowed are {', '.join(PRESETS)}")
+        raise not_allowed("shape", args.shape, PRESETS)
     return PRESETS[args.shape]
 
 

@@ -67,7 +67,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _search(args: argparse.Namespace) -> None:
-    from hydrajax import api
     from hydrajax.files import WholeFile
     from hydrajax.measure.calibration import calibrate
     from hydrajax.measure.contest import measure_trees
@@ -86,7 +85,7 @@ def _search(args: argparse.Namespace) -> None:
     texts = read_prompts(args.prompts)[: args.limit]
     loaded = options.load_from(args)
     path = _destination(args, loaded.draft_directory)
-    prompts = [api.encode(loaded, text, f"prompt {row}") for row, text in enumerate(texts)]
+    prompts = [loaded.prompt_ids(text, f"prompt {row}") for row, text in enumerate(texts)]
     with ExitStack() as stack:  # an unwritable file is refused before anything is measured
         file = stack.enter_context(WholeFile(path, "--output" if args.output else "--save"))
         if args.picture:

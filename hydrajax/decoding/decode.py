@@ -13,7 +13,7 @@ from jaxtyping import Int
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.loop import run_steps
 from hydrajax.decoding.prompts import bucket, check_prompts
-from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.sampling import Sampling, per_row
 from hydrajax.decoding.state import OutputState, Params
 from hydrajax.decoding.step import Engine
 from hydrajax.drafters.drafter import Drafter
@@ -41,6 +41,11 @@ class DecodeResult(NamedTuple):
     lengths: Int[Array, " B"]
     accept_lengths: Int[Array, "B max_new"]
     steps: Int[Array, " B"]
+
+    def ids(self) -> list[list[int]]:
+        """Each row's generated token ids, without the -1 beyond them."""
+        rows = zip(np.asarray(self.tokens), np.asarray(self.lengths), strict=True)
+        return [tokens[:length].tolist() for tokens, length in rows]
 
     def tokens_per_step(self) -> float:
         """Mean tokens emitted per step over all rows (τ in the papers)."""
@@ -94,8 +99,8 @@ def make_decode_fn(
     prompt:  int32 ``[B, P]``, right-padded; P is padded on to a power of two, so prompts of one bucket share a
              compilation.
     lengths: int32 ``[B]`` prompt lengths, default P for every row.
-    rng:     a `jax.random.key`, or one for each row ``[B]``, for rules that sample. What a row draws depends on its
-             key alone; a single key makes one for each row number.
+    rng:     a `jax.random.key`, or one for each row ``[B]``, needed by rules that sample. What a row draws depends on
+             its key alone; a single key makes one for each row number.
     limits:  int32 ``[B]`` most tokens of each row, default (and at most) ``max_new_tokens``.
     rule:    the same kind of rule with other numbers, or a list of such rules, one for each row. Compiles nothing.
 
@@ -139,7 +144,10 @@ def make_decode_fn(
         rule = per_row(default_rule if rule is None else rule, ids.shape[0])
         if jax.tree.structure(rule) != jax.tree.structure(default_rule):
             raise HydrajaxError(f"rule: must be of the same kind and give the same numbers as {default_rule}")
-        rng = jax.random.key(0) if rng is None else rng
+        if rng is None:
+            if isinstance(rule, Sampling):
+                raise HydrajaxError("rng: is needed, as this rule draws: rng=jax.random.key(seed)")
+            rng = jax.random.key(0)
         called_in_jit = inner is not outermost and isinstance(jnp.zeros(()), jax.core.Tracer)
         call = inner if called_in_jit else outermost
         return call(params, prompt, lengths.astype(xp.int32), rng, rule, limits)

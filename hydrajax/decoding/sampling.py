@@ -6,6 +6,7 @@ be Python numbers, which hold for all rows, or arrays with one number per row (`
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,9 +62,29 @@ def per_row(rules: Rule | Sequence[Rule], batch: int) -> Rule:
         return jax.tree.map(lambda x: _xp(x).broadcast_to(_number(x), (batch,)), rules)
     if len(rules) != batch:
         raise HydrajaxError(f"rule: must be one or one per row, found {len(rules)} for {batch} rows")
+    rules = like_one_another(rules)
+    return jax.tree.map(lambda *xs: _xp(xs[0]).stack([_number(x) for x in xs]), *rules)
+
+
+def like_one_another(rules: Sequence[Rule]) -> Sequence[Rule]:
+    """The rules as pytrees of one structure: a neutral number is written out where that of another has an effect.
+
+    Raises `HydrajaxError` for rules of several kinds, and for a number that some leave out and that has no neutral
+    value.
+    """
+    neutral = getattr(rules[0], "NEUTRAL", {}) if rules else {}
+    used = [name for name in neutral if any(effective(rule, name) is not None for rule in rules)]
+
+    def written_out(rule):
+        found = copy.copy(rule)
+        for name in used:  # an array is a leaf whatever its value is
+            object.__setattr__(found, name, np.asarray(getattr(rule, name), np.float32))
+        return found
+
+    rules = [written_out(rule) for rule in rules] if used else rules
     if len({jax.tree.structure(rule) for rule in rules}) > 1:
         raise HydrajaxError("rule: those of one batch must be of one kind and give the same numbers")
-    return jax.tree.map(lambda *xs: _xp(xs[0]).stack([_number(x) for x in xs]), *rules)
+    return rules
 
 
 def _xp(x: Any):
@@ -151,7 +172,14 @@ def sample(keys: Array, logits: Float[Array, "B V"]) -> Int[Array, " B"]:
 
 
 def row_keys(rng: Array, batch: int, first: int = 0) -> Array:
-    """Keys ``[batch]``: the given ones, or of a single key one for each row number, from ``first`` on."""
+    """Keys ``[batch]``: the given ones, or of a single key one for each row number, from ``first`` on.
+
+    Keys of `jax.random.PRNGKey`, uint32 ``[2]`` or ``[batch, 2]``, are taken too.
+    """
+    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        if rng.dtype != jnp.uint32 or rng.ndim not in (1, 2):
+            raise HydrajaxError(f"rng: must be a jax.random.key, or one per row, found {rng.dtype} {list(rng.shape)}")
+        rng = jax.random.wrap_key_data(rng)
     if rng.ndim == 1:
         if rng.shape != (batch,):
             raise HydrajaxError(f"rng: must be one key or one per row, found {rng.shape[0]} for {batch} rows")

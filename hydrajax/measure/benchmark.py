@@ -126,10 +126,10 @@ def run_benchmark(
     for way in ways:
         way.tree.check(way.drafter.depth, config.vocab_size)
     if context > config.max_positions:
-        raise HydrajaxError(f"--context: must be at most the model's {config.max_positions}, found {context}")
+        raise HydrajaxError(f"context: must be at most the model's {config.max_positions}, found {context}")
     room = room_for([way.tree for way in ways])
     if context <= room:
-        raise HydrajaxError(f"--context: must be more than {room} for these trees, found {context}")
+        raise HydrajaxError(f"context: must be more than {room} for these trees, found {context}")
     for batch in batches:
         autoregressive = step_timer(plain, batch, context, room).step()
         bytes_per_step = autoregressive_bytes(first.model, first.params.base, batch, context + 1)

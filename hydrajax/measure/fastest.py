@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hydrajax.api import Loaded
+from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
@@ -51,15 +51,17 @@ class Choice:
     def __str__(self) -> str:
         when = "measured just now" if self.date is None else f"measured on {self.date}"
         if self.tree is not None:
-            return f"tree: {self.name}, {self.speedup:.2f} times the speed without a draft here ({when}; or say --tree)"
+            return (
+                f"tree: {self.name}, {self.speedup:.2f} times the speed without a draft here ({when}; or name a tree)"
+            )
         return (
             f"tree: none, decoding without the draft: the fastest tree, {self.name}, has {self.speedup:.2f} times the "
-            f"speed here ({when}; --tree takes one all the same)"
+            f"speed here ({when}; name a tree to draft all the same)"
         )
 
 
 def choose(
-    loaded: Loaded,
+    loaded: Bundle,
     prompts: Iterable[np.ndarray],
     rule: AcceptanceRule,
     batch_size: int,
@@ -88,7 +90,7 @@ def cache_folder() -> Path:
     return Path(root) / "hydrajax" / "trees"
 
 
-def _searched_here(loaded: Loaded, batch_size: int) -> Choice | None:
+def _searched_here(loaded: Bundle, batch_size: int) -> Choice | None:
     """What `hydrajax tree search` has found for so many rows, if it was on this device."""
     if loaded.draft_directory is None:
         return None
@@ -107,7 +109,7 @@ def _searched_here(loaded: Loaded, batch_size: int) -> Choice | None:
     return None
 
 
-def _measure(loaded: Loaded, prompts, rule, batch_size: int, on_status) -> Choice:
+def _measure(loaded: Bundle, prompts, rule, batch_size: int, on_status) -> Choice:
     """A contest of the candidates, the drafter's own tree and none. Typical acceptance means another text without a
     draft, so there the fastest tree is taken in any case."""
     names = [name for name in dict.fromkeys((*CANDIDATES, loaded.drafter.default_tree)) if _fits(loaded, name)]
@@ -125,7 +127,7 @@ def _measure(loaded: Loaded, prompts, rule, batch_size: int, on_status) -> Choic
     return Choice(presets.by_name(best.name) if taken else None, best.name, best.speedup, None)
 
 
-def _fits(loaded: Loaded, name: str) -> bool:
+def _fits(loaded: Bundle, name: str) -> bool:
     try:
         presets.by_name(name).check(loaded.drafter.depth, loaded.model.config.vocab_size)
     except HydrajaxError:
@@ -133,7 +135,7 @@ def _fits(loaded: Loaded, name: str) -> bool:
     return True
 
 
-def _key(loaded: Loaded, rule: AcceptanceRule, batch_size: int) -> str:
+def _key(loaded: Bundle, rule: AcceptanceRule, batch_size: int) -> str:
     """A hash of all that the choice depends on; of the parameters a few numbers each."""
     here = machine()
     facts = (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hydrajax.api import Loaded
+from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import DecodeResult, make_decode_fn
 from hydrajax.decoding.rejection import RejectionSampling
@@ -41,7 +41,7 @@ class Way:
     @classmethod
     def of(
         cls,
-        loaded: Loaded,
+        loaded: Bundle,
         name: str,
         tree: TreeTopology | None = None,
         rule: AcceptanceRule | None = None,

@@ -39,9 +39,9 @@ class AnswerFiles:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
-            raise HydrajaxError(f"--output: {directory} is a file, the name of a directory is needed") from None
+            raise HydrajaxError(f"output: {directory} is a file, the name of a directory is needed") from None
         except OSError as error:
-            raise HydrajaxError(f"--output: cannot make {directory}: {error.strerror}") from None
+            raise HydrajaxError(f"output: cannot make {directory}: {error.strerror}") from None
         self._check_settings(json.loads(json.dumps(settings)))
         found = {model_id: _read(path) for model_id, path in self._paths.items()}
         by_all = set.intersection(*({record["question_id"] for record in records} for records in found.values()))
@@ -49,7 +49,7 @@ class AnswerFiles:
         for model_id, records in found.items():
             kept = [record for record in records if record["question_id"] in by_all]
             self.answers[model_id] = {record["question_id"]: record for record in kept}
-            with WholeFile(self._paths[model_id], "--output") as file:
+            with WholeFile(self._paths[model_id], "output") as file:
                 file.write_text("".join(map(_line, kept)))
 
     @property
@@ -66,7 +66,7 @@ class AnswerFiles:
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
-                raise HydrajaxError(f"--output: cannot write {path}: {error.strerror}") from None
+                raise HydrajaxError(f"output: cannot write {path}: {error.strerror}") from None
             self.answers[record["model_id"]][record["question_id"]] = record
 
     def cut_prompts(self, questions: Iterable[Question]) -> dict[str, int]:
@@ -84,15 +84,15 @@ class AnswerFiles:
             except (OSError, ValueError):
                 before = None
             if not isinstance(before, dict):
-                raise HydrajaxError(f"--output: {self._directory} holds answers, but no readable {SETTINGS}; {wanted}")
+                raise HydrajaxError(f"output: {self._directory} holds answers, but no readable {SETTINGS}; {wanted}")
             for key in dict.fromkeys([*settings, *before]):
                 if settings.get(key) != before.get(key):
                     raise HydrajaxError(
-                        f"--output: {self._directory} holds answers made with other settings: {key} was "
+                        f"output: {self._directory} holds answers made with other settings: {key} was "
                         f"{shown(before.get(key))}, now it is {shown(settings.get(key))}; {wanted}"
                     )
         else:
-            with WholeFile(path, "--output") as file:
+            with WholeFile(path, "output") as file:
                 file.write_text(json.dumps(settings, indent=1) + "\n")
 
 
@@ -108,7 +108,7 @@ def _read(path: Path) -> list[dict]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise HydrajaxError(f"--output: cannot read {path}: {error.strerror}") from None
+        raise HydrajaxError(f"output: cannot read {path}: {error.strerror}") from None
     records = []
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         record = json_value(line)

@@ -47,7 +47,7 @@ class Prompter:
     def __post_init__(self):
         if self.max_new_tokens > self.context - 2:
             raise HydrajaxError(
-                f"--max-new-tokens: must be at most {self.context - 2}, found {self.max_new_tokens}: the model's "
+                f"max_new_tokens: must be at most {self.context - 2}, found {self.max_new_tokens}: the model's "
                 f"context of {self.context} tokens must hold a prompt too"
             )
 

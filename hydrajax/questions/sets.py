@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.errors import HydrajaxError, not_allowed, one_line
 from hydrajax.text.jsonl import file_content, json_lines, json_value, objects, shown
 
 # Sets that have a name, and the file that `--data` looks for.
@@ -47,16 +47,16 @@ def read_questions(name: str, data: str | Path | None = None) -> list[Question]:
     category = name
     if name in FILES:
         if data is None:
-            raise HydrajaxError(f"--data: is needed for --set {name}: the directory that holds {FILES[name]}")
+            raise HydrajaxError(f"data: is needed for the set {name}: the directory that holds {FILES[name]}")
         if not os.path.isdir(data):
-            raise HydrajaxError(f"--data: no such directory: {data}")
+            raise HydrajaxError(f"data: no such directory: {data}")
         records = _records(Path(data) / FILES[name])
     elif os.path.exists(name) or re.search(r"\.jsonl?(\.gz)?$", name):
         records, category = _records(Path(name)), re.sub(r"\.jsonl?(\.gz)?$", "", Path(name).name)
     elif match := HUB.fullmatch(name):
         records, category = _hub_records(**match.groupdict()), match["name"]
     else:
-        raise HydrajaxError(f"--set: found '{name}', allowed are {', '.join(FILES)}, FILE.jsonl and org/name")
+        raise not_allowed("set", name, FILES, ", FILE.jsonl and org/name")
     questions: dict[int | str, Question] = {}
     for number, (where, record) in enumerate(records, start=1):
         question = _question(where, record, number, category)
@@ -64,7 +64,7 @@ def read_questions(name: str, data: str | Path | None = None) -> list[Question]:
             raise HydrajaxError(f"{where}: question_id: {shown(question.question_id)} occurs a second time")
         questions[question.question_id] = question
     if not questions:
-        raise HydrajaxError(f"--set: {name} holds no question")
+        raise HydrajaxError(f"set: {name} holds no question")
     return list(questions.values())
 
 
@@ -73,7 +73,7 @@ def select(questions: list[Question], categories: list[str] | None = None, limit
     known = list(dict.fromkeys(question.category for question in questions))
     for category in categories or []:
         if category not in known:
-            raise HydrajaxError(f"--categories: found '{category}', the set has {', '.join(known)}")
+            raise HydrajaxError(f"categories: found '{category}', the set has {', '.join(known)}")
     chosen = [question for question in questions if categories is None or question.category in categories]
     return chosen[:limit]
 
@@ -101,7 +101,7 @@ def _question(where: str, record: dict, number: int, category: str) -> Question:
 
 def _records(path: Path) -> Iterator[tuple[str, dict]]:
     """``(where, record)`` of each record of a file: a line of JSON lines, or an element of a JSON list."""
-    content = file_content(path, "--set")
+    content = file_content(path, "set")
     if not path.name.removesuffix(".gz").endswith(".json"):
         return objects(json_lines(content, path))
     records = json_value(content, "file")
@@ -119,13 +119,11 @@ def _hub_records(name: str, config: str | None, split: str | None) -> Iterator[t
 
         splits = datasets.load_dataset(name, config or None)
     except Exception as error:  # of the library, its HTTP client or the dataset
-        raise HydrajaxError(
-            f"--set: '{name}' is no file here, and datasets cannot load it: {one_line(error)}"
-        ) from None
+        raise HydrajaxError(f"set: '{name}' is no file here, and datasets cannot load it: {one_line(error)}") from None
     if split is None:
         split = "test" if "test" in splits else next(iter(splits)) if len(splits) == 1 else None
     if split not in splits:
         found = f"split '{split}'" if split else "no split"
-        raise HydrajaxError(f"--set: {name}: found {found}, allowed are {', '.join(splits)}: org/name:config:split")
+        raise HydrajaxError(f"set: {name}: found {found}, allowed are {', '.join(splits)}: org/name:config:split")
     for number, row in enumerate(splits[split], start=1):
         yield f"{name} row {number}", dict(row)

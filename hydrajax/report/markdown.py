@@ -26,7 +26,7 @@ after warm-up. Intervals are 95% bootstrap intervals. The pictures beside the ta
 def write_report(
     results: Sequence[tuple[Path, Result]],
     path: str | Path,
-    flag: str = "--output",
+    flag: str = "output",
     on_result: Callable[[str], None] = lambda name: None,
 ) -> list[Path]:
     """Write the report to ``path`` and its pictures into a folder `PICTURES` beside it; returns what was written.

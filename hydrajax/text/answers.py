@@ -29,6 +29,7 @@ class Generation:
     wall_time:     seconds, prompt included and compilation excluded, of the whole batch the prompt was in.
     finish_reason: what ended it: "eos", "stop" (a stop string), "length" (the limit) or "context" (it is full). None
                    in files that do not say.
+    seed:          of what the rule drew, None for a rule that draws nothing; not in files, whose command says it.
     """
 
     prompt_ids: list[int]
@@ -39,11 +40,12 @@ class Generation:
     new_tokens: int
     wall_time: float
     finish_reason: str | None = None
+    seed: int | None = None
 
 
 def line_of(answer: Generation) -> dict[str, Any]:
     """The output line of a generation, in the names of the file."""
-    return {_in_file(name): value for name, value in dataclasses.asdict(answer).items()}
+    return {_in_file(name): value for name, value in dataclasses.asdict(answer).items() if name != "seed"}
 
 
 def _in_file(name: str) -> str:
@@ -53,7 +55,7 @@ def _in_file(name: str) -> str:
 class AnswerWriter(WholeFile):
     """A `WholeFile` of output lines."""
 
-    def __init__(self, path: str | Path, flag: str = "--output"):
+    def __init__(self, path: str | Path, flag: str = "output"):
         super().__init__(path, flag)
 
     def write(self, answer: Generation) -> None:

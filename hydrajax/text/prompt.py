@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ _ONE_OF = f"exactly one of the fields {', '.join(FIELDS)} is needed"
 class Prompt:
     """What to continue, and its name in messages.
 
-    content: text or token ids. where: such as ``"mt.jsonl line 3: turns"``. chat: the text is a user's message, to be
-    wrapped in the tokenizer's chat template if it has one.
+    content: text, token ids, or the messages of a conversation (``role`` and ``content`` each), which the tokenizer's
+    chat template writes out up to where the next answer begins. where: such as ``"mt.jsonl line 3: turns"``. chat: the
+    text is a user's message, to be wrapped in the template if there is one.
     """
 
-    content: str | Sequence[int]
+    content: str | Sequence[int] | Sequence[Mapping[str, str]]
     where: str
     chat: bool = False
 
@@ -32,6 +33,8 @@ class Prompt:
         tokenizer: of transformers, or None where the base has none. Raises `HydrajaxError` for text that is empty, is
         not valid Unicode or has no tokenizer, and for ids that are not integers. The vocabulary is not checked here.
         """
+        if is_conversation(self.content):
+            return self._conversation_ids(tokenizer)
         if not isinstance(self.content, str):
             return [self._integer(item) for item in self.content]
         if not self.content:
@@ -44,14 +47,23 @@ class Prompt:
         if tokenizer is None:
             raise HydrajaxError(f"{self.where}: is text, but the base has no tokenizer; give token ids (prompt_ids)")
         if self.chat and tokenizer.chat_template:
-            return self._chat_ids(tokenizer)
+            return self._chat_ids(tokenizer, [{"role": "user", "content": self.content}])
         return tokenizer.encode(self.content, verbose=False)  # verbose would warn of long texts; they are refused later
 
-    def _chat_ids(self, tokenizer: Any) -> list[int]:
-        message = [{"role": "user", "content": self.content}]
+    def _conversation_ids(self, tokenizer: Any) -> list[int]:
+        for number, message in enumerate(self.content):
+            if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                raise HydrajaxError(
+                    f"{self.where}: message {number} must have the texts role and content, found {message!r}"
+                )
+        if tokenizer is None or not tokenizer.chat_template:
+            raise HydrajaxError(f"{self.where}: is a list of messages, but the base has no chat template; give text")
+        return self._chat_ids(tokenizer, [dict(message) for message in self.content])
+
+    def _chat_ids(self, tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
         try:
             # The template writes BOS itself, so it must be tokenised here and not as text.
-            return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         except Exception as error:  # a template is a program of the tokenizer's author: anything may be raised
             raise HydrajaxError(f"{self.where}: the tokenizer's chat template failed: {error}") from None
 
@@ -64,7 +76,12 @@ class Prompt:
             raise HydrajaxError(f"{self.where}: must be a list of integers, found {item!r}") from None
 
 
-def read_prompts(path: str | Path, flag: str = "--prompts") -> list[Prompt]:
+def is_conversation(content: Any) -> bool:
+    """Whether a prompt is a list of messages."""
+    return not isinstance(content, str) and len(content) > 0 and all(isinstance(item, Mapping) for item in content)
+
+
+def read_prompts(path: str | Path, flag: str = "prompts") -> list[Prompt]:
     """The prompts of a JSONL file, in order. Blank lines are skipped.
 
     Of ``turns`` (MT-Bench, Spec-Bench) only the first is taken: the later ones need the answers to the earlier ones.

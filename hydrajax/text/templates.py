@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.errors import HydrajaxError, not_allowed, one_line
 
 # What Vicuna was trained with where a conversation brings no system message of its own.
 VICUNA_SYSTEM = (
@@ -80,7 +80,7 @@ class Encoder:
 
 
 def make_encoder(
-    tokenizer: Any, template: str = "auto", *, field: str = "--template", tokenizer_field: str = "--base"
+    tokenizer: Any, template: str = "auto", *, field: str = "template", tokenizer_field: str = "base"
 ) -> Encoder:
     """What writes conversations for this tokenizer in the named template.
 
@@ -90,7 +90,7 @@ def make_encoder(
     Raises `HydrajaxError` where the tokenizer cannot be used with the template.
     """
     if template != "auto" and template not in BUILT_IN:
-        raise HydrajaxError(f"{field}: found {template!r}, allowed are auto, {', '.join(BUILT_IN)}")
+        raise not_allowed(field, template, ("auto", *BUILT_IN))
     if not getattr(tokenizer, "is_fast", False):
         kind = type(tokenizer).__name__
         raise HydrajaxError(f"{tokenizer_field}: {kind} is not a fast tokenizer; only those tell where a token stands")

@@ -9,7 +9,7 @@ from typing import Any
 from hydrajax.errors import HydrajaxError
 
 
-def load_tokenizer(directory: str | Path, field: str = "--base") -> Any | None:
+def load_tokenizer(directory: str | Path, field: str = "base") -> Any | None:
     """The transformers tokenizer of a Hugging Face directory, or None where it has none.
 
     Code from the directory is never run. Raises `HydrajaxError` for a damaged tokenizer; ``field`` is the option or

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hydrajax.drafters import registry
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.models.config import LlamaConfig
 from hydrajax.train.data.conversations import FORMATS as CONVERSATION_FORMATS
 from hydrajax.train.losses import Objective
@@ -23,7 +23,7 @@ from hydrajax.train.losses import Objective
 
 def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
     if value not in allowed:
-        raise HydrajaxError(f"{name}: found {value!r}, allowed are {', '.join(allowed)}")
+        raise not_allowed(name, value, allowed)
 
 
 def at_least(name: str, value: float | None, least: float) -> None:
@@ -266,11 +266,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     try:
         raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise HydrajaxError(f"--config: cannot read {path}: {error.strerror}") from None
+        raise HydrajaxError(f"config: cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise HydrajaxError(f"--config: {path} is not YAML: {error}") from None
+        raise HydrajaxError(f"config: {path} is not YAML: {error}") from None
     if not isinstance(raw, dict):
-        raise HydrajaxError(f"--config: {path} must hold settings by name, found {type(raw).__name__}")
+        raise HydrajaxError(f"config: {path} must hold settings by name, found {type(raw).__name__}")
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not all(key.split(".")):

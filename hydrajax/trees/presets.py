@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.trees.tree import TreeTopology
 
 _SPARSE = {
@@ -110,6 +110,15 @@ def searched(directory: Path | None, batch_size: int) -> TreeTopology | None:
     return None
 
 
+def tree_of(tree: TreeTopology | str | Path | Sequence[Sequence[int]]) -> TreeTopology:
+    """What a call in Python means by its tree: one, a name (`by_name`), a file, or a list of choices."""
+    if isinstance(tree, TreeTopology):
+        return tree
+    if isinstance(tree, Path):
+        return TreeTopology.from_json(tree)
+    return by_name(tree) if isinstance(tree, str) else TreeTopology(tree)
+
+
 def names() -> list[str]:
     """What `by_name` understands, for messages and help texts."""
     return ["root", "chain-K", "cartesian-S1xS2x...", *_SPARSE]
@@ -128,4 +137,4 @@ def by_name(name: str) -> TreeTopology:
     if match := re.fullmatch(r"cartesian-(\d{1,3}(?:x\d{1,3})*)", name):
         widths = [int(width) for width in match[1].split("x")]
         return cartesian(widths)
-    raise HydrajaxError(f"--tree: found '{name}', allowed are {', '.join(names())} or a .json file")
+    raise not_allowed("tree", name, names(), " or a .json file")

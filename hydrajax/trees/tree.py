@@ -43,41 +43,48 @@ class Level(NamedTuple):
     width: int
 
 
-@dataclass(frozen=True)
+def canonical(choices: Iterable[Sequence[int]]) -> tuple[Choice, ...]:
+    """Rank paths, validated and sorted by (length, lexicographic); see `TreeTopology` for what is refused."""
+    paths = []
+    for choice in choices:
+        if not isinstance(choice, (list, tuple)) or not choice:
+            raise HydrajaxError(f"tree: every choice must be a non-empty list of ranks, found {choice!r}")
+        for rank in choice:
+            if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or rank < 0:
+                raise HydrajaxError(f"tree: ranks must be integers from 0 up, found {rank!r} in {list(choice)}")
+        paths.append(tuple(int(rank) for rank in choice))
+        if len(paths) >= MAX_NODES:
+            raise HydrajaxError(f"tree: more than {MAX_NODES} nodes, root included, are not supported")
+    known = set(paths)
+    if len(known) != len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise HydrajaxError(f"tree: choice {list(twice)} appears more than once")
+    for path in paths:
+        if len(path) > 1 and path[:-1] not in known:
+            raise HydrajaxError(f"tree: choice {list(path)} has no parent, add {list(path[:-1])}")
+    return tuple(sorted(paths, key=lambda path: (len(path), path)))
+
+
+@dataclass(frozen=True, init=False)
 class TreeTopology:
     """An immutable, hashable tree; every array is derived from ``choices`` and cached.
 
-    Build it with `from_choices`, which validates and sorts; the bare constructor takes ``choices`` as they are.
-    Node 0 is the root, then choices sorted by (length, lexicographic): N = len(choices) + 1 nodes, depth K.
+    Rank paths are validated and put in canonical order; an empty list is the root alone (no speculation). Node 0 is the
+    root, then choices sorted by (length, lexicographic): N = len(choices) + 1 nodes, depth K.
+
+    Raises `HydrajaxError` on an empty path, a rank that is not a non-negative integer, a duplicate, or a path whose
+    prefix is missing.
     """
 
     choices: tuple[Choice, ...]
 
+    def __init__(self, choices: Iterable[Sequence[int]] = ()):
+        object.__setattr__(self, "choices", canonical(choices))
+
     @classmethod
     def from_choices(cls, choices: Iterable[Sequence[int]]) -> TreeTopology:
-        """Validate rank paths and put them in canonical order. An empty list is the root alone (no speculation).
-
-        Raises `HydrajaxError` on an empty path, a rank that is not a non-negative integer, a duplicate, or a path
-        whose prefix is missing.
-        """
-        paths = []
-        for choice in choices:
-            if not isinstance(choice, (list, tuple)) or not choice:
-                raise HydrajaxError(f"tree: every choice must be a non-empty list of ranks, found {choice!r}")
-            for rank in choice:
-                if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or rank < 0:
-                    raise HydrajaxError(f"tree: ranks must be integers from 0 up, found {rank!r} in {list(choice)}")
-            paths.append(tuple(int(rank) for rank in choice))
-            if len(paths) >= MAX_NODES:
-                raise HydrajaxError(f"tree: more than {MAX_NODES} nodes, root included, are not supported")
-        known = set(paths)
-        if len(known) != len(paths):
-            twice = next(path for path in paths if paths.count(path) > 1)
-            raise HydrajaxError(f"tree: choice {list(twice)} appears more than once")
-        for path in paths:
-            if len(path) > 1 and path[:-1] not in known:
-                raise HydrajaxError(f"tree: choice {list(path)} has no parent, add {list(path[:-1])}")
-        return cls(tuple(sorted(paths, key=lambda path: (len(path), path))))
+        """The same as the constructor, under a name that says what it is made from."""
+        return cls(choices)
 
     @classmethod
     def from_json(cls, path: str | Path) -> TreeTopology:
@@ -85,13 +92,13 @@ class TreeTopology:
         try:
             content = json.loads(Path(path).read_text())
         except FileNotFoundError:
-            raise HydrajaxError(f"--tree: no such file: {path}") from None
+            raise HydrajaxError(f"tree: no such file: {path}") from None
         except (OSError, ValueError, RecursionError) as error:
-            raise HydrajaxError(f"--tree: {path} is not a JSON tree file: {error}") from None
+            raise HydrajaxError(f"tree: {path} is not a JSON tree file: {error}") from None
         if isinstance(content, dict):
             content = content.get("choices")
         if not isinstance(content, list):
-            raise HydrajaxError(f"--tree: {path} must hold a JSON list of choices such as [[0], [0, 0], [1]]")
+            raise HydrajaxError(f"tree: {path} must hold a JSON list of choices such as [[0], [0, 0], [1]]")
         return cls.from_choices(content)
 
     @property

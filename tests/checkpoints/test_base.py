@@ -161,7 +161,7 @@ def test_missing_config_field(copy, field):
 )
 def test_config_that_is_not_a_json_object(copy, text, piece):
     (copy / "config.json").write_bytes(text)
-    refused(copy, "--base", "config.json", piece)
+    refused(copy, "base", "config.json", piece)
 
 
 # --- damaged and foreign files --------------------------------------------------------------------------------
@@ -194,13 +194,13 @@ def test_wrong_shape(copy):
 
 
 def test_missing_directory(tmp_path):
-    refused(tmp_path / "nowhere", "--base", "no such directory", str(tmp_path / "nowhere"))
+    refused(tmp_path / "nowhere", "base", "no such directory", str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_missing_file(copy, name):
     (copy / name).unlink()
-    refused(copy, "--base", name)
+    refused(copy, "base", name)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 200, 0.5, -1])
@@ -209,7 +209,7 @@ def test_truncated_safetensors(copy, keep):
     path = copy / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * keep) if keep == 0.5 else keep])
-    refused(copy, "--base", str(path), "damaged")
+    refused(copy, "base", str(path), "damaged")
 
 
 @pytest.fixture

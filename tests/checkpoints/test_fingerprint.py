@@ -124,28 +124,28 @@ def test_it_differs_for_other_shapes(saved, state):
 
 def test_missing_tensor(saved, state):
     folder = saved({name: tensor for name, tensor in state.items() if name != NORMS[1]})
-    refusal(lambda: fingerprint(folder), "--base", f"missing tensor '{NORMS[1]}'")
-    refusal(lambda: fingerprint(folder, "--draft"), "--draft: ")
+    refusal(lambda: fingerprint(folder), "base", f"missing tensor '{NORMS[1]}'")
+    refusal(lambda: fingerprint(folder, "draft"), "draft: ")
 
 
 @pytest.mark.parametrize("odd", [torch.tensor(1.0), torch.ones(80, dtype=torch.float8_e4m3fn)], ids=["scalar", "fp8"])
 def test_tensors_that_no_base_has(saved, state, odd):
-    refusal(lambda: fingerprint(saved(state | {NORMS[2]: odd})), "--base", NORMS[2])
+    refusal(lambda: fingerprint(saved(state | {NORMS[2]: odd})), "base", NORMS[2])
 
 
 def test_heads_are_refused_on_another_base(saved, state):
     folder = saved(state)
     record = json.loads(json.dumps(fingerprint(folder)))  # as it lies in a file
-    check_fingerprint(record, "org/base", folder, "--draft")
+    check_fingerprint(record, "org/base", folder, "draft")
     tuned = saved(state | {NORMS[2]: state[NORMS[2]] * 1.1}, "tuned")
     refusal(
-        lambda: check_fingerprint(record, "org/base", tuned, "--draft"),
-        *("--draft: ", "made for another base, org/base", str(tuned), "same shapes but other weights", "--force"),
+        lambda: check_fingerprint(record, "org/base", tuned, "draft"),
+        *("draft: ", "made for another base, org/base", str(tuned), "same shapes but other weights", "'force'"),
     )
     other = saved(state, "other", num_key_value_heads=4)
     refusal(
-        lambda: check_fingerprint(record, "", other, "--draft"),
-        *("--draft: ", "of unknown name", "'n_kv_heads': 2", "'n_kv_heads': 4", str(other), "--force"),
+        lambda: check_fingerprint(record, "", other, "draft"),
+        *("draft: ", "of unknown name", "'n_kv_heads': 2", "'n_kv_heads': 4", str(other), "'force'"),
     )
     for nonsense in (None, "", {}, [1], {"shapes": SHAPES}, {"sha256": record["sha256"]}):
-        refusal(lambda record=nonsense: check_fingerprint(record, "x", folder, "--draft"), "--draft: ", "--force")
+        refusal(lambda record=nonsense: check_fingerprint(record, "x", folder, "draft"), "draft: ", "'force'")

@@ -13,7 +13,7 @@ from hydrajax.checkpoints.hub import push, resolve
 from hydrajax.errors import HydrajaxError
 
 NAME = "org/name"
-NOT_HERE = f"--base: '{NAME}' is no directory here, and "
+NOT_HERE = f"base: '{NAME}' is no directory here, and "
 MODEL = {
     "config.json": b"{}",
     "generation_config.json": b"{}",
@@ -81,9 +81,9 @@ def hub(tmp_path, monkeypatch):
 
 
 def refused(message: str, act=resolve, *arguments, **more) -> None:
-    """The call (by default of ``--base org/name``) fails with exactly this line."""
+    """The call (by default of ``base org/name``) fails with exactly this line."""
     with pytest.raises(HydrajaxError) as caught:
-        act(*(arguments or (NAME, "--base")), **more)
+        act(*(arguments or (NAME, "base")), **more)
     assert str(caught.value) == message
 
 
@@ -96,13 +96,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_model_without_what_is_not_read(hub):
     hub.add(NAME, MODEL | UNREAD)
-    assert contents(resolve(NAME, "--base")) == MODEL
+    assert contents(resolve(NAME, "base")) == MODEL
     assert hub.fetched() == MODEL.keys()
 
 
 def test_a_native_draft(hub):
     hub.add(NAME, NATIVE | UNREAD)
-    assert contents(resolve(NAME, "--draft")) == NATIVE
+    assert contents(resolve(NAME, "draft")) == NATIVE
     assert hub.fetched() == NATIVE.keys()
 
 
@@ -112,17 +112,17 @@ def test_a_revision(hub, revision):
     commit = hub.add(NAME, old, "main" if revision == "commit" else revision)
     hub.add(NAME, {"config.json": b"new", "model.safetensors": b"new weights"})
     revision = commit if revision == "commit" else revision
-    assert contents(resolve(f"{NAME}@{revision}", "--base")) == old
-    assert contents(resolve(NAME, "--base"))["config.json"] == b"new"
-    assert contents(resolve(f"{NAME}@main", "--base"))["config.json"] == b"new"
+    assert contents(resolve(f"{NAME}@{revision}", "base")) == old
+    assert contents(resolve(NAME, "base"))["config.json"] == b"new"
+    assert contents(resolve(f"{NAME}@main", "base"))["config.json"] == b"new"
 
 
 def test_a_newer_commit_is_fetched_and_an_old_file_is_not_fetched_again(hub):
     hub.add(NAME, {"config.json": b"{}", "model.safetensors": b"old"})
-    resolve(NAME, "--base")
+    resolve(NAME, "base")
     hub.log.clear()
     hub.add(NAME, {"config.json": b"{}", "model.safetensors": b"new"})
-    assert contents(resolve(NAME, "--base")) == {"config.json": b"{}", "model.safetensors": b"new"}
+    assert contents(resolve(NAME, "base")) == {"config.json": b"{}", "model.safetensors": b"new"}
     gets = [line for line in hub.log if line.startswith("GET") and "/resolve/" in line]
     assert len(gets) == 1
     assert gets[0].endswith("/model.safetensors")
@@ -132,24 +132,24 @@ def test_a_cached_copy_is_used_without_network(hub, monkeypatch):
     from huggingface_hub import constants
 
     commit = hub.add(NAME, MODEL)
-    folder = resolve(NAME, "--base")
+    folder = resolve(NAME, "base")
     hub.log.clear()
     with monkeypatch.context() as offline:
         offline.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert resolve(NAME, "--base") == resolve(f"{NAME}@{commit}", "--base") == folder
+        assert resolve(NAME, "base") == resolve(f"{NAME}@{commit}", "base") == folder
     assert not hub.log
     hub.fails = (f"/api/models/{NAME}", 503, {})
-    assert resolve(NAME, "--base") == folder
+    assert resolve(NAME, "base") == folder
     hub.stop()
-    assert resolve(NAME, "--base") == folder
+    assert resolve(NAME, "base") == folder
 
 
 def test_a_directory_wins(hub, tmp_path):
     hub.add(NAME, MODEL)
     for name in (NAME, f"{NAME}@main"):
         (tmp_path / name).mkdir(parents=True)
-        assert resolve(name, "--base") == Path(name)
-    assert resolve(tmp_path, "--base") == tmp_path
+        assert resolve(name, "base") == Path(name)
+    assert resolve(tmp_path, "base") == tmp_path
     assert not hub.log
 
 
@@ -190,37 +190,37 @@ NO_IDS = [
 
 @pytest.mark.parametrize("name", NO_IDS, ids=lambda name: repr(name[:20]))
 def test_no_name_of_a_repository(hub, name):
-    refused(f"--base: no such directory: {name}".replace("\n", " "), resolve, name, "--base")
+    refused(f"base: no such directory: {name}".replace("\n", " "), resolve, name, "base")
     assert not hub.log
 
 
 def test_a_file_is_no_directory(hub, tmp_path):
     (tmp_path / "org").mkdir()
     (tmp_path / NAME).touch()
-    refused(f"--base: no such directory: {NAME}")
+    refused(f"base: no such directory: {NAME}")
     assert not hub.log
 
 
 def test_a_path_that_is_no_name(hub, tmp_path):
-    refused(f"--draft: no such directory: {tmp_path / 'none'}", resolve, tmp_path / "none", "--draft")
+    refused(f"draft: no such directory: {tmp_path / 'none'}", resolve, tmp_path / "none", "draft")
     assert not hub.log
 
 
 def test_unknown_repository(hub):
     reason = "the Hub has no such repository (or it is private and you are not logged in)"
     refused(NOT_HERE + reason)
-    message = f"--draft: '{NAME}@v1' is no directory here, and {reason}"
-    refused(message, resolve, f"{NAME}@v1", "--draft")
+    message = f"draft: '{NAME}@v1' is no directory here, and {reason}"
+    refused(message, resolve, f"{NAME}@v1", "draft")
 
 
 @pytest.mark.parametrize("revision", ["v2", "0" * 40])
 def test_unknown_revision(hub, revision):
     hub.add(NAME, MODEL)
     message = (
-        f"--base: '{NAME}@{revision}' is no directory here, and the Hub's repository has no branch, tag or commit "
+        f"base: '{NAME}@{revision}' is no directory here, and the Hub's repository has no branch, tag or commit "
         f"'{revision}'"
     )
-    refused(message, resolve, f"{NAME}@{revision}", "--base")
+    refused(message, resolve, f"{NAME}@{revision}", "base")
 
 
 def test_gated(hub):
@@ -296,8 +296,8 @@ def test_a_full_disk(hub, monkeypatch):
 def test_a_cache_that_is_a_file(hub, tmp_path):
     hub.add(NAME, MODEL)
     (tmp_path / "cache").touch()
-    with pytest.raises(HydrajaxError, match=r"^--base: 'org/name' .* a file cannot be read or written: Not a d"):
-        resolve(NAME, "--base")
+    with pytest.raises(HydrajaxError, match=r"^base: 'org/name' .* a file cannot be read or written: Not a d"):
+        resolve(NAME, "base")
 
 
 # --- uploading ------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def test_push(hub, export):
     assert hub.private == {NAME: None}  # the owner's default
     assert hub.messages == ["Upload from hydrajax"]
     read = {file: content for file, content in EXPORT.items() if file not in ("README.md", "hydra_lm_head.pt")}
-    assert contents(resolve(NAME, "--draft")) == read
+    assert contents(resolve(NAME, "draft")) == read
 
 
 @pytest.mark.usefixtures("logged_in")

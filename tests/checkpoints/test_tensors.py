@@ -72,7 +72,7 @@ def same_parameters(one: Path, other: Path, dtype=jnp.float32) -> None:
 
 def refused(directory: Path, *pieces: str) -> None:
     """Loading fails and names the option."""
-    refusal(lambda: load_llama(directory), "--base", *pieces)
+    refusal(lambda: load_llama(directory), "base", *pieces)
 
 
 # --- the same parameters --------------------------------------------------------------------------------------
@@ -190,9 +190,9 @@ def opened(folder: Path, tensors: dict[str, torch.Tensor], kind: str):
     path = folder / f"tensors.{kind}"
     if kind == "safetensors":
         safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-        return SafetensorFiles([path], "--base")
+        return SafetensorFiles([path], "base")
     torch.save(tensors, path)
-    return TorchFiles([path], "--base")
+    return TorchFiles([path], "base")
 
 
 def test_no_other_rows_are_read(tmp_path):
@@ -231,10 +231,10 @@ def test_written_tensors_come_back_bit_for_bit(tmp_path, kind):
     arrays = {name: np.asarray(array) for name, array in WRITTEN.items()}
     if kind == "safetensors":
         save_safetensors(path, arrays)
-        theirs, ours = safetensors.torch.load_file(path), SafetensorFiles([path], "--base")
+        theirs, ours = safetensors.torch.load_file(path), SafetensorFiles([path], "base")
     else:
         assert save_torch(path, arrays) is True
-        theirs, ours = torch.load(path, weights_only=True), TorchFiles([path], "--base")
+        theirs, ours = torch.load(path, weights_only=True), TorchFiles([path], "base")
     assert theirs.keys() == set(ours) == arrays.keys()
     for name, array in arrays.items():
         torchs, mine = theirs[name], ours.read(name)

@@ -261,13 +261,13 @@ def test_flags(refused, base, flags, pattern):
     [
         (
             ("--temperature", "1"),
-            "--temperature: has no meaning with --rule greedy, only with typical, exact, rejection",
+            "--temperature: has no meaning with the rule greedy, only with typical, exact, rejection",
         ),
         (
             ("--rule", "typical", "--top-k", "3"),
-            "--top-k: has no meaning with --rule typical, only with exact, rejection",
+            "--top-k: has no meaning with the rule typical, only with exact, rejection",
         ),
-        (("--rule", "exact", "--epsilon", "0.1"), "--epsilon: has no meaning with --rule exact, only with typical"),
+        (("--rule", "exact", "--epsilon", "0.1"), "--epsilon: has no meaning with the rule exact, only with typical"),
         (("--rule", "exact", "--temperature", "0"), "--temperature: must be positive, found 0.0"),
         (("--rule", "exact", "--top-p", "1.5"), "--top-p: must be above 0 and at most 1, found 1.5"),
         (("--rule", "typical", "--epsilon", "2"), "--epsilon: must be from 0 to 1, found 2.0"),
@@ -361,7 +361,7 @@ def test_a_real_process_prints_one_line_and_no_traceback():
     process = start("tree", "show", "oak")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, "")
-    assert re.fullmatch(r"hydrajax: --tree: found 'oak', allowed are root, [^\n]+\n", err), err
+    assert re.fullmatch(r"hydrajax: tree: found 'oak', allowed are root, [^\n]+\n", err), err
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_the_tree_of_the_nearest_smaller_batch_is_taken(tmp_path):
         (["--sizes", "2,x", "--output", "t.json"], "must be an integer from 1 up, found 'x'"),
         (["--output", "t.json", "--picture", "no/curve.png"], "--picture: cannot write no/curve.png"),
         ([], "one of the arguments --output --save is required"),
-        (["--epsilon", "0.1", "--output", "t.json"], "--epsilon: has no meaning with --rule greedy"),
+        (["--epsilon", "0.1", "--output", "t.json"], "--epsilon: has no meaning with the rule greedy"),
     ],
 )
 def test_mistakes(program, prompts, tmp_path, monkeypatch, flags, message):

@@ -129,7 +129,7 @@ def test_a_rule_of_another_kind_is_refused(lab):
     with pytest.raises(HydrajaxError, match="rule: must be one or one per row, found 3 for 2 rows"):
         decode_fn(params, prompt, rule=[ExactSampling(0.7, top_p=0.9)] * 3)
     with pytest.raises(HydrajaxError, match="rule: those of one batch must be of one kind and give the same numbers"):
-        decode_fn(params, prompt, rule=[ExactSampling(0.7, top_p=0.9), ExactSampling(0.7)])
+        decode_fn(params, prompt, rule=[ExactSampling(0.7, top_k=3, top_p=0.9), ExactSampling(0.7)])
     with pytest.raises(HydrajaxError, match="temperature: must be positive, found -1"):
         ExactSampling(-1.0)
 

@@ -257,7 +257,7 @@ def configs(draw) -> LlamaConfig:
 @given(configs())
 def test_a_config_survives_its_file_and_means_the_same_to_transformers(tmp_path_factory, config):
     folder = tmp_path_factory.getbasetemp() / "there_and_back"
-    raw = from_llama_config(config, "--base")
+    raw = from_llama_config(config, "base")
     written(folder, raw)
     assert to_llama_config(json.loads((folder / "config.json").read_text())) == config
     assert as_transformers_reads(folder) == config
@@ -267,5 +267,5 @@ def test_a_config_survives_its_file_and_means_the_same_to_transformers(tmp_path_
 
 
 def test_a_config_of_no_family_is_refused():
-    with pytest.raises(HydrajaxError, match="--output: no family has both qkv_bias and qk_norm"):
-        from_llama_config(LlamaConfig(9, 8, 8, 1, 1, 1, 8, qkv_bias=True, qk_norm=True), "--output")
+    with pytest.raises(HydrajaxError, match="output: no family has both qkv_bias and qk_norm"):
+        from_llama_config(LlamaConfig(9, 8, 8, 1, 1, 1, 8, qkv_bias=True, qk_norm=True), "output")

@@ -170,6 +170,6 @@ def test_released_files_mean_what_transformers_says(name, tmp_path):
 @pytest.mark.parametrize("name", list(RELEASED))
 def test_released_files_survive_our_writing(name, tmp_path):
     _, config = RELEASED[name]
-    raw = from_llama_config(config, "--base")
+    raw = from_llama_config(config, "base")
     assert to_llama_config(raw) == config
     assert as_transformers_reads(written(tmp_path, raw)) == config

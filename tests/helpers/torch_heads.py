@@ -78,4 +78,4 @@ def vllm_config(n_heads: int, n_layers: int, **more) -> dict:
 
 
 def refused(directory: Path, base: BoundBase, *pieces: str, **options) -> str:
-    return refusal(lambda: load_draft(directory, base.config, **options), "--draft", *pieces)
+    return refusal(lambda: load_draft(directory, base.config, **options), "draft", *pieces)

@@ -52,7 +52,7 @@ def speeds(monkeypatch, tmp_path):
 def test_the_fastest_is_taken_and_remembered(loaded, speeds):
     now = fastest.choose(loaded, PROMPTS, Greedy(), 1)
     assert now == fastest.Choice(presets.chain(4), "chain-4", 1.5, None)
-    assert str(now) == "tree: chain-4, 1.50 times the speed without a draft here (measured just now; or say --tree)"
+    assert str(now) == "tree: chain-4, 1.50 times the speed without a draft here (measured just now; or name a tree)"
     later = fastest.choose(loaded, PROMPTS, Greedy(), 1)
     assert later == dataclasses.replace(now, date=datetime.date.today().isoformat())
     assert len(speeds.ways) == 1

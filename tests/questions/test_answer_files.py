@@ -201,7 +201,7 @@ def test_a_damaged_line_is_named(tmp_path, damage):
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(HydrajaxError, match=r"--output: .*file is a file, the name of a directory is needed"):
+    with pytest.raises(HydrajaxError, match=r"output: .*file is a file, the name of a directory is needed"):
         AnswerFiles(tmp_path / "file", [PLAIN], {})
-    with pytest.raises(HydrajaxError, match=r"--output: cannot make .*: Not a directory"):
+    with pytest.raises(HydrajaxError, match=r"output: cannot make .*: Not a directory"):
         AnswerFiles(tmp_path / "file" / "below", [PLAIN], {})

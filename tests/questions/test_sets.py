@@ -127,16 +127,16 @@ def test_refused_files(tmp_path, name, content, message):
 
 
 def test_refused_names(tmp_path):
-    with pytest.raises(HydrajaxError, match="--data: is needed for --set mt_bench: the directory that holds mt_bench_"):
+    with pytest.raises(HydrajaxError, match="data: is needed for the set mt_bench: the directory that holds mt_bench_"):
         read_questions("mt_bench")
-    with pytest.raises(HydrajaxError, match="--data: no such directory"):
+    with pytest.raises(HydrajaxError, match="data: no such directory"):
         read_questions("mt_bench", tmp_path / "none")
     for name in FILES:
-        with pytest.raises(HydrajaxError, match=f"--set: no such file: .*{FILES[name]}"):
+        with pytest.raises(HydrajaxError, match=f"set: no such file: .*{FILES[name]}"):
             read_questions(name, tmp_path)
-    with pytest.raises(HydrajaxError, match=r"--set: no such file: none.jsonl"):
+    with pytest.raises(HydrajaxError, match=r"set: no such file: none.jsonl"):
         read_questions("none.jsonl")
-    with pytest.raises(HydrajaxError, match=r"--set: found 'mtbench', allowed are mt_bench, .*FILE.jsonl and org/name"):
+    with pytest.raises(HydrajaxError, match=r"set: found 'mtbench', allowed are mt_bench, .*FILE.jsonl and org/name"):
         read_questions("mtbench")
 
 
@@ -168,5 +168,5 @@ def test_select():
     questions = [Question(n, "ab"[n % 2], ("x",)) for n in range(6)]
     assert [q.question_id for q in select(questions)] == [0, 1, 2, 3, 4, 5]
     assert [q.question_id for q in select(questions, ["b"], 2)] == [1, 3]
-    with pytest.raises(HydrajaxError, match="--categories: found 'c', the set has a, b"):
+    with pytest.raises(HydrajaxError, match="categories: found 'c', the set has a, b"):
         select(questions, ["a", "c"])

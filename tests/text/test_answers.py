@@ -82,7 +82,7 @@ def test_a_full_disk_is_one_clear_line_and_leaves_no_file(tmp_path, monkeypatch)
             monkeypatch.setattr(writer._file, "flush", full)
             writer.write(ANSWERS[0])
 
-    with pytest.raises(HydrajaxError, match=r"^--output: cannot write .*a\.jsonl: No space left on device$"):
+    with pytest.raises(HydrajaxError, match=r"^output: cannot write .*a\.jsonl: No space left on device$"):
         fill()
     assert list(tmp_path.iterdir()) == []
 

@@ -98,12 +98,12 @@ def test_what_is_refused(tmp_path, line, pattern):
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(HydrajaxError, match=r"--prompts: no such file: .*none\.jsonl"):
+    with pytest.raises(HydrajaxError, match=r"prompts: no such file: .*none\.jsonl"):
         read_prompts(tmp_path / "none.jsonl")
     with pytest.raises(HydrajaxError, match=r"--questions: cannot read .*: Is a directory"):
         read_prompts(tmp_path, "--questions")
     for nothing in ("", "\n  \n"):
-        with pytest.raises(HydrajaxError, match=r"--prompts: .*p\.jsonl is empty, at least one line with a prompt"):
+        with pytest.raises(HydrajaxError, match=r"prompts: .*p\.jsonl is empty, at least one line with a prompt"):
             read_prompts(write(tmp_path, nothing))
     with pytest.raises(HydrajaxError, match=r"p\.jsonl line 2: is not UTF-8 text \(byte 13 of the line\)"):
         read_prompts(write(tmp_path, b'{"prompt": "a"}\n{"prompt": "\xff"}'))

@@ -157,13 +157,13 @@ def test_more_contradictions():
 
 @pytest.mark.parametrize("content", ["", "- a\n- b", "just text", "a: [1", "a: b: c", "\x00"])
 def test_not_settings(load, content):
-    with pytest.raises(HydrajaxError, match=r"--config: .*run.yaml"):
+    with pytest.raises(HydrajaxError, match=r"config: .*run.yaml"):
         load(content)
 
 
 def test_missing_file_and_folder(tmp_path):
     for path in (tmp_path / "none.yaml", tmp_path):
-        with pytest.raises(HydrajaxError, match="--config: cannot read"):
+        with pytest.raises(HydrajaxError, match="config: cannot read"):
             load_config(path)
 
 

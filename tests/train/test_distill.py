@@ -44,7 +44,7 @@ def test_prompts_depend_on_the_seed_alone():
 
 
 def test_no_document_is_long_enough():
-    with pytest.raises(HydrajaxError, match="--prompt-tokens: no document has 31 tokens"):
+    with pytest.raises(HydrajaxError, match="prompt_tokens: no document has 31 tokens"):
         distill.cut_prompts(documents(), 3, 31, seed=0)
 
 

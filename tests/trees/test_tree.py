@@ -209,7 +209,7 @@ def test_from_json_refuses_what_is_not_a_tree(tmp_path, content, pieces):
     path.write_bytes(content)
     with pytest.raises(HydrajaxError) as caught:
         TreeTopology.from_json(path)
-    for piece in ["--tree", str(path), *pieces]:
+    for piece in ["tree", str(path), *pieces]:
         assert piece in str(caught.value)
 
 

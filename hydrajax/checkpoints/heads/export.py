@@ -21,7 +21,7 @@ from hydrajax.checkpoints.tensors import save_safetensors, save_torch
 from hydrajax.drafters.formats import HeadFormat, cannot_write
 from hydrajax.drafters.prefix import heads_of, replace_in_heads
 from hydrajax.drafters.registry import FILES, kind_of
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.models.layout import write
 
 WRITTEN = {format.name: format for format in RELEASED if format.read_by}
@@ -71,7 +71,7 @@ def export_heads(
             allowed = " and ".join(files.drafter.__name__ for files in FILES.values())
             raise cannot_write(f"drafter is {type(heads_of(drafter)).__name__}", f"{allowed}, also in WithPrefix")
         if format not in (None, *FORMATS):
-            raise HydrajaxError(f"format is {format!r}, allowed are {', '.join(FORMATS)}")
+            raise not_allowed("format", format, FORMATS)
         chosen = _chosen(format, drafter, kind)
         fields = chosen.config(drafter) if chosen else {}
     except HydrajaxError as error:

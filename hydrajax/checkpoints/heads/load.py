@@ -12,7 +12,7 @@ from hydrajax.checkpoints.heads.released import find_format, load_released
 from hydrajax.checkpoints.tensors import check_directory, read_json
 from hydrajax.models.config import LlamaConfig
 
-WHAT = "--draft"
+WHAT = "draft"
 RECORD = "hydrajax"  # the field of an exported config.json that says what the heads were made for, and how
 
 

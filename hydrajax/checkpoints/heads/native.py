@@ -26,7 +26,7 @@ from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import named_leaves
 from hydrajax.models.llama import Llama
 
-WHAT = "--draft"
+WHAT = "draft"
 MARK = "hydrajax_draft"  # the field of config.json by which the format is known; its value is the version
 VERSION = 1
 PARAMS, COMMITTED = "params", "commit_success.txt"  # the latter is orbax's name

@@ -19,7 +19,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import MODEL, read, shapes
 
-WHAT = "--draft"
+WHAT = "draft"
 FORMATS = [format for files in FILES.values() for format in files.formats]
 
 

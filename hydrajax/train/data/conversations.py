@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.text.jsonl import file_content, json_lines, json_value, shown
 
 FORMATS = ("auto", "sharegpt", "alpaca", "messages")
@@ -72,7 +72,7 @@ def read_conversations(
     blank system messages. Raises `HydrajaxError` for a file that cannot be read, and where no record is usable.
     """
     if format not in FORMATS:
-        raise HydrajaxError(f"data.format: found {format!r}, allowed are {', '.join(FORMATS)}")
+        raise not_allowed("data.format", format, FORMATS)
     suffixes = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
     files = (file for file, hidden in _files(paths, suffixes) if not hidden)
     records = (found for file in files for found in _records(file))

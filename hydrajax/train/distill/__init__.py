@@ -27,7 +27,7 @@ def cut_prompts(documents: Sequence[Document], count: int, length: int, seed: in
     """
     long_enough = [ids for ids, _ in documents if len(ids) >= length]
     if not long_enough:
-        raise HydrajaxError(f"--prompt-tokens: no document has {length} tokens")
+        raise HydrajaxError(f"prompt_tokens: no document has {length} tokens")
     random = np.random.default_rng(seed)
     weights = np.array([len(ids) - length + 1 for ids in long_enough], float)
     chosen = random.choice(len(long_enough), size=count, p=weights / weights.sum())

@@ -52,7 +52,7 @@ in_every_format = pytest.mark.parametrize("marked_heads", ["medusa", "vllm-medus
 @in_every_format
 def test_heads_of_another_fine_tune_are_refused(base, marked_heads, tiny_checkpoint, other_weights):
     load_draft(marked_heads, base.config, base_directory=tiny_checkpoint)
-    pieces = ("made for another base", "lab/tiny", str(other_weights), "other weights", "--force")
+    pieces = ("made for another base", "lab/tiny", str(other_weights), "other weights", "'force'")
     refused(marked_heads, base, *pieces, base_directory=other_weights)
     load_draft(marked_heads, base.config)  # nothing to compare with
     load_draft(marked_heads, base.config, base_directory=None)
@@ -69,7 +69,7 @@ def test_heads_of_a_base_of_another_depth_are_refused(base, marked_heads, llama_
 @in_every_format
 def test_force_loads_heads_of_another_base(marked_heads, tiny_checkpoint, other_weights):
     assert api.load(tiny_checkpoint, marked_heads).drafter.n_heads == 2
-    with pytest.raises(HydrajaxError, match=r"^--draft: .*made for another base, lab/tiny: .*; --force loads them$"):
+    with pytest.raises(HydrajaxError, match=r"^draft: .*made for another base, lab/tiny: .*; 'force' loads them$"):
         api.load(other_weights, marked_heads)
     assert api.load(other_weights, marked_heads, force=True).drafter.n_heads == 2
 

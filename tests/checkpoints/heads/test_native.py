@@ -215,7 +215,7 @@ def test_every_byte_counts(tiny_model, copied):
             changed = bytearray(whole)
             changed[place] ^= 1
             path.write_bytes(changed)
-            refused(copied, config, "--draft", str(path), "damaged")
+            refused(copied, config, "draft", str(path), "damaged")
         path.write_bytes(whole)
     load_draft(copied, config)
 
@@ -226,9 +226,9 @@ def test_truncated_longer_and_missing_files(tiny_model, copied):
         whole = path.read_bytes()
         for content in {whole[:-1], whole[: len(whole) // 2], b"", whole + b"\0"} - {whole}:
             path.write_bytes(content)
-            refused(copied, config, "--draft", str(path), "damaged")
+            refused(copied, config, "draft", str(path), "damaged")
         path.unlink()
-        refused(copied, config, "--draft", str(path.relative_to(copied)), "is missing from", str(copied))
+        refused(copied, config, "draft", str(path.relative_to(copied)), "is missing from", str(copied))
         path.write_bytes(whole)
     load_draft(copied, config)
 
@@ -237,14 +237,14 @@ def test_truncated_longer_and_missing_files(tiny_model, copied):
 def test_file_that_was_not_written(tiny_model, copied, name):
     (copied / name).parent.mkdir(exist_ok=True)
     (copied / name).touch()
-    refused(copied, tiny_model[0].config, "--draft", name, "not written")
+    refused(copied, tiny_model[0].config, "draft", name, "not written")
 
 
 def test_no_parameters(tiny_model, copied):
     shutil.rmtree(copied / "params")
-    refused(copied, tiny_model[0].config, "--draft", "params/", "is missing from")
+    refused(copied, tiny_model[0].config, "draft", "params/", "is missing from")
     (copied / "params").touch()
-    refused(copied, tiny_model[0].config, "--draft", "params/", "is missing from")
+    refused(copied, tiny_model[0].config, "draft", "params/", "is missing from")
 
 
 def test_files_beside_the_parameters_may_be_anything(tiny_model, copied):
@@ -279,12 +279,12 @@ def rewritten(folder: Path, *path: str, to):
 def test_other_versions(tiny_model, copied):
     for version in (2, 0, "1", None, [1], 1.5):
         with rewritten(copied, "hydrajax_draft", to=version):
-            refused(copied, tiny_model[0].config, "--draft", "hydrajax_draft", repr(version), "1")
+            refused(copied, tiny_model[0].config, "draft", "hydrajax_draft", repr(version), "1")
 
 
 def test_without_the_version_it_is_nothing_known(tiny_model, copied):
     with rewritten(copied, "hydrajax_draft", to=ABSENT):
-        refused(copied, tiny_model[0].config, "--draft", "no directory of draft heads")
+        refused(copied, tiny_model[0].config, "draft", "no directory of draft heads")
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_without_the_version_it_is_nothing_known(tiny_model, copied):
 @pytest.mark.parametrize("field", ["drafter", "files"])
 def test_fields_of_the_wrong_type(tiny_model, copied, field, to):
     with rewritten(copied, field, to=to):
-        refused(copied, tiny_model[0].config, "--draft", "config.json", f"'{field}'")
+        refused(copied, tiny_model[0].config, "draft", "config.json", f"'{field}'")
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_fields_of_the_wrong_type(tiny_model, copied, field, to):
 def test_the_drafter_of_the_wrong_type(tiny_model, copied, field, values):
     for value in values:
         with rewritten(copied, "drafter", field, to=value):
-            refused(copied, tiny_model[0].config, "--draft")
+            refused(copied, tiny_model[0].config, "draft")
 
 
 SMALL = {"bias": True, "shared": False, "rank": 3, "vocabulary": [1, 2]}
@@ -338,16 +338,16 @@ def test_settings_that_were_not_written(tiny_model, copied, name):
 def test_unknown_settings(tiny_model, copied):
     for name in ("lm_head_bias", "parent", "__class__"):  # the first is one of Medusa heads
         with rewritten(copied, "drafter", "settings", name, to=False):
-            refused(copied, tiny_model[0].config, "--draft", "'drafter'", name)
+            refused(copied, tiny_model[0].config, "draft", "'drafter'", name)
 
 
 def test_heads_of_the_other_kind(tiny_model, copied):
     config = json.loads((copied / "config.json").read_text())
     settings = copy.deepcopy(config["drafter"]["settings"]) | {"lm_head_bias": True}
     with rewritten(copied, "drafter", to={"heads": "medusa", "prefix": True, "settings": settings}):
-        refused(copied, tiny_model[0].config, "--draft", "another base")
+        refused(copied, tiny_model[0].config, "draft", "another base")
     with rewritten(copied, "drafter", "prefix", to=False):
-        refused(copied, tiny_model[0].config, "--draft", "another base")
+        refused(copied, tiny_model[0].config, "draft", "another base")
 
 
 @pytest.mark.parametrize("name", ["n_heads", "n_layers"])
@@ -377,20 +377,20 @@ def test_a_slip_in_a_number_is_refused_at_once(tiny_model, tmp_path, monkeypatch
 def test_checksums_of_the_wrong_type(tiny_model, copied, value):
     name = next(iter(json.loads((copied / "config.json").read_text())["files"]))
     with rewritten(copied, "files", name, to=value):
-        refused(copied, tiny_model[0].config, "--draft", name)
+        refused(copied, tiny_model[0].config, "draft", name)
 
 
 @pytest.mark.parametrize("name", ["config.json", "../outside", "/etc/hostname", "params", "params/"])
 def test_files_that_are_none_of_the_parameters(tiny_model, copied, name):
     (copied.parent / "outside").touch()
     with rewritten(copied, "files", name, to=[0, 0]):
-        refused(copied, tiny_model[0].config, "--draft", name)
+        refused(copied, tiny_model[0].config, "draft", name)
 
 
 def test_another_base(tiny_model, copied):
     config = tiny_model[0].config
-    refused(copied, config.replace(width=64), "--draft", "made for another base", "width is 32, not 64")
-    refused(copied, config.replace(vocab_size=62), "--draft", "made for another base", "vocabulary is 61, not 62")
+    refused(copied, config.replace(width=64), "draft", "made for another base", "width is 32, not 64")
+    refused(copied, config.replace(vocab_size=62), "draft", "made for another base", "vocabulary is 61, not 62")
 
 
 @pytest.mark.parametrize("change", [{"n_kv_heads": 4}, {"mlp_width": 96}, {"head_dim": 16}], ids=str)
@@ -398,6 +398,6 @@ def test_a_prefix_layer_of_another_base(tiny_model, copied, change, monkeypatch)
     """In one line: nothing is left running that complains later."""
     complaints = []
     monkeypatch.setattr(sys, "unraisablehook", complaints.append)
-    refused(copied, tiny_model[0].config.replace(**change), "--draft")
+    refused(copied, tiny_model[0].config.replace(**change), "draft")
     gc.collect()
     assert not complaints

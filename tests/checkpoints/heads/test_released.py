@@ -223,7 +223,7 @@ def test_hidden_state_offset(base, tmp_path):
 
 
 def refused(directory, base, *pieces: str) -> str:
-    return refusal(lambda: load_draft(directory, base[1].config), "--draft", *pieces)
+    return refusal(lambda: load_draft(directory, base[1].config), "draft", *pieces)
 
 
 @pytest.fixture(scope="module")

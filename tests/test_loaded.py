@@ -1,0 +1,163 @@
+"""`Loaded` and `make_decode_fn` in Python, where text means what it means on the command line: on the shipped model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hydrajax
+from hydrajax.cli import run_command
+from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.measure import fastest
+from hydrajax.trees import presets
+
+ENDING = 'if __name__ == "__main__":\n    main()\n'  # the shipped model ends the text here
+PROMPT = "def area(width"
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def m():
+    return hydrajax.load("shipped", "medusa")
+
+
+def refused(call, message: str) -> None:
+    with pytest.raises(HydrajaxError) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+def test_one_text_gives_one_result_and_a_list_gives_a_list(m):
+    one = m.generate(PROMPT, tree="chain-2", max_new_tokens=NEW)
+    (listed,) = m.generate([PROMPT], tree=[[0], [0, 0]], rule="greedy", max_new_tokens=NEW)
+    (old,) = hydrajax.generate(m, [PROMPT], tree=presets.chain(2), max_new_tokens=NEW)
+    assert one.output_ids == listed.output_ids == old.output_ids
+    assert one.text == "".join(m.stream(PROMPT, tree="chain-2", max_new_tokens=NEW))
+    assert one.seed is None  # nothing was drawn
+
+
+def test_no_prompts_give_no_results(m):
+    assert m.generate([]) == []
+    assert list(hydrajax.generate(m, [])) == []
+
+
+def test_another_draft_says_the_same_and_is_loaded_once(m):
+    alone = m.generate(PROMPT, draft="none", tree="root", max_new_tokens=NEW)
+    looked_up = m.generate(PROMPT, draft="lookup", tree="chain-2", max_new_tokens=NEW)
+    assert alone.output_ids == looked_up.output_ids
+    assert alone.steps == NEW
+    assert m._drafting("lookup") is m._drafting("lookup")
+
+
+def test_numbers_of_each_prompt(m):
+    """Temperature and top-p of each prompt, one of them without effect, as if it were decoded by itself."""
+    settings = {"rule": "exact", "tree": "chain-2", "seed": 7, "max_new_tokens": NEW}
+    both = m.generate([PROMPT, PROMPT], temperature=[0.1, 1.5], top_p=[1.0, 0.8], batch_size=2, **settings)
+    for number, (temperature, top_p) in enumerate([(0.1, 1.0), (1.5, 0.8)]):
+        rule = hydrajax.ExactSampling(temperature, top_p=top_p)
+        alone = hydrajax.stream(m, PROMPT, tree=presets.chain(2), rule=rule, seed=7, number=number, max_new_tokens=NEW)
+        assert "".join(alone) == both[number].text
+    assert both[0].text != both[1].text
+    assert {result.seed for result in both} == {7}
+
+
+def test_a_seed_is_drawn_and_said(m):
+    settings = {"rule": "exact", "temperature": 3.0, "tree": "chain-2", "max_new_tokens": NEW}
+    first, second = m.generate(PROMPT, **settings), m.generate(PROMPT, **settings)
+    assert first.seed != second.seed
+    assert first.output_ids != second.output_ids
+    assert m.generate(PROMPT, seed=first.seed, **settings).output_ids == first.output_ids
+
+
+def test_a_decode_function_of_a_loaded_model_ends_at_eos(m):
+    decode_fn = hydrajax.make_decode_fn(m, tree="chain-2", rule="greedy", max_new_tokens=NEW)
+    out = decode_fn(m.params, *m.encode([PROMPT, ENDING]))
+    assert out.lengths.tolist() == [NEW, 1]
+    assert out.ids()[1] == [m.eos_ids[0]]
+    assert m.decode(out) == [m.generate(PROMPT, tree="chain-2", max_new_tokens=NEW).text, ""]
+    parts = hydrajax.make_decode_fn(m.model, m.drafter, presets.chain(2), max_new_tokens=NEW)
+    assert parts(m.params, *m.encode([ENDING])).lengths.tolist() == [NEW]  # no EOS ids were named
+
+
+def test_raw_keys_are_keys(m):
+    decode_fn = hydrajax.make_decode_fn(m, tree="chain-2", rule="exact", max_new_tokens=NEW)
+    prompt = m.encode([PROMPT, PROMPT])
+    raw, typed = (decode_fn(m.params, *prompt, rng=make(3)).tokens for make in (jax.random.PRNGKey, jax.random.key))
+    np.testing.assert_array_equal(raw, typed)
+    refused(lambda: decode_fn(m.params, *prompt), "rng: is needed, as this rule draws: rng=jax.random.key(seed)")
+    wrong = "rng: must be a jax.random.key, or one per row, found int32 [1]"
+    refused(lambda: decode_fn(m.params, *prompt, rng=jnp.zeros(1, jnp.int32)), wrong)
+
+
+def test_without_a_tree_the_fastest_is_taken_once(m, monkeypatch, capsys):
+    asked = []
+
+    def choose(loaded, prompts, rule, batch_size, on_status):
+        asked.append((batch_size, type(rule).__name__, len(next(iter(prompts)))))
+        return fastest.Choice(None, "chain-9", 0.5, None)  # none is faster
+
+    monkeypatch.setattr("hydrajax.api.choose", choose)
+    fresh = m.with_draft("lookup")
+    results = [fresh.generate(PROMPT, max_new_tokens=NEW) for _ in range(2)]
+    assert results[0].steps == NEW  # decoded without the draft
+    assert asked == [(1, "Greedy", len(results[0].prompt_ids))]
+    assert capsys.readouterr().err.count("tree: none, decoding without the draft") == 1
+
+
+def test_a_chat_of_a_loaded_model(m):
+    chat = m.chat(template="plain", rule="exact", temperature=0.8, tree="chain-2", max_new_tokens=4)
+    again = m.chat(template="plain", rule="exact", temperature=0.8, tree="chain-2", max_new_tokens=4, seed=chat.seed)
+    assert "".join(chat.say("def f(")) == "".join(again.say("def f("))
+
+
+def test_repr_is_a_line_that_fetches_nothing(m):
+    abstract = m.with_draft("medusa")
+    abstract.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), m.params)
+    assert (
+        repr(abstract)
+        == repr(m)
+        == (
+            "<Loaded: Llama with 18.1M parameters, float32; Medusa with 2.9M; vocabulary 4096, context 1024; tokenizer>"
+        )
+    )
+
+
+def test_dtypes_as_jax_gives_them():
+    assert hydrajax.load("shipped", dtype=jnp.bfloat16).model.dtype == jnp.bfloat16
+
+
+def test_what_cannot_be_used_is_named_as_in_python(m):
+    rules = "greedy, typical, exact, rejection"
+    refused(lambda: m.generate(PROMPT, rule="oak"), f"rule: found 'oak', allowed are {rules}")
+    message = "temperature: has no meaning with the rule greedy, only with typical, exact, rejection"
+    refused(lambda: m.generate(PROMPT, temperature=0.5), message)
+    refused(lambda: m.generate(PROMPT, warmth=0.5), "warmth: has no meaning with the rule greedy")
+    given = hydrajax.ExactSampling()
+    message = "top_k: belongs to a rule that is named; set it in the rule that is given"
+    refused(lambda: m.generate(PROMPT, rule=given, top_k=3), message)
+    message = "temperature: must be one for all prompts or one for each, found 3 for 1"
+    refused(lambda: m.generate([PROMPT], rule="exact", temperature=[1, 2, 3]), message)
+    refused(lambda: hydrajax.load("/nowhere"), "base: no such directory: /nowhere")
+    refused(lambda: hydrajax.load("shipped", "elm"), "draft: no such directory: elm")
+    refused(lambda: m.chat(), "template: the tokenizer has no chat template of its own; built in are vicuna, plain")
+    message = "prompts: must be a list of prompts, found one text; write [text]"
+    refused(lambda: m.encode(PROMPT), message)
+    message = "prompt 0: is a list of messages, but the base has no chat template; give text"
+    refused(lambda: m.generate([[{"role": "user", "content": "hi"}]]), message)
+    message = "drafter: is needed with a base model alone; what hydrajax.load gives brings its own"
+    refused(lambda: hydrajax.make_decode_fn(m.model), message)
+
+
+def test_a_field_is_a_flag_where_the_command_has_it(capsys):
+    error = not_allowed("max_nodes", 7, ("1", "2"))
+    assert (error.field, error.found, error.allowed) == ("max_nodes", 7, ("1", "2"))
+    assert HydrajaxError("no field here").field is None
+
+    def run(args):
+        raise error
+
+    for flag, name in (("--max-nodes", "--max-nodes"), ("--other", "max_nodes")):
+        assert run_command("x", "help", lambda parser, flag=flag: parser.add_argument(flag), run, []) == 2
+        assert capsys.readouterr().err == f"hydrajax: {name}: found '7', allowed are 1, 2\n"
