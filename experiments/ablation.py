@@ -41,7 +41,7 @@ def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:
         config = str(Path(args.config).resolve())
         command = [sys.executable, "-m", "hydrajax.train", "--config", config, *settings, *overrides]
         print(f"{name}: {shlex.join(['python', *command[1:]])}", flush=True)
-        if code := subprocess.run(command, cwd=ROOT).returncode:  # the shipped model's path in the configuration
+        if code := subprocess.run(command).returncode:
             sys.exit(code)
         args.draft.append(str(output / "heads"))
     setup = Setup(args, list(variants))

@@ -118,7 +118,8 @@ class DataConfig:
     targets:     ``assistant`` trains on what the assistant says, ``all`` on every token.
     tokenizer:   its directory; by default the model's. ``new_tokenizer``: train one of that many ids on the text.
     length:      tokens per row. ``rows``: ``pad`` one document per row, ``pack`` several, ``stream`` cut one stream.
-    held_out:    share of conversations or files kept for evaluation. ``limit``: use only so many.
+    held_out:    share of conversations or files kept for evaluation; of a single text, its end. ``limit``: use only so
+                 many.
     hidden_cache_gb: store the base's hidden states on disk, if they fit this many GB, and never run the base again.
     """
 

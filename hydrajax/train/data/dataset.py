@@ -49,7 +49,10 @@ def documents(config: DataConfig, tokenizer: Any | None, seed: int, say: Callabl
     trained on.
     """
     items, encode_with = read(config, say)
-    train, held_out = rows.split(items, config.held_out, seed)
+    if encode_with is encode_text and len(items) == 1:
+        train, held_out = end_held_out(items[0], config.held_out)
+    else:
+        train, held_out = rows.split(items, config.held_out, seed)
     if tokenizer is None:
         if encode_with is not encode_text:
             raise HydrajaxError("data.new_tokenizer: can only be trained on plain text (format text, standard_library)")
@@ -63,6 +66,16 @@ def documents(config: DataConfig, tokenizer: Any | None, seed: int, say: Callabl
     n_tokens = sum(len(document.ids) for document in train_documents)
     say(f"data: {len(train_documents)} documents ({n_tokens:,} tokens) to train on, {len(held_out_documents)} held out")
     return Documents(train_documents, held_out_documents, tokenizer, bytes_per_token, [item.name for item in held_out])
+
+
+def end_held_out(text: Named, share: float) -> tuple[list[Named], list[Named]]:
+    """A single text, which cannot be split by files: its end is held out, from the beginning of a line."""
+    cut = len(text.content) - round(share * len(text.content))
+    cut = text.content.rfind("\n", 0, cut) + 1 or cut
+    parts = text.content[:cut], text.content[cut:]
+    if not share or not all(part.strip() for part in parts):
+        return [text], []
+    return [Named(text.name, parts[0])], [Named(f"the end of {text.name}", parts[1])]
 
 
 def build(config: DataConfig, tokenizer: Any | None, seed: int, say: Callable[[str], None]) -> Dataset:

@@ -51,6 +51,23 @@ def test_stream_holds_the_text_and_the_held_out_files_are_not_in_it(texts, token
     assert said[-1].endswith("2 held out")
 
 
+def test_of_a_single_text_the_end_is_held_out(texts, tokenizer, tmp_path):
+    text = max((path.read_text() for path in texts.iterdir()), key=len)
+    (tmp_path / "mine.txt").write_text(text)
+    found, said = build(settings(tmp_path / "mine.txt", held_out=0.25), tokenizer)
+    assert found.held_out_names == [f"the end of {tmp_path / 'mine.txt'}"]
+    first, last = decoded(tokenizer, found.train), decoded(tokenizer, found.held_out)
+    cut = len(text) - len(text) // 4
+    assert text.startswith(first[: cut // 2])
+    beginning = text.index(last[:200])
+    assert 0.7 * len(text) < beginning <= cut
+    assert text[beginning - 1] == "\n"
+    assert last[:200] not in first
+    assert said[-1].endswith("1 held out")
+    nothing, _ = build(settings(tmp_path / "mine.txt", held_out=0.0), tokenizer)
+    assert nothing.held_out is None
+
+
 def test_a_seed_always_gives_the_same_split(texts, tokenizer):
     names = [build(settings(texts, held_out=0.3), tokenizer, seed)[0].held_out_names for seed in (1, 1, 2, 3, 4)]
     assert names[0] == names[1]
