@@ -1,0 +1,91 @@
+"""The README and the pages under docs: samples run, commands parse, links lead somewhere, the site builds."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hydrajax.cli import COMMANDS, build_parser
+from hydrajax.errors import HydrajaxError
+from hydrajax.train.config import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def with_blocks(language: str) -> list:
+    return [pytest.param(page, id=page.stem) for page in PAGES if blocks(page, language)]
+
+
+def command_lines(page: Path) -> list[str]:
+    """The lines of its shell blocks, continued ones joined."""
+    return [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("page", with_blocks("python"))
+def test_python_samples_run(page, tmp_path, monkeypatch, capfd):
+    """All of a page from top to bottom, as a reader would type them, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "sample"}
+    for number, block in enumerate(blocks(page, "python")):
+        exec(compile(block, f"{page.name}, sample {number}", "exec"), names)
+    assert list(tmp_path.iterdir()) == []  # a sample that writes files should say so
+    assert capfd.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("page", with_blocks("bash"))
+def test_commands_parse(page):
+    for line in command_lines(page):
+        words = shlex.split(line, comments=True)
+        if words[:3] == ["python", "-m", "hydrajax.train"]:
+            words = ["hydrajax", "train", *words[3:]]
+        if words[0] == "hydrajax" and words[1] in COMMANDS:
+            try:
+                build_parser(words[1:]).parse_args(words[1:])
+            except HydrajaxError as error:
+                pytest.fail(f"{page.name}: {line}: {error}")
+        elif words[0] == "hydrajax":
+            assert words[1].startswith("--"), line
+        for word in words:
+            if word.startswith("experiments/"):
+                assert (ROOT / word).exists(), f"{page.name}: {line}: there is no {word}"
+
+
+@pytest.mark.parametrize("page", with_blocks("yaml"))
+def test_settings_are_settings(page, tmp_path):
+    for block in blocks(page, "yaml"):
+        (tmp_path / "run.yaml").write_text(block, encoding="utf-8")
+        load_config(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_pictures_are_there(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, _ = target.partition("#")
+        if path and ":" not in path:
+            assert (page.parent / path).exists(), f"{page.name}: {target}"
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "WARNING" not in done.stderr
+    home = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "Two commands" in home  # the README's text
+    assert 'href="usage.html"' in home
+    reference = (tmp_path / "reference" / "python.html").read_text(encoding="utf-8")
+    assert "<strong><code>quantize</code></strong>" in reference  # an argument, as an item of a list
