@@ -9,13 +9,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import platform
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.errors import HydrajaxError
 
-COMMANDS = ("demo", "generate", "chat", "bench", "evaluate", "roofline", "certify", "convert", "tree", "report")
+COMMANDS = (
+    "demo", "generate", "chat", "train", "distill", "tree",
+    "bench", "evaluate", "certify", "convert", "roofline", "report",
+)  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,10 +30,22 @@ class _Parser(argparse.ArgumentParser):
         raise HydrajaxError(f"{message} (see {self.prog} --help)")
 
 
+class _Version(argparse.Action):
+    """``--version``: one line for bug reports. The device is not in it: to name it, JAX would have to start it."""
+
+    def __call__(self, parser, *_):
+        from hydrajax.measure.machine import own_version
+
+        print(f"hydrajax {own_version()}, jax {version('jax')}, Python {platform.python_version()}")
+        parser.exit()
+
+
 def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     """The parser for this command line: of its one command if it names one first, else of all."""
     parser = _Parser(prog="hydrajax", description="Tree speculative decoding in JAX.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of hydrajax, JAX and Python")
+    parser.set_defaults(run=lambda args: parser.print_help())  # where no command is named
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in argv[:1] if argv and argv[0] in COMMANDS else COMMANDS:
         module = importlib.import_module(f"hydrajax.cli.{name}")
         # No abbreviated flags: a script that uses one would break when a longer flag is added.

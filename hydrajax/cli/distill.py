@@ -1,4 +1,7 @@
-"""``python -m hydrajax.train.distill``: text that a base writes itself, for its draft heads to learn from."""
+"""``hydrajax distill``: text that a base writes itself, for its draft heads to learn from.
+
+``python -m hydrajax.train.distill`` is the same command.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from hydrajax.cli.options import positive, seed
 from hydrajax.errors import HydrajaxError
 
 PROG = "python -m hydrajax.train.distill"
-HELP = "Let a base continue prompts cut from its training data; the output trains heads (data.format: generations)."
+HELP = "let a base continue prompts cut from its training data; the output trains heads (data.format: generations)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,7 @@
-"""``python -m hydrajax.train --config FILE.yaml [key.sub=value ...]``: train draft heads, or a base from scratch."""
+"""``hydrajax train --config FILE.yaml [key.sub=value ...]``: train draft heads, or a base from scratch.
+
+``python -m hydrajax.train`` is the same command.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.train.config import TrainConfig, load_config
 
 PROG = "python -m hydrajax.train"
-HELP = "Train draft heads on a frozen base, or a base from scratch. The same command resumes an interrupted run."
+HELP = "train draft heads on a frozen base, or a base from scratch; the same command resumes an interrupted run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,19 +22,23 @@ def machine() -> dict[str, Any]:
     ``cpu_kernels``: whether our own were built (`hydrajax.models.kernels`).
     """
     device = jax.devices()[0]
-    try:
-        own = version("hydrajax")
-    except PackageNotFoundError:  # run from a folder, not installed
-        own = "not installed"
     return {
         "device": device.device_kind if device.platform != "cpu" else _processor(),
         "platform": device.platform,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "hydrajax": own,
+        "hydrajax": own_version(),
         "cpu_kernels": few_rows.available(),
     }
+
+
+def own_version() -> str:
+    """The version of hydrajax that is installed."""
+    try:
+        return version("hydrajax")
+    except PackageNotFoundError:  # run from a folder
+        return "not installed"
 
 
 def _processor() -> str:

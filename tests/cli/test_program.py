@@ -1,0 +1,47 @@
+"""The program as a whole: its help, its version, and the commands that `python -m` starts too."""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from hydrajax.cli import distill, main, train
+
+CONFIGS = Path(__file__).parents[2] / "experiments" / "configs"
+
+
+def test_without_a_command_it_prints_its_help(program, capsys):
+    result = program()
+    assert (result.code, result.err) == (0, "")
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    assert result.out == capsys.readouterr().out
+    for command in ("generate", "train", "distill", "convert"):
+        assert re.search(rf"^ +{command} +\w", result.out, re.MULTILINE)
+
+
+def test_the_version_names_jax_and_python_and_starts_no_device(capsys, monkeypatch):
+    monkeypatch.setattr("jax.devices", lambda *_: pytest.fail("started a backend"))
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    expected = f"hydrajax {version('hydrajax')}, jax {version('jax')}, Python {platform.python_version()}\n"
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "alone", "more"), [("train", train.main, []), ("distill", distill.main, ["--output", "none.jsonl"])]
+)
+def test_training_is_a_command_too(program, capsys, name, alone, more):
+    """`hydrajax train` and `python -m hydrajax.train` refuse a setting in the same words, and so for distill."""
+    asked = ["--config", str(CONFIGS / "demo_hydra.yaml"), *more, "draft.n_head=3"]
+    result = program(name, *asked)
+    assert (result.code, result.out) == (2, "")
+    assert result.err == "hydrajax: config: unknown key draft.n_head; did you mean draft.n_heads?\n"
+    assert alone(asked) == 2
+    assert capsys.readouterr().err == result.err
