@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    rule, trees = options.rule_from(args), [(Path(name).stem, presets.by_name(name)) for name in args.tree]
+    rule, trees = options.rule_from(args), [(presets.label(name), presets.by_name(name)) for name in args.tree]
     everything = question_sets.read_questions(args.set, args.data)
     questions = question_sets.select(everything, args.categories, args.limit)
     base = resolve(args.base, "base")

@@ -55,10 +55,10 @@ def add_model_arguments(
     if tree:
         group.add_argument(
             "--tree",
-            metavar="NAME|FILE.json",
-            help=f"candidate tree: {', '.join(presets.names())} or a JSON list of choices (default: the one that "
-            "'hydrajax tree search --save' left with the heads; else generate takes the fastest on this device, the "
-            "other commands mc_sim_7b_63, or a chain if the heads are fewer)"
+            metavar="NAME|FILE.json|JSON",
+            help=f"candidate tree: {', '.join(presets.names())}, or the choices, such as '[[0],[0,0],[1]]', here or in "
+            "a file (default: the one that 'hydrajax tree search --save' left with the heads; else generate takes the "
+            "fastest on this device, the other commands mc_sim_7b_63, or a chain if the heads are fewer)"
             f"{trees}",
             **listed,
         )

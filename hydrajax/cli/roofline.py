@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=[*DEVICES, HERE], default="H100", help="'here' measures this one (default %(default)s)"
     )
-    parser.add_argument("--tree", metavar="NAME|FILE.json", help="default: mc_sim_7b_63, or the root without a draft")
+    parser.add_argument(
+        "--tree", metavar="NAME|FILE.json|JSON", help="default: mc_sim_7b_63, or the root without a draft"
+    )
     parser.add_argument(
         "--tree-sizes",
         metavar="N,N,...",

@@ -58,7 +58,9 @@ def _search_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("tree", metavar="NAME|FILE.json", help=f"{', '.join(presets.names())} or a file")
+    parser.add_argument(
+        "tree", metavar="NAME|FILE.json|JSON", help=f"{', '.join(presets.names())}, a file or the choices themselves"
+    )
     parser.add_argument("--picture", metavar="FILE.png", help="draw it here (needs matplotlib)")
 
 

@@ -120,12 +120,22 @@ def tree_of(tree: TreeTopology | str | Path | Sequence[Sequence[int]]) -> TreeTo
 
 
 def names() -> list[str]:
-    """What `by_name` understands, for messages and help texts."""
+    """What `by_name` understands besides files and JSON, for messages and help texts."""
     return ["root", "chain-K", "cartesian-S1xS2x...", *_SPARSE]
 
 
+def is_inline(name: str) -> bool:
+    """Whether `by_name` reads this as the choices themselves, in JSON."""
+    return name.lstrip().startswith("[") and not name.endswith(".json")
+
+
 def by_name(name: str) -> TreeTopology:
-    """A preset (``mc_sim_7b_63``, ``chain-4``, ``cartesian-4x2x2``, ``root``) or a ``.json`` tree file."""
+    """A preset (``mc_sim_7b_63``, ``chain-4``, ``cartesian-4x2x2``, ``root``), a ``.json`` file, or JSON itself.
+
+    JSON is a list of choices such as ``[[0], [0, 0], [1]]``. Raises `HydrajaxError` for anything else.
+    """
+    if is_inline(name):
+        return TreeTopology.from_text(name)
     if name.endswith(".json"):
         return TreeTopology.from_json(Path(name))
     if name == "root":
@@ -137,4 +147,9 @@ def by_name(name: str) -> TreeTopology:
     if match := re.fullmatch(r"cartesian-(\d{1,3}(?:x\d{1,3})*)", name):
         widths = [int(width) for width in match[1].split("x")]
         return cartesian(widths)
-    raise not_allowed("tree", name, names(), " or a .json file")
+    raise not_allowed("tree", name, names(), ", a .json file or a JSON list of choices such as [[0], [0, 0], [1]]")
+
+
+def label(name: str) -> str:
+    """What to call a tree of `by_name` in the names of files: its size where the choices themselves were given."""
+    return f"{by_name(name).size}-nodes" if is_inline(name) else Path(name).stem

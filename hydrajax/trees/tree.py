@@ -101,6 +101,17 @@ class TreeTopology:
             raise HydrajaxError(f"tree: {path} must hold a JSON list of choices such as [[0], [0, 0], [1]]")
         return cls.from_choices(content)
 
+    @classmethod
+    def from_text(cls, text: str) -> TreeTopology:
+        """The tree of a JSON list of choices, such as ``[[0], [0, 0], [1]]``; `from_choices` says what is refused."""
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            shown = text if len(text) <= 60 else f"{text[:57]}..."
+            allowed = "a JSON list of choices such as [[0], [0, 0], [1]]"
+            raise HydrajaxError(f"--tree: found '{shown}', which is not {allowed}: {error}") from None
+        return cls.from_choices(content)
+
     @property
     def size(self) -> int:
         """N, the number of nodes, root included."""

@@ -129,7 +129,12 @@ def test_tree(refused, base, heads, tmp_path):
     common = ("--base", base, "--draft", heads, *TEXT, "--tree")
     refused(r"tree: depth 3 is deeper than the drafter, which proposes 2 tokens ahead", *common, "chain-3")
     refused(r"tree: depth 4 is deeper than the drafter", *common, "mc_sim_7b_63")
-    refused(r"--tree: found 'oak', allowed are root, chain-K, .*mc_sim_7b_63.* or a \.json file", *common, "oak")
+    refused(
+        r"--tree: found 'oak', allowed are root, chain-K, .*mc_sim_7b_63.*, a \.json file or a JSON list of",
+        *common,
+        "oak",
+    )
+    refused(r"--tree: found '\[\[0\],', which is not a JSON list of choices such as ", *common, "[[0],")
     refused(r"--tree: no such file: .*/none\.json", *common, tmp_path / "none.json")
     refused(r"tree: rank 320 does not exist in a vocabulary of 320 tokens", *common, "cartesian-321")
 

@@ -91,6 +91,39 @@ def test_by_name_of_every_kind(tmp_path):
         assert presets.by_name(name) == presets.sparse(name)
 
 
+def test_by_name_reads_the_choices_themselves(tmp_path):
+    """The same tree as from a file that holds the text."""
+    for text in ("[[0],[0,0],[1]]", " [[1], [1, 2], [0]]\n", "[]", json.dumps(presets.sparse().choices)):
+        path = tmp_path / "[tree].json"  # begins as JSON does, and is a file all the same
+        path.write_text(text)
+        assert presets.by_name(text) == presets.by_name(str(path)) == TreeTopology.from_choices(json.loads(text))
+    assert presets.by_name("[[0],[0,0],[1]]").choices == ((0,), (1,), (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[0],[0,0]", "--tree: found '[[0],[0,0]', which is not a JSON list of choices such as [[0], [0, 0], [1]]: "),
+        ("[[0]] and more", "--tree: found '[[0]] and more', which is not a JSON list"),
+        ("[" * 100_000, "--tree: found '" + "[" * 57 + "...', which is not a JSON list"),
+        ("[0, 1]", "tree: every choice must be a non-empty list of ranks, found 0"),
+        ("[[0, 0]]", "tree: choice [0, 0] has no parent, add [0]"),
+    ],
+)
+def test_choices_that_are_none(text, message):
+    with pytest.raises(HydrajaxError) as caught:
+        presets.by_name(text)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_labels_are_short_and_fit_into_the_name_of_a_file():
+    assert [presets.label(name) for name in ("chain-3", "trees/mine.json", "[[0],[0,0],[1]]")] == [
+        "chain-3", "mine", "4-nodes",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "name", ["", "chain", "chain-", "chain--1", "chain-4 ", "cartesian-", "cartesian-2x", "cartesian-x2", "mc_sim_7b"]
 )
