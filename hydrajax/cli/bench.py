@@ -18,6 +18,7 @@ from hydrajax.measure.machine import machine
 from hydrajax.measure.random_models import random_draft, random_model
 from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS
+from hydrajax.text.prompt import PROMPT_FORMATS
 from hydrajax.trees import TreeTopology, presets
 
 HELP = "time a decode step and its phases, autoregressive against tree decoding"
@@ -43,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-sizes", metavar="B,B,...", type=options.positives, default=[1], help="sweep (default 1)"
     )
     parser.add_argument("--context", metavar="S", type=options.positive, default=512, help="default %(default)s")
-    parser.add_argument("--prompts", metavar="FILE.jsonl", help="prompts to generate for, to measure tokens per second")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help=f"to generate for, to measure tokens per second: {PROMPT_FORMATS}"
+    )
     parser.add_argument("--max-new-tokens", metavar="N", type=options.positive, default=128)
     parser.add_argument("--repeats", metavar="R", type=options.positive, default=5, help="median of (default 5)")
     parser.add_argument("--seed", metavar="S", type=options.seed, default=0)

@@ -10,13 +10,14 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.measure.certificate import Check, certify
 from hydrajax.measure.machine import machine
 from hydrajax.measure.way import Way
+from hydrajax.text.prompt import PROMPT_FORMATS
 
 HELP = "check that drafting changes nothing: equal tokens, or an equal distribution"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser)
-    parser.add_argument("--prompts", metavar="FILE.jsonl", help="prompts to check with (default: a few built in)")
+    parser.add_argument("--prompts", metavar="FILE", help=f"to check with (default: a few built in): {PROMPT_FORMATS}")
     parser.add_argument("--limit", metavar="N", type=options.positive, default=16, help="prompts (default %(default)s)")
     parser.add_argument("--max-new-tokens", metavar="N", type=options.positive, default=64, help="default %(default)s")
     parser.add_argument(

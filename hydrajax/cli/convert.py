@@ -17,6 +17,7 @@ from hydrajax.checkpoints.tensors import read_json
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
+from hydrajax.text.prompt import PROMPT_FORMATS
 
 HELP = "write draft heads in other formats, put them on the Hub, see what int8 costs"
 
@@ -52,7 +53,7 @@ def _push_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _int8_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", metavar="DIR|NAME", required=True, help="the model to quantise")
-    parser.add_argument("--prompts", metavar="FILE.jsonl", help="texts to compare on (default: a few built in)")
+    parser.add_argument("--prompts", metavar="FILE", help=f"to compare on (default: a few built in): {PROMPT_FORMATS}")
     parser.add_argument("--limit", metavar="N", type=options.positive, default=16, help="prompts (default %(default)s)")
     options.add_dtype_argument(parser)
     parser.add_argument("--json", metavar="FILE", help="write the figures here too")

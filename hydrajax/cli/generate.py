@@ -25,7 +25,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate, stream
 from hydrajax.text.answers import AnswerWriter, Generation
 from hydrajax.text.marking import pieces, text_of
-from hydrajax.text.prompt import Prompt, read_prompts
+from hydrajax.text.prompt import PROMPT_FORMATS, Prompt, read_prompts
 
 HELP = "generate text with a base model, faster with draft heads"
 
@@ -34,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("input and output")
     what = files.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="text to continue")
-    what.add_argument(
-        "--prompts", metavar="FILE.jsonl", help="one JSON object per line, with prompt_ids, prompt or turns"
-    )
+    what.add_argument("--prompts", metavar="FILE", help=PROMPT_FORMATS)
     files.add_argument("--output", metavar="FILE.jsonl", help="write results here instead of text to the screen")
     add_model_arguments(parser)
     decoding = add_decoding_arguments(parser)

@@ -15,6 +15,7 @@ from rich.tree import Tree
 
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
+from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts
 from hydrajax.trees import presets
 
 HELP = "search the candidate tree that is fastest here, or draw one"
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _search_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser, tree=False)
     group = parser.add_argument_group("search")
-    group.add_argument("--prompts", metavar="FILE.jsonl", required=True, help="the base continues them: calibration")
+    group.add_argument("--prompts", metavar="FILE", required=True, help=f"the base continues them: {PROMPT_FORMATS}")
     group.add_argument("--limit", metavar="N", type=options.positive, default=100, help="prompts (default %(default)s)")
     group.add_argument(
         "--how", choices=HOW, default="simulated",
@@ -76,7 +77,6 @@ def _search(args: argparse.Namespace) -> None:
     from hydrajax.report.drawing import new_figure, png
     from hydrajax.report.figures import draw
     from hydrajax.report.outputs import tree_search_result
-    from hydrajax.text.prompt import read_prompts
 
     if options.draft_of(args) is None:
         raise HydrajaxError("--draft: a tree is searched for draft heads")

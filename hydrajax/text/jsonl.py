@@ -15,6 +15,8 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which some editors put before UTF-8 text
+
 
 def file_content(path: str | Path, what: str) -> bytes:
     """The bytes of a text file, unpacked where its name ends in ``.gz``, without a byte order mark.
@@ -29,7 +31,7 @@ def file_content(path: str | Path, what: str) -> bytes:
         raise HydrajaxError(f"{what}: no such file: {path}") from None
     except (OSError, EOFError, zlib.error) as error:  # gzip's own errors have no strerror
         raise HydrajaxError(f"{what}: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    return content.removeprefix(b"\xef\xbb\xbf")
+    return content.removeprefix(BYTE_ORDER_MARK)
 
 
 def json_value(text: str | bytes, within: str = "line") -> Any:

@@ -1,16 +1,21 @@
-"""Prompt files: one JSON object per line, each holding exactly one of ``prompt_ids``, ``prompt`` and ``turns``."""
+"""Prompt files: plain text, or JSON lines each holding exactly one of ``prompt_ids``, ``prompt`` and ``turns``."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.jsonl import integers, read_jsonl, shown
+from hydrajax.text.jsonl import BYTE_ORDER_MARK, file_content, integers, json_lines, objects, shown
 
 FIELDS = ("prompt_ids", "prompt", "turns")
+STDIN = "-"
+PROMPT_FORMATS = (
+    f"JSON lines with {', '.join(FIELDS[:-1])} or {FIELDS[-1]}; a .txt file is one prompt; - is standard input"
+)
 _ONE_OF = f"exactly one of the fields {', '.join(FIELDS)} is needed"
 
 
@@ -82,16 +87,38 @@ def is_conversation(content: Any) -> bool:
 
 
 def read_prompts(path: str | Path, flag: str = "prompts") -> list[Prompt]:
-    """The prompts of a JSONL file, in order. Blank lines are skipped.
+    """The prompts of a file, in order; of standard input where ``path`` is ``-``.
+
+    A ``.txt`` file is one prompt: its whole text but for the one line break at its end, which editors and ``echo`` put
+    there. Any other file holds JSON lines, of which blank ones are skipped. Standard input is JSON lines if its first
+    line that is not blank begins with ``{``, else one prompt as a ``.txt`` file is.
 
     Of ``turns`` (MT-Bench, Spec-Bench) only the first is taken: the later ones need the answers to the earlier ones.
     Fields other than the three (question_id, category, reference ...) are ignored. ``flag`` names the file's option
-    in messages. Raises `HydrajaxError` naming file, line and field for anything else than the format above.
+    in messages. Raises `HydrajaxError` naming file, line and field for anything else than the formats above.
     """
-    prompts = [_prompt(where, line) for where, line in read_jsonl(path, flag)]
+    if path == STDIN:
+        name, content = "standard input", sys.stdin.buffer.read().removeprefix(BYTE_ORDER_MARK)
+        plain = not content.lstrip().startswith(b"{")
+    else:
+        name, content = str(path), file_content(path, flag)
+        plain = name.removesuffix(".gz").endswith(".txt")
+    if plain and content.strip():
+        return [Prompt(_text(content, f"{flag}: {name}"), name)]
+    prompts = [_prompt(where, line) for where, line in objects(json_lines(content, name))]
     if not prompts:
-        raise HydrajaxError(f"{flag}: {path} is empty, at least one line with a prompt is needed")
+        needed = "some text" if plain else "at least one line with a prompt"
+        raise HydrajaxError(f"{flag}: {name} is empty, {needed} is needed")
     return prompts
+
+
+def _text(content: bytes, where: str) -> str:
+    """The text of a plain file, without the line break that ends it."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise HydrajaxError(f"{where} is not UTF-8 text (byte {error.start + 1} of the file)") from None
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _prompt(where: str, line: dict) -> Prompt:

@@ -99,6 +99,16 @@ def test_a_pipe_gets_plain_text(program, base, tokenizer):
     assert result.err.count("\n") == 1
 
 
+def test_a_prompt_from_a_pipe_and_from_a_text_file(program, base, tmp_path, monkeypatch):
+    common = ["generate", "--base", base, "--max-new-tokens", 8]
+    expected = program(*common, "--prompt", "the tree").out
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the tree\n")))
+    (tmp_path / "p.txt").write_text("the tree\n")
+    for source in ("-", tmp_path / "p.txt"):
+        result = program(*common, "--prompts", source)
+        assert (result.code, result.out) == (0, expected)
+
+
 def test_a_terminal_gets_marked_text(program, base, heads, wide_tree, prompt_file, reference, tokenizer, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)

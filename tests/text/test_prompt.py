@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import re
 
@@ -123,3 +125,60 @@ def test_text_that_cannot_be_encoded():
         Prompt("", "p").ids(Tokenizer())  # although this tokenizer would add <s>
     with pytest.raises(HydrajaxError, match="p: is not valid Unicode text"):
         Prompt("\udcff", "p").ids(Tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("Once upon\n a time\n", "Once upon\n a time"),
+        ("Once", "Once"),
+        ("two\n\n", "two\n"),
+        ("\ufeffé\r\n", "é"),
+        ('{"prompt": "a"}\n', '{"prompt": "a"}'),
+    ],
+)
+def test_a_text_file_is_one_prompt_without_its_last_line_break(tmp_path, content, text):
+    path = tmp_path / "p.txt"
+    path.write_bytes(content.encode())
+    assert read_prompts(path) == [Prompt(text, str(path))]
+    packed = tmp_path / "p.txt.gz"
+    packed.write_bytes(gzip.compress(content.encode()))
+    assert read_prompts(packed) == [Prompt(text, str(packed))]
+
+
+@pytest.fixture
+def stdin(monkeypatch):
+    """``stdin(content)``: bytes or text that waits on standard input."""
+
+    def wait(content):
+        content = content if isinstance(content, bytes) else content.encode()
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    return wait
+
+
+def test_standard_input_is_text_or_json_lines(stdin):
+    stdin("Once upon\n{a} time\n")
+    assert read_prompts("-") == [Prompt("Once upon\n{a} time", "standard input")]
+    stdin('\ufeff\n  {"prompt": "a"}\n\n{"prompt_ids": [3]}\n')
+    assert read_prompts("-") == [
+        Prompt("a", "standard input line 2: prompt"),
+        Prompt([3], "standard input line 4: prompt_ids"),
+    ]
+
+
+def test_empty_and_damaged_text(tmp_path, stdin):
+    path = tmp_path / "p.txt"
+    for nothing in (b"", b" \n\n"):
+        path.write_bytes(nothing)
+        with pytest.raises(HydrajaxError, match=r"^--prompts: .*p\.txt is empty, some text is needed$"):
+            read_prompts(path)
+        stdin(nothing)
+        with pytest.raises(HydrajaxError, match=r"^--questions: standard input is empty, some text is needed$"):
+            read_prompts("-", "--questions")
+    path.write_bytes(b"ab\xff")
+    with pytest.raises(HydrajaxError, match=r"^--prompts: .*p\.txt is not UTF-8 text \(byte 3 of the file\)$"):
+        read_prompts(path)
+    stdin('{"prompt": ')
+    with pytest.raises(HydrajaxError, match=r"^standard input line 1: is not JSON"):
+        read_prompts("-")
