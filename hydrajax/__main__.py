@@ -1,4 +1,5 @@
 """``python -m hydrajax`` is the ``hydrajax`` program."""
+# PYTHON_ARGCOMPLETE_OK
 
 import sys
 

@@ -3,6 +3,7 @@
 A command module has ``HELP`` (one line), ``add_arguments(parser)`` and ``run(args)``. Only the chosen command's module
 is imported; all are for ``hydrajax --help``, so what is slow to import belongs in ``run``.
 """
+# PYTHON_ARGCOMPLETE_OK (by which argcomplete knows, where it is switched on for all programs, that it may ask this one)
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from importlib.metadata import version
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.errors import HydrajaxError
 
+EPILOG = 'Tab completion in this shell: eval "$(register-python-argcomplete hydrajax)"'
 COMMANDS = (
     "demo", "generate", "chat", "train", "distill", "tree",
     "bench", "evaluate", "certify", "convert", "roofline", "report",
@@ -42,7 +44,7 @@ class _Version(argparse.Action):
 
 def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     """The parser for this command line: of its one command if it names one first, else of all."""
-    parser = _Parser(prog="hydrajax", description="Tree speculative decoding in JAX.")
+    parser = _Parser(prog="hydrajax", description="Tree speculative decoding in JAX.", epilog=EPILOG)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of hydrajax, JAX and Python")
     parser.set_defaults(run=lambda args: parser.print_help())  # where no command is named
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -62,6 +64,10 @@ def flags_of(parser: argparse.ArgumentParser) -> frozenset[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """The ``hydrajax`` program; see `guarded` for what it returns."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could stand at the cursor
+        from hydrajax.cli.completion import complete
+
+        complete(build_parser)
     argv = sys.argv[1:] if argv is None else argv
     return guarded(lambda: build_parser(argv).parse_args(argv))
 

@@ -119,9 +119,14 @@ def tree_of(tree: TreeTopology | str | Path | Sequence[Sequence[int]]) -> TreeTo
     return by_name(tree) if isinstance(tree, str) else TreeTopology(tree)
 
 
+def released() -> list[str]:
+    """The names that `sparse` knows."""
+    return list(_SPARSE)
+
+
 def names() -> list[str]:
     """What `by_name` understands besides files and JSON, for messages and help texts."""
-    return ["root", "chain-K", "cartesian-S1xS2x...", *_SPARSE]
+    return ["root", "chain-K", "cartesian-S1xS2x...", *released()]
 
 
 def is_inline(name: str) -> bool:

@@ -406,7 +406,7 @@ def test_help_lists_the_commands_and_imports_nothing_slow():
     program = """
 import atexit, sys
 from hydrajax.cli import main
-atexit.register(lambda: print({"torch", "transformers"} & set(sys.modules)))
+atexit.register(lambda: print({"torch", "transformers", "argcomplete"} & set(sys.modules)))
 main(["--help"])
 """
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

@@ -1,0 +1,62 @@
+"""Tab completion: what a shell is told by the program itself, and what may stand in which place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from argcomplete import CompletionFinder
+
+from hydrajax.cli import EPILOG, build_parser
+from hydrajax.cli.completion import add_completers
+from hydrajax.drafters.registry import WITHOUT_WEIGHTS
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a directory, a tree and a text in it."""
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "oak.json").touch()
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"), [("hydrajax ev", "evaluate "), ("hydrajax generate --quantize ", "int8 ")]
+)
+def test_what_the_program_tells_a_shell(line, expected, tmp_path):
+    """In a process, by argcomplete's protocol: the line and the cursor in the environment, the answer in a file."""
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer")}
+    command = [sys.executable, "-m", "hydrajax"]
+    done = subprocess.run(command, env=os.environ | asked, capture_output=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, b"")
+    assert (tmp_path / "answer").read_text() == expected
+
+
+def completions(*words: str) -> set[str]:
+    """What may stand in place of the last word."""
+    parser = build_parser(list(words))
+    add_completers(parser)
+    *before, begun = ["hydrajax", *words]
+    return {found.strip() for found in CompletionFinder(parser)._get_completions(before, begun, "", None)}
+
+
+@pytest.mark.usefixtures("folder")
+def test_directories_trees_and_files_in_their_places():
+    assert completions("generate", "--base", "") == {"llama/"}
+    assert completions("chat", "--draft", "") == {"llama/", *WITHOUT_WEIGHTS}
+    assert completions("evaluate", "--draft", "lo") == {"lookup"}
+    assert completions("convert", "export", "--output", "") == {"llama/"}
+    assert completions("bench", "--tree", "o") == {"oak.json"}
+    assert completions("bench", "--tree", "mc") == {"mc_sim_7b_63"}
+    assert completions("generate", "--prompts", "n") == {"notes.txt"}
+    assert completions("generate", "--rule", "") == {"greedy", "typical", "exact", "rejection"}
+    assert "--temperature" in completions("generate", "--t")
+
+
+def test_the_help_says_how_to_switch_it_on(program):
+    assert "register-python-argcomplete hydrajax" in EPILOG
+    assert EPILOG in program().out
