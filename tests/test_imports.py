@@ -19,6 +19,7 @@ MODULES = {
 # A module belongs to the longest name that fits it.
 ORDER = (
     "errors",
+    "extras",
     "files",
     "assets",
     "processes",

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.extras import needs
 from hydrajax.models.layout import MODEL, Shape
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names, NumPy's
@@ -142,9 +143,7 @@ class TorchFiles(TensorFiles):
     def _open(self, path):
         torch = torch_module()
         if torch is None:
-            raise HydrajaxError(
-                f"{self._what}: reading {path.name} needs torch, which is not installed; install it or use .safetensors"
-            )
+            raise HydrajaxError(f"{self._what}: cannot read {path.name}: {needs('torch')}")
         if not path.is_file():
             raise HydrajaxError(f"{self._what}: no such file: {path}")
         try:

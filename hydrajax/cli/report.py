@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.extras import needs
 
 HELP = "make Markdown tables and PNG figures from the result files below a directory"
 
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from hydrajax.report.drawing import can_draw
     from hydrajax.report.markdown import write_report
     from hydrajax.report.outputs import find_results
 
@@ -38,4 +40,6 @@ def run(args: argparse.Namespace) -> None:
     if others:
         names = ", ".join(str(path.relative_to(args.directory)) for path in others)
         print(f"not drawn, as no results of a known kind: {names}", file=sys.stderr)
+    if not can_draw():
+        print(needs("matplotlib"), file=sys.stderr)
     print(f"{len(results)} results: {written[0]} and {len(written) - 1} pictures")

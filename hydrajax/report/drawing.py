@@ -7,18 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.extras import needs
 from hydrajax.files import WholeFile
 from hydrajax.trees.tree import TreeTopology
 
 DOTS_PER_INCH = 120
 
 
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    try:
+        import matplotlib  # noqa: F401 (slow to import, and only pictures need it)
+    except ImportError:
+        return False
+    return True
+
+
 def new_figure(width: float, height: float) -> Any:
     """An empty `matplotlib.figure.Figure` of so many inches. Raises `HydrajaxError` without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise HydrajaxError("pictures need matplotlib, which is not installed: pip install 'hydrajax[plots]'") from None
+    if not can_draw():
+        raise HydrajaxError(needs("matplotlib"))
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.extras import needs
 from hydrajax.files import WholeFile
-from hydrajax.report.drawing import save_png
+from hydrajax.report.drawing import can_draw, save_png
 from hydrajax.report.figures import distinct, draw, fastest
 from hydrajax.report.results import Result
 
@@ -19,8 +20,8 @@ PICTURES = "figures"  # the folder beside the report
 WORDS = """\
 *tokens_per_step* (τ) is the mean number of tokens that a step emits, the root token included; the papers say acceptance
 length or acceleration rate. A *speed-up* is against autoregressive decoding by this package, timed in the same rounds
-after warm-up. Intervals are 95% bootstrap intervals. The pictures beside the tables are drawn from the same files.
-"""
+after warm-up. Intervals are 95% bootstrap intervals."""
+DRAWN = "The pictures beside the tables are drawn from the same files."
 
 
 def write_report(
@@ -31,23 +32,25 @@ def write_report(
 ) -> list[Path]:
     """Write the report to ``path`` and its pictures into a folder `PICTURES` beside it; returns what was written.
 
-    Raises `HydrajaxError` where something cannot be written or matplotlib is not installed.
+    Where matplotlib is not installed there are tables only, and the report says so. Raises `HydrajaxError` where
+    something cannot be written.
     """
-    folder = Path(path).parent / PICTURES
-    parts, written = ["# Results\n", WORDS], []
+    folder, pictures = Path(path).parent / PICTURES, can_draw()
+    parts, written = ["# Results\n", f"{WORDS} {DRAWN}\n" if pictures else f"{WORDS}\n\n{needs('matplotlib')}\n"], []
     with WholeFile(path, flag) as file:  # an unwritable report is refused before anything is drawn
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise HydrajaxError(f"{flag}: cannot make {folder}: {error.strerror}") from None
+        if pictures:
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise HydrajaxError(f"{flag}: cannot make {folder}: {error.strerror}") from None
         names: set[str] = set()
         for source, result in sorted(results, key=lambda found: _place(*found)):
             name = _unused(source.stem if source.suffix == ".json" else result.kind, names)
-            picture = folder / f"{name}.png"
             on_result(name)
-            save_png(draw(result), picture, flag)
-            written.append(picture)
-            parts.append(section(result, f"{PICTURES}/{picture.name}", source.name))
+            if pictures:
+                written.append(folder / f"{name}.png")
+                save_png(draw(result), written[-1], flag)
+            parts.append(section(result, f"{PICTURES}/{name}.png" if pictures else None, source.name))
         file.write_text("\n".join(parts))
     return [Path(path), *written]
 
@@ -71,11 +74,12 @@ def _unused(name: str, taken: set[str]) -> str:
     return found
 
 
-def section(result: Result, picture: str, file: str) -> str:
-    """One result in Markdown."""
+def section(result: Result, picture: str | None, file: str) -> str:
+    """One result in Markdown, without a picture where there is none."""
     source = result.source[:1].upper() + result.source[1:]
     heading = f"{source}: {result.title}" if source else result.title[:1].upper() + result.title[1:]
-    lines = [f"## {heading}", "", f"![{heading}]({picture})", "", *table(*TABLES[result.kind](result.rows)), ""]
+    lines = [f"## {heading}", "", *([f"![{heading}]({picture})", ""] if picture else [])]
+    lines += [*table(*TABLES[result.kind](result.rows)), ""]
     lines += [f"- {remark}" for remark in result.remarks]
     if result.settings:
         lines.append("- " + ", ".join(f"{name} {_plain(value)}" for name, value in result.settings.items()))

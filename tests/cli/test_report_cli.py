@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 
 import pytest
 
@@ -36,7 +38,25 @@ def test_it_can_lie_elsewhere(program, folder, tmp_path_factory):
     assert not (folder / "REPORT.md").exists()
 
 
-def test_mistakes(program, folder, tmp_path_factory, monkeypatch):
+def test_without_matplotlib_there_are_tables(program, folder, monkeypatch):
+    assert program("report", folder).code == 0
+    drawn = (folder / "REPORT.md").read_text()
+    shutil.rmtree(folder / "figures")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = program("report", folder)
+    missing = "pictures need matplotlib: pip install 'hydrajax[plots]'"
+    assert (done.code, done.err.splitlines()[-1]) == (0, missing)
+    plain = (folder / "REPORT.md").read_text()
+    assert plain.count(missing) == 1
+    assert "![" not in plain
+    assert not (folder / "figures").exists()
+    tables = [[line for line in text.splitlines() if line.startswith("|")] for text in (drawn, plain)]
+    assert tables[0] == tables[1] != []
+    done = program("tree", "show", "chain-2", "--picture", folder / "tree.png")
+    assert (done.code, done.err) == (2, f"hydrajax: {missing}\n")
+
+
+def test_mistakes(program, folder, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     damaged = tmp_path_factory.mktemp("damaged")
     (damaged / "r.json").write_text(json.dumps({"hydrajax_result": 1, "kind": "accuracy"}))
@@ -52,7 +72,3 @@ def test_mistakes(program, folder, tmp_path_factory, monkeypatch):
         assert done.code == 2, argv
         assert message in done.err
         assert done.err.count("\n") == 1
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    done = program("report", folder)
-    assert (done.code, "pictures need matplotlib" in done.err) == (2, True)
-    assert not (folder / "REPORT.md").exists()

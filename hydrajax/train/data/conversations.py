@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.extras import needs
 from hydrajax.text.jsonl import file_content, json_lines, json_value, shown
 
 FORMATS = ("auto", "sharegpt", "alpaca", "messages")
@@ -87,7 +88,7 @@ def read_dataset(name: str, split: str = "train", format: str = "auto") -> tuple
     try:
         import datasets
     except ImportError:
-        raise HydrajaxError(f"data.dataset: {name!r} needs the package datasets: pip install datasets") from None
+        raise HydrajaxError(f"data.dataset: {needs('datasets')}") from None
     try:
         rows = datasets.load_dataset(name, split=split)
     except Exception as error:  # network, cache, hub and file errors of half a dozen libraries

@@ -294,7 +294,7 @@ def test_a_data_set_that_cannot_be_had(monkeypatch):
     with pytest.raises(HydrajaxError, match=r"^data.dataset: cannot load 'a/b', split 'train': no route to host$"):
         read_dataset("a/b")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(HydrajaxError, match=r"data.dataset: 'a/b' needs the package datasets: pip install datasets"):
+    with pytest.raises(HydrajaxError, match=r"^data.dataset: data sets by name need datasets: pip install datasets$"):
         read_dataset("a/b")
 
 
