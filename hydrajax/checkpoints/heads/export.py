@@ -14,7 +14,7 @@ import numpy as np
 
 from hydrajax.checkpoints.exported import WHAT, cast, exported
 from hydrajax.checkpoints.heads import native
-from hydrajax.checkpoints.heads.card import model_card
+from hydrajax.checkpoints.heads.card import describe, model_card
 from hydrajax.checkpoints.heads.load import RECORD
 from hydrajax.checkpoints.heads.released import FORMATS as RELEASED
 from hydrajax.checkpoints.tensors import save_safetensors, save_torch
@@ -98,14 +98,26 @@ def export_heads(
 
 
 def _chosen(name: str | None, drafter, kind: str) -> HeadFormat | None:
-    """The format of this name, None for our own; without a name the first that can say what the drafter is."""
-    if name is not None:
-        return WRITTEN.get(name)
+    """The format of this name, None for our own; without a name the first that can say what the drafter is.
+
+    Raises `HydrajaxError` where the named one cannot, and says which can.
+    """
     own = [format for format in FILES[kind].formats if format.read_by]
+    refusals: dict[HeadFormat, HydrajaxError] = {}
+    fitting: list[HeadFormat] = []
     for format in [*own, *(other for other in WRITTEN.values() if other not in own)]:
         try:
             format.config(drafter)
-        except HydrajaxError:
-            continue
-        return format
-    return None
+            fitting.append(format)
+        except HydrajaxError as error:
+            refusals[format] = error
+    if name is None:
+        return fitting[0] if fitting else None
+    chosen = WRITTEN.get(name)
+    if chosen in refusals:
+        allowed = ", ".join([*(format.name for format in fitting), NATIVE])
+        raise HydrajaxError(
+            f"these are {describe(drafter).title}, the formats that can hold them are {allowed}; {name} cannot: "
+            f"{refusals[chosen]}"
+        )
+    return chosen
