@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 
 from rich.console import Console
 
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> None:
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     chat.messages = list(system)
     if sys.stdin.isatty():
+        edit_lines()
         console.print(", ".join(f"{name}: {what}" for name, what in COMMANDS.items()), style="dim")
     while (line := read_line()) is not None:
         if line.strip() == "/exit":
@@ -55,6 +57,12 @@ def run(args: argparse.Namespace) -> None:
             chat.messages = list(system)
         elif line.strip():
             answer(chat, line, console)
+
+
+def edit_lines() -> None:
+    """Let `input` move within a line and bring back earlier ones, which are kept in memory only."""
+    with suppress(ImportError):  # there is none on Windows, whose terminal does it
+        import readline  # noqa: F401 (that it is imported is all)
 
 
 def read_line() -> str | None:

@@ -1,0 +1,49 @@
+"""The line editor of `hydrajax chat`, in a real terminal: arrows move within a line and bring the last one back."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("readline")
+pty = pytest.importorskip("pty")
+
+SCRIPT = """
+from hydrajax.cli.chat import edit_lines, read_line
+edit_lines()
+while (line := read_line()) is not None:
+    print("read", repr(line), flush=True)
+"""
+LEFT, UP, END = "\x1b[D", "\x1b[A", "\x04"
+
+
+def test_lines_are_edited_and_remembered(tmp_path):
+    terminal, inside = pty.openpty()
+    history = {"HOME": str(tmp_path), "TERM": "xterm", "INPUTRC": "/dev/null"}
+    command = [sys.executable, "-c", SCRIPT]
+    process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=os.environ | history)
+    os.close(inside)
+    shown = ""
+
+    def until(text: str) -> None:
+        nonlocal shown
+        while text not in shown:
+            assert select.select([terminal], [], [], 60)[0], f"{text!r} is not in {shown!r}"
+            shown += os.read(terminal, 1000).decode()
+        shown = shown.split(text, 1)[1]
+
+    until("> ")
+    os.write(terminal, f"ac{LEFT}b\r".encode())
+    until("read 'abc'")
+    until("> ")
+    os.write(terminal, f"{UP}d\r".encode())
+    until("read 'abcd'")
+    until("> ")
+    os.write(terminal, END.encode())
+    assert process.wait(timeout=60) == 0
+    os.close(terminal)
+    assert list(tmp_path.iterdir()) == []  # no file of what was said
