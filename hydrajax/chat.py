@@ -11,11 +11,12 @@ import numpy as np
 
 from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
+from hydrajax.decoding.loop import next_burst
 from hydrajax.decoding.prompts import bucket, right_padded
 from hydrajax.decoding.sampling import row_keys
 from hydrajax.decoding.state import DecodeState
 from hydrajax.errors import HydrajaxError
-from hydrajax.generation import STEPS_PER_BURST, seed_for
+from hydrajax.generation import seed_for
 from hydrajax.text.stopping import GrowingText
 from hydrajax.text.templates import make_encoder
 from hydrajax.text.tokenizer import decode_text
@@ -131,9 +132,11 @@ class Chat:
             prompt, count = right_padded([ids], bucket(len(ids), self._context))
             state = self._bursts.start(params, prompt, count, keys, self._rule, limit)
         text = GrowingText(lambda ids: decode_text(self._loaded.tokenizer, ids))
-        done = False
+        done, steps = False, 1
         while not done:
-            state, now = self._bursts.advance(params, state, np.zeros(1, bool), STEPS_PER_BURST)
+            asked = time.perf_counter()
+            state, now = self._bursts.advance(params, state, np.zeros(1, bool), steps)
+            steps = next_burst(steps, time.perf_counter() - asked)
             done, emitted = bool(now.done[0]), now.tokens[0, : now.lengths[0]].tolist()
             self.turn.new_tokens, self.turn.steps = len(emitted), int(now.steps[0])
             self.turn.seconds = time.perf_counter() - began

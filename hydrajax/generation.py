@@ -24,7 +24,7 @@ from hydrajax.text.tokenizer import decode_text
 from hydrajax.trees.tree import TreeTopology
 
 SEED_BITS = 32  # of a JAX key, unless 64-bit mode is on
-STEPS_PER_BURST = 8  # between two looks at the text
+STEPS_PER_BURST = 8  # between two looks for stop strings in text that nobody watches
 
 
 def generate(
@@ -79,8 +79,9 @@ def stream(
 ) -> Stream:
     """`generate` for one prompt, piece by piece: iterate over what this returns, then read its ``result``.
 
-    A piece comes every few steps. None ends within a character, none holds a part of a stop string, and together they
-    are the text that `generate` gives for the prompt of this ``number``. Arguments and errors: `generate`.
+    The first piece comes after one step, later ones 10 to 20 times a second (`hydrajax.decoding.loop.next_burst`). None
+    ends within a character, none holds a part of a stop string, and together they are the text that `generate` gives
+    for the prompt of this ``number``. Arguments and errors: `generate`.
     """
     ids = loaded.prompt_ids(prompt, "prompt")
     request = _request(loaded, tree, [rule or Greedy()], max_new_tokens, max_new_tokens, stop, seed, on_status)
@@ -102,7 +103,7 @@ class Stream:
 
     def _run(self, request: Request, ids: np.ndarray, number: int) -> Iterator[str]:
         text, limit, shown = request.growing_text(), request.max_new_tokens, 0
-        for now, seconds in _decode(request, request.rules, [ids], [limit], 1, number, [text], STEPS_PER_BURST):
+        for now, seconds in _decode(request, request.rules, [ids], [limit], 1, number, [text], None):
             self.result = _result(request, ids, limit, now, 0, text, seconds)
             if piece := text.text[shown:]:
                 shown = len(text.text)
@@ -181,7 +182,7 @@ def _decode(
     batch_size: int,
     number: int,
     texts: list[GrowingText],
-    n_steps: int,
+    n_steps: int | None,
 ) -> Iterator[tuple[Snapshot, float]]:
     """Snapshots of a batch, ``texts`` grown to each, and the seconds it took; ``number`` is its first prompt's."""
     loaded = request.loaded

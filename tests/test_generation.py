@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 
 import hydrajax
 from hydrajax import assets
+from hydrajax.decoding import loop
+from hydrajax.decoding.loop import Bursts
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.stopping import first_stop
 from hydrajax.trees import presets
@@ -75,6 +78,28 @@ def test_streamed_pieces_are_several_and_join_to_the_text(loaded, whole):
     assert "".join(found) == whole[0].text
     assert pieces.result.finish_reason == "length"
     assert pieces.result.output_ids == whole[0].output_ids
+
+
+def test_a_stream_begins_after_one_step_and_compiles_no_burst_of_its_own(loaded, whole, monkeypatch):
+    """However long the bursts are, the tokens are the same; here each takes twice as many steps as the one before."""
+    asked, compiled = [], []
+    advance = Bursts.advance
+
+    def watched(self, params, state, stopped, n_steps):
+        asked.append(n_steps)
+        return advance(self, params, state, stopped, n_steps)
+
+    monkeypatch.setattr(Bursts, "advance", watched)
+    monkeypatch.setattr(loop, "next_burst", lambda steps, seconds: 2 * steps)
+    pieces = hydrajax.stream(loaded, PROMPTS[0], **SETTINGS)
+    first = next(pieces)
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    assert (asked, pieces.result.steps) == ([1], 1)
+    assert first + joined(pieces) == whole[0].text
+    assert (pieces.result.output_ids, pieces.result.step_lengths) == (whole[0].output_ids, whole[0].step_lengths)
+    assert asked == [2**number for number in range(len(asked))]
+    assert len(asked) > 3
+    assert not [event for event in compiled if event.endswith("backend_compile_duration")]
 
 
 def test_sampled_text_is_the_same_streamed_and_at_any_batch_size(loaded):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +19,19 @@ from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
+
+PIECES_PER_SECOND = 20  # of shown text, at most: more are no smoother to read, and each is a trip to the host
+
+
+def next_burst(steps: int, seconds: float) -> int:
+    """How many steps the next burst of shown text shall take, if the last took so many seconds for ``steps``.
+
+    The fewest that make no more than `PIECES_PER_SECOND`; rounded up they never make less than half of that, unless one
+    step alone does. At most four times as many as the last: a single step says little of how long many take.
+    """
+    if seconds <= 0:
+        return 4 * steps
+    return min(math.ceil(steps / (seconds * PIECES_PER_SECOND)), 4 * steps)
 
 
 def run_steps(
@@ -94,17 +109,21 @@ class Bursts:
         rule: AcceptanceRule,
         limits,
         *,
-        n_steps: int,
+        n_steps: int | None,
         stopped: Bool[np.ndarray, " B"],
     ) -> Iterator[Snapshot]:
         """One snapshot after every ``n_steps`` decode steps, the last when every row is done.
 
+        n_steps: None is for somebody who reads: one step first, then as many as `next_burst` says.
         The arguments are those of `Engine.prefill`; ``prompt`` has the width of a bucket. A row ends early where the
         caller sets its element of ``stopped`` between two snapshots.
         """
         state = self.start(params, prompt, lengths, keys, rule, limits)
+        steps = n_steps or 1
         while True:
-            state, now = self.advance(params, state, stopped, n_steps)
+            began = time.perf_counter()
+            state, now = self.advance(params, state, stopped, steps)
+            steps = n_steps or next_burst(steps, time.perf_counter() - began)  # what the reader does is not in the time
             yield now
             if (now.done | stopped).all():
                 return
