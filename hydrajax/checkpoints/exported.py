@@ -19,23 +19,23 @@ MARK = "hydrajax_export"  # in config.json: the files of the directory, by which
 
 
 @contextmanager
-def exported(directory: str | Path, overwrite: bool) -> Iterator[tuple[Path, dict[str, Any]]]:
+def exported(directory: str | Path, overwrite: bool, what: str = WHAT) -> Iterator[tuple[Path, dict[str, Any]]]:
     """``(folder, config)`` to fill with files and with the fields of ``config.json``, which is written at the end.
 
     An earlier export is replaced; a directory that holds anything else only with ``overwrite``, and then with all that
-    is in it. Raises `HydrajaxError` if the directory may not be replaced or cannot be written.
+    is in it. Raises `HydrajaxError`, which begins with ``what``, if it may not be replaced or cannot be written.
     """
-    _check_replaceable(Path(os.path.realpath(directory)), overwrite)
-    with whole_directory(directory, WHAT) as folder:
+    _check_replaceable(Path(os.path.realpath(directory)), overwrite, what)
+    with whole_directory(directory, what) as folder:
         config: dict[str, Any] = {}
         yield folder, config
         files = sorted({path.name for path in folder.iterdir()} | {"config.json"})
         (folder / "config.json").write_text(json.dumps(config | {MARK: files}, indent=2) + "\n")
 
 
-def _check_replaceable(target: Path, overwrite: bool) -> None:
+def _check_replaceable(target: Path, overwrite: bool, what: str) -> None:
     if os.path.exists(target) and not os.path.isdir(target):
-        raise HydrajaxError(f"{WHAT}: {target} is a file, the name of a directory is needed")
+        raise HydrajaxError(f"{what}: {target} is a file, the name of a directory is needed")
     present = {str(path.relative_to(target)) for path in target.rglob("*") if not path.is_dir()}
     if not present or overwrite:
         return
@@ -47,7 +47,7 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
     foreign = sorted(present - own)
     if foreign:
         raise HydrajaxError(
-            f"{WHAT}: {target} holds files that are no earlier export, such as '{foreign[0]}'; name another directory"
+            f"{what}: {target} holds files that are no earlier export, such as '{foreign[0]}'; name another directory"
         )
 
 

@@ -1,13 +1,15 @@
 """The Hugging Face Hub: downloading a model or draft heads by name, and uploading an export.
 
 All requests go through huggingface_hub, with its cache, its login and its environment variables (``HF_HOME``,
-``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``). Only files that hydrajax reads are fetched; none can hold code.
+``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``). Only files that hydrajax reads are fetched. None can hold code but
+the ``.pt`` that `hydrajax.checkpoints.heads.fetch` is asked for, and of that only tensors are read.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydrajax import assets
@@ -49,6 +51,18 @@ def resolve(name: str | Path, flag: str) -> Path:
     or ``org/name@revision`` (a branch, tag or commit), and what hydrajax reads of it is downloaded into
     huggingface_hub's cache. Without a network, a copy in the cache will do. Raises `HydrajaxError` for anything else.
     """
+    folder = downloaded(name, flag, READ)
+    if os.path.isdir(name) or any(folder.glob("*.safetensors")) or (folder / "params").is_dir():
+        return folder
+    raise HydrajaxError(
+        f"{flag}: '{name}' is no directory here, and the Hub's repository (or without a network, its cached copy) "
+        "has no safetensors files and no folder params/; legacy .bin and .pt files are read from a local directory "
+        f"only, and 'hydrajax convert fetch {name} --output DIR' makes one of heads in a .pt file"
+    )
+
+
+def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
+    """`resolve` for files of these names, patterns of huggingface_hub, and without a look at what there is."""
     text = str(name)
     if os.path.isdir(text):
         return Path(name)
@@ -63,19 +77,12 @@ def resolve(name: str | Path, flag: str) -> Path:
 
     try:
         folder = snapshot_download(
-            repository, revision=revision or None, allow_patterns=list(READ), ignore_patterns=list(NEVER)
+            repository, revision=revision or None, allow_patterns=list(files), ignore_patterns=list(NEVER)
         )
     except Exception as error:  # the library's, its HTTP client's, its storage backend's or the disk's
         reason = _reason(error, repository, revision)
         raise HydrajaxError(f"{flag}: '{text}' is no directory here, and {reason}") from None
-    folder = Path(folder)
-    if not any(folder.glob("*.safetensors")) and not (folder / "params").is_dir():
-        raise HydrajaxError(
-            f"{flag}: '{text}' is no directory here, and the Hub's repository (or without a network, its cached copy) "
-            "has no safetensors files and no folder params/; legacy .bin and .pt files are read from a local "
-            "directory only"
-        )
-    return folder
+    return Path(folder)
 
 
 def push(directory: str | Path, repository: str, *, private: bool = False, message: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""``hydrajax convert``: heads into other formats and onto the Hub, and what int8 does to a base."""
+"""``hydrajax convert``: heads into other formats, from the Hub and onto it, and what int8 does to a base."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from hydrajax.checkpoints.base import read_config
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.heads.export import FORMATS, export_heads
+from hydrajax.checkpoints.heads.fetch import fetch_heads
 from hydrajax.checkpoints.heads.load import RECORD, load_draft
 from hydrajax.checkpoints.hub import push, resolve
 from hydrajax.checkpoints.tensors import read_json
@@ -19,13 +20,14 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.text.prompt import PROMPT_FORMATS
 
-HELP = "write draft heads in other formats, put them on the Hub, see what int8 costs"
+HELP = "write draft heads in other formats, fetch and put them on the Hub, see what int8 costs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, text, add in (
         ("export", "write draft heads in another format, bit for bit", _export_arguments),
+        ("fetch", "keep a safetensors copy of heads that lie on the Hub in a .pt file", _fetch_arguments),
         ("push", "upload an exported directory to the Hugging Face Hub", _push_arguments),
         ("int8", "compare a base's logits with those of its int8 version", _int8_arguments),
     ):
@@ -44,6 +46,12 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="also heads that say they were made for another base")
 
 
+def _fetch_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "Hydra or Medusa heads on the Hub, as the official code wrote them"
+    parser.add_argument("heads", metavar="ORG/NAME[@REVISION]", help=text)
+    parser.add_argument("--output", metavar="DIR", required=True, help="a new directory, or an earlier export")
+
+
 def _push_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a directory written by convert export or by training")
     parser.add_argument("repository", metavar="ORG/NAME", help="created if it is not there")
@@ -60,7 +68,7 @@ def _int8_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    {"export": _export, "push": _push, "int8": _int8}[args.verb](args)
+    {"export": _export, "fetch": _fetch, "push": _push, "int8": _int8}[args.verb](args)
 
 
 def _export(args: argparse.Namespace) -> None:
@@ -85,8 +93,18 @@ def _export(args: argparse.Namespace) -> None:
         dtype=None if args.dtype is None else options.api.DTYPES[args.dtype],
         torch_file=args.format in ("hydra", "medusa"),
     )
-    files = sorted(path.name for path in Path(args.output).iterdir())
-    print(f"{args.output}: {', '.join(files)}")
+    _print_files(args.output)
+
+
+def _fetch(args: argparse.Namespace) -> None:
+    if Path(args.output).resolve() == Path(args.heads).resolve():
+        raise HydrajaxError(f"--output: is the directory of the heads themselves, {args.output}")
+    fetch_heads(args.heads, args.output)
+    _print_files(args.output)
+
+
+def _print_files(directory: str) -> None:
+    print(f"{directory}: {', '.join(sorted(path.name for path in Path(directory).iterdir()))}")
 
 
 def _push(args: argparse.Namespace) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import time
 from pathlib import Path
 
 import pytest
-from fake_hub import FakeHub
 
 from hydrajax.checkpoints.hub import push, resolve
 from hydrajax.errors import HydrajaxError
@@ -45,39 +43,6 @@ UNREAD = {
     "params/model.safetensors": b"none",
     "other/params/_METADATA": b"{}",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_proxy():
-    """An HTTP client, which takes a while to make, that goes to the server directly whatever the environment says."""
-    from huggingface_hub import close_session
-
-    with pytest.MonkeyPatch.context() as patch:
-        for variable in ("NO_PROXY", "no_proxy"):
-            patch.setenv(variable, "127.0.0.1")
-        close_session()
-        yield
-        close_session()
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A running `FakeHub` that huggingface_hub takes for the Hub, with an empty cache, nobody logged in."""
-    from huggingface_hub import constants
-
-    server = FakeHub()
-    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)  # read from the environment when it was imported
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(time, "sleep", lambda _: None)  # between retries
-    monkeypatch.chdir(tmp_path)
-    yield server
-    server.stop()
 
 
 def refused(message: str, act=resolve, *arguments, **more) -> None:
@@ -236,7 +201,8 @@ def test_no_weights(hub, files):
     hub.add(NAME, {file: content for file, content in files.items() if not file.startswith("params/")})
     refused(
         f"{NOT_HERE}the Hub's repository (or without a network, its cached copy) has no safetensors files and no "
-        "folder params/; legacy .bin and .pt files are read from a local directory only"
+        "folder params/; legacy .bin and .pt files are read from a local directory only, and 'hydrajax convert fetch "
+        f"{NAME} --output DIR' makes one of heads in a .pt file"
     )
     assert hub.fetched() == files.keys() & {"config.json"}
 

@@ -341,5 +341,5 @@ def test_pt_without_torch(base, hydra_state, tmp_path, monkeypatch):
     pt = release(tmp_path / "pt", hydra_state, hydra_config(2, 1))
     safe = release(tmp_path / "safe", hydra_state, hydra_config(2, 1), ".safetensors")
     monkeypatch.setitem(sys.modules, "torch", None)
-    refused(pt, base, "hydra_lm_head.pt", "needs torch", ".safetensors")
+    refused(pt, base, "hydra_lm_head.pt", ".pt and .bin files need torch: pip install 'hydrajax[torch]'")
     load_draft(safe, base[1].config)

@@ -1,0 +1,41 @@
+"""The Hub, as huggingface_hub sees it: a small server in this process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from fake_hub import FakeHub
+
+
+@pytest.fixture(scope="module")
+def _no_proxy():
+    """An HTTP client, which takes a while to make, that goes to the server directly whatever the environment says."""
+    from huggingface_hub import close_session
+
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in ("NO_PROXY", "no_proxy"):
+            patch.setenv(variable, "127.0.0.1")
+        close_session()
+        yield
+        close_session()
+
+
+@pytest.fixture
+def hub(_no_proxy, tmp_path, monkeypatch):
+    """A running `FakeHub` that huggingface_hub takes for the Hub, with an empty cache, nobody logged in."""
+    from huggingface_hub import constants
+
+    server = FakeHub()
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)  # read from the environment when it was imported
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # between retries
+    monkeypatch.chdir(tmp_path)
+    yield server
+    server.stop()
