@@ -1,5 +1,6 @@
 """The project's own promises: ruff is clean, and CI runs the README's test command."""
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -8,10 +9,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hydrajax.extras import PACKAGES, needs
 
 ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TEST_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -q -e '.[test]' && .venv/bin/python -m pytest -n 2"
 DEMO_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -q . && .venv/bin/hydrajax demo"
 
@@ -25,7 +28,7 @@ def test_ruff_is_clean(arguments):
 
 def test_what_is_missing_is_installed_by_the_command_that_is_named():
     """An extra that a message names exists and holds the package; a plain package is a dependency."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = PYPROJECT["project"]
     for package in PACKAGES:
         message = needs(package)
         what = re.fullmatch(rf".* needs? {package}: pip install (?:'hydrajax\[(\w+)\]'|{package})", message)
@@ -41,3 +44,34 @@ def test_ci_runs_the_readme_test_command():
 
 def test_readme_has_the_demo_command():
     assert DEMO_COMMAND in (ROOT / "README.md").read_text().splitlines()
+
+
+def test_the_licence_is_there_whole_and_travels_along():
+    text = (ROOT / "LICENSE").read_bytes()
+    assert hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+    project = PYPROJECT["project"]
+    assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
+    assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"]["hydrajax"]
+
+
+def test_the_citation_names_this_version_and_the_authors_of_the_papers():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (cited["title"].split(":")[0], cited["version"]) == ("hydrajax", PYPROJECT["project"]["version"])
+    assert cited["authors"] == [{"name": "The hydrajax authors"}]
+    assert set(cited) >= {"cff-version", "message", "type", "license"}
+    names = {
+        one["identifiers"][0]["value"]: [author["family-names"] for author in one["authors"]]
+        for one in cited["references"]
+    }
+    assert names == {
+        "arXiv:2402.05109": ["Ankner", "Parthasarathy", "Nrusimha", "Rinard", "Ragan-Kelley", "Brandon"],
+        "arXiv:2401.10774": ["Cai", "Li", "Geng", "Peng", "Lee", "Chen", "Dao"],
+    }
+
+
+def test_what_contributors_read_points_to_what_is_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert {"docs/design.md", "docs/adding_a_drafter.md"} <= set(targets)
+    for path in [*targets, *re.findall(r"`((?:tests|hydrajax|\.ci)/[^` ]+)`", text)]:
+        assert (ROOT / path).exists(), path

@@ -1,0 +1,42 @@
+"""What a type checker sees of the public interface: correct use passes strictly, mistakes are refused, each by name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+USAGE, MISUSE = "tests/typing/usage.py", "tests/typing/misuse.py"
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, set[tuple[int, str]]]:
+    """``(line, code)`` of mypy's errors in each of the two files."""
+    command = [sys.executable, "-m", "mypy", "--no-pretty", USAGE, MISUSE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    found: dict[str, set[tuple[int, str]]] = {USAGE: set(), MISUSE: set()}
+    for file, line, code in re.findall(r"^(.*?):(\d+): error: .*\[([\w-]+)\]$", done.stdout, re.MULTILINE):
+        found[file].add((int(line), code))
+    return found
+
+
+def test_correct_use_is_accepted(errors):
+    assert errors[USAGE] == set()
+
+
+def test_every_mistake_is_refused_as_what_it_is(errors):
+    said = enumerate((ROOT / MISUSE).read_text().splitlines(), start=1)
+    expected = {(number, line.split("# refused: ")[1]) for number, line in said if "# refused: " in line}
+    assert errors[MISUSE] == expected
+    assert len(expected) > 5
+
+
+def test_the_package_says_that_it_is_typed():
+    """By this file, PEP 561, checkers read the annotations of an installed package."""
+    assert files("hydrajax").joinpath("py.typed").is_file()

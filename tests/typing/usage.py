@@ -1,0 +1,83 @@
+"""The public interface as a user writes it. mypy reads this file; it is never run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, assert_type
+
+import jax
+import numpy as np
+
+import hydrajax
+from hydrajax import (
+    DecodeResult,
+    ExactSampling,
+    Generation,
+    Greedy,
+    HydrajaxError,
+    Loaded,
+    Params,
+    RejectionSampling,
+    Stream,
+    TreeTopology,
+    Typical,
+)
+from hydrajax.trees import presets
+
+
+def loading() -> Loaded:
+    m = hydrajax.load("path/to/llama", "path/to/heads", dtype="bfloat16")
+    assert_type(m, Loaded)
+    assert_type(m.params, Params)
+    assert_type(m.eos_ids, tuple[int, ...])
+    assert_type(m.default_tree(batch_size=4), TreeTopology)
+    assert_type(m.with_draft("lookup"), Loaded)
+    return hydrajax.load("org/name@main", quantize="int8")
+
+
+def trees() -> TreeTopology:
+    tree = TreeTopology.from_choices([[0], [0, 0], [1]])
+    assert_type(tree.size, int)
+    assert_type(tree.choices, tuple[tuple[int, ...], ...])
+    assert_type(TreeTopology.from_json("tree.json"), TreeTopology)
+    assert_type(presets.sparse(), TreeTopology)
+    assert_type(presets.by_name("chain-4"), TreeTopology)
+    assert_type(hydrajax.trees.presets.cartesian((4, 2)), TreeTopology)
+    return tree
+
+
+def decoding(m: Loaded, prompt: np.ndarray) -> np.ndarray:
+    decode_fn = hydrajax.make_decode_fn(m.model, m.drafter, presets.chain(3), Greedy(), max_new_tokens=64)
+    out = decode_fn(m.params, prompt, lengths=np.array([3, 4]), rng=jax.random.key(0))
+    assert_type(out, DecodeResult)
+    assert_type(out.tokens, jax.Array | np.ndarray)  # the latter after jax.device_get
+    plain = hydrajax.make_autoregressive_fn(m.model, ExactSampling(0.7, top_k=40, top_p=0.9), eos_ids=m.eos_ids)
+    assert_type(plain(m.params, prompt, rule=ExactSampling(0.2)), DecodeResult)
+    return np.asarray(out.lengths)
+
+
+def texts(m: Loaded) -> list[str | None]:
+    answers = hydrajax.generate(m, ["Once", [1, 2, 3]], tree=trees(), rule=Typical(epsilon=0.1), stop=["\n"])
+    assert_type(answers, Iterator[Generation])
+    first = next(answers)
+    assert_type(first.output_ids, list[int])
+    assert_type(first.text, str | None)
+    assert_type(first.wall_time, float)
+    pieces = hydrajax.stream(m, "Once", rule=RejectionSampling(1.0), max_new_tokens=9)
+    assert_type(pieces, Stream)
+    for piece in pieces:
+        assert_type(piece, str)
+    assert_type(pieces.result, Generation | None)
+    return [answer.text for answer in answers]
+
+
+def mistakes() -> str:
+    try:
+        loading()
+    except HydrajaxError as error:
+        assert_type(error, HydrajaxError)
+        return str(error)
+    except ValueError:
+        pass
+    tokenizer: Any = loading().tokenizer
+    return str(tokenizer)
