@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The fenced blocks of this language."""
+    """The fenced blocks of this language. Fragments of Python that do not run by themselves are marked ``py``."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
