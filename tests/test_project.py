@@ -1,6 +1,7 @@
 """The project's own promises: ruff is clean, and CI runs the README's test command."""
 
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -75,3 +76,17 @@ def test_what_contributors_read_points_to_what_is_there():
     assert {"docs/design.md", "docs/adding_a_drafter.md"} <= set(targets)
     for path in [*targets, *re.findall(r"`((?:tests|hydrajax|\.ci)/[^` ]+)`", text)]:
         assert (ROOT / path).exists(), path
+
+
+def test_the_workflow_runs_what_the_readme_promises():
+    """On every Python that is supported; the notebooks and the documentation have jobs of their own."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert commands["tests"] == [".ci/run"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    versions = jobs["tests"]["strategy"]["matrix"]["python"]
+    assert versions == ["3.11", "3.12", "3.13"]
+    assert PYPROJECT["project"]["requires-python"] == f">={versions[0]}"
+    assert "python -m pytest -m slow tests/test_notebooks.py" in commands["notebooks"]
+    assert commands["docs"][-1] == "mkdocs build --strict"
+    assert all(job["runs-on"] == "ubuntu-latest" for job in jobs.values())
