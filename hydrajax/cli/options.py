@@ -93,7 +93,7 @@ def add_decoding_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: i
     return group
 
 
-RULE_NUMBERS = ("temperature", "top_k", "top_p", "epsilon", "alpha")
+RULE_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "epsilon", "alpha")
 
 
 def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +105,7 @@ def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--top-k", metavar="K", type=positive, help="sample from the K likeliest tokens")
     group.add_argument("--top-p", metavar="P", type=float, help="sample from the likeliest tokens that hold share P")
+    group.add_argument("--min-p", metavar="P", type=float, help="and from those at least P times as likely as the best")
     group.add_argument("--epsilon", metavar="E", type=float, help="posterior threshold of typical acceptance (0.1)")
     group.add_argument("--alpha", metavar="A", type=float, help="its entropy factor (square root of E)")
 

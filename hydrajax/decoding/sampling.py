@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -44,7 +44,21 @@ def numbers_as_arrays(cls: type[Rule]) -> type[Rule]:
         return rule
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+    cls.__repr__ = _shown
     return cls
+
+
+def _shown(rule: Any) -> str:
+    """As a dataclass shows itself, but for those numbers given by name alone that have no effect.
+
+    Result files name rules in this way, and must go on to name one the same when rules learn to do more.
+    """
+    numbers = [
+        f"{each.name}={getattr(rule, each.name)!r}"
+        for each in dataclasses.fields(rule)
+        if not each.kw_only or effective(rule, each.name) is not None
+    ]
+    return f"{type(rule).__name__}({', '.join(numbers)})"
 
 
 def effective(rule: Any, name: str) -> Any:
@@ -104,10 +118,12 @@ def check_temperature(name: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature, then top-k, then top-p, in the order of transformers' warpers.
+    """Temperature, then top-k, then top-p, then min-p, in the order of transformers' warpers.
 
     temperature: positive. top_k: keep the k likeliest tokens, None for all. top_p: of what is left keep the fewest
-    likeliest tokens that hold this share of the probability, 1.0 for all. Equally likely tokens stay or go together.
+    likeliest tokens that hold this share of the probability, 1.0 for all. min_p: of what is left keep the tokens that
+    are at least this many times as likely as the likeliest, 0.0 for all (Nguyen et al. 2024). Equally likely tokens
+    stay or go together.
 
     Raises `HydrajaxError` for a value that is none of these.
     """
@@ -115,7 +131,8 @@ class Sampling:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
-    NEUTRAL: ClassVar[dict[str, float]] = {"top_p": 1.0}
+    min_p: float = field(default=0.0, kw_only=True)
+    NEUTRAL: ClassVar[dict[str, float]] = {"top_p": 1.0, "min_p": 0.0}
 
     def __post_init__(self):
         check_temperature("temperature", self.temperature)
@@ -123,6 +140,8 @@ class Sampling:
             raise HydrajaxError(f"top_k: must be an integer from 1 up, found {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise HydrajaxError(f"top_p: must be above 0 and at most 1, found {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise HydrajaxError(f"min_p: must be from 0 to 1, found {self.min_p}")
 
     def shape(self, logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
         """Logits of the distribution that is sampled from; -inf for the tokens that were cut off.
@@ -137,6 +156,11 @@ class Sampling:
         if top_p is not None:
             probs = jax.nn.softmax(logits, axis=-1)
             logits = jnp.where(_among_largest(probs, probs, over_rows(top_p, logits)), logits, -jnp.inf)
+        min_p = effective(self, "min_p")
+        if min_p is not None:
+            # A ratio of probabilities is a difference of logits, whatever the others sum to.
+            least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(over_rows(min_p, logits))
+            logits = jnp.where(logits >= least, logits, -jnp.inf)
         return logits
 
 

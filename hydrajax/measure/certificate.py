@@ -185,6 +185,7 @@ def _shaped(logits: np.ndarray, rule) -> np.ndarray:
     before = np.cumsum(p[order]) - p[order]
     least = p[order][before < rule.top_p].min()
     p[p < least] = 0
+    p[p < rule.min_p * p.max()] = 0
     return p / p.sum()
 
 

@@ -92,7 +92,7 @@ class Way:
 def baseline_rule(rule: AcceptanceRule) -> AcceptanceRule:
     """The rule without a draft: rejection comes to plain sampling, typical acceptance to the likeliest token."""
     if isinstance(rule, RejectionSampling):
-        return ExactSampling(rule.temperature, rule.top_k, rule.top_p)
+        return ExactSampling(rule.temperature, rule.top_k, rule.top_p, min_p=rule.min_p)
     return Greedy() if isinstance(rule, Typical) else rule
 
 

@@ -6,20 +6,22 @@ import jax
 import numpy as np
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.sampling import Sampling, per_row, position_keys, row_keys
 from hydrajax.errors import HydrajaxError
 
 
-def warped(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float) -> np.ndarray:
+def warped(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float, min_p: float = 0.0) -> np.ndarray:
     """What `transformers.generate(do_sample=True)` draws from, in float64: float32 sums may miss by a token."""
     scores = TemperatureLogitsWarper(temperature)(None, torch.tensor(logits, dtype=torch.float64))
     if top_k is not None:
         scores = TopKLogitsWarper(top_k)(None, scores)
     if top_p < 1:
         scores = TopPLogitsWarper(top_p)(None, scores)
+    if min_p > 0:
+        scores = MinPLogitsWarper(min_p)(None, scores)
     return torch.softmax(scores, dim=-1).numpy()
 
 
@@ -38,6 +40,36 @@ def test_distribution_equals_transformers(temperature, top_k, top_p):
     found = np.asarray(distribution(per_row(rule, len(logits)), logits))
     expected = warped(logits, temperature, min(top_k, 3000) if top_k else None, top_p)
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (7, 1.0), (300, 0.9)])
+def test_min_p_equals_transformers_with_a_number_of_each_row(top_k, top_p):
+    """Rows from peaked to flat, each with another number: 1.0 keeps the best alone, 1e-30 all."""
+    random = np.random.default_rng(1)
+    logits = random.normal(size=(6, 3000)).astype(np.float32) * np.array([[0.3, 1, 3, 3, 1, 0.3]], np.float32).T
+    numbers = [0.3, 0.02, 1e-3, 1.0, 1e-30, 0.9]
+    rules = [ExactSampling(0.8, top_k, top_p, min_p=number) for number in numbers]
+    found = np.asarray(distribution(per_row(rules, 6), logits))
+    expected = [warped(row[None], 0.8, top_k, top_p, number)[0] for row, number in zip(logits, numbers, strict=True)]
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-7)
+    kept = (found > 0).sum(axis=1)
+    assert kept[3] == 1 < kept[0]
+
+
+def test_min_p_comes_after_top_p():
+    """The best two of 0.5, 0.3 and 0.2 hold a share of 0.6; were 0.2 cut first, the best alone would, with 0.625."""
+    logits = np.log(np.array([[0.5, 0.3, 0.2]], np.float32))
+    assert np.isfinite(Sampling(1.0, None, 0.6, min_p=0.5).shape(logits)).tolist() == [[True, True, False]]
+
+
+def test_a_neutral_min_p_is_no_part_of_the_program():
+    logits = np.zeros((2, 5), np.float32)
+    shapes = [jax.make_jaxpr(rule.shape)(logits) for rule in (ExactSampling(0.7), ExactSampling(0.7, min_p=0.0))]
+    assert str(shapes[0]) == str(shapes[1])
+    assert jax.tree.structure(ExactSampling(0.7)) == jax.tree.structure(ExactSampling(0.7, min_p=0.0))
+    assert "min_p" not in str(ExactSampling(0.7))
+    assert str(jax.make_jaxpr(ExactSampling(0.7, min_p=0.1).shape)(logits)) != str(shapes[0])
+    assert "min_p=0.1" in str(ExactSampling(0.7, min_p=0.1))
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(2, 1.0), (None, 0.4), (2, 0.5), (1, 0.9)])
@@ -66,6 +98,9 @@ def test_of_tokens_that_tie_at_the_kth_the_share_counts_all():
         ({"top_k": True}, "top_k: must be an integer from 1 up, found True"),
         ({"top_p": 0.0}, "top_p: must be above 0 and at most 1, found 0.0"),
         ({"top_p": 1.1}, "top_p: must be above 0 and at most 1, found 1.1"),
+        ({"min_p": -0.1}, "min_p: must be from 0 to 1, found -0.1"),
+        ({"min_p": 1.1}, "min_p: must be from 0 to 1, found 1.1"),
+        ({"min_p": float("nan")}, "min_p: must be from 0 to 1, found nan"),
         ({"top_p": float("nan")}, "top_p: must be above 0 and at most 1, found nan"),
     ],
 )

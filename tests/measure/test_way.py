@@ -55,7 +55,7 @@ def test_names_and_trees(way):
     [
         (Greedy(), Greedy(), True),
         (ExactSampling(0.7, top_k=3), ExactSampling(0.7, top_k=3), True),
-        (RejectionSampling(0.7, top_k=5), ExactSampling(0.7, top_k=5), False),
+        (RejectionSampling(0.7, top_k=5, min_p=0.1), ExactSampling(0.7, top_k=5, min_p=0.1), False),
         (Typical(), Greedy(), False),
     ],
 )
