@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from hydrajax.decoding.penalties import Penalties, Seen
 from hydrajax.decoding.sampling import Sampling, check_temperature, numbers_as_arrays, sample
 from hydrajax.drafters.drafter import Draw, Proposal
 from hydrajax.errors import HydrajaxError
@@ -45,9 +46,13 @@ class AcceptanceRule(Protocol):
     same whatever batch it sits in.
 
     needs_draws: whether the drafter must draw its candidates (`draw` is then no None).
+    penalises: whether it asks which tokens the text holds. Only then is that counted; ``seen`` is None otherwise.
     """
 
     needs_draws: ClassVar[bool]
+
+    @property
+    def penalises(self) -> bool: ...
 
     def check(self, tree: TreeTopology) -> None:
         """Raise `HydrajaxError` for a tree that the rule cannot judge."""
@@ -57,17 +62,23 @@ class AcceptanceRule(Protocol):
         depth d.
         """
 
-    def first_root(self, logits: Float[Array, "B V"], keys: Array) -> Int[Array, " B"]:
-        """The first token, from the logits of the last prompt token and a key per row."""
+    def first_root(self, logits: Float[Array, "B V"], keys: Array, seen: Seen | None = None) -> Int[Array, " B"]:
+        """The first token, from the logits of the last prompt token and a key per row; ``seen`` is the prompt."""
 
-    def accept(self, logits: Float[Array, "B N V"], proposal: Proposal, keys: Array) -> Acceptance:
-        """Judge the tree given the base's logits at every node; ``keys`` are as at `draw`."""
+    def accept(
+        self, logits: Float[Array, "B N V"], proposal: Proposal, keys: Array, seen: Seen | None = None
+    ) -> Acceptance:
+        """Judge the tree given the base's logits at every node; ``keys`` are as at `draw`.
+
+        seen: the text before the root, which is a token of the tree as the others are.
+        """
 
 
 class JudgesBestGuesses:
     """For rules that take whatever was drafted, however it was chosen."""
 
     needs_draws: ClassVar[bool] = False
+    penalises: ClassVar[bool] = False
 
     def check(self, tree):
         pass
@@ -78,16 +89,19 @@ class JudgesBestGuesses:
 
 @numbers_as_arrays
 @dataclass(frozen=True)
-class Greedy(JudgesBestGuesses):
+class Greedy(Penalties, JudgesBestGuesses):
     """A node is accepted if it equals the argmax at its parent: the output is the base's own greedy output.
 
-    Hydra section 6 (greedy decoding), medusa 2.3.1 with temperature 0.
+    Hydra section 6 (greedy decoding), medusa 2.3.1 with temperature 0. With penalties it is the argmax of the penalised
+    logits; the tree is then judged node by node, as each node has a text of its own before it.
     """
 
-    def first_root(self, logits, keys):
-        return best_token(logits)
+    def first_root(self, logits, keys, seen=None):
+        return best_token(logits if seen is None else self.penalise(logits, seen))
 
-    def accept(self, logits, proposal, keys):
+    def accept(self, logits, proposal, keys, seen=None):
+        if seen is not None:
+            return walk(proposal, lambda node, depth: best_token(penalised(self, logits, proposal, seen, node, depth)))
         tree = proposal.tree
         chosen = best_token(logits)
         agrees = proposal.tokens[:, 1:] == take(chosen, tree.parents[..., 1:])
@@ -117,10 +131,10 @@ class Typical(JudgesBestGuesses):
             raise HydrajaxError(f"alpha: must be from 0 up, found {self.alpha}")
         check_temperature("temperature", self.temperature)
 
-    def first_root(self, logits, keys):
+    def first_root(self, logits, keys, seen=None):
         return best_token(logits)
 
-    def accept(self, logits, proposal, keys):
+    def accept(self, logits, proposal, keys, seen=None):
         tree, tokens = proposal.tree, proposal.tokens[:, 1:]
         # Only nodes that may have children are asked about: two thirds of a static tree are leaves.
         inner = take(logits, tree.inner)
@@ -140,19 +154,28 @@ class Typical(JudgesBestGuesses):
 
 @numbers_as_arrays
 @dataclass(frozen=True)
-class ExactSampling(JudgesBestGuesses, Sampling):
+class ExactSampling(Penalties, Sampling, JudgesBestGuesses):
     """Sample from the base's distribution at a node and follow the child that holds the sample, if one does.
 
-    The output's distribution is the base's own as `Sampling` shapes it, whatever was drafted (docs/design.md 3): each
-    token is a sample of the base given what precedes it, and the tree only decides how many of them one step finds.
-    Without a tree it is plain sampling, and draws the very same tokens (but for rounding).
+    The output's distribution is the base's own as `Penalties` and then `Sampling` shape it, whatever was drafted
+    (docs/design.md 3): each token is a sample of the base given what precedes it, and the tree only decides how many of
+    them one step finds. Without a tree it is plain sampling, and draws the very same tokens (but for rounding).
     """
 
-    def first_root(self, logits, keys):
-        return sample(keys, self.shape(logits))
+    NEUTRAL: ClassVar[dict[str, float]] = Sampling.NEUTRAL | Penalties.NEUTRAL
 
-    def accept(self, logits, proposal, keys):
-        return walk(proposal, lambda node, depth: sample(keys[:, depth], self.shape(at_rows(logits, node))))
+    def __post_init__(self):
+        Sampling.__post_init__(self)
+        Penalties.__post_init__(self)
+
+    def first_root(self, logits, keys, seen=None):
+        return sample(keys, self.shape(logits if seen is None else self.penalise(logits, seen)))
+
+    def accept(self, logits, proposal, keys, seen=None):
+        def choose(node, depth):
+            return sample(keys[:, depth], self.shape(penalised(self, logits, proposal, seen, node, depth)))
+
+        return walk(proposal, choose)
 
 
 # --- parts that rules share -------------------------------------------------------------------------------------------
@@ -184,6 +207,26 @@ def walk(proposal: Proposal, choose: Callable[[Int[Array, " B"], Int[Array, ""]]
     # The root alone is one choice: a loop around it would only slow down decoding without a draft.
     end = jax.lax.while_loop(lambda at: ~jnp.all(at.ended), descend, start) if tree.depth else descend(start)
     return ending_at(end.node, tree, end.token)
+
+
+def penalised(
+    rule: Penalties,
+    logits: Float[Array, "B N V"],
+    proposal: Proposal,
+    seen: Seen | None,
+    node: Int[Array, " B"],
+    depth: Int[Array, ""],
+) -> Float[Array, "B V"]:
+    """The logits at a node of each row, all of one depth, under the rule's penalties (``seen`` is None for none).
+
+    What stands before the token that follows: all that was seen, the root, and the way from it down to the node.
+    """
+    here = at_rows(logits, node)
+    if seen is None:
+        return here
+    path = proposal.tree.at(proposal.tree.paths, node)
+    tokens = jnp.take_along_axis(proposal.tokens, path, axis=1)
+    return rule.penalise(here, seen.with_output(tokens, jnp.broadcast_to(depth + 1, node.shape)))
 
 
 def accepted_nodes(agrees: Bool[Array, "B n"], tree: Topology) -> Bool[Array, "B N"]:

@@ -35,6 +35,7 @@ class RejectionSampling(Sampling):
 
     draft_temperature: float | None = None
     needs_draws: ClassVar[bool] = True
+    penalises: ClassVar[bool] = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -50,10 +51,10 @@ class RejectionSampling(Sampling):
         temperature = self.temperature if self.draft_temperature is None else self.draft_temperature
         return Draw(_fold(keys, DRAFT), temperature)
 
-    def first_root(self, logits, keys):
+    def first_root(self, logits, keys, seen=None):
         return sample(_fold(keys, BASE), self.shape(logits))
 
-    def accept(self, logits, proposal, keys):
+    def accept(self, logits, proposal, keys, seen=None):
         tree, tokens = proposal.tree, proposal.tokens
         most_children = tree.children.shape[-1]
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Bool, Int
 
+from hydrajax.decoding.penalties import Seen
 from hydrajax.models.arrays import Array
 from hydrajax.models.cache import KVCache
 
@@ -46,6 +47,7 @@ class OutputState(NamedTuple):
     steps:          int32 ``[B]`` steps each row took.
     keys:           ``[B]`` each row's random key; what it draws depends on it and on the place in the row's output.
     rule:           the acceptance rule, its numbers arrays ``[B]``.
+    seen:           the tokens of prompt and output, counted; None where the rule has no penalties.
     """
 
     tokens: Int[Array, "B room"]
@@ -56,6 +58,7 @@ class OutputState(NamedTuple):
     steps: Int[Array, " B"]
     keys: Array
     rule: Any
+    seen: Seen | None = None
 
 
 class DecodeState(NamedTuple):

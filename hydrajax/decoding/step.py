@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from hydrajax.decoding.acceptance import Acceptance, AcceptanceRule
+from hydrajax.decoding.penalties import Seen
 from hydrajax.decoding.sampling import per_row, position_keys, row_keys
 from hydrajax.decoding.state import DecodeState, OutputState, Params, TargetState
 from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BaseModel, BoundBase, Forward
@@ -80,7 +82,7 @@ class Engine:
 
     def accept(self, state: DecodeState, logits: Float[Array, "B N V"], proposal: Proposal) -> Acceptance:
         """The rule's verdict: the path that is kept and the token that follows it."""
-        return state.output.rule.accept(logits, proposal, self._keys_below(state))
+        return state.output.rule.accept(logits, proposal, self._keys_below(state), state.output.seen)
 
     def commit(
         self,
@@ -114,6 +116,7 @@ class Engine:
             done=out.done | ended | (lengths >= out.limits),
             accept_lengths=write_tokens(out.accept_lengths, step_record[:, None], out.steps),
             steps=out.steps + ~out.done,
+            seen=None if out.seen is None else out.seen.with_output(tokens, counts),
         )
         # A drafter that does not ask for the base's choices costs nothing by them: XLA drops what is not used.
         outcome = Outcome(accepted.path, tokens, counts, accepted.next_root, forward.features, best_token(logits))
@@ -161,8 +164,9 @@ class Engine:
         cache = append(self.model.init_cache(batch, slots), forward.block, lengths)
         # The barrier keeps XLA from folding the first pass over an empty draft cache at compile time, which is slow.
         draft = jax.lax.optimization_barrier(self.drafter.init_state(batch, slots))
-        keys, root = self._first_root(params, forward, lengths, rng, rule)
-        return self._ready(params, TargetState(cache, root), draft, forward, prompt, lengths, keys, rule, limits)
+        seen = Seen.of_prompt(prompt, lengths, self.model.config.vocab_size) if rule.penalises else None
+        keys, root = self._first_root(params, forward, lengths, rng, rule, seen)
+        return self._ready(params, TargetState(cache, root), draft, forward, prompt, lengths, keys, rule, seen, limits)
 
     @exact
     def extend(
@@ -178,25 +182,36 @@ class Engine:
         """Go on after more text, such as the next message of a conversation, with the cache that is there.
 
         more: right-padded, ``counts[b]`` tokens of row b that follow all it has emitted. Beyond that as `prefill`: the
-        counts of what is emitted begin anew. T slots must be left in the cache: a write beyond them would be moved.
+        counts of what is emitted begin anew, and to a penalty all that came before is prompt. T slots must be left in
+        the cache: a write beyond them would be moved.
+
+        Raises `HydrajaxError` for a rule with penalties where the text so far was decoded without.
         """
         cache, (batch, width) = state.target.cache, more.shape
         rule = per_row(rule, batch)
+        seen = state.output.seen if rule.penalises else None
+        if seen is not None:
+            seen = seen.with_prompt(more, counts)
+        elif rule.penalises:
+            raise HydrajaxError("rule: has penalties, but the tokens before were not counted: their rule had none")
         positions = cache.lengths[:, None] + jnp.arange(width)
         forward = self.bind(params).forward(more, positions, causal_mask(width), cache, self.drafter.reads)
-        keys, root = self._first_root(params, forward, counts, rng, rule)
+        keys, root = self._first_root(params, forward, counts, rng, rule, seen)
         # The root comes from the last hidden state, which has read every layer's cache.
         cache = append(cache, forward.block, counts, after=root)
-        return self._ready(params, TargetState(cache, root), state.draft, forward, more, counts, keys, rule, limits)
+        target = TargetState(cache, root)
+        return self._ready(params, target, state.draft, forward, more, counts, keys, rule, seen, limits)
 
-    def _first_root(self, params: Params, forward: Forward, counts, rng, rule) -> tuple[Array, Int[Array, " B"]]:
+    def _first_root(self, params: Params, forward: Forward, counts, rng, rule, seen) -> tuple[Array, Int[Array, " B"]]:
         """Every row's random key, and the token that follows the last of its ``counts[b]`` tokens."""
         keys = row_keys(rng, len(counts))
         last_hidden = jnp.take_along_axis(forward.hidden, (counts - 1)[:, None, None], axis=1)[:, 0]
         first_place = position_keys(keys, jnp.zeros(len(counts), jnp.int32))
-        return keys, rule.first_root(self.bind(params).logits(last_hidden), first_place)
+        return keys, rule.first_root(self.bind(params).logits(last_hidden), first_place, seen)
 
-    def _ready(self, params, target: TargetState, draft, forward, tokens, counts, keys, rule, limits) -> DecodeState:
+    def _ready(
+        self, params, target: TargetState, draft, forward, tokens, counts, keys, rule, seen, limits
+    ) -> DecodeState:
         """The state after the first ``counts`` of these tokens were fed to the base."""
         batch, base = len(tokens), self.bind(params)
         draft = self.drafter.begin(params.draft, draft, forward.features, tokens, counts, target.root, base)
@@ -211,6 +226,7 @@ class Engine:
             steps=jnp.zeros(batch, jnp.int32),
             keys=keys,
             rule=rule,
+            seen=seen,
         )
         return DecodeState(target, draft, output)
 

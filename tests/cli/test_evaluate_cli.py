@@ -106,7 +106,7 @@ def test_several_trees_in_one_run(program, arguments, base, heads, tokenizer, tm
 class Careless(Greedy):
     """Takes the second-best token where a tree was judged."""
 
-    def accept(self, logits, proposal, keys):
+    def accept(self, logits, proposal, keys, seen=None):
         accepted = super().accept(logits, proposal, keys)
         return accepted if proposal.tree.size == 1 else accepted._replace(next_root=accepted.next_root ^ 1)
 

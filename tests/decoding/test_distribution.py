@@ -1,11 +1,12 @@
 """Chi-square tests of the joint distribution of three sampled tokens, and that they fail for rules that are wrong.
 
 The base is so small that the probability of every sequence can be written down: plain passes over whole texts, shaped
-by temperature, top-k and top-p in NumPy.
+by penalties, temperature, top-k, top-p and min-p in NumPy.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 from typing import ClassVar
@@ -108,7 +109,19 @@ def probabilities(rule) -> np.ndarray:
     found = np.ones(len(SEQUENCES))
     for row, sequence in enumerate(SEQUENCES):
         for place, token in enumerate(sequence):
-            found[row] *= shaped(logits[row, len(PROMPT) - 1 + place], rule)[token]
+            here = logits[row, len(PROMPT) - 1 + place]
+            if rule.penalises:
+                here = penalised(here, rule, sequence[:place])
+            found[row] *= shaped(here, rule)[token]
+    return found
+
+
+def penalised(logits: np.ndarray, rule, output) -> np.ndarray:
+    """Token by token, after `PROMPT` and what was generated."""
+    found = logits.copy()
+    for token in {*PROMPT, *output}:
+        found[token] *= rule.repetition_penalty if found[token] < 0 else 1 / rule.repetition_penalty
+        found[token] -= rule.frequency_penalty * output.count(token) + rule.presence_penalty * (token in output)
     return found
 
 
@@ -120,6 +133,7 @@ def shaped(logits: np.ndarray, rule) -> np.ndarray:
     p /= p.sum()
     before = np.cumsum(p[order]) - p[order]
     p[order[before >= rule.top_p]] = 0
+    p[p < rule.min_p * p.max()] = 0
     return p / p.sum()
 
 
@@ -171,6 +185,17 @@ def test_exact_sampling(temperature, cut, drafter, batch, samples):
     assert p_value(draws(rule, drafter, TREE, batch, samples), probabilities(rule)) > P_VALUE
 
 
+def test_sampling_with_penalties_and_min_p():
+    numbers = {"repetition_penalty": 1.5, "presence_penalty": -0.4, "frequency_penalty": 0.9}
+    rule = ExactSampling(0.9, min_p=0.05, **numbers)
+    expected = probabilities(rule)
+    found = draws(rule, "hydra", TREE, 8, FEWER)
+    assert p_value(found, expected) > P_VALUE
+    # Each of the numbers matters: without it, other sequences are expected.
+    for name in (*numbers, "min_p"):
+        assert p_value(found, probabilities(dataclasses.replace(rule, **{name: rule.NEUTRAL[name]}))) < 1e-9
+
+
 def test_plain_sampling():
     rule = ExactSampling(1.0, top_p=0.9)
     assert p_value(draws(rule, "none", presets.root(), 8, FEWER), probabilities(rule)) > P_VALUE
@@ -198,7 +223,7 @@ def test_rejection_sampling(temperature, cut, drafter, tree, samples):
 class TwoChances(ExactSampling):
     """Wrong: where no child holds the sample, it samples again, and may then follow one."""
 
-    def accept(self, logits, proposal, keys):
+    def accept(self, logits, proposal, keys, seen=None):
         parents = jnp.asarray(proposal.tree.parents)
 
         def choose(node, depth):
@@ -215,7 +240,7 @@ class TwoChances(ExactSampling):
 class Uncut(ExactSampling):
     """Wrong: forgets top-k and top-p after the first token."""
 
-    def accept(self, logits, proposal, keys):
+    def accept(self, logits, proposal, keys, seen=None):
         return per_row(ExactSampling(1.0), len(logits)).accept(logits, proposal, keys)
 
 
@@ -224,7 +249,7 @@ class Uncut(ExactSampling):
 class NoResidual(RejectionSampling):
     """Wrong: after a rejection it draws from p and not from norm(max(0, p - q))."""
 
-    def accept(self, logits, proposal, keys):
+    def accept(self, logits, proposal, keys, seen=None):
         accepted = super().accept(logits, proposal, keys)
         again = sample(keys[:, 0], self.shape(at_rows(logits, accepted.path[:, -1])))
         return accepted._replace(next_root=again)

@@ -87,9 +87,10 @@ def runs(lab):
     compiled = {}
 
     def run(rule, seed):
-        kind = type(rule)
+        some = rule[0] if isinstance(rule, list) else rule
+        kind = jax.tree.structure(some)
         if kind not in compiled:
-            compiled[kind] = make_decode_fn(lab.model, Forest(), ROOM, rule, max_new_tokens=NEW)
+            compiled[kind] = make_decode_fn(lab.model, Forest(), ROOM, some, max_new_tokens=NEW)
         alone = lab.plainly(PROMPTS, rule, seed)
         texts = np.zeros((len(PROMPTS), lab.context + DEPTH + 1), np.int32)
         for row, prompt in enumerate(PROMPTS):
@@ -101,7 +102,19 @@ def runs(lab):
     return run
 
 
-@pytest.mark.parametrize("rule", [Greedy(), ExactSampling(1.3)], ids=lambda rule: type(rule).__name__)
+def with_penalties(kind, **settings) -> list:
+    """A rule for each of the prompts, with numbers of its own."""
+    return [
+        kind(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency, **settings)
+        for repetition, presence, frequency in [(1.4, 0.5, 0.3), (0.6, -0.4, 1.1), (1.1, 1.5, -0.2)]
+    ]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Greedy(), ExactSampling(1.3), with_penalties(Greedy), with_penalties(ExactSampling, temperature=1.3, min_p=0.05)],
+    ids=["greedy", "exact", "greedy with penalties", "exact with penalties and min_p"],
+)
 def test_random_trees_of_every_row_give_the_text_of_plain_decoding(lab, runs, rule):
     """Token for token, and in the steps that the right paths allow: the trees are really used."""
     for seed in range(3):

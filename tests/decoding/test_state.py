@@ -17,10 +17,10 @@ from hydrajax.trees import presets
 
 MAX_NEW, BATCH, WIDTH = 20, 4, 8
 RULES = [
-    ExactSampling(0.3, 9, 0.99),
-    ExactSampling(1.0, 3, 0.9),
-    ExactSampling(2.0, 17, 0.8),
-    ExactSampling(5.0, 6, 0.7),
+    ExactSampling(0.3, 9, 0.99, frequency_penalty=0.8, repetition_penalty=1.2),
+    ExactSampling(1.0, 3, 0.9, frequency_penalty=-0.5, repetition_penalty=1.5),
+    ExactSampling(2.0, 17, 0.8, frequency_penalty=0.3, repetition_penalty=0.8),
+    ExactSampling(5.0, 6, 0.7, frequency_penalty=1.5, repetition_penalty=2.0),
 ]
 
 

@@ -194,10 +194,14 @@ class Lab:
         return np.stack([text for text, _ in found]), min(margin for _, margin in found)
 
     def plainly(self, prompts: list[list[int]], rule=None, seed: int = 0, base_seed: int = 0):
-        """`NEW` tokens of each prompt decoded without a draft, one program for all numbers of a rule."""
-        kind = jax.tree.structure(rule)
+        """`NEW` tokens of each prompt decoded without a draft, one program for all numbers of a rule.
+
+        rule: for all prompts, or a list with one for each.
+        """
+        some = rule[0] if isinstance(rule, list) else rule
+        kind = jax.tree.structure(some)
         if kind not in self._plain:
-            self._plain[kind] = make_autoregressive_fn(self.model, rule, max_new_tokens=NEW)
+            self._plain[kind] = make_autoregressive_fn(self.model, some, max_new_tokens=NEW)
         return self.decode(self._plain[kind], base_seed, {}, prompts, rule=rule, seed=seed)
 
     def expected(self, text: np.ndarray, start: int, max_new_tokens: int, eos_ids: tuple[int, ...] = ()) -> list[int]:
