@@ -107,9 +107,8 @@ def check_equality(way: Way, exact: Way, prompts, seed: int) -> Check:
         different = np.flatnonzero(with_tree.tokens[0] != without.tokens[0])
         if different.size:
             at = int(different[0])
-            before = np.concatenate([prompt, without.tokens[0, :at]])
             parted = int(with_tree.tokens[0, at]), int(without.tokens[0, at])
-            found.append(_divergence(way, exact, number, at, before, parted))
+            found.append(_divergence(way, exact, number, prompt, without.tokens[0, :at], parted))
     defects = [d for d in found if d.verdict == "defect"]
     in_float32 = way.model.dtype == jnp.float32
     holds = not (found if in_float32 else defects if isinstance(way.rule, Greedy) else [])
@@ -121,11 +120,14 @@ def check_equality(way: Way, exact: Way, prompts, seed: int) -> Check:
     return Check("tokens equal to decoding without a tree", holds, summary, details)
 
 
-def _divergence(way: Way, exact: Way, number: int, at: int, before, tokens: tuple[int, int]) -> Divergence:
-    precise = last_logits(exact.model, exact.params.base, [before])[0]
-    rounded = last_logits(way.model, way.params.base, [before])[0]
+def _divergence(way: Way, exact: Way, number: int, prompt, output, tokens: tuple[int, int]) -> Divergence:
+    before = [np.concatenate([prompt, output])]
+    precise, rounded = (
+        _penalised(last_logits(each.model, each.params.base, before)[0], way.rule, prompt, output)
+        for each in (exact, way)
+    )
     margin = float(precise.max() - min(precise[token] for token in tokens))  # -1, no token at all, is a margin too
-    return Divergence(number, at, tokens, margin, 2 * float(np.abs(precise - rounded).max()))
+    return Divergence(number, len(output), tokens, margin, 2 * float(np.abs(precise - rounded).max()))
 
 
 # --- distribution ---------------------------------------------------------------------------------------------------
@@ -170,9 +172,23 @@ def enumerated(exact: Way, prompt, rule) -> dict[tuple[int, ...], float]:
         logits = last_logits(exact.model, exact.params.base, texts)
         grown = {}
         for (sequence, probability), row in zip(found.items(), logits, strict=True):
-            shaped = _shaped(row.astype(np.float64), rule)
+            shaped = _shaped(_penalised(row.astype(np.float64), rule, prompt, sequence), rule)
             grown |= {(*sequence, int(token)): probability * shaped[token] for token in np.flatnonzero(shaped)}
         found = grown
+    return found
+
+
+def _penalised(logits: np.ndarray, rule, prompt, output) -> np.ndarray:
+    """What `Penalties.penalise` should give, written token by token; the logits as they are for a rule without."""
+    if not rule.penalises:
+        return logits
+    found = logits.copy()
+    for token in {int(token) for token in (*prompt, *output)}:
+        found[token] *= rule.repetition_penalty if found[token] < 0 else 1 / rule.repetition_penalty
+    for token in output:
+        found[token] -= rule.frequency_penalty
+    for token in {int(token) for token in output}:
+        found[token] -= rule.presence_penalty
     return found
 
 

@@ -12,10 +12,11 @@ import pytest
 
 from hydrajax import assets
 from hydrajax.cli import options
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical, walk
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import numbers_as_arrays, sample
 from hydrajax.measure.certificate import pooled
+from hydrajax.models.ranking import best_token
 from hydrajax.trees.topology import at_rows
 
 SHIPPED = ["--base", assets.base(), "--draft", assets.path("hydra"), "--tree", "cartesian-3x2"]
@@ -77,6 +78,17 @@ def test_exact_sampling(certify, draft):
 
 
 @pytest.mark.slow
+def test_penalties(certify):
+    """The tokens of a tree, and the distribution that is enumerated with them."""
+    penalties = ["--repetition-penalty", 1.3, "--presence-penalty", 0.5, "--frequency-penalty", 0.2]
+    sampling = ["--rule", "exact", "--min-p", 0.05, "--temperature", 1.5]
+    out = certify(*penalties, *sampling)
+    assert "ExactSampling(temperature=1.5, top_k=None, top_p=1.0, min_p=0.05, repetition_penalty=1.3" in out
+    assert "holds: tokens equal" in out
+    assert "holds: distribution of the first tokens" in out
+
+
+@pytest.mark.slow
 def test_rejection_sampling(certify):
     assert "holds: distribution" in certify("--rule", "rejection", "--temperature", 1.2)
 
@@ -90,7 +102,7 @@ def test_typical(certify):
 @numbers_as_arrays
 @dataclass(frozen=True)
 class WrongRoot(Greedy):
-    def accept(self, logits, proposal, keys):
+    def accept(self, logits, proposal, keys, seen=None):
         accepted = super().accept(logits, proposal, keys)
         unlucky = (accepted.next_root % 7 == 0) & (proposal.tree.size > 1)
         return accepted._replace(next_root=jnp.where(unlucky, accepted.next_root + 1, accepted.next_root))
@@ -99,7 +111,7 @@ class WrongRoot(Greedy):
 @numbers_as_arrays
 @dataclass(frozen=True)
 class FavoursDrafts(ExactSampling):
-    def accept(self, logits, proposal, keys):
+    def accept(self, logits, proposal, keys, seen=None):
         if proposal.tree.size > 1:
             logits = logits.at[:, 0, proposal.tokens[0, 1]].add(1.0)
         return super().accept(logits, proposal, keys)
@@ -107,8 +119,26 @@ class FavoursDrafts(ExactSampling):
 
 @numbers_as_arrays
 @dataclass(frozen=True)
+class ForgetsTheTree(Greedy):
+    """Counts prompt and output, but not the tokens of the tree on the way to a node."""
+
+    def accept(self, logits, proposal, keys, seen=None):
+        return walk(proposal, lambda node, depth: best_token(self.penalise(at_rows(logits, node), seen)))
+
+
+@numbers_as_arrays
+@dataclass(frozen=True)
+class Unpenalised(ExactSampling):
+    """The same tokens with a tree and without, but not of the distribution."""
+
+    def accept(self, logits, proposal, keys, seen=None):
+        return super().accept(logits, proposal, keys)
+
+
+@numbers_as_arrays
+@dataclass(frozen=True)
 class NoResidual(RejectionSampling):
-    def accept(self, logits, proposal, keys):
+    def accept(self, logits, proposal, keys, seen=None):
         accepted = super().accept(logits, proposal, keys)
         return accepted._replace(next_root=sample(keys[:, 0], self.shape(at_rows(logits, accepted.path[:, -1]))))
 
@@ -116,23 +146,39 @@ class NoResidual(RejectionSampling):
 @numbers_as_arrays
 @dataclass(frozen=True)
 class Lenient(Typical):
-    def accept(self, logits, proposal, keys):
+    def accept(self, logits, proposal, keys, seen=None):
         quarter = jax.tree.unflatten(jax.tree.structure(Typical()), [self.epsilon / 4, self.temperature])
         return quarter.accept(logits, proposal, keys)
 
 
 @pytest.mark.parametrize(
-    ("name", "rule", "failing"),
+    ("name", "rule", "flags", "failing"),
     [
-        ("greedy", WrongRoot, ["FAILS: tokens equal", "defect"]),
-        pytest.param("exact", FavoursDrafts, ["FAILS: tokens equal", "FAILS: distribution"], marks=pytest.mark.slow),
-        pytest.param("rejection", NoResidual, ["FAILS: distribution"], marks=pytest.mark.slow),
-        pytest.param("typical", Lenient, ["FAILS: typical"], marks=pytest.mark.slow),
+        ("greedy", WrongRoot, [], ["FAILS: tokens equal", "defect"]),
+        pytest.param(
+            "greedy",
+            ForgetsTheTree,
+            ["--frequency-penalty", 3],
+            ["FAILS: tokens equal", "defect"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "exact", FavoursDrafts, [], ["FAILS: tokens equal", "FAILS: distribution"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "exact",
+            Unpenalised,
+            ["--repetition-penalty", 3],
+            ["holds: tokens equal", "FAILS: distribution"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("rejection", NoResidual, [], ["FAILS: distribution"], marks=pytest.mark.slow),
+        pytest.param("typical", Lenient, [], ["FAILS: typical"], marks=pytest.mark.slow),
     ],
 )
-def test_a_wrong_rule_is_not_certified(certify, tiny, monkeypatch, name, rule, failing):
+def test_a_wrong_rule_is_not_certified(certify, tiny, monkeypatch, name, rule, flags, failing):
     monkeypatch.setitem(options.RULES, name, (rule, options.RULES[name][1]))
-    out = certify(*(tiny if name == "greedy" else []), "--rule", name, code=1)
+    out = certify(*(tiny if rule is WrongRoot else []), "--rule", name, *flags, code=1)
     for line in failing:
         assert line in out
     assert out.endswith("NOT CERTIFIED\n")
