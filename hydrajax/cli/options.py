@@ -13,6 +13,7 @@ from rich.console import Console
 
 from hydrajax import api
 from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.penalties import Penalties
 from hydrajax.decoding.rules import RULES, make_rule
 from hydrajax.drafters.registry import WITHOUT_WEIGHTS
 from hydrajax.errors import HydrajaxError
@@ -93,7 +94,7 @@ def add_decoding_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: i
     return group
 
 
-RULE_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "epsilon", "alpha")
+RULE_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "epsilon", "alpha", *Penalties.NEUTRAL)
 
 
 def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,9 +106,17 @@ def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--top-k", metavar="K", type=positive, help="sample from the K likeliest tokens")
     group.add_argument("--top-p", metavar="P", type=float, help="sample from the likeliest tokens that hold share P")
-    group.add_argument("--min-p", metavar="P", type=float, help="and from those at least P times as likely as the best")
+    group.add_argument("--min-p", metavar="P", type=float, help="and of those tokens at least P times the likeliest")
     group.add_argument("--epsilon", metavar="E", type=float, help="posterior threshold of typical acceptance (0.1)")
     group.add_argument("--alpha", metavar="A", type=float, help="its entropy factor (square root of E)")
+    group.add_argument(
+        "--repetition-penalty",
+        metavar="R",
+        type=float,
+        help="of greedy and exact sampling: divide the logits of tokens of the prompt and the output by R",
+    )
+    group.add_argument("--presence-penalty", metavar="R", type=float, help="subtract R for a token in the output")
+    group.add_argument("--frequency-penalty", metavar="R", type=float, help="subtract R as often as it is in there")
 
 
 def rule_from(args: argparse.Namespace) -> AcceptanceRule:
