@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.loop import run_steps
@@ -35,12 +35,16 @@ class DecodeResult(NamedTuple):
                     row's steps; ``accept_lengths + 1`` sums to ``lengths``: tokens cut off by EOS or by the limit
                     are not counted as accepted.
     steps:          int32 ``[B]`` decode steps, that is base forward passes after the prompt's.
+    logprobs:       float32 ``[B, max_new_tokens]`` the natural logarithm of each token's probability in the base's own
+                    distribution given all before it: without penalties, temperature and cuts, whatever the rule, as
+                    vLLM reports it by default. 0 beyond each row's length. None unless they were asked for.
     """
 
     tokens: Int[Array, "B max_new"]
     lengths: Int[Array, " B"]
     accept_lengths: Int[Array, "B max_new"]
     steps: Int[Array, " B"]
+    logprobs: Float[Array, "B max_new"] | None = None
 
     def ids(self) -> list[list[int]]:
         """Each row's generated token ids, without the -1 beyond them."""
@@ -57,7 +61,8 @@ def result_of(output: OutputState) -> DecodeResult:
     max_new = output.accept_lengths.shape[1] - 1
     valid = jnp.arange(max_new) < output.lengths[:, None]
     tokens = jnp.where(valid, output.tokens[:, :max_new], -1)
-    return DecodeResult(tokens, output.lengths, output.accept_lengths[:, :max_new], output.steps)
+    logprobs = None if output.logprobs is None else jnp.where(valid, output.logprobs[:, :max_new], 0.0)
+    return DecodeResult(tokens, output.lengths, output.accept_lengths[:, :max_new], output.steps, logprobs)
 
 
 def check_fit(drafter: Drafter, tree: TreeTopology, rule: AcceptanceRule, vocab_size: int) -> None:
@@ -76,12 +81,13 @@ def make_engine(
     *,
     max_new_tokens: int,
     eos_ids: Sequence[int] = (),
+    logprobs: bool = False,
 ) -> Engine:
     """An `Engine` whose parts fit each other. Raises `HydrajaxError` where they do not."""
     if max_new_tokens < 1:
         raise HydrajaxError(f"max_new_tokens: must be at least 1, found {max_new_tokens}")
     check_fit(drafter, tree, rule, model.config.vocab_size)
-    return Engine(model, drafter, tree, max_new_tokens, tuple(eos_ids))
+    return Engine(model, drafter, tree, max_new_tokens, tuple(eos_ids), logprobs)
 
 
 def make_decode_fn(
@@ -92,6 +98,7 @@ def make_decode_fn(
     *,
     max_new_tokens: int = 256,
     eos_ids: tuple[int, ...] = (),
+    logprobs: bool = False,
 ) -> Callable[..., DecodeResult]:
     """Build ``decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None) -> DecodeResult``.
 
@@ -104,13 +111,16 @@ def make_decode_fn(
     limits:  int32 ``[B]`` most tokens of each row, default (and at most) ``max_new_tokens``.
     rule:    the same kind of rule with other numbers, or a list of such rules, one for each row. Compiles nothing.
 
+    With ``logprobs`` the result has the tokens' log-probabilities, see `DecodeResult`.
+
     The function is pure, compiled once per (B, bucket) and may itself be called under `jax.jit`. Row b's output does
     not depend on the other rows. Generation ends per row at the first of ``eos_ids``, after ``max_new_tokens``, or
     when prompt and output fill the context. Raises `HydrajaxError` for a tree the drafter cannot fill, and (outside
     a trace) for a bad prompt.
     """
     default_rule = rule or Greedy()
-    engine = make_engine(model, drafter, tree, default_rule, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
+    settings = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids, "logprobs": logprobs}
+    engine = make_engine(model, drafter, tree, default_rule, **settings)
     config = model.config
 
     def run(params: Params, prompt, lengths, rng, rule, limits=None) -> DecodeResult:
@@ -163,6 +173,8 @@ def make_autoregressive_fn(
     *,
     max_new_tokens: int = 256,
     eos_ids: tuple[int, ...] = (),
+    logprobs: bool = False,
 ) -> Callable[..., DecodeResult]:
     """The baseline: the same engine with the root-only tree. Pass `Params(base, {})`; see `make_decode_fn`."""
-    return make_decode_fn(model, NoDrafter(), presets.root(), rule, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
+    settings = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids, "logprobs": logprobs}
+    return make_decode_fn(model, NoDrafter(), presets.root(), rule, **settings)

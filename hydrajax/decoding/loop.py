@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.state import DecodeState, Params
@@ -59,6 +59,7 @@ class Snapshot(NamedTuple):
     accept_lengths: Int[np.ndarray, "B max_steps"]
     steps: Int[np.ndarray, " B"]
     done: Bool[np.ndarray, " B"]
+    logprobs: Float[np.ndarray, "B room"] | None
 
 
 @dataclass(frozen=True)

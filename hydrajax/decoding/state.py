@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from hydrajax.decoding.penalties import Seen
 from hydrajax.models.arrays import Array
@@ -28,10 +28,12 @@ class TargetState(NamedTuple):
 
     cache: keys and values of prompt and emitted tokens.
     root:  int32 ``[B]`` the token the base has chosen and the next step emits.
+    root_logprob: float32 ``[B]`` its log-probability, None where none are wanted (`OutputState.logprobs`).
     """
 
     cache: KVCache
     root: Int[Array, " B"]
+    root_logprob: Float[Array, " B"] | None = None
 
 
 class OutputState(NamedTuple):
@@ -48,6 +50,7 @@ class OutputState(NamedTuple):
     keys:           ``[B]`` each row's random key; what it draws depends on it and on the place in the row's output.
     rule:           the acceptance rule, its numbers arrays ``[B]``.
     seen:           the tokens of prompt and output, counted; None where the rule has no penalties.
+    logprobs:       float32, shaped as ``tokens``: their log-probabilities; None where none are wanted.
     """
 
     tokens: Int[Array, "B room"]
@@ -59,6 +62,7 @@ class OutputState(NamedTuple):
     keys: Array
     rule: Any
     seen: Seen | None = None
+    logprobs: Float[Array, "B room"] | None = None
 
 
 class DecodeState(NamedTuple):

@@ -21,7 +21,7 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BaseModel, BoundBase, Forward
 from hydrajax.models.cache import KVCache, append, write_tokens
-from hydrajax.models.ranking import best_token
+from hydrajax.models.ranking import best_token, log_probability
 from hydrajax.trees.tree import TreeTopology
 
 
@@ -53,6 +53,7 @@ class Engine:
 
     max_new_tokens: most tokens a row may emit; also limited by the context, prompt + emitted <= max_positions.
     eos_ids:        a row ends with the first of these it emits.
+    logprobs:       whether to keep every emitted token's log-probability (`hydrajax.decoding.decode.DecodeResult`).
     """
 
     model: BaseModel
@@ -60,6 +61,7 @@ class Engine:
     tree: TreeTopology
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
+    logprobs: bool = False
 
     def bind(self, params: Params) -> BoundBase:
         return BoundBase(self.model, params.base)
@@ -110,6 +112,7 @@ class Engine:
         lengths = out.lengths + counts
         step_record = jnp.where(out.done, -1, counts - 1)
         cache = append(target.cache, forward.block, counts, index=accepted.path, after=accepted.next_root)
+        logprobs, root_logprob = self._logprobs(state, logits, tokens, accepted)
         output = out._replace(
             tokens=write_tokens(out.tokens, tokens, out.lengths),
             lengths=lengths,
@@ -117,10 +120,26 @@ class Engine:
             accept_lengths=write_tokens(out.accept_lengths, step_record[:, None], out.steps),
             steps=out.steps + ~out.done,
             seen=None if out.seen is None else out.seen.with_output(tokens, counts),
+            logprobs=logprobs,
         )
         # A drafter that does not ask for the base's choices costs nothing by them: XLA drops what is not used.
         outcome = Outcome(accepted.path, tokens, counts, accepted.next_root, forward.features, best_token(logits))
-        return DecodeState(TargetState(cache, accepted.next_root), state.draft, output), outcome
+        return DecodeState(TargetState(cache, accepted.next_root, root_logprob), state.draft, output), outcome
+
+    def _logprobs(self, state: DecodeState, logits, tokens: Int[Array, "B path"], accepted: Acceptance):
+        """The output's log-probabilities with those of a path's ``tokens``, and the next root's; None and None if off.
+
+        The base chose each token at the node before it, and the root of the path in the step before.
+        """
+        if not self.logprobs:
+            return None, None
+        # Beyond its last node a path repeats it, and what follows there is the next root.
+        accepts = jnp.arange(tokens.shape[1]) < accepted.accept_length[:, None]
+        following = jnp.where(accepts, jnp.roll(tokens, -1, axis=1), accepted.next_root[:, None])
+        along_path = jnp.take_along_axis(logits, accepted.path[:, :, None], axis=1)
+        found = log_probability(along_path, following)
+        emitted = jnp.concatenate([state.target.root_logprob[:, None], found[:, :-1]], axis=1)
+        return write_tokens(state.output.logprobs, emitted, state.output.lengths), found[:, -1]
 
     @exact
     def observe(self, params: Params, state: DecodeState, proposal: Proposal, outcome: Outcome) -> DecodeState:
@@ -165,8 +184,9 @@ class Engine:
         # The barrier keeps XLA from folding the first pass over an empty draft cache at compile time, which is slow.
         draft = jax.lax.optimization_barrier(self.drafter.init_state(batch, slots))
         seen = Seen.of_prompt(prompt, lengths, self.model.config.vocab_size) if rule.penalises else None
-        keys, root = self._first_root(params, forward, lengths, rng, rule, seen)
-        return self._ready(params, TargetState(cache, root), draft, forward, prompt, lengths, keys, rule, seen, limits)
+        keys, root, logprob = self._first_root(params, forward, lengths, rng, rule, seen)
+        target = TargetState(cache, root, logprob)
+        return self._ready(params, target, draft, forward, prompt, lengths, keys, rule, seen, limits)
 
     @exact
     def extend(
@@ -196,18 +216,22 @@ class Engine:
             raise HydrajaxError("rule: has penalties, but the tokens before were not counted: their rule had none")
         positions = cache.lengths[:, None] + jnp.arange(width)
         forward = self.bind(params).forward(more, positions, causal_mask(width), cache, self.drafter.reads)
-        keys, root = self._first_root(params, forward, counts, rng, rule, seen)
+        keys, root, logprob = self._first_root(params, forward, counts, rng, rule, seen)
         # The root comes from the last hidden state, which has read every layer's cache.
         cache = append(cache, forward.block, counts, after=root)
-        target = TargetState(cache, root)
+        target = TargetState(cache, root, logprob)
         return self._ready(params, target, state.draft, forward, more, counts, keys, rule, seen, limits)
 
-    def _first_root(self, params: Params, forward: Forward, counts, rng, rule, seen) -> tuple[Array, Int[Array, " B"]]:
-        """Every row's random key, and the token that follows the last of its ``counts[b]`` tokens."""
+    def _first_root(
+        self, params: Params, forward: Forward, counts, rng, rule, seen
+    ) -> tuple[Array, Int[Array, " B"], Float[Array, " B"] | None]:
+        """Every row's random key, the token that follows the last of its ``counts[b]`` tokens, and its logprob."""
         keys = row_keys(rng, len(counts))
         last_hidden = jnp.take_along_axis(forward.hidden, (counts - 1)[:, None, None], axis=1)[:, 0]
         first_place = position_keys(keys, jnp.zeros(len(counts), jnp.int32))
-        return keys, rule.first_root(self.bind(params).logits(last_hidden), first_place, seen)
+        logits = self.bind(params).logits(last_hidden)
+        root = rule.first_root(logits, first_place, seen)
+        return keys, root, log_probability(logits, root) if self.logprobs else None
 
     def _ready(
         self, params, target: TargetState, draft, forward, tokens, counts, keys, rule, seen, limits
@@ -217,8 +241,9 @@ class Engine:
         draft = self.drafter.begin(params.draft, draft, forward.features, tokens, counts, target.root, base)
         most = self.max_new_tokens if limits is None else jnp.clip(limits, 0, self.max_new_tokens)
         limits = jnp.clip(self.model.config.max_positions - target.cache.lengths, 0, most)
+        room = (batch, self.max_new_tokens + self.tree.depth + 1)
         output = OutputState(
-            tokens=jnp.zeros((batch, self.max_new_tokens + self.tree.depth + 1), jnp.int32),
+            tokens=jnp.zeros(room, jnp.int32),
             lengths=jnp.zeros(batch, jnp.int32),
             limits=limits,
             done=limits <= 0,
@@ -227,6 +252,7 @@ class Engine:
             keys=keys,
             rule=rule,
             seen=seen,
+            logprobs=jnp.zeros(room, jnp.float32) if self.logprobs else None,
         )
         return DecodeState(target, draft, output)
 

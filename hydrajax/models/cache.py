@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+from jaxtyping import Int, Num
 
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
@@ -74,6 +74,6 @@ def append(
     return KVCache(jax.tree.unflatten(treedef, written), cache.lengths + counts)
 
 
-def write_tokens(rows: Int[Array, "B S"], tokens: Int[Array, "B T"], starts: Int[Array, " B"]) -> Int[Array, "B S"]:
-    """``rows`` with ``tokens`` written over them from place ``starts[b]`` of each row on."""
+def write_tokens(rows: Num[Array, "B S"], tokens: Num[Array, "B T"], starts: Int[Array, " B"]) -> Num[Array, "B S"]:
+    """``rows`` with ``tokens``, or a number for each, written over them from place ``starts[b]`` of each row on."""
     return jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(rows, tokens, starts)

@@ -22,6 +22,13 @@ def top_tokens(logits: Float[Array, "*rows V"], k: int) -> Int[Array, "*rows k"]
     return jax.lax.top_k(logits, k)[1].astype(jnp.int32)
 
 
+def log_probability(logits: Float[Array, "*rows V"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """The natural logarithm of the probability that the logits give to a token, float32."""
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
 def sampled_tokens(keys: Array, logits: Float[Array, "B *n V"], k: int) -> Int[Array, "B *n k"]:
     """k tokens drawn without replacement, in the order drawn, int32; each row from its own key ``[B]``.
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from lab import arrays
 
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import result_of
@@ -100,7 +101,7 @@ def test_a_finished_row_disturbs_nobody(lab, examples):
     others = [examples(first_eos_at(11)), examples(never())]
     early = run_oracle(lab, "chain", MAX_NEW, EOS, [examples(first_eos_at(0)), *others])
     late = run_oracle(lab, "chain", MAX_NEW, EOS, [examples(first_eos_at(16)), *others])
-    for name, value in early._asdict().items():
+    for name, value in arrays(early).items():
         np.testing.assert_array_equal(value[1:], getattr(late, name)[1:], err_msg=name)
 
 
@@ -121,7 +122,9 @@ def test_a_finished_row_is_frozen(lab, examples):
         result = jax.device_get(result_of(state.output))
         cached = np.asarray(state.target.cache.lengths), np.asarray(state.draft)
         keys = np.asarray(state.target.cache.layers[0][0])[0, :, : PROMPT + 3]
-        records.append([*(field[0].tolist() for field in result), *(int(x[0]) for x in cached), keys.tolist()])
+        records.append(
+            [*(field[0].tolist() for field in arrays(result).values()), *(int(x[0]) for x in cached), keys.tolist()]
+        )
     assert done == [[True, False, False]] * 2 + [[True, True, False]] * 2 + [[True, True, True]] * 2
     assert all(record == records[0] for record in records)
     assert state.output.lengths.tolist() == [3, 12, MAX_NEW]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
+from lab import arrays
 
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.state import Params
@@ -109,7 +110,7 @@ def test_a_row_takes_the_same_steps_alone(lab, three, row):
     decode_fn = lab.decode_fn("oracle", "random", MAX_NEW)
     together = lab.decode(decode_fn, 0, lab.oracle_params(texts, right), three)
     alone = lab.decode(decode_fn, 0, lab.oracle_params(texts[[row]], right[[row]]), three[row : row + 1])
-    for name, mine in alone._asdict().items():
+    for name, mine in arrays(alone).items():
         np.testing.assert_array_equal(mine[0], getattr(together, name)[row], err_msg=name)
 
 

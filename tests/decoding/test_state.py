@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from lab import arrays
 
 from hydrajax.api import Loaded
 from hydrajax.decoding.acceptance import ExactSampling, Typical
@@ -50,7 +51,7 @@ def finished(step, state: DecodeState):
 
 
 def assert_rows(found, rows, wanted, wanted_rows):
-    for name, values in found._asdict().items():
+    for name, values in arrays(found).items():
         np.testing.assert_array_equal(values[rows], getattr(wanted, name)[wanted_rows], err_msg=name)
 
 

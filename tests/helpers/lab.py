@@ -250,6 +250,11 @@ class Lab:
         return out
 
 
+def arrays(out) -> dict[str, np.ndarray]:
+    """A result's fields by name, without those that were not asked for."""
+    return {name: value for name, value in out._asdict().items() if value is not None}
+
+
 def check_bookkeeping(out) -> None:
     """What holds for every result: see `DecodeResult`."""
     for row, length in enumerate(out.lengths):
