@@ -89,6 +89,7 @@ class Loaded(Bundle):
         stop: Sequence[str] = (),
         batch_size: int = 1,
         seed: int | None = None,
+        logprobs: bool = False,
         on_status: Callable[[str], None] | None = None,
         **numbers: Unpack[Numbers],
     ) -> Generation | list[Generation]:
@@ -97,6 +98,7 @@ class Loaded(Bundle):
         prompts: one text, or a list of prompts: texts, lists of token ids, or conversations (lists of messages with
             ``role`` and ``content``, in the tokenizer's chat template).
         batch_size: prompts that are decoded at once.
+        logprobs: whether results have their tokens' log-probabilities under the base.
         rule, max_new_tokens, numbers: for all prompts, or a list with one for each (``temperature=[0.2, 1.0]``).
 
         For the others see `Loaded` and `hydrajax.generate`, which also gives the results one by one. Raises
@@ -115,7 +117,7 @@ class Loaded(Bundle):
         found = list(
             generate(
                 bundle, several, tree=tree, rule=rules, max_new_tokens=max_new_tokens, stop=stop,
-                batch_size=batch_size, seed=seed, on_status=on_status,
+                batch_size=batch_size, seed=seed, logprobs=logprobs, on_status=on_status,
             )
         )  # fmt: skip
         return found[0] if single else found
@@ -130,6 +132,7 @@ class Loaded(Bundle):
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
         seed: int | None = None,
+        logprobs: bool = False,
         on_status: Callable[[str], None] | None = None,
         **numbers: Unpack[Numbers],
     ) -> Stream:
@@ -139,8 +142,8 @@ class Loaded(Bundle):
         """
         rule = one_rule(rule, **numbers)
         bundle, tree, rule = self._settled([prompt], draft, tree, rule, 1, on_status)
-        settings = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed, "on_status": on_status}
-        return stream(bundle, prompt, tree=tree, rule=rule, **settings)
+        settings = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed, "logprobs": logprobs}
+        return stream(bundle, prompt, tree=tree, rule=rule, on_status=on_status, **settings)
 
     def chat(
         self,
@@ -251,12 +254,14 @@ def make_decode_fn(
     *,
     max_new_tokens: int = 256,
     eos_ids: Sequence[int] | None = None,
+    logprobs: bool = False,
 ) -> Callable[..., DecodeResult]:
     """Build ``decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None) -> DecodeResult``, jitted.
 
     model: what `load` gave, and then its drafter, tree and EOS ids are the defaults: ``make_decode_fn(m)``. Or a base
         model by itself, with a drafter and a tree; generation then ends at no id unless ``eos_ids`` names some.
     tree, rule: also by name, ``"chain-2"`` and ``"greedy"``.
+    logprobs: whether results have the tokens' log-probabilities.
 
     The function's arguments and result: `hydrajax.decoding.decode.make_decode_fn`. Raises `HydrajaxError` for parts
     that do not fit together.
@@ -269,7 +274,7 @@ def make_decode_fn(
     if drafter is None or tree is None:
         missing = "drafter" if drafter is None else "tree"
         raise HydrajaxError(f"{missing}: is needed with a base model alone; what hydrajax.load gives brings its own")
-    settings = {"max_new_tokens": max_new_tokens, "eos_ids": tuple(eos_ids or ())}
+    settings = {"max_new_tokens": max_new_tokens, "eos_ids": tuple(eos_ids or ()), "logprobs": logprobs}
     return decode.make_decode_fn(model, drafter, presets.tree_of(tree), one_rule(rule), **settings)
 
 

@@ -53,16 +53,17 @@ class Bundle:
         ]
         return f"<{type(self).__name__}: {'; '.join(parts)}>"
 
-    def bursts(self, tree: TreeTopology, rule: AcceptanceRule, max_new_tokens: int) -> Bursts:
+    def bursts(self, tree: TreeTopology, rule: AcceptanceRule, max_new_tokens: int, logprobs: bool = False) -> Bursts:
         """An engine for this tree, this *kind* of rule and at least as many new tokens, made once and kept.
 
         So a rule with other numbers, or another limit that the same power of two covers, compiles nothing new. Raises
         `HydrajaxError` for what does not fit together.
         """
         room = bucket(max_new_tokens, self.model.config.max_positions)
-        key = (tree, jax.tree.structure(rule), room)
+        key = (tree, jax.tree.structure(rule), room, logprobs)
         if key not in self._bursts:
-            engine = make_engine(self.model, self.drafter, tree, rule, max_new_tokens=room, eos_ids=self.eos_ids)
+            settings = {"max_new_tokens": room, "eos_ids": self.eos_ids, "logprobs": logprobs}
+            engine = make_engine(self.model, self.drafter, tree, rule, **settings)
             self._bursts[key] = Bursts(engine)
         return self._bursts[key]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
-from hydrajax.decoding.loop import Snapshot
+from hydrajax.decoding.loop import Bursts, Snapshot
 from hydrajax.decoding.prompts import batches, bucket
 from hydrajax.decoding.sampling import Sampling, like_one_another, per_row, row_keys
 from hydrajax.errors import HydrajaxError
@@ -37,6 +37,7 @@ def generate(
     stop: Sequence[str] = (),
     batch_size: int = 1,
     seed: int | None = None,
+    logprobs: bool = False,
     on_status: Callable[[str], None] | None = None,
 ) -> Iterator[Generation]:
     """Generate for texts, lists of token ids, conversations or `Prompt`s, in order, ``batch_size`` prompts at a time.
@@ -49,8 +50,9 @@ def generate(
 
     rule, max_new_tokens: for all prompts, or one for each; rules are then of one kind. stop: strings that end a text:
     it is cut before one, see `hydrajax.text.stopping.GrowingText`; ``output_ids`` end with the token that completed
-    it. ``on_status`` is called with ``"compiling"`` before a new shape is compiled and with ``"decoding"`` before each
-    batch. Raises `HydrajaxError` for every bad prompt before any is run.
+    it. logprobs: whether to report each token's log-probability under the base, see `Generation`. ``on_status`` is
+    called with ``"compiling"`` before a new shape is compiled and with ``"decoding"`` before each batch. Raises
+    `HydrajaxError` for every bad prompt before any is run.
     """
     if batch_size < 1:
         raise HydrajaxError(f"batch_size: must be at least 1, found {batch_size}")
@@ -61,7 +63,7 @@ def generate(
     rules = _one_each("rule", rule or Greedy(), len(encoded))
     if not encoded:
         return iter(())
-    request = _request(loaded, tree, rules, max(limits), min(limits), stop, seed, on_status)
+    request = _request(loaded, tree, rules, max(limits), min(limits), stop, seed, on_status, logprobs)
     return _generate(request, encoded, limits, min(batch_size, len(encoded)))
 
 
@@ -75,6 +77,7 @@ def stream(
     stop: Sequence[str] = (),
     seed: int | None = None,
     number: int = 0,
+    logprobs: bool = False,
     on_status: Callable[[str], None] | None = None,
 ) -> Stream:
     """`generate` for one prompt, piece by piece: iterate over what this returns, then read its ``result``.
@@ -84,7 +87,9 @@ def stream(
     for the prompt of this ``number``. Arguments and errors: `generate`.
     """
     ids = loaded.prompt_ids(prompt, "prompt")
-    request = _request(loaded, tree, [rule or Greedy()], max_new_tokens, max_new_tokens, stop, seed, on_status)
+    request = _request(
+        loaded, tree, [rule or Greedy()], max_new_tokens, max_new_tokens, stop, seed, on_status, logprobs
+    )
     return Stream(request, ids, number)
 
 
@@ -120,11 +125,15 @@ class Request(NamedTuple):
     stop: tuple[str, ...]
     seed: int | None  # None for rules that draw nothing
     on_status: Callable[[str], None]
+    logprobs: bool
 
     def growing_text(self) -> GrowingText:
         tokenizer = self.loaded.tokenizer
         decode = (lambda ids: " ".join(map(str, ids))) if tokenizer is None else partial(decode_text, tokenizer)
         return GrowingText(decode, self.stop)
+
+    def bursts(self) -> Bursts:
+        return self.loaded.bursts(self.tree, self.rules[0], self.max_new_tokens, self.logprobs)
 
 
 def _one_each(name: str, value: Any, count: int) -> list:
@@ -144,7 +153,15 @@ def seed_for(rule: AcceptanceRule, seed: int | None) -> int | None:
 
 
 def _request(
-    loaded: Bundle, tree, rules: list[AcceptanceRule], most: int, least: int, stop: Sequence[str], seed, on_status
+    loaded: Bundle,
+    tree,
+    rules: list[AcceptanceRule],
+    most: int,
+    least: int,
+    stop: Sequence[str],
+    seed,
+    on_status,
+    logprobs: bool,
 ) -> Request:
     if least < 1:
         raise HydrajaxError(f"max_new_tokens: must be at least 1, found {least}")
@@ -156,10 +173,10 @@ def _request(
     most = min(most, loaded.model.config.max_positions)
     request = Request(
         loaded, tree or loaded.default_tree(), like_one_another(rules), most, tuple(stop), seed_for(rules[0], seed),
-        on_status or (lambda status: None),
+        on_status or (lambda status: None), logprobs,
     )  # fmt: skip
     request.growing_text()  # refuses an empty stop string
-    loaded.bursts(request.tree, request.rules[0], most)  # refuses a tree that the drafter cannot fill
+    request.bursts()  # refuses a tree that the drafter cannot fill
     return request
 
 
@@ -192,7 +209,7 @@ def _decode(
     most = np.array([min(limit, request.max_new_tokens) for limit in limits], np.int32)
     rule = per_row([rules[row % len(rules)] for row in range(batch_size)], batch_size)
     arguments = loaded.params, prompt, lengths, keys, rule, np.resize(most, batch_size)
-    bursts = loaded.bursts(request.tree, rules[0], request.max_new_tokens)
+    bursts = request.bursts()
     if (bursts, prompt.shape) not in loaded.compiled:
         request.on_status("compiling")
         bursts.compile(*arguments)
@@ -235,4 +252,5 @@ def _result(
         wall_time=seconds,
         finish_reason=reason,
         seed=request.seed,
+        logprobs=None if now.logprobs is None else now.logprobs[row, : text.used].tolist(),
     )

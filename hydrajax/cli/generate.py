@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--prompt", metavar="TEXT", help="text to continue")
     what.add_argument("--prompts", metavar="FILE", help=PROMPT_FORMATS)
     files.add_argument("--output", metavar="FILE.jsonl", help="write results here instead of text to the screen")
+    files.add_argument(
+        "--logprobs", action="store_true", help="write to --output each token's log-probability under the base, too"
+    )
     add_model_arguments(parser)
     decoding = add_decoding_arguments(parser)
     decoding.add_argument(
@@ -49,6 +52,8 @@ def run(args: argparse.Namespace) -> None:
     tree, rule = tree_from(args), rule_from(args)
     if args.stream and (args.output or args.batch_size > 1):
         raise HydrajaxError("--stream: prints one prompt at a time, it goes with neither --output nor --batch-size")
+    if args.logprobs and args.output is None:
+        raise HydrajaxError("--logprobs: is written to the lines of --output FILE.jsonl, which is not given")
     prompts = read_prompts(args.prompts) if args.prompt is None else [Prompt(args.prompt, "--prompt")]
     totals = Totals()
     with ExitStack() as stack:
@@ -62,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
             progress.hide()
         screen = Screen(loaded, len(prompts), drafted=tree.depth > 0)
         settings = {"tree": tree, "rule": rule, "max_new_tokens": args.max_new_tokens, "stop": args.stop}
-        settings |= {"seed": args.seed, "on_status": progress.status}
+        settings |= {"seed": args.seed, "logprobs": args.logprobs, "on_status": progress.status}
         if args.stream:
             results = streamed(loaded, prompts, settings, progress)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.text.jsonl import integers, read_jsonl, shown
+from hydrajax.text.jsonl import integers, numbers, read_jsonl, shown
 
 FINISH_REASONS = ("eos", "stop", "length", "context")
 
@@ -30,6 +30,9 @@ class Generation:
     finish_reason: what ended it: "eos", "stop" (a stop string), "length" (the limit) or "context" (it is full). None
                    in files that do not say.
     seed:          of what the rule drew, None for a rule that draws nothing; not in files, whose command says it.
+    logprobs:      the natural logarithm of the probability of each of ``output_ids`` in the base's own distribution,
+                   without penalties, temperature and cuts (`hydrajax.DecodeResult`); None if it was not asked for, and
+                   then no field of the line.
     """
 
     prompt_ids: list[int]
@@ -41,11 +44,15 @@ class Generation:
     wall_time: float
     finish_reason: str | None = None
     seed: int | None = None
+    logprobs: list[float] | None = None
 
 
 def line_of(answer: Generation) -> dict[str, Any]:
     """The output line of a generation, in the names of the file."""
-    return {_in_file(name): value for name, value in dataclasses.asdict(answer).items() if name != "seed"}
+    line = {_in_file(name): value for name, value in dataclasses.asdict(answer).items() if name != "seed"}
+    if answer.logprobs is None:
+        del line["logprobs"]
+    return line
 
 
 def _in_file(name: str) -> str:
@@ -69,7 +76,7 @@ def read_answers(path: str | Path, what: str = "answers") -> list[Generation]:
     No command reads its own output: this is for who analyses it in Python.
 
     Raises `HydrajaxError` naming file, line and field if one is missing, has the wrong type or contradicts another
-    (`accept_lengths` must be one per step and sum to `new_tokens`, the number of `output_ids`).
+    (`accept_lengths` must be one per step and sum to `new_tokens`, the number of `output_ids` and of `logprobs`).
     """
     return [_answer(where, line) for where, line in read_jsonl(path, what)]
 
@@ -103,8 +110,11 @@ def _answer(where: str, line: dict) -> Generation:
         new_tokens=number("new_tokens", int, "an integer"),
         wall_time=number("wall_time", (int, float), "a number"),
         finish_reason=reason,
+        logprobs=None if line.get("logprobs") is None else numbers(line["logprobs"], f"{where}: logprobs"),
     )
     counts = {"output_ids holds": len(answer.output_ids), "accept_lengths sum to": sum(answer.step_lengths)}
+    if answer.logprobs is not None:
+        counts["logprobs holds"] = len(answer.logprobs)
     for what, count in counts.items():
         if count != answer.new_tokens:
             raise HydrajaxError(f"{where}: {what} {count} tokens, new_tokens is {answer.new_tokens}")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,20 @@ def read_jsonl(path: str | Path, what: str) -> Iterator[tuple[str, dict]]:
 
 def integers(value: Any, where: str) -> list[int]:
     """``value`` if it is a list of integers; JSON's true and 1.0 are not."""
+    return _list_of("integers", value, where, lambda item: isinstance(item, int))
+
+
+def numbers(value: Any, where: str) -> list[float]:
+    """``value`` if it is a list of finite numbers; JSON's true is none."""
+    return _list_of("numbers", value, where, lambda item: isinstance(item, (int, float)) and math.isfinite(item))
+
+
+def _list_of(kind: str, value: Any, where: str, fits: Callable[[Any], bool]) -> list:
     if not isinstance(value, list):
-        raise HydrajaxError(f"{where}: must be a list of integers, found {shown(value)}")
+        raise HydrajaxError(f"{where}: must be a list of {kind}, found {shown(value)}")
     for index, item in enumerate(value):
-        if isinstance(item, bool) or not isinstance(item, int):
-            raise HydrajaxError(f"{where}: must be a list of integers, found {shown(item)} at index {index}")
+        if isinstance(item, bool) or not fits(item):
+            raise HydrajaxError(f"{where}: must be a list of {kind}, found {shown(item)} at index {index}")
     return value
 
 

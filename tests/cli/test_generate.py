@@ -242,6 +242,31 @@ def test_rules_reach_the_decoder(program, base, heads, wide_tree, prompt_file, t
     assert outputs("rejection", "--rule", "rejection", "--top-k", 20, "--draft", heads, "--tree", "chain-2") != greedy
 
 
+def test_penalties_and_logprobs_are_those_of_transformers(program, base, heads, wide_tree, prompt_file, tmp_path):
+    """Log-probabilities are of the logits that transformers calls raw, before its penalty."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    output, common = tmp_path / "out.jsonl", ["generate", "--base", base, "--max-new-tokens", NEW]
+    flags = ["--draft", heads, "--tree", wide_tree, "--batch-size", 3, "--repetition-penalty", 1.3, "--logprobs"]
+    result = program(*common, "--prompts", prompt_file, "--output", output, *flags)
+    assert result.code == 0, result.err
+    model = LlamaForCausalLM.from_pretrained(base)
+    settings = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "repetition_penalty": 1.3}
+    for ids, answer in zip(IDS, read_answers(output), strict=True):
+        prompt = torch.tensor([ids])
+        found = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), return_dict_in_generate=True, output_logits=True, **settings
+        )
+        assert answer.output_ids == found.sequences[0, len(ids) :].tolist()
+        log_p = torch.log_softmax(torch.cat(found.logits), dim=-1)
+        np.testing.assert_allclose(answer.logprobs, log_p[torch.arange(NEW), answer.output_ids].numpy(), atol=1e-4)
+
+    result = program(*common, "--prompt", "a", "--logprobs")
+    assert result.code == 2
+    assert "--logprobs: is written to the lines of --output FILE.jsonl, which is not given" in result.err
+
+
 def test_rejection_needs_a_drafter_and_a_tree_without_gaps(program, base, heads, tmp_path):
     gap = tmp_path / "gap.json"
     gap.write_text("[[0], [2]]")

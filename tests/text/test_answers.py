@@ -14,6 +14,7 @@ from hydrajax.text.answers import AnswerWriter, Generation, line_of, read_answer
 ANSWERS = [
     Generation([1, 5], [7, 8, 9], "tree 🌳\n\u2028é", 2, [2, 1], 3, 0.25, "stop"),
     Generation([4], [], None, 0, [], 0, 0.5),
+    Generation([4], [9, 2], None, 1, [2], 2, 0.5, "length", [-0.25, -3.0e-7]),
 ]
 
 
@@ -46,6 +47,7 @@ def test_a_line_is_the_contract(tmp_path):
         "finish_reason": "stop",
     }
     assert "🌳" in text
+    assert json.loads(json.dumps(line_of(ANSWERS[2])))["logprobs"] == [-0.25, -3.0e-7]
 
 
 def test_lines_are_on_disk_as_they_come_but_not_under_the_final_name(tmp_path):
@@ -58,7 +60,7 @@ def test_lines_are_on_disk_as_they_come_but_not_under_the_final_name(tmp_path):
         assert read_answers(partial) == ANSWERS[:1]
         assert path.read_text() == "old"
         writer.write(ANSWERS[1])
-    assert read_answers(path) == ANSWERS
+    assert read_answers(path) == ANSWERS[:2]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, HydrajaxError, SystemExit])
@@ -133,6 +135,10 @@ def test_paths_that_cannot_be_written(tmp_path):
         ({"new_tokens": 4}, "output_ids holds 3 tokens, new_tokens is 4"),
         ({"accept_lengths": [2, 2]}, "accept_lengths sum to 4 tokens, new_tokens is 3"),
         ({"steps": 3}, "accept_lengths has 2 items, steps is 3"),
+        ({"logprobs": -0.5}, r"logprobs: must be a list of numbers, found -0\.5"),
+        ({"logprobs": [-0.5, True, -1]}, "logprobs: must be a list of numbers, found true at index 1"),
+        ({"logprobs": [-0.5, 0, float("nan")]}, "logprobs: must be a list of numbers, found NaN at index 2"),
+        ({"logprobs": [-0.5, -0.5]}, "logprobs holds 2 tokens, new_tokens is 3"),
     ],
 )
 def test_damaged_lines_are_refused(tmp_path, change, pattern):
