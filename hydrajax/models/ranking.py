@@ -24,9 +24,11 @@ def top_tokens(logits: Float[Array, "*rows V"], k: int) -> Int[Array, "*rows k"]
 
 def log_probability(logits: Float[Array, "*rows V"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
     """The natural logarithm of the probability that the logits give to a token, float32."""
+    # Of differences to the largest, so that the small number of a token that is nearly certain keeps its digits.
     logits = logits.astype(jnp.float32)
+    logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    return chosen - jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
 
 
 def sampled_tokens(keys: Array, logits: Float[Array, "B *n V"], k: int) -> Int[Array, "B *n k"]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hydrajax.models.backend import ARGMAX_CHUNK
-from hydrajax.models.ranking import best_token, sampled_tokens, top_tokens
+from hydrajax.models.ranking import best_token, log_probability, sampled_tokens, top_tokens
 
 
 @pytest.mark.parametrize("size", [5, 1000, 1024, 4096, 4096 + ARGMAX_CHUNK, 5000])
@@ -21,6 +21,16 @@ def test_best_token_is_the_first_of_the_largest(size):
     assert found.dtype == np.int32
     np.testing.assert_array_equal(found, logits.argmax(axis=-1))
     np.testing.assert_array_equal(top_tokens(logits, 1)[..., 0], found)
+
+
+def test_log_probabilities_of_likely_tokens_of_large_logits_keep_their_digits():
+    logits = np.array([[1000, 992, 980], [-5, -5, -5], [1e-3, 40, 0]], np.float32)
+    tokens = np.array([0, 2, 0], np.int32)
+    p = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
+    expected = np.log(p[np.arange(3), tokens] / p.sum(axis=-1))
+    found = jax.jit(log_probability)(logits, tokens)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
 def test_draws_without_replacement_are_distinct_and_follow_the_distribution():
