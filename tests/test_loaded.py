@@ -63,6 +63,30 @@ def test_numbers_of_each_prompt(m):
     assert {result.seed for result in both} == {7}
 
 
+def test_a_conversation_is_a_prompt(m, monkeypatch):
+    template = "{% for x in messages %}{{ x.role }}: {{ x.content }}\n{% endfor %}{{ 'assistant:' }}"
+    monkeypatch.setattr(m.tokenizer, "chat_template", template)
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    (answer,) = m.generate([messages], tree="chain-2", max_new_tokens=NEW)
+    assert answer.prompt_ids == m.tokenizer.encode("system: be brief\nuser: hi\nassistant:")
+    wrong = "prompt 0: message 0 must have the texts role and content, found {'role': 'user'}"
+    refused(lambda: m.generate([[{"role": "user"}]]), wrong)
+    wrong = "prompts: must be a list of prompts, found one conversation; write [messages]"
+    refused(lambda: m.generate(messages), wrong)
+
+
+def test_penalties_and_log_probabilities_by_name(m):
+    settings = {"tree": "chain-2", "max_new_tokens": NEW, "logprobs": True}
+    plain = m.generate(PROMPT, **settings)
+    penalised = m.generate(PROMPT, repetition_penalty=3.0, **settings)
+    assert penalised.output_ids != plain.output_ids
+    assert all(value <= 0 for value in plain.logprobs)
+    pairs = zip(plain.output_ids, penalised.output_ids, strict=True)
+    first = next(at for at, (one, other) in enumerate(pairs) if one != other)
+    np.testing.assert_allclose(plain.logprobs[:first], penalised.logprobs[:first], atol=1e-4)
+    assert plain.logprobs[first] > penalised.logprobs[first]  # the base's own choice is the likeliest
+
+
 def test_a_seed_is_drawn_and_said(m):
     settings = {"rule": "exact", "temperature": 3.0, "tree": "chain-2", "max_new_tokens": NEW}
     first, second = m.generate(PROMPT, **settings), m.generate(PROMPT, **settings)

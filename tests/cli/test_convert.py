@@ -257,10 +257,10 @@ def test_formats(refused, base, heads, hydra, tmp_path):
         rf"--format: invalid choice: 'eagle' \(choose from .*{names}.*see hydrajax", *common, heads, "--format", "eagle"
     )
     refused(r"required: --format", *common, heads)
-    can = "export: these are Medusa heads, the formats that can hold them are medusa, vllm-medusa, native; hydra cannot"
+    can = "export: these are Medusa heads, formats that can hold them: medusa, vllm-medusa, native; hydra cannot"
     refused(can, *common, heads, "--format", "hydra")
     for format in ("medusa", "vllm-medusa"):
-        can = rf"export: these are Hydra heads, the formats that can hold them are hydra, native; {format} cannot: "
+        can = rf"export: these are Hydra heads, formats that can hold them: hydra, native; {format} cannot: "
         refused(can, *common, hydra, "--format", format)
     assert list(tmp_path.iterdir()) == []
 

@@ -117,7 +117,7 @@ def _chosen(name: str | None, drafter, kind: str) -> HeadFormat | None:
     if chosen in refusals:
         allowed = ", ".join([*(format.name for format in fitting), NATIVE])
         raise HydrajaxError(
-            f"these are {describe(drafter).title}, the formats that can hold them are {allowed}; {name} cannot: "
+            f"these are {describe(drafter).title}, formats that can hold them: {allowed}; {name} cannot: "
             f"{refusals[chosen]}"
         )
     return chosen
