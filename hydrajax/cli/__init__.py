@@ -46,7 +46,7 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     """The parser for this command line: of its one command if it names one first, else of all."""
     parser = _Parser(prog="hydrajax", description="Tree speculative decoding in JAX.", epilog=EPILOG)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of hydrajax, JAX and Python")
-    parser.set_defaults(run=lambda args: parser.print_help())  # where no command is named
+    parser.set_defaults(run=lambda args: parser.print_help(), flags=frozenset())  # where no command is named
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in argv[:1] if argv and argv[0] in COMMANDS else COMMANDS:
         module = importlib.import_module(f"hydrajax.cli.{name}")
@@ -58,8 +58,10 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
 
 
 def flags_of(parser: argparse.ArgumentParser) -> frozenset[str]:
-    """Its flags, as which messages name the library's arguments."""
-    return frozenset(flag for action in parser._actions for flag in action.option_strings)
+    """Its flags and those of its verbs, as which messages name the library's arguments."""
+    verbs = [action.choices.values() for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    own = frozenset(flag for action in parser._actions for flag in action.option_strings)
+    return own.union(*(flags_of(verb) for parsers in verbs for verb in parsers))
 
 
 def main(argv: list[str] | None = None) -> int:

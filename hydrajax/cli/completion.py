@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from argcomplete import autocomplete
 from argcomplete.completers import DirectoriesCompleter, FilesCompleter
 
+from hydrajax import assets
 from hydrajax.drafters.registry import WITHOUT_WEIGHTS
 from hydrajax.trees import presets
 
@@ -29,7 +30,9 @@ def add_completers(parser: argparse.ArgumentParser) -> None:
             for inner in action.choices.values():
                 add_completers(inner)
         elif action.dest == "draft":
-            action.completer = _names_and(list(WITHOUT_WEIGHTS), directories)
+            action.completer = _names_and([*WITHOUT_WEIGHTS, *assets.SHIPPED_HEADS], directories)
+        elif action.dest == "base":
+            action.completer = _names_and(list(assets.SHIPPED_BASE), directories)
         elif action.dest == "tree":
             action.completer = _names_and(["root", *presets.released()], FilesCompleter("json"))
         elif str(action.metavar).startswith("DIR"):

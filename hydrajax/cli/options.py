@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from hydrajax import api
+from hydrajax import api, assets
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.penalties import Penalties
 from hydrajax.decoding.rules import RULES, make_rule
@@ -39,7 +39,8 @@ def add_model_arguments(
     tree: False for a command that has no tree to be told. several: drafts and trees become lists.
     """
     names = ", ".join(f"{name} ({kind.about})" for name, kind in WITHOUT_WEIGHTS.items())
-    drafts = f"a directory of heads, or a name: {names}"
+    shipped = ", ".join(assets.SHIPPED_HEADS)
+    drafts = f"a directory of heads, or a name: {names}; {shipped} (of the shipped base)"
     trees, listed = "", {}
     if several:
         drafts += "; may be given several times, the base alone always runs too"
@@ -50,7 +51,8 @@ def add_model_arguments(
         "--base",
         metavar="DIR|NAME",
         required=base_required,
-        help="LLaMA-family model in Hugging Face layout; org/name or org/name@revision is fetched from the Hub",
+        help="LLaMA-family model in Hugging Face layout; org/name or org/name@revision is fetched from the Hub; "
+        "shipped is the small model that comes with the package",
     )
     group.add_argument("--draft", metavar="DIR|NAME", help=drafts, **listed)
     if tree:

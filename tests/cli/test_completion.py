@@ -46,8 +46,8 @@ def completions(*words: str) -> set[str]:
 
 @pytest.mark.usefixtures("folder")
 def test_directories_trees_and_files_in_their_places():
-    assert completions("generate", "--base", "") == {"llama/"}
-    assert completions("chat", "--draft", "") == {"llama/", *WITHOUT_WEIGHTS}
+    assert completions("generate", "--base", "") == {"llama/", "shipped"}
+    assert completions("chat", "--draft", "") == {"llama/", *WITHOUT_WEIGHTS, "medusa", "hydra", "hydra++"}
     assert completions("evaluate", "--draft", "lo") == {"lookup"}
     assert completions("convert", "export", "--output", "") == {"llama/"}
     assert completions("bench", "--tree", "o") == {"oak.json"}
