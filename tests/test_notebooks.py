@@ -1,42 +1,69 @@
-"""The notebooks run from top to bottom, say what they should, and open in Colab."""
+"""The notebooks run from top to bottom, say what they should, hold their outputs, and open in Colab on a GPU."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
+from IPython.core.inputtransformer2 import TransformerManager
+from IPython.utils.text import DollarFormatter
+
+from hydrajax.measure import machine
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NAMES = ["01_decode", "02_train_heads", "03_trees_and_speed"]
+REPOSITORY = "git+https://github.com/hydrajax/hydrajax"
 
 
-def executed(name: str, folder: Path) -> list:
-    """The code cells with their outputs. Raises where a cell does. Runs elsewhere: nothing may depend on a clone."""
-    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute()
+def read(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+def python(cell) -> str:
+    """The source, its ``%pip`` as the call that IPython makes of it."""
+    return TransformerManager().transform_cell(cell.source)
+
+
 def text_of(cells) -> str:
-    return "".join(output.text for cell in cells for output in cell.outputs if output.output_type == "stream")
+    return "".join(output.text for cell in cells for output in cell.outputs if output.get("name") == "stdout")
 
 
 def pictures(cells) -> int:
     return sum("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
 
 
+def at_cell_level(source: str):
+    """What runs when the cell does: every node that is not inside a function or a class."""
+    waiting = list(ast.parse(source).body)
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node
+            waiting += ast.iter_child_nodes(node)
+
+
+# --- the files ----------------------------------------------------------------------------------------------------
+
+
+def test_every_notebook_is_tested():
+    assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_it_imports_is_there(name):
     """The quick check; the slow tests run the notebooks."""
-    cells = [cell.source for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells if is_python(cell)]
-    imports = [node for node in ast.walk(ast.parse("\n".join(cells))) if isinstance(node, ast.ImportFrom)]
+    source = "\n".join(python(cell) for cell in code_cells(read(name)))
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     assert imports
     for node in imports:
         found = importlib.import_module(node.module)
@@ -44,8 +71,151 @@ def test_what_it_imports_is_there(name):
             assert hasattr(found, wanted.name) or importlib.import_module(f"{node.module}.{wanted.name}")
 
 
-def is_python(cell) -> bool:
-    return cell.cell_type == "code" and "%pip" not in cell.source
+@pytest.mark.parametrize("name", NAMES)
+def test_colab_finds_it_and_gives_it_a_gpu(name):
+    notebook = read(name)
+    nbformat.validate(notebook)
+    badge = f"https://colab.research.google.com/github/hydrajax/hydrajax/blob/main/notebooks/{name}.ipynb"
+    assert badge in notebook.cells[0].source
+    assert notebook.metadata["accelerator"] == "GPU"
+    assert notebook.metadata["colab"]["gpuType"] == "T4"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_outputs_of_one_whole_run_are_saved(name):
+    cells = code_cells(read(name))
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    for cell in cells:
+        calls = [ast.unparse(node.func) for node in at_cell_level(python(cell)) if isinstance(node, ast.Call)]
+        if "print" in calls:
+            assert text_of([cell]), cell.source
+        if "plt.show" in calls:
+            assert pictures([cell]), cell.source
+        assert {output.output_type for output in cell.outputs} <= {"stream", "display_data", "execute_result"}
+        assert "execution" not in cell.metadata  # when it ran
+    folders = re.findall(r"(?<![\w/.])/(?!dev/)\w+/[\w/.-]*", text_of(cells))
+    assert all(folder.startswith("/tmp/hydrajax-") for folder in folders), folders
+
+
+def test_heads_are_better_after_the_saved_training():
+    assert_learnt(code_cells(read("02_train_heads")))
+
+
+# --- installing, and the device -----------------------------------------------------------------------------------
+
+
+def test_all_install_and_look_at_the_device_alike():
+    begin = [[cell.source for cell in code_cells(read(name))[:2]] for name in NAMES]
+    assert begin[0] == begin[1] == begin[2]
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Runs the first cell on a machine with these device files and variables; what pip was told, and the names."""
+
+    def run(colab: bool, files: tuple[str, ...] = (), **variables: str) -> tuple[list[str], dict]:
+        exists = Path.exists
+        monkeypatch.setattr(
+            Path, "exists", lambda path: str(path) in files or (path.parts[1:2] != ("dev",) and exists(path))
+        )
+        monkeypatch.setattr(
+            Path, "glob", lambda folder, pattern: [f for f in map(Path, files) if f.match(f"{folder}/{pattern}")]
+        )
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        if colab:
+            monkeypatch.setitem(sys.modules, "google.colab", sys)
+
+        class Shell:
+            def run_line_magic(self, magic: str, line: str) -> None:
+                told.append(f"{magic} {DollarFormatter().vformat(line, (), names)}")  # as IPython fills in {names}
+
+        told: list[str] = []
+        names = {"get_ipython": Shell}
+        exec(python(code_cells(read(NAMES[0]))[0]), names)
+        return told, names
+
+    return run
+
+
+def test_nothing_is_installed_outside_colab(install):
+    told, names = install(False, files=("/dev/nvidia0",))
+    assert told == []
+    assert names["has_gpu"]
+
+
+@pytest.mark.parametrize(
+    ("files", "variables", "extra"),
+    [
+        (("/dev/nvidia0",), {}, "[cuda12]"),
+        (("/dev/accel0",), {}, "[tpu]"),
+        (("/dev/vfio/0",), {}, "[tpu]"),
+        (("/dev/vfio/vfio",), {}, ""),  # the driver's own file, there without a device too
+        ((), {"COLAB_TPU_ADDR": "10.0.0.2:8470"}, "[tpu]"),
+        ((), {"TPU_NAME": ""}, ""),
+        ((), {}, ""),
+    ],
+)
+def test_colab_gets_the_jax_that_fits_its_runtime(install, monkeypatch, files, variables, extra):
+    monkeypatch.delitem(sys.modules, "jax")
+    told, _ = install(True, files, **variables)
+    assert told == [f'pip install -q "hydrajax{extra} @ {REPOSITORY}"']
+
+
+def test_a_jax_that_was_imported_before_is_told_of(install):
+    assert "jax" in sys.modules
+    with pytest.raises(SystemExit, match="Restart session"):
+        install(True)
+
+
+def test_the_extras_exist():
+    text = (FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'cuda12 = ["jax[cuda12]' in text
+    assert 'tpu = ["jax[tpu]' in text
+
+
+def look(monkeypatch, platform: str, **names) -> None:
+    """Runs the second cell where jax computes on this platform."""
+    here = {"jax": "0.0", "device": "one", "cores": 2, "platform": platform}
+    monkeypatch.setattr(machine, "machine", lambda: here)
+    exec(python(code_cells(read(NAMES[0]))[1]), {"os": importlib.import_module("os"), **names})
+
+
+@pytest.mark.parametrize(
+    ("platform", "has_gpu", "has_tpu"), [("cpu", False, False), ("gpu", True, False), ("tpu", False, True)]
+)
+def test_the_expected_device_is_told(monkeypatch, capsys, platform, has_gpu, has_tpu):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    look(monkeypatch, platform, has_gpu=has_gpu, has_tpu=has_tpu)
+    assert f"jax 0.0 computes in float32 on: {platform}, one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("has_gpu", "extra"), [(True, "cuda12"), (False, "tpu")])
+def test_a_cpu_beside_an_idle_accelerator_stops_the_notebook(monkeypatch, has_gpu, extra):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    with pytest.raises(SystemExit, match=rf"Restart session.*hydrajax\[{extra}\]"):
+        look(monkeypatch, "cpu", has_gpu=has_gpu, has_tpu=not has_gpu)
+
+
+def test_a_cpu_on_purpose_does_not(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    look(monkeypatch, "cpu", has_gpu=True, has_tpu=False)
+
+
+# --- running them -------------------------------------------------------------------------------------------------
+
+
+def executed(name: str, folder: Path) -> list:
+    """The code cells with their outputs, as `notebooks/save_outputs.py` would save them."""
+    run = runpy.run_path(str(FOLDER / "save_outputs.py"))["executed"]
+    return code_cells(run(FOLDER / f"{name}.ipynb", folder))
+
+
+def assert_learnt(cells) -> None:
+    before, after = (
+        float(re.search(rf"^{when} .*τ ([\d.]+)$", text_of(cells), re.MULTILINE)[1]) for when in ("before", "after")
+    )
+    assert after > before + 0.1
 
 
 @pytest.mark.slow
@@ -53,45 +223,39 @@ def test_decode(tmp_path):
     cells = executed("01_decode", tmp_path)
     assert pictures(cells) == 3  # steps, tree, mask
     text = text_of(cells)
-    assert "tokens per step" in text
-    assert "mc_sim_7b_63        64 nodes" in text
+    steps, *why = re.findall(
+        r"^step \d+ accepted (\d) drafted tokens|^after .*-> (accepted|the next root)$", text, re.M
+    )
+    assert [verdict for _, verdict in why] == ["accepted"] * int(steps[0]) + ["the next root"]
+    found = re.findall(r"^([\w-]+) +(\d+) nodes +(\d+) steps +([\d.]+) tokens per step$", text, re.MULTILINE)
+    assert ("mc_sim_7b_63", "64") in [row[:2] for row in found]
+    assert all(float(tau) == pytest.approx(96 / int(steps), abs=0.01) for _, _, steps, tau in found)
 
 
 @pytest.mark.slow
 def test_train_heads(tmp_path, monkeypatch):
-    monkeypatch.setenv("HYDRAJAX_NOTEBOOK_STEPS", "5")
+    monkeypatch.setenv("HYDRAJAX_NOTEBOOK_STEPS", "30")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     cells = executed("02_train_heads", tmp_path)
-    assert pictures(cells) == 1
+    assert pictures(cells) == 2
     text = text_of(cells)
-    assert "step 5: held-out tokens_per_step" in text
-    assert "these heads: " in text
-    assert list(tmp_path.glob("hydrajax-*/heads/*.safetensors"))
+    assert "step 30: held-out tokens_per_step" in text
+    assert_learnt(cells)
+    taus = re.findall(r"^(our heads|the shipped heads|lookup) +([\d.]+) tokens per step$", text, re.MULTILINE)
+    assert len(taus) == 3
+    assert all(float(tau) > 1 for _, tau in taus)
+    assert list(tmp_path.glob("hydrajax-*/heads/config.json"))
 
 
 @pytest.mark.slow
 def test_trees_and_speed(tmp_path):
     cells = executed("03_trees_and_speed", tmp_path)
-    assert pictures(cells) == 4  # accuracies, growth, measured, predicted
+    assert pictures(cells) == 6  # accuracies, growth, a tree, the race, rooflines, break-even
     text = text_of(cells)
-    rates = re.findall(r"^(autoregressive|\d+ nodes) +\d+ tokens/s +[\d.]+x +τ ([\d.]+)$", text, re.MULTILINE)
-    taus = [float(tau) for _, tau in rates]
-    assert taus[0] == 1
+    rows = re.findall(r"^(?:no draft|\d+ nodes) +\d+ tokens/s .*τ ([\d.]+) +a step costs ([\d.]+)$", text, re.MULTILINE)
+    taus = [float(tau) for tau, _ in rows]
+    assert taus[0] == float(rows[0][1]) == 1
     assert taus == sorted(taus)  # a tree of the row holds the ones before it
     best = [int(nodes) for nodes in re.findall(r"^batch +\d+: +(\d+) nodes are best", text, re.MULTILINE)]
     assert best == sorted(best, reverse=True)  # the larger the batch, the smaller the tree
     assert best[0] > best[-1]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_colab_badge_and_install(name):
-    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    nbformat.validate(notebook)
-    badge = f"https://colab.research.google.com/github/hydrajax/hydrajax/blob/main/notebooks/{name}.ipynb"
-    assert badge in notebook.cells[0].source
-    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
-    assert 'if "google.colab" in sys.modules:\n    %pip install' in first.source
-
-
-def test_every_notebook_is_tested():
-    assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES
