@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
     base = resolve(args.base, "base")
     loaded = options.load_from(args, base=base, draft=None)
     prompter = make_prompter(loaded, args.template, args.max_new_tokens)
-    drafts = [draft for draft in args.draft if draft != options.NO_DRAFT]
+    drafts = [draft for draft in args.draft if draft != api.NO_DRAFT]
     if trees and not drafts:
         raise HydrajaxError(f"--tree: found '{args.tree[0]}', but without --draft there is nothing to put in a tree")
     made_for = None if args.force else base

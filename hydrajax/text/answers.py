@@ -29,10 +29,10 @@ class Generation:
     wall_time:     seconds, prompt included and compilation excluded, of the whole batch the prompt was in.
     finish_reason: what ended it: "eos", "stop" (a stop string), "length" (the limit) or "context" (it is full). None
                    in files that do not say.
-    seed:          of what the rule drew, None for a rule that draws nothing; not in files, whose command says it.
     logprobs:      the natural logarithm of the probability of each of ``output_ids`` in the base's own distribution,
                    without penalties, temperature and cuts (`hydrajax.DecodeResult`); None if it was not asked for, and
                    then no field of the line.
+    seed:          of what the rule drew, None for a rule that draws nothing; not in files, whose command says it.
     """
 
     prompt_ids: list[int]
@@ -43,8 +43,8 @@ class Generation:
     new_tokens: int
     wall_time: float
     finish_reason: str | None = None
-    seed: int | None = None
     logprobs: list[float] | None = None
+    seed: int | None = None
 
 
 def line_of(answer: Generation) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from hydrajax import assets
-from hydrajax.cli import options
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical, walk
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.rules import RULES
 from hydrajax.decoding.sampling import numbers_as_arrays, sample
 from hydrajax.measure.certificate import pooled
 from hydrajax.models.ranking import best_token
@@ -177,7 +177,7 @@ class Lenient(Typical):
     ],
 )
 def test_a_wrong_rule_is_not_certified(certify, tiny, monkeypatch, name, rule, flags, failing):
-    monkeypatch.setitem(options.RULES, name, (rule, options.RULES[name][1]))
+    monkeypatch.setitem(RULES, name, rule)
     out = certify(*(tiny if rule is WrongRoot else []), "--rule", name, *flags, code=1)
     for line in failing:
         assert line in out

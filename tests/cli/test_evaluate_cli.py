@@ -17,9 +17,10 @@ import pytest
 
 import hydrajax
 from hydrajax import assets
-from hydrajax.cli import evaluate, options, run_command
+from hydrajax.cli import evaluate, run_command
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.rules import RULES
 from hydrajax.decoding.sampling import numbers_as_arrays
 from hydrajax.questions.contenders import TextWay, contenders
 from hydrajax.trees import presets
@@ -112,7 +113,7 @@ class Careless(Greedy):
 
 
 def test_a_wrong_rule_is_found_out(program, arguments, monkeypatch, tmp_path):
-    monkeypatch.setitem(options.RULES, "greedy", (Careless, ()))
+    monkeypatch.setitem(RULES, "greedy", Careless)
     result = program(*arguments, "--output", tmp_path, "--categories", "cafés")
     assert "NO: 1 differ" in result.out
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -180,7 +181,7 @@ def test_other_rules(program, arguments, rule, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--set", "mt_bench"], "--data: is needed for --set mt_bench"),
+        (["--set", "mt_bench"], "--data: is needed for the set mt_bench"),
         (["--categories", "cats"], "--categories: found 'cats', the set has trees, cafés"),
         (["--max-new-tokens", 127], "--max-new-tokens: must be at most 126, found 127"),
         (["--template", "llama"], "--template: found 'llama', allowed are auto, vicuna, plain"),

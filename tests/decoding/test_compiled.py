@@ -203,13 +203,13 @@ def test_prompts_of_one_bucket_and_numbers_of_a_rule_share_a_compilation(lab, co
     def run(params, lengths, width, **kwargs):
         compilations.clear()
         prompt = np.random.default_rng(width).integers(0, lab.vocab, size=(len(lengths), width), dtype=np.int32)
-        out = jax.block_until_ready(decode_fn(params, prompt, np.array(lengths, np.int32), **kwargs))
+        out = jax.block_until_ready(decode_fn(params, prompt, np.array(lengths, np.int32), **{"rng": key} | kwargs))
         assert out.lengths.tolist() == kwargs.get("limits", np.full(len(lengths), 4)).tolist()
         return len(compilations)
 
     assert run(params, [5, 2], 5) > 0
     assert run(params, [9, 1], 9) == 0  # another width
-    assert run(others, [16, 16], 16, rng=key) == 0  # the bucket's last width, other values of everything
+    assert run(others, [16, 16], 16, rng=jax.random.key(8)) == 0  # the bucket's last width, other values of everything
     others = [ExactSampling(1.3, top_k=2, top_p=0.5), ExactSampling(0.2, top_k=17, top_p=0.99)]
     assert run(params, [5, 2], 5, rule=others[0], limits=np.array([2, 4])) == 0
     assert run(params, [5, 2], 5, rule=others, limits=np.array([0, 3])) == 0  # a rule for each row

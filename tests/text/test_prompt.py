@@ -171,13 +171,13 @@ def test_empty_and_damaged_text(tmp_path, stdin):
     path = tmp_path / "p.txt"
     for nothing in (b"", b" \n\n"):
         path.write_bytes(nothing)
-        with pytest.raises(HydrajaxError, match=r"^--prompts: .*p\.txt is empty, some text is needed$"):
+        with pytest.raises(HydrajaxError, match=r"^prompts: .*p\.txt is empty, some text is needed$"):
             read_prompts(path)
         stdin(nothing)
         with pytest.raises(HydrajaxError, match=r"^--questions: standard input is empty, some text is needed$"):
             read_prompts("-", "--questions")
     path.write_bytes(b"ab\xff")
-    with pytest.raises(HydrajaxError, match=r"^--prompts: .*p\.txt is not UTF-8 text \(byte 3 of the file\)$"):
+    with pytest.raises(HydrajaxError, match=r"^prompts: .*p\.txt is not UTF-8 text \(byte 3 of the file\)$"):
         read_prompts(path)
     stdin('{"prompt": ')
     with pytest.raises(HydrajaxError, match=r"^standard input line 1: is not JSON"):

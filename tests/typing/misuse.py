@@ -11,9 +11,10 @@ def wrong(m: Loaded) -> None:
     hydrajax.load("llama", quantise="int8")  # refused: call-arg
     TreeTopology.from_choices("chain-4")  # refused: arg-type
     TreeTopology.from_choices([0, 1])  # refused: list-item
-    hydrajax.make_decode_fn(m.model, m.drafter, "chain-4", Greedy())  # refused: arg-type
+    hydrajax.make_decode_fn(m.model, m.drafter, 4, Greedy())  # refused: arg-type
     hydrajax.generate(m, ["a"], max_new_tokens="many")  # refused: arg-type
     print(hydrajax.stream(m, "a").result.text)  # refused: union-attr
     print(hydrajax.generate(m, ["a"]).text)  # refused: attr-defined
     m.default_tree(batch_size="4")  # refused: arg-type
     Greedy(temperature=0.5)  # refused: call-arg
+    m.generate("a", rule="exact", temperature="hot")  # refused: arg-type

@@ -10,6 +10,7 @@ import numpy as np
 
 import hydrajax
 from hydrajax import (
+    Chat,
     DecodeResult,
     ExactSampling,
     Generation,
@@ -63,6 +64,12 @@ def texts(m: Loaded) -> list[str | None]:
     assert_type(first.output_ids, list[int])
     assert_type(first.text, str | None)
     assert_type(first.wall_time, float)
+    assert_type(m.generate("Once", tree="chain-2", draft="lookup"), Generation)
+    assert_type(m.generate(["Once", [1, 2]], rule="exact", temperature=[0.2, 1.0]), list[Generation])
+    assert_type(m.generate([[{"role": "user", "content": "hi"}]], repetition_penalty=1.2), list[Generation])
+    assert_type(m.stream("Once", rule="exact", top_p=0.9), Stream)
+    assert_type(m.chat(template="plain"), Chat)
+    assert_type(m.decode(hydrajax.make_decode_fn(m, tree="chain-2")(m.params, *m.encode(["a"]))), list[str])
     pieces = hydrajax.stream(m, "Once", rule=RejectionSampling(1.0), max_new_tokens=9)
     assert_type(pieces, Stream)
     for piece in pieces:

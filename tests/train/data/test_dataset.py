@@ -52,7 +52,7 @@ def test_stream_holds_the_text_and_the_held_out_files_are_not_in_it(texts, token
 
 
 def test_of_a_single_text_the_end_is_held_out(texts, tokenizer, tmp_path):
-    text = max((path.read_text() for path in texts.iterdir()), key=len)
+    text = max((path.read_text() for path in texts.iterdir()), key=len).replace("branch. ", "branch.\n")
     (tmp_path / "mine.txt").write_text(text)
     found, said = build(settings(tmp_path / "mine.txt", held_out=0.25), tokenizer)
     assert found.held_out_names == [f"the end of {tmp_path / 'mine.txt'}"]
@@ -133,7 +133,7 @@ def test_conversations_train_on_the_assistant_or_on_all(tmp_path, tokenizer):
     [
         ({"length": 100_000}, "rows of 100000 tokens are more than"),
         ({"files": ("no/such/folder",)}, "no/such/folder"),
-        ({"limit": 1}, "leave none to train on"),
+        ({"limit": 1, "held_out": 0.001}, "data.held_out: too little to evaluate on; raise it, or 0 for none"),
     ],
 )
 def test_refused(texts, tokenizer, changes, message):
