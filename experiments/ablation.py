@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:
         print(f"{name}: {shlex.join(['python', *command[1:]])}", flush=True)
         if code := subprocess.run(command).returncode:
             sys.exit(code)
-        args.draft.append(str(output / "heads"))
+        args.draft.append(os.path.relpath(output / "heads"))  # results name no machine's folders
     setup = Setup(args, list(variants))
     ways = [setup.autoregressive(), *(setup.way(name, setup.released(name)) for name in variants)]
     return speed_rows(setup.contest(ways), 1)
