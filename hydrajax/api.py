@@ -51,6 +51,20 @@ Tree = TreeTopology | str | Path | Sequence[Sequence[int]]
 Rule = AcceptanceRule | str
 
 
+class Settings(Numbers, total=False):
+    """The keywords of `Loaded.generate`, for type checkers."""
+
+    draft: Drafter | str | Path | None
+    tree: Tree | None
+    rule: Rule | Sequence[AcceptanceRule] | None
+    max_new_tokens: int | Sequence[int]
+    stop: Sequence[str]
+    batch_size: int
+    seed: int | None
+    logprobs: bool
+    on_status: Callable[[str], None] | None
+
+
 def _on_stderr(line: str) -> None:
     print(line, file=sys.stderr)
 
@@ -73,10 +87,10 @@ class Loaded(Bundle):
     _fastest: dict = field(default_factory=dict)  # what was found for so many rows and a kind of rule
 
     @overload
-    def generate(self, prompts: str | Prompt, **settings: Any) -> Generation: ...
+    def generate(self, prompts: str | Prompt, **settings: Unpack[Settings]) -> Generation: ...
 
     @overload
-    def generate(self, prompts: Sequence[OnePrompt], **settings: Any) -> list[Generation]: ...  # type: ignore[overload-overlap]
+    def generate(self, prompts: Sequence[OnePrompt], **settings: Unpack[Settings]) -> list[Generation]: ...
 
     def generate(
         self,
