@@ -156,16 +156,18 @@ def unsupported(what: str, name: str, found: Any, allowed: str) -> HydrajaxError
     return HydrajaxError(f"{what}: {name} is {found!r}, supported is {allowed}")
 
 
-def decoder_layer(path: Path, prefix: str, c: LlamaConfig) -> Layout:
+def decoder_layer(path: Path, prefix: str, c: LlamaConfig, attends_from: int | None = None) -> Layout:
     """The key map of one LLaMA decoder layer.
 
-    path: where the layer lies in our parameters. prefix: how the names of its tensors begin. See
-    `hydrajax.models.layers.DecoderLayer` for why our parameters fuse matrices.
+    path: where the layer lies in our parameters. prefix: how the names of its tensors begin. attends_from: the width of
+    what its attention reads where that is not the norm of its input, which it then does not have. See
+    `hydrajax.models.layers.DecoderLayer`, also for why our parameters fuse matrices.
     """
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    norm = same((*path, "attention_norm", "scale"), f"{prefix}input_layernorm.weight", c.width)
     return [
-        same((*path, "attention_norm", "scale"), f"{prefix}input_layernorm.weight", c.width),
-        by_kv_head((*path, "qkv"), attention, "weight", c, (c.width,)),
+        *([norm] if attends_from is None else []),
+        by_kv_head((*path, "qkv"), attention, "weight", c, (attends_from or c.width,)),
         transposed((*path, "out"), f"{attention}o_proj.weight", c.width, c.n_heads * c.head_dim),
         same((*path, "mlp_norm", "scale"), f"{prefix}post_attention_layernorm.weight", c.width),
         Entry(

@@ -1,7 +1,7 @@
 """The parts of a LLaMA decoder layer: RMSNorm, attention, SwiGLU.
 
-One layer serves the base model and the Hydra++ prefix layer alike. A layer never writes a cache: it returns the keys
-and values of the tokens fed now (the block), and the decode step writes only the accepted ones.
+One layer serves the base model, the Hydra++ prefix layer and EAGLE alike. A layer never writes a cache: it returns the
+keys and values of the tokens fed now (the block), and the decode step writes only the accepted ones.
 """
 
 from __future__ import annotations
@@ -59,22 +59,28 @@ class DecoderLayer(nn.Module):
         rope,
         block_mask,
         past: Sequence[Part] = (),
+        attends_from: Float[Array, "B T E"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], KeyValue]:
         """From ``x + added`` (None: ``x``) two arrays whose sum is the output, and the T tokens' keys and values.
 
-        block_mask: the ``visible`` of their `Part`.
+        block_mask: the ``visible`` of their `Part`. attends_from: what queries, keys and values are made of in place of
+        the norm of the input; the layer has no norm of its own there then (EAGLE's layers).
         """
         c = self.config
         batch, n_tokens, width = x.shape
+        read_width = width if attends_from is None else attends_from.shape[-1]
         per_head = (c.n_kv_heads, c.queries_per_kv + 2, c.head_dim)  # its queries, then its key and its value
         head_axes = ("kv_heads", None, None)
-        qkv_kernel = declare_kernel(self, "qkv", (width, *per_head), ("width", *head_axes))
+        qkv_kernel = declare_kernel(self, "qkv", (read_width, *per_head), ("width", *head_axes))
         out_kernel = declare_kernel(self, "out", (c.n_heads * c.head_dim, width), ("heads", "width"))
         gate_up_kernel = declare_kernel(self, "gate_up", (width, 2, c.mlp_width), ("width", None, "mlp"))
         down_kernel = declare_kernel(self, "down", (c.mlp_width, width), ("mlp", "width"))
 
-        x, normed = RMSNorm(c.norm_eps, self.dtype, name="attention_norm").of_sum(x, added)
-        qkv = project(normed, qkv_kernel).reshape(batch, n_tokens, *per_head)
+        if attends_from is None:
+            x, attends_from = RMSNorm(c.norm_eps, self.dtype, name="attention_norm").of_sum(x, added)
+        elif added is not None:
+            x = x + added
+        qkv = project(attends_from, qkv_kernel).reshape(batch, n_tokens, *per_head)
         if c.qkv_bias:
             qkv = qkv + declare(self, "qkv_bias", per_head, head_axes, nn.initializers.zeros)
         qkv = qkv.transpose(0, 2, 3, 1, 4)  # [B, kv, queries + key + value, T, H]
