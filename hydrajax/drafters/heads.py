@@ -8,17 +8,16 @@ from typing import ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Float
 
 from hydrajax.drafters.costs import Cost, Matmul, Ranking
-from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly, last_observed
+from hydrajax.drafters.drafter import SeesAcceptedOnly, last_observed
+from hydrajax.drafters.filling import fill
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.drafters.ranks import head_ranks
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.config import LlamaConfig
-from hydrajax.models.ranking import over_rows
 from hydrajax.models.weights import declare, project
 from hydrajax.trees import presets
 
@@ -214,23 +213,13 @@ class HeadStack(Trained):
         return last_observed(features, counts)
 
     def propose(self, params, state, root, tree, base, draw=None):
-        """Level by level: one head call for all parents of a level, then one ranking at the level's widest rank."""
-        tokens, drawn_from = root[:, None], []
-        for k, level in enumerate(tree.levels):
+        """One head call for all parents of a level."""
+
+        def guess(before, k, level, tokens):
             hidden = self.apply_head(params, k, *self.level_inputs(state, tokens, level, base), method="hidden")
-            logits = self.lm_logits(params, k, hidden, base)
-            if draw is None:
-                guesses = self.lm_head.top(logits, level.width)
-            else:
-                # Every parent draws its own children, also where all have one distribution.
-                logits = logits / over_rows(draw.temperature, logits)
-                logits = jnp.broadcast_to(logits, (len(root), len(level.parents), logits.shape[-1]))
-                guesses = self.lm_head.sampled(draw.keys[:, k], logits, level.width)
-                drawn_from.append(self.lm_head.over_all_tokens(logits, self.vocab_size))
-            # Medusa heads guess once for all parents of a level.
-            slot = level.parent_slot if guesses.shape[1] > 1 else np.zeros_like(level.parent_slot)
-            tokens = jnp.concatenate([tokens, guesses[:, slot, level.ranks]], axis=1)
-        return Proposal(tokens, tree.topology, jnp.concatenate(drawn_from, axis=1) if drawn_from else None)
+            return before, self.lm_logits(params, k, hidden, base)
+
+        return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)
 
     # --- costs --------------------------------------------------------------------------------------------------------
 
