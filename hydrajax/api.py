@@ -39,7 +39,7 @@ from hydrajax.text.answers import Generation
 from hydrajax.text.prompt import Prompt, is_conversation
 from hydrajax.text.tokenizer import decode_text, load_tokenizer
 from hydrajax.trees import presets
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.dynamic import CandidateTree
 
 AUTO = "auto"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -47,7 +47,7 @@ QUANTIZED = ("int8",)
 
 Conversation = Sequence[Mapping[str, str]]
 OnePrompt = str | Sequence[int] | Conversation | Prompt
-Tree = TreeTopology | str | Path | Sequence[Sequence[int]]
+Tree = CandidateTree | str | Path | Sequence[Sequence[int]]
 Rule = AcceptanceRule | str
 
 
@@ -219,7 +219,7 @@ class Loaded(Bundle):
         batch_size: int,
         on_status: Callable[[str], None] = lambda text: None,
         say: Callable[[str], None] = _on_stderr,
-    ) -> tuple[Loaded, TreeTopology, AcceptanceRule]:
+    ) -> tuple[Loaded, CandidateTree, AcceptanceRule]:
         """What to decode with where no tree was named (`hydrajax.measure.fastest`), told to ``say`` in one line."""
         choice = choose(self, prompts, rule, batch_size, on_status)
         if choice is None:
@@ -240,7 +240,7 @@ class Loaded(Bundle):
 
     def _settled(
         self, prompts: Sequence[OnePrompt], draft, tree, rules, batch_size: int, on_status
-    ) -> tuple[Loaded, TreeTopology, Any]:
+    ) -> tuple[Loaded, CandidateTree, Any]:
         """The model, the tree and the rules to decode with: what was named, or the fastest."""
         loaded = self._drafting(draft)
         if tree is not None:

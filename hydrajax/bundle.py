@@ -20,7 +20,7 @@ from hydrajax.drafters.registry import title_of
 from hydrajax.models.base import BaseModel
 from hydrajax.text.prompt import Prompt
 from hydrajax.trees import presets
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.dynamic import CandidateTree
 
 
 @dataclass(eq=False, repr=False)
@@ -53,7 +53,7 @@ class Bundle:
         ]
         return f"<{type(self).__name__}: {'; '.join(parts)}>"
 
-    def bursts(self, tree: TreeTopology, rule: AcceptanceRule, max_new_tokens: int, logprobs: bool = False) -> Bursts:
+    def bursts(self, tree: CandidateTree, rule: AcceptanceRule, max_new_tokens: int, logprobs: bool = False) -> Bursts:
         """An engine for this tree, this *kind* of rule and at least as many new tokens, made once and kept.
 
         So a rule with other numbers, or another limit that the same power of two covers, compiles nothing new. Raises
@@ -67,7 +67,7 @@ class Bundle:
             self._bursts[key] = Bursts(engine)
         return self._bursts[key]
 
-    def default_tree(self, batch_size: int = 1) -> TreeTopology:
+    def default_tree(self, batch_size: int = 1) -> CandidateTree:
         """The tree that was searched for these heads, else the drafter's own choice."""
         return presets.searched(self.draft_directory, batch_size) or presets.by_name(self.drafter.default_tree)
 

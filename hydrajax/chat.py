@@ -20,7 +20,7 @@ from hydrajax.generation import seed_for
 from hydrajax.text.stopping import GrowingText
 from hydrajax.text.templates import make_encoder
 from hydrajax.text.tokenizer import decode_text
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.dynamic import CandidateTree
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Chat:
         self,
         loaded: Bundle,
         *,
-        tree: TreeTopology | None = None,
+        tree: CandidateTree | None = None,
         rule: AcceptanceRule | None = None,
         template: str = "auto",
         max_new_tokens: int = 512,

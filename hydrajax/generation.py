@@ -21,7 +21,7 @@ from hydrajax.text.answers import Generation
 from hydrajax.text.prompt import Prompt
 from hydrajax.text.stopping import GrowingText
 from hydrajax.text.tokenizer import decode_text
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.dynamic import CandidateTree
 
 SEED_BITS = 32  # of a JAX key, unless 64-bit mode is on
 STEPS_PER_BURST = 8  # between two looks for stop strings in text that nobody watches
@@ -31,7 +31,7 @@ def generate(
     loaded: Bundle,
     prompts: Sequence[str | Sequence[int] | Sequence[Mapping[str, str]] | Prompt],
     *,
-    tree: TreeTopology | None = None,
+    tree: CandidateTree | None = None,
     rule: AcceptanceRule | Sequence[AcceptanceRule] | None = None,
     max_new_tokens: int | Sequence[int] = 256,
     stop: Sequence[str] = (),
@@ -71,7 +71,7 @@ def stream(
     loaded: Bundle,
     prompt: str | Sequence[int] | Sequence[Mapping[str, str]] | Prompt,
     *,
-    tree: TreeTopology | None = None,
+    tree: CandidateTree | None = None,
     rule: AcceptanceRule | None = None,
     max_new_tokens: int = 256,
     stop: Sequence[str] = (),
@@ -119,7 +119,7 @@ class Request(NamedTuple):
     """How to decode, settled."""
 
     loaded: Bundle
-    tree: TreeTopology
+    tree: CandidateTree
     rules: Sequence[AcceptanceRule]  # one for each prompt
     max_new_tokens: int
     stop: tuple[str, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 
 import numpy as np
 from rich.console import Console
@@ -19,7 +20,8 @@ from hydrajax.measure.random_models import random_draft, random_model
 from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS
 from hydrajax.text.prompt import PROMPT_FORMATS
-from hydrajax.trees import TreeTopology, presets
+from hydrajax.trees import presets
+from hydrajax.trees.dynamic import CandidateTree
 
 HELP = "time a decode step and its phases, autoregressive against tree decoding"
 
@@ -75,7 +77,7 @@ def _ways(args: argparse.Namespace) -> tuple[list[Way], list[np.ndarray]]:
     model, drafter, params, texts = _model(args)
     name = args.tree or drafter.default_tree
     tree = presets.by_name(name)
-    trees: dict[str, TreeTopology] = first_nodes(tree, args.tree_sizes) if args.tree_sizes else {name: tree}
+    trees: Mapping[str, CandidateTree] = first_nodes(tree, args.tree_sizes) if args.tree_sizes else {name: tree}
     first = Way(name, model, drafter, params, tree, rule, args.max_new_tokens)
     return [first.with_tree(tree, name) for name, tree in trees.items()], texts
 

@@ -20,7 +20,8 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.generation import SEED_BITS
 from hydrajax.text.prompt import Prompt, read_prompts
-from hydrajax.trees import TreeTopology, presets
+from hydrajax.trees import presets
+from hydrajax.trees.dynamic import CandidateTree
 
 # For bases with a tokenizer when no --prompts are given.
 BUILT_IN_PROMPTS = (
@@ -198,7 +199,7 @@ def draft_of(args: argparse.Namespace) -> str | None:
     return None if args.draft == api.NO_DRAFT else args.draft
 
 
-def tree_from(args: argparse.Namespace) -> TreeTopology | None:
+def tree_from(args: argparse.Namespace) -> CandidateTree | None:
     """The tree asked for, None to take `Loaded.default_tree`. Needs no model, so a mistake shows before one is loaded.
 
     Raises `HydrajaxError` for an unknown or bad tree, and for any but the root alone without a draft.

@@ -17,6 +17,7 @@ from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts
 from hydrajax.trees import presets
+from hydrajax.trees.dynamic import static
 
 HELP = "search the candidate tree that is fastest here, or draw one"
 HOW = ("simulated", "joint", "independent")
@@ -188,7 +189,7 @@ def _print(rows, expected, fastest) -> None:
 
 
 def _show(args: argparse.Namespace) -> None:
-    tree = presets.by_name(args.tree)
+    tree = static(presets.by_name(args.tree), "drawing")
     drawing = Tree(f"root ({tree.size} nodes, depth {tree.depth})")
     branches = {(): drawing}
     for path in tree.choices:

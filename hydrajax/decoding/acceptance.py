@@ -23,8 +23,8 @@ from hydrajax.drafters.drafter import Draw, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.ranking import best_token, over_rows
+from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.topology import Topology, at_rows, take
-from hydrajax.trees.tree import TreeTopology
 
 
 class Acceptance(NamedTuple):
@@ -54,7 +54,7 @@ class AcceptanceRule(Protocol):
     @property
     def penalises(self) -> bool: ...
 
-    def check(self, tree: TreeTopology) -> None:
+    def check(self, tree: CandidateTree) -> None:
         """Raise `HydrajaxError` for a tree that the rule cannot judge."""
 
     def draw(self, keys: Array) -> Draw | None:

@@ -23,7 +23,7 @@ from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.base import BaseModel
 from hydrajax.trees import presets
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 
 
 class DecodeResult(NamedTuple):
@@ -65,8 +65,10 @@ def result_of(output: OutputState) -> DecodeResult:
     return DecodeResult(tokens, output.lengths, output.accept_lengths[:, :max_new], output.steps, logprobs)
 
 
-def check_fit(drafter: Drafter, tree: TreeTopology, rule: AcceptanceRule, vocab_size: int) -> None:
+def check_fit(drafter: Drafter, tree: CandidateTree, rule: AcceptanceRule, vocab_size: int) -> None:
     """Refuse a tree that the drafter cannot fill or the rule cannot judge, and a rule that the drafter cannot serve."""
+    if isinstance(tree, DynamicTree) and not drafter.grows:
+        raise HydrajaxError(f"tree: {tree.name} needs a drafter that can grow trees, not {type(drafter).__name__}")
     tree.check(drafter.depth, vocab_size)
     rule.check(tree)
     if rule.needs_draws and tree.depth and not drafter.draws:
@@ -76,7 +78,7 @@ def check_fit(drafter: Drafter, tree: TreeTopology, rule: AcceptanceRule, vocab_
 def make_engine(
     model: BaseModel,
     drafter: Drafter,
-    tree: TreeTopology,
+    tree: CandidateTree,
     rule: AcceptanceRule,
     *,
     max_new_tokens: int,
@@ -93,7 +95,7 @@ def make_engine(
 def make_decode_fn(
     model: BaseModel,
     drafter: Drafter,
-    tree: TreeTopology,
+    tree: CandidateTree,
     rule: AcceptanceRule | None = None,
     *,
     max_new_tokens: int = 256,

@@ -13,6 +13,7 @@ from hydrajax.decoding.sampling import Sampling, check_temperature, numbers_as_a
 from hydrajax.drafters.drafter import Draw
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
+from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.topology import at_rows
 
 # What the key of a place in the output is folded with: for the draft, for the base's own sample, for each child.
@@ -43,6 +44,8 @@ class RejectionSampling(Sampling):
             check_temperature("draft_temperature", self.draft_temperature)
 
     def check(self, tree):
+        if isinstance(tree, DynamicTree):
+            raise HydrajaxError(f"tree: RejectionSampling needs drawn candidates, {tree.name} has the best guesses")
         for node, choice in enumerate(tree.choices, start=1):
             if choice[-1] and (*choice[:-1], choice[-1] - 1) not in tree.choices[: node - 1]:
                 raise HydrajaxError(f"tree: RejectionSampling needs siblings of rank 0, 1, 2 ..., found {list(choice)}")

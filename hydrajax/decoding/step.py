@@ -22,7 +22,7 @@ from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BaseModel, BoundBase, Forward
 from hydrajax.models.cache import KVCache, append, write_tokens
 from hydrajax.models.ranking import best_token, log_probability
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.dynamic import CandidateTree
 
 
 def true_float32(dtype: DType) -> AbstractContextManager:
@@ -58,7 +58,7 @@ class Engine:
 
     model: BaseModel
     drafter: Drafter
-    tree: TreeTopology
+    tree: CandidateTree
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
     logprobs: bool = False

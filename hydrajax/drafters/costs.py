@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydrajax.models.config import LlamaConfig
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.dynamic import CandidateTree
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ Cost = Matmul | Ranking | DecoderLayers
 class CostsNothing:
     """For drafters that multiply no matrices to inherit."""
 
-    def propose_costs(self, tree: TreeTopology, batch: int) -> Sequence[Cost]:
+    def propose_costs(self, tree: CandidateTree, batch: int) -> Sequence[Cost]:
         return ()
 
     def observe_costs(self, batch: int, tokens: int, slots: int) -> Sequence[Cost]:

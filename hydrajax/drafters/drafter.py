@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float, Int
 from hydrajax.drafters.costs import Cost
 from hydrajax.models.arrays import Array
 from hydrajax.models.base import BaseModel, BoundBase, abstract_base
+from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.topology import Topology
-from hydrajax.trees.tree import TreeTopology
 
 DraftParams = Any  # a nested dict of arrays
 DraftState = Any  # a pytree of arrays with leading batch axis
@@ -85,6 +85,7 @@ class Drafter(Protocol):
     depth:        K, how many tokens ahead it can propose.
     reads:        which hidden states of the base it reads, see `hydrajax.models.base.BaseModel.__call__`.
     draws:        whether it can draw candidates from distributions of its own.
+    grows:        whether it can fill a `hydrajax.trees.dynamic.DynamicTree`. It is handed none otherwise.
     default_tree: the name of the tree it is used with where the user names none.
     """
 
@@ -96,6 +97,9 @@ class Drafter(Protocol):
 
     @property
     def draws(self) -> bool: ...
+
+    @property
+    def grows(self) -> bool: ...
 
     @property
     def default_tree(self) -> str: ...
@@ -126,7 +130,7 @@ class Drafter(Protocol):
         params: DraftParams,
         state: DraftState,
         root: Int[Array, " B"],
-        tree: TreeTopology,
+        tree: CandidateTree,
         base: BoundBase,
         draw: Draw | None = None,
     ) -> Proposal:
@@ -152,7 +156,7 @@ class Drafter(Protocol):
         positions' logits exist at once. Positions without such a token hold garbage.
         """
 
-    def propose_costs(self, tree: TreeTopology, batch: int) -> Sequence[Cost]:
+    def propose_costs(self, tree: CandidateTree, batch: int) -> Sequence[Cost]:
         """What filling a tree computes, for so many rows (`hydrajax.drafters.costs`)."""
 
     def observe_costs(self, batch: int, tokens: int, slots: int) -> Sequence[Cost]:

@@ -179,6 +179,7 @@ class HeadStack(Trained):
     """
 
     draws: ClassVar[bool] = True
+    grows: ClassVar[bool] = False
 
     def __post_init__(self):
         check_dropout(self.dropout)

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from hydrajax.drafters.costs import Matmul
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
-from hydrajax.models.ranking import sampled_tokens, top_tokens
+from hydrajax.models.ranking import log_probabilities, sampled_tokens, top_tokens
 from hydrajax.models.weights import declare, project
 
 
@@ -130,6 +130,15 @@ class LmHead:
     def top(self, logits: Float[Array, "*rows V_"], k: int) -> Int[Array, "*rows k"]:
         """Ids of the k best tokens; -1 where it knows fewer."""
         return self._ids(top_tokens(logits, min(k, logits.shape[-1])), k)
+
+    def likeliest(
+        self, logits: Float[Array, "*rows V_"], k: int
+    ) -> tuple[Int[Array, "*rows k"], Float[Array, "*rows k"]]:
+        """As `top`, with the natural logarithms of the tokens' probabilities, float32: -inf where it knows fewer."""
+        index = top_tokens(logits, min(k, logits.shape[-1]))
+        log_p = log_probabilities(logits, index)
+        missing = [(0, 0)] * (index.ndim - 1) + [(0, k - index.shape[-1])]
+        return self._ids(index, k), jnp.pad(log_p, missing, constant_values=-jnp.inf)
 
     def sampled(self, keys: Array, logits: Float[Array, "B *n V_"], k: int) -> Int[Array, "B *n k"]:
         """Ids of k tokens drawn without replacement, in the order drawn; -1 where it knows fewer."""

@@ -58,6 +58,7 @@ class PromptLookup(SeesAcceptedOnly, CostsNothing):
     matches: int = 8
     reads: tuple[int, ...] = (0,)
     draws: bool = False
+    grows: bool = False
     default_tree: str = "chain-5"
 
     def __post_init__(self):

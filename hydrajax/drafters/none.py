@@ -21,6 +21,7 @@ class NoDrafter(CostsNothing):
     depth: int = 0
     reads: tuple[int, ...] = (0,)
     draws: bool = True  # nothing, from any distribution
+    grows: bool = False
     default_tree: str = "root"
 
     def init(self, rng, base):

@@ -71,6 +71,10 @@ class WithPrefix(Trained):
         return self.heads.draws
 
     @property
+    def grows(self) -> bool:
+        return self.heads.grows
+
+    @property
     def default_tree(self) -> str:
         return self.heads.default_tree
 

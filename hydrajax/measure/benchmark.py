@@ -21,6 +21,7 @@ from hydrajax.measure.machine import copy_bandwidth, peak_memory
 from hydrajax.measure.timing import StepTimer, interleaved_ms
 from hydrajax.measure.way import Way
 from hydrajax.models.base import BaseModel
+from hydrajax.trees.dynamic import CandidateTree, static
 from hydrajax.trees.tree import TreeTopology
 
 PHASES = ("step", "propose", "verify", "accept_commit", "observe")
@@ -67,8 +68,9 @@ class BenchmarkRow:
         return asdict(self)
 
 
-def first_nodes(tree: TreeTopology, sizes: Sequence[int]) -> dict[str, TreeTopology]:
+def first_nodes(tree: CandidateTree, sizes: Sequence[int]) -> dict[str, TreeTopology]:
     """Subtrees of ``tree`` with the given node counts, the lowest total ranks first: a sweep over tree sizes."""
+    tree = static(tree, "a sweep over tree sizes")
     order = sorted(tree.choices, key=lambda path: (sum(path) + len(path), len(path), path))
     trees = {}
     for size in sizes:
@@ -93,7 +95,7 @@ def nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def room_for(trees: Sequence[TreeTopology]) -> int:
+def room_for(trees: Sequence[CandidateTree]) -> int:
     """The most tokens per row that a timed call can emit with any of these trees."""
     return TIMED_STEPS * (max((tree.depth for tree in trees), default=0) + 1)
 

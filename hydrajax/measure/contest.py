@@ -18,7 +18,7 @@ import numpy as np
 
 from hydrajax.decoding.prompts import batches
 from hydrajax.measure.way import Way
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.dynamic import CandidateTree
 
 RESAMPLES = 2000
 
@@ -111,7 +111,7 @@ def contest(
 
 
 def measure_trees(
-    way: Way, trees: Mapping[str, TreeTopology], prompts: Sequence[np.ndarray], **settings
+    way: Way, trees: Mapping[str, CandidateTree], prompts: Sequence[np.ndarray], **settings
 ) -> list[Measured]:
     """A `contest`, with its settings, of one way with several trees against the same without a draft."""
     ways = [way.autoregressive(), *(way.with_tree(tree, name) for name, tree in trees.items())]

@@ -22,15 +22,18 @@ import numpy as np
 
 from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.decode import check_fit
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.measure.contest import contest
 from hydrajax.measure.machine import machine
 from hydrajax.measure.way import Way, baseline_rule
 from hydrajax.trees import presets
+from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.tree import TreeTopology
 
 CANDIDATES = ("chain-2", "chain-4", "cartesian-2x2")  # beside the drafter's own; each costs a compilation
+GROWN = "dynamic-60-7-10"  # where the drafter can grow trees: the numbers of EAGLE-2
 NEW_TOKENS, REPEATS = 48, 3
 OFF = "HYDRAJAX_MEASURE_TREES"  # set to 0: take the drafter's own tree and measure nothing
 
@@ -43,7 +46,7 @@ class Choice:
     measured, in ISO format; None for just now.
     """
 
-    tree: TreeTopology | None
+    tree: CandidateTree | None
     name: str
     speedup: float
     date: str | None
@@ -112,7 +115,8 @@ def _searched_here(loaded: Bundle, batch_size: int) -> Choice | None:
 def _measure(loaded: Bundle, prompts, rule, batch_size: int, on_status) -> Choice:
     """A contest of the candidates, the drafter's own tree and none. Typical acceptance means another text without a
     draft, so there the fastest tree is taken in any case."""
-    names = [name for name in dict.fromkeys((*CANDIDATES, loaded.drafter.default_tree)) if _fits(loaded, name)]
+    candidates = [*CANDIDATES, *([GROWN] if loaded.drafter.grows else []), loaded.drafter.default_tree]
+    names = [name for name in dict.fromkeys(candidates) if _fits(loaded, name, rule)]
     settings = {"rule": rule, "max_new_tokens": NEW_TOKENS}
     ways = [Way.of(loaded, name, presets.by_name(name), **settings) for name in names]
     rows = contest(
@@ -127,9 +131,9 @@ def _measure(loaded: Bundle, prompts, rule, batch_size: int, on_status) -> Choic
     return Choice(presets.by_name(best.name) if taken else None, best.name, best.speedup, None)
 
 
-def _fits(loaded: Bundle, name: str) -> bool:
+def _fits(loaded: Bundle, name: str, rule: AcceptanceRule) -> bool:
     try:
-        presets.by_name(name).check(loaded.drafter.depth, loaded.model.config.vocab_size)
+        check_fit(loaded.drafter, presets.by_name(name), rule, loaded.model.config.vocab_size)
     except HydrajaxError:
         return False
     return True
@@ -153,15 +157,21 @@ def _key(loaded: Bundle, rule: AcceptanceRule, batch_size: int) -> str:
 def _read(path: Path) -> Choice | None:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        tree = TreeTopology.from_choices(content["choices"]) if content["taken"] else None
+        tree = _tree_of(content) if content["taken"] else None
         return Choice(tree, str(content["name"]), float(content["speedup"]), str(content["date"]))
     except (OSError, ValueError, KeyError, TypeError, HydrajaxError):
         return None
 
 
+def _tree_of(content: dict[str, Any]) -> CandidateTree:
+    """A dynamic tree has no choices, and is all that its name says."""
+    return TreeTopology.from_choices(content["choices"]) if content["choices"] else presets.by_name(content["name"])
+
+
 def _write(path: Path, choice: Choice) -> None:
+    shown = choice.tree if isinstance(choice.tree, TreeTopology) else presets.root()
     content = {
-        "choices": [] if choice.tree is None else [list(path) for path in choice.tree.choices],
+        "choices": [list(path) for path in shown.choices],
         "taken": choice.tree is not None, "name": choice.name, "speedup": choice.speedup,
         "date": datetime.date.today().isoformat(), "machine": machine(),
     }  # fmt: skip

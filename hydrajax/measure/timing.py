@@ -25,6 +25,8 @@ from hydrajax.drafters.drafter import Proposal
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.cache import KVCache, after_reads
+from hydrajax.trees.dynamic import DynamicTree
+from hydrajax.trees.topology import Topology, from_parents
 
 
 def median_ms(call: Callable[[], object], repeats: int) -> float:
@@ -86,9 +88,19 @@ def interleaved_ms(timed: Mapping[str, Timed], rounds: int) -> dict[str, float]:
     return {name: statistics.median(row[name] for row in times) for name in timed}
 
 
+def some_topology(engine: Engine, batch: int) -> Topology:
+    """The engine's tree as arrays; of a dynamic one a shape that it may have, as no time depends on which."""
+    tree = engine.tree
+    if not isinstance(tree, DynamicTree):
+        return tree.topology
+    parents = np.arange(-1, tree.size - 1, dtype=np.int32)  # a chain as long as may be, the rest below the root
+    parents[tree.depth + 1 :] = 0
+    return from_parents(np.tile(parents, (batch, 1)), tree.depth, min(tree.top_k, tree.size - 1))
+
+
 def verify_again(engine: Engine, params: Params, cache: KVCache, tokens: Int[Array, "B N"]):
     """Verify these tokens in the engine's tree; a cache and tokens for the next pass, which depend on this one."""
-    _, logits = engine.verify(params, cache, Proposal(tokens, engine.tree.topology))
+    _, logits = engine.verify(params, cache, Proposal(tokens, some_topology(engine, len(tokens))))
     # A maximum over the vocabulary, one pass over the logits, is the cheapest thing that needs all of them.
     shift = (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
     # Lengths that depend on the logits: otherwise masks and rotary angles are hoisted out of the loop.
@@ -176,7 +188,7 @@ class StepTimer:
         key, more = jax.random.split(jax.random.key(self.seed + 1))
         proposal = random_like(jax.eval_shape(engine.propose, self.params, state), key)
         tokens = jax.random.randint(more, proposal.tokens.shape, 0, engine.model.config.vocab_size)
-        proposal = proposal._replace(tokens=tokens, tree=engine.tree.topology)
+        proposal = proposal._replace(tokens=tokens, tree=some_topology(engine, self.batch))
         shapes = jax.eval_shape(engine.verify, self.params, state.target.cache, proposal)
         return state, proposal, *random_like(shapes, more)
 

@@ -16,7 +16,7 @@ from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.models.base import BaseModel
 from hydrajax.trees import presets
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.dynamic import CandidateTree
 
 AUTOREGRESSIVE = "autoregressive"
 
@@ -33,7 +33,7 @@ class Way:
     model: BaseModel
     drafter: Drafter
     params: Params = field(repr=False)
-    tree: TreeTopology
+    tree: CandidateTree
     rule: AcceptanceRule = field(default_factory=Greedy)
     max_new_tokens: int = 128
     eos_ids: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ class Way:
         cls,
         loaded: Bundle,
         name: str,
-        tree: TreeTopology | None = None,
+        tree: CandidateTree | None = None,
         rule: AcceptanceRule | None = None,
         *,
         max_new_tokens: int = 128,
@@ -73,7 +73,7 @@ class Way:
         """Generate for int32 prompts ``[B, P]``, right-padded, of these lengths ``[B]``; ``key`` is for sampling."""
         return self.decode_fn(self.params, prompt, lengths, key)
 
-    def with_tree(self, tree: TreeTopology, name: str) -> Way:
+    def with_tree(self, tree: CandidateTree, name: str) -> Way:
         """The same with another tree, under another name."""
         return dataclasses.replace(self, tree=tree, name=name)
 

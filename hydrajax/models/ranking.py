@@ -24,11 +24,16 @@ def top_tokens(logits: Float[Array, "*rows V"], k: int) -> Int[Array, "*rows k"]
 
 def log_probability(logits: Float[Array, "*rows V"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
     """The natural logarithm of the probability that the logits give to a token, float32."""
+    return log_probabilities(logits, tokens[..., None])[..., 0]
+
+
+def log_probabilities(logits: Float[Array, "*rows V"], tokens: Int[Array, "*rows k"]) -> Float[Array, "*rows k"]:
+    """The natural logarithms of the probabilities that the logits give to some tokens, float32; none above 0."""
     # Of differences to the largest, so that the small number of a token that is nearly certain keeps its digits.
     logits = logits.astype(jnp.float32)
     logits = logits - jnp.max(logits, axis=-1, keepdims=True)
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return chosen - jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
+    chosen = jnp.take_along_axis(logits, tokens, axis=-1)
+    return chosen - jnp.log(jnp.sum(jnp.exp(logits), axis=-1, keepdims=True))
 
 
 def sampled_tokens(keys: Array, logits: Float[Array, "B *n V"], k: int) -> Int[Array, "B *n k"]:

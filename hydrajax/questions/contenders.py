@@ -18,7 +18,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.generation import generate
 from hydrajax.measure.way import AUTOREGRESSIVE, Way
 from hydrajax.text.answers import Generation
-from hydrajax.trees import TreeTopology
+from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,17 @@ class TextWay:
 
     def identity(self) -> dict[str, str]:
         """What tells it from others of the same name: a hash of the draft's parameters, and the tree."""
-        tree = " ".join(".".join(map(str, path)) for path in self.way.tree.choices)
-        return {"heads": digest(self.way.params.draft), "tree": tree}
+        tree = self.way.tree
+        grown = isinstance(tree, DynamicTree)
+        name = tree.name if grown else " ".join(".".join(map(str, path)) for path in tree.choices)
+        return {"heads": digest(self.way.params.draft), "tree": name}
 
 
 def contenders(
     loaded: Loaded,
     base: str,
     drafts: Sequence[str],
-    trees: Sequence[tuple[str, TreeTopology]],
+    trees: Sequence[tuple[str, CandidateTree]],
     rule: AcceptanceRule,
     max_new_tokens: int,
     *,

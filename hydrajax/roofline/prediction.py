@@ -20,7 +20,7 @@ from hydrajax.roofline.operators import (
     operators_of,
     ranking,
 )
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.dynamic import CandidateTree
 
 Parts = dict[str, list[Operator]]
 
@@ -39,7 +39,7 @@ class Workload:
     context: int
     itemsize: int
 
-    def step(self, tree: TreeTopology) -> Parts:
+    def step(self, tree: CandidateTree) -> Parts:
         """Operators of one step, by the verb they belong to."""
         c, batch, nodes, itemsize = self.config, self.batch, tree.size, self.itemsize
         slots = self.context + nodes
@@ -99,7 +99,7 @@ def predict(
     device: Device,
     config: LlamaConfig,
     drafter,
-    trees: dict[str, TreeTopology],
+    trees: dict[str, CandidateTree],
     batches: Sequence[int],
     contexts: Sequence[int],
     itemsize: int,

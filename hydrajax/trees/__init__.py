@@ -1,6 +1,7 @@
 """Candidate trees: topology and presets."""
 
 from hydrajax.trees import presets
+from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.tree import TreeTopology
 
-__all__ = ["TreeTopology", "presets"]
+__all__ = ["DynamicTree", "TreeTopology", "presets"]

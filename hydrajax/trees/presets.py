@@ -1,8 +1,9 @@
-"""Named trees: the root alone, chains, Cartesian products and the released 63-choice sparse trees.
+"""Named trees: the root alone, chains, Cartesian products, the released sparse trees, and trees that are grown.
 
 The sparse lists are the published result of a search and are reproduced as facts: `medusa/model/medusa_choices.py`
 of FasterDecoding/Medusa (e2a5d20) and `hydra/model/hydra_choices.py` of zankner/Hydra (3f39fbd), which holds
-``mc_sim_7b_63`` only. Each digit below is a rank, each word a choice.
+``mc_sim_7b_63`` only. ``eagle_26`` is what EAGLE 1 has under that same name, ``eagle/model/choices.py`` of
+SafeAILab/EAGLE (branch v1, 4a9cf3a): 25 choices. Each digit below is a rank, each word a choice.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 from hydrajax.trees.tree import TreeTopology
 
 _SPARSE = {
@@ -59,6 +61,9 @@ _SPARSE = {
         000 001 002 003 004 005 006 007 008 009 010 011 012 013 020 021 030 040 050 100 101 110 200 0000
         0001 0010
     """,
+    "eagle_26": """
+        0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001
+    """,
 }
 
 
@@ -83,17 +88,17 @@ def cartesian(widths: Sequence[int]) -> TreeTopology:
 
 
 def sparse(name: str = "mc_sim_7b_63") -> TreeTopology:
-    """A released 63-choice tree by its published name."""
+    """A released tree, of 63 choices but for ``eagle_26``, by its published name."""
     if name not in _SPARSE:
         raise HydrajaxError(f"tree: found '{name}', the released trees are {', '.join(_SPARSE)}")
     return TreeTopology.from_choices([tuple(map(int, word)) for word in _SPARSE[name].split()])
 
 
-def default_name(draft_depth: int, vocab_size: int) -> str:
-    """The released 63-choice tree where the drafter is deep enough for it, else a chain; the root without a drafter."""
-    tree = sparse()
+def default_name(draft_depth: int, vocab_size: int, released: str = "mc_sim_7b_63") -> str:
+    """A released tree where the drafter is deep enough for it, else a chain; the root without a drafter."""
+    tree = sparse(released)
     if draft_depth >= tree.depth and vocab_size > tree.max_rank:
-        return "mc_sim_7b_63"
+        return released
     return f"chain-{draft_depth}" if draft_depth else "root"
 
 
@@ -110,9 +115,9 @@ def searched(directory: Path | None, batch_size: int) -> TreeTopology | None:
     return None
 
 
-def tree_of(tree: TreeTopology | str | Path | Sequence[Sequence[int]]) -> TreeTopology:
+def tree_of(tree: CandidateTree | str | Path | Sequence[Sequence[int]]) -> CandidateTree:
     """What a call in Python means by its tree: one, a name (`by_name`), a file, or a list of choices."""
-    if isinstance(tree, TreeTopology):
+    if isinstance(tree, (TreeTopology, DynamicTree)):
         return tree
     if isinstance(tree, Path):
         return TreeTopology.from_json(tree)
@@ -126,7 +131,7 @@ def released() -> list[str]:
 
 def names() -> list[str]:
     """What `by_name` understands besides files and JSON, for messages and help texts."""
-    return ["root", "chain-K", "cartesian-S1xS2x...", *released()]
+    return ["root", "chain-K", "cartesian-S1xS2x...", "dynamic-NODES-EXPANSIONS-TOP_K", *released()]
 
 
 def is_inline(name: str) -> bool:
@@ -134,10 +139,11 @@ def is_inline(name: str) -> bool:
     return name.lstrip().startswith("[") and not name.endswith(".json")
 
 
-def by_name(name: str) -> TreeTopology:
+def by_name(name: str) -> CandidateTree:
     """A preset (``mc_sim_7b_63``, ``chain-4``, ``cartesian-4x2x2``, ``root``), a ``.json`` file, or JSON itself.
 
-    JSON is a list of choices such as ``[[0], [0, 0], [1]]``. Raises `HydrajaxError` for anything else.
+    ``dynamic-60-7-10`` is a `DynamicTree` of 60 nodes, 7 expansions and top-10, the numbers of EAGLE-2. JSON is a list
+    of choices such as ``[[0], [0, 0], [1]]``. Raises `HydrajaxError` for anything else.
     """
     if is_inline(name):
         return TreeTopology.from_text(name)
@@ -152,6 +158,8 @@ def by_name(name: str) -> TreeTopology:
     if match := re.fullmatch(r"cartesian-(\d{1,3}(?:x\d{1,3})*)", name):
         widths = [int(width) for width in match[1].split("x")]
         return cartesian(widths)
+    if match := re.fullmatch(r"dynamic-(\d{1,4})-(\d{1,2})-(\d{1,3})", name):
+        return DynamicTree(*map(int, match.groups()))
     raise not_allowed("tree", name, names(), ", a .json file or a JSON list of choices such as [[0], [0, 0], [1]]")
 
 

@@ -44,6 +44,7 @@ class Scripted(SeesAcceptedOnly, CostsNothing):
 
     reads: ClassVar[tuple[int, ...]] = (0,)
     draws: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
     default_tree: ClassVar[str] = "root"
 
     def init(self, rng, base):

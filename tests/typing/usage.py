@@ -23,7 +23,7 @@ from hydrajax import (
     TreeTopology,
     Typical,
 )
-from hydrajax.trees import presets
+from hydrajax.trees import DynamicTree, presets
 
 
 def loading() -> Loaded:
@@ -31,7 +31,7 @@ def loading() -> Loaded:
     assert_type(m, Loaded)
     assert_type(m.params, Params)
     assert_type(m.eos_ids, tuple[int, ...])
-    assert_type(m.default_tree(batch_size=4), TreeTopology)
+    assert_type(m.default_tree(batch_size=4), TreeTopology | DynamicTree)
     assert_type(m.with_draft("lookup"), Loaded)
     return hydrajax.load("org/name@main", quantize="int8")
 
@@ -42,7 +42,7 @@ def trees() -> TreeTopology:
     assert_type(tree.choices, tuple[tuple[int, ...], ...])
     assert_type(TreeTopology.from_json("tree.json"), TreeTopology)
     assert_type(presets.sparse(), TreeTopology)
-    assert_type(presets.by_name("chain-4"), TreeTopology)
+    assert_type(presets.by_name("chain-4"), TreeTopology | DynamicTree)
     assert_type(hydrajax.trees.presets.cartesian((4, 2)), TreeTopology)
     return tree
 

@@ -34,6 +34,7 @@ from hydrajax.train.losses import Objective, draft_loss, head_counts
 from hydrajax.train.simulate import Tally
 from hydrajax.train.step import Batch, batch_placer
 from hydrajax.trees import TreeTopology, presets
+from hydrajax.trees.dynamic import static
 
 TOP_K = 5  # head accuracies are reported for the first 1 .. TOP_K guesses
 
@@ -177,6 +178,6 @@ class HeadsTask:
 
 
 def tree_for(name: str, drafter: Trainable, vocab_size: int) -> TreeTopology:
-    tree = presets.by_name(name)
+    tree = static(presets.by_name(name), "simulated decoding")
     tree.check(drafter.depth, vocab_size)
     return tree

@@ -1,0 +1,103 @@
+"""Dynamic trees against the method written plainly in Python, one row and one candidate at a time."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lab import quick_jit
+
+from hydrajax.drafters.growing import grow
+from hydrajax.drafters.lm_head import LmHead, Vocabulary
+from hydrajax.trees.dynamic import DynamicTree
+
+VOCAB, BATCH = 19, 4
+FULL = LmHead()
+TREES = [DynamicTree(8, 2, 3), DynamicTree(30, 4, 5), DynamicTree(7, 5, 1), DynamicTree(6, 0, 5), DynamicTree(2, 1, 4)]
+
+
+def tables(seed: int) -> np.ndarray:
+    """float32 ``[depth, token, next token]``: logits after a token at a depth, some of them nearly certain."""
+    random = np.random.default_rng(seed)
+    return (random.normal(size=(6, VOCAB, VOCAB)) * random.choice([1, 4], (6, VOCAB, 1))).astype(np.float32)
+
+
+def grown(tree: DynamicTree, logits, roots, lm_head: LmHead = FULL):
+    """The trees of a draft that knows the last token and the depth and nothing else."""
+
+    @quick_jit
+    def run(logits, roots):
+        def guess(beams, beam):
+            beams.append(beam)
+            return beams, jnp.take(logits[beam.depth], beam.tokens, axis=0)
+
+        beams = []
+        return grow(tree, roots, guess, beams, lm_head), beams[1:]
+
+    return jax.device_get(run(logits, roots))
+
+
+def by_hand(tree: DynamicTree, logits: np.ndarray, root: int) -> tuple[list[int], list[int]]:
+    """Tokens and parents in node order; every candidate is (score, its path of tokens, the candidate it hangs from)."""
+    log_p = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(axis=-1, keepdims=True))
+    beam, candidates = [(0.0, [root], None)], []
+    for depth in range(tree.expansions + 1):
+        level = []
+        for score, path, number in beam:
+            best = np.argsort(-log_p[depth, path[-1]], kind="stable")[: tree.top_k]
+            level += [(score + log_p[depth, path[-1], token], [*path, int(token)], number) for token in best]
+        first = len(candidates)
+        candidates += level
+        order = sorted(range(len(level)), key=lambda i: -level[i][0])[: tree.top_k]
+        beam = [(level[i][0], level[i][1], first + i) for i in order]
+    nodes = sorted(sorted(range(len(candidates)), key=lambda i: -candidates[i][0])[: tree.size - 1])
+    parents = [0 if candidates[i][2] is None else 1 + nodes.index(candidates[i][2]) for i in nodes]
+    return [root, *(candidates[i][1][-1] for i in nodes)], [-1, *parents]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+def test_the_likeliest_candidates_become_nodes(tree):
+    roots = np.arange(BATCH, dtype=np.int32)
+    for seed in range(2):
+        logits = tables(seed)
+        proposal, beams = grown(tree, logits, roots)
+        for row in range(BATCH):
+            tokens, parents = by_hand(tree, logits, int(roots[row]))
+            assert proposal.tokens[row].tolist() == tokens
+            assert proposal.tree.parents[row].tolist() == parents
+        for beam in beams:  # what a drafter is told of a beam fits together
+            assert beam.paths.shape == (BATCH, tree.top_k, beam.depth + 1)
+            assert (beam.paths[:, :, 0] == roots[:, None]).all()
+        for above, beam in itertools.pairwise(beams):
+            np.testing.assert_array_equal(
+                beam.paths[:, :, :-1], np.take_along_axis(above.paths, beam.parents[:, :, None], axis=1)
+            )
+
+
+def test_a_draft_that_is_certain_keeps_every_node_with_its_parent():
+    """Scores of equal size everywhere: a child is exactly as likely as its parent."""
+    logits = np.zeros((6, VOCAB, VOCAB), np.float32)
+    logits[:, :, :3] = 200.0  # three tokens of one third; the rest is 0 to the last bit
+    logits[:, 2, 0] = 500.0  # after token 2 there is one alone, with a logarithm of exactly 0
+    proposal, _ = grown(DynamicTree(20, 3, 4), logits, np.full(2, 2, np.int32))
+    parents = proposal.tree.parents
+    assert ((parents[:, 1:] >= 0) & (parents[:, 1:] < np.arange(1, 20))).all()
+    assert proposal.tokens[0, 1] == 0
+    for row in range(2):
+        of_each = [proposal.tokens[row][parents[row] == node].tolist() for node in range(20)]
+        assert all(len(set(tokens)) == len(tokens) for tokens in of_each)
+
+
+def test_a_vocabulary_of_fewer_tokens_than_candidates():
+    """What does not exist is -1, which no rule accepts, and comes after all that does."""
+    logits, tree = tables(3), DynamicTree(12, 2, 5)
+    known = Vocabulary([2, 5, 11])
+    proposal, _ = grown(tree, logits[:, :, :3], np.arange(BATCH, dtype=np.int32), LmHead(vocabulary=known))
+    assert set(np.unique(proposal.tokens[:, 1:])) <= {2, 5, 11, -1}
+    assert (proposal.tokens[:, 1:] >= 0).any(axis=1).all()
+    parents = proposal.tree.parents
+    for row, node in zip(*np.nonzero(proposal.tokens < 0), strict=True):
+        assert not (proposal.tokens[row][parents[row] == node] >= 0).any()
