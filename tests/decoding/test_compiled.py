@@ -21,6 +21,7 @@ from hydrajax.decoding.loop import run_steps
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.step import Engine
+from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
@@ -29,6 +30,7 @@ from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.trees import presets
+from hydrajax.trees.dynamic import DynamicTree
 
 # 1000 new tokens: a cache row is then larger than every weight, logit block and buffer of this tiny model.
 CONFIG = LlamaConfig(17, 32, 48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=2048)
@@ -39,7 +41,9 @@ DRAFTERS = {
     "medusa": (MedusaHeads(2, 32, 17), TREE),
     "hydra": (HydraHeads(2, 32, 17), TREE),
     "hydra++": (WithPrefix(HydraHeads(2, 32, 17, n_layers=2), CONFIG), TREE),
+    "eagle": (Eagle.for_base(CONFIG, jnp.float32), DynamicTree(8, 2, 3)),
 }
+WITH_A_CACHE = ("hydra++", "eagle")  # of their own, one layer of the base's shape
 
 
 def make_engine(name: str, kind=Engine) -> Engine:
@@ -95,7 +99,7 @@ def cache_makers(engine: Engine, hlo: str, batch: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", ["autoregressive", pytest.param("medusa", marks=pytest.mark.slow), "hydra++"])
+@pytest.mark.parametrize("name", ["autoregressive", pytest.param("medusa", marks=pytest.mark.slow), "hydra++", "eagle"])
 def test_the_loop_updates_its_caches_in_place(name, batch):
     engine = make_engine(name)
     hlo = optimised_hlo(engine, batch)
@@ -105,7 +109,7 @@ def test_the_loop_updates_its_caches_in_place(name, batch):
     # of a few slots, on its own or as the only member of its shape in a fusion.
     makers = cache_makers(engine, hlo, batch)
     updates = makers.pop("dynamic-update-slice", 0) + makers.pop("scatter", 0)
-    n_caches = 2 * CONFIG.n_layers + 2 * (name == "hydra++")
+    n_caches = 2 * CONFIG.n_layers + 2 * (name in WITH_A_CACHE)
     assert updates == n_caches
     assert makers.pop("fusion", 0) <= updates
     assert set(makers) <= {"parameter", "get-tuple-element", "bitcast"}
@@ -129,7 +133,7 @@ def test_more_text_is_added_to_the_caches_in_place(name, batch):
     assert cache_copies(engine, hlo) == []
     makers = cache_makers(engine, hlo, batch)
     updates = makers.pop("dynamic-update-slice", 0) + makers.pop("scatter", 0)
-    assert updates == 2 * CONFIG.n_layers + 2 * (name == "hydra++")
+    assert updates == 2 * CONFIG.n_layers + 2 * (name in WITH_A_CACHE)
     assert makers.pop("fusion", 0) <= updates
     assert set(makers) <= {"parameter", "get-tuple-element", "bitcast"}
 

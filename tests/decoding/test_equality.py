@@ -28,6 +28,10 @@ UNTRAINED = [
     ("hydra", "random"),
     ("hydra on layer -1", "skips ranks"),
     ("hydra++", "random"),
+    ("eagle", "random"),
+    ("eagle", "grown"),
+    ("eagle3", "skips ranks"),
+    ("eagle3", "grown"),
 ]
 ORACLE_TREES = ["one node", "skips ranks", "deep and late", "random"]
 

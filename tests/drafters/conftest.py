@@ -104,6 +104,49 @@ def prefix_layer_in_numpy(config, params, features: np.ndarray) -> np.ndarray:
     return np.stack(out)
 
 
+class EagleInNumPy(HeadsInNumPy):
+    """Logits of an EAGLE draft after a text and a path, one place after the other and nothing kept between calls."""
+
+    def __init__(self, drafter, params, base: BoundBase):
+        self.drafter, self.params = drafter, to_float64(params)
+        self.embedding = np.asarray(base.params["embedding"], np.float64)
+        self.base_kernel = np.asarray(base.head_kernel(), np.float64)
+
+    def logits(self, k: int, text: tuple[np.ndarray, list[int]], path: list[int]) -> np.ndarray:
+        """text: the base's features ``[T, n * D]`` and the tokens that follow the first T - 1; the root is next."""
+        features, following = text
+        config, params, keys, values = self.drafter.config, self.params, [], []
+        layer, eps, n_q = params["layer"], config.norm_eps, config.n_heads // config.n_kv_heads
+        third, out = "hidden_norm" in params, None
+        for place, token in enumerate([*following, *path]):
+            e = self.embedding[token]
+            hidden = features[place] if place < len(features) else out
+            if third:
+                x = hidden = hidden @ params["fc"] if place < len(features) else hidden
+                e = rms_norm(e, params["embedding_norm"]["scale"], eps)
+                read = np.concatenate([e, rms_norm(hidden, params["hidden_norm"]["scale"], eps)])
+            else:
+                x = read = np.concatenate([e, hidden]) @ params["fc"] + params["fc_bias"]
+            made = np.einsum("d,dgmh->gmh", read, layer["qkv"])  # of each kv head its queries, its key and its value
+            keys.append([rotate(made[g, n_q], place, config.rope_theta) for g in range(config.n_kv_heads)])
+            values.append(made[:, n_q + 1])
+            heads = []
+            for head in range(config.n_heads):
+                group, member = divmod(head, n_q)
+                query = rotate(made[group, member], place, config.rope_theta)
+                scores = np.array([query @ key[group] for key in keys]) / np.sqrt(config.head_dim)
+                weights = np.exp(scores - scores.max())
+                heads.append(sum(w * value[group] for w, value in zip(weights / weights.sum(), values, strict=True)))
+            x = x + np.concatenate(heads) @ layer["out"]
+            normed = rms_norm(x, layer["mlp_norm"]["scale"], eps)
+            gate, up = normed @ layer["gate_up"][:, 0], normed @ layer["gate_up"][:, 1]
+            out = x + (silu(gate) * up) @ layer["down"]
+        if not third:
+            return out @ self.base_kernel
+        known = rms_norm(out, params["norm"]["scale"], eps) @ params["lm_kernel"]
+        return self.drafter.lm_head.over_all_tokens(known, config.vocab_size)
+
+
 def random_draft_params(drafter, base: BoundBase, seed: int):
     """Noise in every leaf of the shapes of ``init``."""
     return noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)), seed)
@@ -125,6 +168,7 @@ def oracle():
 
     class Oracle:
         heads = HeadsInNumPy
+        eagle = EagleInNumPy
         prefix_layer = staticmethod(prefix_layer_in_numpy)
         random_draft_params = staticmethod(random_draft_params)
         random_tree = staticmethod(random_tree)

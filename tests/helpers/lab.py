@@ -18,7 +18,10 @@ from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.costs import CostsNothing
 from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly
+from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix
@@ -27,6 +30,7 @@ from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.trees import presets
+from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.tree import TreeTopology
 
 # So small a vocabulary that untrained heads, given ten guesses at depth 1, are often right.
@@ -110,6 +114,7 @@ TREES = {
     "flat": TreeTopology.from_choices([[rank] for rank in range(10)]),
     "deep and late": TreeTopology.from_choices([[0], [1], [5], [5, 0], [5, 7], [5, 7, 1], [5, 7, 4], [5, 7, 4, 2]]),
     "random": random_tree(2, 30, depth=4, widest=9),
+    "grown": DynamicTree(14, 3, 4),
 }
 
 DRAFTERS = {
@@ -119,6 +124,8 @@ DRAFTERS = {
     "hydra": HydraHeads(4, WIDTH, VOCAB),
     "hydra on layer -1": HydraHeads(3, WIDTH, VOCAB, hidden_state_offset=1),
     "hydra++": WithPrefix(HydraHeads(4, WIDTH, VOCAB, n_layers=2), CONFIG),
+    "eagle": Eagle.for_base(CONFIG, jnp.float32),
+    "eagle3": Eagle3.for_base(CONFIG, jnp.float32, vocabulary=Vocabulary(range(1, VOCAB, 2))),
 }
 
 

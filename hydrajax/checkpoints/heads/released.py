@@ -14,13 +14,12 @@ import numpy as np
 
 from hydrajax.checkpoints.tensors import expect_tensors, holds, open_tensors
 from hydrajax.drafters.formats import HeadFormat
-from hydrajax.drafters.registry import FILES
+from hydrajax.drafters.registry import FORMATS
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import MODEL, read, shapes
 
 WHAT = "draft"
-FORMATS = [format for files in FILES.values() for format in files.formats]
 
 
 def find_format(directory: Path, config: dict) -> HeadFormat:
@@ -32,10 +31,11 @@ def find_format(directory: Path, config: dict) -> HeadFormat:
         fitting = [format for format in FORMATS if format.recognises(config, names)]
     if fitting:  # if no format's file is there, the first one's is missed
         return next((format for format in fitting if holds(directory, format.stem)), fitting[0])
-    if config.get("model_type") == "eagle" or "fc.weight" in names:
-        # EAGLE-3 reads three layers of the base at once and maps a smaller vocabulary.
-        third = "d2t" in names or any(name.startswith("midlayer.") for name in names)
-        raise HydrajaxError(f"{WHAT}: {directory} holds {'EAGLE-3' if third else 'EAGLE'} heads, which do not load yet")
+    if config.get("model_type") == "eagle":
+        raise HydrajaxError(
+            f"{WHAT}: {directory} holds EAGLE heads as vLLM writes them (model_type 'eagle'), which do not load yet; "
+            "directories as EAGLE's authors released them do"
+        )
     supported = ", ".join([*(format.known_by for format in FORMATS), "hydrajax's own ('hydrajax_draft')"])
     raise HydrajaxError(f"{WHAT}: {directory} is no directory of draft heads that loads; those are: {supported}")
 
@@ -51,6 +51,9 @@ def load_released(directory: Path, config: dict, base: LlamaConfig, dtype, forma
     except HydrajaxError as error:
         raise HydrajaxError(f"{where}: {error}") from None
     expect_tensors(files, shapes(format.layout(drafter, config)), where, re.compile(format.ignored))
-    drafter = format.settled(drafter, files, dtype)
+    try:
+        drafter = format.settled(drafter, files, dtype)
+    except HydrajaxError as error:
+        raise HydrajaxError(f"{where}: {error}") from None
     layout = format.layout(drafter, config)
     return drafter, read(layout, files, lambda path, array: {path[-1]: jax.device_put(np.asarray(array, dtype))})

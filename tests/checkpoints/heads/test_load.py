@@ -1,9 +1,8 @@
-"""Draft heads told apart: Medusa-2 checkpoints and vLLM's layout must give the logits of plain torch modules; EAGLE,
-plain bases and damaged files must be refused by name."""
+"""Draft heads told apart: Medusa-2 checkpoints and vLLM's layout must give the logits of plain torch modules; plain
+bases and damaged files must be refused by name."""
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from forced import forced_logits
-from released import WIDTH
+from released import WIDTH, refusal
 from safetensors.torch import save_file
 from torch import nn
 from torch_heads import VOCAB, Medusa2, medusa_2_config, randomise, refused, save, vllm, vllm_config
@@ -21,6 +20,8 @@ from transformers import LlamaForCausalLM
 
 from hydrajax import api
 from hydrajax.checkpoints.heads.load import load_draft
+from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BoundBase
@@ -250,7 +251,7 @@ def test_medusa_2_head_that_is_not_there(base, base_state, base_config, tmp_path
     refused(save(tmp_path, state, config), base, "missing tensors 'medusa_head.1.0.linear.bias'")
 
 
-# --- what does not load yet, and what is no draft -------------------------------------------------------------
+# --- EAGLE (the numbers are compared in tests/drafters) -------------------------------------------------------
 
 
 def eagle_state(version: int) -> dict:
@@ -264,21 +265,90 @@ def eagle_state(version: int) -> dict:
     if version == 3:
         shapes |= {f"{layer}{norm}.weight": (WIDTH,) for norm in ("input_layernorm", "hidden_norm")}
         shapes |= {"fc.weight": (WIDTH, 3 * WIDTH), "norm.weight": (WIDTH,), "lm_head.weight": (VOCAB // 2, WIDTH)}
-        maps = {"d2t": torch.zeros(VOCAB // 2, dtype=torch.int64), "t2d": torch.zeros(VOCAB, dtype=torch.bool)}
+        maps = {"d2t": torch.arange(VOCAB // 2), "t2d": torch.arange(VOCAB) % 2 == 0}  # every other token
     else:
         shapes |= {"embed_tokens.weight": (VOCAB, WIDTH), "fc.weight": (WIDTH, 2 * WIDTH), "fc.bias": (WIDTH,)}
         maps = {}
     return {name: torch.ones(shape) for name, shape in shapes.items()} | maps
 
 
+@pytest.fixture
+def eagle(base, base_config, tmp_path):
+    """``(write, config)``; ``write(version, state={}, without=(), **config)`` makes a released directory."""
+
+    def write(version: int, *, state=None, without=(), kind="safetensors", **fields) -> Path:
+        config = base_config | {"num_hidden_layers": 1, "num_key_value_heads": 4}
+        if version == 3:
+            config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCAB // 2}
+        tensors = eagle_state(version) | (state or {})
+        return save(tmp_path, {name: x for name, x in tensors.items() if name not in without}, config | fields, kind)
+
+    return write, base.config
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-@pytest.mark.parametrize("version", [1, 3])
-def test_eagle_does_not_load_yet(base, base_config, tmp_path, version, kind):
-    config = base_config | {"num_hidden_layers": 1}
-    if version == 3:
-        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": VOCAB // 2}
-    message = refused(save(tmp_path, eagle_state(version), config, kind), base, str(tmp_path), "do not load yet")
-    assert re.search(r"\bEAGLE-3 heads" if version == 3 else r"\bEAGLE heads", message)
+def test_eagle_1_loads(eagle, kind):
+    write, config = eagle
+    drafter, params = load_draft(write(1, kind=kind), config, None)
+    assert type(drafter) is Eagle
+    assert (drafter.config.width, drafter.config.mlp_width, drafter.config.n_kv_heads) == (WIDTH, 88, 4)
+    assert drafter.fc_bias
+    assert jax.tree.map(jnp.shape, params)["fc"] == (2 * WIDTH, WIDTH)
+    without = load_draft(write(1, without=("fc.bias", "embed_tokens.weight"), bias=False), config)
+    assert not without[0].fc_bias
+    assert "fc_bias" not in without[1]
+
+
+def test_eagle_3_loads_and_knows_its_tokens(eagle):
+    write, config = eagle
+    config = config.replace(n_layers=8)
+    drafter, params = load_draft(write(3), config, jnp.bfloat16)
+    assert type(drafter) is Eagle3
+    assert drafter.reads == (6, 4, 3)  # the inputs of layers 2, 4 and 5
+    assert drafter.vocabulary.tokens.tolist() == list(range(0, VOCAB, 2))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {drafter.dtype} == {jnp.dtype(jnp.bfloat16)}
+    everything = {"lm_head.weight": torch.ones(VOCAB, WIDTH)}
+    drafter, _ = load_draft(write(3, state=everything, without=("d2t", "t2d"), draft_vocab_size=VOCAB), config)
+    assert drafter.vocabulary is None
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "pieces"),
+    [
+        (1, {"without": ["fc.weight"]}, ("missing tensor 'fc.weight'",)),
+        (1, {"without": ["fc.bias"]}, ("missing tensor 'fc.bias'",)),
+        (1, {"bias": False}, ("unexpected tensor 'fc.bias'",)),
+        (1, {"bias": "no"}, ("config.json: bias must be true or false, found 'no'",)),
+        (1, {"state": {"fc.weight": torch.ones(WIDTH, WIDTH)}}, ("fc.weight has shape [32, 32], expected [32, 64]",)),
+        (1, {"hidden_size": 2 * WIDTH}, ("made for another base", "width is 64, not 32")),
+        (1, {"state": {"embed_tokens.weight": torch.ones(7, WIDTH)}}, ("another base", "vocabulary is 7, not 96")),
+        (1, {"num_hidden_layers": 2}, ("num_hidden_layers is 2, supported is 1 in an EAGLE draft",)),
+        (1, {"state": {"layers.1.mlp.up_proj.weight": torch.ones(88, WIDTH)}}, ("unexpected tensor 'layers.1.mlp",)),
+        (1, {"num_attention_heads": 0}, ("config.json", "num_attention_heads")),
+        (3, {"without": ["d2t"]}, ("missing tensor 'd2t'",)),
+        (3, {"without": ["midlayer.hidden_norm.weight"]}, ("missing tensor 'midlayer.hidden_norm.weight'",)),
+        (3, {"state": {"d2t": torch.zeros(VOCAB // 2)}}, ("d2t must be int64", "found float32")),
+        (3, {"state": {"d2t": -torch.arange(VOCAB // 2)}}, ("d2t: the tokens that it tells of must rise",)),
+        (3, {"state": {"d2t": torch.full((VOCAB // 2,), VOCAB)}}, ("d2t: ", f"below {VOCAB}")),
+        (3, {"draft_vocab_size": VOCAB + 1}, ("draft_vocab_size", "exceeds")),
+        (3, {"draft_vocab_size": 0}, ("draft_vocab_size must be an integer from 1 up, found 0",)),
+        (3, {"draft_vocab_size": VOCAB}, ("lm_head.weight has shape",)),
+    ],
+)
+def test_eagle_files_that_are_wrong(eagle, version, changes, pieces):
+    write, config = eagle
+    directory = write(version, **changes)
+    refusal(lambda: load_draft(directory, config.replace(n_layers=8)), "draft", str(directory), *pieces)
+
+
+@pytest.mark.parametrize("n_layers", [2, 5])
+def test_eagle_3_for_a_base_without_three_layers_to_read(eagle, n_layers):
+    write, config = eagle
+    directory = write(3)
+    refusal(lambda: load_draft(directory, config.replace(n_layers=n_layers)), "draft", f"this one has {n_layers}")
+
+
+# --- what does not load yet, and what is no draft -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", [True, False])

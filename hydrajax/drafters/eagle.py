@@ -1,0 +1,307 @@
+"""EAGLE (Li et al. 2024): the draft guesses the base's next hidden state, and from it the next token.
+
+One decoder layer with a cache of its own reads, at place i of the text, the base's hidden state there and the embedding
+of the token that *follows*, i + 1. What it gives is its guess of the hidden state at i + 1, from which the lm head
+guesses token i + 2. Deeper guesses feed on it: at a drafted node it reads its own output at the node's parent.
+EAGLE-3 (`hydrajax.drafters.eagle3`) differs in what the layer is made of, and not in how it is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul, Ranking
+from hydrajax.drafters.drafter import SeesAcceptedOnly, last_observed
+from hydrajax.drafters.filling import fill
+from hydrajax.drafters.growing import grow
+from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.ranks import head_ranks
+from hydrajax.models.arrays import Array, DType
+from hydrajax.models.attention import Part, causal_mask, rope_table
+from hydrajax.models.cache import KVCache, append, init_cache
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.layers import DecoderLayer
+from hydrajax.models.weights import declare, project
+from hydrajax.trees import presets
+from hydrajax.trees.dynamic import DynamicTree
+from hydrajax.trees.topology import take
+
+DEPTH = 10  # how far it drafts; each further token is another pass, so a tree is where the limit really is
+
+
+class EagleState(NamedTuple):
+    """cache: of places whose hidden states the base has computed, never of guesses. hidden: ``[B, D]`` the draft's
+    output at the last of them, from which the children of the root are guessed.
+    """
+
+    cache: KVCache
+    hidden: Float[Array, "B D"]
+
+
+class Branches(NamedTuple):
+    """What the draft has computed of a tree so far.
+
+    hidden:       ``[B, n, D]`` its outputs at the n nodes that it ran last.
+    keys, values: ``[B, n_kv_heads, M, head_dim]`` of all M nodes that it ran. The root is not one of them: it is the
+                  token at the last place of the cache.
+    sees:         bool ``[n, M]`` or ``[B, n, M]``: which of the M a child of each of the n nodes sees, that is the node
+                  and its ancestors.
+    """
+
+    hidden: Float[Array, "B n D"]
+    keys: Float[Array, "B kv M H"]
+    values: Float[Array, "B kv M H"]
+    sees: Bool[Array, "*B n M"]
+
+
+class EagleNetwork(nn.Module):
+    """fc([E(x_{i+1}), h_i]), then a LLaMA decoder layer without the norm before its attention; the base's lm head."""
+
+    config: LlamaConfig
+    dtype: DType
+    fc_bias: bool
+
+    def setup(self):
+        width, axes = self.config.width, ("width", "mlp")
+        self.fc = declare(self, "fc", (2 * width, width), axes, nn.initializers.normal(0.02))
+        if self.fc_bias:
+            self.bias = declare(self, "fc_bias", (width,), axes[1:], nn.initializers.zeros)
+        self.layer = DecoderLayer(self.config, self.dtype)
+
+    def fused(self, features: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
+        """What the layer reads of the base at places that the base has seen; at guessed ones that is its own output."""
+        return features.astype(self.dtype)
+
+    def __call__(self, embeddings, hidden, positions, block_mask, past=()):
+        """Outputs ``[B, T, D]`` at T places, and their keys and values."""
+        x = project(jnp.concatenate([embeddings, hidden], axis=-1), self.fc)
+        x = x + self.bias if self.fc_bias else x
+        x, added, block = self.layer(x, None, rope_table(self.config, positions), block_mask, past, x)
+        return x + added, block
+
+    def logits(self, hidden, base_logits):
+        """Float32 logits over the tokens that it can guess."""
+        return base_logits(hidden)
+
+    def everything(self, features, embeddings, positions, base_logits):
+        """Touches every parameter, for `init`."""
+        return self.logits(self(embeddings, self.fused(features), positions, np.ones((1, 1), bool))[0], base_logits)
+
+
+class FeatureDrafter(SeesAcceptedOnly):
+    """How EAGLE drafts, whichever network it has.
+
+    A subclass is a frozen dataclass with ``config`` (of its layer, with the base's width and vocabulary), ``dtype``,
+    ``depth``, ``reads``, ``lm_head``, ``network`` and ``input_costs``. Methods: `hydrajax.drafters.drafter.Drafter`.
+    """
+
+    draws: ClassVar[bool] = True
+    grows: ClassVar[bool] = True
+
+    @property
+    def n_heads(self) -> int:
+        """How many tokens ahead its guesses are measured (`ranks`)."""
+        return self.depth
+
+    @property
+    def default_tree(self) -> str:
+        return presets.default_name(self.depth, self.lm_head.size(self.config.vocab_size), "eagle_26")
+
+    # --- decoding -----------------------------------------------------------------------------------------------------
+
+    def init_state(self, batch, slots):
+        cache = init_cache(self.config, batch, slots, self.dtype)
+        return EagleState(cache, jnp.zeros((batch, self.config.width), self.dtype))
+
+    def advance(self, params, state, features, tokens, counts, next_root, base):
+        """The base's hidden states in place of the guessed ones, each with the token that came to follow.
+
+        Where more text follows a conversation's answer, the token after the answer's last one stays in the cache as the
+        base would have gone on, in one place that only a guess depends on.
+        """
+        places = jnp.arange(tokens.shape[1])
+        following = jnp.where(places == counts[:, None] - 1, next_root[:, None], jnp.roll(tokens, -1, axis=1))
+        positions = state.cache.lengths[:, None] + places
+        hidden, block = self._apply(
+            params,
+            self._embed(base, following),
+            self._apply(params, features, method="fused"),
+            positions,
+            causal_mask(tokens.shape[1]),
+            state.cache.parts(0),
+        )
+        cache = append(state.cache, (block,), counts, after=hidden[:, 0, 0])
+        return EagleState(cache, last_observed(hidden, counts))
+
+    def propose(self, params, state, root, tree, base, draw=None):
+        """Only nodes that have children are run, a level at a time; of a dynamic tree those that may have some."""
+        if isinstance(tree, DynamicTree):
+
+            def expand(so_far, beam):
+                if beam.depth:
+                    so_far = self._run(params, state.cache, so_far, beam.tokens, beam.parents, beam.depth, base)
+                return so_far, self._logits(params, so_far.hidden, base)
+
+            return grow(tree, root, expand, self._at_root(state), self.lm_head)
+
+        def guess(so_far, k, level, tokens):
+            if k:
+                slot = np.searchsorted(tree.levels[k - 1].parents, tree.parents[level.parents])
+                so_far = self._run(params, state.cache, so_far, tokens[:, level.parents], slot, k, base)
+            return so_far, self._logits(params, so_far.hidden, base)
+
+        return fill(tree, root, guess, self._at_root(state), self.lm_head, self.config.vocab_size, draw)
+
+    def _at_root(self, state: EagleState) -> Branches:
+        """Before any node was run: the root's children are guessed from what the cache's last place has given."""
+        nothing = jnp.zeros((len(state.hidden), self.config.n_kv_heads, 0, self.config.head_dim), self.dtype)
+        return Branches(state.hidden[:, None], nothing, nothing, np.zeros((1, 0), bool))
+
+    def _run(
+        self,
+        params,
+        cache: KVCache,
+        so_far: Branches,
+        tokens: Int[Array, "B n"],
+        slot: Int[Array, "*B n"],
+        depth: int,
+        base,
+    ) -> Branches:
+        """Run n nodes of one depth, whose parents are the nodes ``slot`` of those that were run last.
+
+        They read the cache, their ancestors and themselves. slot: NumPy where it is the same for all rows.
+        """
+        n_nodes = tokens.shape[1]
+        if isinstance(slot, np.ndarray):
+            sees = so_far.sees[slot]
+        else:
+            sees = take(so_far.sees, slot) if so_far.sees.ndim == 3 else jnp.asarray(so_far.sees)[slot]
+        above = Part(so_far.keys, so_far.values, sees if sees.ndim == 2 else sees[:, None, None])
+        itself = np.eye(n_nodes, dtype=bool)
+        hidden, (keys, values) = self._apply(
+            params,
+            self._embed(base, tokens),
+            take(so_far.hidden, slot),
+            jnp.broadcast_to((cache.lengths + depth - 1)[:, None], tokens.shape),
+            itself,
+            (*([above] if sees.shape[-1] else []), *cache.parts(0)),
+        )
+        xp = np if sees.ndim == 2 else jnp
+        return Branches(
+            hidden,
+            jnp.concatenate([so_far.keys, keys], axis=2),
+            jnp.concatenate([so_far.values, values], axis=2),
+            xp.concatenate([sees, xp.broadcast_to(itself, (*sees.shape[:-1], n_nodes))], axis=-1),
+        )
+
+    def _embed(self, base, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+        return base.embed(tokens).astype(self.dtype)
+
+    def _logits(self, params, hidden: Float[Array, "*rows D"], base) -> Float[Array, "*rows V_"]:
+        return self._apply(params, hidden, base.logits, method="logits")
+
+    def _apply(self, params, *inputs, method: str = "__call__"):
+        return self.network.apply({"params": params}, *inputs, method=method)
+
+    # --- parameters, and how good its guesses are ---------------------------------------------------------------------
+
+    def init(self, rng, base):
+        return nn.unbox(self.init_boxed(rng, base))
+
+    def init_boxed(self, rng: Array, base) -> Any:
+        """Fresh parameters with their logical axes attached (`flax.core.meta` boxes, `hydrajax.sharding`)."""
+        vector = jnp.zeros((1, 1, self.config.width), self.dtype)
+        features = jnp.zeros((1, 1, len(self.reads) * self.config.width), self.dtype)
+        example = features, vector, jnp.zeros((1, 1), jnp.int32), base.logits
+        return dict(self.network.init(rng, *example, method="everything")["params"])
+
+    def ranks(self, params, features, batch, base, chunk_tokens):
+        return head_ranks(self, params, features, batch, base, chunk_tokens)
+
+    def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
+        """Its outputs ``[B, T, D]`` for each of the `depth` guesses at every place t, given the text up to there.
+
+        The first reads the base's hidden states. The k-th reads the output of the one before at the *same* place, with
+        token t + 1 + k, at position t + k; it sees what the first saw, and its own way there (EAGLE-3's training-time
+        test, step by step).
+        """
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        if mask is None:
+            mask = causal_mask(tokens.shape[1])
+        itself = np.eye(tokens.shape[1], dtype=bool)
+        hidden, outputs, past = self._apply(params, features, method="fused"), [], []
+        for k in range(self.depth):
+            embeddings = self._embed(base, jnp.roll(tokens, -(k + 1), axis=1))
+            visible = itself if k else mask
+            hidden, block = self._apply(params, embeddings, hidden, positions + k, visible, tuple(past))
+            past.append(Part(*block, visible))
+            outputs.append(hidden)
+        return tuple(outputs)
+
+    def head_logits(self, params, k, hidden, base, rng=None):
+        """Float32 logits over the base's vocabulary of any rows of ``teacher_hidden(...)[k]``."""
+        return self.lm_head.over_all_tokens(self._logits(params, hidden, base), self.config.vocab_size)
+
+    # --- costs --------------------------------------------------------------------------------------------------------
+
+    def propose_costs(self, tree, batch):
+        """Without what attention reads of the cache, whose length is not known here."""
+        costs: list[Cost] = []
+        vocab_size = self.config.vocab_size
+        if isinstance(tree, DynamicTree):
+            levels = [(1, tree.top_k), *[(tree.top_k, tree.top_k)] * tree.expansions]
+        else:
+            levels = [(len(level.parents), level.width) for level in tree.levels]
+        for k, (n_nodes, width) in enumerate(levels):
+            if k:
+                costs += self._layer_costs(f"level {k}", batch, n_nodes, 0)
+            costs += self.lm_head.costs(f"level {k}", batch * n_nodes, self.config.width, vocab_size)
+            costs.append(Ranking(f"level {k} top-{width}", batch * n_nodes, self.lm_head.size(vocab_size)))
+        return costs
+
+    def observe_costs(self, batch, tokens, slots):
+        return self._layer_costs("draft", batch, tokens, slots)
+
+    def _layer_costs(self, name: str, batch: int, tokens: int, slots: int) -> list[Cost]:
+        return [self.input_costs(name, batch * tokens), DecoderLayers(name, self.config, batch, tokens, slots)]
+
+    def input_costs(self, name: str, rows: int) -> Matmul:
+        """What the network computes besides a plain decoder layer."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Eagle(FeatureDrafter):
+    """EAGLE-1, which with dynamic trees is EAGLE-2. config: of its layer; with the base's width and vocabulary.
+
+    fc_bias: whether the map from [embedding, hidden state] to the layer's input has a bias, as released ones mostly do.
+    """
+
+    config: LlamaConfig
+    dtype: DType = jnp.float32
+    fc_bias: bool = True
+    depth: int = DEPTH
+    reads: ClassVar[tuple[int, ...]] = (0,)
+
+    @classmethod
+    def for_base(cls, config: LlamaConfig, dtype, **settings):
+        """With a layer like the base's."""
+        return cls(config.plain_layer, jnp.dtype(dtype), **settings)
+
+    @property
+    def lm_head(self) -> LmHead:
+        return LmHead(shared=True)
+
+    @property
+    def network(self) -> EagleNetwork:
+        return EagleNetwork(self.config, self.dtype, self.fc_bias)
+
+    def input_costs(self, name, rows):
+        return Matmul(f"{name} fc", rows, 2 * self.config.width, self.config.width)

@@ -1,0 +1,114 @@
+"""EAGLE-3 (Li et al. 2025): EAGLE that reads the base at three depths and need not guess its hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from hydrajax.drafters.costs import Matmul
+from hydrajax.drafters.eagle import DEPTH, FeatureDrafter
+from hydrajax.drafters.lm_head import LmHead, Vocabulary
+from hydrajax.models.arrays import Array, DType
+from hydrajax.models.attention import rope_table
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.layers import DecoderLayer, RMSNorm
+from hydrajax.models.weights import declare, project
+
+
+class Eagle3Network(nn.Module):
+    """A decoder layer whose attention reads [norm(E(x_{i+1})), norm(g_i)] side by side, with a norm and an lm head.
+
+    g_i is what fc makes of the base's hidden states at place i, or the layer's own output at a guessed place.
+    """
+
+    config: LlamaConfig
+    dtype: DType
+    n_reads: int
+    lm_head: LmHead
+
+    def setup(self):
+        c = self.config
+        normal = nn.initializers.normal(0.02)
+        self.fc = declare(self, "fc", (self.n_reads * c.width, c.width), ("width", "mlp"), normal)
+        self.embedding_norm = RMSNorm(c.norm_eps, self.dtype)
+        self.hidden_norm = RMSNorm(c.norm_eps, self.dtype)
+        self.layer = DecoderLayer(c, self.dtype)
+        self.norm = RMSNorm(c.norm_eps, self.dtype)
+        self.lm_params = self.lm_head.declare(self, c.width, c.vocab_size)
+
+    def fused(self, features: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
+        """What the layer reads of the base at places that the base has seen; at guessed ones that is its own output."""
+        return project(features.astype(self.dtype), self.fc)
+
+    def __call__(self, embeddings, hidden, positions, block_mask, past=()):
+        """Outputs ``[B, T, D]`` at T places, before the norm, and their keys and values."""
+        both = jnp.concatenate([self.embedding_norm(embeddings), self.hidden_norm(hidden)], axis=-1)
+        x, added, block = self.layer(hidden, None, rope_table(self.config, positions), block_mask, past, both)
+        return x + added, block
+
+    def logits(self, hidden, base_logits):
+        """Float32 logits over the tokens that it can guess."""
+        return self.lm_head.logits(self.lm_params, self.norm(hidden), base_logits)
+
+    def everything(self, features, embeddings, positions, base_logits):
+        """Touches every parameter, for `init`."""
+        block_mask = jnp.ones((1, 1), bool)
+        return self.logits(self(embeddings, self.fused(features), positions, block_mask)[0], base_logits)
+
+
+def reads_of(n_layers: int) -> tuple[int, ...]:
+    """What is read of a base of so many layers: the inputs of a low, a middle and a high one (eagle-3 3.1).
+
+    These are, counted from 0, layers 2, L // 2 and L - 3, as in the released code, where they are three: for 3 layers
+    and from 7 up. In a base of fewer than 3 layers they are the nearest there are, and where several fall together
+    fewer are read. The places are counted from the end, see `hydrajax.models.base.BaseModel.__call__`.
+    """
+    layers = sorted({min(2, n_layers - 1), n_layers // 2, max(n_layers - 3, 0)})
+    return tuple(n_layers - layer for layer in layers)
+
+
+@dataclass(frozen=True)
+class Eagle3(FeatureDrafter):
+    """EAGLE-3. config: of its layer; with the base's width and vocabulary.
+
+    reads: what is read of the base (`reads_of`). vocabulary: of the tokens that it can guess; None for all.
+    """
+
+    config: LlamaConfig
+    reads: tuple[int, ...]
+    vocabulary: Vocabulary | None = None
+    dtype: DType = jnp.float32
+    depth: int = DEPTH
+
+    @classmethod
+    def for_base(cls, config: LlamaConfig, dtype, **settings):
+        """With a layer like the base's."""
+        return cls(config.plain_layer, reads_of(config.n_layers), dtype=jnp.dtype(dtype), **settings)
+
+    @property
+    def lm_head(self) -> LmHead:
+        return LmHead(vocabulary=self.vocabulary)
+
+    @property
+    def network(self) -> Eagle3Network:
+        return Eagle3Network(self.config, self.dtype, len(self.reads), self.lm_head)
+
+    def init_boxed(self, rng, base):
+        """The lm head starts as a copy of the base's."""
+        params = super().init_boxed(rng, base)
+        for name, value in self.lm_head.like_base(base.head_kernel(), self.dtype).items():
+            params[name] = params[name].replace_boxed(value)
+        return params
+
+    def observe_costs(self, batch, tokens, slots):
+        width = self.config.width
+        fc = Matmul("draft fc", batch * tokens, len(self.reads) * width, width)
+        return [fc, *super().observe_costs(batch, tokens, slots)]
+
+    def input_costs(self, name, rows):
+        """The part of queries, keys and values that is made of the embedding: a plain layer has but the other."""
+        c = self.config
+        return Matmul(f"{name} qkv of embeddings", rows, c.width, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim)

@@ -1,0 +1,124 @@
+"""EAGLE and EAGLE-3 against a NumPy version that knows neither trees nor caches, and decoding with them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lab import quick_jit
+
+from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.eagle3 import Eagle3, reads_of
+from hydrajax.drafters.lm_head import Vocabulary
+from hydrajax.drafters.registry import HEADS, KINDS, kind_of, title_of
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees.dynamic import DynamicTree
+
+PROMPTS = [[3, 1, 4, 1, 5], [2, 7], [1] * 17]
+
+
+@pytest.fixture(scope="module", params=["eagle", "eagle3"])
+def drafter(request, base):
+    if request.param == "eagle":
+        return Eagle.for_base(base.config, jnp.float32)
+    return Eagle3.for_base(base.config, jnp.float32, vocabulary=Vocabulary(range(0, base.config.vocab_size, 2)))
+
+
+@pytest.fixture(scope="module")
+def taught(drafter, base, oracle):
+    """Parameters, and a function that proposes after two stretches of text of different lengths in each row.
+
+    ``propose(tree) -> (proposal, texts)``: each text is its features and the tokens after the first, the root last.
+    """
+    params, random = oracle.random_draft_params(drafter, base, 1), np.random.default_rng(0)
+    lengths, batch = [(7, 3), (4, 1), (1, 4)], 3
+    features = random.normal(size=(2, batch, 7, len(drafter.reads) * base.config.width)).astype(np.float32)
+    tokens = random.integers(0, base.config.vocab_size, (2, batch, 7), dtype=np.int32)
+    roots = random.integers(0, base.config.vocab_size, batch, dtype=np.int32)
+    texts = []
+    for row, (first, second) in enumerate(lengths):
+        text = [*tokens[0, row, :first], *tokens[1, row, :second]]
+        seen = np.concatenate([features[0, row, :first], features[1, row, :second]])
+        texts.append((seen.astype(np.float64), [int(token) for token in text[1:]]))
+
+    def propose(tree):
+        @quick_jit
+        def run(params):
+            state = drafter.init_state(batch, 24)
+            for part, counts in enumerate(np.array(lengths).T):
+                last = tokens[1, :, 0] if part == 0 else roots  # the token that comes to follow
+                arguments = features[part], tokens[part], jnp.asarray(counts), jnp.asarray(last), base
+                state = drafter.begin(params, state, *arguments)
+            return drafter.propose(params, state, jnp.asarray(roots), tree, base)
+
+        return jax.device_get(run(params)), roots, texts
+
+    return params, propose
+
+
+def test_a_static_tree_holds_the_best_tokens_after_each_path(drafter, base, taught, oracle):
+    params, propose = taught
+    plain, tree = oracle.eagle(drafter, params, base), oracle.random_tree(3, 18, depth=4, widest=5)
+    proposal, roots, texts = propose(tree)
+    for row, text in enumerate(texts):
+        plain.check_proposal(tree, text, int(roots[row]), proposal.tokens[row])
+
+
+def test_a_dynamic_tree_holds_the_best_tokens_after_each_path(drafter, base, taught, oracle):
+    params, propose = taught
+    plain = oracle.eagle(drafter, params, base)
+    proposal, _, texts = propose(DynamicTree(16, 3, 4))
+    for row, text in enumerate(texts):
+        tokens, made = proposal.tokens[row], proposal.tree
+        for node in range(16):
+            children = tokens[made.parents[row] == node]
+            depth = made.depths[row, node]
+            path = tokens[made.paths[row, node, : depth + 1]].tolist()
+            logits = plain.logits(depth, text, path)
+            np.testing.assert_allclose(logits[children], np.sort(logits)[::-1][: len(children)], atol=2e-4, rtol=0)
+        assert made.depths[row].max() > 1
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize("tree", ["random", "grown"])
+def test_sampling_draws_the_tokens_of_plain_sampling(lab, name, tree):
+    rule = ExactSampling(1.3)
+    decode_fn = make_decode_fn(lab.model, lab.drafters[name], lab.trees[tree], rule, max_new_tokens=24)
+    out = lab.decode(decode_fn, 0, lab.draft(name, 0), PROMPTS, rule=rule, seed=5)
+    plain = lab.plainly(PROMPTS, rule, seed=5)
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    assert out.accept_lengths.max() > 0
+
+
+@pytest.mark.parametrize("n_layers", [*range(1, 12), 32])
+def test_eagle_3_reads_a_low_a_middle_and_a_high_layer(n_layers):
+    layers = [n_layers - place for place in reads_of(n_layers)]
+    assert layers == sorted(set(layers))
+    assert all(0 <= layer < n_layers for layer in layers)
+    if n_layers == 3 or n_layers >= 7:
+        assert set(layers) == {2, n_layers // 2, n_layers - 3}
+
+
+def test_what_cannot_be_is_refused(lab):
+    tree = DynamicTree(14, 3, 4)
+    with pytest.raises(HydrajaxError, match="dynamic-14-3-4 needs a drafter that can grow trees, not PromptLookup"):
+        make_decode_fn(lab.model, KINDS["lookup"].build(lab.model.config, jnp.float32), tree)
+    with pytest.raises(HydrajaxError, match="tree: RejectionSampling needs drawn candidates"):
+        make_decode_fn(lab.model, lab.drafters["eagle"], tree, RejectionSampling(0.8))
+    with pytest.raises(HydrajaxError, match="tree: dynamic-20-11-4 looks 12 tokens ahead, the drafter proposes 10"):
+        make_decode_fn(lab.model, lab.drafters["eagle"], DynamicTree(20, 11, 4))
+    with pytest.raises(HydrajaxError, match="tree: 18 children do not exist in a vocabulary of 17 tokens"):
+        make_decode_fn(lab.model, lab.drafters["eagle"], DynamicTree(20, 1, 18))
+    make_decode_fn(lab.model, lab.drafters["eagle"], tree, Greedy())
+
+
+def test_it_is_not_offered_for_training(lab):
+    """It decodes, and its training is not written yet."""
+    assert set(HEADS) == {"hydra", "medusa"}
+    for name, title in (("eagle", "EAGLE"), ("eagle3", "EAGLE-3")):
+        assert kind_of(lab.drafters[name]) is None
+        assert title_of(lab.drafters[name]) == title

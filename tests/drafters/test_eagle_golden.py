@@ -1,0 +1,192 @@
+"""EAGLE against outputs of the official code (see the README beside the data): hidden states, logits, every tree that
+it proposes, every accepted length and every token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from lab import quick_jit
+
+from hydrajax.api import Loaded, load
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.models.base import BoundBase
+from hydrajax.models.rows import run_base
+from hydrajax.trees import presets
+from hydrajax.trees.dynamic import DynamicTree
+from hydrajax.trees.tree import TreeTopology
+
+TOLERANCE = 1e-4  # on logits and hidden states, as the data's README advises
+CLOSE = 1e-4  # where a decision of a tree was as close as this, two of its tokens may change places
+LONGEST = 140  # above the longest recorded output, 128 and one step's overshoot, so that no recorded step is cut
+STATIC = {
+    "mc63": presets.sparse("eagle_26"),
+    "small": TreeTopology.from_choices([[0], [0, 0], [1], [0, 0, 0], [0, 1], [1, 0]]),
+}
+
+
+class Run(NamedTuple):
+    """The official greedy run of 8 prompts."""
+
+    prompt: np.ndarray  # [8, P], padding 0
+    lengths: np.ndarray
+    output: list[np.ndarray]  # generated ids of each prompt
+    accept_lengths: list[np.ndarray]  # per step, root not counted
+    trees: list[dict[str, np.ndarray]]  # of each prompt: tokens [steps, N], margin [steps], perhaps parents and depths
+
+
+def read_run(folder, name: str) -> Run:
+    run = np.load(folder / f"greedy_{name}.npz")
+    lengths, rows = run["prompt_lens"], range(len(run["prompt_lens"]))
+    fields = ("tokens", "margin", "parents", "depths")
+    return Run(
+        prompt=np.maximum(run["prompts"], 0),
+        lengths=lengths,
+        output=[run["output_ids"][i, lengths[i] : run["output_lens"][i]] for i in rows],
+        accept_lengths=[run["accept_lengths"][i, : run["num_steps"][i]] for i in rows],
+        trees=[{field: run[f"tree_{field}_{i}"] for field in fields if f"tree_{field}_{i}" in run} for i in rows],
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(golden):
+    if not (golden / "eagle").is_dir():
+        pytest.skip(f"no EAGLE data in {golden}")
+    return golden / "eagle"
+
+
+@pytest.fixture(scope="module")
+def loaded_for(golden, folder):
+    made: dict[str, Loaded] = {}
+
+    def get(arch: str) -> Loaded:
+        if arch not in made:
+            made[arch] = load(golden / "base" / "mha", folder / arch / "draft")
+        return made[arch]
+
+    return get
+
+
+def near(ours, recorded) -> None:
+    np.testing.assert_allclose(ours, recorded, atol=TOLERANCE, rtol=0)
+
+
+def teacher_forced(loaded: Loaded, ids: np.ndarray):
+    """The base's features, and the draft's outputs and logits for each of its guesses at every place."""
+
+    @quick_jit
+    def forward(params):
+        base = BoundBase(loaded.model, params.base)
+        features = run_base(loaded.model, params.base, ids, loaded.drafter.reads).features
+        hidden = loaded.drafter.teacher_hidden(params.draft, features, ids, base)
+        logits = [loaded.drafter.head_logits(params.draft, k, rows, base) for k, rows in enumerate(hidden)]
+        return features, hidden, logits
+
+    return forward(loaded.params)
+
+
+def test_eagle_1_teacher_forced(folder, loaded_for):
+    record = np.load(folder / "eagle1_mha" / "teacher_forced.npz")
+    features, hidden, logits = teacher_forced(loaded_for("eagle1_mha"), record["input_ids"].astype(np.int32))
+    near(features, record["base_hidden_postnorm"])
+    # At the last place no token follows: the official code puts a zero there.
+    near(hidden[0][:, :-1], record["draft_hidden"][:, :-1])
+    near(logits[0][:, :-1], record["draft_logits"][:, :-1])
+
+
+def check_decoding(loaded: Loaded, tree, run: Run, swaps: int) -> None:
+    """Ids and accept lengths; then the trees of every step, of which ``swaps`` at most may differ where it was close.
+
+    All 8 prompts in one ragged batch; the official code ran them one by one.
+    """
+    engine = make_decode_fn(loaded.model, loaded.drafter, tree, max_new_tokens=LONGEST).engine
+    prompt = np.pad(run.prompt, ((0, 0), (0, 64 - run.prompt.shape[1])))
+    prefill = quick_jit(lambda params: engine.prefill(params, prompt, run.lengths, jax.random.key(0), Greedy()))
+
+    @quick_jit
+    def step(params, state):
+        proposal = engine.propose(params, state)
+        return proposal.tokens, proposal.tree, engine.decode_step(params, state)
+
+    state, swapped = prefill(loaded.params), 0
+    for i in range(max(map(len, run.accept_lengths))):
+        tokens, made, state = jax.device_get(step(loaded.params, state))
+        for row, recorded in enumerate(run.trees):
+            if i >= len(recorded["tokens"]):
+                continue
+            ours = {"tokens": tokens[row], "parents": made.parents, "depths": made.depths}
+            ours |= {name: ours[name][row] for name in ("parents", "depths") if ours[name].ndim == 2}
+            different = [name for name in ours if name in recorded and (ours[name] != recorded[name][i]).any()]
+            if different:
+                assert recorded["margin"][i] < CLOSE, f"prompt {row}, step {i}: {different}"
+                assert sorted(ours["tokens"]) == sorted(recorded["tokens"][i])
+                swapped += 1
+    assert swapped <= swaps
+    for row, (ids, accepts) in enumerate(zip(run.output, run.accept_lengths, strict=True)):
+        assert len(ids) < LONGEST
+        assert len(ids) == (accepts + 1).sum()  # the data agrees with itself
+        np.testing.assert_array_equal(state.output.tokens[row, : len(ids)], ids, err_msg=f"prompt {row}")
+        ours = state.output.accept_lengths[row, : len(accepts)]
+        np.testing.assert_array_equal(ours, accepts, err_msg=f"prompt {row}")
+
+
+@pytest.mark.parametrize("name", ["mc63", "small"])
+def test_eagle_1_with_static_trees(folder, loaded_for, name):
+    check_decoding(loaded_for("eagle1_mha"), STATIC[name], read_run(folder / "eagle1_mha", f"static_{name}"), swaps=1)
+
+
+def test_official_static_trees(folder):
+    for name, tree in STATIC.items():
+        recorded = np.load(folder / "eagle1_mha" / f"trace_static_{name}.npz")
+        choices = [tuple(rank for rank in path if rank >= 0) for path in recorded["choices_sorted"].tolist()]
+        assert tuple(choices) == tree.choices
+        np.testing.assert_array_equal(tree.ancestor_mask, recorded["verify_tree_attn_mask"].reshape(tree.size, -1) == 1)
+
+
+@pytest.mark.parametrize("name", ["t8", "t32", "t60"])
+@pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
+def test_dynamic_trees(folder, loaded_for, arch, name):
+    recorded = np.load(folder / arch / f"greedy_{name}.npz")
+    tree = DynamicTree(int(recorded["total_token"]), int(recorded["depth"]), int(recorded["top_k"]))
+    check_decoding(loaded_for(arch), tree, read_run(folder / arch, name), swaps=3)
+
+
+def test_eagle_3_teacher_forced(folder, loaded_for):
+    """The first pass over the text, and the passes over its own outputs of the official training forward."""
+    record = np.load(folder / "eagle3_mha" / "teacher_forced.npz")
+    features, hidden, logits = teacher_forced(loaded_for("eagle3_mha"), record["input_ids"].astype(np.int32))
+    near(features, np.concatenate([record[f"hidden_layer_{layer}"] for layer in range(3)], axis=-1))
+    known = loaded_for("eagle3_mha").drafter.vocabulary.tokens
+    near(logits[0][:, :-1, known], record["draft_logits"][:, :-1])
+    for k, recorded in enumerate(record["ttt_hidden"]):
+        near(hidden[k][:, : -1 - k], recorded[:, : -1 - k])  # beyond, no token follows
+    for k, recorded in enumerate(record["ttt_logits"]):
+        near(logits[k][:, : -1 - k, known], recorded[:, : -1 - k])
+
+
+@pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
+def test_end_of_sequence(folder, loaded_for, arch):
+    """The official code keeps the tokens after EOS that its last step accepted; ours ends at EOS itself."""
+    record, loaded = np.load(folder / arch / "eos_t32.npz"), loaded_for(arch)
+    eos, prompt = int(record["eos_id"]), record["prompt"]
+    ids = record["output_ids"][len(prompt) :]
+    decode = make_decode_fn(loaded.model, loaded.drafter, DynamicTree(32, 4, 8), max_new_tokens=LONGEST, eos_ids=(eos,))
+    out = jax.device_get(decode(loaded.params, prompt[None].astype(np.int32)))
+    length = int(np.argmax(ids == eos)) + 1
+    assert ids[length - 1] == eos
+    assert out.ids() == [ids[:length].tolist()]
+    steps = out.accept_lengths[0, : out.steps[0]]
+    np.testing.assert_array_equal(steps[:-1], record["accept_lengths"][: out.steps[0] - 1])
+    assert steps[-1] <= record["accept_lengths"][out.steps[0] - 1]
+
+
+@pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
+def test_bin_and_safetensors_are_the_same(golden, folder, loaded_for, arch, tmp_path):
+    for name in ("config.json", "pytorch_model.bin"):
+        (tmp_path / name).symlink_to(folder / arch / "draft" / name)
+    from_bin = load(golden / "base" / "mha", tmp_path)
+    assert from_bin.drafter == loaded_for(arch).drafter
+    jax.tree.map(np.testing.assert_array_equal, from_bin.params.draft, loaded_for(arch).params.draft)
