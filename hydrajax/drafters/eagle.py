@@ -29,7 +29,7 @@ from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.weights import declare, project
 from hydrajax.trees import presets
-from hydrajax.trees.dynamic import DynamicTree
+from hydrajax.trees.dynamic import DynamicTree, guesses_of
 from hydrajax.trees.topology import take
 
 DEPTH = 10  # how far it drafts; each further token is another pass, so a tree is where the limit really is
@@ -255,11 +255,7 @@ class FeatureDrafter(SeesAcceptedOnly):
         """Without what attention reads of the cache, whose length is not known here."""
         costs: list[Cost] = []
         vocab_size = self.config.vocab_size
-        if isinstance(tree, DynamicTree):
-            levels = [(1, tree.top_k), *[(tree.top_k, tree.top_k)] * tree.expansions]
-        else:
-            levels = [(len(level.parents), level.width) for level in tree.levels]
-        for k, (n_nodes, width) in enumerate(levels):
+        for k, (n_nodes, width) in enumerate(guesses_of(tree)):
             if k:
                 costs += self._layer_costs(f"level {k}", batch, n_nodes, 0)
             costs += self.lm_head.costs(f"level {k}", batch * n_nodes, self.config.width, vocab_size)

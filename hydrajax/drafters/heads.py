@@ -13,6 +13,7 @@ from jaxtyping import Float
 from hydrajax.drafters.costs import Cost, Matmul, Ranking
 from hydrajax.drafters.drafter import SeesAcceptedOnly, last_observed
 from hydrajax.drafters.filling import fill
+from hydrajax.drafters.growing import grow
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.drafters.ranks import head_ranks
 from hydrajax.errors import HydrajaxError
@@ -20,6 +21,7 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.weights import declare, project
 from hydrajax.trees import presets
+from hydrajax.trees.dynamic import DynamicTree, guesses_of
 
 
 def check_dropout(rate: float) -> None:
@@ -174,12 +176,13 @@ class HeadStack(Trained):
 
     A subclass is a frozen dataclass with ``n_heads``, ``width``, ``vocab_size``, ``dtype``, ``dropout``,
     ``hidden_state_offset`` and ``lm_head``; ``head(k)`` says what head k is, ``teacher_inputs`` what it reads in
-    training and ``level_inputs`` what it reads of a tree. State: the last hidden state ``[B, D]``. For the methods see
+    training and ``inputs_after(state, paths, base)`` what it reads after paths of tokens ``[B, n, k + 1]``, which begin
+    with the root. State: the last hidden state ``[B, D]``. For the methods see
     `hydrajax.drafters.drafter.Trainable`.
     """
 
     draws: ClassVar[bool] = True
-    grows: ClassVar[bool] = False
+    grows: ClassVar[bool] = True
 
     def __post_init__(self):
         check_dropout(self.dropout)
@@ -216,10 +219,19 @@ class HeadStack(Trained):
     def propose(self, params, state, root, tree, base, draw=None):
         """One head call for all parents of a level."""
 
-        def guess(before, k, level, tokens):
-            hidden = self.apply_head(params, k, *self.level_inputs(state, tokens, level, base), method="hidden")
-            return before, self.lm_logits(params, k, hidden, base)
+        def logits_after(k, paths):
+            hidden = self.apply_head(params, k, *self.inputs_after(state, paths, base), method="hidden")
+            return self.lm_logits(params, k, hidden, base)
 
+        def expand(before, beam):
+            return before, logits_after(beam.depth, beam.paths)
+
+        def guess(before, k, level, tokens):
+            # Nodes are ordered by depth, so the tokens so far hold every path down to this level's parents.
+            return before, logits_after(k, tokens[:, level.paths])
+
+        if isinstance(tree, DynamicTree):
+            return grow(tree, root, expand, None, self.lm_head)
         return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)
 
     # --- costs --------------------------------------------------------------------------------------------------------
@@ -227,11 +239,11 @@ class HeadStack(Trained):
     def propose_costs(self, tree, batch):
         """Head k runs once per level: one that reads a path for every parent of the level, another for one row."""
         costs: list[Cost] = []
-        for k, level in enumerate(tree.levels):
+        for k, (n_parents, width) in enumerate(guesses_of(tree)):
             head = self.head(k)
-            rows = batch if head.path_length is None else batch * len(level.parents)
+            rows = batch if head.path_length is None else batch * n_parents
             costs += head_costs(f"head {k}", head, rows, batch)
-            costs.append(Ranking(f"head {k} top-{level.width}", rows, self.lm_head.size(self.vocab_size)))
+            costs.append(Ranking(f"head {k} top-{width}", rows, self.lm_head.size(self.vocab_size)))
         return costs
 
     def observe_costs(self, batch, tokens, slots):

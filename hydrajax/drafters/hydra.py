@@ -44,14 +44,11 @@ class HydraHeads(HeadStack):
             dropout=self.dropout,
         )
 
-    def level_inputs(self, state, tokens, level, base):
-        """[h, E(root)], and the embeddings of the tokens from there down to each parent of the level.
-
-        Nodes are ordered by depth, so the ``tokens`` so far hold every path down to this level's parents.
-        """
-        shared = jnp.concatenate([state, base.embed(tokens[:, 0]).astype(self.dtype)], axis=-1)[:, None]
-        path = base.embed(tokens[:, level.paths[:, 1:]]).astype(self.dtype)
-        return shared, path.reshape(len(tokens), len(level.parents), -1)
+    def inputs_after(self, state, paths, base):
+        """[h, E(root)], and the embeddings of the tokens from there to the end of each path."""
+        shared = jnp.concatenate([state, base.embed(paths[:, 0, 0]).astype(self.dtype)], axis=-1)[:, None]
+        path = base.embed(paths[:, :, 1:]).astype(self.dtype)
+        return shared, path.reshape(*paths.shape[:2], -1)
 
     def teacher_inputs(self, features, tokens, base):
         """Head k at position t reads the true tokens t+1 ... t+1+k; the last k+1 positions wrap and must be masked."""

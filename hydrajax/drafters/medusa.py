@@ -50,8 +50,8 @@ class MedusaHeads(HeadStack):
             dropout=self.dropout,
         )
 
-    def level_inputs(self, state, tokens, level, base):
-        """The same for all parents of a level: what a head guesses depends on nothing that was guessed before."""
+    def inputs_after(self, state, paths, base):
+        """The same after all paths: what a head guesses depends on nothing that was guessed before."""
         return (state[:, None],)
 
     def teacher_inputs(self, features, tokens, base):

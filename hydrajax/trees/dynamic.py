@@ -62,6 +62,13 @@ class DynamicTree:
 CandidateTree = TreeTopology | DynamicTree
 
 
+def guesses_of(tree: CandidateTree) -> list[tuple[int, int]]:
+    """Of each level, after how many nodes it is guessed what follows, and how many guesses are ranked."""
+    if isinstance(tree, DynamicTree):
+        return [(1, tree.top_k), *[(tree.top_k, tree.top_k)] * tree.expansions]
+    return [(len(level.parents), level.width) for level in tree.levels]
+
+
 def static(tree: CandidateTree, purpose: str) -> TreeTopology:
     """The tree itself if it is the same at every step. purpose: what needs such a one, for the message else."""
     if isinstance(tree, DynamicTree):

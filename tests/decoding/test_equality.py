@@ -28,6 +28,7 @@ UNTRAINED = [
     ("hydra", "random"),
     ("hydra on layer -1", "skips ranks"),
     ("hydra++", "random"),
+    ("hydra++", "grown"),
     ("eagle", "random"),
     ("eagle", "grown"),
     ("eagle3", "skips ranks"),

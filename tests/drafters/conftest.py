@@ -65,6 +65,22 @@ class HeadsInNumPy:
             siblings = [token for other, token in token_of.items() if other and other[:-1] == path[:-1]]
             assert len(set(siblings)) == len(siblings)
 
+    def check_grown(self, h, tokens: np.ndarray, parents: np.ndarray) -> int:
+        """The children of every node of a dynamic tree must be the best tokens after its path, in order.
+
+        Returns the depth of the tree.
+        """
+        paths = [[int(tokens[0])]]
+        for node in range(1, len(tokens)):
+            paths.append([*paths[parents[node]], int(tokens[node])])
+        for node, path in enumerate(paths):
+            children = tokens[parents == node]
+            if len(children):
+                logits = self.logits(len(path) - 1, h, path)
+                np.testing.assert_allclose(logits[children], np.sort(logits)[::-1][: len(children)], atol=2e-4, rtol=0)
+                assert len(set(children.tolist())) == len(children)
+        return max(map(len, paths)) - 1
+
 
 def rms_norm(x, scale, eps):
     return x / np.sqrt(np.mean(x * x) + eps) * scale

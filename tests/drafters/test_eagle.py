@@ -73,14 +73,7 @@ def test_a_dynamic_tree_holds_the_best_tokens_after_each_path(drafter, base, tau
     plain = oracle.eagle(drafter, params, base)
     proposal, _, texts = propose(DynamicTree(16, 3, 4))
     for row, text in enumerate(texts):
-        tokens, made = proposal.tokens[row], proposal.tree
-        for node in range(16):
-            children = tokens[made.parents[row] == node]
-            depth = made.depths[row, node]
-            path = tokens[made.paths[row, node, : depth + 1]].tolist()
-            logits = plain.logits(depth, text, path)
-            np.testing.assert_allclose(logits[children], np.sort(logits)[::-1][: len(children)], atol=2e-4, rtol=0)
-        assert made.depths[row].max() > 1
+        assert plain.check_grown(text, proposal.tokens[row], proposal.tree.parents[row]) > 1
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])

@@ -16,6 +16,7 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.trees import presets
+from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.tree import TreeTopology
 
 WIDTH, VOCAB = 32, 61  # of the `tiny_model` fixture
@@ -73,6 +74,20 @@ def propose_and_check(heads, base, tree, batch, seed):
 @pytest.mark.parametrize(("name", "batch"), [("skips ranks", 1), ("skips ranks", 3), ("sparse", 3)])
 def test_propose_matches_numpy(heads, base, name, batch):
     propose_and_check(heads, base, TREES[name], batch, seed=batch)
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra, 3 shared layers"])
+def test_a_dynamic_tree_holds_the_best_tokens_after_each_path(base, oracle, name):
+    drafter, tree, batch = DRAFTERS[name], DynamicTree(18, 3, 4), 3
+    params = oracle.random_draft_params(drafter, base, seed=5)
+    in_numpy = oracle.heads(drafter, params, base.params["embedding"], reads_path=isinstance(drafter, HydraHeads))
+    random = np.random.default_rng(2)
+    # Small, so that no head is so sure that the tree is a chain.
+    state = 0.2 * random.standard_normal((batch, WIDTH)).astype(np.float32)
+    root = random.integers(VOCAB, size=batch, dtype=np.int32)
+    proposal = jax.device_get(quick_jit(lambda *arrays: drafter.propose(*arrays, tree, base))(params, state, root))
+    for row in range(batch):
+        assert in_numpy.check_grown(state[row], proposal.tokens[row], proposal.tree.parents[row]) > 1
 
 
 @settings(max_examples=8, deadline=None)
