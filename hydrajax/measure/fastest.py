@@ -22,14 +22,13 @@ import numpy as np
 
 from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import AcceptanceRule
-from hydrajax.decoding.decode import check_fit
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.measure.contest import contest
 from hydrajax.measure.machine import machine
 from hydrajax.measure.way import Way, baseline_rule
 from hydrajax.trees import presets
-from hydrajax.trees.dynamic import CandidateTree
+from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 from hydrajax.trees.tree import TreeTopology
 
 CANDIDATES = ("chain-2", "chain-4", "cartesian-2x2")  # beside the drafter's own; each costs a compilation
@@ -133,7 +132,10 @@ def _measure(loaded: Bundle, prompts, rule, batch_size: int, on_status) -> Choic
 
 def _fits(loaded: Bundle, name: str, rule: AcceptanceRule) -> bool:
     try:
-        check_fit(loaded.drafter, presets.by_name(name), rule, loaded.model.config.vocab_size)
+        tree = presets.by_name(name)
+        tree.check(loaded.drafter.depth, loaded.model.config.vocab_size)
+        if isinstance(tree, DynamicTree):
+            rule.check(tree)
     except HydrajaxError:
         return False
     return True
@@ -144,7 +146,7 @@ def _key(loaded: Bundle, rule: AcceptanceRule, batch_size: int) -> str:
     here = machine()
     facts = (
         *here.values(), batch_size, type(rule).__name__,
-        str(loaded.model), str(loaded.drafter), CANDIDATES,
+        str(loaded.model), str(loaded.drafter), CANDIDATES, GROWN,
     )  # fmt: skip
     digest = hashlib.sha256(repr(facts).encode())
     leaves = jax.tree.leaves(loaded.params)

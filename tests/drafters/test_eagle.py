@@ -9,8 +9,10 @@ import pytest
 from lab import quick_jit
 
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
-from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.decoding.decode import make_decode_fn, result_of
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.state import Params
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3, reads_of
 from hydrajax.drafters.lm_head import Vocabulary
@@ -85,6 +87,33 @@ def test_sampling_draws_the_tokens_of_plain_sampling(lab, name, tree):
     plain = lab.plainly(PROMPTS, rule, seed=5)
     np.testing.assert_array_equal(out.tokens, plain.tokens)
     assert out.accept_lengths.max() > 0
+
+
+def test_a_second_turn_goes_on_as_the_base_would(lab):
+    """The draft's cache stays in step with the base's, whatever ended the first answer."""
+    engine = make_decode_fn(lab.model, lab.drafters["eagle"], lab.trees["grown"], max_new_tokens=9).engine
+    params, step = Params(lab.base(0), lab.draft("eagle", 0)), lab.quick_jit(engine.decode_step)
+    key, rule, limits = jax.random.key(0), per_row(Greedy(), 3), np.array([4, 9, 1], np.int32)
+
+    def finish(state):
+        while not state.output.done.all():
+            state = step(params, state)
+        np.testing.assert_array_equal(state.draft.cache.lengths, state.target.cache.lengths)
+        return state, jax.device_get(result_of(state.output)).ids()
+
+    prompts, more = [[3, 1, 4], [2, 6], [9, 2, 6, 5]], [[5, 5], [1], [8, 0, 2]]
+    prefill = lab.quick_jit(engine.prefill, static_argnames="slots")
+    state, said = finish(prefill(params, *padded(prompts), key, rule, limits, slots=lab.context + 14))
+    whole = [[*prompt, *ids, *text] for prompt, ids, text in zip(prompts, said, more, strict=True)]
+    _, answers = finish(lab.quick_jit(engine.extend)(params, state, *padded(more), key, rule, limits))
+    texts, _ = lab.references(0, whole)
+    for row, text in enumerate(whole):
+        assert answers[row] == lab.expected(texts[row], len(text), int(limits[row]))
+
+
+def padded(texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids ``[rows, 4]``, right-padded, and their lengths."""
+    return np.array([text + [0] * (4 - len(text)) for text in texts], np.int32), np.array([*map(len, texts)], np.int32)
 
 
 @pytest.mark.parametrize("n_layers", [*range(1, 12), 32])

@@ -6,16 +6,22 @@ import dataclasses
 import datetime
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import hydrajax
-from hydrajax import Greedy, Typical, assets
+from hydrajax import Greedy, Params, Typical, assets
+from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.drafters.eagle import Eagle
 from hydrajax.measure import fastest
 from hydrajax.measure.contest import Measured
 from hydrajax.measure.machine import machine
-from hydrajax.trees import presets
+from hydrajax.models.base import BoundBase
+from hydrajax.trees import DynamicTree, presets
 
 PROMPTS = [np.arange(1, 9, dtype=np.int32)]
 
@@ -118,3 +124,17 @@ def test_a_searched_tree_is_taken_if_it_was_searched_here(loaded, speeds, tmp_pa
     assert (choice.tree == presets.chain(3)) == taken
     assert ("the searched one of 4 nodes, 1.30 times" in str(choice)) == taken
     assert bool(speeds.ways) != taken
+
+
+def test_a_tree_that_is_grown_is_tried_and_remembered_where_the_drafter_and_the_rule_take_it(speeds, tiny_model):
+    model, params = tiny_model
+    drafter = Eagle.for_base(model.config, jnp.float32)
+    eagle = Bundle(model, drafter, Params(params, drafter.init(jax.random.key(0), BoundBase(model, params))))
+    speeds |= {fastest.GROWN: 1.9, "eagle_26": 1.3}
+    now = fastest.choose(eagle, PROMPTS, Greedy(), 1)
+    assert now.tree == DynamicTree(60, 7, 10)
+    later = fastest.choose(eagle, PROMPTS, Greedy(), 1)
+    assert later == dataclasses.replace(now, date=datetime.date.today().isoformat())
+    assert len(speeds.ways) == 1
+    assert fastest.choose(eagle, PROMPTS, RejectionSampling(0.8), 1).name == "chain-4"
+    assert fastest.GROWN not in [way.name for way in speeds.ways[1]]

@@ -1,0 +1,52 @@
+"""What is known of dynamic trees before there is text, their names, and where they are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees import DynamicTree, presets
+from hydrajax.trees.dynamic import guesses_of, static
+
+
+def test_a_name_and_its_tree():
+    tree = presets.by_name("dynamic-60-7-10")
+    assert tree == presets.tree_of("dynamic-60-7-10") == presets.tree_of(tree) == DynamicTree(60, 7, 10)
+    assert tree.name == "dynamic-60-7-10"
+    assert hash(tree) == hash(DynamicTree(60, 7, 10))
+    assert (tree.size, tree.depth) == (60, 8)
+    assert DynamicTree(3, 7, 10).depth == 2  # two nodes below the root reach no deeper
+    assert guesses_of(DynamicTree(20, 2, 5)) == [(1, 5), (5, 5), (5, 5)]
+    assert guesses_of(presets.cartesian([3, 2])) == [(1, 3), (3, 2)]
+
+
+def test_as_many_nodes_as_there_are_candidates():
+    assert DynamicTree(4 + 2 * 16 + 1, 2, 4).size == 37
+    with pytest.raises(HydrajaxError, match=r"dynamic-38-2-4 has 36 candidates .* too few for 37 nodes"):
+        DynamicTree(38, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dynamic-1-2-3", "tree: a dynamic tree has 2 to 4096 nodes, root included, found 1"),
+        ("dynamic-9999-2-100", "tree: a dynamic tree has 2 to 4096 nodes, root included, found 9999"),
+        ("dynamic-8-2-0", "tree: a dynamic tree needs at least 0 expansions, of 1 node or more, found 2 of 0"),
+        ("dynamic-8-2", "tree: found 'dynamic-8-2', allowed are root, chain-K"),
+        ("dynamic-8--2-3", "tree: found 'dynamic-8--2-3', allowed are root, chain-K"),
+    ],
+)
+def test_numbers_that_make_no_tree(name, message):
+    with pytest.raises(HydrajaxError, match=message):
+        presets.by_name(name)
+
+
+def test_what_needs_a_tree_that_stays_says_so():
+    assert static(presets.chain(2), "drawing") == presets.chain(2)
+    with pytest.raises(HydrajaxError, match="tree: dynamic-8-2-3 has another shape at every step, drawing needs one"):
+        static(DynamicTree(8, 2, 3), "drawing")
+
+
+def test_the_static_tree_of_eagle():
+    tree = presets.by_name("eagle_26")
+    assert (tree.size, tree.depth, tree.max_rank) == (26, 5, 3)
