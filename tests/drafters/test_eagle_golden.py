@@ -3,6 +3,7 @@ it proposes, every accepted length and every token."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,10 @@ STATIC = {
     "mc63": presets.sparse("eagle_26"),
     "small": TreeTopology.from_choices([[0], [0, 0], [1], [0, 0, 0], [0, 1], [1, 0]]),
 }
+
+
+def slow(name: str):
+    return pytest.param(name, marks=pytest.mark.slow)
 
 
 class Run(NamedTuple):
@@ -74,15 +79,16 @@ def near(ours, recorded) -> None:
     np.testing.assert_allclose(ours, recorded, atol=TOLERANCE, rtol=0)
 
 
-def teacher_forced(loaded: Loaded, ids: np.ndarray):
-    """The base's features, and the draft's outputs and logits for each of its guesses at every place."""
+def teacher_forced(loaded: Loaded, ids: np.ndarray, depth: int):
+    """The base's features, and the draft's outputs and logits for each of ``depth`` guesses at every place."""
+    drafter = dataclasses.replace(loaded.drafter, depth=depth)
 
     @quick_jit
     def forward(params):
         base = BoundBase(loaded.model, params.base)
-        features = run_base(loaded.model, params.base, ids, loaded.drafter.reads).features
-        hidden = loaded.drafter.teacher_hidden(params.draft, features, ids, base)
-        logits = [loaded.drafter.head_logits(params.draft, k, rows, base) for k, rows in enumerate(hidden)]
+        features = run_base(loaded.model, params.base, ids, drafter.reads).features
+        hidden = drafter.teacher_hidden(params.draft, features, ids, base)
+        logits = [drafter.head_logits(params.draft, k, rows, base) for k, rows in enumerate(hidden)]
         return features, hidden, logits
 
     return forward(loaded.params)
@@ -90,7 +96,7 @@ def teacher_forced(loaded: Loaded, ids: np.ndarray):
 
 def test_eagle_1_teacher_forced(folder, loaded_for):
     record = np.load(folder / "eagle1_mha" / "teacher_forced.npz")
-    features, hidden, logits = teacher_forced(loaded_for("eagle1_mha"), record["input_ids"].astype(np.int32))
+    features, hidden, logits = teacher_forced(loaded_for("eagle1_mha"), record["input_ids"].astype(np.int32), depth=1)
     near(features, record["base_hidden_postnorm"])
     # At the last place no token follows: the official code puts a zero there.
     near(hidden[0][:, :-1], record["draft_hidden"][:, :-1])
@@ -133,7 +139,7 @@ def check_decoding(loaded: Loaded, tree, run: Run, swaps: int) -> None:
         np.testing.assert_array_equal(ours, accepts, err_msg=f"prompt {row}")
 
 
-@pytest.mark.parametrize("name", ["mc63", "small"])
+@pytest.mark.parametrize("name", ["mc63", slow("small")])
 def test_eagle_1_with_static_trees(folder, loaded_for, name):
     check_decoding(loaded_for("eagle1_mha"), STATIC[name], read_run(folder / "eagle1_mha", f"static_{name}"), swaps=1)
 
@@ -146,7 +152,7 @@ def test_official_static_trees(folder):
         np.testing.assert_array_equal(tree.ancestor_mask, recorded["verify_tree_attn_mask"].reshape(tree.size, -1) == 1)
 
 
-@pytest.mark.parametrize("name", ["t8", "t32", "t60"])
+@pytest.mark.parametrize("name", [slow("t8"), slow("t32"), "t60"])
 @pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
 def test_dynamic_trees(folder, loaded_for, arch, name):
     recorded = np.load(folder / arch / f"greedy_{name}.npz")
@@ -157,7 +163,7 @@ def test_dynamic_trees(folder, loaded_for, arch, name):
 def test_eagle_3_teacher_forced(folder, loaded_for):
     """The first pass over the text, and the passes over its own outputs of the official training forward."""
     record = np.load(folder / "eagle3_mha" / "teacher_forced.npz")
-    features, hidden, logits = teacher_forced(loaded_for("eagle3_mha"), record["input_ids"].astype(np.int32))
+    features, hidden, logits = teacher_forced(loaded_for("eagle3_mha"), record["input_ids"].astype(np.int32), depth=7)
     near(features, np.concatenate([record[f"hidden_layer_{layer}"] for layer in range(3)], axis=-1))
     known = loaded_for("eagle3_mha").drafter.vocabulary.tokens
     near(logits[0][:, :-1, known], record["draft_logits"][:, :-1])
@@ -167,7 +173,7 @@ def test_eagle_3_teacher_forced(folder, loaded_for):
         near(logits[k][:, : -1 - k, known], recorded[:, : -1 - k])
 
 
-@pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
+@pytest.mark.parametrize("arch", ["eagle1_mha", slow("eagle3_mha")])
 def test_end_of_sequence(folder, loaded_for, arch):
     """The official code keeps the tokens after EOS that its last step accepted; ours ends at EOS itself."""
     record, loaded = np.load(folder / arch / "eos_t32.npz"), loaded_for(arch)
