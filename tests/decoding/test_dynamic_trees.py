@@ -112,8 +112,12 @@ def with_penalties(kind, **settings) -> list:
 
 @pytest.mark.parametrize(
     "rule",
-    [Greedy(), ExactSampling(1.3), with_penalties(Greedy), with_penalties(ExactSampling, temperature=1.3, min_p=0.05)],
-    ids=["greedy", "exact", "greedy with penalties", "exact with penalties and min_p"],
+    [
+        pytest.param(Greedy(), id="greedy"),
+        pytest.param(ExactSampling(1.3), id="exact"),
+        pytest.param(with_penalties(Greedy), id="greedy with penalties", marks=pytest.mark.slow),
+        pytest.param(with_penalties(ExactSampling, temperature=1.3, min_p=0.05), id="exact with penalties and min_p"),
+    ],
 )
 def test_random_trees_of_every_row_give_the_text_of_plain_decoding(lab, runs, rule):
     """Token for token, and in the steps that the right paths allow: the trees are really used."""

@@ -29,10 +29,8 @@ UNTRAINED = [
     ("hydra on layer -1", "skips ranks"),
     ("hydra++", "random"),
     ("hydra++", "grown"),
-    ("eagle", "random"),
     ("eagle", "grown"),
     ("eagle3", "skips ranks"),
-    ("eagle3", "grown"),
 ]
 ORACLE_TREES = ["one node", "skips ranks", "deep and late", "random"]
 
