@@ -184,6 +184,7 @@ def test_importing_the_package_loads_nothing_that_only_some_uses_need():
     assert loaded_after("import hydrajax, hydrajax.cli.train, hydrajax.cli.generate", ON_DEMAND | FOR_TRAINING) == set()
 
 
+@pytest.mark.slow
 def test_generating_loads_nothing_that_only_training_needs():
     """Of heads only our own format needs orbax. A tokenizer is loaded, and so the check is seen to find something."""
     command = ["generate", "--base", str(assets.base()), "--prompt", "import", "--max-new-tokens", "2"]

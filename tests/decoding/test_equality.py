@@ -28,7 +28,6 @@ UNTRAINED = [
     ("hydra", "random"),
     ("hydra on layer -1", "skips ranks"),
     ("hydra++", "random"),
-    ("hydra++", "grown"),
     ("eagle", "grown"),
     ("eagle3", "skips ranks"),
 ]

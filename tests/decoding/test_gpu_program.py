@@ -75,9 +75,8 @@ def interpreted(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize(
-    ("kind", "tree"), [("lookup", "chain-3"), pytest.param("hydra++", "cartesian-3x2", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # the kernels alone are compared with NumPy in tests/models/kernels
+@pytest.mark.parametrize(("kind", "tree"), [("lookup", "chain-3"), ("hydra++", "cartesian-3x2")])
 def test_with_its_kernels_a_tree_decodes_what_one_token_at_a_time_does(interpreted, kind, tree):
     """Two rows of different lengths. Lookup finds much in what a random model writes, so that long paths are kept."""
     model, base = random_base(CONFIG, jnp.bfloat16)

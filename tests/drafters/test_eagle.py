@@ -78,7 +78,9 @@ def test_a_dynamic_tree_holds_the_best_tokens_after_each_path(drafter, base, tau
         assert plain.check_grown(text, proposal.tokens[row], proposal.tree.parents[row]) > 1
 
 
-@pytest.mark.parametrize(("name", "tree"), [("eagle", "random"), ("eagle3", "grown")])
+@pytest.mark.parametrize(
+    ("name", "tree"), [pytest.param("eagle", "random", marks=pytest.mark.slow), ("eagle3", "grown")]
+)
 def test_sampling_draws_the_tokens_of_plain_sampling(lab, name, tree):
     rule = ExactSampling(1.3)
     decode_fn = make_decode_fn(lab.model, lab.drafters[name], lab.trees[tree], rule, max_new_tokens=24)
