@@ -162,7 +162,7 @@ class Setup:
         found = read_prompts(self.args.prompts)
         if len(found) < count:
             raise HydrajaxError(f"--prompts: {count} are needed, {self.args.prompts} holds {len(found)}")
-        return [self.base.prompt_ids(prompt, f"prompt {at}") for at, prompt in enumerate(found[:count])]
+        return list(self.base.ids_of_prompts(found[:count]))
 
     def autoregressive(self, rule: AcceptanceRule | None = None) -> Way:
         return Way.of(self.base, "base", rule=rule, max_new_tokens=self._new_tokens).autoregressive()

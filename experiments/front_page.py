@@ -15,7 +15,7 @@ import numpy as np
 
 import hydrajax
 from hydrajax.cli import run_command
-from hydrajax.report.drawing import new_figure, save_png
+from hydrajax.report.drawing import new_figure, save_png, side_by_side
 from hydrajax.trees.tree import TreeTopology
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,11 +68,8 @@ def tree_picture(path: Path) -> None:
 
 def drawn(tree: TreeTopology, words: list[str], path: list[int], before: str, following: str):
     """The tree from left to right: the root, then each depth; the accepted path in green."""
-    parents, depths, paths = tree.parents, tree.depths, tree.node_paths.tolist()
-    leaves = sorted((n for n in range(tree.size) if n not in set(parents.tolist())), key=paths.__getitem__)
-    y = {leaf: -float(row) for row, leaf in enumerate(leaves)}
-    for node in reversed(range(tree.size)):
-        y.setdefault(node, max((y[child] for child in tree.children[node] if child > 0), default=0.0))
+    parents, depths = tree.parents, tree.depths
+    y = {node: -row for node, row in side_by_side(tree, min).items()}  # a node stands beside its best child
     figure = new_figure(9.6, 3.5)
     axes = figure.subplots()
     for node in range(tree.size):

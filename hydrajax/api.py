@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack, overload
@@ -42,6 +42,7 @@ from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 
 AUTO = "auto"
+NO_DRAFT = "none"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 QUANTIZED = ("int8",)
 
@@ -63,10 +64,6 @@ class Settings(Numbers, total=False):
     seed: int | None
     logprobs: bool
     on_status: Callable[[str], None] | None
-
-
-def _on_stderr(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 @dataclass(eq=False, repr=False)
@@ -185,9 +182,7 @@ class Loaded(Bundle):
 
         ``decode_fn(m.params, *m.encode(["def area("]))``. Raises `HydrajaxError` for a prompt that does not fit.
         """
-        if isinstance(prompts, str):
-            raise HydrajaxError("prompts: must be a list of prompts, found one text; write [text]")
-        ids = [self.prompt_ids(prompt, f"prompt {row}") for row, prompt in enumerate(prompts)]
+        ids = list(self.ids_of_prompts(prompts))
         return right_padded(ids, max(map(len, ids), default=0))
 
     def decode(self, result: DecodeResult) -> list[str]:
@@ -218,13 +213,12 @@ class Loaded(Bundle):
         rule: AcceptanceRule,
         batch_size: int,
         on_status: Callable[[str], None] = lambda text: None,
-        say: Callable[[str], None] = _on_stderr,
     ) -> tuple[Loaded, CandidateTree, AcceptanceRule]:
-        """What to decode with where no tree was named (`hydrajax.measure.fastest`), told to ``say`` in one line."""
+        """What to decode with where no tree was named (`hydrajax.measure.fastest`), said in one line on stderr."""
         choice = choose(self, prompts, rule, batch_size, on_status)
         if choice is None:
             return self, self.default_tree(batch_size), rule
-        say(str(choice))
+        print(choice, file=sys.stderr)
         if choice.tree is None:
             return self._drafting(NO_DRAFT), presets.root(), baseline_rule(rule)
         return self, choice.tree, rule
@@ -249,15 +243,12 @@ class Loaded(Bundle):
         first = rules[0] if listed else rules
         key = batch_size, type(first)
         if key not in loaded._fastest:
-            ids: Iterator = (loaded.prompt_ids(prompt, f"prompt {row}") for row, prompt in enumerate(prompts))
+            ids = loaded.ids_of_prompts(prompts)
             loaded._fastest[key] = loaded.fastest(ids, first, batch_size, on_status or (lambda text: None))[:2]
         chosen, tree = loaded._fastest[key]
         if chosen is not loaded:  # without the draft
             rules = [baseline_rule(rule) for rule in rules] if listed else baseline_rule(rules)
         return chosen, tree, rules
-
-
-NO_DRAFT = "none"
 
 
 def make_decode_fn(

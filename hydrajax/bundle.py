@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from hydrajax.decoding.prompts import bucket, check_prompt
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.registry import title_of
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.base import BaseModel
 from hydrajax.text.prompt import Prompt
 from hydrajax.trees import presets
@@ -82,6 +83,13 @@ class Bundle:
         ids = np.asarray(prompt.ids(self.tokenizer), object)  # object: an id may exceed 64 bits, and is refused here
         check_prompt(ids, prompt.where, self.model.config)
         return ids.astype(np.int32)
+
+    def ids_of_prompts(self, prompts: Sequence[Any]) -> Iterator[np.ndarray]:
+        """`prompt_ids` of each, named in messages by its number; one that is not asked for is not encoded."""
+        if isinstance(prompts, str):
+            raise HydrajaxError("prompts: must be a list of prompts, found one text; write [text]")
+        for row, prompt in enumerate(prompts):
+            yield self.prompt_ids(prompt, f"prompt {row}")
 
 
 def _count(params: Any) -> int:

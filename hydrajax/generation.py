@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.loop import Bursts, Snapshot
 from hydrajax.decoding.prompts import batches, bucket
+from hydrajax.decoding.rules import one_each
 from hydrajax.decoding.sampling import Sampling, like_one_another, per_row, row_keys
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.answers import Generation
@@ -56,11 +57,9 @@ def generate(
     """
     if batch_size < 1:
         raise HydrajaxError(f"batch_size: must be at least 1, found {batch_size}")
-    if isinstance(prompts, str):
-        raise HydrajaxError("prompts: must be a list of prompts, found one text; write [text]")
-    encoded = [loaded.prompt_ids(prompt, f"prompt {row}") for row, prompt in enumerate(prompts)]
-    limits = _one_each("max_new_tokens", max_new_tokens, len(encoded))
-    rules = _one_each("rule", rule or Greedy(), len(encoded))
+    encoded = list(loaded.ids_of_prompts(prompts))
+    limits = one_each("max_new_tokens", max_new_tokens, len(encoded))
+    rules = one_each("rule", rule or Greedy(), len(encoded))
     if not encoded:
         return iter(())
     request = _request(loaded, tree, rules, max(limits), min(limits), stop, seed, on_status, logprobs)
@@ -134,15 +133,6 @@ class Request(NamedTuple):
 
     def bursts(self) -> Bursts:
         return self.loaded.bursts(self.tree, self.rules[0], self.max_new_tokens, self.logprobs)
-
-
-def _one_each(name: str, value: Any, count: int) -> list:
-    """One for each of so many prompts, from one for all or a list."""
-    if not isinstance(value, (Sequence, np.ndarray)):
-        return [value] * count
-    if len(value) != count:
-        raise HydrajaxError(f"{name}: must be one for all prompts or one for each, found {len(value)} for {count}")
-    return list(value)
 
 
 def seed_for(rule: AcceptanceRule, seed: int | None) -> int | None:

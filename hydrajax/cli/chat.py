@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from rich.console import Console
 
+from hydrajax.chat import Chat
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
 
@@ -27,8 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from hydrajax.chat import Chat  # transformers' templates are slow to import
-
     tree, rule = options.tree_from(args), options.rule_from(args)
     console = Console(stderr=True, highlight=False)
     loaded = options.load_from(args)

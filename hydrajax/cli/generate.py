@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
         progress.status("loading")
         loaded = load_from(args, progress.status)
         if tree is None:
-            ids = (loaded.prompt_ids(prompt, f"prompt {row}") for row, prompt in enumerate(prompts))  # as far as needed
+            ids = loaded.ids_of_prompts(prompts)  # as far as needed
             loaded, tree, rule = loaded.fastest(ids, rule, args.batch_size, progress.status)
             progress.hide()
         screen = Screen(loaded, len(prompts), drafted=tree.depth > 0)

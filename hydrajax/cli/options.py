@@ -191,7 +191,7 @@ def prompts_from(path: str | None, loaded: api.Loaded, limit: int | None = None)
         raise HydrajaxError("--prompts: is needed, as the base has no tokenizer for the built-in ones")
     else:
         texts = [Prompt(text, f"built-in prompt {row}") for row, text in enumerate(BUILT_IN_PROMPTS)]
-    return [loaded.prompt_ids(text, f"prompt {row}") for row, text in enumerate(texts[:limit])]
+    return list(loaded.ids_of_prompts(texts[:limit]))
 
 
 def draft_of(args: argparse.Namespace) -> str | None:

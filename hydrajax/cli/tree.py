@@ -88,7 +88,7 @@ def _search(args: argparse.Namespace) -> None:
     texts = read_prompts(args.prompts)[: args.limit]
     loaded = options.load_from(args)
     path = _destination(args, loaded.draft_directory)
-    prompts = [loaded.prompt_ids(text, f"prompt {row}") for row, text in enumerate(texts)]
+    prompts = list(loaded.ids_of_prompts(texts))
     with ExitStack() as stack:  # an unwritable file is refused before anything is measured
         file = stack.enter_context(WholeFile(path, "--output" if args.output else "--save"))
         if args.picture:

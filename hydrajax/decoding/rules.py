@@ -71,9 +71,9 @@ def rules_for(
             raise HydrajaxError(
                 f"{next(iter(given))}: belongs to a rule that is named; set it in the rule that is given"
             )
-        return rule if isinstance(rule, AcceptanceRule) else _one_each("rule", list(rule), count)
+        return rule if isinstance(rule, AcceptanceRule) else one_each("rule", rule, count)
     name = rule or "greedy"
-    lists = {key: _one_each(key, list(value), count) for key, value in given.items() if np.ndim(value)}
+    lists = {key: one_each(key, value, count) for key, value in given.items() if np.ndim(value)}
     if not lists:
         return make_rule(name, **given)
     return [make_rule(name, **given | {key: values[row] for key, values in lists.items()}) for row in range(count)]
@@ -85,7 +85,10 @@ def one_rule(rule: str | AcceptanceRule | None, **numbers: Any) -> AcceptanceRul
     return found[0] if isinstance(found, list) else found
 
 
-def _one_each(name: str, values: list, count: int) -> list:
-    if len(values) != count:
-        raise HydrajaxError(f"{name}: must be one for all prompts or one for each, found {len(values)} for {count}")
-    return values
+def one_each(name: str, value: Any, count: int) -> list:
+    """One for each of so many prompts, from one for all or a list, which `HydrajaxError` refuses at another length."""
+    if not isinstance(value, (Sequence, np.ndarray)):
+        return [value] * count
+    if len(value) != count:
+        raise HydrajaxError(f"{name}: must be one for all prompts or one for each, found {len(value)} for {count}")
+    return list(value)

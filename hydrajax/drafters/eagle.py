@@ -17,11 +17,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul, Ranking
-from hydrajax.drafters.drafter import SeesAcceptedOnly, last_observed
+from hydrajax.drafters.drafter import last_observed
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import grow
+from hydrajax.drafters.heads import Trained
 from hydrajax.drafters.lm_head import LmHead
-from hydrajax.drafters.ranks import head_ranks
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Part, causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
@@ -94,7 +94,7 @@ class EagleNetwork(nn.Module):
         return self.logits(self(embeddings, self.fused(features), positions, np.ones((1, 1), bool))[0], base_logits)
 
 
-class FeatureDrafter(SeesAcceptedOnly):
+class FeatureDrafter(Trained):
     """How EAGLE drafts, whichever network it has.
 
     A subclass is a frozen dataclass with ``config`` (of its layer, with the base's width and vocabulary), ``dtype``,
@@ -211,18 +211,12 @@ class FeatureDrafter(SeesAcceptedOnly):
 
     # --- parameters, and how good its guesses are ---------------------------------------------------------------------
 
-    def init(self, rng, base):
-        return nn.unbox(self.init_boxed(rng, base))
-
     def init_boxed(self, rng: Array, base) -> Any:
         """Fresh parameters with their logical axes attached (`flax.core.meta` boxes, `hydrajax.sharding`)."""
         vector = jnp.zeros((1, 1, self.config.width), self.dtype)
         features = jnp.zeros((1, 1, len(self.reads) * self.config.width), self.dtype)
         example = features, vector, jnp.zeros((1, 1), jnp.int32), base.logits
         return dict(self.network.init(rng, *example, method="everything")["params"])
-
-    def ranks(self, params, features, batch, base, chunk_tokens):
-        return head_ranks(self, params, features, batch, base, chunk_tokens)
 
     def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
         """Its outputs ``[B, T, D]`` for each of the `depth` guesses at every place t, given the text up to there.

@@ -162,7 +162,7 @@ def head_costs(name: str, head: Head, rows: int, shared_rows: int) -> list[Matmu
 
 
 class Trained(SeesAcceptedOnly):
-    """What follows for a drafter that is trained from what its heads are, with or without something before them."""
+    """What follows for a drafter from what it guesses of a given text (`Trainable`): fresh parameters, and ranks."""
 
     def init(self, rng, base):
         return nn.unbox(self.init_boxed(rng, base))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,24 @@ def save_png(figure: Any, path: str | Path, flag: str) -> None:
         file.write_bytes(png(figure))
 
 
+def side_by_side(tree: TreeTopology, above: Callable[[list[float]], float]) -> dict[int, float]:
+    """Where each node stands among those of its depth: leaves at 0, 1, 2 ... in the order of their paths, and every
+    other node where ``above`` says, given its children's places.
+    """
+    inner = set(tree.parents.tolist())
+    leaves = [node for node in range(tree.size) if node not in inner]
+    order = sorted(leaves, key=lambda node: tree.choices[node - 1] if node else ())
+    places = {leaf: float(at) for at, leaf in enumerate(order)}
+    for node in reversed(range(tree.size)):
+        if node not in places:
+            places[node] = above([places[child] for child in tree.children[node] if child > 0])
+    return places
+
+
 def draw_tree(tree: TreeTopology):
     """A figure of a tree: the root on top, ranks in the nodes."""
-    parents, depths = tree.parents, tree.depths
-    leaves = [node for node in range(tree.size) if node not in set(parents.tolist())]
-    order = sorted(leaves, key=lambda node: tree.choices[node - 1] if node else ())
-    x = {leaf: float(at) for at, leaf in enumerate(order)}
-    for node in reversed(range(tree.size)):
-        if node not in x:
-            below = [x[child] for child in tree.children[node] if child > 0]
-            x[node] = sum(below) / len(below)
-    figure = new_figure(max(4, 0.28 * len(leaves)), 1 + tree.depth)
+    parents, depths, x = tree.parents, tree.depths, side_by_side(tree, lambda below: sum(below) / len(below))
+    figure = new_figure(max(4, 0.28 * (1 + max(x.values()))), 1 + tree.depth)
     axes = figure.subplots()
     for node in range(1, tree.size):
         axes.plot([x[parents[node]], x[node]], [-depths[parents[node]], -depths[node]], color="0.6", linewidth=1)
