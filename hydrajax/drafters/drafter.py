@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.drafters.costs import Cost
+from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.models.arrays import Array
 from hydrajax.models.base import BaseModel, BoundBase, abstract_base
 from hydrajax.trees.dynamic import CandidateTree
@@ -148,12 +149,14 @@ class Drafter(Protocol):
         batch: dict[str, Array],
         base: BoundBase,
         chunk_tokens: int,
+        depth: int,
     ) -> Int[Array, "K B T"]:
         """The rank that the guess for token t + 2 + k, made at position t with the text up to there known, gives to the
         text's token (0: the best guess), int32. From these trees are searched (`hydrajax.trees.search`).
 
         batch: ``tokens`` int32 ``[B, T]`` and perhaps ``segments`` (`hydrajax.models.rows`). At most ``chunk_tokens``
-        positions' logits exist at once. Positions without such a token hold garbage.
+        positions' logits exist at once. depth: K, at most the drafter's. Positions without such a token hold garbage;
+        a token that the draft cannot say ranks behind the whole vocabulary.
         """
 
     def propose_costs(self, tree: CandidateTree, batch: int) -> Sequence[Cost]:
@@ -167,10 +170,21 @@ class Drafter(Protocol):
 class Trainable(Drafter, Protocol):
     """What training needs besides: a drafter with parameters.
 
-    n_heads: how many heads are trained; head k predicts token t + 2 + k.
+    n_heads:    how many heads are trained; head k predicts token t + 2 + k.
+    vocabulary: of the tokens that the heads know; None for all.
     """
 
     n_heads: int
+
+    @property
+    def vocabulary(self) -> Vocabulary | None: ...
+
+    def trained_on(self, found: Drafter) -> Trainable:
+        """The drafter with which training goes on from one that was read from files, ``found``.
+
+        What files do not hold, such as dropout, is as it is here. Raises `HydrajaxError` where the two do not agree in
+        what they do.
+        """
 
     def init_boxed(self, rng: Array, base: BoundBase) -> Any:
         """Fresh parameters with their logical axes attached (`flax.core.meta` boxes, `hydrajax.sharding`)."""
@@ -185,7 +199,7 @@ class Trainable(Drafter, Protocol):
         positions: Int[Array, "B T"] | None = None,
         mask: Bool[Array, "B 1 1 T T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], ...]:
-        """First half of the training forward: what the lm head of each head reads.
+        """First half of the training forward: what the lm head of each of the ``n_heads`` reads.
 
         With an ``rng`` key dropout is applied, everywhere but at the lm head. Where several documents share a row,
         ``positions`` are those inside each document and ``mask[b, 0, 0, i, j]`` says whether token i sees token j; by
@@ -194,11 +208,10 @@ class Trainable(Drafter, Protocol):
 
     def head_logits(
         self, params: DraftParams, k: int, hidden: Float[Array, "*rows D"], base: BoundBase, rng: Array | None = None
-    ) -> Float[Array, "*rows V"]:
+    ) -> Float[Array, "*rows V_"]:
         """Second half: float32 logits of head k from any rows of ``teacher_hidden(...)[k]``, so it can be chunked.
 
-        Over the base's vocabulary, with -inf for what the head cannot say. With an ``rng`` key the dropout before the
-        lm head is applied.
+        Over the tokens that it knows. With an ``rng`` key the dropout before the lm head is applied.
         """
 
 

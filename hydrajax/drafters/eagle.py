@@ -8,6 +8,7 @@ EAGLE-3 (`hydrajax.drafters.eagle3`) differs in what the layer is made of, and n
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,9 +22,11 @@ from hydrajax.drafters.drafter import last_observed
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import grow
 from hydrajax.drafters.heads import Trained
-from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.lm_head import LmHead, Vocabulary
+from hydrajax.drafters.ranks import head_ranks
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.attention import Part, causal_mask, rope_table
+from hydrajax.models.attention import Part, SamePlace, causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer
@@ -98,7 +101,8 @@ class FeatureDrafter(Trained):
     """How EAGLE drafts, whichever network it has.
 
     A subclass is a frozen dataclass with ``config`` (of its layer, with the base's width and vocabulary), ``dtype``,
-    ``depth``, ``reads``, ``lm_head``, ``network`` and ``input_costs``. Methods: `hydrajax.drafters.drafter.Drafter`.
+    ``depth``, ``unroll``, ``reads``, ``vocabulary``, ``lm_head``, ``network`` and ``input_costs``. unroll: how many
+    guesses one after the other it is trained for. Methods: `hydrajax.drafters.drafter.Trainable`.
     """
 
     draws: ClassVar[bool] = True
@@ -106,8 +110,8 @@ class FeatureDrafter(Trained):
 
     @property
     def n_heads(self) -> int:
-        """How many tokens ahead its guesses are measured (`ranks`)."""
-        return self.depth
+        """In training each further guess is a head, all of one set of parameters."""
+        return self.unroll
 
     @property
     def default_tree(self) -> str:
@@ -219,29 +223,39 @@ class FeatureDrafter(Trained):
         return dict(self.network.init(rng, *example, method="everything")["params"])
 
     def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
-        """Its outputs ``[B, T, D]`` for each of the `depth` guesses at every place t, given the text up to there.
+        """Its outputs ``[B, T, D]`` for each of the ``unroll`` guesses at every place t, given the text up to there.
 
         The first reads the base's hidden states. The k-th reads the output of the one before at the *same* place, with
-        token t + 1 + k, at position t + k; it sees what the first saw, and its own way there (EAGLE-3's training-time
-        test, step by step).
+        token t + 1 + k, at position t + k; it sees what the first saw, and its own way there: EAGLE-3's training-time
+        test (eagle-3 3.2, figure 6). It is what decoding does below a path of right guesses, so that the ranks of text
+        are found in the same way, whatever ``unroll`` the draft was trained with.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         if mask is None:
             mask = causal_mask(tokens.shape[1])
-        itself = np.eye(tokens.shape[1], dtype=bool)
         hidden, outputs, past = self._apply(params, features, method="fused"), [], []
-        for k in range(self.depth):
+        for k in range(self.unroll):
             embeddings = self._embed(base, jnp.roll(tokens, -(k + 1), axis=1))
-            visible = itself if k else mask
+            visible = SamePlace() if k else mask
             hidden, block = self._apply(params, embeddings, hidden, positions + k, visible, tuple(past))
             past.append(Part(*block, visible))
             outputs.append(hidden)
         return tuple(outputs)
 
     def head_logits(self, params, k, hidden, base, rng=None):
-        """Float32 logits over the base's vocabulary of any rows of ``teacher_hidden(...)[k]``."""
-        return self.lm_head.over_all_tokens(self._logits(params, hidden, base), self.config.vocab_size)
+        """Float32 logits ``[..., V']`` of any rows of ``teacher_hidden(...)[k]``: the same for every k."""
+        return self._logits(params, hidden, base)
+
+    def ranks(self, params, features, batch, base, chunk_tokens, depth):
+        deep = dataclasses.replace(self, unroll=depth)
+        return head_ranks(deep, params, features, batch, base, chunk_tokens, depth)
+
+    def trained_on(self, found):
+        """A draft of the same kind, its layer and its vocabulary as they were read."""
+        if type(found) is not type(self):
+            raise HydrajaxError(f"the heads are {type(found).__name__}, the settings ask for {type(self).__name__}")
+        return dataclasses.replace(found, unroll=self.unroll, dtype=self.dtype)
 
     # --- costs --------------------------------------------------------------------------------------------------------
 
@@ -259,6 +273,14 @@ class FeatureDrafter(Trained):
     def observe_costs(self, batch, tokens, slots):
         return self._layer_costs("draft", batch, tokens, slots)
 
+    def teacher_costs(self, length):
+        """Without the attention of later guesses to earlier ones at the same place, a few products per place."""
+        costs = [*self.observe_costs(1, length, 0)]
+        for k in range(self.unroll):
+            costs += self._layer_costs(f"guess {k}", 1, length, 0) if k else []
+            costs += self.lm_head.costs(f"guess {k}", length, self.config.width, self.config.vocab_size)
+        return costs
+
     def _layer_costs(self, name: str, batch: int, tokens: int, slots: int) -> list[Cost]:
         return [self.input_costs(name, batch * tokens), DecoderLayers(name, self.config, batch, tokens, slots)]
 
@@ -272,13 +294,16 @@ class Eagle(FeatureDrafter):
     """EAGLE-1, which with dynamic trees is EAGLE-2. config: of its layer; with the base's width and vocabulary.
 
     fc_bias: whether the map from [embedding, hidden state] to the layer's input has a bias, as released ones mostly do.
+    unroll: see `FeatureDrafter`; 1 as released.
     """
 
     config: LlamaConfig
     dtype: DType = jnp.float32
     fc_bias: bool = True
     depth: int = DEPTH
+    unroll: int = 1
     reads: ClassVar[tuple[int, ...]] = (0,)
+    vocabulary: ClassVar[Vocabulary | None] = None
 
     @classmethod
     def for_base(cls, config: LlamaConfig, dtype, **settings):

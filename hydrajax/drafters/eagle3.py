@@ -74,7 +74,8 @@ def reads_of(n_layers: int) -> tuple[int, ...]:
 class Eagle3(FeatureDrafter):
     """EAGLE-3. config: of its layer; with the base's width and vocabulary.
 
-    reads: what is read of the base (`reads_of`). vocabulary: of the tokens that it can guess; None for all.
+    reads: what is read of the base (`reads_of`). vocabulary: of the tokens that it can guess; None for all. unroll: see
+    `hydrajax.drafters.eagle.FeatureDrafter`; 7 as released.
     """
 
     config: LlamaConfig
@@ -82,6 +83,7 @@ class Eagle3(FeatureDrafter):
     vocabulary: Vocabulary | None = None
     dtype: DType = jnp.float32
     depth: int = DEPTH
+    unroll: int = 7
 
     @classmethod
     def for_base(cls, config: LlamaConfig, dtype, **settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ from hydrajax.drafters.costs import Cost, Matmul, Ranking
 from hydrajax.drafters.drafter import SeesAcceptedOnly, last_observed
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import grow
-from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.ranks import head_ranks
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
@@ -167,8 +168,8 @@ class Trained(SeesAcceptedOnly):
     def init(self, rng, base):
         return nn.unbox(self.init_boxed(rng, base))
 
-    def ranks(self, params, features, batch, base, chunk_tokens):
-        return head_ranks(self, params, features, batch, base, chunk_tokens)
+    def ranks(self, params, features, batch, base, chunk_tokens, depth):
+        return head_ranks(self, params, features, batch, base, chunk_tokens, depth)
 
 
 class HeadStack(Trained):
@@ -205,6 +206,10 @@ class HeadStack(Trained):
         return (self.hidden_state_offset,)
 
     @property
+    def vocabulary(self) -> Vocabulary | None:
+        return self.lm_head.vocabulary
+
+    @property
     def default_tree(self) -> str:
         return presets.default_name(self.depth, self.lm_head.size(self.vocab_size))
 
@@ -221,7 +226,7 @@ class HeadStack(Trained):
 
         def logits_after(k, paths):
             hidden = self.apply_head(params, k, *self.inputs_after(state, paths, base), method="hidden")
-            return self.lm_logits(params, k, hidden, base)
+            return self.head_logits(params, k, hidden, base)
 
         def expand(before, beam):
             return before, logits_after(beam.depth, beam.paths)
@@ -273,14 +278,15 @@ class HeadStack(Trained):
         keys = [None if rng is None else jax.random.fold_in(rng, k) for k in range(self.n_heads)]
         return tuple(self.apply_head(params, k, *inputs[k], rng=keys[k], method="hidden") for k in range(self.n_heads))
 
-    def head_logits(self, params, k, hidden, base, rng=None):
-        return self.lm_head.over_all_tokens(self.lm_logits(params, k, hidden, base, rng), self.vocab_size)
+    def head_logits(self, params, k, hidden, base, rng=None) -> Float[Array, "*rows V_"]:
+        return self.apply_head(params, k, hidden, base.logits, rng, method="logits")
+
+    def trained_on(self, found):
+        if found != dataclasses.replace(self, dropout=0.0):
+            raise HydrajaxError(f"the heads are {found}, the settings ask for {self}")
+        return self
 
     # --- one head -----------------------------------------------------------------------------------------------------
 
     def apply_head(self, params, k: int, *inputs, method: str, **settings):
         return self.head(k).apply({"params": params[f"head_{k}"]}, *inputs, method=method, **settings)
-
-    def lm_logits(self, params, k: int, hidden, base, rng=None) -> Float[Array, "*rows V_"]:
-        """Logits of head k over the tokens that its lm head knows."""
-        return self.apply_head(params, k, hidden, base.logits, rng, method="logits")

@@ -43,6 +43,17 @@ class Vocabulary:
     def __repr__(self):
         return f"Vocabulary({len(self)} tokens)"
 
+    def places_of(self, tokens: Int[Array, "*rows"], vocab_size: int) -> Int[Array, "*rows"]:
+        """Where each token id stands in it, -1 for those that it does not hold. vocab_size: V, of all ids."""
+        places = np.full(vocab_size, -1, np.int32)
+        places[self.tokens] = np.arange(len(self))
+        return jnp.asarray(places)[tokens]
+
+    @classmethod
+    def most_frequent(cls, counts: Int[np.ndarray, " V"], size: int) -> Vocabulary:
+        """The ``size`` ids with the highest counts, of equals the smaller ones."""
+        return cls(np.argsort(-counts, kind="stable")[:size])
+
 
 @dataclass(frozen=True)
 class LmHead:

@@ -93,16 +93,16 @@ class PromptLookup(SeesAcceptedOnly, CostsNothing):
             agreeing = holds
         return Proposal(jnp.concatenate(tokens, axis=1), tree.topology)
 
-    def ranks(self, params, features, batch, base, chunk_tokens):
+    def ranks(self, params, features, batch, base, chunk_tokens, depth):
         """One position after the other, as decoding would look there; rows must hold one document each."""
         tokens = batch["tokens"]
         length = tokens.shape[1]
 
         def at(t):
             known = History(tokens, jnp.full(len(tokens), t + 2, jnp.int32))  # up to t, and the root
-            found = self._look_up(known, self.depth, self.matches)
+            found = self._look_up(known, depth, self.matches)
             agreeing, ranks = found.found, []
-            for k in range(self.depth):
+            for k in range(depth):
                 true = tokens[:, jnp.minimum(t + 2 + k, length - 1), None]
                 same = agreeing & (found.tokens[:, :, k] == true)
                 rank = jnp.where(same, _ranks_of_matches(found.tokens[:, :, k], agreeing), length)

@@ -39,5 +39,5 @@ class NoDrafter(CostsNothing):
     def observe(self, params, state, proposal, outcome, base):
         return ()
 
-    def ranks(self, params, features, batch, base, chunk_tokens):
+    def ranks(self, params, features, batch, base, chunk_tokens, depth):
         return jnp.zeros((0, *batch["tokens"].shape), jnp.int32)

@@ -13,6 +13,8 @@ import numpy as np
 
 from hydrajax.drafters.costs import DecoderLayers
 from hydrajax.drafters.heads import Trained
+from hydrajax.drafters.lm_head import Vocabulary
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import DType
 from hydrajax.models.attention import causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
@@ -65,6 +67,10 @@ class WithPrefix(Trained):
     @property
     def reads(self) -> tuple[int, ...]:
         return self.heads.reads
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        return self.heads.vocabulary
 
     @property
     def draws(self) -> bool:
@@ -129,6 +135,11 @@ class WithPrefix(Trained):
 
     def head_logits(self, params, k, hidden, base, rng=None):
         return self.heads.head_logits(params["heads"], k, hidden, base, rng)
+
+    def trained_on(self, found):
+        if not isinstance(found, WithPrefix) or found.config != self.config:
+            raise HydrajaxError(f"the heads are {found}, the settings ask for {self}")
+        return dataclasses.replace(self, heads=self.heads.trained_on(found.heads))
 
 
 def heads_of(drafter):

@@ -54,7 +54,8 @@ def calibrate(
     def rank(params, tokens):
         forward = run_base(way.model, params.base, tokens, way.drafter.reads)
         base = BoundBase(way.model, params.base)
-        return way.drafter.ranks(params.draft, forward.features, {"tokens": tokens}, base, CHUNK_TOKENS)
+        drafter = way.drafter
+        return drafter.ranks(params.draft, forward.features, {"tokens": tokens}, base, CHUNK_TOKENS, drafter.depth)
 
     found, spans = [], []
     for prompt, lengths, n_real in batches(prompts, batch_size):

@@ -56,6 +56,12 @@ class Causal:
         return self.rows(np.arange(self.n_tokens))
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class SamePlace:
+    """Query t sees slot t and no other: guesses about a text, of which every place has its own (EAGLE's training)."""
+
+
 Mask = Bool[Array, "..."] | Causal
 
 
@@ -85,12 +91,12 @@ class Part(NamedTuple):
 
     keys, values: ``[B, n_kv_heads, S, head_dim]``. visible: bool, broadcastable to ``[B, 1, 1, T, S]``: whether query t
     of row b sees slot s. A static ``[T, S]`` mask is a NumPy constant and is folded into the program. `Causal` of a
-    text, `Filled` of a cache.
+    text, `Filled` of a cache, `SamePlace` of guesses about a text.
     """
 
     keys: Float[Array, "B kv S H"]
     values: Float[Array, "B kv S H"]
-    visible: Mask | Filled
+    visible: Mask | Filled | SamePlace
 
     def with_mask(self) -> Part:
         """The same with ``visible`` as an array."""
@@ -98,7 +104,15 @@ class Part(NamedTuple):
             return self._replace(visible=self.visible.mask(self.keys.shape[2]))
         if isinstance(self.visible, Causal):
             return self._replace(visible=np.asarray(self.visible))
+        if isinstance(self.visible, SamePlace):
+            return self._replace(visible=np.eye(self.keys.shape[2], dtype=bool))
         return self
+
+    def seen_by(self, queries: Int[Array, " R"] | Int[np.ndarray, " R"]) -> Part:
+        """What some of the queries see of it."""
+        if isinstance(self.visible, SamePlace):
+            return self._replace(keys=self.keys[:, :, queries], values=self.values[:, :, queries])
+        return self._replace(visible=self.visible.seen_by(queries))
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -142,6 +156,7 @@ def attend(queries: Float[Array, "B n_heads T H"], parts: Sequence[Part]) -> Flo
     accepted (docs/design.md 7), so a verify attends to the block of the tree and to the cache. Returns the heads side
     by side, ``width = n_heads * H``.
     """
+    parts = sorted(parts, key=lambda part: not isinstance(part.visible, Causal))  # the text first
     n_tokens, visible = queries.shape[2], [part.visible for part in parts]
     if backend.attends_tree(queries) and len(parts) == 2 and isinstance(visible[1], Filled):
         keys, values, mask = parts[0].with_mask()
@@ -150,9 +165,8 @@ def attend(queries: Float[Array, "B n_heads T H"], parts: Sequence[Part]) -> Flo
     if is_long_text and len(parts) == 1 and backend.attends_text(queries):
         return backend.attend_text(queries, parts[0].keys, parts[0].values, visible[0].window)
     if not is_long_text:
-        parts = [part.with_mask() for part in parts]
         if backend.attends_few_rows(queries):
-            return few_rows.attend(queries, tuple(parts), attend_plain)
+            return few_rows.attend(queries, tuple(part.with_mask() for part in parts), attend_plain)
         return attend_plain(queries, parts)
     chunks = -(-n_tokens // QUERY_CHUNK)
     width = -(-chunks // UNROLLED) * QUERY_CHUNK
@@ -169,8 +183,7 @@ def _attend_in_chunks(queries, parts: Sequence[Part], stretch: slice):
 
     def attend_some(queries, places):
         text = Part(keys, values, causal.rows(places)[:, seen])
-        others = [part._replace(visible=part.visible.seen_by(places)).with_mask() for part in caches]
-        return attend_plain(queries, [text, *others])
+        return attend_plain(queries, [text, *(part.seen_by(places) for part in caches)])
 
     places = np.arange(stretch.start, stretch.stop)
     if len(places) <= QUERY_CHUNK:
@@ -191,16 +204,22 @@ def attend_plain(queries, parts: Sequence[Part]):
     # Query heads that share a key-value head become extra rows of one matmul.
     rows = queries.reshape(batch, n_kv, (n_heads // n_kv) * n_tokens, head_dim)
     rows = rows * jnp.asarray(head_dim**-0.5, rows.dtype)
+    parts = [part if isinstance(part.visible, SamePlace) else part.with_mask() for part in parts]
 
     def scores(part: Part):
+        if isinstance(part.visible, SamePlace):
+            by_place = rows.reshape(batch, n_kv, -1, n_tokens, head_dim)
+            return jnp.einsum("bkgtd,bktd->bkgt", by_place, part.keys, preferred_element_type=jnp.float32)[..., None]
         s = backend.contract("bkrd,bksd->bkrs", rows, part.keys, jnp.float32)
         s = s.reshape(batch, n_kv, -1, n_tokens, part.keys.shape[2])
         # Adding costs less than choosing, also for the gradient, and a masked score is MASKED to the last bit as well.
         return s + jnp.where(part.visible, 0.0, MASKED)
 
-    def weighted_sum(exps, values):
-        weights = exps.reshape(batch, n_kv, -1, values.shape[2]).astype(values.dtype)
-        return backend.contract("bkrs,bksd->bkrd", weights, values, jnp.float32)
+    def weighted_sum(exps, part: Part):
+        if isinstance(part.visible, SamePlace):
+            return (exps * part.values[:, :, None].astype(jnp.float32)).reshape(batch, n_kv, -1, head_dim)
+        weights = exps.reshape(batch, n_kv, -1, part.values.shape[2]).astype(part.values.dtype)
+        return backend.contract("bkrs,bksd->bkrd", weights, part.values, jnp.float32)
 
     # One softmax over all parts without concatenating them: a common maximum, separate sums, and one division at the
     # end on [T, H] and not on [T, S]. On a CPU this is 20% faster for a 64-node tree than softmax over the
@@ -210,7 +229,7 @@ def attend_plain(queries, parts: Sequence[Part]):
     peak = jax.lax.stop_gradient(peak)  # it cancels out, so its gradient is zero, which autodiff would compute in full
     exps = [jnp.exp(s - peak) for s in scored]
     total = sum(jnp.sum(e, axis=-1) for e in exps).reshape(batch, n_kv, -1, 1)
-    out = sum(weighted_sum(e, part.values) for e, part in zip(exps, parts, strict=True)) / total
+    out = sum(weighted_sum(e, part) for e, part in zip(exps, parts, strict=True)) / total
     out = out.reshape(batch, n_heads, n_tokens, head_dim).astype(queries.dtype)
     return out.swapaxes(1, 2).reshape(batch, n_tokens, n_heads * head_dim)
 

@@ -38,12 +38,15 @@ def below(name: str, value: float, limit: float) -> None:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """Which heads. Hydra: ``hydra``, 1 layer. Hydra++: ``hydra``, 4 layers, ``prefix``. Medusa: ``medusa``.
+    """Which heads. Hydra: ``hydra``, 1 layer. Hydra++: ``hydra``, 4 layers, ``prefix``. Medusa: ``medusa``. ``eagle``
+    and ``eagle3`` are drafts of one layer, which are told nothing but ``unroll``, ``vocabulary`` and ``init``.
 
     init: a directory of released or exported heads to start from, in place of fresh ones. ``share_blocks``: blocks
     2..n are one block applied again, as in the released code (docs/design.md 4). lm_head: each head's own, ``full`` or
     a product of rank ``lm_rank`` (``low_rank``), or the base's (``shared``); heads with the latter two are saved in
-    hydrajax's own format.
+    hydrajax's own format. ``vocabulary``: how many tokens the draft can say, the most frequent ones of the training
+    text's targets; null for all. ``unroll``: how many guesses one after the other EAGLE learns to make from a place of
+    the text; null for 1 (``eagle``) and 7 (``eagle3``), as released.
     """
 
     heads: str = "hydra"
@@ -56,9 +59,12 @@ class DraftConfig:
     init: str | None = None
     lm_head: str = "full"
     lm_rank: int | None = None
+    vocabulary: int | None = None
+    unroll: int | None = None
 
     def __post_init__(self):
         one_of("draft.heads", self.heads, tuple(registry.HEADS))
+        self._refuse_what_means_nothing()
         one_of("draft.lm_head", self.lm_head, ("full", "shared", "low_rank"))
         if (self.lm_head == "low_rank") != (self.lm_rank is not None):
             raise HydrajaxError("draft.lm_rank: is needed for draft.lm_head low_rank, and means nothing for the others")
@@ -67,6 +73,19 @@ class DraftConfig:
         at_least("draft.n_layers", self.n_layers, 1)
         at_least("draft.hidden_state_offset", self.hidden_state_offset, 0)
         below("draft.dropout", self.dropout, 1)
+        at_least("draft.vocabulary", self.vocabulary, 1)
+        at_least("draft.unroll", self.unroll, 1)
+        if self.vocabulary is not None and self.lm_head == "shared":
+            raise HydrajaxError("draft.vocabulary: contradicts draft.lm_head shared, the base's own, which knows all")
+
+    def _refuse_what_means_nothing(self):
+        """Settings that this kind of heads does not have, so that nobody thinks that they were heeded."""
+        taken = {f.name for f in dataclasses.fields(registry.HEADS[self.heads])} | {"heads", "init"}
+        if "small_lm_head" in taken:
+            taken |= {"lm_head", "lm_rank", "vocabulary", "prefix"}
+        for f in dataclasses.fields(self):
+            if f.name not in taken and getattr(self, f.name) != f.default:
+                raise HydrajaxError(f"draft.{f.name}: means nothing for draft.heads {self.heads}, leave it out")
 
 
 @dataclass(frozen=True)

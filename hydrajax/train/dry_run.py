@@ -30,7 +30,7 @@ from hydrajax.train.flops import PEAK_BF16
 from hydrajax.train.optimizer import make_optimizer
 from hydrajax.train.step import TrainState, abstract_state, batch_sharding, make_train_step, state_shardings
 from hydrajax.train.tasks.base import BaseTask
-from hydrajax.train.tasks.heads import HeadsTask
+from hydrajax.train.tasks.heads import HeadsTask, make_drafter
 
 SHAPES = PRESETS | {
     "vicuna-7b": PRESETS["7b"],
@@ -188,13 +188,20 @@ def temporaries(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> Temporar
 
     Layers are unrolled and alike: two depths tell. A frozen base keeps nothing of a layer, so its depth hardly counts.
     """
-    offset = config.draft.hidden_state_offset if config.task == "heads" else 0
-    shallow, deeper = (max(depth, offset + depth - SHALLOW) for depth in (SHALLOW, DEEPER))
+    shallow = max(SHALLOW, config.draft.hidden_state_offset) if config.task == "heads" else SHALLOW
+    while config.task == "heads" and n_reads(config, shape.replace(n_layers=shallow)) < n_reads(config, shape):
+        shallow += 1
+    deeper = shallow + DEEPER - SHALLOW
     if shape.n_layers <= deeper:
         return Temporaries(planned_bytes(config, shape, mesh), extrapolated=False)
     low, high = (planned_bytes(config, shape.replace(n_layers=depth), mesh) for depth in (shallow, deeper))
     per_layer = (high - low) / (deeper - shallow)
     return Temporaries(high + (shape.n_layers - deeper) * per_layer, extrapolated=True)
+
+
+def n_reads(config: TrainConfig, shape: LlamaConfig) -> int:
+    """How many of the base's layers the drafter reads, which for EAGLE-3 are fewer in a shallow base."""
+    return len(make_drafter(config.draft, shape, config.dtype).reads)
 
 
 def planned_bytes(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> int:

@@ -3,6 +3,10 @@
 All are float32, in nats, over the positions whose *target* counts. Draft head k at position t answers for token
 t + 2 + k (the base's own head for t + 1), so in a row of T tokens it has targets up to t = T - 3 - k. Logits exist for
 a few positions and one head at a time (`hydrajax.train.chunks`), never as ``[heads, B, T, V]``.
+
+Heads of a reduced vocabulary learn the base's distribution over the tokens that they know. Where the base's best token
+(for the text: the token itself) is none of these, nothing is learnt, as in the released EAGLE-3 code, and the means
+count a loss of 0.
 """
 
 from __future__ import annotations
@@ -34,8 +38,10 @@ class Objective:
     teacher_weight:        cross entropy against the base's own distribution (hydra 3.1, "teacher loss").
     reconstruction_weight: smooth L1 between the input of a head's lm head and the base's hidden state from which the
                            base predicts the same token (released Hydra code).
-    head_decay:            λ_k = head_decay^k; 1 in Hydra (docs/design.md 4), 0.8 in Medusa-1 (medusa 2.2.1).
+    head_decay:            λ_k = head_decay^k; 1 in Hydra (docs/design.md 4), 0.8 in Medusa-1 (medusa 2.2.1) and for
+                           the guesses of EAGLE-3, one after the other (its released code).
     noise_alpha:           α of the input noise U(-1, 1) · α / sqrt(length · D), an ablation of hydra (75 there).
+    feature_noise:         a of the input noise U(-a, a) · 512 / T in rows of T tokens, 0.1 in the released EAGLE code.
     chunk_tokens:          positions, over all rows, whose logits of one head exist at once. It changes the memory and
                            nothing else.
     """
@@ -45,6 +51,7 @@ class Objective:
     reconstruction_weight: float = 0.0
     head_decay: float = 1.0
     noise_alpha: float = 0.0
+    feature_noise: float = 0.0
     chunk_tokens: int = 2048
 
     def __post_init__(self):
@@ -137,7 +144,7 @@ def draft_loss(
     objective: Objective,
     drafter: Trainable,
     draft_params: Any,
-    features: Float[Array, "B T D"],
+    features: Float[Array, "B T nD"],
     hidden: Float[Array, "B T D"],
     batch: Mapping[str, Array],
     base: BoundBase,
@@ -160,6 +167,10 @@ def draft_loss(
     noise_key, hidden_key, logits_key = (None,) * 3 if rng is None else jax.random.split(rng, 3)
     if objective.noise_alpha and noise_key is not None:
         features = features + input_noise(noise_key, objective.noise_alpha, labels, segments, features)
+    if objective.feature_noise and noise_key is not None:
+        largest = objective.feature_noise * 512 / labels.shape[1]
+        noise = jax.random.uniform(jax.random.fold_in(noise_key, 1), features.shape, minval=-largest, maxval=largest)
+        features = features + noise.astype(features.dtype)
     positions, mask = row_layout(tokens, segments)
     hidden = jax.lax.stop_gradient(hidden)
     read = drafter.teacher_hidden(draft_params, features, tokens, base, hidden_key, positions, mask)
@@ -218,13 +229,21 @@ def _chosen(logits: Float[Array, "*rows V"], tokens: Int[Array, "*rows"], counts
     return jnp.take_along_axis(logits, jnp.where(counts, tokens, 0)[..., None], axis=-1)[..., 0]
 
 
+def _sum(values: Array, counts: Bool[Array, "*rows"]) -> Float[Array, ""]:
+    return jnp.sum(values, where=counts, dtype=jnp.float32)
+
+
 class _Shared(NamedTuple):
-    """What all heads read at one chunk of positions; ``probs`` and ``best`` are the base's there and K - 1 further."""
+    """What all heads read at one chunk of positions; ``probs`` and ``best`` are the base's there and K - 1 further.
+
+    V' tokens are those that the heads know. ``best`` is the place among them of the base's best of all tokens, -1 where
+    they do not know it.
+    """
 
     rng: Array | None
     scale: Float[Array, " K"]
     base_params: Any
-    probs: Float[Array, "B halo V"] | None
+    probs: Float[Array, "B halo V_"] | None
     best: Int[Array, "B halo"] | None
 
 
@@ -233,8 +252,12 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, lab
 
     One pass over chunks of positions: the base's distribution once, then one head after the other.
     """
-    n_heads = len(read)
+    n_heads, vocabulary = len(read), drafter.vocabulary
     width = chunk_width(objective.chunk_tokens, labels.shape)
+
+    def known(tokens):
+        """Their places among the tokens that the heads know."""
+        return tokens if vocabulary is None else vocabulary.places_of(tokens, base.config.vocab_size)
 
     def prepare(frozen, index):
         hidden, base_params, rng, scale = frozen
@@ -244,7 +267,9 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, lab
         # Head k at position t has its teacher at t + 1 + k.
         halo = jax.lax.dynamic_slice_in_dim(hidden, index * width + 1, width + n_heads - 1, axis=1)
         logits = BoundBase(base.model, base_params).logits(halo)
-        return _Shared(rng, scale, base_params, jax.nn.softmax(logits, axis=-1), jnp.argmax(logits, axis=-1))
+        sayable = logits if vocabulary is None else logits[..., vocabulary.tokens]
+        best = known(jnp.argmax(logits, axis=-1))
+        return _Shared(rng, scale, base_params, jax.nn.softmax(sayable, axis=-1), best)
 
     def head(k):
         def chunk_loss(params, read, rows, shared: _Shared):
@@ -252,19 +277,18 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, lab
             key = None if shared.rng is None else jax.random.fold_in(shared.rng, k)
             logits = drafter.head_logits(params, k, read, BoundBase(base.model, shared.base_params), key)
             log_z, best = jax.nn.logsumexp(logits, axis=-1), jnp.max(logits, axis=-1)
-            chosen = _chosen(logits, tokens, counts)
-            lm, teacher, agreement = log_z - chosen, None, None
-            nats = objective.lm_weight * lm if objective.lm_weight else jnp.zeros_like(lm)
+            tokens = known(tokens)
+            sayable = counts & (tokens >= 0)
+            chosen = _chosen(logits, tokens, sayable)
+            lm, teacher, agreement = _sum(log_z - chosen, sayable), None, None
+            loss = objective.lm_weight * lm if objective.lm_weight else jnp.zeros(())
             if shared.probs is not None:
                 probs, top = (jax.lax.slice_in_dim(x, k, k + width, axis=1) for x in (shared.probs, shared.best))
-                teacher = log_z - jnp.sum(probs * logits, axis=-1)
-                nats = nats + objective.teacher_weight * teacher
-                agreement = _chosen(logits, top, counts) == best
-            sums = [
-                None if x is None else jnp.sum(x, where=counts, dtype=jnp.float32)
-                for x in (lm, teacher, chosen == best, agreement)
-            ]
-            return shared.scale[k] * jnp.sum(nats, where=counts), sums
+                taught = counts & (top >= 0)
+                teacher = _sum(log_z - jnp.sum(probs * logits, axis=-1), taught)
+                loss = loss + objective.teacher_weight * teacher
+                agreement = _sum(_chosen(logits, top, taught) == best, taught)
+            return shared.scale[k] * loss, [lm, teacher, _sum(chosen == best, sayable), agreement]
 
         return chunk_loss
 

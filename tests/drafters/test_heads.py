@@ -173,4 +173,4 @@ def test_no_drafter_proposes_the_root_alone(base):
     assert drafter.init(jax.random.key(0), base) == {}
     root = np.array([4, 9], np.int32)
     assert drafter.propose({}, drafter.init_state(2, 8), root, presets.root(), base).tokens.tolist() == [[4], [9]]
-    assert drafter.ranks({}, None, {"tokens": np.zeros((2, 5), np.int32)}, base, 8).shape == (0, 2, 5)
+    assert drafter.ranks({}, None, {"tokens": np.zeros((2, 5), np.int32)}, base, 8, 0).shape == (0, 2, 5)

@@ -95,7 +95,9 @@ def test_proposals_match_a_plain_search(name, tree):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_ranks_are_those_at_which_the_text_itself_would_be_proposed(name):
     drafter, (texts, _) = DRAFTERS[name], random_texts(7, 3)
-    ranks = np.asarray(quick_jit(lambda tokens: drafter.ranks({}, None, {"tokens": tokens}, None, 64))(texts))
+    ranks = np.asarray(
+        quick_jit(lambda tokens: drafter.ranks({}, None, {"tokens": tokens}, None, 64, drafter.depth))(texts)
+    )
     assert ranks.shape == (drafter.depth, BATCH, SLOTS)
     seen = []
     for row, text in enumerate(texts.tolist()):

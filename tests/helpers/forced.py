@@ -6,6 +6,12 @@ import jax.numpy as jnp
 
 
 def forced_logits(drafter, params, features, tokens, base):
-    """Float32 ``[K, B, T, V]``: the logits of head k at position t, which predict token t + 2 + k."""
+    """Float32 ``[K, B, T, V]``: the logits of head k at position t, which predict token t + 2 + k; -inf for tokens that
+    the head does not know.
+    """
     hidden = drafter.teacher_hidden(params, features, tokens, base)
-    return jnp.stack([drafter.head_logits(params, k, rows, base) for k, rows in enumerate(hidden)])
+    logits = jnp.stack([drafter.head_logits(params, k, rows, base) for k, rows in enumerate(hidden)])
+    if drafter.vocabulary is None:
+        return logits
+    unknown = jnp.full((*logits.shape[:-1], base.config.vocab_size), -jnp.inf)
+    return unknown.at[..., drafter.vocabulary.tokens].set(logits)

@@ -60,7 +60,7 @@ class Scripted(SeesAcceptedOnly, CostsNothing):
     def advance(self, params, state, features, tokens, counts, next_root, base):
         return state + counts  # tokens observed
 
-    def ranks(self, params, features, batch, base, chunk_tokens):
+    def ranks(self, params, features, batch, base, chunk_tokens, depth):
         raise NotImplementedError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hydrajax.models import attention, backend
-from hydrajax.models.attention import Causal, Filled, Part, attend, attend_plain
+from hydrajax.models.attention import Causal, Filled, Part, SamePlace, attend, attend_plain
 
 
 def normal(rng, *shape):
@@ -54,6 +54,17 @@ def test_gradients_of_pieces_are_those_of_the_whole(monkeypatch):
     want = total(attend_plain, with_mask.visible)(queries, part.keys, part.values)
     for one, other in zip(found, want, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-3)
+
+
+@pytest.mark.parametrize("n_tokens", [9, 300])
+def test_guesses_at_every_place_of_a_text_see_their_own_place(n_tokens):
+    """Their parts stand before and behind the text's, as EAGLE's training has them."""
+    queries, (text,), (masked_text,) = text_of(n_tokens, None)
+    rng = np.random.default_rng(0)
+    own = [Part(*(normal(rng, 2, 2, n_tokens, 16) for _ in range(2)), SamePlace()) for _ in range(2)]
+    found = jax.jit(lambda *args: attend(*args))(queries, [own[0], text, own[1]])
+    by_mask = [part._replace(visible=np.eye(n_tokens, dtype=bool)) for part in own]
+    np.testing.assert_allclose(found, attend_plain(queries, [masked_text, *by_mask]), atol=2e-5)
 
 
 def test_a_long_prompt_needs_no_square_of_scores():

@@ -101,7 +101,7 @@ def test_ranks_equal_numpy(tiny_model, name):
     @jax.jit
     def ranks_and_logits(draft, tokens):
         features = run_base(model, base, tokens).hidden
-        ranks = head_ranks(drafter, draft, features, {"tokens": tokens}, bound, chunk_tokens=8)
+        ranks = head_ranks(drafter, draft, features, {"tokens": tokens}, bound, chunk_tokens=8, depth=3)
         return ranks, forced_logits(drafter, draft, features, tokens, bound)
 
     found, logits = map(np.asarray, ranks_and_logits(draft, tokens))
@@ -117,13 +117,13 @@ def test_of_equal_logits_the_smaller_id_ranks_first(tiny_model):
     draft = jax.tree.map(jnp.zeros_like, random_draft(model, base, drafter))  # all logits are 0
     tokens = np.array([[4, 0, 60, 7, 3]], np.int32)
     features = jnp.ones((1, 5, 32))
-    ranks = head_ranks(drafter, draft, features, {"tokens": tokens}, BoundBase(model, base), chunk_tokens=64)
+    ranks = head_ranks(drafter, draft, features, {"tokens": tokens}, BoundBase(model, base), chunk_tokens=64, depth=3)
     assert ranks[0, 0, :3].tolist() == [60, 7, 3]
 
 
 def tally_of(tree, model, base, drafter, draft, batch) -> Tally:
     forward = run_base(model, base, batch["tokens"], drafter.reads, batch.get("segments"))
-    ranks = head_ranks(drafter, draft, forward.features, batch, BoundBase(model, base), chunk_tokens=32)
+    ranks = head_ranks(drafter, draft, forward.features, batch, BoundBase(model, base), chunk_tokens=32, depth=3)
     tally = Tally(tree, drafter.depth, 5)
     tally.add(np.asarray(ranks), batch["labels"], batch.get("segments"))
     return tally

@@ -26,21 +26,23 @@ FILE, RECORD = "hidden.bin", "hidden.json"
 
 
 def hidden_states(
-    config: TrainConfig, model: BaseModel, base_params: Any, rows: Rows, mesh, console: Console
+    config: TrainConfig, reads: tuple[int, ...], model: BaseModel, base_params: Any, rows: Rows, mesh, console: Console
 ) -> dict[str, np.ndarray]:
     """``{"hidden": memmap [n, T, D]}`` of post-norm hidden states, computed if ``output`` has none; {} if not wanted.
 
     The size is printed before anything is written. Raises `HydrajaxError` where it exceeds ``data.hidden_cache_gb`` or
-    the free disk, and for drafters that read another layer. The file holds bfloat16, or float32 if the run is.
+    the free disk, and for drafters whose ``reads`` are other layers. The file holds bfloat16, or float32 if the run is.
     """
     limit = config.data.hidden_cache_gb
     if not limit:
         return {}
     if jax.process_count() > 1:
         raise HydrajaxError("data.hidden_cache_gb: the cache is for one process; set it to 0 with several")
-    if config.draft.hidden_state_offset:
-        raise HydrajaxError("data.hidden_cache_gb: the cache holds the base's last hidden states, but "
-                            f"draft.hidden_state_offset is {config.draft.hidden_state_offset}")  # fmt: skip
+    if reads != (0,):
+        raise HydrajaxError(
+            "data.hidden_cache_gb: the cache holds the base's last hidden states, these heads read others "
+            f"({', '.join('the last' if n == 0 else f'the input of layer {n} from the end' for n in reads)})"
+        )
     shape = (*rows.tokens.shape, model.config.width)
     dtype = np.dtype(np.float32) if config.dtype == "float32" else np.dtype(ml_dtypes.bfloat16)
     size = int(np.prod(shape)) * dtype.itemsize

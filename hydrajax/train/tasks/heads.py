@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int
 
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.heads.export import export_heads
@@ -19,8 +21,8 @@ from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.checkpoints.hub import resolve
 from hydrajax.drafters import registry
 from hydrajax.drafters.drafter import Trainable, abstract_draft
-from hydrajax.drafters.lm_head import LmHead
-from hydrajax.drafters.prefix import replace_in_heads
+from hydrajax.drafters.lm_head import LmHead, Vocabulary
+from hydrajax.drafters.prefix import heads_of, replace_in_heads
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base import BaseModel, BoundBase, abstract_base
 from hydrajax.models.config import LlamaConfig
@@ -30,7 +32,7 @@ from hydrajax.train.config import DraftConfig, TrainConfig
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
 from hydrajax.train.forward import cast
-from hydrajax.train.losses import Objective, draft_loss, head_counts
+from hydrajax.train.losses import IGNORED, Objective, draft_loss, head_counts
 from hydrajax.train.simulate import Tally
 from hydrajax.train.step import Batch, batch_placer
 from hydrajax.trees import TreeTopology, presets
@@ -39,17 +41,40 @@ from hydrajax.trees.dynamic import static
 TOP_K = 5  # head accuracies are reported for the first 1 .. TOP_K guesses
 
 
-def make_drafter(draft: DraftConfig, base: LlamaConfig, dtype) -> Trainable:
-    """The drafter that the settings describe, for a base of this shape."""
+# Of `DraftConfig`: those that are fields of the drafters of a kind under the same name.
+SETTINGS = ("n_heads", "n_layers", "share_blocks", "hidden_state_offset", "dropout", "unroll")
+
+
+def make_drafter(
+    draft: DraftConfig, base: LlamaConfig, dtype, target_counts: Int[np.ndarray, " V"] | None = None
+) -> Trainable:
+    """The drafter that the settings describe, for a base of this shape.
+
+    target_counts: how often each token id is a target, for a reduced vocabulary; None takes the smallest ids, where
+    only the sizes matter.
+    """
     if draft.hidden_state_offset > base.n_layers:
         raise HydrajaxError(
             f"draft.hidden_state_offset: must be at most the base's {base.n_layers} layers, "
             f"found {draft.hidden_state_offset}"
         )
-    names = ("n_heads", "n_layers", "share_blocks", "hidden_state_offset", "dropout")
-    settings = {name: getattr(draft, name) for name in names}
-    if draft.lm_head != "full":
-        settings["small_lm_head"] = LmHead(shared=draft.lm_head == "shared", rank=draft.lm_rank)
+    fields = {field.name for field in dataclasses.fields(registry.HEADS[draft.heads])}
+    settings: dict[str, Any] = {name: getattr(draft, name) for name in SETTINGS if name in fields}
+    if settings.get("unroll", 1) is None:
+        del settings["unroll"]
+    vocabulary = None
+    if draft.vocabulary is not None:
+        if draft.vocabulary > base.vocab_size:
+            raise HydrajaxError(
+                f"draft.vocabulary: must be at most the base's {base.vocab_size} tokens, found {draft.vocabulary}"
+            )
+        counts = np.zeros(base.vocab_size, int) if target_counts is None else target_counts
+        vocabulary = Vocabulary.most_frequent(counts, draft.vocabulary)
+    if "vocabulary" in fields:
+        settings["vocabulary"] = vocabulary
+    elif draft.lm_head != "full" or vocabulary is not None:
+        shared = draft.lm_head == "shared"
+        settings["small_lm_head"] = LmHead(shared=shared, rank=draft.lm_rank, vocabulary=vocabulary)
     return registry.heads_for(draft.heads, base, dtype, prefix=draft.prefix, **settings)
 
 
@@ -101,7 +126,11 @@ class HeadsTask:
     ):
         self.config, self.dataset, self.model, self.mesh = config, dataset, model, mesh
         self.extras = extras or {}
-        drafter = make_drafter(config.draft, model.config, config.dtype)
+        counts = None if dataset is None else target_counts(dataset, model.config.vocab_size)
+        drafter = make_drafter(config.draft, model.config, config.dtype, counts)
+        self._start: Any = None  # parameters to start from
+        if config.draft.init and dataset is not None:
+            drafter, self._start = going_on(drafter, config.draft.init, model.config)
         self.drafter, self.master = drafter, replace_in_heads(drafter, dtype=jnp.dtype(jnp.float32))
         self.tree = tree_for(config.tree, drafter, model.config.vocab_size)
         self.loss = HeadsLoss(model, drafter, config.objective)
@@ -114,6 +143,7 @@ class HeadsTask:
         self.tokens_per_step: float | None = None  # as last evaluated
         self._place = batch_placer(mesh)
         self._ranks = jax.jit(self._rank_heads, out_shardings=replicated(mesh))
+        self._depth = min(max(self.tree.depth, drafter.n_heads), drafter.depth)  # how far ahead guesses are evaluated
 
     def _flops(self, base_params) -> float:
         """The base forward (not its lm head, if nobody asks what it says) and the heads forward and twice back."""
@@ -124,27 +154,22 @@ class HeadsTask:
         return base + 3 * drafter_forward_flops(self.drafter, length)
 
     def init_params(self, rng):
-        if self.config.draft.init:
-            return self._start_from(self.config.draft.init)
+        if self._start is not None:
+            params, self._start = self._start, None
+            return jax.tree.map(lambda x, home: distribute(np.asarray(x), home), params, self.param_shardings)
         init = jax.jit(
             lambda rng, base: self.master.init(rng, BoundBase(self.model, base)), out_shardings=self.param_shardings
         )
         return init(rng, self.frozen)
 
-    def _start_from(self, directory: str):
-        found, params = load_draft(directory, self.model.config, jnp.float32)
-        if found != replace_in_heads(self.master, dropout=0.0):
-            raise HydrajaxError(f"draft.init: the heads in {directory} are {found}, the settings ask for {self.master}")
-        return jax.tree.map(lambda x, home: distribute(np.asarray(x), home), params, self.param_shardings)
-
     def _rank_heads(self, params, frozen, batch: Batch):
         features, _ = self.loss.features(frozen, batch)
         params, base = cast(params, self.model.dtype), BoundBase(self.model, frozen)
-        return self.drafter.ranks(params, features, batch, base, self.config.objective.chunk_tokens)
+        return self.drafter.ranks(params, features, batch, base, self.config.objective.chunk_tokens, self._depth)
 
     def evaluate(self, params, batches: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
         """Held-out ``tokens_per_step`` as `Tally` simulates it, and ``top1`` ... ``top5`` accuracies per head."""
-        tally = Tally(self.tree, self.drafter.n_heads, TOP_K)
+        tally = Tally(self.tree, self._depth, TOP_K)
         for batch in batches:
             ranks = jax.device_get(self._ranks(params, self.frozen, self._place(batch)))
             tally.add(ranks, batch["labels"], batch.get("segments"))
@@ -175,6 +200,22 @@ class HeadsTask:
         if self.tokens_per_step is not None:
             story["tokens_per_step"] = f"{self.tokens_per_step:.2f}, simulated on held-out text, tree {c.tree}"
         return story
+
+
+def going_on(drafter: Trainable, directory: str, base: LlamaConfig) -> tuple[Trainable, Any]:
+    """``(drafter, float32 parameters)`` of the heads in a directory, which are trained as ``drafter`` would be."""
+    found, params = load_draft(directory, base, jnp.float32)
+    wanted = replace_in_heads(drafter, dtype=jnp.dtype(jnp.float32))
+    try:
+        return replace_in_heads(wanted.trained_on(found), dtype=heads_of(drafter).dtype), params
+    except HydrajaxError as error:
+        raise HydrajaxError(f"draft.init: {directory}: {error}") from None
+
+
+def target_counts(dataset: Dataset, vocab_size: int) -> Int[np.ndarray, " V"]:
+    """How often each token id is a target in the training rows."""
+    labels = dataset.train.labels
+    return np.bincount(labels[labels != IGNORED], minlength=vocab_size)
 
 
 def tree_for(name: str, drafter: Trainable, vocab_size: int) -> TreeTopology:
