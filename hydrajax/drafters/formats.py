@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -34,6 +34,13 @@ class Tensors(Protocol):
     def read(self, name: str) -> np.ndarray: ...
 
 
+class MadeFor(NamedTuple):
+    """What an export knows of the base that heads were made for. n_layers: None where nobody said it."""
+
+    name: str = ""
+    n_layers: int | None = None
+
+
 class HeadFormat:
     """One way in which a program keeps draft heads in a directory: ``config.json`` beside one file of tensors.
 
@@ -44,6 +51,7 @@ class HeadFormat:
                  Empty for formats that we read and do not write.
     ignored:     a regular expression of names of tensors in the file that are not the heads'.
     dtype_field: the field of ``config.json`` that names the dtype of the file, where the format has one.
+    torch_only:  whether the official code opens PyTorch's file alone, so that an export may write that one too.
 
     Errors that the methods raise are `HydrajaxError` without the name of the directory, which the caller adds.
     """
@@ -54,6 +62,7 @@ class HeadFormat:
     read_by: str = ""
     ignored: str = "(?!)"
     dtype_field: str = ""
+    torch_only: bool = False
 
     def recognises(self, config: dict, names: Collection[str]) -> bool:
         """Whether a directory is of this format.
@@ -83,9 +92,13 @@ class HeadFormat:
         """
         raise NotImplementedError
 
-    def config(self, drafter: Drafter) -> dict:
+    def config(self, drafter: Drafter, made_for: MadeFor) -> dict:
         """The fields of ``config.json`` with which to write a drafter. Raises `HydrajaxError` if there are none."""
         raise NotImplementedError
+
+    def constants(self, drafter: Drafter) -> dict[str, np.ndarray]:
+        """Tensors that follow from the drafter's settings, by name, which are written as they are beside its own."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -108,6 +121,7 @@ class Files:
     about:   ``drafter -> About``.
     codecs:  for settings that are no plain values, by their names, how they become JSON and how they are read again.
              The latter raises KeyError, TypeError or ValueError for what the former does not write.
+    prefixed: whether it may stand behind a prefix layer (`hydrajax.drafters.prefix.WithPrefix`).
     """
 
     drafter: type
@@ -115,6 +129,7 @@ class Files:
     check: Callable[[Any, LlamaConfig], None]
     about: Callable[[Any], About]
     codecs: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = field(default_factory=dict)
+    prefixed: bool = True
 
 
 def integer(config: dict, field: str, least: int) -> int:

@@ -40,6 +40,7 @@ class Hydra(StackFormat):
     stem = "hydra_lm_head"
     known_by = "released Hydra (hydra_lm_head, with 'hydra_num_heads')"
     read_by = "`hydrajax generate --base BASE --draft THIS`, and the official Hydra code, which opens the `.pt`."
+    torch_only = True
     # The base's embedding (twice) and a rotary buffer.
     ignored = r"input_embed_fn\.weight|prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq)"
 
@@ -69,7 +70,7 @@ class Hydra(StackFormat):
             return heads_layout(heads, PLAIN)
         return prefix_layout(drafter.config) + heads_layout(heads, BEHIND_PREFIX, ("heads",))
 
-    def config(self, drafter):
+    def config(self, drafter, made_for):
         heads = heads_of(drafter)
         grounded = isinstance(heads, HydraHeads)
         if not grounded and not getattr(heads, "lm_head_bias", False):

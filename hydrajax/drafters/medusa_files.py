@@ -37,6 +37,7 @@ class Medusa(StackFormat):
         "`hydrajax generate --base BASE --draft THIS`; the official Medusa code opens the `.pt`, "
         "text-generation-inference (versions with Medusa) the `.safetensors`."
     )
+    torch_only = True
     prefix = ""  # of the names of all tensors
 
     def naming(self, drafter):
@@ -70,7 +71,7 @@ class Medusa(StackFormat):
         whole = re.compile(re.escape(self.prefix) + pattern)
         return [match for name in files if (match := whole.fullmatch(name))]
 
-    def config(self, drafter):
+    def config(self, drafter, made_for):
         check_plain(drafter)
         return {"medusa_num_heads": drafter.n_heads, "medusa_num_layers": drafter.n_layers}
 
@@ -125,7 +126,7 @@ class VLLMMedusa(StackFormat):
         """The files hold the blocks' biases only where ``config.json`` says so."""
         return heads_layout(drafter, self.naming(drafter), block_bias=config.get("medusa_fc_bias", False) is True)
 
-    def config(self, drafter):
+    def config(self, drafter, made_for):
         """vLLM takes any name with "num" and "heads" or "layers" in it for one of its own, so none is added."""
         check_plain(drafter)
         return {

@@ -12,7 +12,7 @@ from hydrajax.drafters import eagle_files, hydra_files, medusa_files
 from hydrajax.drafters.drafter import Drafter, Trainable
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
-from hydrajax.drafters.formats import Files, HeadFormat
+from hydrajax.drafters.formats import Files
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.medusa import MedusaHeads
@@ -27,15 +27,13 @@ class Kind:
 
     title: for people. drafter: its class. about: of a drafter without weights, whose name is all that ``--draft`` and
     `hydrajax.load` need, what the command line says of it. files: of draft heads, how they are kept in files; the name
-    is then what configurations and files call them. formats: of a drafter with weights that is read from files of other
-    programs, and not trained or written. settings: of heads as they were released, over the defaults.
+    is then what configurations and files call them. settings: of heads as they were released, over the defaults.
     """
 
     title: str
     drafter: type
     about: str = ""
     files: Files | None = None
-    formats: tuple[HeadFormat, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
 
     def build(self, config: LlamaConfig, dtype) -> Drafter:
@@ -50,13 +48,13 @@ KINDS = {
     "hydra": Kind("Hydra", HydraHeads, files=hydra_files.FILES),
     "medusa": Kind("Medusa", MedusaHeads, files=medusa_files.FILES),
     "hydra++": Kind("Hydra++", HydraHeads, settings={"prefix": True, "n_layers": 4}),
-    "eagle": Kind("EAGLE", Eagle, formats=(eagle_files.EAGLE,)),
-    "eagle3": Kind("EAGLE-3", Eagle3, formats=(eagle_files.EAGLE_3,)),
+    "eagle": Kind("EAGLE", Eagle, files=eagle_files.EAGLE_FILES),
+    "eagle3": Kind("EAGLE-3", Eagle3, files=eagle_files.EAGLE_3_FILES),
 }
 WITHOUT_WEIGHTS = {name: kind for name, kind in KINDS.items() if kind.about}
 FILES = {name: kind.files for name, kind in KINDS.items() if kind.files}
 HEADS = {name: files.drafter for name, files in FILES.items()}
-FORMATS = [format for kind in KINDS.values() for format in (kind.files.formats if kind.files else kind.formats)]
+FORMATS = [format for files in FILES.values() for format in files.formats]
 
 
 def heads_for(name: str, config: LlamaConfig, dtype, *, prefix: bool = False, **settings) -> Trainable:

@@ -139,9 +139,8 @@ def test_what_cannot_be_is_refused(lab):
     make_decode_fn(lab.model, lab.drafters["eagle"], tree, Greedy())
 
 
-def test_it_is_not_offered_for_training(lab):
-    """It decodes, and its training is not written yet."""
-    assert set(HEADS) == {"hydra", "medusa"}
+def test_it_is_known_by_its_name(lab):
     for name, title in (("eagle", "EAGLE"), ("eagle3", "EAGLE-3")):
-        assert kind_of(lab.drafters[name]) is None
+        assert HEADS[name] is type(lab.drafters[name])
+        assert kind_of(lab.drafters[name]) == name
         assert title_of(lab.drafters[name]) == title

@@ -9,7 +9,7 @@ import pytest
 from noise import noise
 
 from hydrajax.decoding.decode import make_decode_fn
-from hydrajax.drafters.registry import HEADS, KINDS, WITHOUT_WEIGHTS, heads_for, kind_of
+from hydrajax.drafters.registry import FILES, KINDS, WITHOUT_WEIGHTS, heads_for, kind_of
 from hydrajax.models.base import BoundBase
 from hydrajax.trees import presets
 
@@ -45,7 +45,7 @@ def test_a_drafter_that_its_name_alone_gives_has_no_parameters(lab, name):
     assert list(drafter.propose_costs(presets.by_name(drafter.default_tree), 1)) == []
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [name for name, files in FILES.items() if files.prefixed])
 @pytest.mark.parametrize("prefix", [False, True])
 def test_heads_are_known_by_their_name_with_and_without_a_prefix_layer(lab, name, prefix):
     drafter = heads_for(name, lab.model.config, jnp.bfloat16, prefix=prefix, n_heads=3)

@@ -18,7 +18,7 @@ from hydrajax.checkpoints.heads.card import describe, model_card
 from hydrajax.checkpoints.heads.load import RECORD
 from hydrajax.checkpoints.heads.released import FORMATS as RELEASED
 from hydrajax.checkpoints.tensors import save_safetensors, save_torch
-from hydrajax.drafters.formats import HeadFormat, cannot_write
+from hydrajax.drafters.formats import HeadFormat, MadeFor, cannot_write
 from hydrajax.drafters.prefix import heads_of, replace_in_heads
 from hydrajax.drafters.registry import FILES, kind_of
 from hydrajax.errors import HydrajaxError, not_allowed
@@ -52,9 +52,10 @@ def export_heads(
         drafter is, those of its own kind before others, and our own if no other can.
     base_name: becomes ``base_model_name_or_path``.
     base_fingerprint: `hydrajax.checkpoints.fingerprint.fingerprint` of the base; the heads then load onto no other.
+        It also says how many layers the base has, for formats that count those which heads read from the first on.
     story: ``data``, ``recipe`` (texts) and ``tokens_per_step`` (a number or text), for the card and later exports.
     dtype: of the file; None keeps each parameter's own.
-    torch_file: write a ``.pt`` too, where torch is installed: the released code opens no other.
+    torch_file: write a ``.pt`` too, where the released code opens no other and torch is installed.
     extra: more fields for ``config.json``.
     overwrite: replace a directory even if it is no earlier export, with all that is in it.
 
@@ -66,14 +67,15 @@ def export_heads(
     cannot be written.
     """
     kind = kind_of(heads_of(drafter))
+    made_for = MadeFor(base_name, ((base_fingerprint or {}).get("shapes") or {}).get("n_layers"))
     try:
         if kind is None:
-            allowed = " and ".join(files.drafter.__name__ for files in FILES.values())
+            allowed = ", ".join(files.drafter.__name__ for files in FILES.values())
             raise cannot_write(f"drafter is {type(heads_of(drafter)).__name__}", f"{allowed}, also in WithPrefix")
         if format not in (None, *FORMATS):
             raise not_allowed("format", format, FORMATS)
-        chosen = _chosen(format, drafter, kind)
-        fields = chosen.config(drafter) if chosen else {}
+        chosen = _chosen(format, drafter, kind, made_for)
+        fields = chosen.config(drafter, made_for) if chosen else {}
     except HydrajaxError as error:
         raise HydrajaxError(f"{WHAT}: {error}") from None
     fields |= {"base_model_name_or_path": base_name}
@@ -89,15 +91,16 @@ def export_heads(
             tensors = cast(write(chosen.layout(drafter, fields), params), dtype)
             if chosen.dtype_field:
                 fields[chosen.dtype_field] = next(iter(tensors.values())).dtype.name
+            tensors |= chosen.constants(drafter)
             save_safetensors(folder / f"{chosen.stem}.safetensors", tensors)
-            if torch_file:
+            if torch_file and chosen.torch_only:
                 save_torch(folder / f"{chosen.stem}.pt", tensors)
         name, read_by = (chosen.name, chosen.read_by) if chosen else (NATIVE, NATIVE_READ_BY)
         (folder / "README.md").write_text(model_card(drafter, name, read_by, base_name, story or {}))
         config |= fields | (extra or {})
 
 
-def _chosen(name: str | None, drafter, kind: str) -> HeadFormat | None:
+def _chosen(name: str | None, drafter, kind: str, made_for: MadeFor) -> HeadFormat | None:
     """The format of this name, None for our own; without a name the first that can say what the drafter is.
 
     Raises `HydrajaxError` where the named one cannot, and says which can.
@@ -107,7 +110,7 @@ def _chosen(name: str | None, drafter, kind: str) -> HeadFormat | None:
     fitting: list[HeadFormat] = []
     for format in [*own, *(other for other in WRITTEN.values() if other not in own)]:
         try:
-            format.config(drafter)
+            format.config(drafter, made_for)
             fitting.append(format)
         except HydrajaxError as error:
             refusals[format] = error

@@ -115,6 +115,8 @@ def _drafter(described: Any, base: LlamaConfig):
         prefix = described["prefix"]
         if not isinstance(prefix, bool):
             raise ValueError(f"prefix is {prefix!r}")
+        if prefix and not files.prefixed:
+            raise ValueError(f"prefix is true, {described['heads']} has no prefix layer")
     except HydrajaxError as error:
         raise HydrajaxError(f"{WHAT}: {error}") from None
     except (KeyError, TypeError, ValueError) as error:

@@ -31,11 +31,6 @@ def find_format(directory: Path, config: dict) -> HeadFormat:
         fitting = [format for format in FORMATS if format.recognises(config, names)]
     if fitting:  # if no format's file is there, the first one's is missed
         return next((format for format in fitting if holds(directory, format.stem)), fitting[0])
-    if config.get("model_type") == "eagle":
-        raise HydrajaxError(
-            f"{WHAT}: {directory} holds EAGLE heads as vLLM writes them (model_type 'eagle'), which do not load yet; "
-            "directories as EAGLE's authors released them do"
-        )
     supported = ", ".join([*(format.known_by for format in FORMATS), "hydrajax's own ('hydrajax_draft')"])
     raise HydrajaxError(f"{WHAT}: {directory} is no directory of draft heads that loads; those are: {supported}")
 

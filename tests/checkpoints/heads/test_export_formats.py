@@ -325,7 +325,9 @@ def test_vllm_heads_without_biases_get_zeros(tiny_model, tmp_path):
         ("vllm-medusa", "medusa++", ("WithPrefix(MedusaHeads)",)),
         ("hydra", "medusa", ("MedusaHeads without lm_head_bias", "format hydra")),
         ("hydra", "medusa++", ("WithPrefix(MedusaHeads without lm_head_bias)",)),
-        ("eagle", "hydra", ("'eagle'", *FORMATS)),
+        ("swan", "hydra", ("'swan'", *FORMATS)),
+        ("eagle", "hydra", ("drafter is HydraHeads", "Eagle, for format eagle")),
+        ("speculators", "medusa", ("drafter is MedusaHeads", "Eagle3, for format speculators")),
         ("", "hydra", ("''", *FORMATS)),
     ],
 )

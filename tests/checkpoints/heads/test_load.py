@@ -348,15 +348,7 @@ def test_eagle_3_for_a_base_without_three_layers_to_read(eagle, n_layers):
     refusal(lambda: load_draft(directory, config.replace(n_layers=n_layers)), "draft", f"this one has {n_layers}")
 
 
-# --- what does not load yet, and what is no draft -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("weights", [True, False])
-def test_eagle_in_vllms_layout_does_not_load_yet(base, base_config, tmp_path, weights):
-    save(tmp_path, eagle_state(1), {"model_type": "eagle", "model": base_config, "architectures": ["EAGLEModel"]})
-    if not weights:
-        (tmp_path / "model.safetensors").unlink()
-    refused(tmp_path, base, "EAGLE heads", "do not load yet")
+# --- what is no draft -------------------------------------------------------------------------------------------
 
 
 def test_a_plain_base_is_no_draft(base, tiny_checkpoint):

@@ -299,7 +299,7 @@ def test_fields_of_the_wrong_type(tiny_model, copied, field, to):
 @pytest.mark.parametrize(
     ("field", "values"),
     [
-        ("heads", [ABSENT, None, "eagle", "Hydra", ["hydra"], {}, 3]),
+        ("heads", [ABSENT, None, "eagle", "swan", "Hydra", ["hydra"], {}, 3]),
         ("settings", [ABSENT, None, {}, [], "n_heads", 3]),
         ("prefix", [ABSENT, None, "yes", 1, [], {}]),
     ],
