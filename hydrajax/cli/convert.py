@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", metavar="DIR|NAME", required=True, help="the base that the heads were made for")
     parser.add_argument("--draft", metavar="DIR|NAME", required=True, help="the heads, in any format that loads")
-    parser.add_argument("--format", choices=FORMATS, required=True)
+    text = "default: that of the code which the heads were published with"
+    parser.add_argument("--format", choices=FORMATS, help=text)
     parser.add_argument("--output", metavar="DIR", required=True, help="a new directory, or an earlier export")
     parser.add_argument("--dtype", choices=list(options.api.DTYPES), help="of the file (default: that of the heads)")
     parser.add_argument("--base-name", metavar="NAME", help="what the base is called (default: as the heads say)")
@@ -91,7 +92,7 @@ def _export(args: argparse.Namespace) -> None:
         base_fingerprint=fingerprint(base),
         story=story | {key: value for key, value in said.items() if value is not None},
         dtype=None if args.dtype is None else options.api.DTYPES[args.dtype],
-        torch_file=args.format in ("hydra", "medusa"),
+        torch_file=True,
     )
     _print_files(args.output)
 

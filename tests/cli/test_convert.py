@@ -250,13 +250,17 @@ def test_output_that_cannot_be(refused, base, heads, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_without_a_format_it_is_the_one_of_the_official_code(program, base, hydra, tmp_path):
+    folder = tmp_path / "out"
+    result = program("convert", "export", "--base", base, "--draft", hydra, "--output", folder)
+    assert (result.code, result.err) == (0, "")
+    assert {path.name for path in folder.iterdir()} == FILES["hydra"] | BESIDE
+
+
 def test_formats(refused, base, heads, hydra, tmp_path):
     common = ("export", "--base", base, "--output", tmp_path / "out", "--draft")
     names = ".*".join(FILES)
-    refused(
-        rf"--format: invalid choice: 'eagle' \(choose from .*{names}.*see hydrajax", *common, heads, "--format", "eagle"
-    )
-    refused(r"required: --format", *common, heads)
+    refused(rf"--format: invalid choice: 'x' \(choose from .*{names}.*see hydrajax", *common, heads, "--format", "x")
     can = "export: these are Medusa heads, formats that can hold them: medusa, vllm-medusa, native; hydra cannot"
     refused(can, *common, heads, "--format", "hydra")
     for format in ("medusa", "vllm-medusa"):
