@@ -33,7 +33,7 @@ from hydrajax.models.layout import MODEL, Layout, same, transposed
 CONFIG = "config.json"
 EMBEDDING, OFFSETS, KNOWN = "embed_tokens.weight", "d2t", "t2d"
 IGNORED = r"embed_tokens\.weight|.*rotary_emb\.inv_freq|d2t|t2d"  # the embedding is a copy of the base's
-INTEGERS = ("I64", "I32", "int64", "int32")  # as safetensors and as torch call them
+INTEGERS, FLAGS = ("I64", "I32", "int64", "int32"), ("BOOL", "bool")  # as safetensors and as torch call them
 LAYERS = "eagle_aux_hidden_state_layer_ids"  # the field of config.json that says which layers of the base are read
 
 
@@ -50,7 +50,7 @@ class FeatureFormat(HeadFormat):
         fc = next(name for entry in self.layout(drafter, {}) for name in entry.theirs)
         own = {"dtype": jnp.dtype(files.dtype(fc) if dtype is None else dtype)}
         if isinstance(drafter, Eagle3) and drafter.vocabulary is not None:
-            own["vocabulary"] = tokens_of(files.read(OFFSETS), drafter.config.vocab_size)
+            own["vocabulary"] = tokens_of(files, drafter.config.vocab_size)
         return dataclasses.replace(drafter, **own)
 
 
@@ -156,11 +156,18 @@ def eagle_3_of(config: dict, layer: LlamaConfig, reads: tuple[int, ...], files: 
     return Eagle3(layer, reads, Vocabulary(range(n_known)))
 
 
-def tokens_of(offsets: np.ndarray, vocab_size: int) -> Vocabulary:
-    """The tokens that ``d2t`` tells of."""
+def tokens_of(files: Tensors, vocab_size: int) -> Vocabulary:
+    """The tokens that ``d2t`` tells of, and ``t2d`` if it is there."""
+    offsets = files.read(OFFSETS)
     tokens = np.arange(len(offsets)) + offsets
     if tokens[0] < 0 or tokens[-1] >= vocab_size or (np.diff(tokens) <= 0).any():
         raise HydrajaxError(f"{OFFSETS}: the tokens that it tells of must rise, from 0 up and below {vocab_size}")
+    if KNOWN in files:
+        if files.shape(KNOWN) != (vocab_size,) or files.dtype(KNOWN) not in FLAGS:
+            found = f"{files.dtype(KNOWN)} {list(files.shape(KNOWN))}"
+            raise HydrajaxError(f"{KNOWN} must be bool [{vocab_size}] (the base's tokens), found {found}")
+        if not np.array_equal(np.flatnonzero(files.read(KNOWN)), tokens):
+            raise HydrajaxError(f"{KNOWN} tells of other tokens than {OFFSETS}")
     return Vocabulary(tokens.tolist())
 
 

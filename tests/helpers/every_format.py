@@ -16,7 +16,10 @@ from hydrajax.checkpoints.base import export_llama, load_llama
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.tensors import save_safetensors, save_torch
+from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.models.base import BoundBase, abstract_base
@@ -28,6 +31,8 @@ FAMILIES = {"llama": {}, "mistral": {"sliding_window": 8}, "qwen2": {"qkv_bias":
 BASES = (*FAMILIES, "shards", "bin", "bin_shards", "medusa_2")
 HYDRA = HydraHeads(2, WIDTH, VOCAB, n_layers=2)
 MEDUSA = MedusaHeads(2, WIDTH, VOCAB)
+EAGLE = Eagle.for_base(BASE, np.float32)
+EAGLE_3 = Eagle3.for_base(BASE, np.float32, vocabulary=Vocabulary(range(1, VOCAB, 2)))
 HEADS = {  # drafter, format, as .pt
     "hydra": (HYDRA, "hydra", False),
     "hydra_pt": (HYDRA, "hydra", True),
@@ -38,6 +43,9 @@ HEADS = {  # drafter, format, as .pt
     "vllm": (MEDUSA, "vllm-medusa", False),
     "native": (HYDRA, "native", False),
     "native_prefix": (WithPrefix(MEDUSA, BASE), "native", False),
+    "eagle": (EAGLE, "eagle", False),
+    "speculators": (EAGLE_3, "speculators", False),
+    "native_eagle3": (EAGLE_3, "native", False),
 }
 FORMATS = (*BASES, *HEADS)
 

@@ -1,0 +1,115 @@
+"""`hydrajax convert export` of EAGLE drafts: into every format and back; bad ones are refused in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch_eagle import Eagle1, Eagle3
+
+from hydrajax.models.config import LlamaConfig
+
+WIDTH, VOCAB, KNOWN = 32, 96, 40
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB,
+}
+LAYER = LlamaConfig(VOCAB, WIDTH, 48, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8)
+
+
+@pytest.fixture(scope="module")
+def three_layers(llama_checkpoint) -> Path:
+    return llama_checkpoint(num_hidden_layers=3)
+
+
+def write(folder: Path, version: int, *, without=(), more=None, **fields) -> Path:
+    """A released directory of random numbers, some fields and tensors of which are changed."""
+    torch.manual_seed(1)
+    if version == 3:
+        state = Eagle3(LAYER, 3, KNOWN).state_dict()
+        state["d2t"], state["t2d"] = torch.arange(KNOWN), torch.arange(VOCAB) % 2 == 0
+        state["t2d"] &= torch.arange(VOCAB) < 2 * KNOWN
+        fields = {"draft_vocab_size": KNOWN} | fields
+    else:
+        state = Eagle1(LAYER, bias=True).state_dict()
+    state = {name: x for name, x in (state | (more or {})).items() if name not in without}
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG | fields))
+    return folder
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_into_every_format_and_back(program, three_layers, tmp_path, version):
+    source = at = write(tmp_path / "source", version)
+    own = "eagle-3" if version == 3 else "eagle"
+    for step, flags in enumerate([["--format", "speculators"], ["--format", "native"], [], ["--format", own]]):
+        folder = tmp_path / str(step)
+        result = program("convert", "export", "--base", three_layers, "--draft", at, "--output", folder, *flags)
+        assert (result.code, result.err) == (0, "")
+        if "native" not in flags:
+            assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "model.safetensors"}
+        at = folder
+    for folder in (tmp_path / "2", tmp_path / "3"):
+        before, after = (load_file(where / "model.safetensors") for where in (source, folder))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert f"| format | {own} |" in (folder / "README.md").read_text()
+    verifier = json.loads((tmp_path / "0" / "config.json").read_text())["speculators_config"]["verifier"]
+    assert verifier["name_or_path"] == str(three_layers)
+
+
+BAD = [  # what the released directory has that it should not, and the message
+    # made for another base
+    (1, {"hidden_size": 64}, "the heads were made for another base: their width is 64, not 32"),
+    (3, {"vocab_size": 97}, "the heads were made for another base: their vocabulary is 97, not 96"),
+    (1, {"more": {"embed_tokens.weight": torch.ones(97, 32)}}, "another base: their vocabulary is 97, not 96"),
+    (3, {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, r"is \[2, 4, 5\], supported are rising numbers from 0 to 2"),
+    # which tokens it knows
+    (3, {"without": ["d2t"]}, "missing tensor 'd2t', which says what tokens the 40 are"),
+    (3, {"draft_vocab_size": 97}, "draft_vocab_size 97 exceeds the base's 96 tokens"),
+    (3, {"draft_vocab_size": 41}, r"d2t must be int64 \[41\] \(draft_vocab_size of config.json\), found I64 \[40\]"),
+    (
+        3,
+        {"more": {"d2t": torch.full((KNOWN,), 90)}},
+        "d2t: the tokens that it tells of must rise, from 0",
+    ),
+    (3, {"more": {"t2d": torch.ones(VOCAB, dtype=torch.bool)}}, "t2d tells of other tokens than d2t"),
+    # declared, and not there
+    (1, {"without": ["fc.bias"], "bias": True}, "missing tensor 'fc.bias'"),
+    (1, {"bias": False}, "unexpected tensor 'fc.bias'"),
+    (3, {"draft_vocab_size": VOCAB}, r"lm_head.weight has shape \[40, 32\], expected \[96, 32\]"),
+    (3, {"num_hidden_layers": 2}, "num_hidden_layers is 2, supported is 1 in an EAGLE draft"),
+    (3, {"intermediate_size": 64}, "mlp.gate_proj.weight has shape"),
+    (3, {"norm_before_residual": True}, "config.json: norm_before_residual is True, supported is False"),
+    (3, {"num_key_value_heads": 4}, "self_attn.k_proj.weight has shape"),
+]
+
+
+@pytest.mark.parametrize(("version", "changes", "message"), BAD)
+def test_bad_drafts_are_refused_in_one_line(program, three_layers, tmp_path, version, changes, message):
+    source = write(tmp_path / "source", version, **changes)
+    result = program("convert", "export", "--base", three_layers, "--draft", source, "--output", tmp_path / "out")
+    assert (result.code, result.out) == (2, "")
+    assert re.fullmatch(rf"hydrajax: --draft: {re.escape(str(source))}: [^\n]*{message}[^\n]*\n", result.err), (
+        result.err
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_format_that_cannot_say_it(program, three_layers, tmp_path):
+    source = write(tmp_path / "source", 3)
+    flags = ("--base", three_layers, "--draft", source, "--output", tmp_path / "out", "--format", "eagle")
+    result = program("convert", "export", *flags)
+    assert result.code == 2
+    assert "these are EAGLE-3 heads, formats that can hold them: eagle-3, speculators, native; eagle" in result.err
+    assert result.err.count("\n") == 1
