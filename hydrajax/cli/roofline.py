@@ -13,6 +13,8 @@ from hydrajax import api
 from hydrajax.checkpoints.base import read_config
 from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.decode import check_fit
 from hydrajax.drafters.registry import KINDS
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.measure.benchmark import first_nodes
@@ -24,7 +26,8 @@ from hydrajax.roofline.comparison import Comparison, compare
 from hydrajax.roofline.devices import DEVICES, Device
 from hydrajax.roofline.medusa_tables import CANDIDATES, TABLES
 from hydrajax.roofline.prediction import Prediction, Workload, milliseconds, predict
-from hydrajax.trees import TreeTopology, presets
+from hydrajax.trees import DynamicTree, presets
+from hydrajax.trees.dynamic import CandidateTree
 
 HELP = "predict a decode step's time on a device from operations and bytes, and compare on this one"
 
@@ -40,14 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=[*DEVICES, HERE], default="H100", help="'here' measures this one (default %(default)s)"
     )
-    parser.add_argument(
-        "--tree", metavar="NAME|FILE.json|JSON", help="default: mc_sim_7b_63, or the root without a draft"
-    )
+    parser.add_argument("--tree", metavar="NAME|FILE.json|JSON", help="default: the drafter's own")
     parser.add_argument(
         "--tree-sizes",
         metavar="N,N,...",
         type=options.positives,
-        help=f"the tree's best N nodes (default {_listed(SIZES)})",
+        help=f"the tree's best N nodes (default {_listed(SIZES)} and the whole; a dynamic tree is taken whole)",
     )
     parser.add_argument("--batch-sizes", metavar="B,B,...", type=options.positives, default=[1], help="default 1")
     parser.add_argument(
@@ -122,13 +123,15 @@ def _config(args: argparse.Namespace) -> LlamaConfig:
     return PRESETS[args.shape]
 
 
-def _trees(args: argparse.Namespace, drafter, config: LlamaConfig) -> dict[str, TreeTopology]:
+def _trees(args: argparse.Namespace, drafter, config: LlamaConfig) -> dict[str, CandidateTree]:
     tree = presets.by_name(args.tree or drafter.default_tree)
-    tree.check(drafter.depth, config.vocab_size)
-    return first_nodes(tree, args.tree_sizes or [size for size in SIZES if size <= tree.size])
+    check_fit(drafter, tree, Greedy(), config.vocab_size)
+    if isinstance(tree, DynamicTree) and not args.tree_sizes:
+        return {tree.name: tree}
+    return dict(first_nodes(tree, args.tree_sizes or [*(size for size in SIZES if size < tree.size), tree.size]))
 
 
-def _tokens_per_step(args: argparse.Namespace, trees: dict[str, TreeTopology]) -> list[float]:
+def _tokens_per_step(args: argparse.Namespace, trees: dict[str, CandidateTree]) -> list[float]:
     taus = args.tokens_per_step or []
     if taus and len(taus) != len(trees):
         raise HydrajaxError(f"--tokens-per-step: one for each of {len(trees)} tree sizes is needed, found {len(taus)}")
@@ -139,7 +142,7 @@ def _tokens_per_step(args: argparse.Namespace, trees: dict[str, TreeTopology]) -
     return taus
 
 
-def _ways(args: argparse.Namespace, config: LlamaConfig, dtype, trees: dict[str, TreeTopology]) -> list[Way]:
+def _ways(args: argparse.Namespace, config: LlamaConfig, dtype, trees: dict[str, CandidateTree]) -> list[Way]:
     """A way for each tree, with random weights."""
     model, base = random_base(config, dtype)
     drafter, params = random_draft(model, base, args.draft_kind)
@@ -210,7 +213,7 @@ def _print_comparison(compared: Comparison) -> None:
     )
 
 
-def _print_operators(device: Device, work: Workload, tree: TreeTopology) -> None:
+def _print_operators(device: Device, work: Workload, tree: CandidateTree) -> None:
     parts = work.step(tree)
     phases = {"prefill": work.prefill(), "decode": work.autoregressive_step()}
     phases[f"tree decode, {tree.size} nodes"] = [operator for part in parts.values() for operator in part]

@@ -55,7 +55,7 @@ Cost = Matmul | Ranking | DecoderLayers
 class CostsNothing:
     """For drafters that multiply no matrices to inherit."""
 
-    def propose_costs(self, tree: CandidateTree, batch: int) -> Sequence[Cost]:
+    def propose_costs(self, tree: CandidateTree, batch: int, slots: int) -> Sequence[Cost]:
         return ()
 
     def observe_costs(self, batch: int, tokens: int, slots: int) -> Sequence[Cost]:

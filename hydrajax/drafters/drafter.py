@@ -159,8 +159,10 @@ class Drafter(Protocol):
         a token that the draft cannot say ranks behind the whole vocabulary.
         """
 
-    def propose_costs(self, tree: CandidateTree, batch: int) -> Sequence[Cost]:
-        """What filling a tree computes, for so many rows (`hydrajax.drafters.costs`)."""
+    def propose_costs(self, tree: CandidateTree, batch: int, slots: int) -> Sequence[Cost]:
+        """What filling a tree computes, for so many rows and texts that fit so many cache slots
+        (`hydrajax.drafters.costs`). Only a drafter that attends to a cache of its own while it drafts needs ``slots``.
+        """
 
     def observe_costs(self, batch: int, tokens: int, slots: int) -> Sequence[Cost]:
         """What taking in so many new tokens per row computes, for texts that fit so many cache slots."""

@@ -259,13 +259,16 @@ class FeatureDrafter(Trained):
 
     # --- costs --------------------------------------------------------------------------------------------------------
 
-    def propose_costs(self, tree, batch):
-        """Without what attention reads of the cache, whose length is not known here."""
+    def propose_costs(self, tree, batch, slots):
+        """Every level below the root's children is a pass of the layer, which reads its whole cache and all nodes that
+        were run for the levels above: masked or not, their scores are computed.
+        """
         costs: list[Cost] = []
         vocab_size = self.config.vocab_size
         for k, (n_nodes, width) in enumerate(guesses_of(tree)):
             if k:
-                costs += self._layer_costs(f"level {k}", batch, n_nodes, 0)
+                costs += self._layer_costs(f"level {k}", batch, n_nodes, slots)
+                slots += n_nodes
             costs += self.lm_head.costs(f"level {k}", batch * n_nodes, self.config.width, vocab_size)
             costs.append(Ranking(f"level {k} top-{width}", batch * n_nodes, self.lm_head.size(vocab_size)))
         return costs

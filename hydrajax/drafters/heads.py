@@ -241,7 +241,7 @@ class HeadStack(Trained):
 
     # --- costs --------------------------------------------------------------------------------------------------------
 
-    def propose_costs(self, tree, batch):
+    def propose_costs(self, tree, batch, slots):
         """Head k runs once per level: one that reads a path for every parent of the level, another for one row."""
         costs: list[Cost] = []
         for k, (n_parents, width) in enumerate(guesses_of(tree)):

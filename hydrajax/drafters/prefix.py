@@ -108,8 +108,8 @@ class WithPrefix(Trained):
 
     # --- costs --------------------------------------------------------------------------------------------------------
 
-    def propose_costs(self, tree, batch):
-        return self.heads.propose_costs(tree, batch)
+    def propose_costs(self, tree, batch, slots):
+        return self.heads.propose_costs(tree, batch, slots)
 
     def observe_costs(self, batch, tokens, slots):
         return [DecoderLayers("prefix", self.layer.config, batch, tokens, slots)]

@@ -44,7 +44,7 @@ class Workload:
         c, batch, nodes, itemsize = self.config, self.batch, tree.size, self.itemsize
         slots = self.context + nodes
         return {
-            "propose": operators_of(self.drafter.propose_costs(tree, batch), itemsize),
+            "propose": operators_of(self.drafter.propose_costs(tree, batch, slots), itemsize),
             "verify": forward_operators(c, batch, nodes, slots + nodes, itemsize),
             "accept_commit": [ranking("argmax", batch * nodes, c.vocab_size)],
             "observe": operators_of(self.drafter.observe_costs(batch, tree.depth + 1, slots), itemsize),

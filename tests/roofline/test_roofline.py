@@ -34,7 +34,7 @@ from hydrajax.roofline.operators import (
     operators_of,
 )
 from hydrajax.roofline.prediction import Workload, predict
-from hydrajax.trees import presets
+from hydrajax.trees import DynamicTree, presets
 
 SEVEN = PRESETS["7b"]
 
@@ -187,7 +187,7 @@ D, V = SEVEN.width, SEVEN.vocab_size
 
 
 def head_kernels(kind: str, tree=TREE, batch: int = 3):
-    operators = operators_of(KINDS[kind].build(SEVEN, jnp.bfloat16).propose_costs(tree, batch), 2)
+    operators = operators_of(KINDS[kind].build(SEVEN, jnp.bfloat16).propose_costs(tree, batch, 1024), 2)
     return [op for op in operators if op.kind == "weights"]
 
 
@@ -232,9 +232,43 @@ def test_every_matrix_of_the_draft_is_multiplied_with():
     leaves = jax.tree.leaves_with_path(shapes["heads"])
     weights = {jax.tree_util.keystr(path): leaf.size for path, leaf in leaves if "bias" not in str(path[-1])}
     wanted = sum(2 * size * (3 if "blocks" in name else 1) for name, size in weights.items())
-    assert flops(operators_of(drafter.propose_costs(presets.chain(4), 1), 4)) == wanted
+    assert flops(operators_of(drafter.propose_costs(presets.chain(4), 1, 64), 4)) == wanted
     everything = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     assert draft_parameters(config, drafter) == everything
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("tree", [presets.sparse("eagle_26"), DynamicTree(20, 3, 4)], ids=["static", "dynamic"])
+def test_what_eagle_computes_against_what_xla_counts(kind, tree, monkeypatch):
+    """Levels that attend to the draft's cache and to all nodes run before, and the pass that takes in what was accepted."""
+    monkeypatch.setattr(few_rows, "available", lambda: False)  # in our own kernels XLA counts nothing
+    config, batch, slots = LlamaConfig(300, 64, 172, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16), 2, 600
+    drafter, (model, base) = KINDS[kind].build(config, jnp.float32), abstract_params(config)
+    params = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
+    state = jax.eval_shape(lambda: drafter.init_state(batch, slots))
+    whole = jax.ShapeDtypeStruct((batch, 6), jnp.int32)
+    features = jax.ShapeDtypeStruct((batch, 6, len(drafter.reads) * config.width), jnp.float32)
+    row = jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+    def propose(base, params, state, root):
+        return drafter.propose(params, state, root, tree, BoundBase(model, base)).tokens
+
+    def observe(base, params, state, root, features, tokens):
+        return drafter.begin(params, state, features, tokens, root, root, BoundBase(model, base))
+
+    for function, arguments, costs in (
+        (propose, (), drafter.propose_costs(tree, batch, slots)),
+        (observe, (features, whole), drafter.observe_costs(batch, 6, slots)),
+    ):
+        compiled = jax.jit(function).lower(base, params, state, row, *arguments).compile()
+        assert 0.85 < flops(operators_of(costs, 4)) / compiled.cost_analysis()["flops"] <= 1, function
+
+
+def test_every_level_of_eagle_reads_the_cache_and_the_levels_before_it():
+    drafter = KINDS["eagle"].build(SEVEN, jnp.bfloat16)
+    scores = [op for op in operators_of(drafter.propose_costs(TREE, 1, 1000), 2) if op.name.endswith("scores")]
+    nodes, keys = [10, 10, 1], [1000 + 10, 1000 + 20, 1000 + 21]  # nodes with children, of depths 1 to 3
+    assert [op.flops for op in scores] == [2 * n * many * D for n, many in zip(nodes, keys, strict=True)]
 
 
 @pytest.mark.parametrize("kind", ["none", "lookup"])
@@ -355,6 +389,18 @@ def test_command_prints_the_tables_and_the_operators(program):
     assert "…" not in result.out
 
 
+def test_command_takes_eagle_and_a_tree_that_is_grown(program):
+    short = ("--shape", "7b", "--draft-kind", "eagle", "--json")
+    rows = json.loads(program(*short, "--context", "1024,4096").out)["rows"]
+    assert [row["predicted"]["nodes"] for row in rows] == [1, 4, 16, 26] * 2
+    near, far = rows[3]["predicted"], rows[7]["predicted"]
+    # Of the cache four levels read 3072 more keys and values, each of 4096 numbers in 16 bits: at least that much time.
+    assert far["propose"] - near["propose"] > 4 * 3072 * 2 * 4096 * 2 / 3350e9 * 1e3
+    (row,) = json.loads(program(*short, "--tree", "dynamic-60-7-10").out)["rows"]
+    assert (row["predicted"]["tree"], row["predicted"]["nodes"]) == ("dynamic-60-7-10", 60)
+    assert row["predicted"]["propose"] > near["propose"]  # seven levels in place of four
+
+
 def test_command_reads_a_base_s_shape(program, tmp_path):
     config = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 172}
     config |= {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 1024}
@@ -424,6 +470,12 @@ def test_mistakes_end_in_one_line(program, tmp_path):
         ],
         "tree sizes: must be from 1 to 64, found 65": ["--shape", "7b", "--tree-sizes", "65"],
         "depth 5 is deeper than the drafter": ["--shape", "7b", "--tree", "chain-5"],
+        "tree: dynamic-8-1-4 needs a drafter that can grow trees, not PromptLookup": [
+            *("--shape", "7b", "--draft-kind", "lookup", "--tree", "dynamic-8-1-4")
+        ],
+        "dynamic-8-1-4 has another shape at every step, a sweep over tree sizes needs one": [
+            *("--shape", "7b", "--tree", "dynamic-8-1-4", "--tree-sizes", "2")
+        ],
         "must be an integer from 1 up, found 'x'": ["--shape", "7b", "--batch-sizes", "1,x"],
         "--tokens-per-step: one for each of 2 tree sizes is needed, found 1": [
             *("--shape", "7b", "--tree-sizes", "1,16", "--tokens-per-step", "3")
