@@ -2,11 +2,12 @@
 
     python experiments/gpu/decode_bench.py --out results.jsonl            # 7B in bfloat16, as the time limit allows
     python experiments/gpu/decode_bench.py --shape tiny --contexts 128 --nodes 8,1 --dtype float32
+    python experiments/gpu/decode_bench.py --drafts eagle,eagle3 --dynamic dynamic-60-7-10
 
 For every batch and context, in order of interest: the autoregressive step, the verify step at the largest tree, the
-whole Hydra++ and Medusa steps, the other sizes of tree, and the phases of the steps. One JSON line per cell as soon as
+whole steps of the drafts, the other sizes of tree, and the phases of the steps. One JSON line per cell as soon as
 it is measured, so that a run cut short keeps what it has. Random heads accept nothing, so with the Hydra++ steps goes
-the speed-up that they would be if a step emitted 3.70 tokens.
+the speed-up that they would be if a step emitted 3.70 tokens. How long a draft takes does not depend on what it knows.
 
 Aims on an H200: autoregressive at least 85% of the measured copy bandwidth at batch 1, 64-node verify at most 1.10
 times it, a whole Hydra++ step 2.9 times its speed.
@@ -24,19 +25,26 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
 from hydrajax.compilation import use_compilation_cache
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.decode import check_fit
+from hydrajax.drafters.registry import KINDS, WITHOUT_WEIGHTS
+from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, room_for, step_timer
 from hydrajax.measure.machine import copy_bandwidth, peak_memory
-from hydrajax.measure.random_models import LM_HEADS, random_base, random_draft
+from hydrajax.measure.random_models import LM_HEADS, drafter_for, random_base, random_draft
 from hydrajax.measure.way import Way
 from hydrajax.models import backend
 from hydrajax.models.config import PRESETS
+from hydrajax.models.llama import Llama
 from hydrajax.trees import presets
 
-DRAFTERS = ("hydra++", "medusa")
+DRAFTS = ("hydra++", "medusa")
+TRAINED = [kind for kind in KINDS if kind not in WITHOUT_WEIGHTS]
 TAU = 3.70  # tokens_per_step of Hydra++ on a 7B with 63 choices, as the aim above supposes
 
 
@@ -50,6 +58,10 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--int8", action="store_true", help="a base of int8 weights")
     parser.add_argument("--lm-head", choices=list(LM_HEADS), default="full", help="the draft heads'")
+    parser.add_argument(
+        "--drafts", type=lambda text: text.split(","), default=list(DRAFTS), help=f"of {', '.join(TRAINED)}"
+    )
+    parser.add_argument("--dynamic", metavar="dynamic-N-D-K", help="also the drafts' steps with such a tree")
     parser.add_argument("--batches", type=integers, default=[1])
     parser.add_argument("--contexts", type=integers, default=[2048, 512])
     parser.add_argument("--nodes", type=integers, default=[64, 16, 1, 8, 32], help="of trees, the largest first")
@@ -60,13 +72,25 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("decode_bench.jsonl"))
     args = parser.parse_args()
 
+    full = presets.sparse()
+    try:  # whatever does not fit together, before a model is made
+        grown = presets.by_name(args.dynamic) if args.dynamic else None
+        config = PRESETS[args.shape]
+        for kind in args.drafts:
+            if kind not in TRAINED:
+                raise not_allowed("drafts", kind, TRAINED)
+            drafter = drafter_for(Llama(config, jnp.dtype(args.dtype)), kind, args.lm_head)
+            for tree in (full, *([grown] if grown else [])):
+                check_fit(drafter, tree, Greedy(), config.vocab_size)
+    except HydrajaxError as error:
+        parser.error(error.as_flag(["--drafts", "--lm-head"]))
+
     use_compilation_cache()
     began = time.perf_counter()
     bandwidth = copy_bandwidth(args.copy_megabytes)
-    model, base = random_base(PRESETS[args.shape], args.dtype, int8=args.int8)
-    full = presets.sparse()
-    room = room_for([full])
-    drafts = {kind: random_draft(model, base, kind, lm_head=args.lm_head) for kind in DRAFTERS}
+    model, base = random_base(config, args.dtype, int8=args.int8)
+    room = room_for([full, *([grown] if grown else [])])
+    drafts = {kind: random_draft(model, base, kind, lm_head=args.lm_head) for kind in args.drafts}
     ways = {kind: Way(kind, model, *draft, full) for kind, draft in drafts.items()}
     header = {
         "device": jax.devices()[0].device_kind,
@@ -75,6 +99,7 @@ def main() -> int:
         "dtype": args.dtype,
         "int8": args.int8,
         "lm_head": args.lm_head,
+        "dynamic": args.dynamic,
         "gpu_kernels": backend.has_triton(),
         "compiler_options": backend.compiler_options(),
         "copy_gigabytes_per_second": bandwidth / 1e9,
@@ -89,22 +114,27 @@ def main() -> int:
         def timer(way: Way):
             return step_timer(way, batch, context, room)
 
-        hydra = ways["hydra++"]
+        first = ways[args.drafts[0]]
         sweep = {tree.size: tree for tree in first_nodes(full, args.nodes).values()}
         largest = sweep[max(args.nodes)]
-        yield "autoregressive", 1, timer(hydra.autoregressive()).step
+        yield "autoregressive", 1, timer(first.autoregressive()).step
         for nodes in sorted(sweep, key=lambda size: size != largest.size):
-            yield "verify", nodes, timer(hydra.with_tree(sweep[nodes], "verify")).verify
+            yield "verify", nodes, timer(first.with_tree(sweep[nodes], "verify")).verify
             for kind, way in ways.items():
                 if nodes > 1:
                     yield f"step {kind}", nodes, timer(way.with_tree(sweep[nodes], kind)).step
+        if grown:
+            for kind, way in ways.items():
+                timed = timer(way.with_tree(grown, kind))
+                yield f"step {kind} {args.dynamic}", grown.size, timed.step
+                yield f"propose {kind} {args.dynamic}", grown.size, timed.propose
         if args.steps_only:
             return
         for kind, way in ways.items():
             timed = timer(way.with_tree(largest, kind))
             yield f"propose {kind}", largest.size, timed.propose
             yield f"observe {kind}", largest.size, timed.observe
-        yield "accept+commit", largest.size, timer(hydra.with_tree(largest, "whole")).accept_commit
+        yield "accept+commit", largest.size, timer(first.with_tree(largest, "whole")).accept_commit
 
     for context, batch in itertools.product(args.contexts, args.batches):
         baseline = None
@@ -138,7 +168,7 @@ def main() -> int:
             lines.append(line)
             finish(lines, args.out)
             print(
-                f"B={batch} S={context} {name:16s} N={nodes:3d} {milliseconds:8.3f} ms "
+                f"B={batch} S={context} {name:26s} N={nodes:3d} {milliseconds:8.3f} ms "
                 f"{line['over_autoregressive']:6.2f} x AR, {line['floor_fraction']:6.1%} of the bandwidth floor, "
                 f"compiled in {compiling:.0f} s",
                 flush=True,

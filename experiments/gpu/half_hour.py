@@ -56,6 +56,7 @@ PARTS = (
     Part("shared_lm_head", 3, "decode_bench", f"{SHORT} --lm-head shared"),
     Part("int8", 3, "decode_bench", f"{SHORT} --int8"),
     Part("batches", 6, "decode_bench", "--contexts 2048 --batches 8,4,2,16 --nodes 64,8,16,32 --steps-only"),
+    Part("eagle", 5, "decode_bench", f"{SHORT} --drafts eagle,eagle3 --dynamic dynamic-60-7-10"),
     Part("training", 4, "train_bench", "--batches 4,8"),
     Part("8b", 5, "decode_bench", f"--shape 8b {SHORT}"),
     Part("phases", 5, "decode_bench", "--contexts 2048 --nodes 64"),

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.heads import HeadStack
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
-from hydrajax.drafters.prefix import replace_in_heads
+from hydrajax.drafters.prefix import heads_of, replace_in_heads
 from hydrajax.drafters.registry import KINDS
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.base import BaseModel, BoundBase, init_base
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.llama import Llama
@@ -34,9 +36,16 @@ def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, int8: boo
 
 
 def drafter_for(model: BaseModel, kind: str, lm_head: str = "full") -> Drafter:
-    """A drafter of a kind in `hydrajax.drafters.registry.KINDS` for a base, heads with this one of `LM_HEADS`."""
+    """A drafter of a kind in `hydrajax.drafters.registry.KINDS` for a base, heads with this one of `LM_HEADS`.
+
+    Raises `HydrajaxError` for another lm head than a drafter's own where it has no choice of them.
+    """
     drafter, chosen = KINDS[kind].build(model.config, model.dtype), LM_HEADS[lm_head]
-    return drafter if chosen is None else replace_in_heads(drafter, small_lm_head=chosen)
+    if chosen is None:
+        return drafter
+    if not isinstance(heads_of(drafter), HeadStack):
+        raise HydrajaxError(f"lm_head: found '{lm_head}', {KINDS[kind].title} has none to choose, only full is allowed")
+    return replace_in_heads(drafter, small_lm_head=chosen)
 
 
 def random_draft(model: BaseModel, base, kind: str, seed: int = 0, lm_head: str = "full"):
