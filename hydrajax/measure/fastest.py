@@ -29,7 +29,7 @@ from hydrajax.measure.machine import machine
 from hydrajax.measure.way import Way, baseline_rule
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.files import content_of, read_tree, tree_from
 
 CANDIDATES = ("chain-2", "chain-4", "cartesian-2x2")  # beside the drafter's own; each costs a compilation
 GROWN = "dynamic-60-7-10"  # where the drafter can grow trees: the numbers of EAGLE-2
@@ -77,7 +77,7 @@ def choose(
     if not loaded.drafter.depth or os.environ.get(OFF) == "0":
         return None
     found = _searched_here(loaded, batch_size)
-    if found is not None:
+    if found is not None and _fits(loaded, found.tree, rule):
         return found
     path = cache_folder() / f"{_key(loaded, rule, batch_size)}.json"
     found = _read(path)
@@ -99,13 +99,16 @@ def _searched_here(loaded: Bundle, batch_size: int) -> Choice | None:
     path = presets.searched_path(loaded.draft_directory, batch_size)
     if not path.is_file():
         return None
-    tree = TreeTopology.from_json(path)  # refuses a file that is no tree
+    tree = read_tree(path)  # refuses a file that is no tree
+    grown = isinstance(tree, DynamicTree)
+    name = tree.name if grown else str(tree.size)  # as the search calls it
     try:
         origin = json.loads(path.read_text(encoding="utf-8"))["provenance"]
-        (row,) = (row for row in origin["measured"] if row["nodes"] == tree.size)
+        (row,) = (row for row in origin["measured"] if row["name"] == name)
         here = machine()
-        if all(origin["machine"][name] == here[name] for name in ("device", "cores")):
-            return Choice(tree, f"the searched one of {tree.size} nodes", float(row["speedup"]), origin.get("date"))
+        if all(origin["machine"][fact] == here[fact] for fact in ("device", "cores")):
+            shown = f"the searched {name}" if grown else f"the searched one of {name} nodes"
+            return Choice(tree, shown, float(row["speedup"]), origin.get("date"))
     except (KeyError, TypeError, ValueError):
         pass  # written by hand, or elsewhere
     return None
@@ -115,7 +118,7 @@ def _measure(loaded: Bundle, prompts, rule, batch_size: int, on_status) -> Choic
     """A contest of the candidates, the drafter's own tree and none. Typical acceptance means another text without a
     draft, so there the fastest tree is taken in any case."""
     candidates = [*CANDIDATES, *([GROWN] if loaded.drafter.grows else []), loaded.drafter.default_tree]
-    names = [name for name in dict.fromkeys(candidates) if _fits(loaded, name, rule)]
+    names = [name for name in dict.fromkeys(candidates) if _fits(loaded, presets.by_name(name), rule)]
     settings = {"rule": rule, "max_new_tokens": NEW_TOKENS}
     ways = [Way.of(loaded, name, presets.by_name(name), **settings) for name in names]
     rows = contest(
@@ -130,9 +133,8 @@ def _measure(loaded: Bundle, prompts, rule, batch_size: int, on_status) -> Choic
     return Choice(presets.by_name(best.name) if taken else None, best.name, best.speedup, None)
 
 
-def _fits(loaded: Bundle, name: str, rule: AcceptanceRule) -> bool:
+def _fits(loaded: Bundle, tree: CandidateTree, rule: AcceptanceRule) -> bool:
     try:
-        tree = presets.by_name(name)
         tree.check(loaded.drafter.depth, loaded.model.config.vocab_size)
         if isinstance(tree, DynamicTree):
             rule.check(tree)
@@ -159,21 +161,15 @@ def _key(loaded: Bundle, rule: AcceptanceRule, batch_size: int) -> str:
 def _read(path: Path) -> Choice | None:
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        tree = _tree_of(content) if content["taken"] else None
+        tree = tree_from(content["tree"], str(path)) if content["taken"] else None
         return Choice(tree, str(content["name"]), float(content["speedup"]), str(content["date"]))
     except (OSError, ValueError, KeyError, TypeError, HydrajaxError):
         return None
 
 
-def _tree_of(content: dict[str, Any]) -> CandidateTree:
-    """A dynamic tree has no choices, and is all that its name says."""
-    return TreeTopology.from_choices(content["choices"]) if content["choices"] else presets.by_name(content["name"])
-
-
 def _write(path: Path, choice: Choice) -> None:
-    shown = choice.tree if isinstance(choice.tree, TreeTopology) else presets.root()
     content = {
-        "choices": [list(path) for path in shown.choices],
+        "tree": None if choice.tree is None else content_of(choice.tree),
         "taken": choice.tree is not None, "name": choice.name, "speedup": choice.speedup,
         "date": datetime.date.today().isoformat(), "machine": machine(),
     }  # fmt: skip

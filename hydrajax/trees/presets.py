@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
+from hydrajax.trees.files import read_tree
 from hydrajax.trees.tree import TreeTopology
 
 _SPARSE = {
@@ -107,11 +108,11 @@ def searched_path(directory: Path, batch_size: int) -> Path:
     return directory / f"tree_b{batch_size}.json"
 
 
-def searched(directory: Path | None, batch_size: int) -> TreeTopology | None:
+def searched(directory: Path | None, batch_size: int) -> CandidateTree | None:
     """The tree that was searched for these heads and this batch size, or for the next smaller one that was; or None."""
     for size in range(batch_size, 0, -1):
         if directory is not None and searched_path(directory, size).is_file():
-            return TreeTopology.from_json(searched_path(directory, size))
+            return read_tree(searched_path(directory, size))
     return None
 
 
@@ -120,7 +121,7 @@ def tree_of(tree: CandidateTree | str | Path | Sequence[Sequence[int]]) -> Candi
     if isinstance(tree, (TreeTopology, DynamicTree)):
         return tree
     if isinstance(tree, Path):
-        return TreeTopology.from_json(tree)
+        return read_tree(tree)
     return by_name(tree) if isinstance(tree, str) else TreeTopology(tree)
 
 
@@ -148,7 +149,7 @@ def by_name(name: str) -> CandidateTree:
     if is_inline(name):
         return TreeTopology.from_text(name)
     if name.endswith(".json"):
-        return TreeTopology.from_json(Path(name))
+        return read_tree(name)
     if name == "root":
         return root()
     if name in _SPARSE:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,16 @@ class Level(NamedTuple):
     parent_slot: np.ndarray
     ranks: np.ndarray
     width: int
+
+
+def read_json(path: str | Path) -> Any:
+    """What a tree file holds. Raises `HydrajaxError` for one that is missing or no JSON."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise HydrajaxError(f"tree: no such file: {path}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise HydrajaxError(f"tree: {path} is not a JSON tree file: {error}") from None
 
 
 def canonical(choices: Iterable[Sequence[int]]) -> tuple[Choice, ...]:
@@ -88,13 +98,11 @@ class TreeTopology:
 
     @classmethod
     def from_json(cls, path: str | Path) -> TreeTopology:
-        """Read a tree file: a JSON list of choices, or an object with such a list under ``choices``."""
-        try:
-            content = json.loads(Path(path).read_text())
-        except FileNotFoundError:
-            raise HydrajaxError(f"tree: no such file: {path}") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise HydrajaxError(f"tree: {path} is not a JSON tree file: {error}") from None
+        """Read a tree file: a JSON list of choices, or an object with such a list under ``choices``.
+
+        `hydrajax.trees.files.read_tree` also reads files with a dynamic tree.
+        """
+        content = read_json(path)
         if isinstance(content, dict):
             content = content.get("choices")
         if not isinstance(content, list):

@@ -17,11 +17,13 @@ from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.drafters.eagle import Eagle
+from hydrajax.errors import HydrajaxError
 from hydrajax.measure import fastest
 from hydrajax.measure.contest import Measured
 from hydrajax.measure.machine import machine
 from hydrajax.models.base import BoundBase
 from hydrajax.trees import DynamicTree, presets
+from hydrajax.trees.files import content_of
 
 PROMPTS = [np.arange(1, 9, dtype=np.int32)]
 
@@ -114,7 +116,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(loaded, speeds, monkeypa
 @pytest.mark.parametrize(("device", "taken"), [("this", True), ("another", False)])
 def test_a_searched_tree_is_taken_if_it_was_searched_here(loaded, speeds, tmp_path, device, taken):
     here = machine() | ({} if device == "this" else {"device": device})
-    row = {"nodes": 4, "speedup": 1.3}
+    row = {"name": "4", "nodes": 4, "speedup": 1.3}
     content = {
         "choices": [[0], [0, 0], [0, 0, 0]],
         "provenance": {"machine": here, "measured": [row], "date": "2026-01-02"},
@@ -126,10 +128,33 @@ def test_a_searched_tree_is_taken_if_it_was_searched_here(loaded, speeds, tmp_pa
     assert bool(speeds.ways) != taken
 
 
-def test_a_tree_that_is_grown_is_tried_and_remembered_where_the_drafter_and_the_rule_take_it(speeds, tiny_model):
+@pytest.fixture
+def eagle(tiny_model):
     model, params = tiny_model
     drafter = Eagle.for_base(model.config, jnp.float32)
-    eagle = Bundle(model, drafter, Params(params, drafter.init(jax.random.key(0), BoundBase(model, params))))
+    return Bundle(model, drafter, Params(params, drafter.init(jax.random.key(0), BoundBase(model, params))))
+
+
+def test_a_searched_tree_that_is_grown_is_taken_where_the_rule_takes_it(eagle, speeds, tmp_path, monkeypatch):
+    """It was measured beside static ones, one of them of as many nodes."""
+    rows = [{"name": "8", "nodes": 8, "speedup": 1.1}, {"name": "dynamic-8-2-4", "nodes": 8, "speedup": 1.6}]
+    content = content_of(DynamicTree(8, 2, 4)) | {"provenance": {"machine": machine(), "measured": rows}}
+    presets.searched_path(tmp_path, 1).write_text(json.dumps(content))
+    eagle = dataclasses.replace(eagle, draft_directory=tmp_path)
+    assert eagle.default_tree() == DynamicTree(8, 2, 4)
+    choice = fastest.choose(eagle, PROMPTS, Greedy(), 1)
+    assert (choice.tree, choice.speedup, choice.name) == (DynamicTree(8, 2, 4), 1.6, "the searched dynamic-8-2-4")
+    assert not speeds.ways
+
+    def refuse(self, tree):
+        raise HydrajaxError("tree: not this one")
+
+    monkeypatch.setattr(ExactSampling, "check", refuse)
+    speeds["eagle_26"] = 1.3
+    assert fastest.choose(eagle, PROMPTS, ExactSampling(0.8), 1).name == "chain-4"
+
+
+def test_a_tree_that_is_grown_is_tried_and_remembered_where_the_drafter_and_the_rule_take_it(eagle, speeds):
     speeds |= {fastest.GROWN: 1.9, "eagle_26": 1.3}
     now = fastest.choose(eagle, PROMPTS, Greedy(), 1)
     assert now.tree == DynamicTree(60, 7, 10)

@@ -1,0 +1,54 @@
+"""Tree files: what is written is read again, by every way a tree is named, and what holds no tree is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees import DynamicTree, presets
+from hydrajax.trees.files import content_of, read_tree, tree_from
+
+NUMBERS = {"nodes": 60, "expansions": 7, "top_k": 10}
+
+
+@pytest.mark.parametrize("tree", [presets.sparse(), presets.root(), DynamicTree(60, 7, 10)], ids=lambda tree: tree.size)
+def test_a_tree_is_read_again(tmp_path, tree):
+    path = presets.searched_path(tmp_path, 2)
+    path.write_text(json.dumps(content_of(tree) | {"provenance": {"machine": "abacus"}}))
+    assert read_tree(path) == presets.by_name(str(path)) == presets.tree_of(path) == tree
+    assert presets.searched(tmp_path, 2) == tree
+
+
+def test_the_fields_of_a_file():
+    assert content_of(DynamicTree(60, 7, 10)) == {"dynamic": NUMBERS}
+    assert content_of(presets.chain(2)) == {"choices": [[0], [0, 0]]}
+    assert tree_from([[0], [0, 0]], "here") == presets.chain(2)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("chain-4", "t.json must hold a JSON list of choices such as [[0], [0, 0], [1]], or an object with such"),
+        ({"tree": [[0]]}, "t.json must hold a JSON list of choices"),
+        ({"choices": {"0": 1}}, "t.json must hold a JSON list of choices"),
+        ({"dynamic": NUMBERS, "choices": [[0]]}, "t.json has both choices and dynamic, only one of them is allowed"),
+        ({"dynamic": None}, "t.json: dynamic must have the fields nodes, expansions, top_k and no other"),
+        ({"dynamic": [60, 7, 10]}, "t.json: dynamic must have the fields nodes, expansions, top_k"),
+        ({"dynamic": {"nodes": 60, "expansions": 7}}, "t.json: dynamic must have the fields"),
+        ({"dynamic": NUMBERS | {"depth": 3}}, "t.json: dynamic must have the fields"),
+        ({"dynamic": NUMBERS | {"top_k": "10"}}, "t.json: dynamic.top_k must be an integer, found '10'"),
+        ({"dynamic": NUMBERS | {"nodes": True}}, "t.json: dynamic.nodes must be an integer, found 'True'"),
+        ({"dynamic": NUMBERS | {"nodes": 6.0}}, "t.json: dynamic.nodes must be an integer, found '6.0'"),
+        ({"dynamic": NUMBERS | {"nodes": 1}}, "a dynamic tree has 2 to 4096 nodes, root included, found 1"),
+        ({"dynamic": NUMBERS | {"nodes": 10**30}}, "a dynamic tree has 2 to 4096 nodes, root included, found 1000"),
+        ({"dynamic": NUMBERS | {"expansions": -1}}, "a dynamic tree needs at least 0 expansions"),
+        ({"dynamic": NUMBERS | {"top_k": 1}}, "dynamic-60-7-1 has 8 candidates"),
+    ],
+)
+def test_what_is_no_tree(content, message):
+    with pytest.raises(HydrajaxError) as caught:
+        tree_from(content, "t.json")
+    assert str(caught.value).startswith("tree: ")
+    assert message in str(caught.value)
