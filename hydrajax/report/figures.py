@@ -13,7 +13,8 @@ from hydrajax.report.results import Result
 TAU = "tokens_per_step (τ)"
 RATE = "tokens/s, all rows"
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
-MARKERS = {"searched": "o", "chain": "+", "released": "x", "dense": "."}
+MARKERS = {"searched": "o", "dynamic": "^", "chain": "+", "released": "x", "dense": "."}
+LINES = {"searched": "-", "dynamic": "--"}  # of trees that were searched here, over their sizes
 
 
 def draw(result: Result) -> Any:
@@ -88,7 +89,7 @@ def _trees(rows: list[dict]) -> Any:
         for i, batch in enumerate(batches):
             mine = [row for row in rows if (row["drafter"], row["batch"]) == (drafter, batch)]
             _curves(above, mine, "tokens_per_second", f"C{i}")
-            if best := [row for row in mine if row["family"] == "searched"]:
+            if best := [row for row in mine if row["family"] in LINES]:
                 top = fastest(best)
                 above.plot(top["nodes"], top["tokens_per_second"], "*", color=f"C{i}", markersize=13)
             if batch == batches[0]:
@@ -104,7 +105,7 @@ def _trees(rows: list[dict]) -> Any:
     grid[1, 0].set_ylabel(f"{TAU}, batch {batches[0]}")
     handles = [grid[0, -1].plot([], [], color=f"C{i}", label=f"batch {batch}")[0] for i, batch in enumerate(batches)]
     for family in distinct(rows, "family"):
-        handles += grid[0, -1].plot([], [], _marker(family), color="0.4", linestyle="", label=family)
+        handles += grid[0, -1].plot([], [], _marker(family), color="0.4", linestyle=LINES.get(family, ""), label=family)
     if any(row["expected"] is not None for row in rows):
         handles += grid[0, -1].plot([], [], "k:", label="expected τ")
     figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=8)
@@ -122,10 +123,9 @@ def _marker(family: str) -> str:
 def _curves(axes: Any, rows: list[dict], field: str, color: str) -> None:
     for family in distinct(rows, "family"):
         mine = sorted((row for row in rows if row["family"] == family), key=lambda row: row["nodes"])
-        line = "-" if family == "searched" else ""
         axes.plot(
-            [row["nodes"] for row in mine], [row[field] for row in mine], _marker(family), linestyle=line, color=color,
-            markersize=5,
+            [row["nodes"] for row in mine], [row[field] for row in mine], _marker(family), color=color, markersize=5,
+            linestyle=LINES.get(family, ""),
         )  # fmt: skip
 
 

@@ -93,9 +93,9 @@ def tree_search_result(content: dict) -> Result:
     found = content["provenance"]
     drafter, batch = Path(found["arguments"]["draft"]).name, found["arguments"]["batch_size"]
     rows = [
-        {"drafter": drafter, "batch": batch, "family": family_of(row["nodes"]), "name": f"T_{row['nodes']}"}
-        | {"nodes": row["nodes"], "expected": row["expected_tokens_per_step"]}
-        | {name: row[name] for name in ("tokens_per_step", "tokens_per_second", "low", "high", "speedup")}
+        {"drafter": drafter, "batch": batch, "expected": row["expected_tokens_per_step"]}
+        | ({"family": "dynamic", "name": row["name"]} if row["name"].startswith("dynamic-") else _static(row["nodes"]))
+        | {name: row[name] for name in ("nodes", "tokens_per_step", "tokens_per_second", "low", "high", "speedup")}
         for row in found["measured"]
     ]
     return _result("trees", f"trees searched for {drafter}, batch {batch}", rows, found, "tree search")
@@ -105,8 +105,12 @@ def _of_tree_search(path: Path, content: dict) -> Iterator[Result]:
     yield tree_search_result(content)
 
 
+def _static(nodes: int) -> dict[str, str]:
+    return {"family": family_of(nodes), "name": f"T_{nodes}"}
+
+
 def family_of(nodes: int) -> str:
-    """Of a grown tree: the first, the root alone, is no tree yet."""
+    """Of a tree grown from calibration text: the first, the root alone, is no tree yet."""
     return "searched" if nodes > 1 else "root"
 
 

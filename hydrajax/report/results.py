@@ -26,7 +26,7 @@ _RATE |= {"speedup": NUMBER}
 KINDS: dict[str, dict[str, str]] = {
     # Ways to decode, at one batch size or several (hydra figures 2, 3, 5, 6; medusa table 3).
     "speed": {"name": TEXT, "batch": WHOLE, "nodes": WHOLE, **_RATE, "equal": BOOL + OR_NULL},
-    # Trees (hydra figures 7 to 9, medusa figure 4). family: "searched", "chain", "dense", "released" ...
+    # Trees (hydra figures 7 to 9, medusa figure 4). family: "searched", "dynamic", "chain", "dense" ...
     # expected: the tokens_per_step that calibration text foretold.
     "trees": {"drafter": TEXT, "batch": WHOLE, "family": TEXT, "name": TEXT, "nodes": WHOLE}
     | {"expected": NUMBER + OR_NULL, **_RATE},

@@ -11,9 +11,10 @@ import pytest
 
 import hydrajax
 from hydrajax import assets
-from hydrajax.measure import contest as measure_contest
+from hydrajax.measure import tree_search
 from hydrajax.measure.calibration import Calibration
-from hydrajax.trees import TreeTopology, presets
+from hydrajax.report.outputs import find_results
+from hydrajax.trees import DynamicTree, TreeTopology, presets
 
 TEXTS = ["def read(path):\n", "import os\n\nclass Reader:\n    def __init__(self, ", "for name in sorted("]
 
@@ -41,7 +42,8 @@ def test_a_search_writes_the_fastest_tree(program, base, heads, prompts, tmp_pat
     """Of heads, beside them, where `generate` looks for it."""
     heads = shutil.copytree(heads, tmp_path / "heads")
     model = ["--base", base, "--draft", heads]
-    search = ["--prompts", prompts, "--sizes", "2", "--largest", 4, "--repeats", 1, "--max-new-tokens", 12]
+    search = ["--prompts", prompts, "--shapes", "static", "--sizes", "2", "--largest", 4, "--repeats", 1]
+    search += ["--max-new-tokens", 12]
     done = program("tree", "search", *model, *search, "--save", "--save-slower", "--picture", tmp_path / "curve.png")
     assert done.code == 0, done.err
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -56,16 +58,16 @@ def test_a_search_writes_the_fastest_tree(program, base, heads, prompts, tmp_pat
 
 def test_a_tree_slower_than_none_is_not_saved(program, base, heads, prompts, tmp_path, monkeypatch):
     heads = shutil.copytree(heads, tmp_path / "heads")
-    really = measure_contest.measure_trees
+    really = tree_search.contest
 
     def slow(*given, **settings):
         return [dataclasses.replace(row, speedup=0.83) for row in really(*given, **settings)]
 
-    monkeypatch.setattr(measure_contest, "measure_trees", slow)
+    monkeypatch.setattr(tree_search, "contest", slow)
     flags = ["--prompts", prompts, "--sizes", "2", "--repeats", 2, "--max-new-tokens", 12, "--save"]
-    done = program("tree", "search", "--base", base, "--draft", heads, *flags)
+    done = program("tree", "search", "--base", base, "--draft", heads, "--shapes", "static", *flags)
     assert done.code == 2
-    assert "--save: not saved: the fastest tree, of 2 nodes, has 0.83 times the speed of none here" in done.err
+    assert "--save: not saved: the fastest, the tree of 2 nodes, has 0.83 times the speed of none here" in done.err
     assert "0.83x" in done.out
     assert not (heads / "tree_b1.json").exists()
 
@@ -95,12 +97,58 @@ def test_a_draft_that_is_never_right_has_no_tree(program, base, prompts, tmp_pat
     assert not (tmp_path / "tree.json").exists()
 
 
+def test_a_dynamic_tree_is_searched_saved_and_taken(program, base, heads, prompts, tmp_path, monkeypatch):
+    """Beside a static one; the dynamic one is made the faster, which of random heads no clock would say."""
+    heads = shutil.copytree(heads, tmp_path / "heads")
+    really = tree_search.contest
+
+    def quicker(ways, prompts, **settings):
+        rows = really(ways, prompts, **settings)
+        return [
+            dataclasses.replace(row, tokens_per_second=1e6 + row.nodes, speedup=1.2)
+            if isinstance(way.tree, DynamicTree)
+            else row
+            for way, row in zip(ways, rows, strict=True)
+        ]
+
+    monkeypatch.setattr(tree_search, "contest", quicker)
+    model = ["--base", base, "--draft", heads]
+    flags = ["--prompts", prompts, "--sizes", "2,3", "--largest", 3, "--repeats", 1, "--max-new-tokens", 6]
+    done = program("tree", "search", *model, *flags, "--save", "--picture", tmp_path / "curve.png")
+    assert done.code == 0, done.err
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    content = json.loads((heads / "tree_b1.json").read_text())
+    names = [row["name"] for row in content["provenance"]["measured"]]
+    taken = DynamicTree(3, 1, 2)
+    assert content["dynamic"] == {"nodes": 3, "expansions": 1, "top_k": 2}
+    assert names[-2:] == ["dynamic-2-0-1", taken.name]
+    assert all(row["equal"] for row in content["provenance"]["measured"])
+    assert f"{taken.name} is in {heads / 'tree_b1.json'}" in done.out
+    ((_, result),), _ = find_results(heads)
+    assert {row["family"] for row in result.rows} >= {"searched", "dynamic"}
+    assert hydrajax.load(base, heads).default_tree() == taken
+    assert presets.by_name(str(heads / "tree_b1.json")) == taken  # what --tree makes of it
+
+
 @pytest.mark.slow
 def test_searched_tree_is_saved_and_taken_by_generate(program, prompts, tmp_path):
     """On the shipped model, whose heads are right more often than not."""
     heads = shutil.copytree(assets.path("medusa"), tmp_path / "heads")
     model = ["--base", assets.base(), "--draft", heads]
-    search = ["--prompts", prompts, "--sizes", "2,5", "--largest", 6, "--repeats", 2, "--max-new-tokens", 40]
+    search = [
+        "--prompts",
+        prompts,
+        "--shapes",
+        "static",
+        "--sizes",
+        "2,5",
+        "--largest",
+        6,
+        "--repeats",
+        2,
+        "--max-new-tokens",
+        40,
+    ]
     done = program("tree", "search", *model, *search, "--save", "--save-slower")
     assert done.code == 0, done.err
     content = json.loads((heads / "tree_b1.json").read_text())
@@ -129,6 +177,11 @@ def test_the_tree_of_the_nearest_smaller_batch_is_taken(tmp_path):
         (["--sizes", "2,200", "--output", "t.json"], "--sizes: must be at most --largest 100, found 200"),
         (["--sizes", "2,x", "--output", "t.json"], "must be an integer from 1 up, found 'x'"),
         (["--output", "t.json", "--picture", "no/curve.png"], "--picture: cannot write no/curve.png"),
+        (
+            ["--draft", "lookup", "--shapes", "both", "--output", "t.json"],
+            "--shapes: found 'both', but dynamic-2-0-1 needs a drafter that can grow trees, not PromptLookup",
+        ),
+        (["--shapes", "dynamic", "--sizes", "1", "--output", "t.json"], "--sizes: a dynamic tree has at least 2 nodes"),
         ([], "one of the arguments --output --save is required"),
         (["--epsilon", "0.1", "--output", "t.json"], "--epsilon: has no meaning with the rule greedy"),
     ],

@@ -187,12 +187,13 @@ def test_bench_without_prompts_gives_steps_alone(tmp_path):
 
 
 def test_tree_search_gives_trees(tmp_path):
-    measured = [{"nodes": n, "expected_tokens_per_step": 1.5, **RATE} for n in (1, 4)]
+    measured = [{"name": str(n), "nodes": n, "expected_tokens_per_step": 1.5, **RATE} for n in (1, 4)]
+    measured.append({"name": "dynamic-4-1-3", "nodes": 4, "expected_tokens_per_step": None, **RATE})
     provenance = {"arguments": {"draft": "a/hydra", "batch_size": 2}, "machine": {}, "measured": measured}
     write(tmp_path / "tree_b2.json", {"choices": [[0]], "provenance": provenance})
     ((_, found),), _ = find_results(tmp_path)
     assert [(row["drafter"], row["batch"], row["family"], row["nodes"]) for row in found.rows] == [
-        ("hydra", 2, "root", 1), ("hydra", 2, "searched", 4),
+        ("hydra", 2, "root", 1), ("hydra", 2, "searched", 4), ("hydra", 2, "dynamic", 4),
     ]  # fmt: skip
 
 

@@ -1,0 +1,216 @@
+"""``hydrajax tree search``: grow static trees by expected acceptance, time them and dynamic ones, write the fastest."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hydrajax.cli import options
+from hydrajax.cli.screen import figure_table, wide_console
+from hydrajax.errors import HydrajaxError
+from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts
+from hydrajax.trees import DynamicTree, presets
+from hydrajax.trees.files import content_of
+
+HELP = "grow trees by expected acceptance, measure their speed and that of dynamic ones here, and write the fastest"
+HOW = ("simulated", "joint", "independent")
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 100)
+STATIC, DYNAMIC, BOTH = SHAPES = ("static", "dynamic", "both")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model_arguments(parser, tree=False)
+    group = parser.add_argument_group("search")
+    group.add_argument("--prompts", metavar="FILE", required=True, help=f"the base continues them: {PROMPT_FORMATS}")
+    group.add_argument("--limit", metavar="N", type=options.positive, default=100, help="prompts (default %(default)s)")
+    group.add_argument(
+        "--shapes", choices=SHAPES,
+        help="trees that stay as they are, trees that are grown anew at every step (dynamic-N-D-K), or both (default: "
+        "both where the draft and the rule can use dynamic ones)",
+    )  # fmt: skip
+    group.add_argument(
+        "--how", choices=HOW, default="simulated",
+        help="what makes a path of a static tree likely: simulated decoding (hydra section 4), whole paths counted at "
+        "every place, or each head's accuracies multiplied (medusa 2.3.3); default %(default)s",
+    )  # fmt: skip
+    group.add_argument("--largest", metavar="N", type=options.positive, default=100, help="nodes (default %(default)s)")
+    group.add_argument(
+        "--sizes", metavar="N,N,...", type=options.positives,
+        help="sizes to measure (default: some, and of dynamic trees those near the fastest one so far)",
+    )  # fmt: skip
+    group.add_argument("--measure", metavar="N", type=options.positive, default=8, help="prompts timed (default 8)")
+    group.add_argument("--repeats", metavar="N", type=options.positive, default=5, help="rounds (default %(default)s)")
+    target = group.add_mutually_exclusive_group(required=True)
+    target.add_argument("--output", metavar="FILE.json", help="write the tree here, for --tree")
+    target.add_argument(
+        "--save", action="store_true", help="write it into the draft's directory, where generate looks for it"
+    )
+    group.add_argument(
+        "--save-slower", action="store_true", help="with --save: also a tree that is slower than none on this device"
+    )
+    group.add_argument("--picture", metavar="FILE.png", help="draw the throughput over the size here")
+    options.add_decoding_arguments(parser, max_new_tokens=64)
+    options.add_rule_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    from hydrajax.files import WholeFile
+    from hydrajax.measure.tree_search import Race, search
+    from hydrajax.measure.way import Way
+    from hydrajax.report.drawing import new_figure, png
+    from hydrajax.report.figures import draw
+    from hydrajax.report.outputs import tree_search_result
+
+    if options.draft_of(args) is None:
+        raise HydrajaxError("--draft: a tree is searched for draft heads")
+    rule = options.rule_from(args)
+    sizes = [size for size in dict.fromkeys(args.sizes or SIZES) if size <= args.largest]
+    if args.sizes and max(args.sizes) > args.largest:
+        raise HydrajaxError(f"--sizes: must be at most --largest {args.largest}, found {max(args.sizes)}")
+    texts = read_prompts(args.prompts)[: args.limit]
+    loaded = options.load_from(args)
+    grows = _grows(args, loaded, rule)
+    if args.shapes == DYNAMIC and max(sizes) < 2:
+        raise HydrajaxError("--sizes: a dynamic tree has at least 2 nodes")
+    path = _destination(args, loaded.draft_directory)
+    prompts = list(loaded.ids_of_prompts(texts))
+    with ExitStack() as stack:  # an unwritable file is refused before anything is measured
+        file = stack.enter_context(WholeFile(path, "--output" if args.output else "--save"))
+        if args.picture:
+            new_figure(1, 1)  # refuses where matplotlib is missing
+            picture_file = stack.enter_context(WholeFile(args.picture, "--picture"))
+        line = stack.enter_context(Console(stderr=True).status("calibrating"))
+        way = Way.of(loaded, "searched", presets.root(), rule, max_new_tokens=args.max_new_tokens)
+        proposals = None if args.shapes == DYNAMIC else _proposals(args, way, prompts, sizes, line.update)
+        static = [] if proposals is None else [proposals.tree(size) for size in sizes if size <= proposals.largest]
+        settings = {"batch_size": args.batch_size, "seed": args.seed, "on_status": line.update}
+        race = Race(way, prompts[: args.measure], **settings)
+        found = search(race, static, sizes, grows, args.repeats, all_sizes=args.sizes is not None)
+        line.stop()
+        content = _content(args, rule, proposals, found)
+        fastest = found.fastest
+        _print(content["provenance"]["measured"], fastest.name)
+        what = f"the tree of {fastest.nodes} nodes"
+        if isinstance(tree := found.trees[fastest.name], DynamicTree):
+            what = tree.name
+        if args.save and fastest.speedup < 1 and not args.save_slower:
+            raise HydrajaxError(
+                f"--save: not saved: the fastest, {what}, has {fastest.speedup:.2f} times the speed of none here; "
+                "--save-slower saves it all the same"
+            )
+        file.write_text(json.dumps(content, indent=1) + "\n")
+        if args.picture:
+            picture_file.write_bytes(png(draw(tree_search_result(content))))
+    print(f"{what} is in {path}")
+
+
+def _grows(args: argparse.Namespace, loaded, rule) -> Callable[[DynamicTree], bool] | None:
+    """Whether a dynamic tree can be used; None where none is to be tried. Settles ``args.shapes`` where none is given.
+
+    Raises `HydrajaxError` where dynamic trees are asked for and the draft or the rule can use none.
+    """
+    from hydrajax.decoding.decode import check_fit
+
+    def check(tree: DynamicTree) -> None:
+        check_fit(loaded.drafter, tree, rule, loaded.model.config.vocab_size)
+
+    def grows(tree: DynamicTree) -> bool:
+        try:
+            check(tree)
+        except HydrajaxError:
+            return False
+        return True
+
+    smallest = DynamicTree(2, 0, 1)
+    if args.shapes is None:
+        args.shapes = BOTH if grows(smallest) else STATIC
+    if args.shapes == STATIC:
+        return None
+    try:
+        check(smallest)
+    except HydrajaxError as error:
+        raise HydrajaxError(f"--shapes: found '{args.shapes}', but {str(error).removeprefix('tree: ')}") from None
+    return grows
+
+
+def _destination(args: argparse.Namespace, draft_directory: Path | None) -> Path:
+    """Where the tree is written."""
+    if args.output:
+        return Path(args.output)
+    if draft_directory is None:
+        raise HydrajaxError(f"--save: the draft '{args.draft}' lies in no directory to save a tree in; use --output")
+    return presets.searched_path(draft_directory, args.batch_size)
+
+
+def _proposals(args: argparse.Namespace, way, prompts, sizes: list[int], on_status: Callable[[str], None]):
+    """Static trees of every size, grown as ``--how`` says from what the draft knows of the base's own text."""
+    from hydrajax.measure.calibration import calibrate
+    from hydrajax.trees import search
+
+    found = calibrate(
+        way,
+        prompts,
+        seed=args.seed,
+        on_progress=lambda done, total: on_status(f"calibrating, {done} of {total} prompts"),
+    )
+    on_status("growing trees")
+    if args.how == "simulated":
+        proposals = search.simulated(found.ranks, found.spans, args.largest)
+    elif args.how == "joint":
+        proposals = search.joint(found.at_every_step(), args.largest)
+    else:
+        proposals = search.independent(search.accuracies(found.at_every_step()), args.largest)
+    if min(sizes) > proposals.largest:
+        most = proposals.largest
+        raise HydrajaxError(f"--sizes: the draft was right so rarely that trees grow to {most} nodes at most here")
+    return proposals
+
+
+def _content(args: argparse.Namespace, rule, proposals, found) -> dict[str, Any]:
+    """The tree file: the fastest tree, and where it comes from."""
+    from hydrajax.measure.machine import machine
+
+    def row_of(row) -> dict[str, Any]:
+        static = not isinstance(found.trees[row.name], DynamicTree)
+        expected = proposals.tokens_per_step[row.nodes - 1] if static else None
+        return row.as_dict() | {"expected_tokens_per_step": expected}
+
+    provenance = {
+        "arguments": options.recorded(args), "rule": str(rule), "machine": machine(),
+        "measured": [row_of(row) for row in found.rows],
+        "tried": [[row.as_dict() for row in rows] for rows in found.tried],
+        "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+    if proposals is not None:
+        provenance["grown"] = [list(path) for path in proposals.choices]
+        provenance["expected_tokens_per_step"] = list(proposals.tokens_per_step)
+    return content_of(found.trees[found.fastest.name]) | {"provenance": provenance}
+
+
+def _print(rows: list[dict[str, Any]], fastest: str) -> None:
+    """A line for each tree; of static ones the nodes say which it is."""
+    table = figure_table(
+        *("tree", "nodes", "τ expected", "τ measured", "tokens/s", "95% interval", "speed-up", "chance it is fastest"),
+        left="tree",
+    )
+    for row in rows:
+        known, expected = row["low"] is not None, row["expected_tokens_per_step"]
+        table.add_row(
+            "static" if expected is not None else row["name"],
+            str(row["nodes"]),
+            "" if expected is None else f"{expected:.2f}",
+            f"{row['tokens_per_step']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['low']:.0f} to {row['high']:.0f}" if known else "",
+            f"{row['speedup']:.2f}x",
+            f"{row['chance_best']:.0%}" if known else "",
+            style="bold" if row["name"] == fastest else None,
+        )
+    wide_console().print(table)
