@@ -30,8 +30,9 @@ class RejectionSampling(Sampling):
     loses the token. If none is accepted, the base's token is drawn from the last p. The output is distributed as the
     base's, as with `ExactSampling`; the closer q is to p, the more is accepted.
 
-    draft_temperature: of q, None for ``temperature``. The drafter must be one that draws (`Drafter.draws`), the tree
-    have no gaps between the ranks of siblings.
+    draft_temperature: of q, None for ``temperature``. The drafter must be one that draws (`Drafter.draws`), a static
+    tree have no gaps between the ranks of siblings. Why a dynamic tree, which depends on what was drawn, does not
+    change the distribution is said at `hydrajax.drafters.growing.grow`.
     """
 
     draft_temperature: float | None = None
@@ -45,7 +46,7 @@ class RejectionSampling(Sampling):
 
     def check(self, tree):
         if isinstance(tree, DynamicTree):
-            raise HydrajaxError(f"tree: RejectionSampling needs drawn candidates, {tree.name} has the best guesses")
+            return  # it never leaves out an earlier sibling
         for node, choice in enumerate(tree.choices, start=1):
             if choice[-1] and (*choice[:-1], choice[-1] - 1) not in tree.choices[: node - 1]:
                 raise HydrajaxError(f"tree: RejectionSampling needs siblings of rank 0, 1, 2 ..., found {list(choice)}")

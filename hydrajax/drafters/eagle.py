@@ -152,7 +152,7 @@ class FeatureDrafter(Trained):
                     so_far = self._run(params, state.cache, so_far, beam.tokens, beam.parents, beam.depth, base)
                 return so_far, self._logits(params, so_far.hidden, base)
 
-            return grow(tree, root, expand, self._at_root(state), self.lm_head)
+            return grow(tree, root, expand, self._at_root(state), self.lm_head, self.config.vocab_size, draw)
 
         def guess(so_far, k, level, tokens):
             if k:

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from hydrajax.drafters.drafter import Proposal
+from hydrajax.drafters.drafter import Draw, Proposal
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.models.arrays import Array
+from hydrajax.models.ranking import over_rows
 from hydrajax.trees.dynamic import DynamicTree
-from hydrajax.trees.topology import from_parents
+from hydrajax.trees.topology import from_parents, take
 
 
 class Beam(NamedTuple):
@@ -37,38 +38,98 @@ class Beam(NamedTuple):
 Guess = Callable[[Any, Beam], tuple[Any, Float[Array, "B n V_"]]]
 
 
-def grow(tree: DynamicTree, root: Int[Array, " B"], guess: Guess, carry: Any, lm_head: LmHead) -> Proposal:
-    """The tree of each row: of all candidates those whose whole path is the likeliest in the draft's eyes.
+def grow(
+    tree: DynamicTree,
+    root: Int[Array, " B"],
+    guess: Guess,
+    carry: Any,
+    lm_head: LmHead,
+    vocab_size: int,
+    draw: Draw | None = None,
+) -> Proposal:
+    """The tree of each row: of all candidates those that are the likeliest in the draft's eyes.
 
     Level by level the ``top_k`` likeliest candidates of the last level are expanded into ``top_k`` each; what is
     expanded and what becomes a node are two questions. Candidates are numbered level by level, in a level by their
-    parent's rank in the beam and then by their own, and nodes keep this order. Likelihoods are at temperature 1. A
-    candidate is never likelier than its parent and comes after it, and of equals the first is taken, so that a node's
-    parent is a node.
+    parent's rank in the beam and then by their own, and nodes keep this order. A candidate's likelihood is that of its
+    whole path. A candidate is never likelier than its parent and comes after it, and of equals the first is taken, so
+    that a node's parent is a node.
+
+    Without ``draw`` the candidates are the best guesses, and their likelihoods, at temperature 1, decide on both
+    questions. With ``draw`` the children c_1, c_2 ... of a node v are drawn from q(. | v), without replacement, and
+    likelihoods P are at the draw's temperature. They decide what is expanded, but not what becomes a node: kept for
+    being likely, a token would be met more often than q says, and rejection sampling rests on what q says. So places
+    are chosen and not tokens. The place of c_r is worth P(v) (1 - q(c_1 | v) - ... - q(c_{r-1} | v)), whatever token
+    it holds: the chance that a walk which follows the draft comes to look at it. The N - 1 places that are worth most
+    make the tree.
+
+    Why that leaves rejection sampling exact: a token is never likelier than its place is worth, so its descendants and
+    later siblings are never worth more than the place, and in a beam they and it displace only what is not likelier,
+    whose children are not worth more either. What is worth more than a place is thus the same whatever token is drawn
+    there, and so is whether the place is in the tree: given that it is, its token is still a draw from what q leaves
+    after the earlier siblings. (Equals are no exception: all that the token could change has a higher number.)
     """
     k, batch = tree.top_k, len(root)
     beam, likelihood = Beam(0, root[:, None, None], jnp.zeros((batch, 1), jnp.int32)), jnp.zeros((batch, 1))
-    tokens, scores, n_candidates = [], [], 0  # of the candidates, level by level
-    parents = [jnp.full((batch, 1), -1, jnp.int32)]  # the candidate that each k of them are children of; -1 is the root
+    tokens, worths, drawn_from, n_candidates = [], [], [], 0  # of the candidates, level by level
+    expanded = [jnp.full((batch, 1), -1, jnp.int32)]  # the candidate above each k of them; -1 is the root
     for depth in range(tree.expansions + 1):
         carry, logits = guess(carry, beam)
-        children, log_p = lm_head.likeliest(logits, k)
-        scored = (likelihood[:, :, None] + log_p).reshape(batch, -1)
-        children = jnp.broadcast_to(children, (batch, likelihood.shape[1], k)).reshape(batch, -1)
+        if draw is None:
+            children, log_p = lm_head.likeliest(logits, k)
+            scored = worth = likelihood[:, :, None] + log_p
+        else:
+            logits = logits / over_rows(draw.temperature, logits)
+            logits = jnp.broadcast_to(logits, (*likelihood.shape, logits.shape[-1]))
+            children, log_p = lm_head.drawn(_keys_of_level(draw, depth), logits, k)
+            drawn_from.append(logits)
+            worth = jnp.where(children < 0, -jnp.inf, likelihood[:, :, None] + _left_before(log_p))
+            # Rounding must not turn the order that the argument rests on.
+            scored = jnp.minimum(likelihood[:, :, None] + log_p, worth)
+        children = jnp.broadcast_to(children, scored.shape).reshape(batch, -1)
+        scored = scored.reshape(batch, -1)
         tokens.append(children)
-        scores.append(scored)
+        worths.append(worth.reshape(batch, -1))
         if depth < tree.expansions:
             likelihood, best = jax.lax.top_k(scored, k)
-            parents.append(n_candidates + best)
+            expanded.append(n_candidates + best)
             above = jnp.take_along_axis(beam.paths, best[:, :, None] // k, axis=1)
             chosen = jnp.take_along_axis(children, best, axis=1)
             beam = Beam(depth + 1, jnp.concatenate([above, chosen[:, :, None]], axis=2), best // k)
         n_candidates += scored.shape[1]
-    nodes = jnp.sort(jax.lax.top_k(jnp.concatenate(scores, axis=1), tree.size - 1)[1], axis=1)
-    parent = jnp.take_along_axis(jnp.concatenate(parents, axis=1), nodes // k, axis=1)
+    nodes = jnp.sort(jax.lax.top_k(jnp.concatenate(worths, axis=1), tree.size - 1)[1], axis=1)
+    expanded = jnp.concatenate(expanded, axis=1)
+    parent = jnp.take_along_axis(expanded, nodes // k, axis=1)
     # A candidate's node is 1 + the number of chosen candidates before it; the root's is 0.
     number = jnp.where(parent < 0, 0, 1 + jnp.sum(nodes[:, None, :] < parent[:, :, None], axis=2))
     parents = jnp.pad(number.astype(jnp.int32), ((0, 0), (1, 0)), constant_values=-1)
     chosen = jnp.take_along_axis(jnp.concatenate(tokens, axis=1), nodes, axis=1)
     topology = from_parents(parents, tree.depth, most_children=min(k, tree.size - 1))
-    return Proposal(jnp.concatenate([root[:, None], chosen], axis=1), topology)
+    log_q = None
+    if drawn_from:
+        # Of a node that was not expanded, and so has no children, any will do.
+        candidate = jnp.pad(nodes, ((0, 0), (1, 0)), constant_values=-1)
+        place = jnp.argmax(candidate[:, :, None] == expanded[:, None, :], axis=2)
+        log_q = lm_head.over_all_tokens(take(jnp.concatenate(drawn_from, axis=1), place), vocab_size)
+    return Proposal(jnp.concatenate([root[:, None], chosen], axis=1), topology, log_q)
+
+
+def _keys_of_level(draw: Draw, depth: int) -> Array:
+    """Keys ``[B]`` that no other step draws with: of the place after the root, which the step emits in any case.
+
+    The shape of the tree, and with it how far the step gets, depends on all draws, those below the accepted path among
+    them. A next step that used their keys once more would not draw afresh. (In a static tree they decide nothing, so
+    `hydrajax.drafters.filling.fill` takes the keys of the places themselves.)
+    """
+    return jax.vmap(jax.random.fold_in, (0, None))(draw.keys[:, 0], depth)
+
+
+def _left_before(log_p: Float[Array, "*rows k"]) -> Float[Array, "*rows k"]:
+    """The logarithm of what q leaves for each drawn token and those after it: never rising, 0 for the first.
+
+    It must not depend on the token itself, not even by rounding, and sums that are made in parallel may fall by a bit.
+    """
+    gone = jnp.cumsum(jnp.exp(log_p), axis=-1)[..., :-1]
+    left = jnp.log(jnp.maximum(1 - gone, 0))
+    left = jnp.pad(left, [(0, 0)] * (log_p.ndim - 1) + [(1, 0)])
+    return jax.lax.cummin(left, axis=left.ndim - 1)

@@ -236,7 +236,7 @@ class HeadStack(Trained):
             return before, logits_after(k, tokens[:, level.paths])
 
         if isinstance(tree, DynamicTree):
-            return grow(tree, root, expand, None, self.lm_head)
+            return grow(tree, root, expand, None, self.lm_head, self.vocab_size, draw)
         return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)
 
     # --- costs --------------------------------------------------------------------------------------------------------

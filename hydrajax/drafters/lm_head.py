@@ -146,14 +146,27 @@ class LmHead:
         self, logits: Float[Array, "*rows V_"], k: int
     ) -> tuple[Int[Array, "*rows k"], Float[Array, "*rows k"]]:
         """As `top`, with the natural logarithms of the tokens' probabilities, float32: -inf where it knows fewer."""
-        index = top_tokens(logits, min(k, logits.shape[-1]))
-        log_p = log_probabilities(logits, index)
-        missing = [(0, 0)] * (index.ndim - 1) + [(0, k - index.shape[-1])]
-        return self._ids(index, k), jnp.pad(log_p, missing, constant_values=-jnp.inf)
+        return self._with_likelihood(logits, top_tokens(logits, min(k, logits.shape[-1])), k)
 
     def sampled(self, keys: Array, logits: Float[Array, "B *n V_"], k: int) -> Int[Array, "B *n k"]:
         """Ids of k tokens drawn without replacement, in the order drawn; -1 where it knows fewer."""
         return self._ids(sampled_tokens(keys, logits, min(k, logits.shape[-1])), k)
+
+    def drawn(
+        self, keys: Array, logits: Float[Array, "B *n V_"], k: int
+    ) -> tuple[Int[Array, "B *n k"], Float[Array, "B *n k"]]:
+        """As `sampled`, with the natural logarithms of the tokens' probabilities, float32: -inf where it knows fewer.
+
+        The probabilities are those before anything was drawn.
+        """
+        return self._with_likelihood(logits, sampled_tokens(keys, logits, min(k, logits.shape[-1])), k)
+
+    def _with_likelihood(
+        self, logits: Float[Array, "*rows V_"], index: Int[Array, "*rows k_"], k: int
+    ) -> tuple[Int[Array, "*rows k"], Float[Array, "*rows k"]]:
+        missing = [(0, 0)] * (index.ndim - 1) + [(0, k - index.shape[-1])]
+        log_p = jnp.pad(log_probabilities(logits, index), missing, constant_values=-jnp.inf)
+        return self._ids(index, k), log_p
 
     def _ids(self, index: Int[Array, "*rows k_"], k: int) -> Int[Array, "*rows k"]:
         if self.vocabulary is not None:

@@ -10,7 +10,6 @@ from lab import quick_jit
 
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.decode import make_decode_fn, result_of
-from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.eagle import Eagle
@@ -130,8 +129,6 @@ def test_what_cannot_be_is_refused(lab):
     tree = DynamicTree(14, 3, 4)
     with pytest.raises(HydrajaxError, match="dynamic-14-3-4 needs a drafter that can grow trees, not PromptLookup"):
         make_decode_fn(lab.model, KINDS["lookup"].build(lab.model.config, jnp.float32), tree)
-    with pytest.raises(HydrajaxError, match="tree: RejectionSampling needs drawn candidates"):
-        make_decode_fn(lab.model, lab.drafters["eagle"], tree, RejectionSampling(0.8))
     with pytest.raises(HydrajaxError, match="tree: dynamic-20-11-4 looks 12 tokens ahead, the drafter proposes 10"):
         make_decode_fn(lab.model, lab.drafters["eagle"], DynamicTree(20, 11, 4))
     with pytest.raises(HydrajaxError, match="tree: 18 children do not exist in a vocabulary of 17 tokens"):

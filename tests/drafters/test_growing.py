@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from lab import quick_jit
 
+from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.growing import grow
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.trees.dynamic import DynamicTree
@@ -35,7 +37,7 @@ def grown(tree: DynamicTree, logits, roots, lm_head: LmHead = FULL):
             return beams, jnp.take(logits[beam.depth], beam.tokens, axis=0)
 
         beams = []
-        return grow(tree, roots, guess, beams, lm_head), beams[1:]
+        return grow(tree, roots, guess, beams, lm_head, VOCAB), beams[1:]
 
     return jax.device_get(run(logits, roots))
 
@@ -101,3 +103,101 @@ def test_a_vocabulary_of_fewer_tokens_than_candidates():
     parents = proposal.tree.parents
     for row, node in zip(*np.nonzero(proposal.tokens < 0), strict=True):
         assert not (proposal.tokens[row][parents[row] == node] >= 0).any()
+
+
+# --- drawn ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Watched(LmHead):
+    """Keeps what was drawn, so that the rest can be worked out by hand."""
+
+    kept: list = field(default_factory=list, compare=False)
+
+    def drawn(self, keys, logits, k):
+        children, log_p = super().drawn(keys, logits, k)
+        self.kept.append(children)
+        return children, log_p
+
+
+def drawn(tree: DynamicTree, logits, roots, temperature, vocabulary: Vocabulary | None = None, seed: int = 0):
+    """The proposal, its beams and, of every beam, the children that were drawn of each of its nodes."""
+
+    @quick_jit
+    def run(logits, roots, temperature):
+        def guess(beams, beam):
+            beams.append(beam)
+            return beams, jnp.take(logits[beam.depth], beam.tokens, axis=0)
+
+        beams, lm_head = [], Watched(vocabulary=vocabulary)
+        keys = jax.random.split(jax.random.key(seed), (len(roots), tree.depth + 1))
+        proposal = grow(tree, roots, guess, beams, lm_head, VOCAB, Draw(keys, temperature))
+        return proposal, beams, lm_head.kept
+
+    return jax.device_get(run(logits, roots, np.asarray(temperature, np.float32)))
+
+
+def drawn_by_hand(tree: DynamicTree, logits: np.ndarray, root: int, temperature: float, children: list[np.ndarray]):
+    """Tokens, parents and log q of one row, from what was drawn: for every beam the children of each of its nodes."""
+    scaled = logits.astype(np.float64) / temperature
+    q = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
+    q /= q.sum(axis=-1, keepdims=True)
+    beam, candidates = [(1.0, root, None)], []  # likelihood, token, number
+    for depth in range(tree.expansions + 1):
+        level = []
+        for place, (likelihood, token, number) in enumerate(beam):
+            left = 1.0
+            for child in children[depth][place]:
+                likely = q[depth, token, child]
+                level.append((likelihood * likely, int(child), number, likelihood * left, scaled[depth, token]))
+                left -= likely
+        first = len(candidates)
+        candidates += level
+        order = sorted(range(len(level)), key=lambda i: -level[i][0])[: tree.top_k]
+        beam = [(level[i][0], level[i][1], first + i) for i in order]
+    nodes = sorted(sorted(range(len(candidates)), key=lambda i: -candidates[i][3])[: tree.size - 1])
+    parents = [0 if candidates[i][2] is None else 1 + nodes.index(candidates[i][2]) for i in nodes]
+    return [root, *(candidates[i][1] for i in nodes)], [-1, *parents], [candidates[i][4] for i in nodes]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+def test_of_drawn_candidates_those_likeliest_to_be_looked_at_become_nodes(tree):
+    roots, temperatures, logits = np.arange(BATCH, dtype=np.int32), [0.7, 1.0, 1.3, 2.0], tables(4)
+    proposal, beams, children = drawn(tree, logits, roots, temperatures)
+    for row in range(BATCH):
+        mine = [of_level[row] for of_level in children]
+        tokens, parents, above = drawn_by_hand(tree, logits, int(roots[row]), temperatures[row], mine)
+        assert proposal.tokens[row].tolist() == tokens
+        assert proposal.tree.parents[row].tolist() == parents
+        slots = proposal.tree.parent_slot[row, 1:]
+        np.testing.assert_allclose(proposal.log_q[row, slots], above, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1, 200])
+@pytest.mark.parametrize("vocabulary", [None, Vocabulary([2, 5, 11])], ids=["all tokens", "3 tokens"])
+def test_a_drawn_tree_is_closed_however_sure_the_draft_is(scale, vocabulary):
+    """Every node's children are the first that were drawn for it; what the draft cannot say is -1 and comes last."""
+    tree, roots = DynamicTree(24, 3, 5), np.arange(60, dtype=np.int32) % VOCAB
+    logits = scale * tables(5)[:, :, : len(vocabulary) if vocabulary else VOCAB]
+    proposal, beams, children = drawn(tree, logits, roots, np.ones(60), vocabulary)
+    n_certain = 0
+    for row, parents in enumerate(proposal.tree.parents):
+        assert ((parents[1:] >= 0) & (parents[1:] < np.arange(1, tree.size))).all()
+        order = {
+            tuple(path): below
+            for beam, of_level in zip(beams, children, strict=True)
+            for path, below in zip(beam.paths[row].tolist(), of_level[row].tolist(), strict=True)
+            if -1 not in path
+        }
+        paths = {0: (int(roots[row]),)}
+        for node in range(1, tree.size):
+            paths[node] = (*paths[parents[node]], int(proposal.tokens[row, node]))
+        for node, path in paths.items():
+            below = proposal.tokens[row][parents == node].tolist()
+            if below and -1 not in path:
+                assert below == order[path][: len(below)]
+                n_certain += np.exp(proposal.log_q[row, node] - proposal.log_q[row, node].max()).sum() == 1
+        assert proposal.tokens[row].max() >= 0
+    assert (n_certain > 60) == (scale == 200)
+    known = vocabulary.tokens if vocabulary else np.arange(VOCAB)
+    assert (np.isfinite(proposal.log_q).all(axis=(0, 1)) == np.isin(np.arange(VOCAB), known)).all()

@@ -1,0 +1,105 @@
+"""Trees that are grown of drawn tokens: rejection sampling over them leaves the base's distribution as it is.
+
+A base and a draft that know the last token and nothing else, so that hundreds of thousands of steps take a second.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lab import quick_jit
+from scipy import stats
+
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import per_row, position_keys, row_keys
+from hydrajax.drafters import growing
+from hydrajax.drafters.lm_head import LmHead
+from hydrajax.trees.dynamic import DynamicTree
+
+VOCAB, ROWS, P_VALUE = 4, 100_000, 0.001
+TREE = DynamicTree(4, 1, 3)
+# Of the token after each token. After the first the draft is often wrong, so that steps end there, and after the others
+# it is right, so that a draw that is none would be believed.
+BASE = np.array([[0.2, 0.1, 0.4, 0.3], [0.05, 0.8, 0.1, 0.05], [0.1, 0.75, 0.05, 0.1], [0.8, 0.05, 0.05, 0.1]])
+DRAFT = np.array([[0.02, 0.7, 0.15, 0.13], *BASE[1:]])
+
+
+def steps(tree: DynamicTree, draft_temperature: float | None = None):
+    """Two steps of `ROWS` rows, the first from token 0.
+
+    Of each step the root, the token that came to follow it, and how many tokens were accepted.
+    """
+    rule, rows = per_row(RejectionSampling(1.0, draft_temperature=draft_temperature), ROWS), jnp.arange(ROWS)
+    keys = row_keys(jax.random.key(3), ROWS)
+    base, draft = (jnp.log(jnp.asarray(table, jnp.float32)) for table in (BASE, DRAFT))
+
+    def guess(carry, beam):
+        return carry, draft[beam.tokens]
+
+    @quick_jit
+    def step(root, emitted):
+        below = position_keys(keys, emitted[:, None] + 1 + jnp.arange(tree.depth + 1))
+        proposal = growing.grow(tree, root, guess, None, LmHead(), VOCAB, rule.draw(below))
+        accepted = rule.accept(base[proposal.tokens], proposal, below)
+        child = proposal.tokens[rows, accepted.path[:, 1]]
+        follows = jnp.where(accepted.accept_length > 0, child, accepted.next_root)
+        return (root, follows, accepted.accept_length), accepted.next_root, emitted + accepted.accept_length + 1
+
+    first, root, emitted = step(jnp.zeros(ROWS, jnp.int32), jnp.zeros(ROWS, jnp.int32))
+    second, _, _ = step(root, emitted)
+    return jax.device_get((first, second))
+
+
+def p_values(found) -> tuple[float, float]:
+    """Of the tokens after each step's root given all that went before: for the second how far the first step got."""
+    (root, follows, length), (next_root, next_follows, _) = found
+    before = np.stack([root, next_root]), np.stack([np.zeros_like(length), length])
+    return tuple(
+        given(then, group * VOCAB + token) for then, token, group in zip((follows, next_follows), *before, strict=True)
+    )
+
+
+def given(tokens: np.ndarray, context: np.ndarray) -> float:
+    """Chi-square of tokens within each context, whose last digit is the token before."""
+    statistic = freedom = 0.0
+    for each in np.unique(context):
+        here = tokens[context == each]
+        wanted = BASE[each % VOCAB] * len(here)
+        if wanted.min() >= 10:
+            statistic += ((np.bincount(here, minlength=VOCAB) - wanted) ** 2 / wanted).sum()
+            freedom += VOCAB - 1
+    return float(stats.chi2.sf(statistic, freedom))
+
+
+@pytest.mark.parametrize(
+    ("tree", "draft_temperature"),
+    [
+        (TREE, None),
+        *(
+            pytest.param(tree, temperature, marks=pytest.mark.slow)
+            for tree in (TREE, DynamicTree(7, 2, 3), DynamicTree(9, 3, 2), DynamicTree(13, 2, 4))
+            for temperature in (0.6, 1.0, 1.7)
+        ),
+    ],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_every_token_is_drawn_from_the_base_whatever_came_before(tree, draft_temperature):
+    found = steps(tree, draft_temperature)
+    assert min(p_values(found)) > P_VALUE
+    assert {0, 1, 2} <= set(found[0][2])  # the first step ended at all depths
+
+
+def test_nodes_chosen_by_the_tokens_they_hold_would_not_do(monkeypatch):
+    """As the nodes of a tree of best guesses are chosen: what a place is worth is then how likely its token is."""
+    monkeypatch.setattr(growing, "_left_before", lambda log_p: log_p)
+    assert p_values(steps(TREE))[0] < 1e-9
+
+
+def test_draws_that_the_step_before_has_used_would_not_do(monkeypatch):
+    """With a key for each place, as in a static tree: how far a step gets says something of draws below it."""
+    monkeypatch.setattr(growing, "_keys_of_level", lambda draw, depth: draw.keys[:, depth])
+    first, second = p_values(steps(TREE))
+    assert first > P_VALUE
+    assert second < 1e-9
