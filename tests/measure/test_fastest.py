@@ -154,12 +154,11 @@ def test_a_searched_tree_that_is_grown_is_taken_where_the_rule_takes_it(eagle, s
     assert fastest.choose(eagle, PROMPTS, ExactSampling(0.8), 1).name == "chain-4"
 
 
-def test_a_tree_that_is_grown_is_tried_and_remembered_where_the_drafter_and_the_rule_take_it(eagle, speeds):
+def test_a_tree_that_is_grown_is_tried_and_remembered_where_the_drafter_takes_it(eagle, speeds):
     speeds |= {fastest.GROWN: 1.9, "eagle_26": 1.3}
     now = fastest.choose(eagle, PROMPTS, Greedy(), 1)
     assert now.tree == DynamicTree(60, 7, 10)
     later = fastest.choose(eagle, PROMPTS, Greedy(), 1)
     assert later == dataclasses.replace(now, date=datetime.date.today().isoformat())
     assert len(speeds.ways) == 1
-    assert fastest.choose(eagle, PROMPTS, RejectionSampling(0.8), 1).name == "chain-4"
-    assert fastest.GROWN not in [way.name for way in speeds.ways[1]]
+    assert fastest.choose(eagle, PROMPTS, RejectionSampling(0.8), 1).name == fastest.GROWN
