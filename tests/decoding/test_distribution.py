@@ -24,8 +24,12 @@ from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import numbers_as_arrays, per_row, sample
 from hydrajax.decoding.state import Params
+from hydrajax.drafters import growing
 from hydrajax.drafters.drafter import Proposal
+from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix
@@ -35,6 +39,7 @@ from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.models.ranking import over_rows, sampled_tokens
 from hydrajax.trees import presets
+from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 from hydrajax.trees.topology import at_rows
 from hydrajax.trees.tree import TreeTopology
 
@@ -45,6 +50,8 @@ MODEL = Llama(CONFIG)
 PROMPT = [3, 1, 4]
 SEQUENCES = list(itertools.product(range(VOCAB), repeat=LENGTH))
 TREE = TreeTopology.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
+GROWN = DynamicTree(6, 1, 3)
+TREES = {"chain": presets.chain(2), "tree": TREE, "grown": GROWN}
 P_VALUE = 0.001
 
 
@@ -65,6 +72,7 @@ class Bigram(Scripted):
     astray: float
     depth: int = 3
     draws: ClassVar[bool] = True
+    grows: ClassVar[bool] = True
 
     def logits(self, tokens, base):
         table = jnp.asarray(np.random.default_rng(5).standard_normal((VOCAB, VOCAB)).astype(np.float32))
@@ -73,6 +81,12 @@ class Bigram(Scripted):
         return base.logits(x) + self.astray * table[tokens]
 
     def propose(self, params, state, root, tree, base, draw=None):
+        if isinstance(tree, DynamicTree):
+
+            def guess(carry, beam):
+                return carry, self.logits(beam.tokens, base)
+
+            return growing.grow(tree, root, guess, None, LmHead(), VOCAB, draw)
         candidates, drawn_from = root[:, None], []
         for k, level in enumerate(tree.levels):
             logits = self.logits(candidates[:, level.parents], base)
@@ -88,6 +102,9 @@ DRAFTERS = {
     "medusa": MedusaHeads(2, WIDTH, VOCAB),
     "hydra": HydraHeads(2, WIDTH, VOCAB),
     "hydra++": WithPrefix(HydraHeads(2, WIDTH, VOCAB, n_layers=2), CONFIG),
+    "eagle": Eagle.for_base(CONFIG, jnp.float32),
+    "eagle3": Eagle3.for_base(CONFIG, jnp.float32),
+    "eagle3, 4 tokens": Eagle3.for_base(CONFIG, jnp.float32, vocabulary=Vocabulary([0, 1, 3, 4])),
     "near": Bigram(0.0),
     "far": Bigram(4.0),
 }
@@ -137,7 +154,7 @@ def shaped(logits: np.ndarray, rule) -> np.ndarray:
     return p / p.sum()
 
 
-def draws(rule, drafter: str, tree: TreeTopology, batch: int, samples: int) -> np.ndarray:
+def draws(rule, drafter: str, tree: CandidateTree, batch: int, samples: int) -> np.ndarray:
     """``[samples, LENGTH]`` tokens from as many decodings; all rows of a batch have the same prompt."""
     decode = make_decode_fn(MODEL, DRAFTERS[drafter], tree, rule, max_new_tokens=LENGTH)
     params, prompt = Params(BASE, draft_params(drafter)), np.array([PROMPT] * batch)
@@ -185,6 +202,17 @@ def test_exact_sampling(temperature, cut, drafter, batch, samples):
     assert p_value(draws(rule, drafter, TREE, batch, samples), probabilities(rule)) > P_VALUE
 
 
+EAGLES = ("eagle", "eagle3", "eagle3, 4 tokens")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", EAGLES)
+@pytest.mark.parametrize("tree", ["tree", "grown"])
+def test_exact_sampling_with_eagle(drafter, tree):
+    rule = ExactSampling(0.7, top_p=0.9)
+    assert p_value(draws(rule, drafter, TREES[tree], 8, FEWER), probabilities(rule)) > P_VALUE
+
+
 def test_sampling_with_penalties_and_min_p():
     numbers = {"repetition_penalty": 1.5, "presence_penalty": -0.4, "frequency_penalty": 0.9}
     rule = ExactSampling(0.9, min_p=0.05, **numbers)
@@ -208,14 +236,19 @@ REJECTION = [
     for drafter in ("near", "far", "hydra", "medusa")
     for tree in ("chain", "tree")
 ]
-QUICK_REJECTION = [(0.7, "whole", "far", "tree")]
+REJECTION += [
+    (temperature, cut, drafter, "grown")
+    for temperature, cut in ((0.7, "whole"), (1.5, "cut"))
+    for drafter in ("near", "far", "hydra", "medusa", *EAGLES)
+]
+REJECTION += [(1.0, "cut", drafter, tree) for drafter in EAGLES for tree in ("chain", "tree")]
+QUICK_REJECTION = [(0.7, "whole", "far", "tree"), (0.7, "whole", "eagle3, 4 tokens", "grown")]
 
 
 @pytest.mark.parametrize(("temperature", "cut", "drafter", "tree", "samples"), in_part(REJECTION, QUICK_REJECTION))
 def test_rejection_sampling(temperature, cut, drafter, tree, samples):
     rule = RejectionSampling(temperature, **CUTS[cut], draft_temperature=1.2)
-    tree = {"chain": presets.chain(2), "tree": TREE}[tree]
-    assert p_value(draws(rule, drafter, tree, 8, samples), probabilities(rule)) > P_VALUE
+    assert p_value(draws(rule, drafter, TREES[tree], 8, samples), probabilities(rule)) > P_VALUE
 
 
 @numbers_as_arrays
@@ -266,6 +299,14 @@ class NoResidual(RejectionSampling):
 )
 def test_the_test_fails_for_a_wrong_rule(rule, drafter):
     assert p_value(draws(rule, drafter, TREE, 8, FEWER), probabilities(rule)) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", EAGLES)
+def test_the_test_fails_for_nodes_chosen_by_the_tokens_they_hold(drafter, monkeypatch):
+    monkeypatch.setattr(growing, "_left_before", lambda log_p: log_p)
+    rule = RejectionSampling(1.0)
+    assert p_value(draws(rule, drafter, GROWN, 8, FEWER), probabilities(rule)) < 1e-9
 
 
 @pytest.mark.slow

@@ -78,7 +78,14 @@ def test_a_dynamic_tree_holds_the_best_tokens_after_each_path(drafter, base, tau
 
 
 @pytest.mark.parametrize(
-    ("name", "tree"), [pytest.param("eagle", "random", marks=pytest.mark.slow), ("eagle3", "grown")]
+    ("name", "tree"),
+    [
+        ("eagle3", "grown"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("eagle", "random"), ("eagle", "grown"), ("eagle3", "random")]
+        ),
+    ],
 )
 def test_sampling_draws_the_tokens_of_plain_sampling(lab, name, tree):
     rule = ExactSampling(1.3)

@@ -163,7 +163,7 @@ def drawn_by_hand(tree: DynamicTree, logits: np.ndarray, root: int, temperature:
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
 def test_of_drawn_candidates_those_likeliest_to_be_looked_at_become_nodes(tree):
     roots, temperatures, logits = np.arange(BATCH, dtype=np.int32), [0.7, 1.0, 1.3, 2.0], tables(4)
-    proposal, beams, children = drawn(tree, logits, roots, temperatures)
+    proposal, _, children = drawn(tree, logits, roots, temperatures)
     for row in range(BATCH):
         mine = [of_level[row] for of_level in children]
         tokens, parents, above = drawn_by_hand(tree, logits, int(roots[row]), temperatures[row], mine)
