@@ -99,6 +99,40 @@ def test_typical(certify):
     assert "holds: typical acceptance as defined (not the base's distribution)" in out
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("arch", "rule", "tree"),
+    [
+        ("eagle3_mha", "rejection", "dynamic-8-2-3"),
+        *(
+            slow(arch, rule, tree)
+            for arch in ("eagle1_mha", "eagle3_mha")
+            for rule in RULES
+            for tree in ("dynamic-16-3-4", "eagle_26")
+        ),
+    ],
+)
+def test_eagle(certify, golden, arch, rule, tree):
+    """Trained drafts, so that much is accepted, on trees that are grown and on the one that stays."""
+    if not (golden / "eagle").is_dir():
+        pytest.skip(f"no EAGLE data in {golden}")
+    flags = [] if rule == "greedy" else ["--temperature", 0.8]
+    draft = golden / "eagle" / arch / "draft"
+    out = certify("--base", golden / "base" / "mha", "--draft", draft, "--tree", tree, "--rule", rule, *flags)
+    promises = {
+        "greedy": ["tokens equal"],
+        "exact": ["tokens equal", "distribution of the first tokens"],
+        "rejection": ["distribution of the first tokens"],
+        "typical": ["typical acceptance as defined"],
+    }
+    for promise in promises[rule]:
+        assert f"holds: {promise}" in out
+    assert out.endswith("\ncertified\n")
+
+
 @numbers_as_arrays
 @dataclass(frozen=True)
 class WrongRoot(Greedy):
