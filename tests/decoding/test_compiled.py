@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 
 from hydrajax.decoding import step
-from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy
 from hydrajax.decoding.decode import make_decode_fn, result_of
 from hydrajax.decoding.loop import run_steps
+from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.step import Engine
 from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
@@ -42,8 +44,9 @@ DRAFTERS = {
     "hydra": (HydraHeads(2, 32, 17), TREE),
     "hydra++": (WithPrefix(HydraHeads(2, 32, 17, n_layers=2), CONFIG), TREE),
     "eagle": (Eagle.for_base(CONFIG, jnp.float32), DynamicTree(8, 2, 3)),
+    "eagle3": (Eagle3.for_base(CONFIG, jnp.float32), TREE),
 }
-WITH_A_CACHE = ("hydra++", "eagle")  # of their own, one layer of the base's shape
+WITH_A_CACHE = ("hydra++", "eagle", "eagle3")  # of their own, one layer of the base's shape
 
 
 def make_engine(name: str, kind=Engine) -> Engine:
@@ -51,18 +54,18 @@ def make_engine(name: str, kind=Engine) -> Engine:
     return kind(Llama(CONFIG), drafter, tree, MAX_NEW)
 
 
-def shapes(engine: Engine, batch: int):
+def shapes(engine: Engine, batch: int, rule: AcceptanceRule):
     """Parameters and a state, as shapes."""
     base = jax.eval_shape(lambda: init_base(engine.model, jax.random.key(0)))
     draft = jax.eval_shape(lambda base: engine.drafter.init(jax.random.key(0), BoundBase(engine.model, base)), base)
     params = Params(base, draft)
     prompt, lengths = jax.ShapeDtypeStruct((batch, BUCKET), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return params, jax.eval_shape(engine.prefill, params, prompt, lengths, jax.random.key(0), Greedy())
+    return params, jax.eval_shape(engine.prefill, params, prompt, lengths, jax.random.key(0), rule)
 
 
-def optimised_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
+def optimised_hlo(engine: Engine, batch: int, donate: bool = True, rule: AcceptanceRule | None = None) -> str:
     """The compiled loop as text; shapes are enough for that, nothing is run."""
-    params, state = shapes(engine, batch)
+    params, state = shapes(engine, batch, rule or Greedy())
     loop = jax.jit(lambda params, state: run_steps(engine, params, state), donate_argnums=1 if donate else ())
     # LLVM's optimisation comes after the HLO is final and would double the time.
     return loop.lower(params, state).compile({"xla_backend_optimization_level": 0}).as_text()
@@ -79,7 +82,7 @@ def element_counts(result_type: str) -> list[int]:
 
 
 def cache_copies(engine: Engine, hlo: str) -> list[str]:
-    """Copies of anything as large as one row of one cache array (base or prefix: they have the same shape)."""
+    """Copies of anything as large as one row of one cache array (base's or draft's: they have the same shape)."""
     smallest = CONFIG.n_kv_heads * engine.cache_slots(BUCKET) * CONFIG.head_dim
     return [
         f"{result} {opcode}"
@@ -99,10 +102,21 @@ def cache_makers(engine: Engine, hlo: str, batch: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", ["autoregressive", pytest.param("medusa", marks=pytest.mark.slow), "hydra++", "eagle"])
-def test_the_loop_updates_its_caches_in_place(name, batch):
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("autoregressive", Greedy()),
+        pytest.param("medusa", Greedy(), marks=pytest.mark.slow),
+        ("hydra++", Greedy()),
+        ("eagle", Greedy()),
+        pytest.param("eagle", RejectionSampling(), marks=pytest.mark.slow),
+        pytest.param("eagle3", RejectionSampling(), marks=pytest.mark.slow),
+    ],
+    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+)
+def test_the_loop_updates_its_caches_in_place(name, rule, batch):
     engine = make_engine(name)
-    hlo = optimised_hlo(engine, batch)
+    hlo = optimised_hlo(engine, batch, rule=rule)
     assert cache_copies(engine, hlo) == []
 
     # Nor is a cache rewritten whole by other means, such as a select over all its slots: every new one is an update
@@ -117,7 +131,7 @@ def test_the_loop_updates_its_caches_in_place(name, batch):
 
 def extended_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
     """`Engine.extend`, a conversation's next message of 16 tokens, as text; `Bursts` donates the state."""
-    params, state = shapes(engine, batch)
+    params, state = shapes(engine, batch, Greedy())
     more, counts = jax.ShapeDtypeStruct((batch, BUCKET), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     extend = jax.jit(engine.extend, donate_argnums=1 if donate else ())
     arguments = params, state, more, counts, jax.random.key(0), per_row(Greedy(), batch)
@@ -125,7 +139,7 @@ def extended_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", ["autoregressive", "hydra++"])
+@pytest.mark.parametrize("name", ["autoregressive", "hydra++", pytest.param("eagle", marks=pytest.mark.slow)])
 def test_more_text_is_added_to_the_caches_in_place(name, batch):
     """A turn of a conversation must not cost a copy of every cache (it did: the write waited for an input)."""
     engine = make_engine(name)
