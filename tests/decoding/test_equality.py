@@ -13,10 +13,13 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from lab import arrays
+from tree_tools import random_tree
 
 from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.state import Params
 from hydrajax.models.attention import causal_mask
+from hydrajax.trees.dynamic import DynamicTree
 
 MAX_NEW = 24
 # A reference margin below this could be decided by rounding. Float32 logits here differ by about 1e-6 between batch
@@ -29,7 +32,9 @@ UNTRAINED = [
     ("hydra on layer -1", "skips ranks"),
     ("hydra++", "random"),
     ("eagle", "grown"),
+    ("eagle", "random"),
     ("eagle3", "skips ranks"),
+    ("eagle3", "grown"),
 ]
 ORACLE_TREES = ["one node", "skips ranks", "deep and late", "random"]
 
@@ -57,6 +62,35 @@ def test_untrained_drafters_never_change_the_text(lab, case, base_seed, draft_se
     event(f"{drafter}: longest acceptance {longest}")
     if drafter == "none":
         assert longest <= 0
+
+
+@st.composite
+def any_trees(draw):
+    """Static ones, most of which skip ranks, and ones that are grown."""
+    if draw(st.booleans()):
+        n_choices, depth, widest = draw(st.integers(1, 24)), draw(st.integers(1, 6)), draw(st.integers(2, 17))
+        return random_tree(draw(st.integers(0, 10**6)), n_choices, depth, widest)
+    expansions, top_k = draw(st.integers(0, 5)), draw(st.integers(1, 6))
+    return DynamicTree(1 + draw(st.integers(1, min(top_k + expansions * top_k**2, 24))), expansions, top_k)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["eagle", "eagle3", "hydra"]), any_trees(), base_seeds, st.integers(0, 2),
+    st.lists(prompts, min_size=1, max_size=3),
+)  # fmt: skip
+def test_no_tree_changes_the_text(lab, drafter, tree, base_seed, draft_seed, some):
+    """A tree of its own in every example, each of which is compiled."""
+    assume(tree.depth <= lab.drafters[drafter].depth)
+    assume(not isinstance(tree, DynamicTree) or tree.expansions < lab.drafters[drafter].depth)
+    texts, margin = lab.references(base_seed, some)
+    assume(margin > HEALTHY)
+    decode_fn = make_decode_fn(lab.model, lab.drafters[drafter], tree, max_new_tokens=MAX_NEW)
+    out = lab.decode(decode_fn, base_seed, lab.draft(drafter, draft_seed), some)
+    for row, prompt in enumerate(some):
+        assert emitted(out, row) == lab.expected(texts[row], len(prompt), MAX_NEW)
+    event(f"{drafter}: longest acceptance {out.accept_lengths.max()}")
 
 
 @settings(max_examples=50, deadline=None)
