@@ -88,7 +88,8 @@ class Eagle3(FeatureDrafter):
     @classmethod
     def for_base(cls, config: LlamaConfig, dtype, **settings):
         """With a layer like the base's."""
-        return cls(config.plain_layer, reads_of(config.n_layers), dtype=jnp.dtype(dtype), **settings)
+        settings.setdefault("reads", reads_of(config.n_layers))
+        return cls(config.plain_layer, dtype=jnp.dtype(dtype), **settings)
 
     @property
     def lm_head(self) -> LmHead:

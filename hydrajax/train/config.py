@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,14 +40,17 @@ def below(name: str, value: float, limit: float) -> None:
 @dataclass(frozen=True)
 class DraftConfig:
     """Which heads. Hydra: ``hydra``, 1 layer. Hydra++: ``hydra``, 4 layers, ``prefix``. Medusa: ``medusa``. ``eagle``
-    and ``eagle3`` are drafts of one layer, which are told nothing but ``unroll``, ``vocabulary`` and ``init``.
+    and ``eagle3`` are drafts of one layer, which are told ``unroll`` and ``init``, EAGLE-3 also ``vocabulary`` and
+    ``reads``.
 
     init: a directory of released or exported heads to start from, in place of fresh ones. ``share_blocks``: blocks
     2..n are one block applied again, as in the released code (docs/design.md 4). lm_head: each head's own, ``full`` or
     a product of rank ``lm_rank`` (``low_rank``), or the base's (``shared``); heads with the latter two are saved in
     hydrajax's own format. ``vocabulary``: how many tokens the draft can say, the most frequent ones of the training
     text's targets; null for all. ``unroll``: how many guesses one after the other EAGLE learns to make from a place of
-    the text; null for 1 (``eagle``) and 7 (``eagle3``), as released.
+    the text; null for 1 (``eagle``) and 7 (``eagle3``), as released. ``reads``: the layers, counted from 0, whose
+    inputs EAGLE-3 reads; the number after the last means the base's last hidden states. By default 2, L // 2 and L - 3
+    of L.
     """
 
     heads: str = "hydra"
@@ -61,6 +65,7 @@ class DraftConfig:
     lm_rank: int | None = None
     vocabulary: int | None = None
     unroll: int | None = None
+    reads: tuple[int, ...] = ()
 
     def __post_init__(self):
         one_of("draft.heads", self.heads, tuple(registry.HEADS))
@@ -75,6 +80,8 @@ class DraftConfig:
         below("draft.dropout", self.dropout, 1)
         at_least("draft.vocabulary", self.vocabulary, 1)
         at_least("draft.unroll", self.unroll, 1)
+        if any(low >= high for low, high in itertools.pairwise((-1, *self.reads))):
+            raise HydrajaxError(f"draft.reads: layers must rise, from 0 up, found {list(self.reads)}")
         if self.vocabulary is not None and self.lm_head == "shared":
             raise HydrajaxError("draft.vocabulary: contradicts draft.lm_head shared, the base's own, which knows all")
 

@@ -62,6 +62,12 @@ def make_drafter(
     settings: dict[str, Any] = {name: getattr(draft, name) for name in SETTINGS if name in fields}
     if settings.get("unroll", 1) is None:
         del settings["unroll"]
+    if draft.reads:
+        if draft.reads[-1] > base.n_layers:
+            raise HydrajaxError(
+                f"draft.reads: must be at most the base's {base.n_layers} layers, found {draft.reads[-1]}"
+            )
+        settings["reads"] = tuple(base.n_layers - layer for layer in draft.reads)
     vocabulary = None
     if draft.vocabulary is not None:
         if draft.vocabulary > base.vocab_size:
