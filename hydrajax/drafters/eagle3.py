@@ -21,13 +21,15 @@ from hydrajax.models.weights import declare, project
 class Eagle3Network(nn.Module):
     """A decoder layer whose attention reads [norm(E(x_{i+1})), norm(g_i)] side by side, with a norm and an lm head.
 
-    g_i is what fc makes of the base's hidden states at place i, or the layer's own output at a guessed place.
+    g_i is what fc makes of the base's hidden states at place i, or the layer's own output at a guessed place. The layer
+    adds to it, or to norm(g_i) with ``norm_before_residual``.
     """
 
     config: LlamaConfig
     dtype: DType
     n_reads: int
     lm_head: LmHead
+    norm_before_residual: bool = False
 
     def setup(self):
         c = self.config
@@ -45,8 +47,10 @@ class Eagle3Network(nn.Module):
 
     def __call__(self, embeddings, hidden, positions, block_mask, past=()):
         """Outputs ``[B, T, D]`` at T places, before the norm, and their keys and values."""
-        both = jnp.concatenate([self.embedding_norm(embeddings), self.hidden_norm(hidden)], axis=-1)
-        x, added, block = self.layer(hidden, None, rope_table(self.config, positions), block_mask, past, both)
+        normed = self.hidden_norm(hidden)
+        both = jnp.concatenate([self.embedding_norm(embeddings), normed], axis=-1)
+        start = normed if self.norm_before_residual else hidden
+        x, added, block = self.layer(start, None, rope_table(self.config, positions), block_mask, past, both)
         return x + added, block
 
     def logits(self, hidden, base_logits):
@@ -75,7 +79,8 @@ class Eagle3(FeatureDrafter):
     """EAGLE-3. config: of its layer; with the base's width and vocabulary.
 
     reads: what is read of the base (`reads_of`). vocabulary: of the tokens that it can guess; None for all. unroll: see
-    `hydrajax.drafters.eagle.FeatureDrafter`; 7 as released.
+    `hydrajax.drafters.eagle.FeatureDrafter`; 7 as released. norm_before_residual: as many drafts of vLLM's library
+    speculators have it, see `Eagle3Network`.
     """
 
     config: LlamaConfig
@@ -84,6 +89,7 @@ class Eagle3(FeatureDrafter):
     dtype: DType = jnp.float32
     depth: int = DEPTH
     unroll: int = 7
+    norm_before_residual: bool = False
 
     @classmethod
     def for_base(cls, config: LlamaConfig, dtype, **settings):
@@ -97,7 +103,8 @@ class Eagle3(FeatureDrafter):
 
     @property
     def network(self) -> Eagle3Network:
-        return Eagle3Network(self.config, self.dtype, len(self.reads), self.lm_head)
+        n_reads = len(self.reads)
+        return Eagle3Network(self.config, self.dtype, n_reads, self.lm_head, self.norm_before_residual)
 
     def init_boxed(self, rng, base):
         """The lm head starts as a copy of the base's."""

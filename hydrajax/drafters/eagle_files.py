@@ -30,6 +30,7 @@ from hydrajax.drafters.eagle_layouts import (
     eagle_3_of,
     eagle_layout,
     expect,
+    flag,
     layer_fields,
     layer_of,
     layers_read,
@@ -68,9 +69,7 @@ class EagleFormat(FeatureFormat):
         # What it is where nothing is said differs between the official code and vLLM, and so does its name.
         flat, nested = flattened(config), config.get("model_type") == NESTED
         name = "eagle_fc_bias" if nested and "eagle_fc_bias" in flat else "bias"
-        bias = flat.get(name, not nested)
-        if not isinstance(bias, bool):
-            raise HydrajaxError(f"{CONFIG}: {name} must be true or false, found {bias!r}")
+        bias = flag(flat, name, default=not nested)
         expect(flat, {"add_para_norm": (None, False), "logit_scale": (None, 1)})
         check_embedding(files, base, (EMBEDDING, LM_HEAD))
         return Eagle(layer_of(flat, base), fc_bias=bias)
@@ -107,6 +106,8 @@ class Eagle3Format(FeatureFormat):
 
     def config(self, drafter, made_for):
         plain(drafter, Eagle3, self.name)
+        if drafter.norm_before_residual:
+            raise cannot_write("norm_before_residual is True", "False")
         layers, n_layers = layers_read(drafter, made_for)
         if len(layers) != 3 or drafter.reads != reads_of(n_layers):
             raise cannot_write(
@@ -153,7 +154,7 @@ def declared_reads(config: dict, base: LlamaConfig) -> tuple[int, ...]:
         raise HydrajaxError(f"{CONFIG}: eagle_config must be an object, found {own!r}")
     on, off = (None, True), (None, False)
     variants = {"use_aux_hidden_state": on, "use_input_layernorm_in_first_layer": on, "use_last_layernorm": on}
-    variants |= {"use_mtp_layernorm": off, "return_hidden_post_norm": off, "norm_before_residual": off}
+    variants |= {"use_mtp_layernorm": off, "return_hidden_post_norm": off}
     expect(own, variants, f"{CONFIG}: eagle_config")
     name = f"eagle_config.{LAYERS}"
     if config.get(LAYERS) and own.get(LAYERS):

@@ -113,6 +113,14 @@ def expect(config: dict, allowed: dict[str, Any], where: str = CONFIG) -> None:
             raise HydrajaxError(f"{where}: {name} is {found!r}, supported is {'none' if said is None else repr(said)}")
 
 
+def flag(config: dict, name: str, default: bool | None = None) -> bool:
+    """True or false as ``config.json`` says. default: where it says nothing; None refuses that."""
+    found = config.get(name, default)
+    if not isinstance(found, bool):
+        raise HydrajaxError(f"{CONFIG}: {name} must be true or false, found {found!r}")
+    return found
+
+
 def check_embedding(files: Tensors, base: LlamaConfig, names: tuple[str, ...] = (EMBEDDING,)) -> None:
     """Refuse files whose copies of the base's embedding, or lm head, are another base's by their size."""
     for name in names:
@@ -124,7 +132,6 @@ def check_embedding(files: Tensors, base: LlamaConfig, names: tuple[str, ...] = 
 
 OFF = (None, False)
 VARIANTS = {  # of EAGLE-3, each of which computes something else
-    "norm_before_residual": OFF,
     "norm_before_fc": OFF,
     "fc_norm": OFF,
     "norm_output": OFF,
@@ -141,19 +148,20 @@ def eagle_3_of(config: dict, layer: LlamaConfig, reads: tuple[int, ...], files: 
     """
     expect(config, VARIANTS | {"target_hidden_size": (base.width, None)})
     check_embedding(files, base)
+    settings = {"norm_before_residual": flag(config, "norm_before_residual", default=False)}
     n_known = base.vocab_size
     if config.get("draft_vocab_size") is not None:
         n_known = integer(config, "draft_vocab_size", 1)
     if n_known > base.vocab_size:
         raise HydrajaxError(f"{CONFIG}: draft_vocab_size {n_known} exceeds the base's {base.vocab_size} tokens")
     if n_known == base.vocab_size:
-        return Eagle3(layer, reads)
+        return Eagle3(layer, reads, **settings)
     if OFFSETS not in files:
         raise HydrajaxError(f"missing tensor '{OFFSETS}', which says what tokens the {n_known} are")
     if files.shape(OFFSETS) != (n_known,) or files.dtype(OFFSETS) not in INTEGERS:
         found = f"{files.dtype(OFFSETS)} {list(files.shape(OFFSETS))}"
         raise HydrajaxError(f"{OFFSETS} must be int64 [{n_known}] (draft_vocab_size of config.json), found {found}")
-    return Eagle3(layer, reads, Vocabulary(range(n_known)))
+    return Eagle3(layer, reads, Vocabulary(range(n_known)), **settings)
 
 
 def tokens_of(files: Tensors, vocab_size: int) -> Vocabulary:

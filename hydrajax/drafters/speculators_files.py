@@ -26,6 +26,7 @@ from hydrajax.drafters.eagle_layouts import (
     eagle_3_of,
     eagle_layout,
     expect,
+    flag,
     layer_fields,
     layer_of,
     layers_read,
@@ -67,13 +68,13 @@ class Speculators(FeatureFormat):
         expect(fields, {"model_type": ("llama",)}, where)
         layer = layer_of(fields | {"quantization_config": config.get("quantization_config")}, base, where)
         if kind == "eagle3":
-            expect(config, {"norm_before_residual": (False,)})
+            flag(config, "norm_before_residual")
             integer(config, "draft_vocab_size", 1)
             return eagle_3_of(config, layer, reads_from(config.get(LAYERS), base, LAYERS), files, base)
         check_embedding(files, base)
         names = {"transformer_layer_architecture": ("LlamaDecoderLayer", None)}
-        expect(config, names | {"layernorms": OFF, "fusion_bias": (None, False, True)})
-        return Eagle(layer, fc_bias=config.get("fusion_bias") is True)
+        expect(config, names | {"layernorms": OFF})
+        return Eagle(layer, fc_bias=flag(config, "fusion_bias", default=False))
 
     def layout(self, drafter, config):
         if isinstance(drafter, Eagle):
@@ -98,7 +99,7 @@ class Speculators(FeatureFormat):
             KIND: "eagle3",
             LAYER: layer_fields(c),
             "draft_vocab_size": drafter.lm_head.size(c.vocab_size),
-            "norm_before_residual": False,
+            "norm_before_residual": drafter.norm_before_residual,
             LAYERS: layers_read(drafter, made_for)[0],
             "speculators_config": speculators_config("eagle3", drafter.depth, made_for),
         }

@@ -90,7 +90,7 @@ BAD = [  # what the released directory has that it should not, and the message
     (3, {"draft_vocab_size": VOCAB}, r"lm_head.weight has shape \[40, 32\], expected \[96, 32\]"),
     (3, {"num_hidden_layers": 2}, "num_hidden_layers is 2, supported is 1 in an EAGLE draft"),
     (3, {"intermediate_size": 64}, "mlp.gate_proj.weight has shape"),
-    (3, {"norm_before_residual": True}, "config.json: norm_before_residual is True, supported is False"),
+    (3, {"norm_before_fc": True}, "config.json: norm_before_fc is True, supported is False"),
     (3, {"num_key_value_heads": 4}, "self_attn.k_proj.weight has shape"),
 ]
 

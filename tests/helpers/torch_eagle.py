@@ -68,14 +68,20 @@ class Layer(nn.Module):
 
 
 class WideLayer(Layer):
-    """EAGLE-3's: attention over [norm(embedding), norm(hidden)]."""
+    """EAGLE-3's: attention over [norm(embedding), norm(hidden)].
 
-    def __init__(self, c: LlamaConfig):
+    norm_before_residual: speculators' variant, src/speculators/models/eagle3/model_definitions.py.
+    """
+
+    def __init__(self, c: LlamaConfig, norm_before_residual: bool = False):
         super().__init__(c, 2 * c.width)
+        self.norm_before_residual = norm_before_residual
         self.input_layernorm, self.hidden_norm = (nn.RMSNorm(c.width, eps=c.norm_eps) for _ in range(2))
 
     def forward(self, x, embeddings):
-        return super().forward(x, torch.cat([self.input_layernorm(embeddings), self.hidden_norm(x)], dim=-1))
+        normed = self.hidden_norm(x)
+        read = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        return super().forward(normed if self.norm_before_residual else x, read)
 
 
 class Eagle1(nn.Module):
@@ -95,15 +101,15 @@ class Eagle1(nn.Module):
 
 
 class Eagle3(nn.Module):
-    """``released``: as its authors name the layer. n_known: how many tokens it knows, None for all."""
+    """n_known: how many tokens it knows, None for all. released: with its authors' names. variant: `WideLayer`'s."""
 
-    def __init__(self, c: LlamaConfig, n_reads: int, n_known: int | None, released: bool = True):
+    def __init__(self, c: LlamaConfig, n_reads: int, n_known: int | None, released: bool = True, **variant):
         super().__init__()
         self.fc = nn.Linear(n_reads * c.width, c.width, bias=False)
         if released:
-            self.midlayer = WideLayer(c)
+            self.midlayer = WideLayer(c, **variant)
         else:
-            self.layers = nn.ModuleList([WideLayer(c)])
+            self.layers = nn.ModuleList([WideLayer(c, **variant)])
         self.norm = nn.RMSNorm(c.width, eps=c.norm_eps)
         self.lm_head = nn.Linear(c.width, n_known or c.vocab_size, bias=False)
         if n_known is not None:

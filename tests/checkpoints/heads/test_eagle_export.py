@@ -37,6 +37,7 @@ CASES = {
     "eagle, scaled": (BASE.replace(rope_scaling=RopeScaling("linear", 4.0)), {}),
     "eagle3": (MHA, {}),
     "eagle3, some tokens": (BASE, {"vocabulary": ODD}),
+    "eagle3, normed": (BASE, {"vocabulary": ODD, "norm_before_residual": True}),
     "eagle3, llama 3.1": (BASE.replace(rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 32), tied_lm_head=True), {}),
 }
 
@@ -73,6 +74,7 @@ def test_a_chain_of_formats_keeps_every_bit_and_setting(small, tmp_path, name, d
     params = with_random_bits(drafter, small, dtype)
     own = "eagle-3" if isinstance(drafter, Eagle3) else "eagle"
     found, kept = drafter, params
+    own = None if "normed" in name else own  # which speculators alone knows
     for step, format in enumerate(["native", own, "speculators", "native", None, "native"]):
         export_heads(tmp_path / str(step), found, kept, format=format, dtype=None)
         found, kept = load_draft(tmp_path / str(step), base, None)
@@ -107,15 +109,26 @@ def official_module(drafter, format: str) -> torch.nn.Module:
     if isinstance(drafter, Eagle):
         return Eagle1(c, drafter.fc_bias, ("fc", "layers") if released else ("fusion_fc", "transformer"))
     known = None if drafter.vocabulary is None else len(drafter.vocabulary)
-    return TorchEagle3(c, len(drafter.reads), known, released)
+    variant = {"norm_before_residual": drafter.norm_before_residual}
+    return TorchEagle3(c, len(drafter.reads), known, released, **variant)
 
 
-@pytest.mark.parametrize("format", ["released", "speculators"])
-@pytest.mark.parametrize("name", [name for name in CASES if "llama 3.1" not in name])
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        *(
+            (name, format)
+            for name in ("eagle", "eagle, no bias", "eagle, scaled")
+            for format in ("eagle", "speculators")
+        ),
+        *((name, format) for name in ("eagle3", "eagle3, some tokens") for format in ("eagle-3", "speculators")),
+        ("eagle3, normed", "speculators"),
+    ],
+)
 def test_official_modules_load_it_strictly_and_compute_our_logits(small, tmp_path, name, format):
     drafter = dataclasses.replace(drafter_of(name), depth=1)
     params = random_params(drafter, (small.model, small.params))
-    export_heads(tmp_path, drafter, params, format=None if format == "released" else format, dtype=None)
+    export_heads(tmp_path, drafter, params, format=format, dtype=None)
     official = official_module(drafter, format)
     official.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
 
@@ -143,7 +156,7 @@ def test_official_modules_load_it_strictly_and_compute_our_logits(small, tmp_pat
 
 def test_what_the_official_code_needs(small, tmp_path):
     """eagle/model/{ea_model,configs,cnets,cnets1}.py: its configuration has a default for all else."""
-    for name in CASES:
+    for name in set(CASES) - {"eagle3, normed"}:
         drafter = drafter_of(name)
         export_heads(tmp_path / name, drafter, with_random_bits(drafter, small, np.float32), base_name="lab/base")
         config, c = config_in(tmp_path / name), drafter.config
@@ -240,6 +253,7 @@ def test_the_default_of_any_base_is_known_without_its_depth(small, tmp_path, n_l
     [
         ("eagle", drafter_of("eagle3"), ("these are EAGLE-3 heads", "can hold them: eagle-3, speculators, native")),
         ("eagle-3", drafter_of("eagle"), ("these are EAGLE heads", "can hold them: eagle, speculators, native")),
+        ("eagle-3", drafter_of("eagle3, normed"), ("norm_before_residual is True", "hold them: speculators, native")),
         ("hydra", drafter_of("eagle"), ("these are EAGLE heads", "hydra cannot")),
         ("medusa", drafter_of("eagle3"), ("these are EAGLE-3 heads", "medusa cannot")),
         ("eagle", WithPrefix(drafter_of("eagle"), BASE), ("WithPrefix(Eagle)",)),

@@ -125,8 +125,7 @@ ONE_SAID = {"speculators_model_type": "eagle", "transformer_layer_config": TINY}
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 REFUSED = [  # fields over a plain config.json of the layout, further tensors, what the message says
     # of speculators' EAGLE-3: variants that compute something else, each by its field
-    ("speculators", {"norm_before_residual": True}, {}, "norm_before_residual is True, supported is False"),
-    ("speculators", {"norm_before_residual": None}, {}, "norm_before_residual is None, supported is False"),
+    ("speculators", {"norm_before_residual": None}, {}, "norm_before_residual must be true or false, found None"),
     ("speculators", {"norm_before_fc": True}, {}, "norm_before_fc is True"),
     ("speculators", {"fc_norm": True}, {}, "fc_norm is True"),
     ("speculators", {"norm_output": True}, {}, "norm_output is True"),
@@ -157,6 +156,7 @@ REFUSED = [  # fields over a plain config.json of the layout, further tensors, w
     ),
     ("released", {LAYERS: [2, 4, 5], "eagle_config": {LAYERS: [1, 3, 4]}}, {}, f"both {LAYERS} and eagle_config."),
     # of EAGLE-3 as released
+    ("released", {"norm_before_residual": 1}, {}, "norm_before_residual must be true or false, found 1"),
     ("released", {"norm_output": True}, {}, "norm_output is True"),
     ("released", {"eagle_config": {"use_aux_hidden_state": False}}, {}, "eagle_config: use_aux_hidden_state is False"),
     ("released", {"eagle_config": 3}, {}, "eagle_config must be an object"),
@@ -164,6 +164,7 @@ REFUSED = [  # fields over a plain config.json of the layout, further tensors, w
     ("released", {}, {"t2d": torch.arange(60) < 20}, "t2d must be bool [61] (the base's tokens), found BOOL [60]"),
     # of EAGLE-1
     ("speculators 1", {"layernorms": True}, {}, "layernorms is True"),
+    ("speculators 1", {"fusion_bias": "yes"}, {}, "fusion_bias must be true or false"),
     ("speculators 1", {"fusion_bias": True}, {}, "missing tensor 'fusion_fc.bias'"),
     ("nested", {"model": None}, {}, "model must be an object where model_type is 'eagle'"),
     ("nested", {"model": {}}, {}, "field 'num_attention_heads' is missing"),

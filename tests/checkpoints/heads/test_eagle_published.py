@@ -1,4 +1,8 @@
-"""The ``config.json`` of EAGLE drafts that others published, at their size and with nothing allocated."""
+"""The ``config.json`` of EAGLE drafts that others published, at their size and with nothing allocated.
+
+Those of the official code are the settings that it trains with, which the published directories repeat; of the others
+sizes and layers are as their authors give them, the further fields as the programs write them.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +77,7 @@ OLD = {  # what SafeAILab/EAGLE's have in common
     "torch_dtype": "float16",
     "use_cache": True,
 }
-# eagle/train/vicuna_7B_config.json of SafeAILab/EAGLE, as in yuhuili/EAGLE-Vicuna-7B-v1.3
+# eagle/train/vicuna_7B_config.json of SafeAILab/EAGLE, for yuhuili/EAGLE-Vicuna-7B-v1.3
 VICUNA_7B = OLD | {
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -86,7 +90,7 @@ VICUNA_7B = OLD | {
     "transformers_version": "4.28.1",
     "vocab_size": 32_000,
 }
-# eagle/train/llama_2_chat_7B_config.json, as in yuhuili/EAGLE-llama2-chat-7B
+# eagle/train/llama_2_chat_7B_config.json, for yuhuili/EAGLE-llama2-chat-7B
 LLAMA_2_7B = VICUNA_7B | {
     "max_position_embeddings": 4096,
     "num_key_value_heads": 32,
@@ -94,7 +98,7 @@ LLAMA_2_7B = VICUNA_7B | {
     "rope_scaling": None,
     "transformers_version": "4.32.0.dev0",
 }
-# eagle/train/EAGLE-LLaMA3-Instruct-8B.json, as in yuhuili/EAGLE-LLaMA3-Instruct-8B and EAGLE-LLaMA3.1-Instruct-8B
+# eagle/train/EAGLE-LLaMA3-Instruct-8B.json, for yuhuili/EAGLE-LLaMA3-Instruct-8B and EAGLE-LLaMA3.1-Instruct-8B
 LLAMA_3_8B = OLD | {
     "bos_token_id": 128_000,
     "eos_token_id": 128_001,
@@ -110,7 +114,7 @@ LLAMA_3_8B = OLD | {
     "rope_theta": 500_000.0,
     "bias": False,
 }
-# eagle/traineagle3/config.json, from which yuhuili/EAGLE3-LLaMA3.1-Instruct-8B comes
+# eagle/traineagle3/config.json, for yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
 LLAMA_31_8B_3 = {name: value for name, value in LLAMA_3_8B.items() if name not in ("rope_theta", "bias")}
 LLAMA_31_8B_3 |= {"draft_vocab_size": 32_000}
 # configs/qwen3-32b-eagle3.json of sgl-project/SpecForge
@@ -190,6 +194,13 @@ SPECULATORS = {
         "vocab_size": 151_936,
     },
 }
+# as RedHatAI's for Qwen 3 8B
+RED_HAT = SPECULATORS | {
+    "eagle_aux_hidden_state_layer_ids": [2, 18, 33],
+    "norm_before_residual": True,
+    "transformer_layer_config": SPECULATORS["transformer_layer_config"]
+    | {"intermediate_size": 12_288, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 1_000_000},
+}
 EAGLE_1 = {"version": 1, "layer": "layers.0.", "more": ("embed_tokens.weight",)}
 EAGLE_3 = {"version": 3, "layer": "midlayer.", "known": 32_000}
 PUBLISHED = {  # config.json, what the file holds, the base, and of the draft: heads, kv heads, head_dim, theta, eps
@@ -200,6 +211,7 @@ PUBLISHED = {  # config.json, what the file holds, the base, and of the draft: h
     "SpecForge's Qwen 3 32B": (SPECFORGE, EAGLE_3, QWEN3_32B, (64, 8, 80, 1e6, 1e-6)),
     "SpecForge's Qwen 3 4B": (SPECFORGE_4B, EAGLE_3, QWEN3_4B, (32, 8, 80, 1e6, 1e-6)),
     "AngelSlim's Qwen 3 8B": (ANGELSLIM_8B, EAGLE_3, QWEN3_8B, (32, 8, 128, 1e6, 1e-6)),
+    "RedHatAI's Qwen 3 8B": (RED_HAT, EAGLE_3 | {"layer": "layers.0."}, QWEN3_8B, (32, 8, 128, 1e6, 1e-6)),
     "speculators' Qwen 3 235B": (SPECULATORS, EAGLE_3 | {"layer": "layers.0."}, WIDE, (64, 4, 128, 5e6, 1e-6)),
 }
 
@@ -232,6 +244,7 @@ def test_published_drafts_are_understood(name):
         assert drafter.lm_head.size(base.vocab_size) == 32_000
         layers = [1, 46, 90] if name.startswith("speculators") else [2, base.n_layers // 2, base.n_layers - 3]
         assert [base.n_layers - place for place in drafter.reads] == layers
+        assert drafter.norm_before_residual == name.startswith("RedHatAI")
     whole = sum(
         math.prod(shape) for key, (shape, _) in files.items() if key not in ("embed_tokens.weight", "d2t", "t2d")
     )
