@@ -18,6 +18,7 @@ from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix, heads_of
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.config import LlamaConfig
 
 
@@ -60,8 +61,11 @@ FORMATS = [format for files in FILES.values() for format in files.formats]
 def heads_for(name: str, config: LlamaConfig, dtype, *, prefix: bool = False, **settings) -> Trainable:
     """Draft heads for a base of this shape, any of them behind a prefix layer if that is wanted.
 
-    settings: fields of the class in `HEADS`, over its defaults.
+    settings: fields of the class in `HEADS`, over its defaults. Raises `HydrajaxError` for a prefix layer before heads
+    that have none.
     """
+    if prefix and not FILES[name].prefixed:
+        raise HydrajaxError(f"draft.prefix: {name} has no prefix layer, found true")
     return _heads(HEADS[name], config, dtype, prefix=prefix, **settings)
 
 

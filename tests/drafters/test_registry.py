@@ -10,6 +10,7 @@ from noise import noise
 
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.drafters.registry import FILES, KINDS, WITHOUT_WEIGHTS, heads_for, kind_of
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.base import BoundBase
 from hydrajax.trees import presets
 
@@ -56,3 +57,10 @@ def test_heads_are_known_by_their_name_with_and_without_a_prefix_layer(lab, name
     base = BoundBase(lab.model, lab.base(0))
     boxed = jax.eval_shape(lambda: drafter.init(jax.random.key(0), base))
     assert ("prefix" in boxed) == prefix
+
+
+@pytest.mark.parametrize("name", [name for name, files in FILES.items() if not files.prefixed])
+def test_kinds_without_a_prefix_layer_say_so(lab, name):
+    with pytest.raises(HydrajaxError, match=f"draft.prefix: {name} has no prefix layer"):
+        heads_for(name, lab.model.config, jnp.float32, prefix=True)
+    assert kind_of(heads_for(name, lab.model.config, jnp.float32)) == name
