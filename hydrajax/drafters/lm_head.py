@@ -52,7 +52,7 @@ class Vocabulary:
     @classmethod
     def most_frequent(cls, counts: Int[np.ndarray, " V"], size: int) -> Vocabulary:
         """The ``size`` ids with the highest counts, of equals the smaller ones."""
-        return cls(np.argsort(-counts, kind="stable")[:size])
+        return cls(np.argsort(-counts, kind="stable")[:size].tolist())
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,18 @@ def test_medusa():
     assert drafter_forward_flops(drafter, LENGTH) == 2 * 4 * (2 * D * D + D * V)
 
 
+def test_eagle():
+    """A map of two vectors to one, a layer and the base's lm head, each time one guess further."""
+    drafter = make_drafter(DraftConfig(heads="eagle", unroll=2), PRESETS["7b"], "bfloat16")
+    assert drafter_forward_flops(drafter, LENGTH) == 2 * (2 * (2 * D * D + LAYER + D * V) + CAUSAL)
+
+
+def test_eagle_3():
+    """Three vectors are mapped to one, once; queries, keys and values are made of two vectors."""
+    drafter = make_drafter(DraftConfig(heads="eagle3", vocabulary=8000), PRESETS["7b"], "bfloat16")
+    assert drafter_forward_flops(drafter, LENGTH) == 2 * 3 * D * D + 7 * (2 * (LAYER + 3 * D * D + D * 8000) + CAUSAL)
+
+
 @pytest.mark.parametrize(
     ("kind", "peak"),
     [

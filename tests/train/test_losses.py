@@ -17,7 +17,10 @@ import pytest
 import torch
 from forced import forced_logits
 
+from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
@@ -268,17 +271,29 @@ def packed_and_apart():
     return packed, apart
 
 
-@pytest.mark.parametrize("prefix", [pytest.param(False, marks=pytest.mark.slow), True], ids=["hydra", "hydra++"])
-def test_packed_documents_give_the_sums_of_documents_apart(base, prefix):
-    drafter = HydraHeads(HEADS, WIDTH, VOCAB)
-    drafter = WithPrefix(drafter, base.config) if prefix else drafter
+def drafter_of(kind: str, config):
+    """EAGLE-3 knows every other token, and so not the best of every place."""
+    if kind == "eagle":
+        return Eagle.for_base(config, jnp.float32, unroll=HEADS)
+    if kind == "eagle3":
+        return Eagle3.for_base(config, jnp.float32, unroll=HEADS, vocabulary=Vocabulary(range(0, VOCAB, 2)))
+    heads = HydraHeads(HEADS, WIDTH, VOCAB)
+    return WithPrefix(heads, config) if kind == "hydra++" else heads
+
+
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("hydra", "eagle")]
+
+
+@pytest.mark.parametrize("kind", [*SLOW, "hydra++", "eagle3"])
+def test_packed_documents_give_the_sums_of_documents_apart(base, kind):
+    drafter = drafter_of(kind, base.config)
     params = random_params(drafter, base, seed=2)
     objective = Objective(**MIXED, chunk_tokens=10)
     ones = HeadCounts(jnp.ones(HEADS), jnp.ones(HEADS))
 
     @jax.jit
     def sums(batch):
-        forward = run_base(base.model, base.params, batch["tokens"], segments=batch.get("segments"))
+        forward = run_base(base.model, base.params, batch["tokens"], drafter.reads, batch.get("segments"))
         return draft_loss(objective, drafter, params, *forward[1::-1], batch, base, counts=ones)
 
     packed, apart = packed_and_apart()
@@ -292,9 +307,47 @@ def test_packed_documents_give_the_sums_of_documents_apart(base, prefix):
         strict=True,
     ):
         np.testing.assert_array_equal(ours, theirs)
-    if prefix:
+    if kind != "hydra":  # the others have attention
         unaware = sums({name: packed[name] for name in ("tokens", "labels")})[0]
-        assert abs(float(unaware) - float(expected)) > 0.1 * float(expected)
+        assert abs(float(unaware) - float(expected)) > 0.02 * float(expected)
+
+
+def test_heads_that_know_some_tokens_learn_their_share(base, example):
+    """Their loss is the cross entropy between both distributions over these tokens, where the base's best of all tokens
+    is one of them (the text's token, for the loss of the text); elsewhere nothing.
+    """
+    features, hidden, batch = example
+    known = np.arange(0, VOCAB, 3)
+    drafter = HydraHeads(1, WIDTH, VOCAB, small_lm_head=LmHead(vocabulary=Vocabulary(known.tolist())))
+    params = random_params(drafter, base)
+
+    def both(weights):
+        return draft_loss(Objective(**weights, chunk_tokens=8), drafter, params, features, hidden, batch, base)
+
+    teacher, metrics = both({"teacher_weight": 1.0})
+    lm, _ = both({"teacher_weight": 0.0, "lm_weight": 1.0})
+    logits = np.asarray(forced_logits(drafter, params, features, batch["tokens"], base))[0]
+    log_p = np.log(np.exp(logits[..., known]) / np.exp(logits[..., known]).sum(-1, keepdims=True))
+    said = np.asarray(base.logits(hidden))
+    expected, n_targets = {"teacher": 0.0, "lm": 0.0, "agreement": 0, "top1": 0}, 0
+    for row, at in np.ndindex(2, 9):
+        text = batch["labels"][row, at + 2]
+        if text == IGNORED:
+            continue
+        n_targets += 1
+        wanted, best = said[row, at + 1], known[log_p[row, at].argmax()]
+        if wanted.argmax() in known:
+            p = np.exp(wanted[known]) / np.exp(wanted[known]).sum()
+            expected["teacher"] -= p @ log_p[row, at]
+            expected["agreement"] += best == wanted.argmax()
+        if text in known:
+            expected["lm"] -= log_p[row, at, list(known).index(text)]
+            expected["top1"] += best == text
+    assert min(expected["lm"], expected["teacher"]) > 0
+    assert float(teacher) == pytest.approx(expected["teacher"] / n_targets, rel=1e-5)
+    assert float(lm) == pytest.approx(expected["lm"] / n_targets, rel=1e-5)
+    for name, value in expected.items():
+        assert float(getattr(metrics, name)[0]) == pytest.approx(value / n_targets, rel=1e-5), name
 
 
 def test_targets_stay_in_their_segment():
@@ -320,6 +373,28 @@ def test_noise_has_the_size_of_the_paper():
         assert 0.99 < np.abs(values).max() < 1.01
         assert values.std() == pytest.approx(3**-0.5, rel=0.02)
         assert abs(values.mean()) < 0.02
+
+
+def test_feature_noise_has_the_size_of_eagles(base, example):
+    """U(-0.1, 0.1) * 512 / T, on what the drafter reads and not on what it is to reconstruct."""
+    _, hidden, batch = example
+    seen = []
+
+    class Spy(Eagle):
+        def teacher_hidden(self, params, features, *rest):
+            seen.append(features)
+            return super().teacher_hidden(params, features, *rest)
+
+    drafter = Spy.for_base(base.config, jnp.float32)
+    params = random_params(drafter, base)
+    objective = Objective(teacher_weight=0.1, feature_noise=0.1)
+    for key in (jax.random.key(0), None):
+        draft_loss(objective, drafter, params, hidden, hidden, batch, base, key)
+    noise = np.asarray(seen[0]) - hidden
+    largest = 0.1 * 512 / hidden.shape[1]
+    assert 0.98 * largest < np.abs(noise).max() <= largest
+    assert np.std(noise) == pytest.approx(largest / np.sqrt(3), rel=0.05)
+    np.testing.assert_array_equal(seen[1], hidden)
 
 
 def test_noise_and_dropout_need_a_key(base, example):
