@@ -29,3 +29,14 @@ def load_tokenizer(directory: str | Path, field: str = "base") -> Any | None:
 def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:
     """Token ids as text, without special tokens and with no space removed."""
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def visible(tokenizer: Any | None, token: int) -> str:
+    """One token as text on one line, its spaces and line ends made visible; its id where there is no tokenizer.
+
+    ``∅`` is a token without text, and -1, which is no token.
+    """
+    if tokenizer is None:
+        return str(token)
+    text = tokenizer.decode([token], clean_up_tokenization_spaces=False) if token >= 0 else ""
+    return repr(text)[1:-1].replace(" ", "·") or "∅"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 
 import numpy as np
@@ -214,3 +215,71 @@ def test_show(program, tmp_path):
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     refused = program("tree", "show", "root", "--picture", tmp_path / "no" / "tree.png")
     assert (refused.code, "--picture: cannot write" in refused.err) == (2, True)
+
+
+# --- one step ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(base, heads) -> list:
+    return ["--base", base, "--draft", heads]
+
+
+def test_show_a_step(program, model, tmp_path):
+    """All tokens of a tree that is grown, the accepted ones ticked; what follows is what the base alone says."""
+    step = ["--prompt", "for", "--step", 2, "--picture", tmp_path / "step.png"]
+    done = program("tree", "show", "dynamic-6-1-3", *model, *step)
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0].startswith("step 2, after 'for")
+    assert lines[1].endswith(" ✓  the base's own choice")
+    assert len([line for line in lines if "── " in line]) == 5
+    assert all("%" in line for line in lines if "── " in line)
+    count = int(re.search(r"One pass of the base over 6 nodes gives (\d) token", done.out)[1])
+    assert sum("✓" in line for line in lines) == count
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_rejected_of_a_large_tree_is_cut_short(program, model, wide_tree):
+    """66 others and the root: three and a line for the others, unless all are asked for."""
+    step = ["--prompt", "for"]
+    short, whole = (program("tree", "show", wide_tree, *model, *step, *more).out for more in ([], ["--all"]))
+    assert len(short.splitlines()) < 15
+    hidden = sum(map(int, re.findall(r"and (\d+) more", short)))
+    shown = len([line for line in short.splitlines() if "── " in line and " more" not in line])
+    assert hidden + shown == 66
+    assert "more" not in whole
+    assert len([line for line in whole.splitlines() if "── " in line]) == 66
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--base", "BASE", "--prompt", "x"], "--draft: is needed with --base, to draw a step"),
+        (["--base", "BASE", "--draft", "none", "--prompt", "x"], "--draft: is needed with --base, to draw a step"),
+        (["--base", "BASE", "--draft", "HEADS"], "--prompt: is needed with --base, to draw a step"),
+        (["--base", "BASE", "--draft", "HEADS", "--prompt", ""], "--prompt: is empty, some text is needed"),
+        (["--draft", "HEADS"], "--draft: needs --base: a step is drawn of a model that decodes"),
+        (["--step", "2"], "--step: needs --base: a step is drawn of a model that decodes"),
+        (["--step", "0"], "argument --step: must be an integer from 1 up, found '0'"),
+        (
+            ["--base", "BASE", "--draft", "HEADS", "--prompt", "for", "--step", "999"],
+            r"--step: the text ends after \d+ steps, found 999",
+        ),
+        (
+            ["--base", "BASE", "--draft", "HEADS", "--prompt", "for", "--picture", "no/t.png"],
+            "--picture: cannot write no/t.png",
+        ),
+    ],
+)
+def test_steps_that_cannot_be_drawn(program, base, heads, flags, message):
+    known = {"BASE": base, "HEADS": heads}
+    done = program("tree", "show", "chain-2", *(known.get(flag, flag) for flag in flags))
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert re.search(message, done.err)
+
+
+def test_a_dynamic_tree_alone_has_no_shape(program):
+    done = program("tree", "show", "dynamic-8-2-3")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "dynamic-8-2-3 has another shape at every step, a drawing without --base" in done.err

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hydrajax.text.answers import Generation
 from hydrajax.text.marking import pieces, text_of
-from hydrajax.text.tokenizer import decode_text
+from hydrajax.text.tokenizer import decode_text, visible
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +92,13 @@ def test_ids_are_marked_where_there_is_no_text():
     result = generation([12, 3, 405], [2, 1])
     assert pieces(None, result) == [("12 ", False), ("3 ", True), ("405", False)]
     assert text_of(result) == "12 3 405"
+
+
+def test_one_token_on_one_line():
+    class Words:
+        def decode(self, ids, clean_up_tokenization_spaces):
+            assert not clean_up_tokenization_spaces
+            return [" area", "\n    ", "", "'", "·"][ids[0]]
+
+    assert [visible(Words(), token) for token in range(-1, 5)] == ["∅", "·area", "\\n····", "∅", "'", "·"]
+    assert visible(None, 17) == "17"

@@ -1,0 +1,135 @@
+"""Decode steps to be looked at: which tree was proposed, how likely the draft held each path, and what was accepted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from hydrajax.bundle import Bundle
+from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.decode import make_engine
+from hydrajax.decoding.prompts import bucket
+from hydrajax.decoding.step import true_float32
+from hydrajax.drafters.drafter import Trainable
+from hydrajax.models.base import BoundBase
+from hydrajax.models.rows import run_base
+from hydrajax.trees.dynamic import CandidateTree
+from hydrajax.trees.tree import TreeTopology
+
+
+@dataclass(frozen=True)
+class SeenStep:
+    """What happened in one step.
+
+    number: of the step, from 1. before: the text's token ids up to the root, the prompt's included. tree: as it was at
+    this step; all is told in its node order, and the ranks of one that was grown are those among its siblings. tokens:
+    int ``[N]``, -1 where the draft had nothing to say. path: the emitted nodes, the root first. next_root: the base's
+    token that follows them; None where the text ends here.
+    """
+
+    number: int
+    before: tuple[int, ...]
+    tree: TreeTopology
+    tokens: Int[np.ndarray, " N"]
+    path: tuple[int, ...]
+    next_root: int | None
+
+
+def seen_steps(
+    loaded: Bundle, tree: CandidateTree, prompt: Sequence[int], rule: AcceptanceRule, *, most: int, seed: int = 0
+) -> Iterator[SeenStep]:
+    """The steps that continue the token ids of a prompt, ``most`` of them at most, fewer where the text ends.
+
+    Raises `HydrajaxError` for a tree, a draft and a rule that do not fit together.
+    """
+    # More than these steps can emit, so that it is not this limit that ends the text.
+    room = min((most + 1) * (tree.depth + 1), loaded.model.config.max_positions)
+    engine = make_engine(loaded.model, loaded.drafter, tree, rule, max_new_tokens=room, eos_ids=tuple(loaded.eos_ids))
+
+    @jax.jit
+    def step(params, state):
+        proposal = engine.propose(params, state)
+        forward, logits = engine.verify(params, state.target.cache, proposal)
+        accepted = engine.accept(state, logits, proposal)
+        state, outcome = engine.commit(state, forward, logits, proposal, accepted)
+        parents = jnp.broadcast_to(proposal.tree.parents, proposal.tokens.shape)[0]
+        found = parents, proposal.tokens[0], outcome.path[0], outcome.counts[0], outcome.next_root[0]
+        return engine.observe(params, state, proposal, outcome), (*found, state.output.done[0])
+
+    ids = np.asarray(prompt, np.int32)[None]
+    lengths = np.full(1, ids.shape[1], np.int32)
+    state = jax.jit(engine.prefill)(loaded.params, ids, lengths, jax.random.key(seed), rule)
+    before, done = tuple(map(int, ids[0])), bool(state.output.done[0])
+    for number in itertools.count(1):
+        if done or number > most:
+            return
+        state, found = step(loaded.params, state)
+        parents, tokens, path, count, following, done = jax.device_get(found)
+        shape, order = (tree, np.arange(tree.size)) if isinstance(tree, TreeTopology) else shape_of(parents)
+        tokens, emitted = tokens[order], tuple(int(np.flatnonzero(order == node)[0]) for node in path[:count])
+        yield SeenStep(number, before, shape, tokens, emitted, None if done else int(following))
+        before += tuple(int(tokens[node]) for node in emitted)
+
+
+def shape_of(parents: Int[np.ndarray, " N"]) -> tuple[TreeTopology, Int[np.ndarray, " N"]]:
+    """A tree with these parents, in which the first child of a node has rank 0, and where its nodes stand among those
+    that were given: ``order[n]`` is the given node that has become node n.
+    """
+    choices: list[tuple[int, ...]] = [()]
+    for node in range(1, len(parents)):
+        rank = int(np.sum(parents[:node] == parents[node]))
+        choices.append((*choices[parents[node]], rank))
+    order = sorted(range(len(choices)), key=lambda node: (len(choices[node]), choices[node]))
+    return TreeTopology.from_choices(choices[1:]), np.array(order)
+
+
+def likelihoods(loaded: Bundle, step: SeenStep) -> Float[np.ndarray, " N"] | None:
+    """How likely the draft held the whole path to each node, given the text and the root, at temperature 1.
+
+    From a pass over the text as in training, not from the step itself, which keeps no such numbers; so it works for
+    static trees as well. None for a draft without probabilities, such as looked up text, and for the root alone.
+    """
+    drafter, tree = loaded.drafter, step.tree
+    if not isinstance(drafter, Trainable) or not tree.depth:
+        return None
+    leaves = np.setdiff1d(np.arange(tree.size), tree.parents)
+    paths, known = tree.node_paths[leaves], len(step.before)
+    rows = np.zeros((len(leaves), bucket(known + tree.depth + 1, loaded.model.config.max_positions)), np.int32)
+    rows[:, :known] = step.before
+    rows[:, known : known + tree.depth + 1] = np.maximum(step.tokens[paths], 0)
+    log_p = np.asarray(_log_probabilities(loaded.model, drafter, tree.depth)(loaded.params, rows, known))
+    found = np.ones(tree.size)
+    for path, steps in zip(paths, np.cumsum(log_p, axis=1), strict=True):
+        found[path[1:]] = np.exp(steps)[tree.depths[path[1:]] - 1]
+    nothing = np.array([(step.tokens[path] < 0).any() for path in tree.node_paths])
+    return np.where(nothing, 0.0, found)
+
+
+def _log_probabilities(model, drafter: Trainable, depth: int):
+    """Compiled: of every row of tokens, of which the first ``known`` are text, the log-probability that the draft gives
+    to each of the ``depth`` tokens after the root.
+    """
+
+    def of_row(params, base, features, known, row):
+        hidden = drafter.teacher_hidden(params.draft, features, row[None], base)
+        found = []
+        for k in range(depth):
+            logits = drafter.head_logits(params.draft, k, hidden[k][0, known - 1][None], base)[0]
+            found.append(jax.nn.log_softmax(logits)[row[known + 1 + k]])
+        return jnp.stack(found)
+
+    @jax.jit
+    def run(params, rows, known):
+        with true_float32(model.dtype):
+            # The rows are one text up to the root, and no guess is made from what the base says of later places.
+            features = run_base(model, params.base, rows[:1], drafter.reads).features
+            return jax.lax.map(partial(of_row, params, BoundBase(model, params.base), features, known), rows)
+
+    return run
