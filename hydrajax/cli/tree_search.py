@@ -12,8 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
+from hydrajax import api
 from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
+from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts
 from hydrajax.trees import DynamicTree, presets
@@ -111,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"{what} is in {path}")
 
 
-def _grows(args: argparse.Namespace, loaded, rule) -> Callable[[DynamicTree], bool] | None:
+def _grows(args: argparse.Namespace, loaded: api.Loaded, rule: AcceptanceRule) -> Callable[[DynamicTree], bool] | None:
     """Whether a dynamic tree can be used; None where none is to be tried. Settles ``args.shapes`` where none is given.
 
     Raises `HydrajaxError` where dynamic trees are asked for and the draft or the rule can use none.

@@ -15,7 +15,7 @@ from rich.tree import Tree
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
-from hydrajax.trees.dynamic import static
+from hydrajax.trees.dynamic import CandidateTree, static
 from hydrajax.trees.tree import TreeTopology
 
 HELP = "draw a tree, or with --base, --draft and --prompt what became of it in one step"
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
         save_png(draw_tree(tree), Path(args.picture), "--picture")
 
 
-def _show_step(args: argparse.Namespace, tree) -> None:
+def _show_step(args: argparse.Namespace, tree: CandidateTree) -> None:
     from hydrajax.files import WholeFile
     from hydrajax.measure.one_step import likelihoods, seen_steps
     from hydrajax.report.drawing import draw_step, new_figure, png

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import make_engine
-from hydrajax.decoding.prompts import bucket
+from hydrajax.decoding.prompts import TokenIds, bucket
 from hydrajax.decoding.step import true_float32
 from hydrajax.drafters.drafter import Trainable
 from hydrajax.models.base import BoundBase
@@ -43,7 +43,7 @@ class SeenStep:
 
 
 def seen_steps(
-    loaded: Bundle, tree: CandidateTree, prompt: Sequence[int], rule: AcceptanceRule, *, most: int, seed: int = 0
+    loaded: Bundle, tree: CandidateTree, prompt: TokenIds, rule: AcceptanceRule, *, most: int, seed: int = 0
 ) -> Iterator[SeenStep]:
     """The steps that continue the token ids of a prompt, ``most`` of them at most, fewer where the text ends.
 

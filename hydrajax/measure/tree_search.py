@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ TOP_K = (2, 4, 8, 12)  # EAGLE-2 has 10
 FIRST_EXPANSIONS, FIRST_TOP_K = 3, 4  # until the best are known
 SMALLEST = 4  # nodes: of fewer, expansions and children cannot be told apart
 QUICK_ROUNDS = 3  # of the contests before the last one
+Tree = TypeVar("Tree", bound=CandidateTree)
 
 
 @dataclass
@@ -95,19 +97,20 @@ def search(
     """
     tried: list[list[Measured]] = []
 
-    def fastest_of(trees: Sequence[CandidateTree], what: str) -> CandidateTree:
+    def fastest_of(trees: Sequence[Tree], what: str) -> Tree:
         if len(trees) == 1:
             return trees[0]
         rows = race.run(trees, min(QUICK_ROUNDS, repeats), f"choosing the {what}")
         tried.append(rows)
         return max(zip(rows, trees, strict=True), key=lambda found: found[0].tokens_per_second)[1]
 
-    trees = list(static)
+    trees: list[CandidateTree] = list(static)
     sizes = [size for size in sizes if size > 1]  # of the root alone there is but one tree
     if grows is not None and sizes:
         depths = [d for d in EXPANSIONS if grows(DynamicTree(d + 2, d, 1))] or [0]  # the smallest tree that is as deep
         first = max(d for d in depths if d <= FIRST_EXPANSIONS)
-        begin = fastest_of(trees or _distinct(sizes, [first], [FIRST_TOP_K], grows), "number of nodes").size
+        entrants: Sequence[CandidateTree] = trees or _distinct(sizes, [first], [FIRST_TOP_K], grows)
+        begin = fastest_of(entrants, "number of nodes").size
         near = [size for size in sizes if all_sizes or begin / 2 <= size <= 2 * max(begin, SMALLEST)]
         if begin < SMALLEST:
             begin = min((size for size in sizes if size >= SMALLEST), default=max(sizes))

@@ -25,7 +25,7 @@ PROMPT = [7, 3, 9, 3, 9, 30]
 SMALL, LARGE = DynamicTree(6, 2, 3), DynamicTree(14, 2, 3)
 
 
-@pytest.fixture(scope="module", params=["hydra++", "eagle"])
+@pytest.fixture(scope="module", params=["eagle", pytest.param("hydra++", marks=pytest.mark.slow)])
 def bundle(request, tiny_model):
     model, base = tiny_model
     config = model.config
