@@ -60,8 +60,8 @@ def grow(
     likelihoods P are at the draw's temperature. They decide what is expanded, but not what becomes a node: kept for
     being likely, a token would be met more often than q says, and rejection sampling rests on what q says. So places
     are chosen and not tokens. The place of c_r is worth P(v) (1 - q(c_1 | v) - ... - q(c_{r-1} | v)), whatever token
-    it holds: the chance that a walk which follows the draft comes to look at it. The N - 1 places that are worth most
-    make the tree.
+    it holds: the chance that tokens drawn anew from q lead to v and then to none of the earlier siblings. The N - 1
+    places that are worth most make the tree.
 
     Why that leaves rejection sampling exact: a token is never likelier than its place is worth, so its descendants and
     later siblings are never worth more than the place, and in a beam they and it displace only what is not likelier,

@@ -16,9 +16,9 @@ class DynamicTree:
     expansions: how often the best candidates of the last level are expanded, after the root.
     top_k:      how many are expanded each time, and how many children each gets as candidates.
 
-    Of all candidates, top_k + expansions * top_k ** 2, the likeliest N - 1 become nodes; of drawn ones those that are
-    likeliest to be looked at (`hydrajax.drafters.growing.grow`). Raises `HydrajaxError` for numbers that make no sense,
-    or fewer candidates than nodes.
+    Of all candidates, top_k + expansions * top_k ** 2, the likeliest N - 1 become nodes; of drawn ones those in the
+    places that are worth most (`hydrajax.drafters.growing.grow`). Raises `HydrajaxError` for numbers that make no
+    sense, or fewer candidates than nodes.
     """
 
     size: int

@@ -161,7 +161,7 @@ def drawn_by_hand(tree: DynamicTree, logits: np.ndarray, root: int, temperature:
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
-def test_of_drawn_candidates_those_likeliest_to_be_looked_at_become_nodes(tree):
+def test_of_drawn_candidates_those_whose_places_are_worth_most_become_nodes(tree):
     roots, temperatures, logits = np.arange(BATCH, dtype=np.int32), [0.7, 1.0, 1.3, 2.0], tables(4)
     proposal, _, children = drawn(tree, logits, roots, temperatures)
     for row in range(BATCH):
