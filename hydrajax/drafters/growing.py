@@ -16,6 +16,10 @@ from hydrajax.models.ranking import over_rows
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.topology import from_parents, take
 
+# How much of what is drawn is taken to be accepted, whatever it is, and how much more the surer the draft is of it. Of
+# the values tried (docs/trees.md) these gave the longest steps.
+ACCEPTED, WHEN_SURE = 0.5, 0.4
+
 
 class Beam(NamedTuple):
     """The n nodes whose children are guessed next, the likeliest first; at depth 0 the root alone.
@@ -57,11 +61,11 @@ def grow(
 
     Without ``draw`` the candidates are the best guesses, and their likelihoods, at temperature 1, decide on both
     questions. With ``draw`` the children c_1, c_2 ... of a node v are drawn from q(. | v), without replacement, and
-    likelihoods P are at the draw's temperature. They decide what is expanded, but not what becomes a node: kept for
-    being likely, a token would be met more often than q says, and rejection sampling rests on what q says. So places
-    are chosen and not tokens. The place of c_r is worth P(v) (1 - q(c_1 | v) - ... - q(c_{r-1} | v)), whatever token
-    it holds: the chance that tokens drawn anew from q lead to v and then to none of the earlier siblings. The N - 1
-    places that are worth most make the tree.
+    likelihoods are those of being accepted, as far as the draft can say (`_prospects`). They decide what is expanded,
+    but not what becomes a node: kept for being likely, a token would be met more often than q says, and rejection
+    sampling rests on what q says. So places are chosen and not tokens. The place of c_r is worth as much as it is
+    likely to be looked at, which depends on v and c_1 ... c_{r-1}, whatever token it holds. The N - 1 places that are
+    worth most make the tree.
 
     Why that leaves rejection sampling exact: a token is never likelier than its place is worth, so its descendants and
     later siblings are never worth more than the place, and in a beam they and it displace only what is not likelier,
@@ -83,9 +87,9 @@ def grow(
             logits = jnp.broadcast_to(logits, (*likelihood.shape, logits.shape[-1]))
             children, log_p = lm_head.drawn(_keys_of_level(draw, depth), logits, k)
             drawn_from.append(logits)
-            worth = jnp.where(children < 0, -jnp.inf, likelihood[:, :, None] + _left_before(log_p))
-            # Rounding must not turn the order that the argument rests on.
-            scored = jnp.minimum(likelihood[:, :, None] + log_p, worth)
+            looked_at, accepted = _prospects(log_p)
+            worth = jnp.where(children < 0, -jnp.inf, likelihood[:, :, None] + looked_at)
+            scored = worth + accepted
         children = jnp.broadcast_to(children, scored.shape).reshape(batch, -1)
         scored = scored.reshape(batch, -1)
         tokens.append(children)
@@ -124,12 +128,18 @@ def _keys_of_level(draw: Draw, depth: int) -> Array:
     return jax.vmap(jax.random.fold_in, (0, None))(draw.keys[:, 0], depth)
 
 
-def _left_before(log_p: Float[Array, "*rows k"]) -> Float[Array, "*rows k"]:
-    """The logarithm of what q leaves for each drawn token and those after it: never rising, 0 for the first.
+def _prospects(log_p: Float[Array, "*rows k"]) -> tuple[Float[Array, "*rows k"], Float[Array, "*rows k"]]:
+    """Logarithms of how likely each drawn token is to be looked at, after its parent, and then to be accepted.
 
-    It must not depend on the token itself, not even by rounding, and sums that are made in parallel may fall by a bit.
+    Rejection sampling accepts much of what a good draft says, also where the draft is not sure: it is taken to accept
+    `ACCEPTED` of all tokens, and more the likelier q is to draw them, up to `ACCEPTED` + `WHEN_SURE`. What is taken
+    decides how good a tree is and never how exact. But a prospect to be looked at must not depend on the token itself,
+    not even by rounding, nor rise from one sibling to the next, and sums made in parallel may fall by a bit.
     """
-    gone = jnp.cumsum(jnp.exp(log_p), axis=-1)[..., :-1]
-    left = jnp.log(jnp.maximum(1 - gone, 0))
-    left = jnp.pad(left, [(0, 0)] * (log_p.ndim - 1) + [(1, 0)])
-    return jax.lax.cummin(left, axis=left.ndim - 1)
+    drawn = jnp.cumsum(jnp.exp(log_p), axis=-1)[..., :-1]
+    first = [(0, 0)] * (log_p.ndim - 1) + [(1, 0)]
+    left = jnp.pad(1 - drawn, first, constant_values=1.0)
+    share = jnp.clip(jnp.exp(log_p) / jnp.maximum(left, 1e-6), 0, 1)
+    accepted = ACCEPTED + WHEN_SURE * share
+    looked_at = jnp.pad(jnp.cumsum(jnp.log(1 - accepted), axis=-1)[..., :-1], first)
+    return jax.lax.cummin(looked_at, axis=looked_at.ndim - 1), jnp.log(accepted)

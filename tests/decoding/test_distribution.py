@@ -304,7 +304,7 @@ def test_the_test_fails_for_a_wrong_rule(rule, drafter):
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", EAGLES)
 def test_the_test_fails_for_nodes_chosen_by_the_tokens_they_hold(drafter, monkeypatch):
-    monkeypatch.setattr(growing, "_left_before", lambda log_p: log_p)
+    monkeypatch.setattr(growing, "_prospects", lambda log_p: (log_p, jnp.zeros_like(log_p)))
     rule = RejectionSampling(1.0)
     assert p_value(draws(rule, drafter, GROWN, 8, FEWER), probabilities(rule)) < 1e-9
 

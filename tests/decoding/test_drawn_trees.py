@@ -93,7 +93,7 @@ def test_every_token_is_drawn_from_the_base_whatever_came_before(tree, draft_tem
 
 def test_nodes_chosen_by_the_tokens_they_hold_would_not_do(monkeypatch):
     """As the nodes of a tree of best guesses are chosen: what a place is worth is then how likely its token is."""
-    monkeypatch.setattr(growing, "_left_before", lambda log_p: log_p)
+    monkeypatch.setattr(growing, "_prospects", lambda log_p: (log_p, jnp.zeros_like(log_p)))
     assert p_values(steps(TREE))[0] < 1e-9
 
 

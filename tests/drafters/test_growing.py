@@ -145,12 +145,13 @@ def drawn_by_hand(tree: DynamicTree, logits: np.ndarray, root: int, temperature:
     beam, candidates = [(1.0, root, None)], []  # likelihood, token, number
     for depth in range(tree.expansions + 1):
         level = []
-        for place, (likelihood, token, number) in enumerate(beam):
+        for place, (worth, token, number) in enumerate(beam):
             left = 1.0
             for child in children[depth][place]:
-                likely = q[depth, token, child]
-                level.append((likelihood * likely, int(child), number, likelihood * left, scaled[depth, token]))
-                left -= likely
+                accepted = 0.5 + 0.4 * q[depth, token, child] / left
+                level.append((worth * accepted, int(child), number, worth, scaled[depth, token]))
+                left -= q[depth, token, child]
+                worth *= 1 - accepted
         first = len(candidates)
         candidates += level
         order = sorted(range(len(level)), key=lambda i: -level[i][0])[: tree.top_k]
