@@ -1,4 +1,4 @@
-"""Heads trained alike but for one thing, and decoded side by side: for hydra_figure_5.py and hydra_figure_6.py."""
+"""Heads trained alike but for one thing, and decoded side by side: for hydra_figure_5.py and others."""
 
 from __future__ import annotations
 
@@ -22,13 +22,21 @@ FULL = {"count": 64, "prompt_tokens": 64, "new_tokens": 64, "repeats": 9, "steps
 QUICK = {"count": 8, "repeats": 3, "steps": 80}
 
 
-def add_arguments(parser) -> None:
-    parser.add_argument("--config", default=str(CONFIG), help="training configuration (default %(default)s)")
-    parser.add_argument("--runs", default="runs/ablations", help="where the heads are trained (default %(default)s)")
+def add_arguments(parser, config: Path = CONFIG, runs: str = "runs/ablations") -> None:
+    parser.add_argument("--config", default=str(config), help="training configuration (default %(default)s)")
+    parser.add_argument("--runs", default=runs, help="where the heads are trained (default %(default)s)")
 
 
 def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:
-    """Train every variant, a name and its overrides of the configuration, and decode with each: rows of "speed".
+    """Train every variant (`train`) and decode with each: rows of "speed"."""
+    train(args, variants)
+    setup = Setup(args, list(variants))
+    ways = [setup.autoregressive(), *(setup.way(name, setup.released(name)) for name in variants)]
+    return speed_rows(setup.contest(ways), 1)
+
+
+def train(args, variants: Mapping[str, Sequence[str]]) -> None:
+    """Train every variant, a name and its overrides of the configuration; ``args.draft`` then names their heads.
 
     What an earlier call has trained is kept, a run that was interrupted is taken up.
     """
@@ -45,6 +53,3 @@ def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:
         if code := subprocess.run(command).returncode:
             sys.exit(code)
         args.draft.append(os.path.relpath(output / "heads"))  # results name no machine's folders
-    setup = Setup(args, list(variants))
-    ways = [setup.autoregressive(), *(setup.way(name, setup.released(name)) for name in variants)]
-    return speed_rows(setup.contest(ways), 1)

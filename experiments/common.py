@@ -227,20 +227,22 @@ class Setup:
         rates = self.measure_trees(heads, trees, self.calibration[: max(4, batch_size)], batch_size, repeats)
         return trees[max(rates, key=lambda rate: rate.tokens_per_second).name]
 
-    def contest(self, ways: Sequence[Way], batch_size: int = 1) -> list[Measured]:
+    def contest(self, ways: Sequence[Way], batch_size: int = 1, timed: int | None = None) -> list[Measured]:
+        """All ways on the measured prompts, or on the first ``timed`` of them."""
         with CONSOLE.status("") as line:
             return contest(
                 ways,
-                self.measured,
+                self.measured[:timed],
                 batch_size=batch_size,
                 repeats=self.args.repeats,
                 on_status=lambda text: line.update(f"batch {batch_size}: {text}"),
             )
 
-    def tokens_per_step(self, way: Way) -> float:
-        """On the measured prompts, many at once: not for time."""
+    def tokens_per_step(self, way: Way, prompts: Sequence[np.ndarray] = ()) -> float:
+        """On these prompts, by default the measured ones, many at once: not for time."""
         tokens = steps = 0
-        for prompt, lengths, n_real in batches(self.measured, min(ROWS, len(self.measured))):
+        prompts = prompts or self.measured
+        for prompt, lengths, n_real in batches(prompts, min(ROWS, len(prompts))):
             out = way.decode(prompt, lengths)
             tokens += int(out.lengths[:n_real].sum())
             steps += int(out.steps[:n_real].sum())

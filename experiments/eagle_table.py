@@ -1,0 +1,97 @@
+"""EAGLE beside Medusa and Hydra: all trained on the same text for as many steps, then decoded (hydra figure 10).
+
+Each kind with the released tree of 63 choices, with a tree of as many nodes that is grown from calibration text, with a
+dynamic tree of as many nodes, and with the grown tree that is fastest here. tokens_per_step is over all prompts, speed
+over the first of them; the draft's time is that of filling the tree and of taking in what was accepted.
+"""
+
+import functools
+import itertools
+import statistics
+import sys
+
+import ablation
+import common
+
+from hydrajax.measure.benchmark import step_timer
+from hydrajax.measure.timing import in_rounds
+from hydrajax.trees import presets
+from hydrajax.trees.dynamic import DynamicTree
+
+CONFIG = ablation.ROOT / "experiments" / "configs" / "eagle_table.yaml"
+TEACHER = ("objective.reconstruction_weight=0", "objective.teacher_weight=1", "objective.feature_noise=0")
+DECAY = (*TEACHER, "objective.head_decay=0.8")
+SHARED = ("draft.lm_head=shared",)
+VARIANTS = {
+    "Medusa": ("draft.heads=medusa", "draft.lm_head=low_rank", "draft.lm_rank=128", *TEACHER),
+    "Hydra": ("draft.heads=hydra", *SHARED, *TEACHER),
+    "Hydra++": ("draft.heads=hydra", "draft.prefix=true", *SHARED, *TEACHER),
+    "EAGLE-1": (),  # the configuration itself
+    # The released 2, 4 and 5 of a base of 8 layers say little of its end.
+    "EAGLE-3": ("draft.heads=eagle3", "draft.vocabulary=3072", "draft.reads=[2,5,8]", "draft.unroll=5", *DECAY),
+}
+FULL = {"count": 48, "calibration": 48, "prompt_tokens": 64, "new_tokens": 128, "timed": 8, "repeats": 3, "rounds": 30}
+FULL |= {"sizes": [2, 3, 4, 6, 8, 12], "steps": 400}
+QUICK = {
+    "count": 4,
+    "calibration": 4,
+    "new_tokens": 24,
+    "timed": 2,
+    "repeats": 2,
+    "rounds": 3,
+    "sizes": [4],
+    "steps": 8,
+}
+
+
+def run(args) -> None:
+    ablation.train(args, VARIANTS)
+    setup = common.Setup(args, list(VARIANTS))
+    rows = []
+    for heads in setup.heads:
+        rows += args.parts.rows(heads, functools.partial(measure, setup, heads, args))
+    remarks = ["tokens_per_step over all prompts, speed and its interval over the first of them",
+               "draft_ms: milliseconds of filling the tree and of taking in what was accepted"]  # fmt: skip
+    common.write(args, "speed", "hydra figure 10", "EAGLE beside Medusa and Hydra, trained alike", rows, remarks)
+
+
+def measure(setup: common.Setup, heads: str, args) -> list[dict]:
+    released = setup.released(heads)
+    grown = setup.grown_trees(heads, [*args.sizes, released.size])
+    trees = {
+        "63 choices": released,
+        "searched": max(grown.values(), key=lambda tree: tree.size),
+        "dynamic": dynamic(setup, heads, released.size),
+        "fastest": setup.fastest_tree(heads, 1, args.sizes),
+    }
+    ways = {name: setup.way(heads, tree, name=f"{heads}, {name}") for name, tree in trees.items()}
+    rates = setup.contest([setup.autoregressive(), *ways.values()], timed=args.timed)
+    rows = common.speed_rows(rates, 1)[1:]
+    for row, (name, way) in zip(rows, ways.items(), strict=True):
+        row |= {"tokens_per_step": setup.tokens_per_step(way), "draft_ms": draft_time(way, args.rounds)}
+        row |= {"tree": trees[name].name if isinstance(trees[name], DynamicTree) else None}
+        print(f"{row['name']:24} τ {row['tokens_per_step']:.2f}, draft {row['draft_ms']:.2f} ms", flush=True)
+    return rows
+
+
+def dynamic(setup: common.Setup, heads: str, size: int) -> DynamicTree:
+    """The dynamic tree of this size that gives the longest steps on the calibration prompts."""
+    depth = setup.heads[heads].drafter.depth
+    expansions = [n for n in (3, 5, 7) if n < depth] or [depth - 1]
+    trees = []
+    for n, k in itertools.product(expansions, (6, 10)):
+        if k + n * k * k >= size - 1:
+            trees.append(presets.by_name(f"dynamic-{size}-{n}-{k}"))
+    return max(trees, key=lambda tree: setup.tokens_per_step(setup.way(heads, tree), setup.calibration))
+
+
+def draft_time(way, rounds: int) -> float:
+    """Milliseconds per step, at one row behind 256 tokens."""
+    timer = step_timer(way, 1, 256)
+    times = in_rounds({"propose": timer.propose(), "observe": timer.observe()}, rounds)
+    return statistics.median(row["propose"] + row["observe"] for row in times)
+
+
+if __name__ == "__main__":
+    add = functools.partial(ablation.add_arguments, config=CONFIG, runs="runs/eagle_table")
+    sys.exit(common.program(__doc__, run, FULL, QUICK, add))

@@ -1,0 +1,125 @@
+"""Runs of EAGLE drafts from the settings to text: interrupted, resumed, exported, loaded, taken up again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from hydrajax import load
+from hydrajax.checkpoints.base import read_config
+from hydrajax.models.base import BoundBase
+from hydrajax.models.rows import run_base
+from hydrajax.train import loop
+from hydrajax.train.config import DraftConfig, config_from
+from hydrajax.train.data import dataset
+from hydrajax.train.losses import Objective, draft_loss
+from hydrajax.train.tasks.from_config import tokenizer_of
+from hydrajax.train.tasks.heads import make_drafter
+from runs import heads_file, without_clock
+
+EAGLE_1 = {"reconstruction_weight": 1.0, "teacher_weight": 0.1, "feature_noise": 0.1}
+KINDS = {
+    "eagle": {"draft": {"heads": "eagle"}, "objective": EAGLE_1},
+    "eagle3": {"draft": {"heads": "eagle3", "vocabulary": 120, "unroll": 2}, "objective": {"head_decay": 0.8}},
+}
+
+
+def settings_of(kind: str, settings: dict) -> dict:
+    """Several documents share a row; the checkpoints are frequent."""
+    data = settings["data"] | {"rows": "pack"}
+    return settings | KINDS[kind] | {"data": data, "steps": 6, "checkpoint_every": 2, "eval_every": 3}
+
+
+@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
+def test_a_stopped_run_ends_bitwise_where_another_ends_and_its_draft_decodes(
+    kind, base, settings, program, config_file, tmp_path, monkeypatch
+):
+    settings = settings_of(kind, settings)
+    config = config_file(**settings)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert program("--config", config, f"output={whole}").code == 0
+    asked = iter([False] * 3 + [True])
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Interrupts, "agreed", lambda self, meeting: next(asked))
+        assert "stopped at step 4 of 6" in program("--config", config, f"output={parts}").out
+    assert "resumed at step 4 of 6" in program("--config", config, f"output={parts}").out
+    assert without_clock(parts) == without_clock(whole)
+    assert heads_file(parts).read_bytes() == heads_file(whole).read_bytes()
+
+    m = load(base, whole / "heads")
+    expected = make_drafter(DraftConfig(**settings["draft"]), m.model.config, "float32", counts_of(settings))
+    assert dataclasses.replace(m.drafter, unroll=expected.unroll) == expected  # the released format does not hold it
+    prompts = ["the bird on the tree", "a stone"]
+    drafted = m.generate(prompts, tree="dynamic-8-2-4", max_new_tokens=16)
+    assert [out.text for out in drafted] == [out.text for out in load(base).generate(prompts, max_new_tokens=16)]
+
+    goes_on = program("--config", config, f"output={tmp_path / 'more'}", f"draft.init={whole / 'heads'}", "steps=1")
+    assert goes_on.code == 0, goes_on.err
+    other = "eagle3" if kind == "eagle" else "eagle"
+    draft = f"draft={{heads: {other}, init: {whole / 'heads'}}}"
+    refused = program("--config", config, f"output={tmp_path / 'other'}", draft)
+    assert (refused.code, "the settings ask for" in refused.err) == (2, True)
+
+
+def counts_of(settings: dict) -> np.ndarray:
+    """How often each id is a target, counted one by one; a vocabulary of the most frequent has no less frequent one."""
+    config = config_from({"output": "unused"} | settings)
+    rows = dataset.build(config.data, tokenizer_of(config), config.seed, lambda text: None).train
+    counts = Counter(rows.labels.ravel().tolist())
+    return np.array([counts[token] for token in range(300)])
+
+
+def test_the_vocabulary_is_of_the_most_frequent_targets(settings, base):
+    counts = counts_of(settings)
+    shape = read_config(base, "model")
+    for draft in (DraftConfig(heads="eagle3", vocabulary=50), DraftConfig(heads="medusa", vocabulary=50)):
+        known = make_drafter(draft, shape, "float32", counts).vocabulary.tokens
+        others = np.setdiff1d(np.arange(300), known)
+        assert (len(known), (np.diff(known) > 0).all()) == (50, True)
+        assert counts[known].min() >= counts[others].max()
+
+
+def test_every_parameter_learns(tiny_model):
+    """The gradient of every one is finite and not zero."""
+    model, base_params = tiny_model
+    base = BoundBase(model, base_params)
+    tokens = np.random.default_rng(0).integers(0, 61, (2, 12), dtype=np.int32)
+    for draft in (DraftConfig(heads="eagle", unroll=2), DraftConfig(heads="eagle3", vocabulary=40, unroll=2)):
+        drafter = make_drafter(draft, model.config, "float32")
+
+        def loss(params, drafter=drafter):
+            out = run_base(model, base_params, tokens, drafter.reads)
+            batch = {"tokens": tokens, "labels": tokens}
+            objective = Objective(reconstruction_weight=1.0)
+            return draft_loss(objective, drafter, params, out.features, out.hidden, batch, base)[0]
+
+        slopes = jax.jit(jax.grad(loss))(drafter.init(jax.random.key(1), base))
+        for path, slope in jax.tree.leaves_with_path(slopes):
+            assert np.isfinite(slope).all(), path
+            assert np.abs(slope).max() > 0, path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["draft={heads: eagle, n_heads: 3}"], "draft.n_heads: means nothing for draft.heads eagle, leave it out"),
+        (["draft={heads: eagle, vocabulary: 9}"], "draft.vocabulary: means nothing for draft.heads eagle"),
+        (["draft={heads: hydra, unroll: 3}"], "draft.unroll: means nothing for draft.heads hydra"),
+        (["draft={heads: eagle3, vocabulary: 301}"], "draft.vocabulary: must be at most the base's 300 tokens, found"),
+        (["draft={heads: eagle3, reads: [1, 1]}"], "draft.reads: layers must rise, from 0 up, found [1, 1]"),
+        (["draft={heads: eagle3, reads: [0, 9]}"], "draft.reads: must be at most the base's"),
+        (["draft={heads: eagle3}", "data.hidden_cache_gb=1"], "data.hidden_cache_gb: the cache holds the base's last"),
+        (["draft={heads: hydra, lm_head: shared, vocabulary: 9}"], "draft.vocabulary: contradicts draft.lm_head"),
+        (["tree=dynamic-8-2-4", "draft={heads: eagle}"], "tree: dynamic-8-2-4 has another shape at every step"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(program, config_file, tmp_path, overrides, message):
+    result = program("--config", config_file(), *overrides)
+    assert result.code == 2, result.out
+    (line,) = [line for line in result.err.splitlines() if line.startswith("hydrajax: ")]
+    assert line.startswith(f"hydrajax: {message}")
+    assert "Traceback" not in result.err
