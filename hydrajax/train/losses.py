@@ -41,7 +41,7 @@ class Objective:
     head_decay:            λ_k = head_decay^k; 1 in Hydra (docs/design.md 4), 0.8 in Medusa-1 (medusa 2.2.1) and for
                            the guesses of EAGLE-3, one after the other (its released code).
     noise_alpha:           α of the input noise U(-1, 1) · α / sqrt(length · D), an ablation of hydra (75 there).
-    feature_noise:         a of the input noise U(-a, a) · 512 / T in rows of T tokens, 0.1 in the released EAGLE code.
+    feature_noise:         a of the input noise U(-a, a) · 512 / length, 0.1 in the released EAGLE code.
     chunk_tokens:          positions, over all rows, whose logits of one head exist at once. It changes the memory and
                            nothing else.
     """
@@ -165,12 +165,8 @@ def draft_loss(
     if counts is None:
         counts = head_counts(labels, segments, n_heads)
     noise_key, hidden_key, logits_key = (None,) * 3 if rng is None else jax.random.split(rng, 3)
-    if objective.noise_alpha and noise_key is not None:
-        features = features + input_noise(noise_key, objective.noise_alpha, labels, segments, features)
-    if objective.feature_noise and noise_key is not None:
-        largest = objective.feature_noise * 512 / labels.shape[1]
-        noise = jax.random.uniform(jax.random.fold_in(noise_key, 1), features.shape, minval=-largest, maxval=largest)
-        features = features + noise.astype(features.dtype)
+    if (objective.noise_alpha or objective.feature_noise) and noise_key is not None:
+        features = features + input_noise(noise_key, objective, labels, segments, features)
     positions, mask = row_layout(tokens, segments)
     hidden = jax.lax.stop_gradient(hidden)
     read = drafter.teacher_hidden(draft_params, features, tokens, base, hidden_key, positions, mask)
@@ -196,9 +192,13 @@ def draft_loss(
 
 
 def input_noise(
-    rng: Array, alpha: float, labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, like: Float[Array, "B T D"]
+    rng: Array,
+    objective: Objective,
+    labels: Int[Array, "B T"],
+    segments: Int[Array, "B T"] | None,
+    like: Float[Array, "B T D"],
 ) -> Float[Array, "B T D"]:
-    """U(-1, 1) · α / sqrt(length · D), of the shape and dtype of ``like``.
+    """U(-1, 1) · (``noise_alpha`` / sqrt(length · D) + ``feature_noise`` · 512 / length), shaped as ``like``.
 
     length: of each position's document; in rows of one document up to the last target, as beyond it nothing is trained.
     """
@@ -207,8 +207,9 @@ def input_noise(
         length = jnp.max(jnp.where(labels != IGNORED, steps, 1), axis=1, keepdims=True)
     else:
         length = jnp.sum(segments[:, :, None] == segments[:, None, :], axis=-1)
+    largest = objective.noise_alpha / jnp.sqrt(length * like.shape[-1]) + objective.feature_noise * 512 / length
     noise = jax.random.uniform(rng, like.shape, minval=-1.0, maxval=1.0)
-    return (noise * alpha / jnp.sqrt(length[..., None] * like.shape[-1])).astype(like.dtype)
+    return (noise * largest[..., None]).astype(like.dtype)
 
 
 def _reconstruction(read, hidden, labels, segments, k: int) -> Float[Array, ""]:
