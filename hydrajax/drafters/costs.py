@@ -40,13 +40,17 @@ class Ranking:
 
 @dataclass(frozen=True)
 class DecoderLayers:
-    """``config.n_layers`` decoder layers over ``tokens`` new tokens per row and a cache of ``slots`` per row."""
+    """``config.n_layers`` decoder layers over ``tokens`` new tokens per row and a cache of ``slots`` per row.
+
+    causal: whether a new token has no need of those after it; else each needs all of them.
+    """
 
     name: str
     config: LlamaConfig
     batch: int
     tokens: int
     slots: int = 0
+    causal: bool = True
 
 
 Cost = Matmul | Ranking | DecoderLayers

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydrajax.drafters import eagle_files, hydra_files, medusa_files
+from hydrajax.drafters import amphista_files, eagle_files, hydra_files, medusa_files
+from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.drafter import Drafter, Trainable
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
@@ -49,6 +50,7 @@ KINDS = {
     "hydra": Kind("Hydra", HydraHeads, files=hydra_files.FILES),
     "medusa": Kind("Medusa", MedusaHeads, files=medusa_files.FILES),
     "hydra++": Kind("Hydra++", HydraHeads, settings={"prefix": True, "n_layers": 4}),
+    "amphista": Kind("Amphista", AmphistaHeads, files=amphista_files.FILES),
     "eagle": Kind("EAGLE", Eagle, files=eagle_files.EAGLE_FILES),
     "eagle3": Kind("EAGLE-3", Eagle3, files=eagle_files.EAGLE_3_FILES),
 }

@@ -63,8 +63,9 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], KeyValue]:
         """From ``x + added`` (None: ``x``) two arrays whose sum is the output, and the T tokens' keys and values.
 
-        block_mask: the ``visible`` of their `Part`. attends_from: what queries, keys and values are made of in place of
-        the norm of the input; the layer has no norm of its own there then (EAGLE's layers).
+        rope: `rope_table` of the tokens' positions; None where the input itself tells them. block_mask: the ``visible``
+        of their `Part`. attends_from: what queries, keys and values are made of in place of the norm of the input; the
+        layer has no norm of its own there then (EAGLE's layers).
         """
         c = self.config
         batch, n_tokens, width = x.shape
@@ -90,8 +91,9 @@ class DecoderLayer(nn.Module):
         if c.qk_norm:
             queries = RMSNorm(c.norm_eps, self.dtype, name="query_norm")(queries)
             keys = RMSNorm(c.norm_eps, self.dtype, name="key_norm")(keys)
-        keys = rotate(keys, rope)
-        attended = attend(rotate(queries, rope), [Part(keys, values, block_mask), *past])
+        if rope is not None:
+            queries, keys = rotate(queries, rope), rotate(keys, rope)
+        attended = attend(queries, [Part(keys, values, block_mask), *past])
         attended = project(attended, out_kernel)
 
         x, normed = RMSNorm(c.norm_eps, self.dtype, name="mlp_norm").of_sum(x, attended)

@@ -39,8 +39,8 @@ def below(name: str, value: float, limit: float) -> None:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """Which heads. Hydra: ``hydra``, 1 layer. Hydra++: ``hydra``, 4 layers, ``prefix``. Medusa: ``medusa``. ``eagle``
-    and ``eagle3`` are drafts of one layer, which are told ``unroll`` and ``init``, EAGLE-3 also ``vocabulary`` and
+    """Which heads. Hydra: ``hydra``, 1 layer. Hydra++: ``hydra``, 4 layers, ``prefix``. Medusa: ``medusa``. Amphista:
+    ``amphista``. ``eagle`` and ``eagle3`` are drafts of one layer, which are told ``unroll`` and ``init``, EAGLE-3 also ``vocabulary`` and
     ``reads``.
 
     init: a directory of released or exported heads to start from, in place of fresh ones. ``share_blocks``: blocks
@@ -51,6 +51,10 @@ class DraftConfig:
     the text; null for 1 (``eagle``) and 7 (``eagle3``), as released. ``reads``: the layers, counted from 0, whose
     inputs EAGLE-3 reads; the number after the last means the base's last hidden states. By default 2, L // 2 and L - 3
     of L.
+
+    Amphista alone: ``adaptation_layers``, the stages, 1 and 0 being ablations; ``auto_embedding_layers``, 2 in
+    Amphista-α and 0 in an ablation; ``position_encoding`` of its auto-embedding block; ``reads_token``, whether the
+    adaptation layers read the token that follows; ``mlp_width`` of all these layers, null for the base's.
     """
 
     heads: str = "hydra"
@@ -66,6 +70,11 @@ class DraftConfig:
     vocabulary: int | None = None
     unroll: int | None = None
     reads: tuple[int, ...] = ()
+    adaptation_layers: int = 2
+    auto_embedding_layers: int = 1
+    position_encoding: bool = True
+    reads_token: bool = True
+    mlp_width: int | None = None
 
     def __post_init__(self):
         one_of("draft.heads", self.heads, tuple(registry.HEADS))
@@ -82,6 +91,9 @@ class DraftConfig:
         at_least("draft.unroll", self.unroll, 1)
         if any(low >= high for low, high in itertools.pairwise((-1, *self.reads))):
             raise HydrajaxError(f"draft.reads: layers must rise, from 0 up, found {list(self.reads)}")
+        at_least("draft.adaptation_layers", self.adaptation_layers, 0)
+        at_least("draft.auto_embedding_layers", self.auto_embedding_layers, 0)
+        at_least("draft.mlp_width", self.mlp_width, 1)
         if self.vocabulary is not None and self.lm_head == "shared":
             raise HydrajaxError("draft.vocabulary: contradicts draft.lm_head shared, the base's own, which knows all")
 
@@ -89,7 +101,9 @@ class DraftConfig:
         """Settings that this kind of heads does not have, so that nobody thinks that they were heeded."""
         taken = {f.name for f in dataclasses.fields(registry.HEADS[self.heads])} | {"heads", "init"}
         if "small_lm_head" in taken:
-            taken |= {"lm_head", "lm_rank", "vocabulary", "prefix"}
+            taken |= {"lm_head", "lm_rank", "vocabulary"}
+        if registry.FILES[self.heads].prefixed:
+            taken |= {"prefix"}
         for f in dataclasses.fields(self):
             if f.name not in taken and getattr(self, f.name) != f.default:
                 raise HydrajaxError(f"draft.{f.name}: means nothing for draft.heads {self.heads}, leave it out")

@@ -66,8 +66,9 @@ def drafter_forward_flops(drafter: Trainable, length: int) -> float:
     total = 0.0
     for cost in drafter.teacher_costs(length):
         if isinstance(cost, DecoderLayers):
-            weights, attention = layer_weights(cost.config), causal_attention_flops(cost.config, length)
-            total += cost.tokens * cost.config.n_layers * (2.0 * weights + attention)
+            weights, attention = layer_weights(cost.config), causal_attention_flops(cost.config, cost.tokens)
+            attention *= 1 if cost.causal else 2
+            total += cost.batch * cost.tokens * cost.config.n_layers * (2.0 * weights + attention)
         elif isinstance(cost, Matmul):
             total += 2.0 * cost.repeats * cost.rows * cost.fan_in * cost.fan_out
     return total / length

@@ -16,6 +16,7 @@ from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
+from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.costs import CostsNothing
 from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly
 from hydrajax.drafters.eagle import Eagle
@@ -124,6 +125,7 @@ DRAFTERS = {
     "hydra": HydraHeads(4, WIDTH, VOCAB),
     "hydra on layer -1": HydraHeads(3, WIDTH, VOCAB, hidden_state_offset=1),
     "hydra++": WithPrefix(HydraHeads(4, WIDTH, VOCAB, n_layers=2), CONFIG),
+    "amphista": AmphistaHeads(4, CONFIG),
     "eagle": Eagle.for_base(CONFIG, jnp.float32),
     "eagle3": Eagle3.for_base(CONFIG, jnp.float32, vocabulary=Vocabulary(range(1, VOCAB, 2))),
 }

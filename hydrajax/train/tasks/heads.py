@@ -43,6 +43,7 @@ TOP_K = 5  # head accuracies are reported for the first 1 .. TOP_K guesses
 
 # Of `DraftConfig`: those that are fields of the drafters of a kind under the same name.
 SETTINGS = ("n_heads", "n_layers", "share_blocks", "hidden_state_offset", "dropout", "unroll")
+SETTINGS += ("adaptation_layers", "auto_embedding_layers", "position_encoding", "reads_token", "mlp_width")
 
 
 def make_drafter(

@@ -1,0 +1,306 @@
+"""Amphista (amphista 3): heads that guess all tokens in one pass, and know of each other while they do.
+
+Staged adaptation layers, causal decoder layers with keys and values of their own, read at place i of the text the
+base's hidden state there and the embedding of the token that *follows*, i + 1. The first heads read the first stage's
+output, the last heads the last stage's. Each head's MLP makes of it what the auto-embedding block reads: the K heads as
+a sequence of K, with learnt positions, each seeing all others. Every head has an lm head of its own.
+
+The paper leaves some of this open, and there is no released code. Here fc has a bias and starts by passing the hidden
+state on; a head's MLP is Medusa's residual block; and the auto-embedding block, which the paper calls a Transformer
+encoder, is a LLaMA layer without a mask and without rotations. So a fresh draft says nearly what the base would say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul, Ranking
+from hydrajax.drafters.drafter import last_observed
+from hydrajax.drafters.filling import fill
+from hydrajax.drafters.growing import grow
+from hydrajax.drafters.heads import Head, HeadStack
+from hydrajax.drafters.lm_head import LmHead
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array, DType
+from hydrajax.models.attention import Part, causal_mask, rope_table
+from hydrajax.models.cache import KVCache, append, init_cache
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.layers import DecoderLayer
+from hydrajax.models.weights import declare, project
+from hydrajax.trees.dynamic import DynamicTree, guesses_of
+
+
+class AmphistaState(NamedTuple):
+    """cache: of the adaptation layers, a layer for each, of places that the base has seen. adapted: ``[B, S, D]`` the
+    output of each stage at the last of these places, which is what the heads read.
+    """
+
+    cache: KVCache
+    adapted: Float[Array, "B S D"]
+
+
+class AdaptationLayer(nn.Module):
+    """One stage: SAL(fc([h_i; e_{i+1}])) (amphista 3.1, equation 1). Without ``reads_token`` SAL(h_i), and no fc."""
+
+    config: LlamaConfig
+    dtype: DType
+    reads_token: bool
+
+    @nn.compact
+    def __call__(self, hidden, embeddings, positions, block_mask, past=()):
+        """Outputs ``[B, T, D]`` at T places, and their keys and values."""
+        x = hidden
+        if self.reads_token:
+            width, axes = hidden.shape[-1], ("width", "mlp")
+            kernel = declare(self, "fc", (2 * width, width), axes, _hidden_state_passes)
+            bias = declare(self, "fc_bias", (width,), axes[1:], nn.initializers.zeros)
+            x = project(jnp.concatenate([hidden, embeddings], axis=-1), kernel) + bias
+        layer = DecoderLayer(self.config, self.dtype, name="layer")
+        x, added, block = layer(x, None, rope_table(self.config, positions), block_mask, past)
+        return x + added, block
+
+
+def _hidden_state_passes(rng, shape, dtype):
+    del rng
+    return jnp.eye(*shape, dtype=dtype)
+
+
+class AutoEmbedding(nn.Module):
+    """Self-attention among the heads of a place, none of which comes before another (amphista 3.2, equations 4, 5)."""
+
+    config: LlamaConfig
+    dtype: DType
+    n_layers: int
+    position_encoding: bool
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "rows K D"]) -> Float[Array, "rows K D"]:
+        n_heads, width = x.shape[1:]
+        if self.position_encoding:
+            x = x + declare(self, "positions", (n_heads, width), (None, "width"), nn.initializers.normal(0.02))
+        added, everything = None, np.ones((n_heads, n_heads), bool)
+        for i in range(self.n_layers):
+            x, added, _ = DecoderLayer(self.config, self.dtype, name=f"layer_{i}")(x, added, None, everything)
+        return x if added is None else x + added
+
+
+@dataclass(frozen=True)
+class AmphistaHeads(HeadStack):
+    """K heads that are not sequential. config: of the adaptation and auto-embedding layers, with the base's width and
+    vocabulary. Methods: `hydrajax.drafters.drafter.Trainable`.
+
+    n_layers:              residual blocks of each head's MLP.
+    adaptation_layers:     stages, S; head k reads stage S * k // K. 1 and 0 are ablations: the same for all heads; the
+                           base's hidden state as it is, and no token.
+    auto_embedding_layers: 2 is Amphista-α (A.2.4), 0 an ablation: heads that know nothing of each other.
+    position_encoding:     whether the auto-embedding block is told which head is which.
+    reads_token:           whether the adaptation layers read the token that follows.
+    mlp_width:             of all these layers; None for the base's.
+    """
+
+    n_heads: int
+    config: LlamaConfig
+    n_layers: int = 1
+    adaptation_layers: int = 2
+    auto_embedding_layers: int = 1
+    position_encoding: bool = True
+    reads_token: bool = True
+    mlp_width: int | None = None
+    dtype: DType = jnp.float32
+    small_lm_head: LmHead | None = None
+    share_blocks: ClassVar[bool] = False
+    hidden_state_offset: ClassVar[int] = 0
+    dropout: ClassVar[float] = 0.0
+
+    def __post_init__(self):
+        if not 0 <= self.adaptation_layers <= self.n_heads:
+            raise HydrajaxError(
+                f"adaptation_layers: must be from 0 to n_heads {self.n_heads}, found {self.adaptation_layers}"
+            )
+
+    @classmethod
+    def for_base(cls, config: LlamaConfig, dtype, *, n_heads: int = 4, **settings):
+        """With layers like the base's."""
+        return cls(n_heads, config.plain_layer, dtype=jnp.dtype(dtype), **settings)
+
+    @property
+    def width(self) -> int:
+        return self.config.width
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def lm_head(self) -> LmHead:
+        return self.small_lm_head or LmHead()
+
+    @property
+    def layer_config(self) -> LlamaConfig:
+        """Of one layer."""
+        return self.config if self.mlp_width is None else self.config.replace(mlp_width=self.mlp_width)
+
+    def head(self, k: int) -> Head:
+        """Its MLP and its lm head; between the two stands the auto-embedding block."""
+        lm_head = self.lm_head
+        return Head(None, self.n_layers, self.share_blocks, lm_head, self.width, self.vocab_size, dtype=self.dtype)
+
+    # --- decoding -----------------------------------------------------------------------------------------------------
+
+    def init_state(self, batch, slots):
+        if self.adaptation_layers:
+            layers = self.layer_config.replace(n_layers=self.adaptation_layers)
+            cache = init_cache(layers, batch, slots, self.dtype)
+        else:
+            cache = KVCache((), jnp.zeros(batch, jnp.int32))
+        return AmphistaState(cache, jnp.zeros((batch, max(self.adaptation_layers, 1), self.width), self.dtype))
+
+    def advance(self, params, state, features, tokens, counts, next_root, base):
+        """Only these tokens go through the adaptation layers, each with the token that came to follow.
+
+        Where more text follows a conversation's answer, the token after the answer's last one stays in the cache as the
+        base would have gone on, in one place that only a guess depends on.
+        """
+        cache, places = state.cache, jnp.arange(tokens.shape[1])
+        following = jnp.where(places == counts[:, None] - 1, next_root[:, None], jnp.roll(tokens, -1, axis=1))
+        past = [cache.parts(s) for s in range(self.adaptation_layers)]
+        outputs, block = self._adapt(
+            params, features, following, cache.lengths[:, None] + places, causal_mask(tokens.shape[1]), base, past
+        )
+        if block:
+            cache = append(cache, block, counts, after=outputs[-1][:, 0, 0])
+        return AmphistaState(cache, jnp.stack([last_observed(output, counts) for output in outputs], axis=1))
+
+    def propose(self, params, state, root, tree, base, draw=None):
+        """One pass for all levels. The root is known by then: the adaptation layers have read it."""
+        adapted = [state.adapted[:, s, None] for s in range(state.adapted.shape[1])]
+        hidden = self._heads_together(params, adapted)
+
+        def expand(before, beam):
+            return before, self.head_logits(params, beam.depth, hidden[beam.depth], base)
+
+        def guess(before, k, level, tokens):
+            return before, self.head_logits(params, k, hidden[k], base)
+
+        if isinstance(tree, DynamicTree):
+            return grow(tree, root, expand, None, self.lm_head, self.vocab_size, draw)
+        return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def init_boxed(self, rng: Array, base) -> Any:
+        """Every lm head starts as a copy of the base's."""
+        params, vector = super().init_boxed(rng, base), jnp.zeros((1, 1, self.width), self.dtype)
+        keys = jax.random.split(jax.random.fold_in(rng, self.n_heads), self.adaptation_layers + 1)
+        for s in range(self.adaptation_layers):
+            example = vector, vector, jnp.zeros((1, 1), jnp.int32), np.ones((1, 1), bool)
+            params[f"adaptation_{s}"] = dict(self._adaptation.init(keys[s], *example)["params"])
+        if self.auto_embedding_layers:
+            heads = jnp.zeros((1, self.n_heads, self.width), self.dtype)
+            params["auto_embedding"] = dict(self._auto_embedding.init(keys[-1], heads)["params"])
+        return params
+
+    def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
+        """At place t with the true token t + 1; the last place's wraps around and must be masked."""
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        if mask is None:
+            mask = causal_mask(tokens.shape[1])
+        adapted, _ = self._adapt(params, features, jnp.roll(tokens, -1, axis=1), positions, mask, base)
+        return self._heads_together(params, adapted)
+
+    def trained_on(self, found):
+        if found != self:
+            raise HydrajaxError(f"the heads are {found}, the settings ask for {self}")
+        return self
+
+    # --- the network --------------------------------------------------------------------------------------------------
+
+    @property
+    def _adaptation(self) -> AdaptationLayer:
+        return AdaptationLayer(self.layer_config, self.dtype, self.reads_token)
+
+    @property
+    def _auto_embedding(self) -> AutoEmbedding:
+        return AutoEmbedding(self.layer_config, self.dtype, self.auto_embedding_layers, self.position_encoding)
+
+    def _stage_of(self, k: int) -> int:
+        """Which stage's output head k reads: of two stages, the first half of the heads the first."""
+        return self.adaptation_layers * k // self.n_heads
+
+    def _adapt(
+        self,
+        params,
+        features: Float[Array, "B T D"],
+        following: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        mask,
+        base,
+        past: list[tuple[Part, ...]] | None = None,
+    ) -> tuple[list[Float[Array, "B T D"]], tuple]:
+        """The output of every stage at T places, and their keys and values, stage by stage.
+
+        following: the token after each place. past: what each stage sees of earlier places.
+        """
+        hidden, outputs, block = features.astype(self.dtype), [], []
+        embeddings = base.embed(following).astype(self.dtype) if self.reads_token else None
+        for s in range(self.adaptation_layers):
+            hidden, keys_values = self._adaptation.apply(
+                {"params": params[f"adaptation_{s}"]}, hidden, embeddings, positions, mask, past[s] if past else ()
+            )
+            outputs.append(hidden)
+            block.append(keys_values)
+        return outputs or [hidden], tuple(block)
+
+    def _heads_together(self, params, adapted: list[Float[Array, "B T D"]]) -> tuple[Float[Array, "B T D"], ...]:
+        """What the lm head of each head reads at T places, of the stages' outputs there."""
+        hidden = [self.apply_head(params, k, adapted[self._stage_of(k)], method="hidden") for k in range(self.n_heads)]
+        if not self.auto_embedding_layers:
+            return tuple(hidden)
+        batch, n_places, width = hidden[0].shape
+        rows = jnp.stack(hidden, axis=2).reshape(batch * n_places, self.n_heads, width)
+        rows = self._auto_embedding.apply({"params": params["auto_embedding"]}, rows)
+        rows = rows.reshape(batch, n_places, self.n_heads, width)
+        return tuple(rows[:, :, k] for k in range(self.n_heads))
+
+    # --- costs --------------------------------------------------------------------------------------------------------
+
+    def propose_costs(self, tree, batch, slots):
+        """All MLPs and the auto-embedding block, whatever the tree; the lm heads of its levels, on a row each."""
+        levels = guesses_of(tree)
+        n_run = self.n_heads if self.auto_embedding_layers else len(levels)
+        costs: list[Cost] = self._head_costs(batch, n_run)
+        for k, (_, width) in enumerate(levels):
+            costs += self.lm_head.costs(f"head {k}", batch, self.width, self.vocab_size)
+            costs.append(Ranking(f"head {k} top-{width}", batch, self.lm_head.size(self.vocab_size)))
+        return costs
+
+    def observe_costs(self, batch, tokens, slots):
+        costs: list[Cost] = []
+        for s in range(self.adaptation_layers):
+            if self.reads_token:
+                costs.append(Matmul(f"adaptation {s} fc", batch * tokens, 2 * self.width, self.width))
+            costs.append(DecoderLayers(f"adaptation {s}", self.layer_config, batch, tokens, slots))
+        return costs
+
+    def teacher_costs(self, length):
+        costs = [*self.observe_costs(1, length, 0), *self._head_costs(length, self.n_heads)]
+        for k in range(self.n_heads):
+            costs += self.lm_head.costs(f"head {k}", length, self.width, self.vocab_size)
+        return costs
+
+    def _head_costs(self, places: int, n_run: int) -> list[Cost]:
+        """Of ``n_run`` MLPs and the auto-embedding block, at so many places."""
+        blocks = [(k, i) for k in range(n_run) for i in range(self.n_layers)]
+        costs: list[Cost] = [Matmul(f"head {k} blocks {i}", places, self.width, self.width) for k, i in blocks]
+        if self.auto_embedding_layers:
+            layers = self.layer_config.replace(n_layers=self.auto_embedding_layers)
+            costs.append(DecoderLayers("auto-embedding", layers, places, self.n_heads, causal=False))
+        return costs
