@@ -176,6 +176,8 @@ class AmphistaHeads(HeadStack):
         )
         if block:
             cache = append(cache, block, counts, after=outputs[-1][:, 0, 0])
+        else:
+            cache = cache._replace(lengths=cache.lengths + counts)
         return AmphistaState(cache, jnp.stack([last_observed(output, counts) for output in outputs], axis=1))
 
     def propose(self, params, state, root, tree, base, draw=None):

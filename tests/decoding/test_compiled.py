@@ -22,6 +22,7 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.step import Engine
+from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
@@ -43,10 +44,11 @@ DRAFTERS = {
     "medusa": (MedusaHeads(2, 32, 17), TREE),
     "hydra": (HydraHeads(2, 32, 17), TREE),
     "hydra++": (WithPrefix(HydraHeads(2, 32, 17, n_layers=2), CONFIG), TREE),
+    "amphista": (AmphistaHeads.for_base(CONFIG, jnp.float32), TREE),
     "eagle": (Eagle.for_base(CONFIG, jnp.float32), DynamicTree(8, 2, 3)),
     "eagle3": (Eagle3.for_base(CONFIG, jnp.float32), TREE),
 }
-WITH_A_CACHE = ("hydra++", "eagle", "eagle3")  # of their own, one layer of the base's shape
+CACHED = {"hydra++": 1, "amphista": 2, "eagle": 1, "eagle3": 1}  # layers in a cache of their own, of the base's shape
 
 
 def make_engine(name: str, kind=Engine) -> Engine:
@@ -108,6 +110,7 @@ def cache_makers(engine: Engine, hlo: str, batch: int) -> dict[str, int]:
         ("autoregressive", Greedy()),
         pytest.param("medusa", Greedy(), marks=pytest.mark.slow),
         ("hydra++", Greedy()),
+        ("amphista", Greedy()),
         ("eagle", Greedy()),
         pytest.param("eagle", RejectionSampling(), marks=pytest.mark.slow),
         pytest.param("eagle3", RejectionSampling(), marks=pytest.mark.slow),
@@ -123,7 +126,7 @@ def test_the_loop_updates_its_caches_in_place(name, rule, batch):
     # of a few slots, on its own or as the only member of its shape in a fusion.
     makers = cache_makers(engine, hlo, batch)
     updates = makers.pop("dynamic-update-slice", 0) + makers.pop("scatter", 0)
-    n_caches = 2 * CONFIG.n_layers + 2 * (name in WITH_A_CACHE)
+    n_caches = 2 * CONFIG.n_layers + 2 * CACHED.get(name, 0)
     assert updates == n_caches
     assert makers.pop("fusion", 0) <= updates
     assert set(makers) <= {"parameter", "get-tuple-element", "bitcast"}
@@ -147,7 +150,7 @@ def test_more_text_is_added_to_the_caches_in_place(name, batch):
     assert cache_copies(engine, hlo) == []
     makers = cache_makers(engine, hlo, batch)
     updates = makers.pop("dynamic-update-slice", 0) + makers.pop("scatter", 0)
-    assert updates == 2 * CONFIG.n_layers + 2 * (name in WITH_A_CACHE)
+    assert updates == 2 * CONFIG.n_layers + 2 * CACHED.get(name, 0)
     assert makers.pop("fusion", 0) <= updates
     assert set(makers) <= {"parameter", "get-tuple-element", "bitcast"}
 

@@ -25,6 +25,7 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import numbers_as_arrays, per_row, sample
 from hydrajax.decoding.state import Params
 from hydrajax.drafters import growing
+from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
@@ -97,14 +98,16 @@ class Bigram(Scripted):
         return Proposal(candidates, tree.topology, jnp.concatenate(drawn_from, axis=1))
 
 
+FOUR = Vocabulary([0, 1, 3, 4])
 DRAFTERS = {
     "none": NoDrafter(),
     "medusa": MedusaHeads(2, WIDTH, VOCAB),
     "hydra": HydraHeads(2, WIDTH, VOCAB),
     "hydra++": WithPrefix(HydraHeads(2, WIDTH, VOCAB, n_layers=2), CONFIG),
+    "amphista, 4 tokens, rank 3": AmphistaHeads(2, CONFIG, small_lm_head=LmHead(rank=3, vocabulary=FOUR)),
     "eagle": Eagle.for_base(CONFIG, jnp.float32),
     "eagle3": Eagle3.for_base(CONFIG, jnp.float32),
-    "eagle3, 4 tokens": Eagle3.for_base(CONFIG, jnp.float32, vocabulary=Vocabulary([0, 1, 3, 4])),
+    "eagle3, 4 tokens": Eagle3.for_base(CONFIG, jnp.float32, vocabulary=FOUR),
     "near": Bigram(0.0),
     "far": Bigram(4.0),
 }
@@ -242,6 +245,7 @@ REJECTION += [
     for drafter in ("near", "far", "hydra", "medusa", *EAGLES)
 ]
 REJECTION += [(1.0, "cut", drafter, tree) for drafter in EAGLES for tree in ("chain", "tree")]
+REJECTION += [(1.0, "cut", "amphista, 4 tokens, rank 3", tree) for tree in TREES]
 QUICK_REJECTION = [(0.7, "whole", "far", "tree"), (0.7, "whole", "eagle3, 4 tokens", "grown")]
 
 

@@ -31,6 +31,7 @@ UNTRAINED = [
     ("hydra", "random"),
     ("hydra on layer -1", "skips ranks"),
     ("hydra++", "random"),
+    ("amphista", "grown"),
     ("eagle", "grown"),
     ("eagle", "random"),
     ("eagle3", "skips ranks"),

@@ -163,6 +163,76 @@ class EagleInNumPy(HeadsInNumPy):
         return self.drafter.lm_head.over_all_tokens(known, config.vocab_size)
 
 
+class AmphistaInNumPy(HeadsInNumPy):
+    """Logits of Amphista heads after a text, from the paper's equations 1 to 6, a place and a head at a time."""
+
+    def __init__(self, drafter, params, base: BoundBase):
+        self.drafter, self.params = drafter, to_float64(params)
+        self.embedding = np.asarray(base.params["embedding"], np.float64)
+
+    def logits(self, k: int, text: tuple[np.ndarray, list[int]], path: list[int]) -> np.ndarray:
+        """text: the base's features ``[T, D]`` and the tokens that follow the first T - 1; the root is next."""
+        features, following = text
+        n_heads, config, params = self.drafter.n_heads, self.drafter.config, self.params
+        tokens = [self.embedding[token] for token in [*following, path[0]]]
+        stages, hidden = [], list(features)
+        for stage in range(self.drafter.adaptation_layers):
+            layer = params[f"adaptation_{stage}"]
+            if "fc" in layer:
+                both = [np.concatenate([h, e]) for h, e in zip(hidden, tokens, strict=True)]
+                hidden = [x @ layer["fc"] + layer["fc_bias"] for x in both]
+            hidden = decoder_layer_in_numpy(config, layer["layer"], hidden, causal=True)
+            stages.append(hidden[-1])
+        reads = [hidden[-1]] * n_heads
+        for stage, heads in enumerate(np.array_split(range(n_heads), max(len(stages), 1))):
+            for head in heads if stages else ():
+                reads[head] = stages[stage]
+        together = []
+        for head, x in enumerate(reads):
+            for i in range(self.drafter.n_layers):
+                block = params[f"head_{head}"][f"blocks_{i}"]
+                x = x + silu(x @ block["kernel"] + block["bias"])
+            together.append(x)
+        block = params.get("auto_embedding", {})
+        if "positions" in block:
+            together = [x + position for x, position in zip(together, block["positions"], strict=True)]
+        for i in range(self.drafter.auto_embedding_layers):
+            together = decoder_layer_in_numpy(config, block[f"layer_{i}"], together, causal=False)
+        head, lm_head = params[f"head_{k}"], self.drafter.lm_head
+        kernel = head["lm_kernel"] if lm_head.rank is None else head["lm_down"] @ head["lm_up"]
+        out = np.full(config.vocab_size, -np.inf)
+        out[slice(None) if lm_head.vocabulary is None else lm_head.vocabulary.tokens] = together[k] @ kernel
+        return out
+
+
+def decoder_layer_in_numpy(config, layer, rows: list[np.ndarray], *, causal: bool) -> list[np.ndarray]:
+    """A LLaMA layer over vectors, in their order and rotated by it; not ``causal``: as a set, each seeing all."""
+    n_q = config.n_heads // config.n_kv_heads
+    made = [
+        np.einsum("d,dgmh->gmh", rms_norm(x, layer["attention_norm"]["scale"], config.norm_eps), layer["qkv"])
+        for x in rows
+    ]
+
+    def turned(vector, place):
+        return rotate(vector, place, config.rope_theta) if causal else vector
+
+    out = []
+    for place, x in enumerate(rows):
+        seen, heads = range(place + 1) if causal else range(len(rows)), []
+        for head in range(config.n_heads):
+            group, member = divmod(head, n_q)
+            query = turned(made[place][group, member], place)
+            scores = [query @ turned(made[other][group, n_q], other) / np.sqrt(config.head_dim) for other in seen]
+            weights = np.exp(np.array(scores) - max(scores))
+            weights /= weights.sum()
+            heads.append(sum(w * made[other][group, n_q + 1] for w, other in zip(weights, seen, strict=True)))
+        x = x + np.concatenate(heads) @ layer["out"]
+        normed = rms_norm(x, layer["mlp_norm"]["scale"], config.norm_eps)
+        gate, up = normed @ layer["gate_up"][:, 0], normed @ layer["gate_up"][:, 1]
+        out.append(x + (silu(gate) * up) @ layer["down"])
+    return out
+
+
 def random_draft_params(drafter, base: BoundBase, seed: int):
     """Noise in every leaf of the shapes of ``init``."""
     return noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)), seed)
@@ -185,6 +255,7 @@ def oracle():
     class Oracle:
         heads = HeadsInNumPy
         eagle = EagleInNumPy
+        amphista = AmphistaInNumPy
         prefix_layer = staticmethod(prefix_layer_in_numpy)
         random_draft_params = staticmethod(random_draft_params)
         random_tree = staticmethod(random_tree)

@@ -16,6 +16,7 @@ from hydrajax.checkpoints.base import export_llama, load_llama
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.tensors import save_safetensors, save_torch
+from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
@@ -33,6 +34,7 @@ HYDRA = HydraHeads(2, WIDTH, VOCAB, n_layers=2)
 MEDUSA = MedusaHeads(2, WIDTH, VOCAB)
 EAGLE = Eagle.for_base(BASE, np.float32)
 EAGLE_3 = Eagle3.for_base(BASE, np.float32, vocabulary=Vocabulary(range(1, VOCAB, 2)))
+AMPHISTA = AmphistaHeads.for_base(BASE, np.float32, n_heads=2)
 HEADS = {  # drafter, format, as .pt
     "hydra": (HYDRA, "hydra", False),
     "hydra_pt": (HYDRA, "hydra", True),
@@ -43,6 +45,7 @@ HEADS = {  # drafter, format, as .pt
     "vllm": (MEDUSA, "vllm-medusa", False),
     "native": (HYDRA, "native", False),
     "native_prefix": (WithPrefix(MEDUSA, BASE), "native", False),
+    "native_amphista": (AMPHISTA, "native", False),
     "eagle": (EAGLE, "eagle", False),
     "speculators": (EAGLE_3, "speculators", False),
     "native_eagle3": (EAGLE_3, "native", False),

@@ -237,10 +237,16 @@ def test_every_matrix_of_the_draft_is_multiplied_with():
     assert draft_parameters(config, drafter) == everything
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-@pytest.mark.parametrize("tree", [presets.sparse("eagle_26"), DynamicTree(20, 3, 4)], ids=["static", "dynamic"])
-def test_what_eagle_computes_against_what_xla_counts(kind, tree, monkeypatch):
-    """Levels that attend to the draft's cache and to all nodes run before, and the pass over what was accepted."""
+STATIC, DYNAMIC = presets.sparse("eagle_26"), DynamicTree(20, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [("eagle", STATIC), ("eagle", DYNAMIC), ("eagle3", STATIC), ("eagle3", DYNAMIC), ("amphista", presets.sparse())],
+    ids=["eagle, static", "eagle, dynamic", "eagle3, static", "eagle3, dynamic", "amphista"],
+)
+def test_what_drafts_with_a_cache_compute_against_what_xla_counts(kind, tree, monkeypatch):
+    """EAGLE's levels attend to its cache and to all nodes run before. Both take in what was accepted."""
     monkeypatch.setattr(few_rows, "available", lambda: False)  # in our own kernels XLA counts nothing
     config, batch, slots = LlamaConfig(300, 64, 172, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16), 2, 600
     drafter, (model, base) = KINDS[kind].build(config, jnp.float32), abstract_params(config)

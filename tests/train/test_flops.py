@@ -73,6 +73,14 @@ def test_eagle_3():
     assert drafter_forward_flops(drafter, LENGTH) == 2 * 3 * D * D + 7 * (2 * (LAYER + 3 * D * D + D * 8000) + CAUSAL)
 
 
+def test_amphista():
+    """Two stages of fc and a layer, a matrix for each head, a layer for each head that sees all four, and lm heads."""
+    drafter = make_drafter(DraftConfig(heads="amphista"), PRESETS["7b"], "bfloat16")
+    stages = 2 * (2 * (2 * D * D + LAYER) + CAUSAL)
+    together = 4 * (2 * LAYER + 2 * 2 * D * 4)
+    assert drafter_forward_flops(drafter, LENGTH) == stages + together + 2 * 4 * (D * D + D * V)
+
+
 @pytest.mark.parametrize(
     ("kind", "peak"),
     [

@@ -4,6 +4,7 @@ changed since."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import json
 import shutil
@@ -24,6 +25,7 @@ from released import refusal
 from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.drafters import heads as heads_module
+from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
@@ -88,6 +90,43 @@ def test_round_trip(tiny_model, tmp_path, kind, share, dtype):
     loaded, ours = load_draft(tmp_path / "heads", config, None)
     assert loaded == drafter
     identical(params, ours)
+
+
+AMPHISTA = {
+    "": {},
+    "alpha": {"auto_embedding_layers": 2, "mlp_width": 20, "small_lm_head": LmHead(rank=5)},
+    "ablated": {"n_heads": 3, "adaptation_layers": 1, "reads_token": False, "position_encoding": False},
+}
+
+
+@pytest.mark.parametrize("name", AMPHISTA)
+def test_amphista(tiny_model, tmp_path, name):
+    config = tiny_model[0].config
+    drafter = AmphistaHeads.for_base(config, jnp.float32, **AMPHISTA[name])
+    params = draft_heads.random_params(drafter, tiny_model)
+    export_heads(tmp_path / "heads", drafter, params, dtype=None)
+    loaded, ours = load_draft(tmp_path / "heads", config, None)
+    assert loaded == drafter
+    identical(params, ours)
+    if name:
+        return
+    for setting, values in {
+        "n_heads": [1, 0, 10**9, "4", None],
+        "adaptation_layers": [-1, 1, 5, 2.0, "2"],
+        "auto_embedding_layers": [-1, 0, 10**9, True],
+        "position_encoding": [0, "yes", False],
+        "reads_token": [None, 1, False],
+        "mlp_width": [0, -1, 7, 10**9, "80", 8.0, True],
+        "config": [3, {}, {"width": 1}, {"n_layers": 2}],
+        "share_blocks": [True],
+    }.items():
+        for value in values:
+            if setting == "config" and value and value != 3:
+                value = dataclasses.asdict(drafter.config) | value
+            with rewritten(tmp_path / "heads", "drafter", "settings", setting, to=value):
+                refused(tmp_path / "heads", config, "draft")
+    with rewritten(tmp_path / "heads", "drafter", "prefix", to=True):
+        refused(tmp_path / "heads", config, "draft", "amphista has no prefix layer")
 
 
 SMALL_LM_HEADS = [
