@@ -38,12 +38,12 @@ from hydrajax.trees.dynamic import DynamicTree, guesses_of
 
 
 class AmphistaState(NamedTuple):
-    """cache: of the adaptation layers, a layer for each, of places that the base has seen. adapted: ``[B, S, D]`` the
-    output of each stage at the last of these places, which is what the heads read.
+    """cache: of the adaptation layers, a layer for each, of places that the base has seen. adapted: ``[B, D]`` of each
+    stage its output at the last of these places, which is what the heads read.
     """
 
     cache: KVCache
-    adapted: Float[Array, "B S D"]
+    adapted: tuple[Float[Array, "B D"], ...]
 
 
 class AdaptationLayer(nn.Module):
@@ -160,7 +160,8 @@ class AmphistaHeads(HeadStack):
             cache = init_cache(layers, batch, slots, self.dtype)
         else:
             cache = KVCache((), jnp.zeros(batch, jnp.int32))
-        return AmphistaState(cache, jnp.zeros((batch, max(self.adaptation_layers, 1), self.width), self.dtype))
+        nothing = jnp.zeros((batch, self.width), self.dtype)
+        return AmphistaState(cache, (nothing,) * max(self.adaptation_layers, 1))
 
     def advance(self, params, state, features, tokens, counts, next_root, base):
         """Only these tokens go through the adaptation layers, each with the token that came to follow.
@@ -178,12 +179,11 @@ class AmphistaHeads(HeadStack):
             cache = append(cache, block, counts, after=outputs[-1][:, 0, 0])
         else:
             cache = cache._replace(lengths=cache.lengths + counts)
-        return AmphistaState(cache, jnp.stack([last_observed(output, counts) for output in outputs], axis=1))
+        return AmphistaState(cache, tuple(last_observed(output, counts) for output in outputs))
 
     def propose(self, params, state, root, tree, base, draw=None):
         """One pass for all levels. The root is known by then: the adaptation layers have read it."""
-        adapted = [state.adapted[:, s, None] for s in range(state.adapted.shape[1])]
-        hidden = self._heads_together(params, adapted)
+        hidden = self._heads_together(params, [x[:, None] for x in state.adapted])
 
         def expand(before, beam):
             return before, self.head_logits(params, beam.depth, hidden[beam.depth], base)
@@ -217,11 +217,6 @@ class AmphistaHeads(HeadStack):
             mask = causal_mask(tokens.shape[1])
         adapted, _ = self._adapt(params, features, jnp.roll(tokens, -1, axis=1), positions, mask, base)
         return self._heads_together(params, adapted)
-
-    def trained_on(self, found):
-        if found != self:
-            raise HydrajaxError(f"the heads are {found}, the settings ask for {self}")
-        return self
 
     # --- the network --------------------------------------------------------------------------------------------------
 

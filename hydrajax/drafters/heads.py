@@ -282,9 +282,18 @@ class HeadStack(Trained):
         return self.apply_head(params, k, hidden, base.logits, rng, method="logits")
 
     def trained_on(self, found):
-        if found != dataclasses.replace(self, dropout=0.0):
+        """The tokens that the heads know stay those that were read, whatever is frequent in the text to go on with."""
+        wanted = self
+        if type(found) is type(self):
+            known, asked = found.vocabulary, self.vocabulary
+            if known is not None and asked is not None and len(known) == len(asked):
+                lm_head = dataclasses.replace(self.lm_head, vocabulary=known)
+                wanted = dataclasses.replace(self, small_lm_head=lm_head)
+            if found.dropout != self.dropout:
+                found = dataclasses.replace(found, dropout=self.dropout)
+        if found != wanted:
             raise HydrajaxError(f"the heads are {found}, the settings ask for {self}")
-        return self
+        return wanted
 
     # --- one head -----------------------------------------------------------------------------------------------------
 

@@ -47,8 +47,8 @@ class DraftConfig:
     2..n are one block applied again, as in the released code (docs/design.md 4). lm_head: each head's own, ``full`` or
     a product of rank ``lm_rank`` (``low_rank``), or the base's (``shared``); heads with the latter two are saved in
     hydrajax's own format. ``vocabulary``: how many tokens the draft can say, the most frequent ones of the training
-    text's targets; null for all. ``unroll``: how many guesses one after the other EAGLE learns to make from a place of
-    the text; null for 1 (``eagle``) and 7 (``eagle3``), as released. ``reads``: the layers, counted from 0, whose
+    text's targets, or those of the heads to start from; null for all. ``unroll``: how many guesses one after the other
+    EAGLE learns to make from a place of the text; null for 1 (``eagle``) and 7 (``eagle3``), as released. ``reads``: the layers, counted from 0, whose
     inputs EAGLE-3 reads; the number after the last means the base's last hidden states. By default 2, L // 2 and L - 3
     of L.
 

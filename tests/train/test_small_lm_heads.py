@@ -21,14 +21,36 @@ from hydrajax.train.tasks.heads import make_drafter
 SHAPE = LlamaConfig(97, 32, 64, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=16, max_positions=64)
 
 
-@pytest.mark.parametrize("heads", ["medusa", "hydra"])
+LOW_RANK = {"lm_down", "lm_up"}
+# The tokens that are targets most often, by far; in no order.
+FREQUENT = np.random.default_rng(1).permutation(97)[:60]
+
+
 @pytest.mark.parametrize(
-    ("lm_head", "lm_rank", "names"), [("shared", None, set()), ("low_rank", 8, {"lm_down", "lm_up"})]
+    ("heads", "lm_head", "names"),
+    [
+        ("medusa", {"lm_head": "shared"}, set()),
+        ("medusa", {"lm_head": "low_rank", "lm_rank": 8, "vocabulary": 60}, LOW_RANK),
+        ("hydra", {"lm_head": "low_rank", "lm_rank": 8}, LOW_RANK),
+        ("amphista", {"vocabulary": 60}, {"lm_kernel"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("hydra", {"lm_head": "shared"}, set()),
+                ("hydra", {"vocabulary": 60}, {"lm_kernel"}),
+                ("amphista", {"lm_head": "shared"}, set()),
+                ("amphista", {"lm_head": "low_rank", "lm_rank": 8}, LOW_RANK),
+            ]
+        ),
+    ],
 )
-def test_they_learn_and_come_back(heads, lm_head, lm_rank, names, tmp_path):
+def test_they_learn_and_come_back(heads, lm_head, names, tmp_path):
     model = Llama(SHAPE, jnp.float32)
     base = BoundBase(model, init_base(model, jax.random.key(0)))
-    drafter = make_drafter(DraftConfig(heads=heads, n_heads=2, lm_head=lm_head, lm_rank=lm_rank), SHAPE, jnp.float32)
+    counts = np.bincount(FREQUENT, minlength=97) * 100 + np.arange(97)
+    drafter = make_drafter(DraftConfig(heads=heads, n_heads=2, **lm_head), SHAPE, jnp.float32, counts)
+    known = sorted(FREQUENT.tolist()) if "vocabulary" in lm_head else list(range(97))
+    assert drafter.vocabulary is None or drafter.vocabulary.tokens.tolist() == known
     params = drafter.init(jax.random.key(1), base)
     assert {name for name in params["head_0"] if name.startswith("lm_")} == names
     # A text in which every token says what the next two are.
@@ -51,6 +73,14 @@ def test_they_learn_and_come_back(heads, lm_head, lm_rank, names, tmp_path):
         params, state, value = step(params, state)
         losses.append(float(value))
     assert losses[-1] < 0.8 * losses[0]
+
+    # What cannot be said ranks behind everything, what was learnt in front of most.
+    batch = {"tokens": batch["tokens"]}
+    ranks = np.asarray(drafter.ranks(params, out.features, batch, base, 64, 2))
+    for k in range(2):
+        found, wanted = ranks[k][:, : -(k + 2)], tokens[:, k + 2 :]
+        assert (found[~np.isin(wanted, known)] == 97).all()
+        assert np.median(found[np.isin(wanted, known)]) < 20
 
     export_heads(tmp_path / "heads", drafter, params, dtype=jnp.float32)
     again, read = load_draft(tmp_path / "heads", SHAPE, jnp.float32)

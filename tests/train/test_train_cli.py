@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +12,12 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from hydrajax import load
 from hydrajax.checkpoints.heads.load import load_draft
+from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
+from hydrajax.decoding.state import Params
 from hydrajax.models.config import LlamaConfig
+from hydrajax.trees import presets
 
 
 def refused(result) -> str:
@@ -95,6 +100,36 @@ def test_finished_run_is_exported_again_and_other_settings_are_named(program, co
     assert "holds a finished run of 2 steps" in again.out
     assert next((output / "heads").glob("*.safetensors")).read_bytes() == before
     assert [line["step"] for line in train_lines(output)] == [1, 2]
+
+
+def test_a_vocabulary_of_the_most_frequent_targets(program, config_file, base, texts, tmp_path):
+    """It is that of the training text, decoding stays exact, and heads to start from keep theirs."""
+    config = config_file(draft={"heads": "medusa", "n_heads": 2, "vocabulary": 9})
+    done = program("--config", config, "steps=1", f"output={tmp_path / 'first'}")
+    assert done.code == 0, done.err
+    evaluated = [json.loads(line) for line in (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()][-1]
+    assert 1 <= evaluated["tokens_per_step"] <= 3
+    loaded = load(base, tmp_path / "first" / "heads", dtype="float32")
+    tokens = loaded.drafter.vocabulary.tokens.tolist()
+    ids = [loaded.tokenizer(path.read_text())["input_ids"] for path in texts.iterdir()]
+    counts = Counter(token for text in ids for token in text)
+    assert {token for token, _ in counts.most_common(5)} < set(tokens)  # the text is of nine words
+    assert len(tokens) == 9
+
+    prompts = np.array([text[:8] for text in ids], np.int32)
+    settings = {"max_new_tokens": 16}
+    tree = make_decode_fn(loaded.model, loaded.drafter, presets.cartesian([4, 2]), **settings)
+    plain = make_autoregressive_fn(loaded.model, **settings)(Params(loaded.params.base, {}), prompts)
+    np.testing.assert_array_equal(tree(loaded.params, prompts).tokens, plain.tokens)
+
+    other = tmp_path / "other.txt"
+    other.write_text("branch. draft heads " * 900)
+    overrides = f"draft.init={tmp_path / 'first' / 'heads'}", f"data.files=[{other}]", "steps=1"
+    done = program("--config", config, *overrides, f"output={tmp_path / 'second'}")
+    assert done.code == 0, done.err
+    assert load(base, tmp_path / "second" / "heads").drafter.vocabulary == loaded.drafter.vocabulary
+    line = refused(program("--config", config, *overrides, "draft.vocabulary=8", f"output={tmp_path / 'third'}"))
+    assert line.startswith("draft.init: ")
 
 
 def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(program, config_file, settings, tmp_path):
