@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "experiments" / "configs" / "demo_hydra.yaml"
 TEXT = ("objective.lm_weight=1", "objective.teacher_weight=0")
 TEACHER = ("objective.lm_weight=0", "objective.teacher_weight=1")
+BOTH = ("objective.lm_weight=1", "objective.teacher_weight=1")
 
 FULL = {"count": 64, "prompt_tokens": 64, "new_tokens": 64, "repeats": 9, "steps": 400}
 QUICK = {"count": 8, "repeats": 3, "steps": 80}
@@ -27,23 +28,23 @@ def add_arguments(parser, config: Path = CONFIG, runs: str = "runs/ablations") -
     parser.add_argument("--runs", default=runs, help="where the heads are trained (default %(default)s)")
 
 
-def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:
-    """Train every variant (`train`) and decode with each: rows of "speed"."""
-    train(args, variants)
-    setup = Setup(args, list(variants))
-    ways = [setup.autoregressive(), *(setup.way(name, setup.released(name)) for name in variants)]
-    return speed_rows(setup.contest(ways), 1)
+def add_choice(parser, flag: str, known: Sequence[str]) -> None:
+    """A flag for some of the names that are known, all by default."""
+    parser.add_argument(
+        flag, nargs="+", choices=list(known), default=list(known), metavar="NAME", help=f"of {', '.join(known)}"
+    )
 
 
 def train(args, variants: Mapping[str, Sequence[str]]) -> None:
-    """Train every variant, a name and its overrides of the configuration; ``args.draft`` then names their heads.
+    """Train every variant, a name and its overrides of the configuration; ``args.draft`` is then where they are.
 
     What an earlier call has trained is kept, a run that was interrupted is taken up.
     """
     if args.draft:
         raise HydrajaxError("--draft: has no meaning here, the heads are trained")
     for name, overrides in variants.items():
-        output = Path(args.runs).resolve() / str(args.steps) / name.lower().replace(", ", "-")
+        folder = name.lower().replace(", ", "-").replace(" ", "_")
+        output = Path(args.runs).resolve() / str(args.steps) / folder
         settings = [f"output={output}", f"steps={args.steps}"]
         if args.base:
             settings.append(f"model={Path(args.base).resolve() if Path(args.base).exists() else args.base}")
@@ -53,3 +54,11 @@ def train(args, variants: Mapping[str, Sequence[str]]) -> None:
         if code := subprocess.run(command).returncode:
             sys.exit(code)
         args.draft.append(os.path.relpath(output / "heads"))  # results name no machine's folders
+
+
+def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:
+    """Train every variant (`train`) and decode with each: rows of "speed"."""
+    train(args, variants)
+    setup = Setup(args, list(variants))
+    ways = [setup.autoregressive(), *(setup.way(name, setup.released(name)) for name in variants)]
+    return speed_rows(setup.contest(ways), 1)

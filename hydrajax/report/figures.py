@@ -281,6 +281,45 @@ def _accuracy(rows: list[dict]) -> Any:
     return figure
 
 
+# --- sizes of drafts --------------------------------------------------------------------------------------------------
+
+PANELS = (  # what is drawn over what, and whether less of the latter is better
+    ("draft_megabytes", "draft (MB)", "tokens_per_step", TAU, True),
+    ("tokens_per_second", "tokens/s", "tokens_per_step", TAU, False),
+    ("predicted_gigabytes", "draft (GB), predicted", "predicted_speedup", "speed-up, predicted", True),
+)
+SHAPES = "osD^vP*X"
+
+
+def front(points: Sequence[tuple[float, float]], less_is_better: bool) -> list[tuple[float, float]]:
+    """The points (x, y) that no other beats, rising in x: none is as good in both and better in one.
+
+    More of y is better; of x less, or more too.
+    """
+    best, kept = -np.inf, []
+    for x, y in sorted(points, key=lambda point: (point[0] if less_is_better else -point[0], -point[1])):
+        if y > best:
+            best, kept = y, [*kept, (x, y)]
+    return sorted(kept)
+
+
+def _pareto(rows: list[dict]) -> Any:
+    """Colours are kinds of heads, shapes their lm heads; a line through those that no other beats."""
+    figure = new_figure(12, 4.6)
+    drafters, lm_heads = distinct(rows, "drafter"), distinct(rows, "lm_head")
+    for axes, (across, across_label, up, up_label, less_is_better) in zip(figure.subplots(1, 3), PANELS, strict=True):
+        points = front([(row[across], row[up]) for row in rows], less_is_better)
+        axes.plot(*zip(*points, strict=True), color="0.6", linewidth=1, label="Pareto front")
+        for row in rows:
+            look = {"color": f"C{drafters.index(row['drafter'])}"}
+            look["marker"] = SHAPES[lm_heads.index(row["lm_head"]) % len(SHAPES)]
+            name = f"{row['drafter']}, {row['lm_head']}"
+            axes.plot(row[across], row[up], linestyle="", markersize=7, label=name, **look)
+        axes.set(xlabel=across_label, ylabel=up_label, xscale="log" if less_is_better else "linear")
+    _legend(figure, ncols=5)
+    return figure
+
+
 DRAWN: dict[str, Callable[[list[dict]], Any]] = {
     "speed": _speed,
     "trees": _trees,
@@ -288,6 +327,7 @@ DRAWN: dict[str, Callable[[list[dict]], Any]] = {
     "overhead": _overhead,
     "categories": _categories,
     "accuracy": _accuracy,
+    "pareto": _pareto,
     "steps": _steps,
     "prediction": _prediction,
     "program": _program,

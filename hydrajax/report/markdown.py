@@ -179,6 +179,16 @@ def _accuracy(rows: list[dict]) -> Table:
     return ("heads", "head", *(f"top {top}" for top in tops)), cells
 
 
+def _pareto(rows: list[dict]) -> Table:
+    cells = []
+    for row in rows:
+        size = [f"{row['draft_megabytes']:.3g}", f"{row['draft_milliseconds']:.3g}"]
+        predicted = [f"{row['predicted_gigabytes']:.2f}", f"{row['predicted_speedup']:.2f}x"]
+        cells.append([row["drafter"], row["lm_head"], *size, *_rate(row), EQUAL[row["equal"]], *predicted])
+    columns = ("lm head", "draft MB", "draft ms", *RATE_COLUMNS, "equal output", "predicted GB", "predicted speed-up")
+    return ("heads", *columns), cells
+
+
 def _steps(rows: list[dict]) -> Table:
     times = ("autoregressive_step", "step", "verify", "propose", "accept_commit", "observe")
     cells = []
@@ -219,6 +229,7 @@ TABLES: dict[str, Callable[[list[dict]], Table]] = {
     "overhead": _overhead,
     "categories": _categories,
     "accuracy": _accuracy,
+    "pareto": _pareto,
     "steps": _steps,
     "prediction": _prediction,
     "program": _program,

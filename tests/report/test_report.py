@@ -10,7 +10,7 @@ import pytest
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.measure.machine import machine
-from hydrajax.report.figures import draw
+from hydrajax.report.figures import draw, front
 from hydrajax.report.markdown import section, table, write_report
 from hydrajax.report.outputs import find_results
 from hydrajax.report.results import KINDS, Result, result_from, write_result
@@ -65,6 +65,17 @@ ROWS = {
         for drafter in ("medusa", "hydra")
         for head in (0, 1)
         for top in (1, 5)
+    ],
+    "pareto": [
+        {"drafter": drafter, "lm_head": lm_head, "nodes": 64, "draft_megabytes": size, "draft_milliseconds": 0.5}
+        | {**RATE, "tokens_per_step": tau, "tokens_per_second": rate, "equal": True}
+        | {"predicted_gigabytes": size / 10, "predicted_speedup": tau / 2}
+        for drafter, lm_head, size, tau, rate in [
+            ("medusa", "full", 24.0, 2.1, 300.0),
+            ("medusa", "shared", 2.0, 1.5, 280.0),
+            ("amphista", "full", 30.0, 2.5, 290.0),
+            ("amphista", "shared", 8.0, 2.2, 310.0),
+        ]
     ],
     "steps": [
         {"tree": "chain-2", "batch": 1, "nodes": 3, "autoregressive_step": 2.0, "step": 3.0, "propose": 0.25}
@@ -260,6 +271,7 @@ def cells_of(text: str) -> list[list[str]]:
         ("overhead", ["hydra_pp", "1.2", "0.6", "1.4", "20", "18"]),
         ("categories", ["qa", "10", "1.00x (τ 2.50)", "1.90x (τ 2.50)", "yes"]),
         ("accuracy", ["hydra", "2", "20.0%", "60.0%"]),
+        ("pareto", ["amphista", "shared", "8", "0.5", "2.20", "310", "190 to 210", "1.27x", "yes", "0.80", "1.10x"]),
         ("steps", ["chain-2", "1", "3", "2", "3", "2.5", "0.25", "0.125", "0.0625", "1.50"]),
         ("prediction", ["1", "512", "64", "3.3", "3", "+10%", "9", "10", "-10%"]),
         ("program", ["ar", "1", "512", "1", "627", "19.5", "15.00", "12.00", "1.250", "0 (0 MB)", "34", "yes"]),
@@ -352,6 +364,30 @@ def test_categories_accuracies_and_predictions():
     assert {(10.0, 9.0), (3.0, 3.3)} <= set(points(axes))
 
 
+def test_sizes_are_points_and_the_best_of_them_a_line():
+    figure = draw(result("pareto"))
+    fronts = [axes.lines[0].get_xydata().tolist() for axes in figure.axes]
+    assert fronts[0] == [[2, 1.5], [8, 2.2], [30, 2.5]]  # medusa's full lm head is larger and worse than another
+    assert fronts[1] == [[290, 2.5], [310, 2.2]]
+    np.testing.assert_allclose(fronts[2], [[0.2, 0.75], [0.8, 1.1], [3, 1.25]])
+    for axes, (x, y) in zip(figure.axes, [(24, 2.1), (300, 2.1), (2.4, 1.05)], strict=True):
+        assert (x, y) in points(axes)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["Pareto front", "medusa, full", "medusa, shared", "amphista, full", "amphista, shared"]
+
+
+@pytest.mark.parametrize("less_is_better", [True, False])
+def test_a_front_holds_what_nothing_beats(less_is_better):
+    numbers = np.random.default_rng(0).integers(0, 6, (12, 2)).tolist()
+    sign = -1 if less_is_better else 1
+    expected = [
+        (x, y)
+        for x, y in map(tuple, numbers)
+        if not any((sign * a >= sign * x and b >= y) and (a, b) != (x, y) for a, b in numbers)
+    ]
+    assert front([tuple(point) for point in numbers], less_is_better) == sorted(set(expected))
+
+
 def test_programs_are_bars_over_the_floor():
     figure = draw(result("program"))
     (axes,) = figure.axes
@@ -369,7 +405,7 @@ def test_programs_are_bars_over_the_floor():
 
 def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
     sources = ["", "amphista figure 1", "medusa figure 5", "hydra table 1", "hydra figures 7 to 9", "hydra figure 3"]
-    sources += ["medusa table 3", "hydra figure 2", ""]
+    sources += ["", "medusa table 3", "hydra figure 2", ""]
     (tmp_path / "sub").mkdir()
     for at, (source, kind) in enumerate(zip(sources, ROWS, strict=True)):
         write_to(tmp_path / ("sub" if at % 2 else ".") / f"r{at // 2}.json", result(kind, source))
@@ -379,7 +415,7 @@ def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
     headings = [line[3:].rsplit(":", 1)[0] for line in text.splitlines() if line.startswith("## ")]
     assert headings == [
         "Hydra figure 2", "Hydra figure 3", "Hydra figures 7 to 9", "Hydra table 1", "Medusa figure 5",
-        "Medusa table 3", "Amphista figure 1", "Some speed", "Some program",
+        "Medusa table 3", "Amphista figure 1", "Some speed", "Some pareto", "Some program",
     ]  # fmt: skip
     pictures = sorted((tmp_path / "figures").iterdir())
     assert len(pictures) == len(ROWS) == len(written) - 1  # of equal names, too

@@ -1,0 +1,107 @@
+"""Smaller draft lm heads: what they lose in tokens_per_step, what they save in bytes and time, here and at 7B.
+
+Every kind of heads is trained with every kind of lm head on the same text in the same number of steps: one of its own,
+the base's, a product of low rank and a vocabulary of the most frequent tokens, the latter two of a quarter of the size.
+At 7B, what the roofline says of such drafts with the tokens_per_step that was measured here. The quick setting trains
+each for a minute: enough to run, not to rank them.
+"""
+
+import statistics
+import sys
+
+import ablation
+import common
+
+from hydrajax import assets
+from hydrajax.checkpoints.base import read_config
+from hydrajax.measure.benchmark import nbytes, step_timer
+from hydrajax.measure.timing import in_rounds
+from hydrajax.models.config import PRESETS, LlamaConfig
+from hydrajax.roofline.devices import DEVICES
+from hydrajax.roofline.prediction import predict
+from hydrajax.train.config import DraftConfig
+from hydrajax.train.tasks.heads import make_drafter
+
+FULL = ablation.FULL | {"context": 256, "rounds": 50}
+QUICK = ablation.QUICK | {"rounds": 5}
+
+HEADS = {
+    "medusa": {"heads": "medusa"},
+    "hydra": {"heads": "hydra"},
+    "hydra_pp": {"heads": "hydra", "n_layers": 4, "prefix": True},
+    "amphista": {"heads": "amphista"},
+}
+LM_HEADS = ("full", "shared", "low rank", "vocabulary")
+SHARE = 4  # the smaller lm heads are to a full one as 1 to so many
+AT, DEVICE, CONTEXT, ITEMSIZE = "7b", "H100", 1024, 2  # of the prediction
+
+
+def draft_settings(heads: str, lm_head: str, base: LlamaConfig) -> dict:
+    """Of `hydrajax.train.config.DraftConfig`."""
+    width, vocab_size = base.width, base.vocab_size
+    rank = max(1, width * vocab_size // (SHARE * (width + vocab_size)))
+    small = {
+        "full": {"lm_head": "full"},
+        "shared": {"lm_head": "shared"},
+        "low rank": {"lm_head": "low_rank", "lm_rank": rank},
+        "vocabulary": {"lm_head": "full", "vocabulary": vocab_size // SHARE},
+    }
+    return {"n_layers": 1, "prefix": False} | HEADS[heads] | small[lm_head]
+
+
+def overrides(heads: str, settings: dict) -> tuple[str, ...]:
+    """The settings as the command line takes them."""
+    objective = ablation.BOTH if heads == "amphista" else ablation.TEACHER  # amphista 3.3
+    return *(f"draft.{name}={str(value).lower()}" for name, value in settings.items()), *objective
+
+
+def run(args) -> None:
+    base = read_config(args.base or assets.base())
+    cells = {f"{heads}, {lm_head}": (heads, lm_head) for heads in args.heads for lm_head in args.lm_heads}
+    variants = {name: overrides(cell[0], draft_settings(*cell, base)) for name, cell in cells.items()}
+    ablation.train(args, variants)
+    setup = common.Setup(args, list(cells))
+    ways = {name: setup.way(name, setup.released(name)) for name in cells}
+    measured = common.speed_rows(setup.contest([setup.autoregressive(), *ways.values()]), 1)
+    with common.CONSOLE.status("draft time"):
+        draft_times = milliseconds(ways, args)
+    rows = []
+    for row in measured[1:]:
+        way, (heads, lm_head) = ways[row["name"]], cells[row["name"]]
+        own = {"drafter": heads, "lm_head": lm_head, "draft_megabytes": nbytes(way.params.draft) / 1e6}
+        foretold = at_another_size(heads, lm_head, way.tree, row["tokens_per_step"])
+        rows.append(row | own | {"draft_milliseconds": draft_times[row["name"]]} | foretold)
+    remarks = [
+        "draft MB: of its own parameters; with the base's lm head, that is read once more for every level",
+        f"low rank and vocabulary: 1/{SHARE} of a full lm head's bytes",
+        f"predicted: {AT} on one {DEVICE} in 16 bits, context {CONTEXT}, with the τ measured here",
+    ]
+    common.write(args, "pareto", "", "draft lm heads of all kinds, released tree", rows, remarks)
+
+
+def milliseconds(ways: dict, args) -> dict[str, float]:
+    """What drafting takes in a step, to propose and to take in what became of it: medians of common rounds."""
+    timers = {name: step_timer(way, 1, args.context) for name, way in ways.items()}
+    timed = {(name, "propose"): timer.propose() for name, timer in timers.items()}
+    timed |= {(name, "observe"): timer.observe() for name, timer in timers.items()}
+    times = in_rounds(timed, args.rounds)
+    return {name: statistics.median(row[name, "propose"] + row[name, "observe"] for row in times) for name in ways}
+
+
+def at_another_size(heads: str, lm_head: str, tree, tokens_per_step: float) -> dict[str, float]:
+    """The roofline of such a draft for a base of another size."""
+    config = PRESETS[AT]
+    drafter = make_drafter(DraftConfig(**draft_settings(heads, lm_head, config)), config, "bfloat16")
+    grid = {"trees": {"released": tree}, "batches": [1], "contexts": [CONTEXT]}
+    (cell,) = predict(DEVICES[DEVICE], config, drafter, **grid, itemsize=ITEMSIZE, tokens_per_step=[tokens_per_step])
+    return {"predicted_gigabytes": cell.draft_bytes / 1e9, "predicted_speedup": cell.speedup}
+
+
+def add_arguments(parser) -> None:
+    ablation.add_arguments(parser)
+    ablation.add_choice(parser, "--heads", HEADS)
+    ablation.add_choice(parser, "--lm-heads", LM_HEADS)
+
+
+if __name__ == "__main__":
+    sys.exit(common.program(__doc__, run, FULL, QUICK, add_arguments))
