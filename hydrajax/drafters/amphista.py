@@ -184,12 +184,20 @@ class AmphistaHeads(HeadStack):
     def propose(self, params, state, root, tree, base, draw=None):
         """One pass for all levels. The root is known by then: the adaptation layers have read it."""
         hidden = self._heads_together(params, [x[:, None] for x in state.adapted])
+        base_logits = [base.logits] * self.n_heads
+        if self.lm_head.shared:
+            # One product for all heads, so that the base's lm head is read once.
+            shared = base.logits(jnp.concatenate(hidden[: len(guesses_of(tree))], axis=1))
+            base_logits = [lambda _, k=k: shared[:, k, None] for k in range(shared.shape[1])]
+
+        def logits(k):
+            return self.apply_head(params, k, hidden[k], base_logits[k], method="logits")
 
         def expand(before, beam):
-            return before, self.head_logits(params, beam.depth, hidden[beam.depth], base)
+            return before, logits(beam.depth)
 
         def guess(before, k, level, tokens):
-            return before, self.head_logits(params, k, hidden[k], base)
+            return before, logits(k)
 
         if isinstance(tree, DynamicTree):
             return grow(tree, root, expand, None, self.lm_head, self.vocab_size, draw)
@@ -270,12 +278,17 @@ class AmphistaHeads(HeadStack):
     # --- costs --------------------------------------------------------------------------------------------------------
 
     def propose_costs(self, tree, batch, slots):
-        """All MLPs and the auto-embedding block, whatever the tree; the lm heads of its levels, on a row each."""
+        """All MLPs and the auto-embedding block, whatever the tree; the lm heads of its levels, on a row each, or the
+        base's on all of these rows.
+        """
         levels = guesses_of(tree)
         n_run = self.n_heads if self.auto_embedding_layers else len(levels)
         costs: list[Cost] = self._head_costs(batch, n_run)
+        if self.lm_head.shared:
+            costs += self.lm_head.costs("all heads", batch * len(levels), self.width, self.vocab_size)
         for k, (_, width) in enumerate(levels):
-            costs += self.lm_head.costs(f"head {k}", batch, self.width, self.vocab_size)
+            if not self.lm_head.shared:
+                costs += self.lm_head.costs(f"head {k}", batch, self.width, self.vocab_size)
             costs.append(Ranking(f"head {k} top-{width}", batch, self.lm_head.size(self.vocab_size)))
         return costs
 

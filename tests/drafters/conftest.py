@@ -169,6 +169,7 @@ class AmphistaInNumPy(HeadsInNumPy):
     def __init__(self, drafter, params, base: BoundBase):
         self.drafter, self.params = drafter, to_float64(params)
         self.embedding = np.asarray(base.params["embedding"], np.float64)
+        self.base_kernel = np.asarray(base.head_kernel(), np.float64)
 
     def logits(self, k: int, text: tuple[np.ndarray, list[int]], path: list[int]) -> np.ndarray:
         """text: the base's features ``[T, D]`` and the tokens that follow the first T - 1; the root is next."""
@@ -199,6 +200,8 @@ class AmphistaInNumPy(HeadsInNumPy):
         for i in range(self.drafter.auto_embedding_layers):
             together = decoder_layer_in_numpy(config, block[f"layer_{i}"], together, causal=False)
         head, lm_head = params[f"head_{k}"], self.drafter.lm_head
+        if lm_head.shared:
+            return together[k] @ self.base_kernel + head["lm_bias"]
         kernel = head["lm_kernel"] if lm_head.rank is None else head["lm_down"] @ head["lm_up"]
         out = np.full(config.vocab_size, -np.inf)
         out[slice(None) if lm_head.vocabulary is None else lm_head.vocabulary.tokens] = together[k] @ kernel

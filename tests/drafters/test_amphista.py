@@ -30,9 +30,9 @@ VARIANTS = {
     "five heads, three stages, no positions": {"n_heads": 5, "adaptation_layers": 3, "position_encoding": False},
     "one stage, no token, no auto-embedding": {"adaptation_layers": 1, "reads_token": False, "n_layers": 2}
     | {"n_heads": 3, "auto_embedding_layers": 0},
-    "without adaptation": {"adaptation_layers": 0},
+    "without adaptation, the base's lm head": {"adaptation_layers": 0, "small_lm_head": LmHead(True, shared=True)},
 }
-DECODED = ["alpha, narrow, small lm heads", "without adaptation"]
+DECODED = ["alpha, narrow, small lm heads", "without adaptation, the base's lm head"]
 
 
 def variant(name: str, base) -> AmphistaHeads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 
 from hydrajax.cli import roofline as command
 from hydrajax.cli import run_command
+from hydrajax.drafters.lm_head import LmHead
 from hydrajax.drafters.registry import KINDS
 from hydrajax.measure.benchmark import BenchmarkRow, autoregressive_bytes, first_nodes
 from hydrajax.models.attention import causal_mask
@@ -268,6 +270,12 @@ def test_what_drafts_with_a_cache_compute_against_what_xla_counts(kind, tree, mo
     ):
         compiled = jax.jit(function).lower(base, params, state, row, *arguments).compile()
         assert 0.85 < flops(operators_of(costs, 4)) / compiled.cost_analysis()["flops"] <= 1, function
+
+
+def test_amphista_reads_the_bases_lm_head_once_for_all_heads():
+    drafter = dataclasses.replace(KINDS["amphista"].build(SEVEN, jnp.bfloat16), small_lm_head=LmHead(shared=True))
+    operators = [op for op in operators_of(drafter.propose_costs(TREE, 3, 1024), 2) if "lm kernel" in op.name]
+    assert [(op.rows, op.flops) for op in operators] == [(3 * 4, 2 * 3 * 4 * D * V)]
 
 
 def test_every_level_of_eagle_reads_the_cache_and_the_levels_before_it():
