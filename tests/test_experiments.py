@@ -126,6 +126,39 @@ def test_scripts(name, tmp_path):
         assert {row["category"] for row in result.rows} == {"mt_bench", "qa", "overall"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "which", "kind", "names"),
+    [
+        (
+            "amphista_table",
+            ["--variants", "amphista", "amphista, no sampled token"],
+            "speed",
+            ["autoregressive", "amphista", "amphista, no sampled token"],
+        ),
+        (
+            "lm_heads_pareto",
+            ["--heads", "amphista", "--lm-heads", "low rank", "vocabulary", "--rounds", "1"],
+            "pareto",
+            ["amphista, low rank", "amphista, vocabulary"],
+        ),
+    ],
+    ids=["amphista_table", "lm_heads_pareto"],
+)
+def test_scripts_that_compare_heads_which_they_train(name, which, kind, names, tmp_path):
+    done = run(name, tmp_path, "--count", "2", "--steps", "2", "--repeats", "1", "--new-tokens", "8", *which)
+    assert done.returncode == 0, done.stderr
+    ((_, result),), _ = find_results(tmp_path / "runs" / "experiments")
+    assert result.kind == kind
+    assert [row["name"] for row in result.rows] == names
+    assert all(row["equal"] for row in result.rows)
+    if kind == "pareto":  # a quarter of four full lm heads is one
+        full = 4 * 384 * 4096 * 4 / 1e6
+        small = [row["draft_megabytes"] for row in result.rows]
+        assert abs(small[0] - small[1]) < 0.01 * full
+        assert full / 4 < small[0] < 40
+
+
 def module(path: Path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     found = importlib.util.module_from_spec(spec)

@@ -197,7 +197,7 @@ def shipped_configs(root):
 def test_every_shipped_config_loads(pytestconfig):
     found = shipped_configs(pytestconfig.rootpath)
     names = {path.name for path in found}
-    assert {"medusa1.yaml", "hydra.yaml", "hydra_pp.yaml"} <= names
+    assert {"medusa1.yaml", "hydra.yaml", "hydra_pp.yaml", "amphista.yaml"} <= names
     for path in found:
         load_config(path)
 
