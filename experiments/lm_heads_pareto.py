@@ -72,7 +72,7 @@ def run(args) -> None:
         foretold = at_another_size(heads, lm_head, way.tree, row["tokens_per_step"])
         rows.append(row | own | {"draft_milliseconds": draft_times[row["name"]]} | foretold)
     remarks = [
-        "draft MB: of its own parameters; with the base's lm head, that is read once more for every level",
+        "draft MB: of its own parameters; the base's lm head, where shared, is read on top: by hydra for every level",
         f"low rank and vocabulary: 1/{SHARE} of a full lm head's bytes",
         f"predicted: {AT} on one {DEVICE} in 16 bits, context {CONTEXT}, with the τ measured here",
     ]

@@ -21,11 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul, Ranking
+from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul
 from hydrajax.drafters.drafter import last_observed
-from hydrajax.drafters.filling import fill
-from hydrajax.drafters.growing import grow
-from hydrajax.drafters.heads import Head, HeadStack
+from hydrajax.drafters.heads import AtOnce, Head, block_costs
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
@@ -34,7 +32,7 @@ from hydrajax.models.cache import KVCache, append, init_cache
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.weights import declare, project
-from hydrajax.trees.dynamic import DynamicTree, guesses_of
+from hydrajax.trees.dynamic import guesses_of
 
 
 class AmphistaState(NamedTuple):
@@ -92,7 +90,7 @@ class AutoEmbedding(nn.Module):
 
 
 @dataclass(frozen=True)
-class AmphistaHeads(HeadStack):
+class AmphistaHeads(AtOnce):
     """K heads that are not sequential. config: of the adaptation and auto-embedding layers, with the base's width and
     vocabulary. Methods: `hydrajax.drafters.drafter.Trainable`.
 
@@ -184,24 +182,7 @@ class AmphistaHeads(HeadStack):
     def propose(self, params, state, root, tree, base, draw=None):
         """One pass for all levels. The root is known by then: the adaptation layers have read it."""
         hidden = self._heads_together(params, [x[:, None] for x in state.adapted])
-        base_logits = [base.logits] * self.n_heads
-        if self.lm_head.shared:
-            # One product for all heads, so that the base's lm head is read once.
-            shared = base.logits(jnp.concatenate(hidden[: len(guesses_of(tree))], axis=1))
-            base_logits = [lambda _, k=k: shared[:, k, None] for k in range(shared.shape[1])]
-
-        def logits(k):
-            return self.apply_head(params, k, hidden[k], base_logits[k], method="logits")
-
-        def expand(before, beam):
-            return before, logits(beam.depth)
-
-        def guess(before, k, level, tokens):
-            return before, logits(k)
-
-        if isinstance(tree, DynamicTree):
-            return grow(tree, root, expand, None, self.lm_head, self.vocab_size, draw)
-        return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)
+        return self.fill_or_grow(params, hidden, root, tree, base, draw)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -278,19 +259,9 @@ class AmphistaHeads(HeadStack):
     # --- costs --------------------------------------------------------------------------------------------------------
 
     def propose_costs(self, tree, batch, slots):
-        """All MLPs and the auto-embedding block, whatever the tree; the lm heads of its levels, on a row each, or the
-        base's on all of these rows.
-        """
-        levels = guesses_of(tree)
-        n_run = self.n_heads if self.auto_embedding_layers else len(levels)
-        costs: list[Cost] = self._head_costs(batch, n_run)
-        if self.lm_head.shared:
-            costs += self.lm_head.costs("all heads", batch * len(levels), self.width, self.vocab_size)
-        for k, (_, width) in enumerate(levels):
-            if not self.lm_head.shared:
-                costs += self.lm_head.costs(f"head {k}", batch, self.width, self.vocab_size)
-            costs.append(Ranking(f"head {k} top-{width}", batch, self.lm_head.size(self.vocab_size)))
-        return costs
+        """All MLPs and the auto-embedding block, whatever the tree, on a row each."""
+        n_run = self.n_heads if self.auto_embedding_layers else len(guesses_of(tree))
+        return [*self._head_costs(batch, n_run), *self.guess_costs(tree, batch)]
 
     def observe_costs(self, batch, tokens, slots):
         costs: list[Cost] = []
@@ -308,8 +279,9 @@ class AmphistaHeads(HeadStack):
 
     def _head_costs(self, places: int, n_run: int) -> list[Cost]:
         """Of ``n_run`` MLPs and the auto-embedding block, at so many places."""
-        blocks = [(k, i) for k in range(n_run) for i in range(self.n_layers)]
-        costs: list[Cost] = [Matmul(f"head {k} blocks {i}", places, self.width, self.width) for k, i in blocks]
+        costs: list[Cost] = []
+        for k in range(n_run):
+            costs += block_costs(f"head {k}", self.head(k), places, places)
         if self.auto_embedding_layers:
             layers = self.layer_config.replace(n_layers=self.auto_embedding_layers)
             costs.append(DecoderLayers("auto-embedding", layers, places, self.n_heads, causal=False))

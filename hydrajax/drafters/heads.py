@@ -1,18 +1,18 @@
-"""One draft head: residual blocks, then an lm head. Medusa and Hydra heads differ only in what they read."""
+"""One draft head: residual blocks, then an lm head. Kinds of heads differ in what they read."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from hydrajax.drafters.costs import Cost, Matmul, Ranking
-from hydrajax.drafters.drafter import SeesAcceptedOnly, last_observed
+from hydrajax.drafters.drafter import Draw, Proposal, SeesAcceptedOnly, last_observed
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import grow
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
@@ -22,7 +22,7 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.weights import declare, project
 from hydrajax.trees import presets
-from hydrajax.trees.dynamic import DynamicTree, guesses_of
+from hydrajax.trees.dynamic import CandidateTree, DynamicTree, guesses_of
 
 
 def check_dropout(rate: float) -> None:
@@ -151,6 +151,11 @@ class Head(nn.Module):
 
 def head_costs(name: str, head: Head, rows: int, shared_rows: int) -> list[Matmul]:
     """The matrix products of a head for so many rows; what all paths of a tree share is computed for fewer."""
+    return block_costs(name, head, rows, shared_rows) + head.lm_head.costs(name, rows, head.width, head.vocab_size)
+
+
+def block_costs(name: str, head: Head, rows: int, shared_rows: int) -> list[Matmul]:
+    """`head_costs` without the lm head's."""
     width, costs = head.width, []
     if head.path_length is not None:
         costs.append(Matmul(f"{name} shared kernel", shared_rows, 2 * width, 2 * width))
@@ -158,8 +163,7 @@ def head_costs(name: str, head: Head, rows: int, shared_rows: int) -> list[Matmu
             costs.append(Matmul(f"{name} path kernel", rows, head.path_length * width, 2 * width))
     distinct = min(head.n_plain, 1) if head.share_blocks else head.n_plain
     repeats = head.n_plain if head.share_blocks else 1
-    costs += [Matmul(f"{name} blocks {i}", rows, width, width, repeats) for i in range(distinct)]
-    return costs + head.lm_head.costs(name, rows, width, head.vocab_size)
+    return costs + [Matmul(f"{name} blocks {i}", rows, width, width, repeats) for i in range(distinct)]
 
 
 class Trained(SeesAcceptedOnly):
@@ -173,13 +177,12 @@ class Trained(SeesAcceptedOnly):
 
 
 class HeadStack(Trained):
-    """What Medusa and Hydra share: parameters ``{"head_0": ...}``, K independent heads, how they are trained.
+    """What Medusa, Hydra and Amphista share: parameters ``{"head_0": ...}``, K heads, how they are trained.
 
     A subclass is a frozen dataclass with ``n_heads``, ``width``, ``vocab_size``, ``dtype``, ``dropout``,
     ``hidden_state_offset`` and ``lm_head``; ``head(k)`` says what head k is, ``teacher_inputs`` what it reads in
-    training and ``inputs_after(state, paths, base)`` what it reads after paths of tokens ``[B, n, k + 1]``, which begin
-    with the root. State: the last hidden state ``[B, D]``. For the methods see
-    `hydrajax.drafters.drafter.Trainable`.
+    training, ``propose`` and ``propose_costs`` how it drafts. State: the last hidden state ``[B, D]``. For the methods
+    see `hydrajax.drafters.drafter.Trainable`.
     """
 
     draws: ClassVar[bool] = True
@@ -221,35 +224,7 @@ class HeadStack(Trained):
     def advance(self, params, state, features, tokens, counts, next_root, base):
         return last_observed(features, counts)
 
-    def propose(self, params, state, root, tree, base, draw=None):
-        """One head call for all parents of a level."""
-
-        def logits_after(k, paths):
-            hidden = self.apply_head(params, k, *self.inputs_after(state, paths, base), method="hidden")
-            return self.head_logits(params, k, hidden, base)
-
-        def expand(before, beam):
-            return before, logits_after(beam.depth, beam.paths)
-
-        def guess(before, k, level, tokens):
-            # Nodes are ordered by depth, so the tokens so far hold every path down to this level's parents.
-            return before, logits_after(k, tokens[:, level.paths])
-
-        if isinstance(tree, DynamicTree):
-            return grow(tree, root, expand, None, self.lm_head, self.vocab_size, draw)
-        return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)
-
     # --- costs --------------------------------------------------------------------------------------------------------
-
-    def propose_costs(self, tree, batch, slots):
-        """Head k runs once per level: one that reads a path for every parent of the level, another for one row."""
-        costs: list[Cost] = []
-        for k, (n_parents, width) in enumerate(guesses_of(tree)):
-            head = self.head(k)
-            rows = batch if head.path_length is None else batch * n_parents
-            costs += head_costs(f"head {k}", head, rows, batch)
-            costs.append(Ranking(f"head {k} top-{width}", rows, self.lm_head.size(self.vocab_size)))
-        return costs
 
     def observe_costs(self, batch, tokens, slots):
         return ()
@@ -299,3 +274,48 @@ class HeadStack(Trained):
 
     def apply_head(self, params, k: int, *inputs, method: str, **settings):
         return self.head(k).apply({"params": params[f"head_{k}"]}, *inputs, method=method, **settings)
+
+
+class AtOnce(HeadStack):
+    """Heads that guess without knowing the tokens guessed before theirs, so that one pass drafts all levels."""
+
+    def fill_or_grow(
+        self,
+        params,
+        hidden: Sequence[Float[Array, "B 1 D"]],
+        root: Int[Array, " B"],
+        tree: CandidateTree,
+        base,
+        draw: Draw | None,
+    ) -> Proposal:
+        """The tree, from what the lm head of each level reads (of further heads too, if that is at hand)."""
+        base_logits, n_levels = [base.logits] * len(hidden), len(guesses_of(tree))
+        if self.lm_head.shared and n_levels:
+            # One product for all levels, so that the base's lm head is read once.
+            shared = base.logits(jnp.concatenate(hidden[:n_levels], axis=1))
+            base_logits = [lambda _, k=k: shared[:, k, None] for k in range(shared.shape[1])]
+
+        def logits(k):
+            return self.apply_head(params, k, hidden[k], base_logits[k], method="logits")
+
+        def expand(before, beam):
+            return before, logits(beam.depth)
+
+        def guess(before, k, level, tokens):
+            return before, logits(k)
+
+        if isinstance(tree, DynamicTree):
+            return grow(tree, root, expand, None, self.lm_head, self.vocab_size, draw)
+        return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)
+
+    def guess_costs(self, tree: CandidateTree, batch: int) -> list[Cost]:
+        """What `fill_or_grow` computes."""
+        levels, width, vocab_size = guesses_of(tree), self.width, self.vocab_size
+        costs: list[Cost] = []
+        if self.lm_head.shared and levels:
+            costs += self.lm_head.costs("all heads", batch * len(levels), width, vocab_size)
+        for k, (_, ranked) in enumerate(levels):
+            if not self.lm_head.shared:
+                costs += self.lm_head.costs(f"head {k}", batch, width, vocab_size)
+            costs.append(Ranking(f"head {k} top-{ranked}", batch, self.lm_head.size(vocab_size)))
+        return costs

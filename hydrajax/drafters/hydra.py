@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from hydrajax.drafters.heads import Head, HeadStack
+from hydrajax.drafters.costs import Cost, Ranking
+from hydrajax.drafters.filling import fill
+from hydrajax.drafters.growing import grow
+from hydrajax.drafters.heads import Head, HeadStack, head_costs
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.models.arrays import DType
+from hydrajax.trees.dynamic import DynamicTree, guesses_of
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,37 @@ class HydraHeads(HeadStack):
             dropout=self.dropout,
         )
 
-    def inputs_after(self, state, paths, base):
-        """[h, E(root)], and the embeddings of the tokens from there to the end of each path."""
+    def propose(self, params, state, root, tree, base, draw=None):
+        """One head call for all parents of a level."""
+
+        def logits_after(k, paths):
+            hidden = self.apply_head(params, k, *self._inputs_after(state, paths, base), method="hidden")
+            return self.head_logits(params, k, hidden, base)
+
+        def expand(before, beam):
+            return before, logits_after(beam.depth, beam.paths)
+
+        def guess(before, k, level, tokens):
+            # Nodes are ordered by depth, so the tokens so far hold every path down to this level's parents.
+            return before, logits_after(k, tokens[:, level.paths])
+
+        if isinstance(tree, DynamicTree):
+            return grow(tree, root, expand, None, self.lm_head, self.vocab_size, draw)
+        return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)
+
+    def propose_costs(self, tree, batch, slots):
+        """Head k runs once per level, for every parent of the level."""
+        costs: list[Cost] = []
+        for k, (n_parents, width) in enumerate(guesses_of(tree)):
+            rows = batch * n_parents
+            costs += head_costs(f"head {k}", self.head(k), rows, batch)
+            costs.append(Ranking(f"head {k} top-{width}", rows, self.lm_head.size(self.vocab_size)))
+        return costs
+
+    def _inputs_after(self, state, paths, base):
+        """[h, E(root)], and the embeddings of the tokens from there to the end of each path ``[B, n, k + 1]``, which
+        begins with the root.
+        """
         shared = jnp.concatenate([state, base.embed(paths[:, 0, 0]).astype(self.dtype)], axis=-1)[:, None]
         path = base.embed(paths[:, :, 1:]).astype(self.dtype)
         return shared, path.reshape(*paths.shape[:2], -1)

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from hydrajax.drafters.heads import Head, HeadStack
+from hydrajax.drafters.heads import AtOnce, Head, block_costs
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.models.arrays import DType
+from hydrajax.trees.dynamic import guesses_of
 
 
 @dataclass(frozen=True)
-class MedusaHeads(HeadStack):
+class MedusaHeads(AtOnce):
     """Head k maps h_t to the distribution of token t + 2 + k: W2 (SiLU(W1 h) + h), more blocks if ``n_layers`` > 1.
 
     ``lm_head_bias=True`` gives the *ungrounded* heads of the released Hydra code.
@@ -50,9 +51,16 @@ class MedusaHeads(HeadStack):
             dropout=self.dropout,
         )
 
-    def inputs_after(self, state, paths, base):
-        """The same after all paths: what a head guesses depends on nothing that was guessed before."""
-        return (state[:, None],)
+    def propose(self, params, state, root, tree, base, draw=None):
+        levels = range(len(guesses_of(tree)))
+        hidden = [self.apply_head(params, k, state[:, None], method="hidden") for k in levels]
+        return self.fill_or_grow(params, hidden, root, tree, base, draw)
+
+    def propose_costs(self, tree, batch, slots):
+        """Every head runs on one row, whatever its level has of parents."""
+        levels = range(len(guesses_of(tree)))
+        blocks = [cost for k in levels for cost in block_costs(f"head {k}", self.head(k), batch, batch)]
+        return [*blocks, *self.guess_costs(tree, batch)]
 
     def teacher_inputs(self, features, tokens, base):
         return [(features.astype(self.dtype),)] * self.n_heads

@@ -104,6 +104,8 @@ def test_a_static_tree_holds_the_best_tokens_of_each_head(taught, oracle):
     proposal, roots, texts = propose(tree)
     for row, text in enumerate(texts):
         plain.check_proposal(tree, text, int(roots[row]), proposal.tokens[row])
+    alone, roots, _ = propose(presets.root())  # as calibration has it
+    assert alone.tokens[:, 0].tolist() == roots.tolist()
 
 
 def test_a_dynamic_tree_holds_the_best_tokens_of_each_head(taught):

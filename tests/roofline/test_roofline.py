@@ -272,8 +272,9 @@ def test_what_drafts_with_a_cache_compute_against_what_xla_counts(kind, tree, mo
         assert 0.85 < flops(operators_of(costs, 4)) / compiled.cost_analysis()["flops"] <= 1, function
 
 
-def test_amphista_reads_the_bases_lm_head_once_for_all_heads():
-    drafter = dataclasses.replace(KINDS["amphista"].build(SEVEN, jnp.bfloat16), small_lm_head=LmHead(shared=True))
+@pytest.mark.parametrize("kind", ["medusa", "amphista"])
+def test_heads_that_guess_at_once_read_the_bases_lm_head_once(kind):
+    drafter = dataclasses.replace(KINDS[kind].build(SEVEN, jnp.bfloat16), small_lm_head=LmHead(shared=True))
     operators = [op for op in operators_of(drafter.propose_costs(TREE, 3, 1024), 2) if "lm kernel" in op.name]
     assert [(op.rows, op.flops) for op in operators] == [(3 * 4, 2 * 3 * 4 * D * V)]
 
