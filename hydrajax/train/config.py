@@ -40,17 +40,17 @@ def below(name: str, value: float, limit: float) -> None:
 @dataclass(frozen=True)
 class DraftConfig:
     """Which heads. Hydra: ``hydra``, 1 layer. Hydra++: ``hydra``, 4 layers, ``prefix``. Medusa: ``medusa``. Amphista:
-    ``amphista``. ``eagle`` and ``eagle3`` are drafts of one layer, which are told ``unroll`` and ``init``, EAGLE-3 also ``vocabulary`` and
-    ``reads``.
+    ``amphista``. ``eagle`` and ``eagle3`` are drafts of one layer, which are told ``unroll`` and ``init``, EAGLE-3 also
+    ``vocabulary`` and ``reads``.
 
     init: a directory of released or exported heads to start from, in place of fresh ones. ``share_blocks``: blocks
     2..n are one block applied again, as in the released code (docs/design.md 4). lm_head: each head's own, ``full`` or
     a product of rank ``lm_rank`` (``low_rank``), or the base's (``shared``); heads with the latter two are saved in
     hydrajax's own format. ``vocabulary``: how many tokens the draft can say, the most frequent ones of the training
     text's targets, or those of the heads to start from; null for all. ``unroll``: how many guesses one after the other
-    EAGLE learns to make from a place of the text; null for 1 (``eagle``) and 7 (``eagle3``), as released. ``reads``: the layers, counted from 0, whose
-    inputs EAGLE-3 reads; the number after the last means the base's last hidden states. By default 2, L // 2 and L - 3
-    of L.
+    EAGLE learns to make from a place of the text; null for 1 (``eagle``) and 7 (``eagle3``), as released. ``reads``:
+    the layers, counted from 0, whose inputs EAGLE-3 reads; the number after the last means the base's last hidden
+    states. By default 2, L // 2 and L - 3 of L.
 
     Amphista alone: ``adaptation_layers``, the stages, 1 and 0 being ablations; ``auto_embedding_layers``, 2 in
     Amphista-α and 0 in an ablation; ``position_encoding`` of its auto-embedding block; ``reads_token``, whether the
