@@ -17,6 +17,7 @@ from jaxtyping import Int
 from hydrajax.bundle import Bundle
 from hydrajax.chat import Chat
 from hydrajax.checkpoints.base import Progress, eos_ids, load_llama
+from hydrajax.checkpoints.draft_model import is_model, load_draft_model
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.checkpoints.hub import resolve
 from hydrajax.compilation import use_compilation_cache
@@ -28,7 +29,7 @@ from hydrajax.decoding.rules import Numbers, one_rule, rules_for
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.registry import WITHOUT_WEIGHTS
+from hydrajax.drafters.registry import WITHOUT_WEIGHTS, title_of
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.generation import Stream, generate, stream
 from hydrajax.measure.fastest import choose
@@ -192,7 +193,13 @@ class Loaded(Bundle):
         return [decode_text(self.tokenizer, ids) for ids in result.ids()]
 
     def with_draft(
-        self, draft: Drafter | str | Path, *, base_directory: str | Path | None = None, mesh: Mesh | None = None
+        self,
+        draft: Drafter | str | Path,
+        *,
+        base_directory: str | Path | None = None,
+        mesh: Mesh | None = None,
+        shard_draft: bool = False,
+        draft_confidence: float | None = None,
     ) -> Loaded:
         """The same base, its parameters shared, with another drafter. The arguments are those of `load`.
 
@@ -203,8 +210,20 @@ class Loaded(Bundle):
             draft = WITHOUT_WEIGHTS[draft].build(self.model.config, self.model.dtype)
         if isinstance(draft, (str, Path)):
             directory = resolve(draft, "draft")
+            place = placer(mesh)
+            if is_model(directory):
+                model = self.model, self.params.base, self.tokenizer
+                settings = {"confidence": draft_confidence or 0.0}
+                settings["place"] = place if shard_draft else lambda array, _: place(array, None)
+                return self._with(*load_draft_model(directory, *model, **settings), directory)
             draft, params = load_draft(directory, self.model.config, self.model.dtype, base_directory=base_directory)
-            params = jax.tree.map(lambda x: placer(mesh)(x, None), params)
+            params = jax.tree.map(lambda x: place(x, None), params)
+        if draft_confidence is not None or shard_draft:
+            field = "shard_draft" if draft_confidence is None else "draft_confidence"
+            raise HydrajaxError(f"{field}: is for a draft model, found {title_of(draft)}")
+        return self._with(draft, params, directory)
+
+    def _with(self, draft: Drafter, params: Any, directory: Path | None) -> Loaded:
         return Loaded(self.model, draft, Params(self.params.base, params), self.tokenizer, self.eos_ids, directory)
 
     def fastest(
@@ -291,21 +310,27 @@ def load(
     mesh: Mesh | None = None,
     quantize: str | None = None,
     force: bool = False,
+    shard_draft: bool = False,
+    draft_confidence: float | None = None,
     on_progress: Progress = lambda done, total: None,
 ) -> Loaded:
     """Load a base and, optionally, a drafter.
 
     base:  a Hugging Face directory (``config.json`` and weights; the tokenizer if it holds one), a repository on the
         Hub, ``org/name`` or ``org/name@revision``, or ``"shipped"``, the small model that comes with the package.
-    draft: a directory or repository of heads (`hydrajax.checkpoints.heads.load`); the name of a drafter without
-        weights (`hydrajax.drafters.registry`); ``"medusa"``, ``"hydra"`` or ``"hydra++"`` of the shipped base; a
-        `Drafter` without weights; or None to decode autoregressively.
+    draft: a directory or repository of heads (`hydrajax.checkpoints.heads.load`), or of a small model of any family
+        with the base's tokenizer (`hydrajax.checkpoints.draft_model`); the name of a drafter without weights
+        (`hydrajax.drafters.registry`); ``"medusa"``, ``"hydra"`` or ``"hydra++"`` of the shipped base; a `Drafter`
+        without weights; or None to decode autoregressively.
     dtype: ``"float32"`` or ``"bfloat16"`` (or ``jnp.bfloat16``), of parameters, cache and matmuls; the model's
         ``dtype`` then says which. ``"auto"`` is float32 on a CPU, elsewhere what most of the base's numbers are stored
         in, with bfloat16 for float16 (`hydrajax.checkpoints.base.default_dtype` says why).
     mesh:  from `hydrajax.sharding.make_mesh`; the base is sharded over it, the draft replicated.
     quantize: ``"int8"`` keeps the base's matmul weights in one byte each: half of bfloat16's memory, other logits.
     force: load heads that say they were made for another base.
+    shard_draft: shard a draft model over the mesh like the base.
+    draft_confidence: of a draft model, from 0 up and below 1: draft no further below tokens that it finds less likely
+        (`hydrajax.drafters.draft_model.DraftModel`).
     on_progress: told how many of the base's numbers have been loaded.
 
     JAX's compilation cache on disk is then on for the whole process (`hydrajax.compilation.use_compilation_cache` says
@@ -325,7 +350,11 @@ def load(
     compute = DTYPES.get(name)  # None for "auto"
     model, base_params = load_llama(base, compute, placer(mesh), int8=quantize == "int8", on_progress=on_progress)
     loaded = Loaded(model, NoDrafter(), Params(base_params, {}), load_tokenizer(base), eos_ids(base))
-    return loaded if draft is None else loaded.with_draft(draft, base_directory=None if force else base, mesh=mesh)
+    if draft is None and draft_confidence is None and not shard_draft:
+        return loaded
+    settings = {"shard_draft": shard_draft, "draft_confidence": draft_confidence}
+    draft = NO_DRAFT if draft is None else draft
+    return loaded.with_draft(draft, base_directory=None if force else base, mesh=mesh, **settings)
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -61,6 +61,7 @@ def load_llama(
     *,
     int8: bool = False,
     on_progress: Progress = lambda done, total: None,
+    what: str = WHAT,
 ) -> tuple[Llama, dict]:
     """The model and its parameters, cast to ``dtype`` and placed on the device one by one.
 
@@ -68,21 +69,22 @@ def load_llama(
     place: ``place(array, logical_axes)`` puts one host array on devices; by default on the default device.
     int8: quantise the weights of matmuls, one by one as they are read.
     on_progress: told how many numbers of how many have been loaded, after each parameter.
+    what: begins the messages of errors.
 
     Host memory holds one parameter at a time beside the device copy (three matrices where ours fuses them), and the
     pages of one file. Raises `HydrajaxError` for a missing, truncated or foreign file.
     """
     directory = Path(directory)
-    check_directory(directory, WHAT)
-    config = read_config(directory)
-    files = open_tensors(directory, MODEL, WHAT)
+    check_directory(directory, what)
+    config = read_config(directory, what)
+    files = open_tensors(directory, MODEL, what)
     if config.n_layers > len(files):  # or a slip in a number would have us list millions of names
-        raise HydrajaxError(f"{WHAT}: {directory} has {len(files)} tensors, too few for {config.n_layers} layers")
+        raise HydrajaxError(f"{what}: {directory} has {len(files)} tensors, too few for {config.n_layers} layers")
 
     layout = base_layout(config)
     # A tied model's file may still hold the copy.
     ignored = IGNORED + r"|lm_head\.weight" * config.tied_lm_head
-    expect_tensors(files, shapes(layout), f"{WHAT}: {directory}", re.compile(ignored))
+    expect_tensors(files, shapes(layout), f"{what}: {directory}", re.compile(ignored))
 
     stored = Counter()
     for name, shape in shapes(layout).items():

@@ -12,6 +12,7 @@ import importlib
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 
@@ -89,6 +90,7 @@ def guarded(parse: Callable[[], argparse.Namespace]) -> int:
         args = parse()
         flags = args.flags
         use_compilation_cache()
+        warnings.formatwarning = _as_one_line
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing: tokenizers need none
         code = args.run(args)
         sys.stdout.flush()
@@ -108,3 +110,13 @@ def guarded(parse: Callable[[], argparse.Namespace]) -> int:
         print(f"hydrajax: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     return code or 0
+
+
+_FORMATWARNING = warnings.formatwarning
+
+
+def _as_one_line(message, category, filename, lineno, line=None) -> str:
+    """Our own warnings without the place in our code that they come from; others as Python shows them."""
+    if str(message).startswith("hydrajax: "):
+        return f"{message}\n"
+    return _FORMATWARNING(message, category, filename, lineno, line)

@@ -41,7 +41,8 @@ def add_model_arguments(
     """
     names = ", ".join(f"{name} ({kind.about})" for name, kind in WITHOUT_WEIGHTS.items())
     shipped = ", ".join(assets.SHIPPED_HEADS)
-    drafts = f"a directory of heads, or a name: {names}; {shipped} (of the shipped base)"
+    drafts = "a directory of heads, or of a smaller model with the same tokenizer; or a name: "
+    drafts += f"{names}; {shipped} (of the shipped base)"
     trees, listed = "", {}
     if several:
         drafts += "; may be given several times, the base alone always runs too"
@@ -56,6 +57,13 @@ def add_model_arguments(
         "shipped is the small model that comes with the package",
     )
     group.add_argument("--draft", metavar="DIR|NAME", help=drafts, **listed)
+    if not several:
+        group.add_argument(
+            "--draft-confidence",
+            metavar="P",
+            type=float,
+            help="of a draft model: draft no further below tokens that it gives a probability under P (default 0)",
+        )
     if tree:
         group.add_argument(
             "--tree",
@@ -219,7 +227,8 @@ def load_from(args: argparse.Namespace, on_status: Callable[[str], None] | None 
     Where ``args.dtype`` is auto it becomes the one that was chosen, which is what commands print and reports record.
     """
     settings = {"base": args.base, "draft": draft_of(args), "dtype": args.dtype}
-    settings |= {"quantize": args.quantize, "force": args.force} | changes
+    settings |= {"quantize": args.quantize, "force": args.force}
+    settings |= {"draft_confidence": getattr(args, "draft_confidence", None)} | changes
     with Console(stderr=True).status("loading") if on_status is None else nullcontext() as line:
         say = on_status or line.update
         loaded = api.load(**settings, on_progress=lambda done, total: say(f"loading {done / total:.0%}"))

@@ -65,5 +65,8 @@ class CostsNothing:
     def observe_costs(self, batch: int, tokens: int, slots: int) -> Sequence[Cost]:
         return ()
 
+    def begin_costs(self, batch: int, tokens: int, slots: int) -> Sequence[Cost]:
+        return ()
+
     def teacher_costs(self, length: int) -> Sequence[Cost]:
         return ()

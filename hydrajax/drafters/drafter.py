@@ -167,6 +167,9 @@ class Drafter(Protocol):
     def observe_costs(self, batch: int, tokens: int, slots: int) -> Sequence[Cost]:
         """What taking in so many new tokens per row computes, for texts that fit so many cache slots."""
 
+    def begin_costs(self, batch: int, tokens: int, slots: int) -> Sequence[Cost]:
+        """The same of a prompt."""
+
 
 @runtime_checkable
 class Trainable(Drafter, Protocol):
@@ -230,6 +233,9 @@ class SeesAcceptedOnly:
         return self.advance(
             params, state, outcome.along_path(), outcome.tokens, outcome.counts, outcome.next_root, base
         )
+
+    def begin_costs(self, batch, tokens, slots):
+        return self.observe_costs(batch, tokens, slots)
 
 
 def abstract_draft(drafter: Trainable, model: BaseModel):

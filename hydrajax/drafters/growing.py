@@ -59,6 +59,9 @@ def grow(
     whole path. A candidate is never likelier than its parent and comes after it, and of equals the first is taken, so
     that a node's parent is a node.
 
+    The proposal's ``scratch`` is int32 ``[B, N]``: where each node stands among those that were expanded, the root and
+    then the beams one after the other; -1 for a node that was not.
+
     Without ``draw`` the candidates are the best guesses, and their likelihoods, at temperature 1, decide on both
     questions. With ``draw`` the children c_1, c_2 ... of a node v are drawn from q(. | v), without replacement, and
     likelihoods are those of being accepted, as far as the draft can say (`_prospects`). They decide what is expanded,
@@ -109,13 +112,15 @@ def grow(
     parents = jnp.pad(number.astype(jnp.int32), ((0, 0), (1, 0)), constant_values=-1)
     chosen = jnp.take_along_axis(jnp.concatenate(tokens, axis=1), nodes, axis=1)
     topology = from_parents(parents, tree.depth, most_children=min(k, tree.size - 1))
+    candidate = jnp.pad(nodes, ((0, 0), (1, 0)), constant_values=-1)
+    is_expanded = candidate[:, :, None] == expanded[:, None, :]
+    place = jnp.argmax(is_expanded, axis=2).astype(jnp.int32)
     log_q = None
     if drawn_from:
         # Of a node that was not expanded, and so has no children, any will do.
-        candidate = jnp.pad(nodes, ((0, 0), (1, 0)), constant_values=-1)
-        place = jnp.argmax(candidate[:, :, None] == expanded[:, None, :], axis=2)
         log_q = lm_head.over_all_tokens(take(jnp.concatenate(drawn_from, axis=1), place), vocab_size)
-    return Proposal(jnp.concatenate([root[:, None], chosen], axis=1), topology, log_q)
+    place = jnp.where(jnp.any(is_expanded, axis=2), place, -1)
+    return Proposal(jnp.concatenate([root[:, None], chosen], axis=1), topology, log_q, place)
 
 
 def _keys_of_level(draw: Draw, depth: int) -> Array:

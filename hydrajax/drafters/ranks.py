@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from hydrajax.drafters.drafter import Trainable
+from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.models.arrays import Array
 from hydrajax.models.base import BoundBase
 from hydrajax.models.rows import chunk_width, into_chunks, row_layout
@@ -23,22 +26,39 @@ def head_ranks(
     tokens, segments = batch["tokens"], batch.get("segments")
     positions, mask = row_layout(tokens, segments)
     read = drafter.teacher_hidden(params, features, tokens, base, None, positions, mask)
-    width = chunk_width(chunk_tokens, tokens.shape)
-    vocab_size = base.config.vocab_size
 
     def one_head(k):
-        def rank(chunk):
-            hidden, wanted = chunk
-            logits = drafter.head_logits(params, k, hidden, base)
-            if drafter.vocabulary is not None:
-                wanted = drafter.vocabulary.places_of(wanted, vocab_size)
-            chosen = jnp.take_along_axis(logits, jnp.maximum(wanted, 0)[..., None], axis=-1)
-            before = jnp.arange(logits.shape[-1]) < wanted[..., None]
-            rank = jnp.sum((logits > chosen) | ((logits == chosen) & before), axis=-1, dtype=jnp.int32)
-            return jnp.where(wanted >= 0, rank, vocab_size)
+        def logits(hidden):
+            return drafter.head_logits(params, k, hidden, base)
 
-        chunks = into_chunks((read[k], jnp.roll(tokens, -(k + 2), axis=1)), width)
-        ranks = jax.lax.map(rank, chunks)  # [chunks, B, width]
-        return jnp.moveaxis(ranks, 0, 1).reshape(tokens.shape[0], -1)[:, : tokens.shape[1]]
+        wanted = jnp.roll(tokens, -(k + 2), axis=1)
+        return token_ranks(logits, read[k], wanted, drafter.vocabulary, base.config.vocab_size, chunk_tokens)
 
     return jnp.stack([one_head(k) for k in range(depth)])
+
+
+def token_ranks(
+    logits_of: Callable[[Array], Array],
+    hidden: Float[Array, "B T D"],
+    wanted: Int[Array, "B T"],
+    vocabulary: Vocabulary | None,
+    vocab_size: int,
+    chunk_tokens: int,
+) -> Int[Array, "B T"]:
+    """The rank of each wanted token in the logits from the hidden state at its place, int32; see `head_ranks`.
+
+    logits_of: from hidden states to logits over the ``vocabulary``, None for all ``vocab_size`` tokens.
+    """
+
+    def rank(chunk):
+        hidden, wanted = chunk
+        logits = logits_of(hidden)
+        if vocabulary is not None:
+            wanted = vocabulary.places_of(wanted, vocab_size)
+        chosen = jnp.take_along_axis(logits, jnp.maximum(wanted, 0)[..., None], axis=-1)
+        before = jnp.arange(logits.shape[-1]) < wanted[..., None]
+        rank = jnp.sum((logits > chosen) | ((logits == chosen) & before), axis=-1, dtype=jnp.int32)
+        return jnp.where(wanted >= 0, rank, vocab_size)
+
+    ranks = jax.lax.map(rank, into_chunks((hidden, wanted), chunk_width(chunk_tokens, wanted.shape)))
+    return jnp.moveaxis(ranks, 0, 1).reshape(wanted.shape[0], -1)[:, : wanted.shape[1]]  # from [chunks, B, width]

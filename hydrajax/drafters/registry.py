@@ -10,6 +10,7 @@ from typing import Any
 
 from hydrajax.drafters import amphista_files, eagle_files, hydra_files, medusa_files
 from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Drafter, Trainable
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
@@ -29,7 +30,8 @@ class Kind:
 
     title: for people. drafter: its class. about: of a drafter without weights, whose name is all that ``--draft`` and
     `hydrajax.load` need, what the command line says of it. files: of draft heads, how they are kept in files; the name
-    is then what configurations and files call them. settings: of heads as they were released, over the defaults.
+    is then what configurations and files call them. (Those of a draft model are a base's.) settings: of heads as they
+    were released, over the defaults.
     """
 
     title: str
@@ -53,6 +55,7 @@ KINDS = {
     "amphista": Kind("Amphista", AmphistaHeads, files=amphista_files.FILES),
     "eagle": Kind("EAGLE", Eagle, files=eagle_files.EAGLE_FILES),
     "eagle3": Kind("EAGLE-3", Eagle3, files=eagle_files.EAGLE_3_FILES),
+    "model": Kind("draft model", DraftModel),
 }
 WITHOUT_WEIGHTS = {name: kind for name, kind in KINDS.items() if kind.about}
 FILES = {name: kind.files for name, kind in KINDS.items() if kind.files}

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Mask
-from hydrajax.models.cache import Block, KVCache
+from hydrajax.models.cache import Ahead, Block, KVCache
 from hydrajax.models.config import LlamaConfig
 
 
@@ -49,7 +49,7 @@ class BaseModel(Protocol):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         block_mask: Mask,
-        cache: KVCache | None = None,
+        cache: KVCache | Ahead | None = None,
         reads: tuple[int, ...] = (0,),
     ) -> Forward:
         """Run T tokens per row at ``positions`` through the model, over an optional cache.
@@ -91,7 +91,7 @@ class BoundBase:
     def config(self) -> LlamaConfig:
         return self.model.config
 
-    def forward(self, tokens, positions, block_mask, cache: KVCache | None = None, reads=(0,)) -> Forward:
+    def forward(self, tokens, positions, block_mask, cache: KVCache | Ahead | None = None, reads=(0,)) -> Forward:
         """See `BaseModel.__call__`."""
         return self.model.apply({"params": self.params}, tokens, positions, block_mask, cache, reads)
 

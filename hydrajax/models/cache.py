@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int, Num
+from jaxtyping import Bool, Int, Num
 
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
@@ -33,6 +33,26 @@ class KVCache(NamedTuple):
         first_seen: the first slot that each query still sees, where a sliding window ends; None for all of them.
         """
         return (Part(*self.layers[layer], Filled(self.lengths, first_seen)),)
+
+
+class Ahead(NamedTuple):
+    """A cache, and M tokens beyond it that were run but not committed, such as those of a tree that is being drafted.
+
+    It stands in a forward pass for the cache. block: their keys and values. sees: bool ``[B, T, M]`` which of them each
+    of the T tokens fed now sees. positions: int32 ``[B, M]`` where they stand in the text, for sliding windows.
+    """
+
+    cache: KVCache
+    block: Block
+    sees: Bool[Array, "B T M"]
+    positions: Int[Array, "B M"]
+
+    def parts(self, layer: int, first_seen: Int[Array, "B T"] | None = None) -> tuple[Part, ...]:
+        """What queries may attend to in this layer; see `KVCache.parts`."""
+        sees = self.sees
+        if first_seen is not None:
+            sees = sees & (self.positions[:, None, :] >= first_seen[:, :, None])
+        return (Part(*self.block[layer], sees[:, None, None]), *self.cache.parts(layer, first_seen))
 
 
 def init_cache(config: LlamaConfig, batch: int, slots: int, dtype) -> KVCache:

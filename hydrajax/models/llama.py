@@ -12,7 +12,7 @@ from hydrajax.models import backend
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Causal, Mask, rope_table
 from hydrajax.models.base import Forward
-from hydrajax.models.cache import KVCache, init_cache
+from hydrajax.models.cache import Ahead, KVCache, init_cache
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer, RMSNorm
 from hydrajax.models.weights import Int8, declare, declare_kernel, project
@@ -64,7 +64,7 @@ class Llama(nn.Module):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         block_mask: Mask,
-        cache: KVCache | None = None,
+        cache: KVCache | Ahead | None = None,
         reads: tuple[int, ...] = (0,),
     ) -> Forward:
         """Run T tokens per row through the model; see `hydrajax.models.base.BaseModel` for the arguments."""

@@ -56,10 +56,10 @@ class Workload:
         return [*base, ranking("argmax", self.batch, self.config.vocab_size)]
 
     def prefill(self) -> list[Operator]:
-        """A prompt of ``context`` tokens per row through the base (the whole square of scores) and a prefix layer."""
+        """A prompt of ``context`` tokens per row through the base (the whole square of scores) and the drafter."""
         c, length = self.config, self.context
         base = forward_operators(c, self.batch, length, length, self.itemsize, logits_at=1)
-        return base + operators_of(self.drafter.observe_costs(self.batch, length, length), self.itemsize)
+        return base + operators_of(self.drafter.begin_costs(self.batch, length, length), self.itemsize)
 
 
 @dataclass(frozen=True)

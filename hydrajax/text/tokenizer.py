@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +40,16 @@ def visible(tokenizer: Any | None, token: int) -> str:
         return str(token)
     text = tokenizer.decode([token], clean_up_tokenization_spaces=False) if token >= 0 else ""
     return repr(text)[1:-1].replace(" ", "·") or "∅"
+
+
+def difference(ours: Mapping[str, int], theirs: Mapping[str, int], we: str, they: str) -> str | None:
+    """The first token, by id, that two maps from tokens to ids do not agree about, in words; None where they agree."""
+    different = dict(ours).items() ^ dict(theirs).items()
+    if not different:
+        return None
+    token = min(different, key=lambda item: (item[1], item[0]))[0]
+    said = [
+        f"has id {ids[token]} in {who}" if token in ids else f"is unknown to {who}"
+        for ids, who in ((ours, we), (theirs, they))
+    ]
+    return f"{token!r} {said[0]} and {said[1]}"

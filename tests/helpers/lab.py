@@ -18,6 +18,7 @@ from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.costs import CostsNothing
+from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
@@ -118,6 +119,7 @@ TREES = {
     "grown": DynamicTree(14, 3, 4),
 }
 
+SMALL = LlamaConfig(VOCAB, 16, 24, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, max_positions=CONTEXT)
 DRAFTERS = {
     "none": NoDrafter(),
     "oracle": Oracle(),
@@ -128,6 +130,10 @@ DRAFTERS = {
     "amphista": AmphistaHeads(4, CONFIG),
     "eagle": Eagle.for_base(CONFIG, jnp.float32),
     "eagle3": Eagle3.for_base(CONFIG, jnp.float32, vocabulary=Vocabulary(range(1, VOCAB, 2))),
+    "model": DraftModel(Llama(SMALL), VOCAB),
+    "windowed model": DraftModel(Llama(CONFIG.replace(sliding_window=5)), VOCAB),
+    "sure model": DraftModel(Llama(SMALL.replace(qkv_bias=True)), VOCAB, confidence=0.2),
+    "the base": DraftModel(Llama(CONFIG), VOCAB),
 }
 
 

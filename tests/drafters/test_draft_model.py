@@ -1,0 +1,262 @@
+"""A draft model against plain passes over whole texts: what it proposes, and what its cache holds."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lab import VOCAB, quick_jit
+from noise import noise
+
+from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.decode import make_decode_fn, result_of
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.draft_model import DraftModel
+from hydrajax.drafters.registry import KINDS, kind_of, title_of
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base import BoundBase, init_base
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama import Llama
+from hydrajax.trees import presets
+from hydrajax.trees.dynamic import DynamicTree
+
+PROMPTS = [[3, 1, 4, 1, 5], [2, 7], [1] * 17]
+# Of three families and sizes, with vocabularies of the base's size, a smaller and a larger one.
+SMALL = LlamaConfig(61, 16, 24, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8)
+MODELS = {
+    "llama": SMALL,
+    "mistral": SMALL.replace(n_layers=2, sliding_window=4, vocab_size=64),
+    "qwen2": SMALL.replace(qkv_bias=True, vocab_size=50),
+}
+
+
+def random_params(model: Llama, seed: int = 1):
+    return noise(jax.eval_shape(lambda: init_base(model, jax.random.key(0))), seed)
+
+
+def whole_pass(model: Llama, params, text: list[int]):
+    """Keys and values, and logits, of a pass over a text without any cache."""
+    tokens = np.array([text], np.int32)
+    positions = np.arange(len(text), dtype=np.int32)[None]
+    forward = model.apply({"params": params}, tokens, positions, causal_mask(len(text)))
+    return forward.block, np.asarray(model.apply({"params": params}, forward.hidden, method="logits"), np.float64)[0]
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def drafted(request, base, oracle):
+    """``propose(tree)`` after two stretches of text, the first of which ended with a token that waits in some rows."""
+    model = Llama(MODELS[request.param])
+    drafter, params = DraftModel(model, base.config.vocab_size), random_params(model)
+    texts = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5, 8, 9, 7]]
+    waits, roots = [True, False, True], [7, 3, 40]
+    known = min(model.config.vocab_size, base.config.vocab_size)
+
+    class Plain(oracle.heads):
+        def __init__(self):
+            self.seen = {}
+
+        def logits(self, k, text, path):
+            text = (*text, *map(int, path))
+            if text not in self.seen:
+                self.seen[text] = whole_pass(model, params, list(text))[1][-1, :known]
+            return self.seen[text]
+
+    def propose(tree, drafter=drafter):
+        @quick_jit
+        def run(params):
+            batch = np.zeros((3, 7), np.int32)
+            for row, text in enumerate(texts):
+                batch[row, : len(text)] = text
+            counts = np.array([len(text) - wait for text, wait in zip(texts, waits, strict=True)], np.int32)
+            state = drafter.init_state(3, 24)
+            nothing = jnp.zeros((3, 7, base.config.width))
+            state = drafter.begin(params, state, nothing, jnp.asarray(batch), jnp.asarray(counts), None, base)
+            last = jnp.asarray([text[-1] for text in texts], jnp.int32)
+            state = state._replace(waiting=last, waits=jnp.asarray(waits))
+            return drafter.propose(params, state, jnp.asarray(roots), tree, base)
+
+        return jax.device_get(run(params))
+
+    found = Plain()
+    found.model = model
+    return propose, found, [tuple(text) for text in texts], roots
+
+
+def test_a_static_tree_holds_the_best_tokens_after_each_path(drafted, oracle):
+    propose, plain, texts, roots = drafted
+    tree = oracle.random_tree(3, 18, depth=4, widest=5)
+    found = propose(tree).tokens
+    for row, text in enumerate(texts):
+        plain.check_proposal(tree, text, roots[row], found[row])
+
+
+def test_a_dynamic_tree_holds_the_best_tokens_after_each_path(drafted):
+    propose, plain, texts, _ = drafted
+    proposal = propose(DynamicTree(16, 3, 4))
+    for row, text in enumerate(texts):
+        assert plain.check_grown(text, proposal.tokens[row], proposal.tree.parents[row]) > 1
+
+
+# --- decoding: the text, and what the cache holds ---------------------------------------------------------------------
+
+
+def check_cache(lab, drafter, params, state, texts: list[list[int]]):
+    """The draft's cache is a plain pass over each text so far: no token twice, none missing, none of a rejected node.
+
+    The last token may wait.
+    """
+    state = jax.device_get(state)
+    plain = quick_jit(lambda p, tokens: drafter.model.apply({"params": p}, tokens, *whole(tokens)).block)
+    padded = np.zeros((len(texts), lab.context), np.int32)
+    for row, text in enumerate(texts):
+        padded[row, : len(text)] = text
+    block = jax.device_get(plain(params, padded))
+    for row, text in enumerate(texts):
+        filled = len(text) - int(state.waits[row])
+        assert state.cache.lengths[row] == filled
+        if state.waits[row]:
+            assert state.waiting[row] == text[-1]
+        for mine, full in zip(jax.tree.leaves(state.cache.layers), jax.tree.leaves(block), strict=True):
+            np.testing.assert_allclose(mine[row, :, :filled], full[row, :, :filled], atol=2e-4, rtol=1e-4)
+
+
+def whole(tokens):
+    return np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape), causal_mask(tokens.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("the base", "deep and late"),
+        ("windowed model", "grown"),
+        ("the base, where it is sure", "cartesian"),
+        pytest.param("the base", "chain", marks=pytest.mark.slow),
+        pytest.param("the base", "root", marks=pytest.mark.slow),
+    ],
+)
+def test_the_cache_holds_exactly_the_text_through_two_turns(lab, name, tree):
+    """And the text is the base's own, whatever ended the first answer. The draft is nearly the base: often right."""
+    drafters = lab.drafters | {"the base, where it is sure": DraftModel(lab.model, VOCAB, confidence=0.5)}
+    drafter = drafters[name]
+    engine = make_decode_fn(lab.model, drafter, lab.trees[tree], max_new_tokens=14).engine
+    nearly = jax.tree.map(lambda x, y: 0.98 * x + 0.02 * y, lab.base(0), lab.base(1))
+    params, step = Params(lab.base(0), nearly), lab.quick_jit(engine.decode_step)
+    key, rule, limits = jax.random.key(0), per_row(Greedy(), 3), np.array([6, 14, 1], np.int32)
+
+    def finish(state, before):
+        """Step by step to the end."""
+        waited = set()
+        while not state.output.done.all():
+            state = step(params, state)
+            said = jax.device_get(result_of(state.output)).ids()
+            check_cache(lab, drafter, params.draft, state.draft, [[*a, *b] for a, b in zip(before, said, strict=True)])
+            waited |= set(np.asarray(state.draft.waits).tolist())
+        return state, said, waited
+
+    prompts, more = [[3, 1, 4], [2, 6], [9, 2, 6, 5]], [[5, 5], [1], [8, 0, 2]]
+    prefill = lab.quick_jit(engine.prefill, static_argnames="slots")
+    state = prefill(params, *padded(prompts), key, rule, limits, slots=lab.context + engine.tree.size)
+    state, said, waited = finish(state, prompts)
+    assert waited == ({False} if tree == "root" else {True, False})
+    whole = [[*prompt, *ids, *text] for prompt, ids, text in zip(prompts, said, more, strict=True)]
+    state = lab.quick_jit(engine.extend)(params, state, *padded(more), key, rule, limits)
+    check_cache(lab, drafter, params.draft, state.draft, whole)
+    _, answers, _ = finish(state, whole)
+    texts, _ = lab.references(0, whole)
+    for row, text in enumerate(whole):
+        assert answers[row] == lab.expected(texts[row], len(text), int(limits[row]))
+
+
+def padded(texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids ``[rows, 4]``, right-padded, and their lengths."""
+    return np.array([text + [0] * (4 - len(text)) for text in texts], np.int32), np.array([*map(len, texts)], np.int32)
+
+
+def test_of_a_draft_that_is_the_base_every_token_is_accepted(lab):
+    decode_fn = make_decode_fn(lab.model, lab.drafters["the base"], presets.chain(4), max_new_tokens=20)
+    out = lab.decode(decode_fn, 0, lab.base(0), PROMPTS)
+    texts, _ = lab.references(0, PROMPTS)
+    for row, prompt in enumerate(PROMPTS):
+        assert out.tokens[row].tolist() == lab.expected(texts[row], len(prompt), 20)
+        assert out.accept_lengths[row, :4].tolist() == [4, 4, 4, 4]
+        assert out.steps[row] == 4
+
+
+@pytest.mark.slow
+def test_of_a_draft_that_is_the_base_every_draw_is_accepted(lab):
+    """With p = q the ratio min(1, p / q) is 1."""
+    rule = RejectionSampling(0.8)
+    decode_fn = make_decode_fn(lab.model, lab.drafters["the base"], presets.chain(4), rule, max_new_tokens=20)
+    out = lab.decode(decode_fn, 0, lab.base(0), PROMPTS, rule=rule, seed=3)
+    assert (out.accept_lengths[:, :4] == 4).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tree"), [("model", "grown"), ("sure model", "random")])
+def test_sampling_draws_the_tokens_of_plain_sampling(lab, name, tree):
+    rule = ExactSampling(1.3)
+    decode_fn = make_decode_fn(lab.model, lab.drafters[name], lab.trees[tree], rule, max_new_tokens=24)
+    out = lab.decode(decode_fn, 0, lab.draft(name, 0), PROMPTS, rule=rule, seed=5)
+    np.testing.assert_array_equal(out.tokens, lab.plainly(PROMPTS, rule, seed=5).tokens)
+    assert out.accept_lengths.max() > 0
+
+
+# --- stopping where it is not sure ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.999])
+def test_below_a_token_that_it_finds_unlikely_nothing_is_drafted(drafted, threshold):
+    """Everything else is drafted as without the threshold."""
+    propose, plain, texts, roots = drafted
+    tree = presets.cartesian([3, 2, 1])
+    drafter = DraftModel(plain.model, 61, confidence=threshold)
+    without, found = propose(tree).tokens, propose(tree, drafter)
+    for row, text in enumerate(texts):
+        for node in range(1, tree.size):
+            path, sure = [int(roots[row])], True
+            for above in tree.node_paths[node][1:]:
+                if above == node:
+                    break
+                logits = plain.logits(len(path), text, path)
+                path.append(int(without[row, above]))
+                sure &= np.exp(logits[path[-1]] - np.logaddexp.reduce(logits)) >= threshold
+            assert found.tokens[row, node] == (without[row, node] if sure else -1)
+    assert (found.tokens == -1).any()
+    if threshold > 0.9:  # no pass but the first was needed
+        assert (found.scratch.place[1:] == -1).all()
+
+
+# --- what is refused, and what it is called ---------------------------------------------------------------------------
+
+
+def test_what_cannot_be_is_refused(lab):
+    with pytest.raises(HydrajaxError, match="tree: depth 17 is deeper than the drafter, which proposes 16 tokens"):
+        make_decode_fn(lab.model, lab.drafters["model"], presets.chain(17))
+    for confidence in (-0.1, 1.0, float("nan")):
+        with pytest.raises(HydrajaxError, match="draft_confidence: must be at least 0 and below 1, found"):
+            DraftModel(lab.model, 17, confidence=confidence)
+    with pytest.raises(HydrajaxError, match="depth: must be at least 1, found 0"):
+        DraftModel(lab.model, 17, depth=0)
+
+
+def test_it_is_known_by_its_name(lab):
+    assert title_of(lab.drafters["model"]) == KINDS["model"].title == "draft model"
+    assert kind_of(lab.drafters["model"]) is None  # no format of heads holds it
+
+
+def test_ranks_are_those_of_plain_passes(lab):
+    drafter, params = lab.drafters["model"], lab.draft("model", 0)
+    texts = np.random.default_rng(3).integers(0, 17, (2, 11), dtype=np.int32)
+    found = np.asarray(
+        drafter.ranks(params, None, {"tokens": jnp.asarray(texts)}, BoundBase(lab.model, lab.base(0)), 8, 3)
+    )
+    for row, text in enumerate(texts):
+        logits = whole_pass(drafter.model, params, text.tolist())[1]
+        for k in range(3):
+            for t in range(len(text) - 2 - k):
+                true = text[t + 2 + k]
+                assert found[k, row, t] == np.sum(logits[t + 1 + k] > logits[t + 1 + k, true])
