@@ -15,13 +15,17 @@ from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import check_fit
-from hydrajax.drafters.registry import KINDS
+from hydrajax.drafters.draft_model import DraftModel
+from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.registry import KINDS, title_of
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.measure.benchmark import first_nodes
 from hydrajax.measure.machine import machine
-from hydrajax.measure.random_models import random_base, random_draft
+from hydrajax.measure.random_models import fresh, random_base
 from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS, LlamaConfig
+from hydrajax.models.llama import Llama
+from hydrajax.roofline.chains import BestChain, best_chain
 from hydrajax.roofline.comparison import Comparison, compare
 from hydrajax.roofline.devices import DEVICES, Device
 from hydrajax.roofline.medusa_tables import CANDIDATES, TABLES
@@ -40,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", metavar="NAME", help=f"of the base: {', '.join(PRESETS)}")
     parser.add_argument("--base", metavar="DIR", help="or that of a model; only its config.json is read")
     parser.add_argument("--draft-kind", choices=list(KINDS), default="hydra++", help="default %(default)s")
+    parser.add_argument("--draft", metavar="DIR", help="or a draft model; only its config.json is read")
     parser.add_argument(
         "--device", choices=[*DEVICES, HERE], default="H100", help="'here' measures this one (default %(default)s)"
     )
@@ -57,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=list(api.DTYPES), default="bfloat16", help="default %(default)s")
     parser.add_argument(
         "--tokens-per-step", metavar="T,T,...", type=_numbers, help="τ of each tree size, to predict speed-ups"
+    )
+    parser.add_argument(
+        "--acceptance",
+        metavar="A",
+        type=float,
+        help="of a draft model: the chance that a token of a chain is accepted (Leviathan's α, which tree search "
+        "measures), to predict how long a chain should be",
     )
     parser.add_argument("--repeats", metavar="R", type=options.positive, default=5, help="of each measurement here")
     parser.add_argument("--operators", action="store_true", help="also each operator, of the first batch and last tree")
@@ -90,22 +102,30 @@ def run(args: argparse.Namespace) -> None:
         if args.device != HERE and args.dtype != "bfloat16":
             device = args.device
             raise HydrajaxError(f"--dtype: found '{args.dtype}', the peaks of --device {device} are for bfloat16")
-        drafter = KINDS[args.draft_kind].build(config, dtype)
+        drafter = _drafter(args, config, dtype)
         trees = _trees(args, drafter, config)
         taus = _tokens_per_step(args, trees)
         if args.device == HERE:
             with Console(stderr=True).status("measuring"):
-                ways, grid = _ways(args, config, dtype, trees), (args.batch_sizes, args.context)
+                ways, grid = _ways(config, dtype, drafter, trees), (args.batch_sizes, args.context)
                 compared = compare(ways, *grid, dtype.itemsize, taus, repeats=args.repeats)
             device, rows = compared.device, compared.predicted
         else:
             device = DEVICES[args.device]
             grid = (trees, args.batch_sizes, args.context)
             rows = list(predict(device, config, drafter, *grid, dtype.itemsize, taus))
-        write(_report(args, device, rows, compared))
+        chains = [
+            best_chain(device, config, drafter, args.acceptance, batch, context, dtype.itemsize)
+            for context in args.context
+            for batch in args.batch_sizes
+            if args.acceptance is not None
+        ]
+        write(_report(args, device, rows, compared, chains))
     if args.json == "-":
         return
     _print(args, device, rows)
+    if chains:
+        _print_chains(chains)
     if compared:
         _print_comparison(compared)
     if args.operators:
@@ -121,6 +141,18 @@ def _config(args: argparse.Namespace) -> LlamaConfig:
     if args.shape not in PRESETS:
         raise not_allowed("shape", args.shape, PRESETS)
     return PRESETS[args.shape]
+
+
+def _drafter(args: argparse.Namespace, config: LlamaConfig, dtype) -> Drafter:
+    if args.draft:
+        drafter: Drafter = DraftModel(Llama(read_config(args.draft, "draft"), dtype), config.vocab_size)
+        args.draft_kind = "model"
+    else:
+        drafter = KINDS[args.draft_kind].build(config, dtype)
+    if args.acceptance is not None and not isinstance(drafter, DraftModel):
+        title = title_of(drafter)
+        raise HydrajaxError(f"--acceptance: is for draft models, --draft or --draft-kind model, found {title}")
+    return drafter
 
 
 def _trees(args: argparse.Namespace, drafter, config: LlamaConfig) -> dict[str, CandidateTree]:
@@ -142,16 +174,24 @@ def _tokens_per_step(args: argparse.Namespace, trees: dict[str, CandidateTree]) 
     return taus
 
 
-def _ways(args: argparse.Namespace, config: LlamaConfig, dtype, trees: dict[str, CandidateTree]) -> list[Way]:
+def _ways(config: LlamaConfig, dtype, drafter: Drafter, trees: dict[str, CandidateTree]) -> list[Way]:
     """A way for each tree, with random weights."""
     model, base = random_base(config, dtype)
-    drafter, params = random_draft(model, base, args.draft_kind)
+    drafter, params = fresh(model, base, drafter)
     return [Way(name, model, drafter, params, tree) for name, tree in trees.items()]
 
 
-def _report(args: argparse.Namespace, device: Device, rows: list[Prediction], compared: Comparison | None) -> dict:
+def _report(
+    args: argparse.Namespace,
+    device: Device,
+    rows: list[Prediction],
+    compared: Comparison | None,
+    chains: list[BestChain],
+) -> dict:
     cells = [{"predicted": row.as_dict()} for row in rows]
     report = {"device": asdict(device), "arguments": options.recorded(args), "rows": cells}
+    if chains:
+        report["chains"] = [chain.as_dict() for chain in chains]
     if compared is None:
         return report
     for cell, row in zip(cells, compared.measured, strict=True):
@@ -167,7 +207,8 @@ _table = partial(figure_table, left="operator")
 
 def _print(args: argparse.Namespace, device: Device, rows: list[Prediction]) -> None:
     name = machine()["device"] if args.device == HERE else device.name
-    draft = f"{rows[0].draft_bytes / 1e9:.3g} GB of {args.draft_kind} heads"
+    size = f"{rows[0].draft_bytes / 1e9:.3g} GB"
+    draft = f"a draft model of {size}" if args.draft_kind == "model" else f"{size} of {args.draft_kind} heads"
     print(f"{args.shape or args.base} with {draft}, {args.dtype}, on {name}: predicted ms per step")
     print(f"{device.flops / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e9:.4g} GB/s")
     if device.weight_rates:
@@ -186,6 +227,21 @@ def _print(args: argparse.Namespace, device: Device, rows: list[Prediction]) -> 
     wide_console().print(table)
     print("memory: share of the step's time in operators that wait for memory. even: cost ratio step / AR step, the")
     print("tokens_per_step (τ) above which the tree pays.")
+
+
+def _print_chains(chains: list[BestChain]) -> None:
+    """What a chain is worth by the closed form, and in this roofline."""
+    table = _table("batch", "context", "c", "best K", "τ", "faster", "roofline's K", "faster in it")
+    for chain in chains:
+        cells = (f"{chain.draft_cost:.3f}", str(chain.length), f"{chain.tokens_per_step:.2f}")
+        cells += (f"{chain.improvement:.2f}x", str(chain.roofline_length), f"{chain.roofline_speedup:.2f}x")
+        table.add_row(str(chain.batch), str(chain.context), *cells)
+    print(
+        f"chains of which every token is accepted with chance {chains[0].acceptance:g} (Leviathan et al. 3.1 to 3.3):"
+    )
+    wide_console().print(table)
+    print("c: a drafted token's time in steps without a draft. best K: where (1 - α^(K+1)) / ((1 - α)(cK + 1)) is")
+    print("largest. To the roofline, the base's pass over K + 1 tokens costs more than one over a single token.")
 
 
 def _print_comparison(compared: Comparison) -> None:

@@ -147,15 +147,18 @@ class DraftModel:
         return DraftState(cache, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
 
     def begin(self, params, state, features, tokens, counts, next_root, base):
-        """The end of the last answer, if it waits, and then the text: two passes, the first of a single token."""
-        forward = self._forward(
-            params, state.waiting[:, None], state.cache.lengths[:, None], causal_mask(1), state.cache
-        )
-        waits = state.waits.astype(jnp.int32)
-        cache = append(state.cache, forward.block, waits, after=forward.hidden[:, 0, 0])
-        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-        forward = self._forward(params, tokens, positions, causal_mask(tokens.shape[1]), cache)
-        cache = append(cache, forward.block, counts, after=forward.hidden[:, -1, 0])
+        """The end of the last answer, if it waits, and then the text: two passes, the first of a single token.
+
+        The cache is written after both, as what is read in between would be copied (`after_reads`).
+        """
+        cache, (batch, n_tokens) = state.cache, tokens.shape
+        place = cache.lengths[:, None]
+        first = self._forward(params, state.waiting[:, None], place, causal_mask(1), cache)
+        sees = jnp.broadcast_to(state.waits[:, None, None], (batch, n_tokens, 1))
+        positions = place + state.waits[:, None] + jnp.arange(n_tokens)
+        text = self._forward(params, tokens, positions, causal_mask(n_tokens), Ahead(cache, first.block, sees, place))
+        cache = append(cache, first.block, state.waits.astype(jnp.int32), after=text.hidden[:, -1, 0])
+        cache = append(cache, text.block, counts, after=text.hidden[:, -1, 0])
         return DraftState(cache, jnp.zeros_like(state.waiting), jnp.zeros_like(state.waits))
 
     def propose(self, params, state, root, tree, base, draw=None):

@@ -50,7 +50,11 @@ def drafter_for(model: BaseModel, kind: str, lm_head: str = "full") -> Drafter:
 
 def random_draft(model: BaseModel, base, kind: str, seed: int = 0, lm_head: str = "full"):
     """``(drafter, params)``: a fresh drafter for a base, see `drafter_for`."""
-    drafter = drafter_for(model, kind, lm_head)
+    return fresh(model, base, drafter_for(model, kind, lm_head), seed)
+
+
+def fresh(model: BaseModel, base, drafter: Drafter, seed: int = 0):
+    """``(drafter, params)`` with fresh parameters for a base."""
     init = jax.jit(lambda rng, base: drafter.init(rng, BoundBase(model, base)))
     return drafter, Params(base, init(jax.random.key(seed + 1), base))
 

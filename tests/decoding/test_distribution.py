@@ -26,6 +26,7 @@ from hydrajax.decoding.sampling import numbers_as_arrays, per_row, sample
 from hydrajax.decoding.state import Params
 from hydrajax.drafters import growing
 from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
@@ -108,6 +109,9 @@ DRAFTERS = {
     "eagle": Eagle.for_base(CONFIG, jnp.float32),
     "eagle3": Eagle3.for_base(CONFIG, jnp.float32),
     "eagle3, 4 tokens": Eagle3.for_base(CONFIG, jnp.float32, vocabulary=FOUR),
+    "model": DraftModel(Llama(CONFIG), VOCAB),
+    "sure model, 4 tokens": DraftModel(Llama(CONFIG.replace(vocab_size=4)), VOCAB, confidence=0.3),
+    "padded model": DraftModel(Llama(CONFIG.replace(vocab_size=8, width=8)), VOCAB),
     "near": Bigram(0.0),
     "far": Bigram(4.0),
 }
@@ -209,9 +213,9 @@ EAGLES = ("eagle", "eagle3", "eagle3, 4 tokens")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", EAGLES)
+@pytest.mark.parametrize("drafter", [*EAGLES, "model", "sure model, 4 tokens"])
 @pytest.mark.parametrize("tree", ["tree", "grown"])
-def test_exact_sampling_with_eagle(drafter, tree):
+def test_exact_sampling_with_drafts_that_have_a_cache(drafter, tree):
     rule = ExactSampling(0.7, top_p=0.9)
     assert p_value(draws(rule, drafter, TREES[tree], 8, FEWER), probabilities(rule)) > P_VALUE
 
@@ -246,7 +250,13 @@ REJECTION += [
 ]
 REJECTION += [(1.0, "cut", drafter, tree) for drafter in EAGLES for tree in ("chain", "tree")]
 REJECTION += [(1.0, "cut", "amphista, 4 tokens, rank 3", tree) for tree in TREES]
-QUICK_REJECTION = [(0.7, "whole", "far", "tree"), (0.7, "whole", "eagle3, 4 tokens", "grown")]
+MODELS = ("model", "sure model, 4 tokens", "padded model")
+REJECTION += [(1.0, "cut", drafter, tree) for drafter in MODELS for tree in TREES]
+QUICK_REJECTION = [
+    (0.7, "whole", "far", "tree"),
+    (0.7, "whole", "sure model, 4 tokens", "tree"),
+    (0.7, "whole", "eagle3, 4 tokens", "grown"),
+]
 
 
 @pytest.mark.parametrize(("temperature", "cut", "drafter", "tree", "samples"), in_part(REJECTION, QUICK_REJECTION))

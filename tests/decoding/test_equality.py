@@ -36,6 +36,9 @@ UNTRAINED = [
     ("eagle", "random"),
     ("eagle3", "skips ranks"),
     ("eagle3", "grown"),
+    ("model", "grown"),
+    ("windowed model", "random"),
+    ("sure model", "cartesian"),
 ]
 ORACLE_TREES = ["one node", "skips ranks", "deep and late", "random"]
 
@@ -78,7 +81,7 @@ def any_trees(draw):
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from(["eagle", "eagle3", "hydra"]), any_trees(), base_seeds, st.integers(0, 2),
+    st.sampled_from(["eagle", "eagle3", "hydra", "model", "sure model"]), any_trees(), base_seeds, st.integers(0, 2),
     st.lists(prompts, min_size=1, max_size=3),
 )  # fmt: skip
 def test_no_tree_changes_the_text(lab, drafter, tree, base_seed, draft_seed, some):

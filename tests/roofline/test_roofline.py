@@ -240,15 +240,12 @@ def test_every_matrix_of_the_draft_is_multiplied_with():
 
 
 STATIC, DYNAMIC = presets.sparse("eagle_26"), DynamicTree(20, 3, 4)
+WITH_CACHE = [(kind, tree) for kind in ("eagle", "eagle3", "model") for tree in (STATIC, DYNAMIC)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "tree"),
-    [("eagle", STATIC), ("eagle", DYNAMIC), ("eagle3", STATIC), ("eagle3", DYNAMIC), ("amphista", presets.sparse())],
-    ids=["eagle, static", "eagle, dynamic", "eagle3, static", "eagle3, dynamic", "amphista"],
-)
-def test_what_drafts_with_a_cache_compute_against_what_xla_counts(kind, tree, monkeypatch):
-    """EAGLE's levels attend to its cache and to all nodes run before. Both take in what was accepted."""
+@pytest.mark.parametrize(("kind", "tree"), [*WITH_CACHE, ("amphista", presets.sparse())])
+def test_what_a_draft_with_a_cache_computes_against_what_xla_counts(kind, tree, monkeypatch):
+    """Levels that attend to the draft's cache and to all nodes run before, and the pass over what was accepted."""
     monkeypatch.setattr(few_rows, "available", lambda: False)  # in our own kernels XLA counts nothing
     config, batch, slots = LlamaConfig(300, 64, 172, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16), 2, 600
     drafter, (model, base) = KINDS[kind].build(config, jnp.float32), abstract_params(config)
@@ -266,7 +263,7 @@ def test_what_drafts_with_a_cache_compute_against_what_xla_counts(kind, tree, mo
 
     for function, arguments, costs in (
         (propose, (), drafter.propose_costs(tree, batch, slots)),
-        (observe, (features, whole), drafter.observe_costs(batch, 6, slots)),
+        (observe, (features, whole), drafter.begin_costs(batch, 6, slots)),
     ):
         compiled = jax.jit(function).lower(base, params, state, row, *arguments).compile()
         assert 0.85 < flops(operators_of(costs, 4)) / compiled.cost_analysis()["flops"] <= 1, function
@@ -414,6 +411,36 @@ def test_command_takes_eagle_and_a_tree_that_is_grown(program):
     (row,) = json.loads(program(*short, "--tree", "dynamic-60-7-10").out)["rows"]
     assert (row["predicted"]["tree"], row["predicted"]["nodes"]) == ("dynamic-60-7-10", 60)
     assert row["predicted"]["propose"] > near["propose"]  # seven levels in place of four
+
+
+def test_command_says_how_long_a_draft_model_s_chains_should_be(program, tmp_path):
+    """The published pair of a 7B and a model of 68M parameters: 2 layers, width 768."""
+    config = {"model_type": "llama", "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 3072}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 12, "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    pair = ("--shape", "7b", "--draft", tmp_path, "--acceptance", "0.6", "--batch-sizes", "1,64")
+    result = program(*pair, "--json")
+    assert result.code == 0, result
+    alone, many = json.loads(result.out)["chains"]
+    # At batch 1 both wait for their weights, but of the draft's embedding only a row is read. The base reads 6.6e9 of
+    # them and the cache, 1025 keys and values of 32 layers.
+    draft = 2 * (4 * 768**2 + 3 * 768 * 3072) + 768 * 32_000
+    base = 32 * (4 * 4096**2 + 3 * 4096 * 11_008) + 4096 * 32_000 + 32 * 2 * 1025 * 4096
+    assert alone["draft_cost"] == pytest.approx(draft / base, rel=0.1)
+    gains = [(1 - 0.6 ** (k + 1)) / (0.4 * (alone["draft_cost"] * k + 1)) for k in range(17)]
+    assert alone["length"] == int(np.argmax(gains))
+    assert alone["improvement"] == pytest.approx(max(gains))
+    assert alone["roofline_speedup"] < alone["improvement"]
+    assert many["roofline_length"] < alone["roofline_length"]  # with many rows the base's longer pass costs
+    shown = program(*pair).out
+    assert f"{alone['improvement']:.2f}x" in shown
+    assert "draft model of 0.1" in shown
+    assert "…" not in shown
+    refused = program("--shape", "7b", "--acceptance", "0.6")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert "--acceptance: is for draft models" in refused.err
+    refused = program("--shape", "7b", "--draft", tmp_path, "--acceptance", "1.6")
+    assert (refused.code, refused.err) == (2, "hydrajax: --acceptance: must be from 0 to 1, found 1.6\n")
 
 
 def test_command_reads_a_base_s_shape(program, tmp_path):

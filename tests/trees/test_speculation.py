@@ -1,0 +1,52 @@
+"""The closed forms of Leviathan et al. against enumeration of every outcome, and against their printed figures."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees.speculation import best_length, expected_tokens, improvement
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.75, 0.999, 1.0])
+@pytest.mark.parametrize("k", [0, 1, 2, 5, 9])
+def test_expected_tokens_by_enumeration(alpha, k):
+    """All 2^K ways in which K draws may be accepted or not: the first rejection ends the step."""
+    total = 0.0
+    for accepted in itertools.product([True, False], repeat=k):
+        chance = 1.0
+        for one in accepted:
+            chance *= alpha if one else 1 - alpha
+        total += chance * (1 + (accepted.index(False) if False in accepted else k))
+    assert expected_tokens(alpha, k) == pytest.approx(total, rel=1e-9)
+
+
+# Their table 1, with a draft that costs nothing.
+PRINTED = [(0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.9, 2, 2.71), (0.9, 10, 6.86)]
+
+
+@pytest.mark.parametrize(("alpha", "k", "speed"), PRINTED)
+def test_the_printed_speeds(alpha, k, speed):
+    assert improvement(alpha, k, 0.0) == pytest.approx(speed, abs=0.005)
+
+
+def test_every_pass_of_the_draft_takes_its_time():
+    assert improvement(0.5, 3, 0.1) == pytest.approx((1 + 0.5 + 0.25 + 0.125) / 1.3)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 0.8, 0.95, 1.0])
+@pytest.mark.parametrize("c", [0.0, 0.02, 0.1, 0.5, 1.2])
+def test_the_best_length_is_the_best_of_all(alpha, c):
+    best = best_length(alpha, c, 12)
+    assert all(improvement(alpha, best, c) >= improvement(alpha, k, c) for k in range(13))
+    # Corollary 3.9: some chain pays exactly where alpha > c, and then already that of one token.
+    assert (best > 0) == (alpha > c)
+    assert alpha <= c or improvement(alpha, 1, c) == pytest.approx((1 + alpha) / (1 + c))
+
+
+def test_numbers_out_of_range():
+    for alpha, k, c in ((-0.1, 1, 0.1), (1.1, 1, 0.1), (0.5, -1, 0.1), (0.5, 1, -0.1), (float("nan"), 1, 0.1)):
+        with pytest.raises(HydrajaxError, match="must be"):
+            improvement(alpha, k, c)
