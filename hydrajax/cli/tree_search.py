@@ -16,13 +16,15 @@ from hydrajax import api
 from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.drafters.drafter import HasDistribution
+from hydrajax.drafters.registry import title_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.files import content_of
 
 HELP = "grow trees by expected acceptance, measure their speed and that of dynamic ones here, and write the fastest"
-HOW = ("simulated", "joint", "independent")
+HOW = ("simulated", "joint", "independent", "chains")
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 100)
 STATIC, DYNAMIC, BOTH = SHAPES = ("static", "dynamic", "both")
 
@@ -40,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--how", choices=HOW, default="simulated",
         help="what makes a path of a static tree likely: simulated decoding (hydra section 4), whole paths counted at "
-        "every place, or each head's accuracies multiplied (medusa 2.3.3); default %(default)s",
+        "every place, or each head's accuracies multiplied (medusa 2.3.3); chains: of a draft model, one path and "
+        "no branches (Leviathan et al. 3.1); default %(default)s",
     )  # fmt: skip
     group.add_argument("--largest", metavar="N", type=options.positive, default=100, help="nodes (default %(default)s)")
     group.add_argument(
@@ -78,6 +81,8 @@ def run(args: argparse.Namespace) -> None:
         raise HydrajaxError(f"--sizes: must be at most --largest {args.largest}, found {max(args.sizes)}")
     texts = read_prompts(args.prompts)[: args.limit]
     loaded = options.load_from(args)
+    if args.how == "chains" and not isinstance(loaded.drafter, HasDistribution):
+        raise HydrajaxError(f"--how: chains are of draft models, found {title_of(loaded.drafter)}")
     grows = _grows(args, loaded, rule)
     if args.shapes == DYNAMIC and max(sizes) < 2:
         raise HydrajaxError("--sizes: a dynamic tree has at least 2 nodes")
@@ -90,13 +95,17 @@ def run(args: argparse.Namespace) -> None:
             picture_file = stack.enter_context(WholeFile(args.picture, "--picture"))
         line = stack.enter_context(Console(stderr=True).status("calibrating"))
         way = Way.of(loaded, "searched", presets.root(), rule, max_new_tokens=args.max_new_tokens)
-        proposals = None if args.shapes == DYNAMIC else _proposals(args, way, prompts, sizes, line.update)
+        proposals = chain = None
+        if args.shapes != DYNAMIC:
+            proposals, chain = _proposals(args, way, prompts, sizes, line.update)
         static = [] if proposals is None else [proposals.tree(size) for size in sizes if size <= proposals.largest]
         settings = {"batch_size": args.batch_size, "seed": args.seed, "on_status": line.update}
         race = Race(way, prompts[: args.measure], **settings)
         found = search(race, static, sizes, grows, args.repeats, all_sizes=args.sizes is not None)
         line.stop()
-        content = _content(args, rule, proposals, found)
+        content = _content(args, rule, proposals, found, chain)
+        if chain is not None:
+            print(chain)
         fastest = found.fastest
         _print(content["provenance"]["measured"], fastest.name)
         what = f"the tree of {fastest.nodes} nodes"
@@ -152,8 +161,12 @@ def _destination(args: argparse.Namespace, draft_directory: Path | None) -> Path
 
 
 def _proposals(args: argparse.Namespace, way, prompts, sizes: list[int], on_status: Callable[[str], None]):
-    """Static trees of every size, grown as ``--how`` says from what the draft knows of the base's own text."""
+    """Static trees of every size, grown as ``--how`` says from what the draft knows of the base's own text.
+
+    And what the closed form says of a draft model's chains; None of other drafts.
+    """
     from hydrajax.measure.calibration import calibrate
+    from hydrajax.measure.chains import draft_cost, estimate
     from hydrajax.trees import search
 
     found = calibrate(
@@ -162,9 +175,17 @@ def _proposals(args: argparse.Namespace, way, prompts, sizes: list[int], on_stat
         seed=args.seed,
         on_progress=lambda done, total: on_status(f"calibrating, {done} of {total} prompts"),
     )
+    chain = None
+    if isinstance(way.drafter, HasDistribution):
+        on_status("timing a pass of the draft")
+        context = max(map(len, prompts)) + args.max_new_tokens
+        cost = draft_cost(way, args.batch_size, context)
+        chain = estimate(found.acceptance, cost, way.drafter.depth)
     on_status("growing trees")
     if args.how == "simulated":
         proposals = search.simulated(found.ranks, found.spans, args.largest)
+    elif args.how == "chains":
+        proposals = search.chains(found.acceptance, way.drafter.depth, args.largest)
     elif args.how == "joint":
         proposals = search.joint(found.at_every_step(), args.largest)
     else:
@@ -172,10 +193,10 @@ def _proposals(args: argparse.Namespace, way, prompts, sizes: list[int], on_stat
     if min(sizes) > proposals.largest:
         most = proposals.largest
         raise HydrajaxError(f"--sizes: the draft was right so rarely that trees grow to {most} nodes at most here")
-    return proposals
+    return proposals, chain
 
 
-def _content(args: argparse.Namespace, rule, proposals, found) -> dict[str, Any]:
+def _content(args: argparse.Namespace, rule, proposals, found, chain) -> dict[str, Any]:
     """The tree file: the fastest tree, and where it comes from."""
     from hydrajax.measure.machine import machine
 
@@ -193,6 +214,8 @@ def _content(args: argparse.Namespace, rule, proposals, found) -> dict[str, Any]
     if proposals is not None:
         provenance["grown"] = [list(path) for path in proposals.choices]
         provenance["expected_tokens_per_step"] = list(proposals.tokens_per_step)
+    if chain is not None:
+        provenance["chain"] = chain.as_dict()
     return content_of(found.trees[found.fastest.name]) | {"provenance": provenance}
 
 

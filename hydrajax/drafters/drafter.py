@@ -220,6 +220,14 @@ class Trainable(Drafter, Protocol):
         """
 
 
+@runtime_checkable
+class HasDistribution(Protocol):
+    """What a drafter can tell that has a distribution over all tokens after any text, as a model has."""
+
+    def next_logits(self, params: DraftParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        """Float32 logits over the base's tokens of what follows each token; -inf for those it cannot say."""
+
+
 class SeesAcceptedOnly:
     """For drafters that learn from a step what they would learn from the same tokens in a prompt.
 

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees.simulation import accepted_lengths, walk
+from hydrajax.trees.speculation import expected_tokens
 from hydrajax.trees.tree import Choice, TreeTopology
 
 WIDEST = 64  # ranks beyond are not looked at: no released tree has a child beyond rank 17
@@ -42,6 +43,13 @@ class Proposals:
         if not 1 <= size <= self.largest:
             raise HydrajaxError(f"tree: size {size} was not searched, found are 1 to {self.largest}")
         return TreeTopology.from_choices(self.choices[: size - 1])
+
+
+def chains(acceptance: float, depth: int, largest: int) -> Proposals:
+    """One path of best guesses, each accepted with the same chance (Leviathan et al. 2023, 3.1); up to ``depth``."""
+    depth = min(depth, largest - 1)
+    choices = tuple((0,) * length for length in range(1, depth + 1))
+    return Proposals(choices, tuple(expected_tokens(acceptance, k) for k in range(depth + 1)))
 
 
 def independent(accuracies: Float[np.ndarray, "K R"], largest: int) -> Proposals:

@@ -1,0 +1,109 @@
+"""The acceptance of a draft model (Leviathan et al. 3.1, 3.2) against enumeration, and what is made of it."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from noise import noise
+
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.draft_model import DraftModel
+from hydrajax.measure.calibration import calibrate
+from hydrajax.measure.chains import draft_cost, estimate
+from hydrajax.measure.plain_pass import all_logits
+from hydrajax.measure.way import Way
+from hydrajax.models.base import init_base
+from hydrajax.models.llama import Llama
+from hydrajax.trees import presets, search
+
+PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
+
+
+@pytest.fixture(scope="module")
+def way(tiny_model) -> Way:
+    """A base of 61 tokens, a draft that knows 50 of them."""
+    model, base = tiny_model
+    small = Llama(model.config.replace(vocab_size=50, n_layers=1))
+    params = noise(jax.eval_shape(lambda: init_base(small, jax.random.key(0))), 3)
+    return Way("chain", model, DraftModel(small, 61), Params(base, params), presets.chain(2), max_new_tokens=12)
+
+
+def softmax(logits, temperature):
+    p = np.exp((logits - logits.max(-1, keepdims=True)) / temperature)
+    return p / p.sum(-1, keepdims=True)
+
+
+def test_overlaps_are_the_chances_that_a_draw_is_accepted(way):
+    """The mean over x drawn from q of min(1, p(x) / q(x)), token by token."""
+    import dataclasses
+
+    way = dataclasses.replace(way, rule=RejectionSampling(0.9, top_k=7, draft_temperature=1.3))
+    found = calibrate(way, PROMPTS, batch_size=2, seed=4)
+    chances = []
+    for row, start, end in found.spans:
+        assert (start, end) == (len(PROMPTS[row]), len(PROMPTS[row]) + 12)
+    key_rows = texts_of(way, found, 4)
+    for text, start in key_rows:
+        p_logits = all_logits(way.model, way.params.base, text).astype(np.float64)
+        kept = np.sort(p_logits, axis=-1)[:, -7:-6]
+        p = softmax(np.where(p_logits >= kept, p_logits, -np.inf), 0.9)
+        q = softmax(all_logits(way.drafter.model, way.params.draft, text).astype(np.float64), 1.3)
+        for place in range(start, len(text) - 1):
+            chances.append(sum(q[place, x] * min(1, p[place, x] / q[place, x]) for x in range(50)))
+    assert found.acceptance == pytest.approx(np.mean(chances), abs=1e-5)
+    assert 0 < found.acceptance < 1
+
+
+def texts_of(way, found, seed):
+    """What `calibrate` let the base write, in its batches of two."""
+    plain = way.autoregressive()
+    texts = []
+    for first in range(0, len(PROMPTS), 2):
+        some = PROMPTS[first : first + 2]
+        some = [*some, some[0]][:2]
+        lengths = np.array([len(prompt) for prompt in some], np.int32)
+        width = max(map(len, PROMPTS))
+        prompt = np.zeros((2, width), np.int32)
+        for row, ids in enumerate(some):
+            prompt[row, : len(ids)] = ids
+        key = jax.random.fold_in(jax.random.key(seed), first)
+        out = jax.device_get(plain.decode(prompt, lengths, key))
+        texts += [(np.append(ids, out.tokens[row]), len(ids)) for row, ids in enumerate(some)]
+    return texts[: len(PROMPTS)]
+
+
+def test_under_the_greedy_rule_it_is_how_often_both_say_the_same(way):
+    found = calibrate(way, PROMPTS, batch_size=2)
+    same = []
+    for text, start in texts_of(way, found, 0):
+        guesses = np.argmax(all_logits(way.drafter.model, way.params.draft, text), axis=-1)
+        same += (guesses[start:-1] == text[start + 1 :]).tolist()
+    assert found.overlaps is None
+    assert found.acceptance == pytest.approx(np.mean(same))
+
+
+@pytest.mark.parametrize("rule", [Greedy(), RejectionSampling(0.8)], ids=lambda rule: type(rule).__name__)
+def test_a_draft_that_is_the_base_is_always_accepted(way, rule):
+    model, base = way.model, way.params.base
+    own = Way("itself", model, DraftModel(model, 61), Params(base, base), presets.chain(2), rule, max_new_tokens=12)
+    assert calibrate(own, PROMPTS[:2], batch_size=2).acceptance == pytest.approx(1, abs=1e-5)
+
+
+def test_the_best_chain_by_the_closed_form(way):
+    found = estimate(0.5, 0.1, 16)
+    gains = [(2 - 0.5**k) / (0.1 * k + 1) for k in range(17)]
+    assert (found.length, found.improvement) == (int(np.argmax(gains)), pytest.approx(max(gains)))
+    assert f"chain-{found.length} should be the best chain" in str(found)
+    assert "no chain should pay" in str(estimate(0.1, 0.2, 16))
+    proposals = search.chains(0.5, 16, 4)
+    assert [proposals.tree(size) for size in (1, 2, 3, 4)] == [presets.chain(k) for k in range(4)]
+    assert proposals.tokens_per_step == pytest.approx((1, 1.5, 1.75, 1.875))
+
+
+@pytest.mark.slow
+def test_what_drafting_costs_is_measured(way):
+    """A draft of one layer in place of two costs something, and less than some passes of the base."""
+    assert 0 < draft_cost(way, 1, 20) < 10
