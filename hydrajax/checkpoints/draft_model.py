@@ -18,7 +18,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.families.registry import FAMILIES
 from hydrajax.models.base import BaseModel
 from hydrajax.models.layout import MODEL
-from hydrajax.text.tokenizer import difference, load_tokenizer
+from hydrajax.text.tokenizer import difference, load_tokenizer, token_ids
 
 WHAT = "draft"
 LAST_NORM = "model.norm.weight"  # every model of a family has it, and no heads do
@@ -64,7 +64,7 @@ def load_draft_model(
     config = read_config(directory, WHAT)
     own = load_tokenizer(directory, WHAT)
     if tokenizer is not None and own is not None:
-        found = difference(tokenizer.get_vocab(), own.get_vocab(), "the base", "the draft")
+        found = difference(token_ids(tokenizer), token_ids(own), "the base", "the draft")
         if found:
             raise HydrajaxError(f"{WHAT}: {directory} has another tokenizer than the base: {found}")
     elif config.vocab_size != base.config.vocab_size:

@@ -42,14 +42,27 @@ def visible(tokenizer: Any | None, token: int) -> str:
     return repr(text)[1:-1].replace(" ", "·") or "∅"
 
 
+def token_ids(tokenizer: Any) -> dict[str, int]:
+    """The map from tokens to ids of a tokenizer that was loaded from a directory, added tokens included.
+
+    From its ``tokenizer.json`` where there is one: transformers adds tokens that a model's family has by default and
+    that the file does not hold.
+    """
+    file = Path(tokenizer.name_or_path or "") / "tokenizer.json"
+    if not file.is_file():
+        return tokenizer.get_vocab()
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+
+
 def difference(ours: Mapping[str, int], theirs: Mapping[str, int], we: str, they: str) -> str | None:
     """The first token, by id, that two maps from tokens to ids do not agree about, in words; None where they agree."""
-    different = dict(ours).items() ^ dict(theirs).items()
+    different = ours.items() ^ theirs.items()
     if not different:
         return None
-    token = min(different, key=lambda item: (item[1], item[0]))[0]
+    token = min(different, key=lambda item: (item[1], item[0] not in ours or ours[item[0]] != item[1], item[0]))[0]
     said = [
-        f"has id {ids[token]} in {who}" if token in ids else f"is unknown to {who}"
-        for ids, who in ((ours, we), (theirs, they))
+        f"id {ids[token]} in {who}" if token in ids else f"none in {who}" for ids, who in ((ours, we), (theirs, they))
     ]
-    return f"{token!r} {said[0]} and {said[1]}"
+    return f"{token!r} has {said[0]} and {said[1]}"

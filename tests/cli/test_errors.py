@@ -102,7 +102,10 @@ def test_damaged_tokenizer(refused, copied):
 def test_draft_missing_or_foreign(refused, base, tmp_path):
     common = ("--base", base, *TEXT, "--draft")
     refused(r"--draft: no such directory: .*/nowhere", *common, tmp_path / "nowhere")
-    refused(r"--draft: .* is no directory of draft heads that loads; those are: .*'hydra_num_heads'", *common, base)
+    other = shutil.copytree(base, tmp_path / "gpt")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    refused(r"--draft: .* is no directory of draft heads that loads; those are: .*'hydra_num_heads'", *common, other)
 
 
 def test_draft_made_for_another_base(refused, base, medusa):

@@ -1,0 +1,101 @@
+"""The commands with a small model as the draft, and what each refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TEXT = ("--prompt", "the tree")
+
+
+@pytest.fixture(scope="module")
+def draft(llama_checkpoint, tokenizer, tmp_path_factory) -> Path:
+    """Of another family than the base, padded to fewer tokens, of which the tokenizer has 300."""
+    settings = {"model_type": "qwen2", "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 1}
+    small = llama_checkpoint(vocab_size=304, max_position_embeddings=128, **settings)
+    folder = shutil.copytree(small, tmp_path_factory.mktemp("draft") / "small")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("the tree", "of the draft")))
+    return path
+
+
+def test_generate_and_certify(program, base, draft):
+    common = ("generate", "--base", base, *TEXT, "--max-new-tokens", 12)
+    plain = program(*common, "--tree", "root")
+    for flags in (("--tree", "chain-4"), ("--tree", "dynamic-8-2-3"), ("--tree", "chain-4", "--draft-confidence", 0.4)):
+        done = program(*common, "--draft", draft, *flags)
+        assert done.code == 0, done.err
+        assert done.out == plain.out
+    sure = ("--draft", draft, "--tree", "chain-2", "--max-new-tokens", 12, "--samples", 1024, "--limit", 2)
+    done = program("certify", "--base", base, *sure, "--rule", "rejection", "--temperature", "0.8")
+    assert done.code == 0, done.out + done.err
+
+
+def test_tree_search_of_chains(program, base, draft, prompts, tmp_path):
+    path = tmp_path / "tree.json"
+    flags = ("--prompts", prompts, "--how", "chains", "--shapes", "static", "--sizes", "2,3", "--largest", 3)
+    flags += ("--repeats", 1, "--max-new-tokens", 8, "--output", path)
+    done = program("tree", "search", "--base", base, "--draft", draft, *flags)
+    assert done.code == 0, done.err
+    origin = json.loads(path.read_text())["provenance"]
+    alpha, cost = origin["chain"]["acceptance"], origin["chain"]["draft_cost"]
+    assert [row["nodes"] for row in origin["measured"]] == [2, 3]
+    expected = [row["expected_tokens_per_step"] for row in origin["measured"]]
+    assert expected == pytest.approx([1 + alpha, 1 + alpha + alpha**2])
+    assert all(row["equal"] for row in origin["measured"])
+    assert f"α {alpha:.2f}, c {cost:.2f}: " in done.out
+
+
+def test_mistakes_end_in_one_line(program, base, draft, prompts, llama_checkpoint, tokenizer, tmp_path):
+    foreign = shutil.copytree(draft, tmp_path / "foreign")
+    content = json.loads((foreign / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first = next(token for token, place in vocabulary.items() if place == 11)
+    last = next(token for token, place in vocabulary.items() if place == 299)
+    vocabulary[first], vocabulary[last] = 299, 11
+    (foreign / "tokenizer.json").write_text(json.dumps(content))
+    wordless = shutil.copytree(draft, tmp_path / "wordless")
+    (wordless / "tokenizer.json").unlink()
+    common = ("generate", "--base", base, *TEXT, "--draft")
+    cases = {
+        f"--draft: {foreign} has another tokenizer than the base: {first!r} has id 11 in the base and id 299 in the": (
+            *common, foreign),
+        f"--draft: {wordless} has a vocabulary of 304 tokens, the base one of 320; ": (*common, wordless),
+        "--tree: depth 17 is deeper than the drafter, which proposes 16 tokens": (*common, draft, "--tree", "chain-17"),
+        "--draft-confidence: must be at least 0 and below 1, found 1.5": (*common, draft, "--draft-confidence", "1.5"),
+        "--draft-confidence: is for a draft model, found Lookup": (*common, "lookup", "--draft-confidence", "0.5"),
+        "--how: chains are of draft models, found Lookup": (
+            "tree", "search", "--base", base, "--draft", "lookup", "--prompts", prompts, "--how", "chains", "--output",
+            tmp_path / "tree.json"),
+        "no directory of draft heads that loads": (
+            "convert", "export", "--base", base, "--draft", draft, "--format", "native", "--output", tmp_path / "out"),
+    }  # fmt: skip
+    for message, arguments in cases.items():
+        done = program(*arguments)
+        assert (done.code, done.err.count("\n")) == (2, 1), (message, done)
+        assert message in done.err
+    assert not (tmp_path / "tree.json").exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_draft_larger_than_the_base_is_warned_of_in_one_line(base, draft):
+    """In a process of its own, as pytest takes warnings for itself."""
+    command = [sys.executable, "-m", "hydrajax", "generate", "--base", draft, "--draft", base, *TEXT]
+    done = subprocess.run(
+        [*map(str, command), "--tree", "chain-2", "--max-new-tokens", "4"], capture_output=True, text=True, check=True
+    )
+    (line,) = [line for line in done.stderr.splitlines() if "parameters" in line]
+    assert line.startswith(f"hydrajax: draft: {base} has ")
+    assert ".py:" not in done.stderr
