@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="every step at its smallest, to see that it runs")
     parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings of the training run")
     args = parser.parse_args()
-    quick = QUICK if args.quick else dict.fromkeys(QUICK, [])
+    quick = QUICK if args.quick else dict.fromkeys(QUICK, ())
 
     text, draft = args.output / "text.jsonl", args.output / "base"
     args.output.mkdir(parents=True, exist_ok=True)

@@ -135,6 +135,42 @@ def test_sharded_run_equals_single_device(found, mesh):
     np.testing.assert_array_equal(found[mesh]["accept_lengths"], accept_lengths)
 
 
+DRAFT_MODEL = """
+import json, sys
+import jax, numpy as np
+import hydrajax
+from hydrajax.sharding import make_mesh
+
+folder, base, draft = sys.argv[1:]
+found = {"devices": jax.device_count()}
+prompt, lengths = np.array([[5, 17, 60, 2, 33], [90, 1, 4, 0, 0]], np.int32), np.array([5, 3], np.int32)
+for name, mesh, shard in [("single", None, False), ("replicated", (2, 4), False), ("sharded", (2, 4), True)]:
+    m = hydrajax.load(base, draft, mesh=mesh and make_mesh(*mesh), shard_draft=shard)
+    found[name] = {"qkv": m.params.draft["layers_0"]["qkv"].addressable_shards[0].data.shape}
+    for rule, tree in (("greedy", "cartesian-3x2"), ("greedy", "dynamic-8-2-3"), ("rejection", "chain-3")):
+        decode = hydrajax.make_decode_fn(m.model, m.drafter, tree, rule, max_new_tokens=16)
+        out = decode(m.params, prompt, lengths, rng=jax.random.key(3))
+        found[name][rule + tree] = [out.tokens.tolist(), out.accept_lengths.tolist()]
+json.dump(found, open(folder + "/answer.json", "w"))
+"""
+
+
+@pytest.mark.slow
+def test_a_draft_model_is_replicated_or_sharded_like_the_base(llama_checkpoint, tmp_path, on_eight_devices):
+    """The same ids and accepted lengths as on one device. The draft is nearly the base: one layer less."""
+    base = llama_checkpoint(num_attention_heads=N_HEADS, num_key_value_heads=N_KV_HEADS, head_dim=HEAD_DIM)
+    draft = llama_checkpoint(
+        num_attention_heads=N_HEADS, num_key_value_heads=N_KV_HEADS, head_dim=HEAD_DIM, num_hidden_layers=1
+    )
+    found = on_eight_devices(tmp_path, DRAFT_MODEL, base, draft, flags="--xla_backend_optimization_level=0")
+    per_head = [N_HEADS // N_KV_HEADS + 2, HEAD_DIM]
+    shapes = {name: found[name].pop("qkv") for name in ("single", "replicated", "sharded")}
+    assert shapes["single"] == shapes["replicated"] == [WIDTH, N_KV_HEADS, *per_head]
+    assert shapes["sharded"] == [WIDTH, 1, *per_head]
+    assert found["replicated"] == found["sharded"] == found["single"]
+    assert any(max(map(max, lengths)) > 0 for _, lengths in found["single"].values())
+
+
 def test_too_many_devices(found):
     assert found["refusal"] == "mesh: data=3 x model=4 needs 12 devices, 8 present"
     with pytest.raises(HydrajaxError, match="model=1000 needs 1000 devices"):
