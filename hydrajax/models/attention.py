@@ -112,7 +112,9 @@ class Part(NamedTuple):
         """What some of the queries see of it."""
         if isinstance(self.visible, SamePlace):
             return self._replace(keys=self.keys[:, :, queries], values=self.values[:, :, queries])
-        return self._replace(visible=self.visible.seen_by(queries))
+        if isinstance(self.visible, Filled):
+            return self._replace(visible=self.visible.seen_by(queries))
+        return self._replace(visible=self.with_mask().visible[..., queries, :])
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:

@@ -17,7 +17,7 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.registry import KINDS, kind_of, title_of
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.attention import causal_mask
+from hydrajax.models.attention import QUERY_CHUNK, causal_mask
 from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
@@ -169,6 +169,31 @@ def test_the_cache_holds_exactly_the_text_through_two_turns(lab, name, tree):
     texts, _ = lab.references(0, whole)
     for row, text in enumerate(whole):
         assert answers[row] == lab.expected(texts[row], len(text), int(limits[row]))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_long_message_after_an_answer(lab, waits):
+    """Longer than what is attended to at once (`QUERY_CHUNK`), after a short text whose last token waits or not."""
+    drafter, params = lab.drafters["windowed model"], lab.base(0)
+    text = np.random.default_rng(1).integers(0, VOCAB, 5 + QUERY_CHUNK + 30).tolist()
+    first, more = text[: 5 - waits], text[5:]
+
+    @quick_jit
+    def run(params):
+        def begin(state, tokens):
+            counts = jnp.asarray([len(tokens)], jnp.int32)
+            return drafter.begin(params, state, None, jnp.asarray([tokens], jnp.int32), counts, None, None)
+
+        state = begin(drafter.init_state(1, 200), first)
+        state = state._replace(waiting=jnp.asarray([text[4]], jnp.int32), waits=jnp.asarray([waits]))
+        return begin(state, more)
+
+    state = jax.device_get(run(params))
+    assert (state.cache.lengths.tolist(), state.waits.tolist()) == ([len(text)], [False])
+    for mine, full in zip(
+        jax.tree.leaves(state.cache.layers), jax.tree.leaves(whole_pass(drafter.model, params, text)[0]), strict=True
+    ):
+        np.testing.assert_allclose(mine[0, :, : len(text)], full[0], atol=5e-4, rtol=1e-3)
 
 
 def padded(texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
