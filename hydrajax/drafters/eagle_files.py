@@ -189,7 +189,7 @@ def check(heads: FeatureDrafter, base: LlamaConfig) -> None:
         raise ValueError(f"config has an mlp_width of {c.mlp_width} and {c.n_heads} heads of {c.head_dim}")
     if not isinstance(heads, Eagle3):
         return
-    if len(heads.reads) > base.n_layers or not all(1 <= place <= base.n_layers for place in heads.reads):
+    if len(heads.reads) > base.n_layers or not all(0 <= place <= base.n_layers for place in heads.reads):
         raise HydrajaxError(
             f"the heads were made for another base: reads is {list(heads.reads)}, this one has {base.n_layers} layers"
         )

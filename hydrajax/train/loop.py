@@ -207,13 +207,17 @@ def settings_of(config: TrainConfig) -> dict:
 
 
 def check_settings(meta: dict, wanted: dict) -> None:
-    """Refuse to go on with a run that was begun with other settings."""
-    found = meta.get("settings", {})
-    changed = sorted(name for name in _flat(wanted) | _flat(found) if _flat(wanted).get(name) != _flat(found).get(name))
+    """Refuse to go on with a run that was begun with other settings.
+
+    One that an older version began may lack settings; it had what is now the default.
+    """
+    defaults = _flat(settings_of(TrainConfig(output="", model="", steps=1)))
+    found, wanted = defaults | _flat(meta.get("settings", {})), _flat(wanted)
+    changed = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
     if changed:
         name = changed[0]
         raise HydrajaxError(
-            f"output: holds a run with {name}={_flat(found).get(name)!r}, this one has {_flat(wanted).get(name)!r}; "
+            f"output: holds a run with {name}={found.get(name)!r}, this one has {wanted.get(name)!r}; "
             "name another output to start anew"
         )
 

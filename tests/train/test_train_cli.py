@@ -98,6 +98,12 @@ def test_finished_run_is_exported_again_and_other_settings_are_named(program, co
     again = program("--config", config, "steps=2", "log_every=7", "checkpoint_every=3", "keep_checkpoints=1")
     assert again.code == 0, again.err
     assert "holds a finished run of 2 steps" in again.out
+    # A run of a version that did not know a setting had what is now its default.
+    for record in output.glob("checkpoints/*/hydrajax.json"):
+        content = json.loads(record.read_text())
+        del content["meta"]["settings"]["draft"]["unroll"]
+        record.write_text(json.dumps(content))
+    assert program("--config", config, "steps=2").code == 0
     assert next((output / "heads").glob("*.safetensors")).read_bytes() == before
     assert [line["step"] for line in train_lines(output)] == [1, 2]
 

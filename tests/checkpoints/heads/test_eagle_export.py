@@ -291,7 +291,7 @@ def native(small, tmp_path_factory) -> Path:
         ("depth", 0, ("depth is 0",)),
         ("depth", 10**9, ("depth is 1000000000",)),
         ("reads", [9, 4, 3], ("another base", "reads is [9, 4, 3]", "8 layers")),
-        ("reads", [0, 4, 3], ("another base", "reads is [0, 4, 3]")),
+        ("reads", [-1, 4, 3], ("another base", "reads is [-1, 4, 3]")),
         ("reads", [6] * 9, ("another base",)),
         ("reads", [], ("drafter",)),
         ("reads", 3, ("drafter",)),
