@@ -184,6 +184,12 @@ class Trainable(Drafter, Protocol):
     @property
     def vocabulary(self) -> Vocabulary | None: ...
 
+    def reaching(self, depth: int) -> Trainable:
+        """The same drafter with at least ``depth`` heads, where it is to be asked for more than it is trained for.
+
+        depth: at most `Drafter.depth`.
+        """
+
     def trained_on(self, found: Drafter) -> Trainable:
         """The drafter with which training goes on from one that was read from files, ``found``.
 

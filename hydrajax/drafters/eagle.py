@@ -23,7 +23,6 @@ from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import grow
 from hydrajax.drafters.heads import Trained
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
-from hydrajax.drafters.ranks import head_ranks
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Part, SamePlace, causal_mask, rope_table
@@ -247,9 +246,8 @@ class FeatureDrafter(Trained):
         """Float32 logits ``[..., V']`` of any rows of ``teacher_hidden(...)[k]``: the same for every k."""
         return self._logits(params, hidden, base)
 
-    def ranks(self, params, features, batch, base, chunk_tokens, depth):
-        deep = dataclasses.replace(self, unroll=depth)
-        return head_ranks(deep, params, features, batch, base, chunk_tokens, depth)
+    def reaching(self, depth):
+        return dataclasses.replace(self, unroll=depth)
 
     def trained_on(self, found):
         """A draft of the same kind, its layer and its vocabulary as they were read."""

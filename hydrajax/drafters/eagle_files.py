@@ -180,8 +180,9 @@ def released_fields(layer: LlamaConfig) -> dict[str, Any]:
 def check(heads: FeatureDrafter, base: LlamaConfig) -> None:
     """`hydrajax.drafters.formats.Files.check`."""
     c: LlamaConfig = heads.config
-    if not 1 <= heads.depth <= MOST:
-        raise ValueError(f"depth is {heads.depth}, allowed are 1 to {MOST}")
+    for name in ("depth", "unroll"):
+        if not 1 <= getattr(heads, name) <= MOST:
+            raise ValueError(f"{name} is {getattr(heads, name)}, allowed are 1 to {MOST}")
     if c != c.plain_layer:
         raise ValueError(f"config is not that of LLaMA's plain layer: {c}")
     check_sizes((c.vocab_size, c.width), base)

@@ -173,7 +173,10 @@ class Trained(SeesAcceptedOnly):
         return nn.unbox(self.init_boxed(rng, base))
 
     def ranks(self, params, features, batch, base, chunk_tokens, depth):
-        return head_ranks(self, params, features, batch, base, chunk_tokens, depth)
+        return head_ranks(self.reaching(depth), params, features, batch, base, chunk_tokens, depth)
+
+    def reaching(self, depth):
+        return self
 
 
 class HeadStack(Trained):

@@ -117,12 +117,16 @@ def _log_probabilities(model, drafter: Trainable, depth: int):
     to each of the ``depth`` tokens after the root.
     """
 
+    drafter, vocabulary = drafter.reaching(depth), drafter.vocabulary
+
     def of_row(params, base, features, known, row):
+        places = row if vocabulary is None else vocabulary.places_of(row, model.config.vocab_size)
         hidden = drafter.teacher_hidden(params.draft, features, row[None], base)
         found = []
         for k in range(depth):
             logits = drafter.head_logits(params.draft, k, hidden[k][0, known - 1][None], base)[0]
-            found.append(jax.nn.log_softmax(logits)[row[known + 1 + k]])
+            place = places[known + 1 + k]
+            found.append(jnp.where(place < 0, -jnp.inf, jax.nn.log_softmax(logits)[place]))
         return jnp.stack(found)
 
     @jax.jit

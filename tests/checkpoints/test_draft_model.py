@@ -37,7 +37,9 @@ def with_tokenizer(folder, tokenizer, target):
     return target
 
 
-@pytest.mark.parametrize("family", DRAFTS)
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "mistral"))]
+)
 def test_the_text_is_that_of_assisted_generation(llama_checkpoint, tiny_checkpoint, family):
     """And of the base alone, in transformers, whatever the draft's family is."""
     import torch
@@ -94,6 +96,7 @@ def test_a_model_is_told_from_heads(tiny_checkpoint, tmp_path):
         load_draft(tiny_checkpoint, hydrajax.load(tiny_checkpoint).model.config)
 
 
+@pytest.mark.slow
 def test_the_same_map_and_padded_vocabularies(llama_checkpoint, tokenizer, tmp_path):
     """300 tokens, of which the base has 320 and the drafts 304 and 384: the text is the base's own."""
     base = with_tokenizer(llama_checkpoint(vocab_size=320), tokenizer, tmp_path / "base")
@@ -147,6 +150,7 @@ def test_a_draft_larger_than_the_base_is_warned_of(llama_checkpoint, tiny_checkp
         hydrajax.load(tiny_checkpoint, small)
 
 
+@pytest.mark.slow
 def test_settings_of_a_draft_model(llama_checkpoint, tiny_checkpoint):
     small = llama_checkpoint(**DRAFTS["llama"])
     m = hydrajax.load(tiny_checkpoint, small, draft_confidence=0.4)

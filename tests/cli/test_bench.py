@@ -70,11 +70,11 @@ def test_mistakes_end_in_one_line(program, base, tmp_path, monkeypatch):
     cases = {
         "exactly one of --base and --random": [],
         "--random: found '8x7b', allowed are tiny": ["--random", "8x7b"],
-        "--random-draft: found 'amphista', allowed are none, lookup": [
+        "--random-draft: found 'wings', allowed are none, lookup": [
             "--random",
             "tiny",
             "--random-draft",
-            "amphista",
+            "wings",
         ],
         "--draft goes with --base": ["--random", "tiny", "--draft", "heads"],
         "--context: must be more than": ["--random", "tiny", "--context", "10"],

@@ -106,7 +106,7 @@ def slow(*case):
 @pytest.mark.parametrize(
     ("arch", "rule", "tree"),
     [
-        ("eagle3_mha", "rejection", "dynamic-8-2-3"),
+        slow("eagle3_mha", "rejection", "dynamic-8-2-3"),
         *(
             slow(arch, rule, tree)
             for arch in ("eagle1_mha", "eagle3_mha")

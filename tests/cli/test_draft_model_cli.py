@@ -30,6 +30,7 @@ def prompts(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_generate_and_certify(program, base, draft):
     common = ("generate", "--base", base, *TEXT, "--max-new-tokens", 12)
     plain = program(*common, "--tree", "root")
@@ -42,6 +43,7 @@ def test_generate_and_certify(program, base, draft):
     assert done.code == 0, done.out + done.err
 
 
+@pytest.mark.slow
 def test_tree_search_of_chains(program, base, draft, prompts, tmp_path):
     path = tmp_path / "tree.json"
     flags = ("--prompts", prompts, "--how", "chains", "--shapes", "static", "--sizes", "2,3", "--largest", 3)

@@ -254,7 +254,6 @@ MODELS = ("model", "sure model, 4 tokens", "padded model")
 REJECTION += [(1.0, "cut", drafter, tree) for drafter in MODELS for tree in TREES]
 QUICK_REJECTION = [
     (0.7, "whole", "far", "tree"),
-    (0.7, "whole", "sure model, 4 tokens", "tree"),
     (0.7, "whole", "eagle3, 4 tokens", "grown"),
 ]
 

@@ -33,12 +33,8 @@ UNTRAINED = [
     ("hydra++", "random"),
     ("amphista", "grown"),
     ("eagle", "grown"),
-    ("eagle", "random"),
     ("eagle3", "skips ranks"),
-    ("eagle3", "grown"),
     ("model", "grown"),
-    ("windowed model", "random"),
-    ("sure model", "cartesian"),
 ]
 ORACLE_TREES = ["one node", "skips ranks", "deep and late", "random"]
 

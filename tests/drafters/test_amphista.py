@@ -45,7 +45,9 @@ def in_numpy(oracle, drafter, params, base):
     return oracle.amphista(drafter, params, base)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", ["as in the paper", *(pytest.param(n, marks=pytest.mark.slow) for n in list(VARIANTS)[1:])]
+)
 def test_teacher_forcing_matches_numpy(base, oracle, name):
     drafter, (batch, length) = variant(name, base), (2, 6)
     params, random = oracle.random_draft_params(drafter, base, 1), np.random.default_rng(0)
@@ -144,6 +146,7 @@ def test_documents_in_one_row_know_nothing_of_each_other(base, oracle):
             np.testing.assert_allclose(packed[k][:, where][:, :-1], alone[k][:, :-1], atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_every_parameter_learns(base):
     drafter = AmphistaHeads.for_base(base.config, jnp.float32, n_heads=2, small_lm_head=SMALL)
     tokens = jnp.asarray(np.random.default_rng(0).integers(VOCAB, size=(2, 12), dtype=np.int32))

@@ -46,7 +46,10 @@ def whole_pass(model: Llama, params, text: list[int]):
     return forward.block, np.asarray(model.apply({"params": params}, forward.hidden, method="logits"), np.float64)[0]
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(
+    scope="module",
+    params=["mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "mistral")],
+)
 def drafted(request, base, oracle):
     """``propose(tree)`` after two stretches of text, the first of which ended with a token that waits in some rows."""
     model = Llama(MODELS[request.param])
@@ -131,9 +134,9 @@ def whole(tokens):
 @pytest.mark.parametrize(
     ("name", "tree"),
     [
-        ("the base", "deep and late"),
         ("windowed model", "grown"),
-        ("the base, where it is sure", "cartesian"),
+        pytest.param("the base", "deep and late", marks=pytest.mark.slow),
+        pytest.param("the base, where it is sure", "cartesian", marks=pytest.mark.slow),
         pytest.param("the base", "chain", marks=pytest.mark.slow),
         pytest.param("the base", "root", marks=pytest.mark.slow),
     ],
@@ -171,6 +174,7 @@ def test_the_cache_holds_exactly_the_text_through_two_turns(lab, name, tree):
         assert answers[row] == lab.expected(texts[row], len(text), int(limits[row]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_long_message_after_an_answer(lab, waits):
     """Longer than what is attended to at once (`QUERY_CHUNK`), after a short text whose last token waits or not."""
@@ -233,7 +237,7 @@ def test_sampling_draws_the_tokens_of_plain_sampling(lab, name, tree):
 # --- stopping where it is not sure ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threshold", [0.3, 0.999])
+@pytest.mark.parametrize("threshold", [0.3, pytest.param(0.999, marks=pytest.mark.slow)])
 def test_below_a_token_that_it_finds_unlikely_nothing_is_drafted(drafted, threshold):
     """Everything else is drafted as without the threshold."""
     propose, plain, texts, roots = drafted

@@ -36,6 +36,7 @@ def softmax(logits, temperature):
     return p / p.sum(-1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_overlaps_are_the_chances_that_a_draw_is_accepted(way):
     """The mean over x drawn from q of min(1, p(x) / q(x)), token by token."""
     import dataclasses
@@ -75,6 +76,7 @@ def texts_of(way, found, seed):
     return texts[: len(PROMPTS)]
 
 
+@pytest.mark.slow
 def test_under_the_greedy_rule_it_is_how_often_both_say_the_same(way):
     found = calibrate(way, PROMPTS, batch_size=2)
     same = []
@@ -85,6 +87,7 @@ def test_under_the_greedy_rule_it_is_how_often_both_say_the_same(way):
     assert found.acceptance == pytest.approx(np.mean(same))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Greedy(), RejectionSampling(0.8)], ids=lambda rule: type(rule).__name__)
 def test_a_draft_that_is_the_base_is_always_accepted(way, rule):
     model, base = way.model, way.params.base

@@ -185,7 +185,7 @@ def test_a_new_setting_of_an_unknown_kind_is_noticed():
             else:
                 kinds.add(str(field.type))
     assert kinds <= {
-        "str", "int", "float", "bool", "tuple[str, ...]", "str | None", "int | None", "float | None",
+        "str", "int", "float", "bool", "tuple[str, ...]", "tuple[int, ...]", "str | None", "int | None", "float | None",
         "LlamaConfig | None", "DataConfig",
     }  # fmt: skip
 

@@ -83,13 +83,13 @@ def test_counts_of_vicuna_7b(no_compilation, dry_run):
 
 
 def test_counts_of_eagle_3_on_vicuna_7b(no_compilation, dry_run):
-    """It reads three layers, so that no base of fewer than seven stands for the whole one."""
+    """It reads three layers, so that no base of fewer stands for the whole one."""
     draft = DraftConfig(heads="eagle3", vocabulary=8000)
     _, text = dry_run(settings(model="vicuna-7b", dtype="bfloat16", draft=draft, tree="chain-4"))
     d, mlp = 4096, 11_008
     trained = 3 * d * d + (2 * d * 3 * d + d * d + 3 * d * mlp) + 4 * d + 8000 * d
     assert f"train  Eagle3: {trained / 1e6:,.1f} million parameters in float32" in text
-    assert [depth for _, depth in no_compilation] == [9, 7] or [depth for _, depth in no_compilation] == [7, 9]
+    assert [depth for _, depth in no_compilation] == [3, 5]
 
 
 def test_verdict_and_what_would_help(no_compilation, dry_run):

@@ -83,6 +83,7 @@ def test_the_vocabulary_is_of_the_most_frequent_targets(settings, base):
         assert counts[known].min() >= counts[others].max()
 
 
+@pytest.mark.slow
 def test_every_parameter_learns(tiny_model):
     """The gradient of every one is finite and not zero."""
     model, base_params = tiny_model

@@ -17,6 +17,8 @@ from hydrajax.models.layout import write
 from hydrajax.models.rows import run_base
 from hydrajax.train.losses import IGNORED, HeadCounts, Objective, draft_loss
 
+WHICH = [pytest.param("all", marks=pytest.mark.slow), "masked"]
+
 
 class Official(NamedTuple):
     """One architecture: the loaded model, the recorded losses and gradients, and token ids int32 ``[2, 32]``."""
@@ -60,7 +62,7 @@ def loss_and_gradient(official: Official, objective: Objective, mask: np.ndarray
     return jax.jit(jax.value_and_grad(run, has_aux=True))(m.params.draft)
 
 
-@pytest.mark.parametrize("which", ["all", "masked"])
+@pytest.mark.parametrize("which", WHICH)
 def test_eagle_1(official, which):
     run = official("eagle1_mha")
     mask = run.losses[f"{which}_loss_mask"].copy()
@@ -76,7 +78,7 @@ def test_eagle_1(official, which):
         check_gradient(write(EAGLE.layout(run.loaded.drafter, {}), gradient), run.gradients)
 
 
-@pytest.mark.parametrize("which", ["all", "masked"])
+@pytest.mark.parametrize("which", WHICH)
 def test_eagle_3_with_its_training_time_test(official, which):
     run = official("eagle3_mha")
     mask, n_guesses = run.losses[f"{which}_loss_mask"], int(run.losses["length"])

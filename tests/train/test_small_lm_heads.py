@@ -31,11 +31,11 @@ FREQUENT = np.random.default_rng(1).permutation(97)[:60]
     [
         ("medusa", {"lm_head": "shared"}, set()),
         ("medusa", {"lm_head": "low_rank", "lm_rank": 8, "vocabulary": 60}, LOW_RANK),
-        ("hydra", {"lm_head": "low_rank", "lm_rank": 8}, LOW_RANK),
-        ("amphista", {"vocabulary": 60}, {"lm_kernel"}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                ("hydra", {"lm_head": "low_rank", "lm_rank": 8}, LOW_RANK),
+                ("amphista", {"vocabulary": 60}, {"lm_kernel"}),
                 ("hydra", {"lm_head": "shared"}, set()),
                 ("hydra", {"vocabulary": 60}, {"lm_kernel"}),
                 ("amphista", {"lm_head": "shared"}, set()),

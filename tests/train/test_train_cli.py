@@ -108,6 +108,7 @@ def test_finished_run_is_exported_again_and_other_settings_are_named(program, co
     assert [line["step"] for line in train_lines(output)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_the_most_frequent_targets(program, config_file, base, texts, tmp_path):
     """It is that of the training text, decoding stays exact, and heads to start from keep theirs."""
     config = config_file(draft={"heads": "medusa", "n_heads": 2, "vocabulary": 9})

@@ -70,7 +70,10 @@ def with_random_bits(drafter, small, dtype) -> dict:
     ("name", "dtype"),
     [
         *((name, jnp.float32) for name in CASES),
-        *((name, jnp.bfloat16) for name in ("eagle", "eagle, no bias", "eagle3", "eagle3, some tokens")),
+        *(
+            pytest.param(name, jnp.bfloat16, marks=pytest.mark.slow)
+            for name in ("eagle", "eagle, no bias", "eagle3", "eagle3, some tokens")
+        ),
     ],
 )
 def test_a_chain_of_formats_keeps_every_bit_and_setting(small, tmp_path, name, dtype):
@@ -91,7 +94,7 @@ def test_a_chain_of_formats_keeps_every_bit_and_setting(small, tmp_path, name, d
     assert config_in(tmp_path / "1") == config_in(tmp_path / "3")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["eagle", "eagle3, some tokens"])
 def test_another_dtype_is_the_one_that_is_asked_for(small, tmp_path, name):
     drafter, base = drafter_of(name), CASES[name][0]
     params = random_params(drafter, (small.model, small.params))
@@ -149,8 +152,6 @@ def test_official_modules_load_it_strictly_and_compute_our_logits(small, tmp_pat
     elif drafter.vocabulary is not None:  # d2t and t2d say the same
         known = official.d2t.numpy() + np.arange(len(official.d2t))
         assert known.tolist() == np.flatnonzero(official.t2d).tolist() == ODD.tokens.tolist()
-        assert np.isneginf(np.delete(ours, known, axis=-1)).all()
-        ours = ours[..., known]
     assert 0.3 < theirs.std() < 10
     np.testing.assert_allclose(theirs, ours, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -290,8 +291,9 @@ def native(small, tmp_path_factory) -> Path:
     [
         ("depth", 0, ("depth is 0",)),
         ("depth", 10**9, ("depth is 1000000000",)),
+        ("unroll", 0, ("unroll is 0",)),
         ("reads", [9, 4, 3], ("another base", "reads is [9, 4, 3]", "8 layers")),
-        ("reads", [-1, 4, 3], ("another base", "reads is [-1, 4, 3]")),
+        ("reads", [-1, 4, 3], ("drafter",)),
         ("reads", [6] * 9, ("another base",)),
         ("reads", [], ("drafter",)),
         ("reads", 3, ("drafter",)),
