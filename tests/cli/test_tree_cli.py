@@ -98,6 +98,7 @@ def test_a_draft_that_is_never_right_has_no_tree(program, base, prompts, tmp_pat
     assert not (tmp_path / "tree.json").exists()
 
 
+@pytest.mark.slow
 def test_a_dynamic_tree_is_searched_saved_and_taken(program, base, heads, prompts, tmp_path, monkeypatch):
     """Beside a static one; the dynamic one is made the faster, which of random heads no clock would say."""
     heads = shutil.copytree(heads, tmp_path / "heads")

@@ -117,6 +117,7 @@ def test_a_dynamic_tree_holds_the_best_tokens_of_each_head(taught):
         assert plain.check_grown(text, proposal.tokens[row], proposal.tree.parents[row]) > 1
 
 
+@pytest.mark.slow
 def test_draws_come_from_the_distribution_that_is_reported(taught):
     drafter, plain, propose = taught
     keys = jax.random.split(jax.random.key(0), (3, 4))
@@ -129,6 +130,7 @@ def test_draws_come_from_the_distribution_that_is_reported(taught):
             np.testing.assert_allclose(proposal.log_q[row, parent], expected, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_documents_in_one_row_know_nothing_of_each_other(base, oracle):
     drafter, random = variant("as in the paper", base), np.random.default_rng(3)
     params = oracle.random_draft_params(drafter, base, 2)

@@ -89,6 +89,7 @@ def drafted(request, base, oracle):
     return propose, found, [tuple(text) for text in texts], roots
 
 
+@pytest.mark.slow
 def test_a_static_tree_holds_the_best_tokens_after_each_path(drafted, oracle):
     propose, plain, texts, roots = drafted
     tree = oracle.random_tree(3, 18, depth=4, widest=5)

@@ -82,6 +82,7 @@ def test_counts_of_vicuna_7b(no_compilation, dry_run):
     assert "extrapolated from 2 and 4 layers" in text
 
 
+@pytest.mark.slow
 def test_counts_of_eagle_3_on_vicuna_7b(no_compilation, dry_run):
     """It reads three layers, so that no base of fewer stands for the whole one."""
     draft = DraftConfig(heads="eagle3", vocabulary=8000)

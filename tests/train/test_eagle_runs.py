@@ -8,6 +8,7 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
+from runs import heads_file, without_clock
 
 from hydrajax import load
 from hydrajax.checkpoints.base import read_config
@@ -19,7 +20,6 @@ from hydrajax.train.data import dataset
 from hydrajax.train.losses import Objective, draft_loss
 from hydrajax.train.tasks.from_config import tokenizer_of
 from hydrajax.train.tasks.heads import make_drafter
-from runs import heads_file, without_clock
 
 EAGLE_1 = {"reconstruction_weight": 1.0, "teacher_weight": 0.1, "feature_noise": 0.1}
 KINDS = {

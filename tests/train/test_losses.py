@@ -281,10 +281,10 @@ def drafter_of(kind: str, config):
     return WithPrefix(heads, config) if kind == "hydra++" else heads
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("hydra", "hydra++", "eagle")]
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("hydra", "eagle", "eagle3")]
 
 
-@pytest.mark.parametrize("kind", [*SLOW, "eagle3"])
+@pytest.mark.parametrize("kind", [*SLOW, "hydra++"])
 def test_packed_documents_give_the_sums_of_documents_apart(base, kind):
     drafter = drafter_of(kind, base.config)
     params = random_params(drafter, base, seed=2)
