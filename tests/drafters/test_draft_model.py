@@ -135,7 +135,7 @@ def whole(tokens):
 @pytest.mark.parametrize(
     ("name", "tree"),
     [
-        ("windowed model", "grown"),
+        pytest.param("windowed model", "grown", marks=pytest.mark.slow),
         pytest.param("the base", "deep and late", marks=pytest.mark.slow),
         pytest.param("the base, where it is sure", "cartesian", marks=pytest.mark.slow),
         pytest.param("the base", "chain", marks=pytest.mark.slow),

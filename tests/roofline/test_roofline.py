@@ -240,10 +240,16 @@ def test_every_matrix_of_the_draft_is_multiplied_with():
 
 
 STATIC, DYNAMIC = presets.sparse("eagle_26"), DynamicTree(20, 3, 4)
-WITH_CACHE = [(kind, tree) for kind in ("eagle", "eagle3", "model") for tree in (STATIC, DYNAMIC)]
+WITH_CACHE = [
+    pytest.param(kind, tree, marks=() if (kind, tree) == ("eagle3", DYNAMIC) else pytest.mark.slow)
+    for kind in ("eagle", "eagle3", "model")
+    for tree in (STATIC, DYNAMIC)
+]
 
 
-@pytest.mark.parametrize(("kind", "tree"), [*WITH_CACHE, ("amphista", presets.sparse())])
+@pytest.mark.parametrize(
+    ("kind", "tree"), [*WITH_CACHE, pytest.param("amphista", presets.sparse(), marks=pytest.mark.slow)]
+)
 def test_what_a_draft_with_a_cache_computes_against_what_xla_counts(kind, tree, monkeypatch):
     """Levels that attend to the draft's cache and to all nodes run before, and the pass over what was accepted."""
     monkeypatch.setattr(few_rows, "available", lambda: False)  # in our own kernels XLA counts nothing
