@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul
-from hydrajax.drafters.drafter import last_observed
+from hydrajax.drafters.drafter import following_tokens, last_observed
 from hydrajax.drafters.heads import AtOnce, Head, block_costs
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.errors import HydrajaxError
@@ -31,6 +31,7 @@ from hydrajax.models.attention import Part, causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer
+from hydrajax.models.rows import row_layout
 from hydrajax.models.weights import declare, project
 from hydrajax.trees.dynamic import guesses_of
 
@@ -162,17 +163,12 @@ class AmphistaHeads(AtOnce):
         return AmphistaState(cache, (nothing,) * max(self.adaptation_layers, 1))
 
     def advance(self, params, state, features, tokens, counts, next_root, base):
-        """Only these tokens go through the adaptation layers, each with the token that came to follow.
-
-        Where more text follows a conversation's answer, the token after the answer's last one stays in the cache as the
-        base would have gone on, in one place that only a guess depends on.
-        """
-        cache, places = state.cache, jnp.arange(tokens.shape[1])
-        following = jnp.where(places == counts[:, None] - 1, next_root[:, None], jnp.roll(tokens, -1, axis=1))
+        """Only these tokens go through the adaptation layers, each with the token that came to follow."""
+        cache, n_tokens = state.cache, tokens.shape[1]
+        positions = cache.lengths[:, None] + jnp.arange(n_tokens)
         past = [cache.parts(s) for s in range(self.adaptation_layers)]
-        outputs, block = self._adapt(
-            params, features, following, cache.lengths[:, None] + places, causal_mask(tokens.shape[1]), base, past
-        )
+        following = following_tokens(tokens, counts, next_root)
+        outputs, block = self._adapt(params, features, following, positions, causal_mask(n_tokens), base, past)
         if block:
             cache = append(cache, block, counts, after=outputs[-1][:, 0, 0])
         else:
@@ -182,7 +178,7 @@ class AmphistaHeads(AtOnce):
     def propose(self, params, state, root, tree, base, draw=None):
         """One pass for all levels. The root is known by then: the adaptation layers have read it."""
         hidden = self._heads_together(params, [x[:, None] for x in state.adapted])
-        return self.fill_or_grow(params, hidden, root, tree, base, draw)
+        return self.filled(params, hidden, root, tree, base, draw)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -201,9 +197,7 @@ class AmphistaHeads(AtOnce):
     def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
         """At place t with the true token t + 1; the last place's wraps around and must be masked."""
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        if mask is None:
-            mask = causal_mask(tokens.shape[1])
+            positions, mask = row_layout(tokens)
         adapted, _ = self._adapt(params, features, jnp.roll(tokens, -1, axis=1), positions, mask, base)
         return self._heads_together(params, adapted)
 

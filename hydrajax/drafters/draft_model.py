@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul, Ranking
 from hydrajax.drafters.drafter import Draw, Outcome
 from hydrajax.drafters.filling import fill
-from hydrajax.drafters.growing import grow
+from hydrajax.drafters.growing import Beam
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.ranks import token_ranks
 from hydrajax.errors import HydrajaxError
@@ -31,7 +31,7 @@ from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.models.ranking import log_probabilities
 from hydrajax.models.rows import run_base
-from hydrajax.trees.dynamic import DynamicTree, guesses_of
+from hydrajax.trees.dynamic import guesses_of
 from hydrajax.trees.topology import take
 from hydrajax.trees.tree import TreeTopology
 
@@ -163,20 +163,18 @@ class DraftModel:
 
     def propose(self, params, state, root, tree, base, draw=None):
         """Only nodes that have children are run, a level at a time; of a dynamic tree those that may have some."""
-        # What was run is wanted in the end, and neither `grow` nor `fill` gives back what a guess carries on.
-        drafted = self._first_pass(params, state, root)
-        if isinstance(tree, DynamicTree):
-
-            def expand(_, beam):
-                nonlocal drafted
-                if beam.depth:
-                    drafted = self._run(params, state, drafted, beam.tokens, beam.parents, beam.depth)
-                return None, self._logits(params, drafted.hidden)
-
-            proposal = grow(tree, root, expand, None, self.lm_head, self.vocab_size, draw)
-            place = proposal.scratch
+        first = self._first_pass(params, state, root)
+        if self.confidence and isinstance(tree, TreeTopology):
+            proposal, drafted, place = self._filled_where_sure(params, state, first, root, tree, draw)
         else:
-            proposal, drafted, place = self._filled(params, state, drafted, root, tree, draw)
+
+            def guess(drafted, beam):
+                if beam.depth:
+                    drafted = self._run(params, state, drafted, beam)
+                return drafted, self._logits(params, drafted.hidden)
+
+            proposal, drafted = fill(tree, root, guess, first, self.lm_head, self.vocab_size, draw)
+            place = _places(tree) if isinstance(tree, TreeTopology) else proposal.scratch
         return proposal._replace(scratch=Scratch(drafted.block, place, drafted.hidden[:, -1, 0]))
 
     def observe(self, params, state, proposal, outcome: Outcome, base):
@@ -212,22 +210,15 @@ class DraftModel:
         return Drafted(hidden, forward.block, sees, positions)
 
     def _run(
-        self,
-        params,
-        state: DraftState,
-        drafted: Drafted,
-        tokens: Int[Array, "B n"],
-        slot: Int[Array, "*B n"],
-        depth: int,
-        goes_on: Bool[Array, ""] | None = None,
+        self, params, state: DraftState, drafted: Drafted, beam: Beam, goes_on: Bool[Array, ""] | None = None
     ) -> Drafted:
-        """Run n nodes of one depth, whose parents are the nodes ``slot`` of those that were run last.
+        """Run the nodes of a beam.
 
         goes_on: whether to run them at all; their keys, values and hidden states are zeros if not.
         """
-        sees = take(drafted.sees, slot)
+        tokens, sees = beam.tokens, take(drafted.sees, beam.parents)
         after_root = state.cache.lengths + state.waits
-        positions = jnp.broadcast_to((after_root + depth)[:, None], tokens.shape)
+        positions = jnp.broadcast_to((after_root + beam.depth)[:, None], tokens.shape)
         itself = np.eye(tokens.shape[1], dtype=bool)
 
         def forward():
@@ -249,41 +240,25 @@ class DraftModel:
             jnp.concatenate([drafted.positions, positions], axis=1),
         )
 
-    def _filled(self, params, state, drafted: Drafted, root, tree: TreeTopology, draw: Draw | None):
+    def _filled_where_sure(self, params, state, first: Drafted, root, tree: TreeTopology, draw: Draw | None):
         """A static tree, what was run for it, and where each node stands in that (`Scratch.place`)."""
-        place, n_run = np.full(tree.size, -1, np.int32), 1
-        place[0] = 0
-        for level in tree.levels[1:]:
-            place[level.parents] = n_run + np.arange(len(level.parents))
-            n_run += len(level.parents)
-        if not self.confidence:
-
-            def guess(_, k, level, tokens):
-                nonlocal drafted
-                if k:
-                    drafted = self._run(params, state, drafted, tokens[:, level.parents], _slots(tree, k), k)
-                return None, self._logits(params, drafted.hidden)
-
-            return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw), drafted, place
-
         # Of every level: whether each of its parents may have children, and whether they were run at all.
-        sure, ran, before = [jnp.ones((len(root), 1), bool)], [jnp.asarray(True)], None
+        sure, ran = [jnp.ones((len(root), 1), bool)], [jnp.asarray(True)]
 
-        def guess_where_sure(_, k, level, tokens):
-            nonlocal drafted, before
-            if k:
-                slot, nodes = _slots(tree, k), tokens[:, level.parents]
-                known = jnp.clip(nodes, 0, before.shape[-1] - 1)
-                log_p = log_probabilities(take(before, slot), known[:, :, None])[:, :, 0]
-                above = sure[-1][:, slot]
-                sure.append(above & (nodes >= 0) & (log_p >= np.log(self.confidence)))
+        def guess(carry, beam):
+            drafted, before = carry
+            if beam.depth:
+                known = jnp.clip(beam.tokens, 0, before.shape[-1] - 1)
+                log_p = log_probabilities(take(before, beam.parents), known[:, :, None])[:, :, 0]
+                above = sure[-1][:, beam.parents]
+                sure.append(above & (beam.tokens >= 0) & (log_p >= np.log(self.confidence)))
                 ran.append(jnp.any(sure[-1]))
-                drafted = self._run(params, state, drafted, nodes, slot, k, ran[-1])
-            before = self._logits(params, drafted.hidden)
-            return None, before
+                drafted = self._run(params, state, drafted, beam, ran[-1])
+            logits = self._logits(params, drafted.hidden)
+            return (drafted, logits), logits
 
-        proposal = fill(tree, root, guess_where_sure, None, self.lm_head, self.vocab_size, draw)
-        tokens, place = proposal.tokens, jnp.asarray(place)
+        proposal, (drafted, _) = fill(tree, root, guess, (first, None), self.lm_head, self.vocab_size, draw)
+        tokens, place = proposal.tokens, jnp.asarray(_places(tree))
         for level, may, was in zip(tree.levels, sure, ran, strict=False):  # of the root alone nothing is guessed
             tokens = tokens.at[:, level.children].set(
                 jnp.where(may[:, level.parent_slot], tokens[:, level.children], -1)
@@ -345,6 +320,9 @@ class DraftModel:
         return [head, Ranking(f"{name} top-{width}", rows, c.vocab_size)]
 
 
-def _slots(tree: TreeTopology, k: int) -> Int[np.ndarray, " n"]:
-    """Where the parents of the nodes that are run for level k stand among those that were run for the level before."""
-    return np.searchsorted(tree.levels[k - 1].parents, tree.parents[tree.levels[k].parents])
+def _places(tree: TreeTopology) -> Int[np.ndarray, " N"]:
+    """Where each node of a static tree stands among those that are run: `Scratch.place`."""
+    place = np.full(tree.size, -1, np.int32)
+    run = [0, *(node for level in tree.levels[1:] for node in level.parents)]
+    place[run] = np.arange(len(run))
+    return place

@@ -214,7 +214,7 @@ class Trainable(Drafter, Protocol):
 
         With an ``rng`` key dropout is applied, everywhere but at the lm head. Where several documents share a row,
         ``positions`` are those inside each document and ``mask[b, 0, 0, i, j]`` says whether token i sees token j; by
-        default a row is one document. Only drafters with attention need the two.
+        default a row is one document. The two are given together, and only drafters with attention need them.
         """
 
     def head_logits(
@@ -257,6 +257,18 @@ def abstract_draft(drafter: Trainable, model: BaseModel):
     return jax.eval_shape(
         lambda base: drafter.init_boxed(jax.random.key(0), BoundBase(model, base)), nn.unbox(abstract_base(model))
     )
+
+
+def following_tokens(
+    tokens: Int[Array, "B T"], counts: Int[Array, " B"], next_root: Int[Array, " B"]
+) -> Int[Array, "B T"]:
+    """The token after each valid one of a row (`Drafter.begin`): after the last it is the next root.
+
+    Where more text follows a conversation's answer, a drafter that keeps what it makes of these tokens keeps for the
+    answer's last one what the base would have gone on with, in one place that only a guess depends on.
+    """
+    places = jnp.arange(tokens.shape[1])
+    return jnp.where(places == counts[:, None] - 1, next_root[:, None], jnp.roll(tokens, -1, axis=1))
 
 
 def last_observed(features: Float[Array, "B T D"], counts: Int[Array, " B"]) -> Float[Array, "B D"]:

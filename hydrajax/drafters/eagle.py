@@ -18,9 +18,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul, Ranking
-from hydrajax.drafters.drafter import last_observed
+from hydrajax.drafters.drafter import following_tokens, last_observed
 from hydrajax.drafters.filling import fill
-from hydrajax.drafters.growing import grow
+from hydrajax.drafters.growing import Beam
 from hydrajax.drafters.heads import Trained
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.errors import HydrajaxError
@@ -29,9 +29,10 @@ from hydrajax.models.attention import Part, SamePlace, causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer
+from hydrajax.models.rows import row_layout
 from hydrajax.models.weights import declare, project
 from hydrajax.trees import presets
-from hydrajax.trees.dynamic import DynamicTree, guesses_of
+from hydrajax.trees.dynamic import guesses_of
 from hydrajax.trees.topology import take
 
 DEPTH = 10  # how far it drafts; each further token is another pass, so a tree is where the limit really is
@@ -123,19 +124,12 @@ class FeatureDrafter(Trained):
         return EagleState(cache, jnp.zeros((batch, self.config.width), self.dtype))
 
     def advance(self, params, state, features, tokens, counts, next_root, base):
-        """The base's hidden states in place of the guessed ones, each with the token that came to follow.
-
-        Where more text follows a conversation's answer, the token after the answer's last one stays in the cache as the
-        base would have gone on, in one place that only a guess depends on.
-        """
-        places = jnp.arange(tokens.shape[1])
-        following = jnp.where(places == counts[:, None] - 1, next_root[:, None], jnp.roll(tokens, -1, axis=1))
-        positions = state.cache.lengths[:, None] + places
+        """The base's hidden states in place of the guessed ones, each with the token that came to follow."""
         hidden, block = self._apply(
             params,
-            self._embed(base, following),
+            self._embed(base, following_tokens(tokens, counts, next_root)),
             self._apply(params, features, method="fused"),
-            positions,
+            state.cache.lengths[:, None] + jnp.arange(tokens.shape[1]),
             causal_mask(tokens.shape[1]),
             state.cache.parts(0),
         )
@@ -144,43 +138,22 @@ class FeatureDrafter(Trained):
 
     def propose(self, params, state, root, tree, base, draw=None):
         """Only nodes that have children are run, a level at a time; of a dynamic tree those that may have some."""
-        if isinstance(tree, DynamicTree):
 
-            def expand(so_far, beam):
-                if beam.depth:
-                    so_far = self._run(params, state.cache, so_far, beam.tokens, beam.parents, beam.depth, base)
-                return so_far, self._logits(params, so_far.hidden, base)
-
-            return grow(tree, root, expand, self._at_root(state), self.lm_head, self.config.vocab_size, draw)
-
-        def guess(so_far, k, level, tokens):
-            if k:
-                slot = np.searchsorted(tree.levels[k - 1].parents, tree.parents[level.parents])
-                so_far = self._run(params, state.cache, so_far, tokens[:, level.parents], slot, k, base)
+        def guess(so_far, beam):
+            if beam.depth:
+                so_far = self._run(params, state.cache, so_far, beam, base)
             return so_far, self._logits(params, so_far.hidden, base)
 
-        return fill(tree, root, guess, self._at_root(state), self.lm_head, self.config.vocab_size, draw)
+        return fill(tree, root, guess, self._at_root(state), self.lm_head, self.config.vocab_size, draw)[0]
 
     def _at_root(self, state: EagleState) -> Branches:
         """Before any node was run: the root's children are guessed from what the cache's last place has given."""
         nothing = jnp.zeros((len(state.hidden), self.config.n_kv_heads, 0, self.config.head_dim), self.dtype)
         return Branches(state.hidden[:, None], nothing, nothing, np.zeros((1, 0), bool))
 
-    def _run(
-        self,
-        params,
-        cache: KVCache,
-        so_far: Branches,
-        tokens: Int[Array, "B n"],
-        slot: Int[Array, "*B n"],
-        depth: int,
-        base,
-    ) -> Branches:
-        """Run n nodes of one depth, whose parents are the nodes ``slot`` of those that were run last.
-
-        They read the cache, their ancestors and themselves. slot: NumPy where it is the same for all rows.
-        """
-        n_nodes = tokens.shape[1]
+    def _run(self, params, cache: KVCache, so_far: Branches, beam: Beam, base) -> Branches:
+        """Run the nodes of a beam, which read the cache, their ancestors and themselves."""
+        slot, n_nodes = beam.parents, beam.tokens.shape[1]
         if isinstance(slot, np.ndarray):
             sees = so_far.sees[slot]
         else:
@@ -189,9 +162,9 @@ class FeatureDrafter(Trained):
         itself = np.eye(n_nodes, dtype=bool)
         hidden, (keys, values) = self._apply(
             params,
-            self._embed(base, tokens),
+            self._embed(base, beam.tokens),
             take(so_far.hidden, slot),
-            jnp.broadcast_to((cache.lengths + depth - 1)[:, None], tokens.shape),
+            jnp.broadcast_to((cache.lengths + beam.depth - 1)[:, None], beam.tokens.shape),
             itself,
             (*([above] if sees.shape[-1] else []), *cache.parts(0)),
         )
@@ -230,9 +203,7 @@ class FeatureDrafter(Trained):
         are found in the same way, whatever ``unroll`` the draft was trained with.
         """
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        if mask is None:
-            mask = causal_mask(tokens.shape[1])
+            positions, mask = row_layout(tokens)
         hidden, outputs, past = self._apply(params, features, method="fused"), [], []
         for k in range(self.unroll):
             embeddings = self._embed(base, jnp.roll(tokens, -(k + 1), axis=1))

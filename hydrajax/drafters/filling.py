@@ -1,42 +1,43 @@
-"""Filling a static tree level by level, whatever makes the guesses."""
+"""Filling a tree level by level, whatever makes the guesses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from hydrajax.drafters.drafter import Draw, Proposal
+from hydrajax.drafters.growing import Beam, Guess, grow
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.models.arrays import Array
 from hydrajax.models.ranking import over_rows
-from hydrajax.trees.tree import Level, TreeTopology
-
-# guess(carry, k, level, tokens) -> carry, float32 logits [B, P, V'] of what follows each of the level's P parents, or
-# [B, 1, V'] where one guess serves them all. tokens: int32 [B, n], of all nodes above the level. carry: whatever the
-# drafter wants to have at hand at the next level.
-Guess = Callable[[Any, int, Level, Int[Array, "B n"]], tuple[Any, Float[Array, "B P V_"]]]
+from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 
 
 def fill(
-    tree: TreeTopology,
+    tree: CandidateTree,
     root: Int[Array, " B"],
     guess: Guess,
     carry: Any,
     lm_head: LmHead,
     vocab_size: int,
     draw: Draw | None = None,
-) -> Proposal:
-    """The tree with the best guesses, or with ``draw`` with drawn ones: one ranking per level, at its widest rank.
+) -> tuple[Proposal, Any]:
+    """The tree with the best guesses, or with ``draw`` with drawn ones, and the last carry.
 
-    carry: handed to the first ``guess``, at the root's level 0.
+    A static tree takes one ranking per level, at its widest rank; a dynamic one is grown. carry: handed to the first
+    ``guess``, at the root's level 0.
     """
-    tokens, drawn_from = root[:, None], []
+    if isinstance(tree, DynamicTree):
+        return grow(tree, root, guess, carry, lm_head, vocab_size, draw)
+    tokens, drawn_from, before = root[:, None], [], np.full(1, -1)
     for k, level in enumerate(tree.levels):
-        carry, logits = guess(carry, k, level, tokens)
+        parents = np.searchsorted(before, tree.parents[level.parents])
+        # Nodes are ordered by depth, so the tokens so far hold every path down to this level's parents.
+        carry, logits = guess(carry, Beam(k, tokens[:, level.parents], tokens[:, level.paths], parents))
+        before = level.parents
         if draw is None:
             guesses = lm_head.top(logits, level.width)
         else:
@@ -48,4 +49,4 @@ def fill(
         # Medusa heads guess once for all parents of a level.
         slot = level.parent_slot if guesses.shape[1] > 1 else np.zeros_like(level.parent_slot)
         tokens = jnp.concatenate([tokens, guesses[:, slot, level.ranks]], axis=1)
-    return Proposal(tokens, tree.topology, jnp.concatenate(drawn_from, axis=1) if drawn_from else None)
+    return Proposal(tokens, tree.topology, jnp.concatenate(drawn_from, axis=1) if drawn_from else None), carry

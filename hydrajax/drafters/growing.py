@@ -22,19 +22,18 @@ ACCEPTED, WHEN_SURE = 0.5, 0.4
 
 
 class Beam(NamedTuple):
-    """The n nodes whose children are guessed next, the likeliest first; at depth 0 the root alone.
+    """The n nodes whose children are guessed next, all of one depth: at depth 0 the root alone. Of a tree that is grown
+    they are those to be expanded, the likeliest first; of a static one those that have children, in node order.
 
-    depth:   of all of them. paths: int32 ``[B, n, depth + 1]`` the tokens from the root down to each.
-    parents: int32 ``[B, n]`` which node of the beam before each is a child of.
+    tokens:  int32 ``[B, n]``. paths: int32 ``[B, n, depth + 1]`` the tokens from the root down to each.
+    parents: int32 ``[B, n]`` which node of the beam before each is a child of; NumPy ``[n]`` where that is the same for
+             all rows.
     """
 
     depth: int
+    tokens: Int[Array, "B n"]
     paths: Int[Array, "B n depth"]
-    parents: Int[Array, "B n"]
-
-    @property
-    def tokens(self) -> Int[Array, "B n"]:
-        return self.paths[:, :, -1]
+    parents: Int[Array, "*B n"]
 
 
 # guess(carry, beam) -> carry, float32 logits [B, n, V'] of what follows each node of the beam, or [B, 1, V'] where one
@@ -50,8 +49,8 @@ def grow(
     lm_head: LmHead,
     vocab_size: int,
     draw: Draw | None = None,
-) -> Proposal:
-    """The tree of each row: of all candidates those that are the likeliest in the draft's eyes.
+) -> tuple[Proposal, Any]:
+    """The tree of each row, of all candidates those that are the likeliest in the draft's eyes, and the last carry.
 
     Level by level the ``top_k`` likeliest candidates of the last level are expanded into ``top_k`` each; what is
     expanded and what becomes a node are two questions. Candidates are numbered level by level, in a level by their
@@ -77,7 +76,8 @@ def grow(
     after the earlier siblings. (Equals are no exception: all that the token could change has a higher number.)
     """
     k, batch = tree.top_k, len(root)
-    beam, likelihood = Beam(0, root[:, None, None], jnp.zeros((batch, 1), jnp.int32)), jnp.zeros((batch, 1))
+    beam = Beam(0, root[:, None], root[:, None, None], jnp.zeros((batch, 1), jnp.int32))
+    likelihood = jnp.zeros((batch, 1))
     tokens, worths, drawn_from, n_candidates = [], [], [], 0  # of the candidates, level by level
     expanded = [jnp.full((batch, 1), -1, jnp.int32)]  # the candidate above each k of them; -1 is the root
     for depth in range(tree.expansions + 1):
@@ -102,7 +102,7 @@ def grow(
             expanded.append(n_candidates + best)
             above = jnp.take_along_axis(beam.paths, best[:, :, None] // k, axis=1)
             chosen = jnp.take_along_axis(children, best, axis=1)
-            beam = Beam(depth + 1, jnp.concatenate([above, chosen[:, :, None]], axis=2), best // k)
+            beam = Beam(depth + 1, chosen, jnp.concatenate([above, chosen[:, :, None]], axis=2), best // k)
         n_candidates += scored.shape[1]
     nodes = jnp.sort(jax.lax.top_k(jnp.concatenate(worths, axis=1), tree.size - 1)[1], axis=1)
     expanded = jnp.concatenate(expanded, axis=1)
@@ -120,7 +120,7 @@ def grow(
         # Of a node that was not expanded, and so has no children, any will do.
         log_q = lm_head.over_all_tokens(take(jnp.concatenate(drawn_from, axis=1), place), vocab_size)
     place = jnp.where(jnp.any(is_expanded, axis=2), place, -1)
-    return Proposal(jnp.concatenate([root[:, None], chosen], axis=1), topology, log_q, place)
+    return Proposal(jnp.concatenate([root[:, None], chosen], axis=1), topology, log_q, place), carry
 
 
 def _keys_of_level(draw: Draw, depth: int) -> Array:

@@ -14,7 +14,6 @@ from jaxtyping import Float, Int
 from hydrajax.drafters.costs import Cost, Matmul, Ranking
 from hydrajax.drafters.drafter import Draw, Proposal, SeesAcceptedOnly, last_observed
 from hydrajax.drafters.filling import fill
-from hydrajax.drafters.growing import grow
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.ranks import head_ranks
 from hydrajax.errors import HydrajaxError
@@ -22,7 +21,7 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.weights import declare, project
 from hydrajax.trees import presets
-from hydrajax.trees.dynamic import CandidateTree, DynamicTree, guesses_of
+from hydrajax.trees.dynamic import CandidateTree, guesses_of
 
 
 def check_dropout(rate: float) -> None:
@@ -282,7 +281,7 @@ class HeadStack(Trained):
 class AtOnce(HeadStack):
     """Heads that guess without knowing the tokens guessed before theirs, so that one pass drafts all levels."""
 
-    def fill_or_grow(
+    def filled(
         self,
         params,
         hidden: Sequence[Float[Array, "B 1 D"]],
@@ -298,21 +297,14 @@ class AtOnce(HeadStack):
             shared = base.logits(jnp.concatenate(hidden[:n_levels], axis=1))
             base_logits = [lambda _, k=k: shared[:, k, None] for k in range(shared.shape[1])]
 
-        def logits(k):
-            return self.apply_head(params, k, hidden[k], base_logits[k], method="logits")
+        def guess(nothing, beam):
+            k = beam.depth
+            return nothing, self.apply_head(params, k, hidden[k], base_logits[k], method="logits")
 
-        def expand(before, beam):
-            return before, logits(beam.depth)
-
-        def guess(before, k, level, tokens):
-            return before, logits(k)
-
-        if isinstance(tree, DynamicTree):
-            return grow(tree, root, expand, None, self.lm_head, self.vocab_size, draw)
-        return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)
+        return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)[0]
 
     def guess_costs(self, tree: CandidateTree, batch: int) -> list[Cost]:
-        """What `fill_or_grow` computes."""
+        """What `filled` computes."""
         levels, width, vocab_size = guesses_of(tree), self.width, self.vocab_size
         costs: list[Cost] = []
         if self.lm_head.shared and levels:

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 
 from hydrajax.drafters.costs import Cost, Ranking
 from hydrajax.drafters.filling import fill
-from hydrajax.drafters.growing import grow
 from hydrajax.drafters.heads import Head, HeadStack, head_costs
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.models.arrays import DType
-from hydrajax.trees.dynamic import DynamicTree, guesses_of
+from hydrajax.trees.dynamic import guesses_of
 
 
 @dataclass(frozen=True)
@@ -51,20 +50,12 @@ class HydraHeads(HeadStack):
     def propose(self, params, state, root, tree, base, draw=None):
         """One head call for all parents of a level."""
 
-        def logits_after(k, paths):
-            hidden = self.apply_head(params, k, *self._inputs_after(state, paths, base), method="hidden")
-            return self.head_logits(params, k, hidden, base)
+        def guess(nothing, beam):
+            inputs = self._inputs_after(state, beam.paths, base)
+            hidden = self.apply_head(params, beam.depth, *inputs, method="hidden")
+            return nothing, self.head_logits(params, beam.depth, hidden, base)
 
-        def expand(before, beam):
-            return before, logits_after(beam.depth, beam.paths)
-
-        def guess(before, k, level, tokens):
-            # Nodes are ordered by depth, so the tokens so far hold every path down to this level's parents.
-            return before, logits_after(k, tokens[:, level.paths])
-
-        if isinstance(tree, DynamicTree):
-            return grow(tree, root, expand, None, self.lm_head, self.vocab_size, draw)
-        return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)
+        return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)[0]
 
     def propose_costs(self, tree, batch, slots):
         """Head k runs once per level, for every parent of the level."""

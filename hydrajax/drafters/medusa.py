@@ -54,7 +54,7 @@ class MedusaHeads(AtOnce):
     def propose(self, params, state, root, tree, base, draw=None):
         levels = range(len(guesses_of(tree)))
         hidden = [self.apply_head(params, k, state[:, None], method="hidden") for k in levels]
-        return self.fill_or_grow(params, hidden, root, tree, base, draw)
+        return self.filled(params, hidden, root, tree, base, draw)
 
     def propose_costs(self, tree, batch, slots):
         """Every head runs on one row, whatever its level has of parents."""

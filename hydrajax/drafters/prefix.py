@@ -20,6 +20,7 @@ from hydrajax.models.attention import causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer, RMSNorm
+from hydrajax.models.rows import row_layout
 
 
 class PrefixLayer(nn.Module):
@@ -127,9 +128,7 @@ class WithPrefix(Trained):
 
     def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        if mask is None:
-            mask = causal_mask(tokens.shape[1])
+            positions, mask = row_layout(tokens)
         refined, _ = self.layer.apply({"params": params["prefix"]}, features, positions, mask)
         return self.heads.teacher_hidden(params["heads"], refined, tokens, base, rng, positions, mask)
 

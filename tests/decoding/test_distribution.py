@@ -88,7 +88,7 @@ class Bigram(Scripted):
             def guess(carry, beam):
                 return carry, self.logits(beam.tokens, base)
 
-            return growing.grow(tree, root, guess, None, LmHead(), VOCAB, draw)
+            return growing.grow(tree, root, guess, None, LmHead(), VOCAB, draw)[0]
         candidates, drawn_from = root[:, None], []
         for k, level in enumerate(tree.levels):
             logits = self.logits(candidates[:, level.parents], base)

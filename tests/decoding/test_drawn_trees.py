@@ -41,7 +41,7 @@ def steps(tree: DynamicTree, draft_temperature: float | None = None):
     @quick_jit
     def step(root, emitted):
         below = position_keys(keys, emitted[:, None] + 1 + jnp.arange(tree.depth + 1))
-        proposal = growing.grow(tree, root, guess, None, LmHead(), VOCAB, rule.draw(below))
+        proposal, _ = growing.grow(tree, root, guess, None, LmHead(), VOCAB, rule.draw(below))
         accepted = rule.accept(base[proposal.tokens], proposal, below)
         child = proposal.tokens[rows, accepted.path[:, 1]]
         follows = jnp.where(accepted.accept_length > 0, child, accepted.next_root)

@@ -37,9 +37,24 @@ def grown(tree: DynamicTree, logits, roots, lm_head: LmHead = FULL):
             return beams, jnp.take(logits[beam.depth], beam.tokens, axis=0)
 
         beams = []
-        return grow(tree, roots, guess, beams, lm_head, VOCAB), beams[1:]
+        return grow(tree, roots, guess, beams, lm_head, VOCAB)[0], beams[1:]
 
     return jax.device_get(run(logits, roots))
+
+
+def next_beam(tree: DynamicTree, level: list[tuple], first: int) -> list[tuple]:
+    """The likeliest candidates of a level, of which the first has number ``first``: likelihood, what it is, number."""
+    order = sorted(range(len(level)), key=lambda i: -level[i][0])[: tree.top_k]
+    return [(level[i][0], level[i][1], first + i) for i in order]
+
+
+def chosen(tree: DynamicTree, candidates: list[tuple], worth: int) -> tuple[list[int], list[int]]:
+    """The candidates that become nodes, in order, and the parents of all nodes. Of a candidate entry 2 is the one that
+    it hangs from, None for the root, and entry ``worth`` decides.
+    """
+    nodes = sorted(sorted(range(len(candidates)), key=lambda i: -candidates[i][worth])[: tree.size - 1])
+    parents = [0 if candidates[i][2] is None else 1 + nodes.index(candidates[i][2]) for i in nodes]
+    return nodes, [-1, *parents]
 
 
 def by_hand(tree: DynamicTree, logits: np.ndarray, root: int) -> tuple[list[int], list[int]]:
@@ -51,13 +66,10 @@ def by_hand(tree: DynamicTree, logits: np.ndarray, root: int) -> tuple[list[int]
         for score, path, number in beam:
             best = np.argsort(-log_p[depth, path[-1]], kind="stable")[: tree.top_k]
             level += [(score + log_p[depth, path[-1], token], [*path, int(token)], number) for token in best]
-        first = len(candidates)
+        beam = next_beam(tree, level, len(candidates))
         candidates += level
-        order = sorted(range(len(level)), key=lambda i: -level[i][0])[: tree.top_k]
-        beam = [(level[i][0], level[i][1], first + i) for i in order]
-    nodes = sorted(sorted(range(len(candidates)), key=lambda i: -candidates[i][0])[: tree.size - 1])
-    parents = [0 if candidates[i][2] is None else 1 + nodes.index(candidates[i][2]) for i in nodes]
-    return [root, *(candidates[i][1][-1] for i in nodes)], [-1, *parents]
+    nodes, parents = chosen(tree, candidates, worth=0)
+    return [root, *(candidates[i][1][-1] for i in nodes)], parents
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
@@ -131,7 +143,7 @@ def drawn(tree: DynamicTree, logits, roots, temperature, vocabulary: Vocabulary 
 
         beams, lm_head = [], Watched(vocabulary=vocabulary)
         keys = jax.random.split(jax.random.key(seed), (len(roots), tree.depth + 1))
-        proposal = grow(tree, roots, guess, beams, lm_head, VOCAB, Draw(keys, temperature))
+        proposal, _ = grow(tree, roots, guess, beams, lm_head, VOCAB, Draw(keys, temperature))
         return proposal, beams, lm_head.kept
 
     return jax.device_get(run(logits, roots, np.asarray(temperature, np.float32)))
@@ -152,13 +164,10 @@ def drawn_by_hand(tree: DynamicTree, logits: np.ndarray, root: int, temperature:
                 level.append((worth * accepted, int(child), number, worth, scaled[depth, token]))
                 left -= q[depth, token, child]
                 worth *= 1 - accepted
-        first = len(candidates)
+        beam = next_beam(tree, level, len(candidates))
         candidates += level
-        order = sorted(range(len(level)), key=lambda i: -level[i][0])[: tree.top_k]
-        beam = [(level[i][0], level[i][1], first + i) for i in order]
-    nodes = sorted(sorted(range(len(candidates)), key=lambda i: -candidates[i][3])[: tree.size - 1])
-    parents = [0 if candidates[i][2] is None else 1 + nodes.index(candidates[i][2]) for i in nodes]
-    return [root, *(candidates[i][1] for i in nodes)], [-1, *parents], [candidates[i][4] for i in nodes]
+    nodes, parents = chosen(tree, candidates, worth=3)
+    return [root, *(candidates[i][1] for i in nodes)], parents, [candidates[i][4] for i in nodes]
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
