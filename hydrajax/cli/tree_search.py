@@ -166,8 +166,9 @@ def _proposals(args: argparse.Namespace, way, prompts, sizes: list[int], on_stat
     And what the closed form says of a draft model's chains; None of other drafts.
     """
     from hydrajax.measure.calibration import calibrate
-    from hydrajax.measure.chains import draft_cost, estimate
+    from hydrajax.measure.chains import draft_cost
     from hydrajax.trees import search
+    from hydrajax.trees.speculation import estimate
 
     found = calibrate(
         way,

@@ -1,51 +1,13 @@
-"""What a chain of a draft model should be worth here: Leviathan et al. 2023 (3.1 to 3.3) with measured numbers."""
+"""What a pass of a draft model costs here, by which `hydrajax.trees.speculation` says how long its chains should be."""
 
 from __future__ import annotations
-
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from hydrajax.measure.benchmark import room_for, step_timer
 from hydrajax.measure.timing import interleaved_ms
 from hydrajax.measure.way import Way
 from hydrajax.trees import presets
-from hydrajax.trees.speculation import best_length, expected_tokens, improvement
 
 ROUNDS = 5
-
-
-@dataclass(frozen=True)
-class ChainEstimate:
-    """The best chain by the closed form.
-
-    acceptance: α, the mean chance that a drafted token is accepted. draft_cost: c, the time of drafting one in steps
-    without a draft. length: K. tokens_per_step and improvement are those of this K.
-    """
-
-    acceptance: float
-    draft_cost: float
-    length: int
-    tokens_per_step: float
-    improvement: float
-
-    def __str__(self) -> str:
-        found = f"α {self.acceptance:.2f}, c {self.draft_cost:.2f}"
-        if not self.length:
-            return f"{found}: no chain should pay (Leviathan et al. 3.3: only where α > c)"
-        return (
-            f"{found}: chain-{self.length} should be the best chain, {self.tokens_per_step:.2f} tokens per step and "
-            f"{self.improvement:.2f} times as fast as none (Leviathan et al. 3.3)"
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def estimate(acceptance: float, draft_cost: float, most: int) -> ChainEstimate:
-    """For chains of at most ``most`` tokens."""
-    k = best_length(acceptance, draft_cost, most)
-    gains = expected_tokens(acceptance, k), improvement(acceptance, k, draft_cost)
-    return ChainEstimate(acceptance, draft_cost, k, *gains)
 
 
 def draft_cost(way: Way, batch_size: int, context: int) -> float:

@@ -7,6 +7,9 @@ base. The paper's beta at a place is the sum over all tokens of min(p, q), and a
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+from typing import Any
+
 from hydrajax.errors import HydrajaxError
 
 
@@ -32,6 +35,40 @@ def improvement(alpha: float, k: int, c: float) -> float:
 def best_length(alpha: float, c: float, most: int) -> int:
     """The K from 0 to ``most`` with the greatest `improvement`, of equals the smallest; 0 where no draft pays (3.3)."""
     return max(range(most + 1), key=lambda k: (improvement(alpha, k, c), -k))
+
+
+@dataclass(frozen=True)
+class ChainEstimate:
+    """The best chain by the closed form.
+
+    acceptance: α, the mean chance that a drafted token is accepted. draft_cost: c, the time of drafting one in steps
+    without a draft. length: K. tokens_per_step and improvement are those of this K.
+    """
+
+    acceptance: float
+    draft_cost: float
+    length: int
+    tokens_per_step: float
+    improvement: float
+
+    def __str__(self) -> str:
+        found = f"α {self.acceptance:.2f}, c {self.draft_cost:.2f}"
+        if not self.length:
+            return f"{found}: no chain should pay (Leviathan et al. 3.3: only where α > c)"
+        return (
+            f"{found}: chain-{self.length} should be the best chain, {self.tokens_per_step:.2f} tokens per step and "
+            f"{self.improvement:.2f} times as fast as none (Leviathan et al. 3.3)"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def estimate(acceptance: float, draft_cost: float, most: int) -> ChainEstimate:
+    """For chains of at most ``most`` tokens."""
+    k = best_length(acceptance, draft_cost, most)
+    gains = expected_tokens(acceptance, k), improvement(acceptance, k, draft_cost)
+    return ChainEstimate(acceptance, draft_cost, k, *gains)
 
 
 def _check(alpha: float, k: int) -> None:

@@ -12,12 +12,13 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.measure.calibration import calibrate
-from hydrajax.measure.chains import draft_cost, estimate
+from hydrajax.measure.chains import draft_cost
 from hydrajax.measure.plain_pass import all_logits
 from hydrajax.measure.way import Way
 from hydrajax.models.base import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.trees import presets, search
+from hydrajax.trees.speculation import estimate
 
 PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
 
