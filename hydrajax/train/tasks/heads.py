@@ -41,11 +41,6 @@ from hydrajax.trees.dynamic import static
 TOP_K = 5  # head accuracies are reported for the first 1 .. TOP_K guesses
 
 
-# Of `DraftConfig`: those that are fields of the drafters of a kind under the same name.
-SETTINGS = ("n_heads", "n_layers", "share_blocks", "hidden_state_offset", "dropout", "unroll")
-SETTINGS += ("adaptation_layers", "auto_embedding_layers", "position_encoding", "reads_token", "mlp_width")
-
-
 def make_drafter(
     draft: DraftConfig, base: LlamaConfig, dtype, target_counts: Int[np.ndarray, " V"] | None = None
 ) -> Trainable:
@@ -60,9 +55,11 @@ def make_drafter(
             f"found {draft.hidden_state_offset}"
         )
     fields = {field.name for field in dataclasses.fields(registry.HEADS[draft.heads])}
-    settings: dict[str, Any] = {name: getattr(draft, name) for name in SETTINGS if name in fields}
-    if settings.get("unroll", 1) is None:
-        del settings["unroll"]
+    # Most settings are fields of the same name; those that are not given stay what the drafter has them be.
+    settings = {
+        name: value for name, value in dataclasses.asdict(draft).items() if name in fields and value is not None
+    }
+    settings.pop("reads", None)
     if draft.reads:
         if draft.reads[-1] > base.n_layers:
             raise HydrajaxError(
