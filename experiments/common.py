@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,9 +28,11 @@ from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.prompts import batches
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
+from hydrajax.measure.benchmark import step_timer
 from hydrajax.measure.calibration import Calibration, calibrate
 from hydrajax.measure.contest import Measured, contest, measure_trees
 from hydrajax.measure.machine import machine
+from hydrajax.measure.timing import in_rounds
 from hydrajax.measure.way import Way
 from hydrajax.questions.held_out import held_out_files
 from hydrajax.report.results import Result, write_result
@@ -247,6 +250,17 @@ class Setup:
             tokens += int(out.lengths[:n_real].sum())
             steps += int(out.steps[:n_real].sum())
         return tokens / steps
+
+
+def draft_milliseconds(ways: Mapping[str, Way], rounds: int, context: int = 256) -> dict[str, float]:
+    """What drafting takes in a step of one row behind so many tokens, to propose and to take in what became of it:
+    medians of common rounds.
+    """
+    timers = {name: step_timer(way, 1, context) for name, way in ways.items()}
+    timed = {(name, "propose"): timer.propose() for name, timer in timers.items()}
+    timed |= {(name, "observe"): timer.observe() for name, timer in timers.items()}
+    times = in_rounds(timed, rounds)
+    return {name: statistics.median(row[name, "propose"] + row[name, "observe"] for row in times) for name in ways}
 
 
 def speed_rows(rates: Sequence[Measured], batch_size: int) -> list[dict]:

@@ -7,15 +7,12 @@ over the first of them; the draft's time is that of filling the tree and of taki
 
 import functools
 import itertools
-import statistics
 import sys
 
 import ablation
 import common
 
-from hydrajax.measure.benchmark import step_timer
-from hydrajax.measure.timing import in_rounds
-from hydrajax.trees import presets
+from hydrajax.measure.tree_search import usable
 from hydrajax.trees.dynamic import DynamicTree
 
 CONFIG = ablation.ROOT / "experiments" / "configs" / "eagle_table.yaml"
@@ -67,8 +64,9 @@ def measure(setup: common.Setup, heads: str, args) -> list[dict]:
     ways = {name: setup.way(heads, tree, name=f"{heads}, {name}") for name, tree in trees.items()}
     rates = setup.contest([setup.autoregressive(), *ways.values()], timed=args.timed)
     rows = common.speed_rows(rates, 1)[1:]
+    draft_times = common.draft_milliseconds(ways, args.rounds)
     for row, (name, way) in zip(rows, ways.items(), strict=True):
-        row |= {"tokens_per_step": setup.tokens_per_step(way), "draft_ms": draft_time(way, args.rounds)}
+        row |= {"tokens_per_step": setup.tokens_per_step(way), "draft_ms": draft_times[name]}
         row |= {"tree": trees[name].name if isinstance(trees[name], DynamicTree) else None}
         print(f"{row['name']:24} τ {row['tokens_per_step']:.2f}, draft {row['draft_ms']:.2f} ms", flush=True)
     return rows
@@ -78,18 +76,8 @@ def dynamic(setup: common.Setup, heads: str, size: int) -> DynamicTree:
     """The dynamic tree of this size that gives the longest steps on the calibration prompts."""
     depth = setup.heads[heads].drafter.depth
     expansions = [n for n in (3, 5, 7) if n < depth] or [depth - 1]
-    trees = []
-    for n, k in itertools.product(expansions, (6, 10)):
-        if k + n * k * k >= size - 1:
-            trees.append(presets.by_name(f"dynamic-{size}-{n}-{k}"))
+    trees = [usable(size, n, k) for n, k in itertools.product(expansions, (6, 10))]
     return max(trees, key=lambda tree: setup.tokens_per_step(setup.way(heads, tree), setup.calibration))
-
-
-def draft_time(way, rounds: int) -> float:
-    """Milliseconds per step, at one row behind 256 tokens."""
-    timer = step_timer(way, 1, 256)
-    times = in_rounds({"propose": timer.propose(), "observe": timer.observe()}, rounds)
-    return statistics.median(row["propose"] + row["observe"] for row in times)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ At 7B, what the roofline says of such drafts with the tokens_per_step that was m
 each for a minute: enough to run, not to rank them.
 """
 
-import statistics
 import sys
 
 import ablation
@@ -14,8 +13,7 @@ import common
 
 from hydrajax import assets
 from hydrajax.checkpoints.base import read_config
-from hydrajax.measure.benchmark import nbytes, step_timer
-from hydrajax.measure.timing import in_rounds
+from hydrajax.measure.benchmark import nbytes
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.roofline.devices import DEVICES
 from hydrajax.roofline.prediction import predict
@@ -64,7 +62,7 @@ def run(args) -> None:
     ways = {name: setup.way(name, setup.released(name)) for name in cells}
     measured = common.speed_rows(setup.contest([setup.autoregressive(), *ways.values()]), 1)
     with common.CONSOLE.status("draft time"):
-        draft_times = milliseconds(ways, args)
+        draft_times = common.draft_milliseconds(ways, args.rounds, args.context)
     rows = []
     for row in measured[1:]:
         way, (heads, lm_head) = ways[row["name"]], cells[row["name"]]
@@ -77,15 +75,6 @@ def run(args) -> None:
         f"predicted: {AT} on one {DEVICE} in 16 bits, context {CONTEXT}, with the τ measured here",
     ]
     common.write(args, "pareto", "", "draft lm heads of all kinds, released tree", rows, remarks)
-
-
-def milliseconds(ways: dict, args) -> dict[str, float]:
-    """What drafting takes in a step, to propose and to take in what became of it: medians of common rounds."""
-    timers = {name: step_timer(way, 1, args.context) for name, way in ways.items()}
-    timed = {(name, "propose"): timer.propose() for name, timer in timers.items()}
-    timed |= {(name, "observe"): timer.observe() for name, timer in timers.items()}
-    times = in_rounds(timed, args.rounds)
-    return {name: statistics.median(row[name, "propose"] + row[name, "observe"] for row in times) for name in ways}
 
 
 def at_another_size(heads: str, lm_head: str, tree, tokens_per_step: float) -> dict[str, float]:
