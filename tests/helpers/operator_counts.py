@@ -1,0 +1,23 @@
+"""Adding up what operators compute and move, and the parameters that they are compared with."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from hydrajax.models.base import abstract_base
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama import Llama
+
+
+def flops(operators) -> float:
+    return sum(operator.count * operator.flops for operator in operators)
+
+
+def moved(operators) -> float:
+    return sum(operator.count * operator.bytes for operator in operators)
+
+
+def abstract_params(config: LlamaConfig, dtype=jnp.float32):
+    model = Llama(config, dtype)
+    return model, nn.unbox(abstract_base(model))

@@ -1,0 +1,126 @@
+"""What drafters say that they compute, against XLA's own counts, their parameters and counts by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from operator_counts import abstract_params, flops, moved
+
+from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.registry import KINDS
+from hydrajax.models.base import BoundBase
+from hydrajax.models.config import PRESETS, LlamaConfig
+from hydrajax.models.kernels import few_rows
+from hydrajax.roofline.operators import (
+    draft_parameters,
+    operators_of,
+)
+from hydrajax.trees import DynamicTree, presets
+
+SEVEN = PRESETS["7b"]
+TREE = presets.sparse()  # 10 parents at depths 1 and 2, 1 elsewhere
+D, V = SEVEN.width, SEVEN.vocab_size
+
+
+def head_kernels(kind: str, tree=TREE, batch: int = 3):
+    operators = operators_of(KINDS[kind].build(SEVEN, jnp.bfloat16).propose_costs(tree, batch, 1024), 2)
+    return [op for op in operators if op.kind == "weights"]
+
+
+def test_the_tree_has_the_parents_that_the_counts_below_assume():
+    assert [len(level.parents) for level in TREE.levels] == [1, 10, 10, 1]
+
+
+def test_medusa_heads_run_on_one_row_each():
+    assert flops(head_kernels("medusa")) == 2 * 3 * 4 * (D * D + D * V)
+
+
+def test_hydra_heads_run_once_per_parent():
+    paths = [1, 10, 10, 1]
+    shared = 4 * 2 * D * 2 * D  # the hidden state and the root, once per row of the batch
+    path = sum(p * k * D * 2 * D for k, p in enumerate(paths))
+    assert flops(head_kernels("hydra")) == 2 * 3 * (shared + path + sum(paths) * D * V)
+
+
+def test_hydra_pp_blocks_are_multiplied_thrice_and_read_once():
+    blocks = [op for op in head_kernels("hydra++") if "blocks" in op.name]
+    assert [op.flops for op in blocks] == [3 * 2 * 3 * p * D * D for p in (1, 10, 10, 1)]
+    assert all(op.bytes == 2 * (D * D + 2 * op.rows * D) for op in blocks)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_the_draft_s_own_bytes_are_its_parameters(kind):
+    """All heads run, at batch 1 on few rows: what moves is little more than the parameters."""
+    parameters = draft_parameters(SEVEN, KINDS[kind].build(SEVEN, jnp.bfloat16))
+    assert 1 < moved(head_kernels(kind, presets.chain(4), batch=1)) / (2 * parameters) < 1.01
+
+
+def test_heads_below_the_tree_are_not_run():
+    assert {op.name.split()[1] for op in head_kernels("hydra", presets.chain(2))} == {"0", "1"}
+
+
+def test_every_matrix_of_the_draft_is_multiplied_with():
+    """At batch 1 and one parent per level: each weight is two operations, a shared block's thrice as many."""
+    config = PRESETS["tiny"]
+    drafter = KINDS["hydra++"].build(config, jnp.float32)
+    model, params = abstract_params(config)
+    shapes = jax.eval_shape(lambda params: drafter.init(jax.random.key(0), BoundBase(model, params)), params)
+    leaves = jax.tree.leaves_with_path(shapes["heads"])
+    weights = {jax.tree_util.keystr(path): leaf.size for path, leaf in leaves if "bias" not in str(path[-1])}
+    wanted = sum(2 * size * (3 if "blocks" in name else 1) for name, size in weights.items())
+    assert flops(operators_of(drafter.propose_costs(presets.chain(4), 1, 64), 4)) == wanted
+    everything = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert draft_parameters(config, drafter) == everything
+
+
+STATIC, DYNAMIC = presets.sparse("eagle_26"), DynamicTree(20, 3, 4)
+WITH_CACHE = [
+    pytest.param(kind, tree, marks=() if (kind, tree) == ("eagle3", DYNAMIC) else pytest.mark.slow)
+    for kind in ("eagle", "eagle3", "model")
+    for tree in (STATIC, DYNAMIC)
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"), [*WITH_CACHE, pytest.param("amphista", presets.sparse(), marks=pytest.mark.slow)]
+)
+def test_what_a_draft_with_a_cache_computes_against_what_xla_counts(kind, tree, monkeypatch):
+    """Levels that attend to the draft's cache and to all nodes run before, and the pass over what was accepted."""
+    monkeypatch.setattr(few_rows, "available", lambda: False)  # in our own kernels XLA counts nothing
+    config, batch, slots = LlamaConfig(300, 64, 172, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16), 2, 600
+    drafter, (model, base) = KINDS[kind].build(config, jnp.float32), abstract_params(config)
+    params = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
+    state = jax.eval_shape(lambda: drafter.init_state(batch, slots))
+    whole = jax.ShapeDtypeStruct((batch, 6), jnp.int32)
+    features = jax.ShapeDtypeStruct((batch, 6, len(drafter.reads) * config.width), jnp.float32)
+    row = jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+    def propose(base, params, state, root):
+        return drafter.propose(params, state, root, tree, BoundBase(model, base)).tokens
+
+    def observe(base, params, state, root, features, tokens):
+        return drafter.begin(params, state, features, tokens, root, root, BoundBase(model, base))
+
+    for function, arguments, costs in (
+        (propose, (), drafter.propose_costs(tree, batch, slots)),
+        (observe, (features, whole), drafter.begin_costs(batch, 6, slots)),
+    ):
+        compiled = jax.jit(function).lower(base, params, state, row, *arguments).compile()
+        assert 0.85 < flops(operators_of(costs, 4)) / compiled.cost_analysis()["flops"] <= 1, function
+
+
+@pytest.mark.parametrize("kind", ["medusa", "amphista"])
+def test_heads_that_guess_at_once_read_the_bases_lm_head_once(kind):
+    drafter = dataclasses.replace(KINDS[kind].build(SEVEN, jnp.bfloat16), small_lm_head=LmHead(shared=True))
+    operators = [op for op in operators_of(drafter.propose_costs(TREE, 3, 1024), 2) if "lm kernel" in op.name]
+    assert [(op.rows, op.flops) for op in operators] == [(3 * 4, 2 * 3 * 4 * D * V)]
+
+
+def test_every_level_of_eagle_reads_the_cache_and_the_levels_before_it():
+    drafter = KINDS["eagle"].build(SEVEN, jnp.bfloat16)
+    scores = [op for op in operators_of(drafter.propose_costs(TREE, 1, 1000), 2) if op.name.endswith("scores")]
+    nodes, keys = [10, 10, 1], [1000 + 10, 1000 + 20, 1000 + 21]  # nodes with children, of depths 1 to 3
+    assert [op.flops for op in scores] == [2 * n * many * D for n, many in zip(nodes, keys, strict=True)]

@@ -1,0 +1,190 @@
+"""``hydrajax roofline``: what it prints and writes, beside what was measured here, and its refusals."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hydrajax.cli import roofline as command
+from hydrajax.cli import run_command
+from hydrajax.measure.benchmark import BenchmarkRow
+from hydrajax.models.config import PRESETS
+from hydrajax.roofline import comparison, devices
+from hydrajax.roofline.devices import Device
+
+
+@pytest.fixture
+def program(capsys):
+    def run(*argv) -> SimpleNamespace:
+        capsys.readouterr()
+        argv = [str(arg) for arg in argv]
+        code = run_command("hydrajax roofline", command.HELP, command.add_arguments, command.run, argv)
+        return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
+
+    return run
+
+
+def test_command_predicts_every_cell(program, tmp_path):
+    file = tmp_path / "roofline.json"
+    grid = ("--tree-sizes", "1,16,64", "--batch-sizes", "1,8", "--context", "1024,4096")
+    result = program("--shape", "7b", "--device", "H200", *grid, "--tokens-per-step", "1,2.5,3", "--json", file)
+    assert result.code == 0, result
+    report = json.loads(file.read_text())
+    assert report["device"]["name"] == "H200"
+    cells = [row["predicted"] for row in report["rows"]]
+    found = [(cell["context"], cell["batch"], cell["nodes"]) for cell in cells]
+    assert found == [(s, b, n) for s in (1024, 4096) for b in (1, 8) for n in (1, 16, 64)]
+    assert all("measured" not in row for row in report["rows"])
+    assert f"{cells[-1]['break_even']:.2f}" in result.out
+    assert f"{cells[-1]['speedup']:.2f}x" in result.out
+    assert "…" not in result.out
+
+
+def test_command_prints_the_tables_and_the_operators(program):
+    result = program("--tables")
+    assert result.code == 0, result
+    assert "168 of 168 equal" in result.out
+    assert "2893.91" in result.out
+    assert "…" not in result.out
+    result = program("--shape", "33b", "--draft-kind", "medusa", "--operators")
+    assert result.code == 0, result
+    for word in ("prefill", "tree decode, 64 nodes", "weighted sum", "head 3 lm kernel"):
+        assert word in result.out
+    assert "…" not in result.out
+
+
+def test_command_takes_eagle_and_a_tree_that_is_grown(program):
+    short = ("--shape", "7b", "--draft-kind", "eagle", "--json")
+    rows = json.loads(program(*short, "--context", "1024,4096").out)["rows"]
+    assert [row["predicted"]["nodes"] for row in rows] == [1, 4, 16, 26] * 2
+    near, far = rows[3]["predicted"], rows[7]["predicted"]
+    # Of the cache four levels read 3072 more keys and values, each of 4096 numbers in 16 bits: at least that much time.
+    assert far["propose"] - near["propose"] > 4 * 3072 * 2 * 4096 * 2 / 3350e9 * 1e3
+    (row,) = json.loads(program(*short, "--tree", "dynamic-60-7-10").out)["rows"]
+    assert (row["predicted"]["tree"], row["predicted"]["nodes"]) == ("dynamic-60-7-10", 60)
+    assert row["predicted"]["propose"] > near["propose"]  # seven levels in place of four
+
+
+def test_command_says_how_long_a_draft_model_s_chains_should_be(program, tmp_path):
+    """The published pair of a 7B and a model of 68M parameters: 2 layers, width 768."""
+    config = {"model_type": "llama", "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 3072}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 12, "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    pair = ("--shape", "7b", "--draft", tmp_path, "--acceptance", "0.6", "--batch-sizes", "1,64")
+    result = program(*pair, "--json")
+    assert result.code == 0, result
+    alone, many = json.loads(result.out)["chains"]
+    # At batch 1 both wait for their weights, but of the draft's embedding only a row is read. The base reads 6.6e9 of
+    # them and the cache, 1025 keys and values of 32 layers.
+    draft = 2 * (4 * 768**2 + 3 * 768 * 3072) + 768 * 32_000
+    base = 32 * (4 * 4096**2 + 3 * 4096 * 11_008) + 4096 * 32_000 + 32 * 2 * 1025 * 4096
+    assert alone["draft_cost"] == pytest.approx(draft / base, rel=0.1)
+    gains = [(1 - 0.6 ** (k + 1)) / (0.4 * (alone["draft_cost"] * k + 1)) for k in range(17)]
+    assert alone["length"] == int(np.argmax(gains))
+    assert alone["improvement"] == pytest.approx(max(gains))
+    assert alone["roofline_speedup"] < alone["improvement"]
+    assert many["roofline_length"] < alone["roofline_length"]  # with many rows the base's longer pass costs
+    shown = program(*pair).out
+    assert f"{alone['improvement']:.2f}x" in shown
+    assert "draft model of 0.1" in shown
+    assert "…" not in shown
+    refused = program("--shape", "7b", "--acceptance", "0.6")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert "--acceptance: is for draft models" in refused.err
+    refused = program("--shape", "7b", "--draft", tmp_path, "--acceptance", "1.6")
+    assert (refused.code, refused.err) == (2, "hydrajax: --acceptance: must be from 0 to 1, found 1.6\n")
+
+
+def test_command_reads_a_base_s_shape(program, tmp_path):
+    config = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 172}
+    config |= {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    results = [program(*base, "--json") for base in (("--base", tmp_path), ("--shape", "tiny"))]
+    assert json.loads(results[0].out)["rows"] == json.loads(results[1].out)["rows"]
+
+
+QUICKLY = ("--shape", "tiny", "--draft-kind", "medusa", "--tree-sizes", "4", "--context", "64", "--repeats", "1")
+
+
+def test_command_compares_with_what_was_measured_here(program, monkeypatch, tmp_path):
+    """The steps' times stand in; `hydrajax bench` has tests of its own, and the slow test below measures."""
+    times = {"autoregressive_step": 4.0, "step": 8.0, "propose": 1.0, "verify": 6.0, "accept_commit": 0.5}
+    others = dict.fromkeys(
+        ("observe", "draft_overhead", "prefill", "compile_seconds", "autoregressive_bandwidth_fraction"), 0.5
+    )
+    cell = {"batch": 1, "context": 64, "tree": "first-4", "nodes": 4, "depth": 2, "break_even": 2.0}
+    sizes = {"autoregressive_bytes_per_step": 1, "peak_memory_bytes": 1}
+    rows = [BenchmarkRow(**cell, **times, **others, **sizes)]
+    monkeypatch.setattr(comparison, "run_benchmark", lambda *args, **settings: iter(rows))
+    peak = Device("here", 1e9, 1e9, ((1, 0.5e9), (4, 1e9)), ((1, 0.5e9), (4, 1e9)))
+    monkeypatch.setattr(comparison, "Meter", lambda *args: SimpleNamespace(measure=lambda: peak))
+    file = tmp_path / "here.json"
+    result = program(*QUICKLY, "--device", "here", "--dtype", "float32", "--json", file)
+    assert result.code == 0, result
+    report = json.loads(file.read_text())
+    predicted = report["rows"][0]["predicted"]
+    assert report["rows"][0]["measured"] == rows[0].as_dict()
+    assert report["device"]["weight_rates"] == [[1, pytest.approx(0.5e9)], [4, pytest.approx(1e9)]]
+    assert f"{predicted['step'] / 8 - 1:+.0%}" in result.out
+    assert f"{predicted['verify']:.3g} (6)" in result.out
+    assert report["drift"] == 1
+    assert "…" not in result.out
+
+
+def test_rates_measured_here_are_positive_and_a_bandwidth_is_no_less_than_a_copy_s(monkeypatch):
+    monkeypatch.setattr(devices, "CPU_ROWS", (1, 4))
+    monkeypatch.setattr(devices, "LEAST_SECONDS", 0.001)
+    monkeypatch.setattr(devices, "copy_bandwidth", lambda megabytes: 1e6)
+    tiny = PRESETS["tiny"]
+    here = devices.Meter(tiny, jnp.float32, weight_bytes=200_000, slots=32, repeats=1).measure()
+    assert [rows for rows, _ in here.weight_rates] == [rows for rows, _ in here.attention_rates] == [1, 4]
+    assert all(rate > 0 for _, rate in here.weight_rates + here.attention_rates)
+    assert here.flops == max(rate for _, rate in here.weight_rates)
+    assert here.bandwidth == max(1e6, 2 * here.weight_rates[0][1])  # 4 bytes for every 2 operations
+
+
+@pytest.mark.slow
+def test_command_measures_here_beside_the_prediction(program):
+    result = program(*QUICKLY, "--device", "here", "--dtype", "float32", "--json")
+    assert result.code == 0, result
+    (row,) = json.loads(result.out)["rows"]
+    for verb in ("autoregressive_step", "step", "verify", "propose", "accept_commit"):
+        assert row["predicted"][verb] > 0, verb
+        assert row["measured"][verb] > 0, verb
+
+
+def test_mistakes_end_in_one_line(program, tmp_path):
+    cases = {
+        "exactly one of --shape and --base": [],
+        "--shape: found '8x7b', allowed are tiny": ["--shape", "8x7b"],
+        "--base: no such file": ["--base", tmp_path / "none"],
+        "invalid choice: 'B200'": ["--shape", "7b", "--device", "B200"],
+        "--dtype: found 'float32', the peaks of --device A100": [
+            *("--shape", "7b", "--device", "A100", "--dtype", "float32")
+        ],
+        "tree sizes: must be from 1 to 64, found 65": ["--shape", "7b", "--tree-sizes", "65"],
+        "depth 5 is deeper than the drafter": ["--shape", "7b", "--tree", "chain-5"],
+        "tree: dynamic-8-1-4 needs a drafter that can grow trees, not PromptLookup": [
+            *("--shape", "7b", "--draft-kind", "lookup", "--tree", "dynamic-8-1-4")
+        ],
+        "dynamic-8-1-4 has another shape at every step, a sweep over tree sizes needs one": [
+            *("--shape", "7b", "--tree", "dynamic-8-1-4", "--tree-sizes", "2")
+        ],
+        "must be an integer from 1 up, found 'x'": ["--shape", "7b", "--batch-sizes", "1,x"],
+        "--tokens-per-step: one for each of 2 tree sizes is needed, found 1": [
+            *("--shape", "7b", "--tree-sizes", "1,16", "--tokens-per-step", "3")
+        ],
+        "from 1 to 5 are possible, found 6.0": ["--shape", "7b", "--tree-sizes", "64", "--tokens-per-step", "6"],
+        "must be numbers with commas between them, found '1;2'": ["--shape", "7b", "--tokens-per-step", "1;2"],
+        "--json: cannot write": ["--shape", "7b", "--json", tmp_path / "no" / "such" / "file"],
+        "--context: must be at most the model's 1024, found 4096": ["--shape", "tiny", "--context", "64,4096"],
+    }
+    for message, arguments in cases.items():
+        result = program(*arguments)
+        assert result.code == 2, (message, result)
+        assert result.err.count("\n") == 1, result.err
+        assert message in result.err
