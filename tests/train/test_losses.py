@@ -16,36 +16,21 @@ import numpy as np
 import pytest
 import torch
 from forced import forced_logits
+from loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params, rows_with_gaps
 
-from hydrajax.drafters.eagle import Eagle
-from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base import BoundBase
 from hydrajax.models.llama import Llama
-from hydrajax.models.rows import chunk_width, run_base
+from hydrajax.models.rows import chunk_width
 from hydrajax.train.losses import (
     IGNORED,
-    HeadCounts,
     Objective,
     draft_loss,
-    head_counts,
-    input_noise,
     language_model_loss,
-    targets,
 )
-
-WIDTH, VOCAB, HEADS = 32, 61, 3  # width and vocabulary of the `tiny_model` fixture
-
-
-def random_params(drafter, base, seed=0):
-    """Noise in every leaf: fresh heads are identities and would hide mistakes."""
-    random = np.random.default_rng(seed)
-    shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), base))
-    return jax.tree.map(lambda x: jnp.asarray(0.3 * random.standard_normal(x.shape), jnp.float32), shapes)
 
 
 @pytest.fixture
@@ -54,14 +39,8 @@ def base(tiny_model):
 
 
 @pytest.fixture
-def example(base):
-    """Features, other hidden states, and rows whose labels have gaps at the start, inside and at the end."""
-    random = np.random.default_rng(1)
-    features, hidden = random.standard_normal((2, 2, 11, WIDTH)).astype(np.float32)
-    tokens = random.integers(VOCAB, size=(2, 11), dtype=np.int32)
-    labels = tokens.copy()
-    labels[0, :4] = labels[1, 5] = labels[1, 9:] = IGNORED
-    return features, 0.5 * hidden, {"tokens": tokens, "labels": labels}
+def example():
+    return rows_with_gaps()
 
 
 def in_torch(objective, head_logits, read, base_logits, hidden, labels):
@@ -88,7 +67,6 @@ def in_torch(objective, head_logits, read, base_logits, hidden, labels):
     return total.item(), metrics, *(x.numpy() for x in gradients)
 
 
-MIXED = {"lm_weight": 0.5, "teacher_weight": 1.5, "reconstruction_weight": 0.7}
 OBJECTIVES = {
     "hydra++": Objective(chunk_tokens=8),
     "medusa": Objective(lm_weight=1.0, teacher_weight=0.0, head_decay=0.8, chunk_tokens=8),
@@ -180,33 +158,6 @@ def test_logits_never_exist_for_all_positions_at_once(base):
     assert HEADS * whole in vocabulary_shapes(lambda p: forced_logits(drafter, p, features, tokens, base), params)
 
 
-def test_ignored_targets_do_not_count(base, example):
-    features, hidden, batch = example
-    drafter = MedusaHeads(1, WIDTH, VOCAB)
-    params = random_params(drafter, base)
-
-    def loss(features):
-        return draft_loss(Objective(**MIXED), drafter, params, features, hidden, batch, base)[0]
-
-    gradient = np.abs(jax.jit(jax.grad(loss))(features)).sum(axis=-1)
-    # Head 0 at t answers for the token t + 2 and for the hidden state t + 1.
-    labels = np.pad(batch["labels"], ((0, 0), (0, 2)), constant_values=IGNORED)
-    used = (labels[:, 2:] != IGNORED) | (labels[:, 1:-1] != IGNORED)
-    assert 0 < used.sum() < used.size
-    np.testing.assert_array_equal(gradient > 0, used)
-
-
-def test_no_target_at_all_is_zero_and_not_nan(base, example):
-    features, hidden, batch = example
-    labels = np.full_like(batch["labels"], IGNORED)
-    drafter = MedusaHeads(1, WIDTH, VOCAB)
-    rows = {"tokens": batch["tokens"], "labels": labels}
-    loss = jax.jit(lambda params: draft_loss(Objective(**MIXED), drafter, params, features, hidden, rows, base))
-    loss, metrics = loss(random_params(drafter, base))
-    assert float(loss) == 0.0
-    assert not np.any(np.asarray(metrics))
-
-
 def test_no_gradient_flows_into_the_teacher(base, example):
     features, hidden, batch = example
     drafter = MedusaHeads(1, WIDTH, VOCAB)
@@ -218,98 +169,6 @@ def test_no_gradient_flows_into_the_teacher(base, example):
     into_features, into_teacher = jax.jit(jax.grad(loss, argnums=(0, 1)))(features, hidden)
     assert np.any(np.asarray(into_features))
     assert not np.any(np.asarray(into_teacher))
-
-
-def test_micro_batches_add_up_to_the_batch(base, example):
-    """Their rows have different numbers of targets, so that a mean of means would be wrong."""
-    features, hidden, batch = example
-    drafter = HydraHeads(HEADS, WIDTH, VOCAB)
-    params = random_params(drafter, base)
-    objective = Objective(**MIXED, chunk_tokens=8)
-    whole = head_counts(batch["labels"], None, HEADS)
-    alone = head_counts(batch["labels"][:1], None, HEADS)
-    assert not np.array_equal(2 * alone.tokens, whole.tokens)
-    np.testing.assert_array_equal(whole.hidden[1:], whole.tokens[:-1])
-
-    @jax.jit
-    def step(features, hidden, batch, counts):
-        def loss(params):
-            return draft_loss(objective, drafter, params, features, hidden, batch, base, counts=counts)
-
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    def add(a, b):
-        return jax.tree.map(np.add, a, b)
-
-    expected = step(features, hidden, batch, None)
-    parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], (features, hidden, batch)) for i in range(2)]
-    for ours, theirs in zip(
-        jax.tree.leaves(add(*(step(*part, whole) for part in parts))), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-DOCUMENTS = (6, 1, 5, 3)  # lengths; one is too short to have a target
-LENGTH = 17  # two places of padding
-
-
-def packed_and_apart():
-    """The same documents packed into a row with segments, and one per row."""
-    random = np.random.default_rng(7)
-    packed = {name: np.zeros((1, LENGTH), np.int32) for name in ("tokens", "labels", "segments")}
-    apart = {name: np.zeros((len(DOCUMENTS), LENGTH), np.int32) for name in ("tokens", "labels")}
-    packed["labels"][:] = apart["labels"][:] = IGNORED
-    start = 0
-    for i, length in enumerate(DOCUMENTS):
-        tokens = random.integers(VOCAB, size=length)
-        labels = np.where(np.arange(length) == 2, IGNORED, tokens)
-        packed["segments"][0, start : start + length] = i + 1
-        for rows, row, place in ((packed, 0, start), (apart, i, 0)):
-            rows["tokens"][row, place : place + length] = tokens
-            rows["labels"][row, place : place + length] = labels
-        start += length
-    return packed, apart
-
-
-def drafter_of(kind: str, config):
-    """EAGLE-3 knows every other token, and so not the best of every place."""
-    if kind == "eagle":
-        return Eagle.for_base(config, jnp.float32, unroll=HEADS)
-    if kind == "eagle3":
-        return Eagle3.for_base(config, jnp.float32, unroll=HEADS, vocabulary=Vocabulary(range(0, VOCAB, 2)))
-    heads = HydraHeads(HEADS, WIDTH, VOCAB)
-    return WithPrefix(heads, config) if kind == "hydra++" else heads
-
-
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("hydra", "eagle", "eagle3")]
-
-
-@pytest.mark.parametrize("kind", [*SLOW, "hydra++"])
-def test_packed_documents_give_the_sums_of_documents_apart(base, kind):
-    drafter = drafter_of(kind, base.config)
-    params = random_params(drafter, base, seed=2)
-    objective = Objective(**MIXED, chunk_tokens=10)
-    ones = HeadCounts(jnp.ones(HEADS), jnp.ones(HEADS))
-
-    @jax.jit
-    def sums(batch):
-        forward = run_base(base.model, base.params, batch["tokens"], drafter.reads, batch.get("segments"))
-        return draft_loss(objective, drafter, params, *forward[1::-1], batch, base, counts=ones)
-
-    packed, apart = packed_and_apart()
-    (loss, metrics), (expected, expected_metrics) = sums(packed), sums(apart)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-4)
-    for ours, theirs in zip(metrics, expected_metrics, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4)
-    for ours, theirs in zip(
-        head_counts(packed["labels"], packed["segments"], HEADS),
-        head_counts(apart["labels"], None, HEADS),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(ours, theirs)
-    if kind != "hydra":  # the others have attention
-        unaware = sums({name: packed[name] for name in ("tokens", "labels")})[0]
-        assert abs(float(unaware) - float(expected)) > 0.02 * float(expected)
 
 
 def test_heads_that_know_some_tokens_learn_their_share(base, example):
@@ -348,70 +207,6 @@ def test_heads_that_know_some_tokens_learn_their_share(base, example):
     assert float(lm) == pytest.approx(expected["lm"] / n_targets, rel=1e-5)
     for name, value in expected.items():
         assert float(getattr(metrics, name)[0]) == pytest.approx(value / n_targets, rel=1e-5), name
-
-
-def test_targets_stay_in_their_segment():
-    labels = np.arange(10, 18)[None]
-    segments = np.array([[1, 1, 1, 2, 2, 0, 0, 0]])
-    tokens, counts = targets(jnp.asarray(labels), 1, jnp.asarray(segments))
-    assert counts.tolist() == [[True, True, False, True, False, False, False, False]]
-    assert tokens[counts].tolist() == [11, 12, 14]
-    assert targets(jnp.asarray(labels), 2, jnp.asarray(segments))[1].tolist() == [[True] + [False] * 7]
-
-
-@pytest.mark.parametrize(
-    ("setting", "largest"),
-    [({"noise_alpha": 75.0}, lambda n: 75 / np.sqrt(n * 512)), ({"feature_noise": 0.1}, lambda n: 0.1 * 512 / n)],
-)
-def test_noise_has_the_size_of_the_papers(setting, largest):
-    """U(-1, 1) times α / sqrt(length · D) or a · 512 / length, length that of the document."""
-    like = jnp.zeros((2, 30, 512), jnp.bfloat16)
-    labels = np.zeros((2, 30), np.int32)
-    labels[1, 20:] = IGNORED
-    segments = np.array([[1] * 10 + [2] * 20, [1] * 30])
-    noise = input_noise(jax.random.key(0), Objective(**setting), labels, None, like)
-    assert noise.dtype == jnp.bfloat16
-    packed = input_noise(jax.random.key(0), Objective(**setting), labels, jnp.asarray(segments), like)
-    for values, length in ((noise[0], 30), (noise[1], 20), (packed[0, :10], 10), (packed[0, 10:], 20)):
-        values = np.asarray(values, np.float32) / largest(length)
-        assert 0.99 < np.abs(values).max() < 1.01
-        assert values.std() == pytest.approx(3**-0.5, rel=0.02)
-        assert abs(values.mean()) < 0.02
-
-
-def test_noise_and_dropout_need_a_key(base, example):
-    features, hidden, batch = example
-    params = random_params(MedusaHeads(1, WIDTH, VOCAB), base)
-
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def loss(dropout, alpha, key):
-        drafter = MedusaHeads(1, WIDTH, VOCAB, dropout=dropout)
-        objective = Objective(noise_alpha=alpha, chunk_tokens=8)
-        return draft_loss(objective, drafter, params, features, hidden, batch, base, key)[0]
-
-    plain = float(loss(0.0, 0.0, None))
-    assert float(loss(0.5, 75.0, None)) == plain
-    for settings in ((0.5, 0.0), (0.0, 75.0)):
-        values = [float(loss(*settings, jax.random.key(seed))) for seed in (1, 1, 2)]
-        assert values[0] == values[1]
-        assert len({plain, *values}) == 3
-
-
-def test_gradients_under_dropout_are_those_of_the_loss(base, example):
-    """The masks of the gradient are the masks of the value: finite differences agree."""
-    features, hidden, batch = example
-    drafter = MedusaHeads(1, WIDTH, VOCAB, dropout=0.3)
-    params = random_params(drafter, base)
-    direction = random_params(drafter, base, seed=5)
-
-    def along(step):
-        moved = jax.tree.map(lambda p, d: p + step * d, params, direction)
-        objective = Objective(**MIXED, chunk_tokens=8)
-        return draft_loss(objective, drafter, moved, features, hidden, batch, base, jax.random.key(3))[0]
-
-    value_and_slope = jax.jit(jax.value_and_grad(along))
-    difference = (float(value_and_slope(1e-2)[0]) - float(value_and_slope(-1e-2)[0])) / 2e-2
-    assert float(value_and_slope(0.0)[1]) == pytest.approx(difference, rel=1e-2)
 
 
 def test_bfloat16_is_summed_in_float32(base):

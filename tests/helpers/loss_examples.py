@@ -1,0 +1,29 @@
+"""What the tests of training objectives are tried on."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hydrajax.train.losses import IGNORED
+
+WIDTH, VOCAB, HEADS = 32, 61, 3  # width and vocabulary of the `tiny_model` fixture
+MIXED = {"lm_weight": 0.5, "teacher_weight": 1.5, "reconstruction_weight": 0.7}
+
+
+def random_params(drafter, base, seed=0):
+    """Noise in every leaf: fresh heads are identities and would hide mistakes."""
+    random = np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), base))
+    return jax.tree.map(lambda x: jnp.asarray(0.3 * random.standard_normal(x.shape), jnp.float32), shapes)
+
+
+def rows_with_gaps():
+    """Features, other hidden states, and rows whose labels have gaps at the start, inside and at the end."""
+    random = np.random.default_rng(1)
+    features, hidden = random.standard_normal((2, 2, 11, WIDTH)).astype(np.float32)
+    tokens = random.integers(VOCAB, size=(2, 11), dtype=np.int32)
+    labels = tokens.copy()
+    labels[0, :4] = labels[1, 5] = labels[1, 9:] = IGNORED
+    return features, 0.5 * hidden, {"tokens": tokens, "labels": labels}

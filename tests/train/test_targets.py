@@ -1,0 +1,164 @@
+"""Which places count in a training objective: gaps, micro-batches, and documents that share a row."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params, rows_with_gaps
+
+from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.eagle3 import Eagle3
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.lm_head import Vocabulary
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.models.base import BoundBase
+from hydrajax.models.rows import run_base
+from hydrajax.train.losses import (
+    IGNORED,
+    HeadCounts,
+    Objective,
+    draft_loss,
+    head_counts,
+    targets,
+)
+
+
+@pytest.fixture
+def base(tiny_model):
+    return BoundBase(*tiny_model)
+
+
+@pytest.fixture
+def example():
+    return rows_with_gaps()
+
+
+def test_ignored_targets_do_not_count(base, example):
+    features, hidden, batch = example
+    drafter = MedusaHeads(1, WIDTH, VOCAB)
+    params = random_params(drafter, base)
+
+    def loss(features):
+        return draft_loss(Objective(**MIXED), drafter, params, features, hidden, batch, base)[0]
+
+    gradient = np.abs(jax.jit(jax.grad(loss))(features)).sum(axis=-1)
+    # Head 0 at t answers for the token t + 2 and for the hidden state t + 1.
+    labels = np.pad(batch["labels"], ((0, 0), (0, 2)), constant_values=IGNORED)
+    used = (labels[:, 2:] != IGNORED) | (labels[:, 1:-1] != IGNORED)
+    assert 0 < used.sum() < used.size
+    np.testing.assert_array_equal(gradient > 0, used)
+
+
+def test_no_target_at_all_is_zero_and_not_nan(base, example):
+    features, hidden, batch = example
+    labels = np.full_like(batch["labels"], IGNORED)
+    drafter = MedusaHeads(1, WIDTH, VOCAB)
+    rows = {"tokens": batch["tokens"], "labels": labels}
+    loss = jax.jit(lambda params: draft_loss(Objective(**MIXED), drafter, params, features, hidden, rows, base))
+    loss, metrics = loss(random_params(drafter, base))
+    assert float(loss) == 0.0
+    assert not np.any(np.asarray(metrics))
+
+
+def test_micro_batches_add_up_to_the_batch(base, example):
+    """Their rows have different numbers of targets, so that a mean of means would be wrong."""
+    features, hidden, batch = example
+    drafter = HydraHeads(HEADS, WIDTH, VOCAB)
+    params = random_params(drafter, base)
+    objective = Objective(**MIXED, chunk_tokens=8)
+    whole = head_counts(batch["labels"], None, HEADS)
+    alone = head_counts(batch["labels"][:1], None, HEADS)
+    assert not np.array_equal(2 * alone.tokens, whole.tokens)
+    np.testing.assert_array_equal(whole.hidden[1:], whole.tokens[:-1])
+
+    @jax.jit
+    def step(features, hidden, batch, counts):
+        def loss(params):
+            return draft_loss(objective, drafter, params, features, hidden, batch, base, counts=counts)
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    def add(a, b):
+        return jax.tree.map(np.add, a, b)
+
+    expected = step(features, hidden, batch, None)
+    parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], (features, hidden, batch)) for i in range(2)]
+    for ours, theirs in zip(
+        jax.tree.leaves(add(*(step(*part, whole) for part in parts))), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+DOCUMENTS = (6, 1, 5, 3)  # lengths; one is too short to have a target
+LENGTH = 17  # two places of padding
+
+
+def packed_and_apart():
+    """The same documents packed into a row with segments, and one per row."""
+    random = np.random.default_rng(7)
+    packed = {name: np.zeros((1, LENGTH), np.int32) for name in ("tokens", "labels", "segments")}
+    apart = {name: np.zeros((len(DOCUMENTS), LENGTH), np.int32) for name in ("tokens", "labels")}
+    packed["labels"][:] = apart["labels"][:] = IGNORED
+    start = 0
+    for i, length in enumerate(DOCUMENTS):
+        tokens = random.integers(VOCAB, size=length)
+        labels = np.where(np.arange(length) == 2, IGNORED, tokens)
+        packed["segments"][0, start : start + length] = i + 1
+        for rows, row, place in ((packed, 0, start), (apart, i, 0)):
+            rows["tokens"][row, place : place + length] = tokens
+            rows["labels"][row, place : place + length] = labels
+        start += length
+    return packed, apart
+
+
+def drafter_of(kind: str, config):
+    """EAGLE-3 knows every other token, and so not the best of every place."""
+    if kind == "eagle":
+        return Eagle.for_base(config, jnp.float32, unroll=HEADS)
+    if kind == "eagle3":
+        return Eagle3.for_base(config, jnp.float32, unroll=HEADS, vocabulary=Vocabulary(range(0, VOCAB, 2)))
+    heads = HydraHeads(HEADS, WIDTH, VOCAB)
+    return WithPrefix(heads, config) if kind == "hydra++" else heads
+
+
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("hydra", "eagle", "eagle3")]
+
+
+@pytest.mark.parametrize("kind", [*SLOW, "hydra++"])
+def test_packed_documents_give_the_sums_of_documents_apart(base, kind):
+    drafter = drafter_of(kind, base.config)
+    params = random_params(drafter, base, seed=2)
+    objective = Objective(**MIXED, chunk_tokens=10)
+    ones = HeadCounts(jnp.ones(HEADS), jnp.ones(HEADS))
+
+    @jax.jit
+    def sums(batch):
+        forward = run_base(base.model, base.params, batch["tokens"], drafter.reads, batch.get("segments"))
+        return draft_loss(objective, drafter, params, *forward[1::-1], batch, base, counts=ones)
+
+    packed, apart = packed_and_apart()
+    (loss, metrics), (expected, expected_metrics) = sums(packed), sums(apart)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-4)
+    for ours, theirs in zip(metrics, expected_metrics, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    for ours, theirs in zip(
+        head_counts(packed["labels"], packed["segments"], HEADS),
+        head_counts(apart["labels"], None, HEADS),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    if kind != "hydra":  # the others have attention
+        unaware = sums({name: packed[name] for name in ("tokens", "labels")})[0]
+        assert abs(float(unaware) - float(expected)) > 0.02 * float(expected)
+
+
+def test_targets_stay_in_their_segment():
+    labels = np.arange(10, 18)[None]
+    segments = np.array([[1, 1, 1, 2, 2, 0, 0, 0]])
+    tokens, counts = targets(jnp.asarray(labels), 1, jnp.asarray(segments))
+    assert counts.tolist() == [[True, True, False, True, False, False, False, False]]
+    assert tokens[counts].tolist() == [11, 12, 14]
+    assert targets(jnp.asarray(labels), 2, jnp.asarray(segments))[1].tolist() == [[True] + [False] * 7]
