@@ -5,6 +5,8 @@ Written from docs/design.md 3 and 4, one vector at a time: no batching over rows
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import jax
 import numpy as np
 import pytest
@@ -93,31 +95,50 @@ def rotate(vector, position, theta):
     return np.concatenate([turned.real, turned.imag])
 
 
+def attention_inputs(config, layer, read: np.ndarray, place: int | None) -> np.ndarray:
+    """``[kv heads, queries and then key and value, H]`` of one token; rotated by its place, unless that is None."""
+    made = np.einsum("d,dgmh->gmh", read, layer["qkv"])
+    if place is not None:
+        for group, member in np.ndindex(made.shape[0], made.shape[1] - 1):  # the value is not
+            made[group, member] = rotate(made[group, member], place, config.rope_theta)
+    return made
+
+
+def after_layer(config, layer, x: np.ndarray, own: np.ndarray, seen: list[np.ndarray]) -> np.ndarray:
+    """x with what a LLaMA layer adds to it, one head at a time. own, seen: `attention_inputs` of the token and of all
+    that it attends to.
+    """
+    n_q, heads = config.n_heads // config.n_kv_heads, []
+    for head in range(config.n_heads):
+        group, member = divmod(head, n_q)
+        scores = np.array([own[group, member] @ other[group, n_q] for other in seen]) / np.sqrt(config.head_dim)
+        weights = np.exp(scores - scores.max())
+        weights /= weights.sum()
+        heads.append(sum(w * other[group, n_q + 1] for w, other in zip(weights, seen, strict=True)))
+    x = x + np.concatenate(heads) @ layer["out"]
+    normed = rms_norm(x, layer["mlp_norm"]["scale"], config.norm_eps)
+    gate, up = normed @ layer["gate_up"][:, 0], normed @ layer["gate_up"][:, 1]
+    return x + (silu(gate) * up) @ layer["down"]
+
+
+def decoder_layer_in_numpy(config, layer, rows: Iterable[np.ndarray], *, causal: bool) -> list[np.ndarray]:
+    """A LLaMA layer over vectors, in their order and rotated by it; not ``causal``: as a set, each seeing all."""
+    rows, scale = list(rows), layer["attention_norm"]["scale"]
+    made = [
+        attention_inputs(config, layer, rms_norm(x, scale, config.norm_eps), place if causal else None)
+        for place, x in enumerate(rows)
+    ]
+    return [
+        after_layer(config, layer, x, made[place], made[: place + 1] if causal else made)
+        for place, x in enumerate(rows)
+    ]
+
+
 def prefix_layer_in_numpy(config, params, features: np.ndarray) -> np.ndarray:
-    """The prefix layer over a whole text ``[T, D]`` from position 0, one token and one head at a time."""
+    """The prefix layer over a whole text ``[T, D]`` from position 0."""
     params = to_float64(params)
-    layer, eps, theta = params["layer"], config.norm_eps, config.rope_theta
-    n_q = config.n_heads // config.n_kv_heads
-    keys, values, out = [], [], []
-    for t, x in enumerate(np.asarray(features, np.float64)):
-        normed = rms_norm(x, layer["attention_norm"]["scale"], eps)
-        kernel = layer["qkv"]  # [D, kv heads, queries then key then value, H]
-        keys.append([rotate(normed @ kernel[:, g, n_q], t, theta) for g in range(config.n_kv_heads)])
-        values.append([normed @ kernel[:, g, n_q + 1] for g in range(config.n_kv_heads)])
-        heads = []
-        for head in range(config.n_heads):
-            group, member = divmod(head, n_q)
-            query = rotate(normed @ kernel[:, group, member], t, theta)
-            scores = np.array([query @ key[group] for key in keys]) / np.sqrt(config.head_dim)
-            weights = np.exp(scores - scores.max())
-            weights /= weights.sum()
-            heads.append(sum(w * value[group] for w, value in zip(weights, values, strict=True)))
-        x = x + np.concatenate(heads) @ layer["out"]
-        normed = rms_norm(x, layer["mlp_norm"]["scale"], eps)
-        gate, up = normed @ layer["gate_up"][:, 0], normed @ layer["gate_up"][:, 1]
-        x = x + (silu(gate) * up) @ layer["down"]
-        out.append(rms_norm(x, params["norm"]["scale"], eps))
-    return np.stack(out)
+    rows = decoder_layer_in_numpy(config, params["layer"], np.asarray(features, np.float64), causal=True)
+    return np.stack([rms_norm(x, params["norm"]["scale"], config.norm_eps) for x in rows])
 
 
 class EagleInNumPy(HeadsInNumPy):
@@ -131,9 +152,8 @@ class EagleInNumPy(HeadsInNumPy):
     def logits(self, k: int, text: tuple[np.ndarray, list[int]], path: list[int]) -> np.ndarray:
         """text: the base's features ``[T, n * D]`` and the tokens that follow the first T - 1; the root is next."""
         features, following = text
-        config, params, keys, values = self.drafter.config, self.params, [], []
-        layer, eps, n_q = params["layer"], config.norm_eps, config.n_heads // config.n_kv_heads
-        third, out = "hidden_norm" in params, None
+        config, params, made = self.drafter.config, self.params, []
+        eps, third, out = config.norm_eps, "hidden_norm" in params, None
         for place, token in enumerate([*following, *path]):
             e = self.embedding[token]
             hidden = features[place] if place < len(features) else out
@@ -143,20 +163,8 @@ class EagleInNumPy(HeadsInNumPy):
                 read = np.concatenate([e, rms_norm(hidden, params["hidden_norm"]["scale"], eps)])
             else:
                 x = read = np.concatenate([e, hidden]) @ params["fc"] + params["fc_bias"]
-            made = np.einsum("d,dgmh->gmh", read, layer["qkv"])  # of each kv head its queries, its key and its value
-            keys.append([rotate(made[g, n_q], place, config.rope_theta) for g in range(config.n_kv_heads)])
-            values.append(made[:, n_q + 1])
-            heads = []
-            for head in range(config.n_heads):
-                group, member = divmod(head, n_q)
-                query = rotate(made[group, member], place, config.rope_theta)
-                scores = np.array([query @ key[group] for key in keys]) / np.sqrt(config.head_dim)
-                weights = np.exp(scores - scores.max())
-                heads.append(sum(w * value[group] for w, value in zip(weights / weights.sum(), values, strict=True)))
-            x = x + np.concatenate(heads) @ layer["out"]
-            normed = rms_norm(x, layer["mlp_norm"]["scale"], eps)
-            gate, up = normed @ layer["gate_up"][:, 0], normed @ layer["gate_up"][:, 1]
-            out = x + (silu(gate) * up) @ layer["down"]
+            made.append(attention_inputs(config, params["layer"], read, place))
+            out = after_layer(config, params["layer"], x, made[-1], made)
         if not third:
             return out @ self.base_kernel
         known = rms_norm(out, params["norm"]["scale"], eps) @ params["lm_kernel"]
@@ -206,34 +214,6 @@ class AmphistaInNumPy(HeadsInNumPy):
         out = np.full(config.vocab_size, -np.inf)
         out[slice(None) if lm_head.vocabulary is None else lm_head.vocabulary.tokens] = together[k] @ kernel
         return out
-
-
-def decoder_layer_in_numpy(config, layer, rows: list[np.ndarray], *, causal: bool) -> list[np.ndarray]:
-    """A LLaMA layer over vectors, in their order and rotated by it; not ``causal``: as a set, each seeing all."""
-    n_q = config.n_heads // config.n_kv_heads
-    made = [
-        np.einsum("d,dgmh->gmh", rms_norm(x, layer["attention_norm"]["scale"], config.norm_eps), layer["qkv"])
-        for x in rows
-    ]
-
-    def turned(vector, place):
-        return rotate(vector, place, config.rope_theta) if causal else vector
-
-    out = []
-    for place, x in enumerate(rows):
-        seen, heads = range(place + 1) if causal else range(len(rows)), []
-        for head in range(config.n_heads):
-            group, member = divmod(head, n_q)
-            query = turned(made[place][group, member], place)
-            scores = [query @ turned(made[other][group, n_q], other) / np.sqrt(config.head_dim) for other in seen]
-            weights = np.exp(np.array(scores) - max(scores))
-            weights /= weights.sum()
-            heads.append(sum(w * made[other][group, n_q + 1] for w, other in zip(weights, seen, strict=True)))
-        x = x + np.concatenate(heads) @ layer["out"]
-        normed = rms_norm(x, layer["mlp_norm"]["scale"], config.norm_eps)
-        gate, up = normed @ layer["gate_up"][:, 0], normed @ layer["gate_up"][:, 1]
-        out.append(x + (silu(gate) * up) @ layer["down"])
-    return out
 
 
 def random_draft_params(drafter, base: BoundBase, seed: int):
