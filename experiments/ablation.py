@@ -15,9 +15,20 @@ from hydrajax.errors import HydrajaxError
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "experiments" / "configs" / "demo_hydra.yaml"
-TEXT = ("objective.lm_weight=1", "objective.teacher_weight=0")
-TEACHER = ("objective.lm_weight=0", "objective.teacher_weight=1")
-BOTH = ("objective.lm_weight=1", "objective.teacher_weight=1")
+OTHERS = ("objective.reconstruction_weight=0", "objective.feature_noise=0")  # of EAGLE's configurations
+TEXT = ("objective.lm_weight=1", "objective.teacher_weight=0", *OTHERS)
+TEACHER = ("objective.lm_weight=0", "objective.teacher_weight=1", *OTHERS)
+BOTH = ("objective.lm_weight=1", "objective.teacher_weight=1", *OTHERS)
+
+# What eagle_table.py and amphista_table.py compare with, trained by `OWN_TEXT` in as many steps: with the base's lm
+# head, which is what so few steps leave best, but for Medusa, whose heads need their own.
+OWN_TEXT, OWN_TEXT_RUNS = CONFIG.with_name("eagle_table.yaml"), "runs/eagle_table"
+SHARED = ("draft.lm_head=shared",)
+ALIKE = {
+    "Medusa": ("draft.heads=medusa", "draft.lm_head=low_rank", "draft.lm_rank=128", *TEACHER),
+    "Hydra": ("draft.heads=hydra", *SHARED, *TEACHER),
+    "Hydra++": ("draft.heads=hydra", "draft.prefix=true", *SHARED, *TEACHER),
+}
 
 FULL = {"count": 64, "prompt_tokens": 64, "new_tokens": 64, "repeats": 9, "steps": 400}
 QUICK = {"count": 8, "repeats": 3, "steps": 80}

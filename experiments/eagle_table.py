@@ -15,14 +15,8 @@ import common
 from hydrajax.measure.tree_search import usable
 from hydrajax.trees.dynamic import DynamicTree
 
-CONFIG = ablation.ROOT / "experiments" / "configs" / "eagle_table.yaml"
-TEACHER = ("objective.reconstruction_weight=0", "objective.teacher_weight=1", "objective.feature_noise=0")
-DECAY = (*TEACHER, "objective.head_decay=0.8")
-SHARED = ("draft.lm_head=shared",)
-VARIANTS = {
-    "Medusa": ("draft.heads=medusa", "draft.lm_head=low_rank", "draft.lm_rank=128", *TEACHER),
-    "Hydra": ("draft.heads=hydra", *SHARED, *TEACHER),
-    "Hydra++": ("draft.heads=hydra", "draft.prefix=true", *SHARED, *TEACHER),
+DECAY = (*ablation.TEACHER, "objective.head_decay=0.8")
+VARIANTS = ablation.ALIKE | {
     "EAGLE-1": (),  # the configuration itself
     # The released 2, 4 and 5 of a base of 8 layers say little of its end.
     "EAGLE-3": ("draft.heads=eagle3", "draft.vocabulary=3072", "draft.reads=[2,5,8]", "draft.unroll=5", *DECAY),
@@ -81,5 +75,5 @@ def dynamic(setup: common.Setup, heads: str, size: int) -> DynamicTree:
 
 
 if __name__ == "__main__":
-    add = functools.partial(ablation.add_arguments, config=CONFIG, runs="runs/eagle_table")
+    add = functools.partial(ablation.add_arguments, config=ablation.OWN_TEXT, runs=ablation.OWN_TEXT_RUNS)
     sys.exit(common.program(__doc__, run, FULL, QUICK, add))
