@@ -9,9 +9,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common import Setup, speed_rows
+from common import Setup, draft_milliseconds, speed_rows
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.measure.way import Way
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "experiments" / "configs" / "demo_hydra.yaml"
@@ -32,6 +33,12 @@ ALIKE = {
 
 FULL = {"count": 64, "prompt_tokens": 64, "new_tokens": 64, "repeats": 9, "steps": 400}
 QUICK = {"count": 8, "repeats": 3, "steps": 80}
+
+
+MEASURED = [  # remarks on the rows of `measure`
+    "tokens_per_step over all prompts, speed and its interval over the first of them",
+    "draft_ms: milliseconds of filling the tree and of taking in what was accepted",
+]
 
 
 def add_arguments(parser, config: Path = CONFIG, runs: str = "runs/ablations") -> None:
@@ -73,3 +80,15 @@ def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:
     setup = Setup(args, list(variants))
     ways = [setup.autoregressive(), *(setup.way(name, setup.released(name)) for name in variants)]
     return speed_rows(setup.contest(ways), 1)
+
+
+def measure(setup: Setup, ways: Sequence[Way], args) -> list[dict]:
+    """Rows of "speed" for these ways and, first, decoding without a draft: speed on the first ``args.timed`` prompts,
+    tokens_per_step over all of them; ``draft_ms``, of filling the tree and of taking in what was accepted.
+    """
+    rows = speed_rows(setup.contest([setup.autoregressive(), *ways], timed=args.timed), 1)
+    draft_times = draft_milliseconds({way.name: way for way in ways}, args.rounds)
+    for row, way in zip(rows[1:], ways, strict=True):
+        row |= {"tokens_per_step": setup.tokens_per_step(way), "draft_ms": draft_times[way.name]}
+        print(f"{way.name:40} τ {row['tokens_per_step']:.3f}, draft {row['draft_ms']:.2f} ms", flush=True)
+    return rows

@@ -1,7 +1,7 @@
 """Amphista without its parts, Amphista-α, and the heads it is compared with (amphista tables 4 and 5, A.2.4).
 
 All are trained on the same text in the same number of steps. The quick setting trains each for a minute: enough to run,
-not to rank them. The draft's time is that of filling the tree and of taking in what was accepted.
+not to rank them.
 """
 
 import sys
@@ -22,23 +22,15 @@ VARIANTS = ablation.ALIKE | {
 }
 FULL = ablation.FULL | {"timed": 8, "rounds": 30}
 QUICK = ablation.QUICK | {"timed": 2, "rounds": 3}
-REMARKS = [
-    "tokens_per_step over all prompts, speed and its interval over the first of them",
-    "without adaptation layers nothing reads the sampled token either; alpha: two layers of auto-embedding",
-]
+REMARK = "without adaptation layers nothing reads the sampled token either; alpha: two layers of auto-embedding"
 
 
 def run(args) -> None:
     ablation.train(args, {name: VARIANTS[name] for name in args.variants})
     setup = common.Setup(args, args.variants)
-    ways = {name: setup.way(name, setup.released(name)) for name in args.variants}
-    rows = common.speed_rows(setup.contest([setup.autoregressive(), *ways.values()], timed=args.timed), 1)
-    draft_times = common.draft_milliseconds(ways, args.rounds)
-    for row in rows[1:]:
-        row["tokens_per_step"] = setup.tokens_per_step(ways[row["name"]])
-        row["draft_ms"] = draft_times[row["name"]]
-        print(f"{row['name']:32} τ {row['tokens_per_step']:.3f}, draft {row['draft_ms']:.2f} ms", flush=True)
-    common.write(args, "speed", "amphista tables 4 and 5", "parts of Amphista, released tree", rows, REMARKS)
+    rows = ablation.measure(setup, [setup.way(name, setup.released(name)) for name in args.variants], args)
+    remarks = [*ablation.MEASURED, REMARK]
+    common.write(args, "speed", "amphista tables 4 and 5", "parts of Amphista, released tree", rows, remarks)
 
 
 def add_arguments(parser) -> None:

@@ -41,9 +41,8 @@ def run(args) -> None:
     rows = []
     for heads in setup.heads:
         rows += args.parts.rows(heads, functools.partial(measure, setup, heads, args))
-    remarks = ["tokens_per_step over all prompts, speed and its interval over the first of them",
-               "draft_ms: milliseconds of filling the tree and of taking in what was accepted"]  # fmt: skip
-    common.write(args, "speed", "hydra figure 10", "EAGLE beside Medusa and Hydra, trained alike", rows, remarks)
+    title = "EAGLE beside Medusa and Hydra, trained alike"
+    common.write(args, "speed", "hydra figure 10", title, rows, ablation.MEASURED)
 
 
 def measure(setup: common.Setup, heads: str, args) -> list[dict]:
@@ -55,14 +54,10 @@ def measure(setup: common.Setup, heads: str, args) -> list[dict]:
         "dynamic": dynamic(setup, heads, released.size),
         "fastest": setup.fastest_tree(heads, 1, args.sizes),
     }
-    ways = {name: setup.way(heads, tree, name=f"{heads}, {name}") for name, tree in trees.items()}
-    rates = setup.contest([setup.autoregressive(), *ways.values()], timed=args.timed)
-    rows = common.speed_rows(rates, 1)[1:]
-    draft_times = common.draft_milliseconds(ways, args.rounds)
-    for row, (name, way) in zip(rows, ways.items(), strict=True):
-        row |= {"tokens_per_step": setup.tokens_per_step(way), "draft_ms": draft_times[name]}
-        row |= {"tree": trees[name].name if isinstance(trees[name], DynamicTree) else None}
-        print(f"{row['name']:24} τ {row['tokens_per_step']:.2f}, draft {row['draft_ms']:.2f} ms", flush=True)
+    ways = [setup.way(heads, tree, name=f"{heads}, {name}") for name, tree in trees.items()]
+    rows = ablation.measure(setup, ways, args)[1:]
+    for row, tree in zip(rows, trees.values(), strict=True):
+        row["tree"] = tree.name if isinstance(tree, DynamicTree) else None
     return rows
 
 

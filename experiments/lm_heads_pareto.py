@@ -20,8 +20,8 @@ from hydrajax.roofline.prediction import predict
 from hydrajax.train.config import DraftConfig
 from hydrajax.train.tasks.heads import make_drafter
 
-FULL = ablation.FULL | {"context": 256, "rounds": 50}
-QUICK = ablation.QUICK | {"rounds": 5}
+FULL = ablation.FULL | {"timed": 8, "rounds": 30}
+QUICK = ablation.QUICK | {"timed": 2, "rounds": 5}
 
 HEADS = {
     "medusa": {"heads": "medusa"},
@@ -59,17 +59,14 @@ def run(args) -> None:
     variants = {name: overrides(cell[0], draft_settings(*cell, base)) for name, cell in cells.items()}
     ablation.train(args, variants)
     setup = common.Setup(args, list(cells))
-    ways = {name: setup.way(name, setup.released(name)) for name in cells}
-    measured = common.speed_rows(setup.contest([setup.autoregressive(), *ways.values()]), 1)
-    with common.CONSOLE.status("draft time"):
-        draft_times = common.draft_milliseconds(ways, args.rounds, args.context)
+    ways = [setup.way(name, setup.released(name)) for name in cells]
     rows = []
-    for row in measured[1:]:
-        way, (heads, lm_head) = ways[row["name"]], cells[row["name"]]
+    for way, row in zip(ways, ablation.measure(setup, ways, args)[1:], strict=True):
+        heads, lm_head = cells[way.name]
         own = {"drafter": heads, "lm_head": lm_head, "draft_megabytes": nbytes(way.params.draft) / 1e6}
-        foretold = at_another_size(heads, lm_head, way.tree, row["tokens_per_step"])
-        rows.append(row | own | {"draft_milliseconds": draft_times[row["name"]]} | foretold)
+        rows.append(row | own | at_another_size(heads, lm_head, way.tree, row["tokens_per_step"]))
     remarks = [
+        *ablation.MEASURED,
         "draft MB: of its own parameters; the base's lm head, where shared, is read on top: by hydra for every level",
         f"low rank and vocabulary: 1/{SHARE} of a full lm head's bytes",
         f"predicted: {AT} on one {DEVICE} in 16 bits, context {CONTEXT}, with the τ measured here",
@@ -87,7 +84,7 @@ def at_another_size(heads: str, lm_head: str, tree, tokens_per_step: float) -> d
 
 
 def add_arguments(parser) -> None:
-    ablation.add_arguments(parser)
+    ablation.add_arguments(parser, ablation.OWN_TEXT, "runs/lm_heads")
     ablation.add_choice(parser, "--heads", HEADS)
     ablation.add_choice(parser, "--lm-heads", LM_HEADS)
 

@@ -182,7 +182,7 @@ def _accuracy(rows: list[dict]) -> Table:
 def _pareto(rows: list[dict]) -> Table:
     cells = []
     for row in rows:
-        size = [f"{row['draft_megabytes']:.3g}", f"{row['draft_milliseconds']:.3g}"]
+        size = [f"{row['draft_megabytes']:.3g}", f"{row['draft_ms']:.3g}"]
         predicted = [f"{row['predicted_gigabytes']:.2f}", f"{row['predicted_speedup']:.2f}x"]
         cells.append([row["drafter"], row["lm_head"], *size, *_rate(row), EQUAL[row["equal"]], *predicted])
     columns = ("lm head", "draft MB", "draft ms", *RATE_COLUMNS, "equal output", "predicted GB", "predicted speed-up")

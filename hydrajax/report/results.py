@@ -41,10 +41,10 @@ KINDS: dict[str, dict[str, str]] = {
     "categories": {"name": TEXT, "category": TEXT, "questions": WHOLE, **_RATE, "equal": BOOL + OR_NULL},
     # How often a head's first guesses hold the true token (amphista figure 1). head from 0; top: how many guesses.
     "accuracy": {"drafter": TEXT, "head": WHOLE, "top": WHOLE, "accuracy": NUMBER},
-    # Drafts of several sizes, and the Pareto front. draft_milliseconds: of a step. predicted_gigabytes and
+    # Drafts of several sizes, and the Pareto front. draft_ms: of a step. predicted_gigabytes and
     # predicted_speedup: of such a draft for a larger base, as the remarks say.
     "pareto": {"drafter": TEXT, "lm_head": TEXT, "nodes": WHOLE, "draft_megabytes": NUMBER}
-    | {"draft_milliseconds": NUMBER, **_RATE, "equal": BOOL + OR_NULL}
+    | {"draft_ms": NUMBER, **_RATE, "equal": BOOL + OR_NULL}
     | {"predicted_gigabytes": NUMBER, "predicted_speedup": NUMBER},
     # A decode step and its verbs.
     "steps": {"tree": TEXT, "batch": WHOLE, "nodes": WHOLE, "autoregressive_step": NUMBER, "step": NUMBER}

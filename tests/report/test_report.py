@@ -67,7 +67,7 @@ ROWS = {
         for top in (1, 5)
     ],
     "pareto": [
-        {"drafter": drafter, "lm_head": lm_head, "nodes": 64, "draft_megabytes": size, "draft_milliseconds": 0.5}
+        {"drafter": drafter, "lm_head": lm_head, "nodes": 64, "draft_megabytes": size, "draft_ms": 0.5}
         | {**RATE, "tokens_per_step": tau, "tokens_per_second": rate, "equal": True}
         | {"predicted_gigabytes": size / 10, "predicted_speedup": tau / 2}
         for drafter, lm_head, size, tau, rate in [
