@@ -81,18 +81,16 @@ def test_an_answer_broken_off_stays_as_far_as_it_went(loaded):
 
 @pytest.mark.slow
 def test_a_full_context_ends_the_answer_and_refuses_the_next_message(loaded):
-    chat = make(loaded)
-    long = "x = 1\n" * 160
-    context = loaded.model.config.max_positions
+    chat, context = make(loaded), loaded.model.config.max_positions
+
+    def n_tokens(lines: int) -> int:
+        return len(loaded.tokenizer.encode("x = 1\n" * (lines + 1), add_special_tokens=False))
+
     with pytest.raises(HydrajaxError, match=f"tokens, the model's context is {context}"):
-        list(chat.say(long * 3))
+        list(chat.say("x = 1\n" * context))
     assert chat.messages == []
-    while True:  # as long as fits
-        ids = loaded.tokenizer.encode(long + "\n", add_special_tokens=False)
-        if len(ids) < context - 4:
-            break
-        long = long[:-2]
-    list(chat.say(long))
+    longest = max(lines for lines in range(1, context) if n_tokens(lines) < context - 4)
+    list(chat.say("x = 1\n" * longest))
     if chat.turn.full:
         assert chat.turn.prompt_tokens + chat.turn.new_tokens == context
     with pytest.raises(HydrajaxError, match="message: the conversation would have"):
