@@ -62,7 +62,7 @@ class Settings(Numbers, total=False):
     max_new_tokens: int | Sequence[int]
     stop: Sequence[str]
     batch_size: int
-    seed: int | None
+    seed: int | Sequence[int] | None
     logprobs: bool
     on_status: Callable[[str], None] | None
 
@@ -100,7 +100,7 @@ class Loaded(Bundle):
         max_new_tokens: int | Sequence[int] = 256,
         stop: Sequence[str] = (),
         batch_size: int = 1,
-        seed: int | None = None,
+        seed: int | Sequence[int] | None = None,
         logprobs: bool = False,
         on_status: Callable[[str], None] | None = None,
         **numbers: Unpack[Numbers],
@@ -111,7 +111,7 @@ class Loaded(Bundle):
             ``role`` and ``content``, in the tokenizer's chat template).
         batch_size: prompts that are decoded at once.
         logprobs: whether results have their tokens' log-probabilities under the base.
-        rule, max_new_tokens, numbers: for all prompts, or a list with one for each (``temperature=[0.2, 1.0]``).
+        rule, max_new_tokens, seed, numbers: for all prompts, or a list with one for each (``temperature=[0.2, 1.0]``).
 
         For the others see `Loaded` and `hydrajax.generate`, which also gives the results one by one. Raises
         `HydrajaxError` for what cannot be used.

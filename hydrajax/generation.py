@@ -37,7 +37,7 @@ def generate(
     max_new_tokens: int | Sequence[int] = 256,
     stop: Sequence[str] = (),
     batch_size: int = 1,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     logprobs: bool = False,
     on_status: Callable[[str], None] | None = None,
 ) -> Iterator[Generation]:
@@ -47,7 +47,7 @@ def generate(
     lengths: a batch is as wide as the bucket of its longest prompt. The last one is padded to full size by repeating
     its prompts, so that it compiles nothing new. What a rule draws for a prompt depends on ``seed`` and on the
     prompt's number, not on the batch size; where no seed is given and the rule draws, one is drawn, and the results say
-    which (`Generation.seed`).
+    which (`Generation.seed`). With a list of seeds every prompt draws what it would draw alone with its own.
 
     rule, max_new_tokens: for all prompts, or one for each; rules are then of one kind. stop: strings that end a text:
     it is cut before one, see `hydrajax.text.stopping.GrowingText`; ``output_ids`` end with the token that completed
@@ -62,8 +62,10 @@ def generate(
     rules = one_each("rule", rule or Greedy(), len(encoded))
     if not encoded:
         return iter(())
-    request = _request(loaded, tree, rules, max(limits), min(limits), stop, seed, on_status, logprobs)
-    return _generate(request, encoded, limits, min(batch_size, len(encoded)))
+    own = one_each("seed", seed, len(encoded)) if isinstance(seed, (Sequence, np.ndarray)) else None
+    one = seed if own is None else 0
+    request = _request(loaded, tree, rules, max(limits), min(limits), stop, one, on_status, logprobs)
+    return _generate(request, encoded, limits, min(batch_size, len(encoded)), own)
 
 
 def stream(
@@ -107,7 +109,8 @@ class Stream:
 
     def _run(self, request: Request, ids: np.ndarray, number: int) -> Iterator[str]:
         text, limit, shown = request.growing_text(), request.max_new_tokens, 0
-        for now, seconds in _decode(request, request.rules, [ids], [limit], 1, number, [text], None):
+        keys = request.keys(1, number)
+        for now, seconds in _decode(request, request.rules, [ids], [limit], 1, keys, [text], None):
             self.result = _result(request, ids, limit, now, 0, text, seconds)
             if piece := text.text[shown:]:
                 shown = len(text.text)
@@ -133,6 +136,10 @@ class Request(NamedTuple):
 
     def bursts(self) -> Bursts:
         return self.loaded.bursts(self.tree, self.rules[0], self.max_new_tokens, self.logprobs)
+
+    def keys(self, count: int, first: int) -> jax.Array:
+        """For so many prompts, of which the first has this number."""
+        return row_keys(jax.random.key(self.seed or 0), count, first)
 
 
 def seed_for(rule: AcceptanceRule, seed: int | None) -> int | None:
@@ -170,15 +177,29 @@ def _request(
     return request
 
 
-def _generate(request: Request, encoded: list[np.ndarray], limits: list[int], batch_size: int) -> Iterator[Generation]:
+def _generate(
+    request: Request, encoded: list[np.ndarray], limits: list[int], batch_size: int, own: list[int] | None
+) -> Iterator[Generation]:
     for start in range(0, len(encoded), batch_size):
         batch = encoded[start : start + batch_size]
         texts = [request.growing_text() for _ in batch]
         n_steps = STEPS_PER_BURST if request.stop else request.max_new_tokens  # without stop strings all in one
         some, rules = limits[start : start + batch_size], request.rules[start : start + batch_size]
-        *_, (now, seconds) = _decode(request, rules, batch, some, batch_size, start, texts, n_steps)
+        if own is None:
+            keys = request.keys(batch_size, start)
+        else:
+            keys = _own_keys(np.resize(np.array(own[start : start + batch_size], np.uint32), batch_size))
+        *_, (now, seconds) = _decode(request, rules, batch, some, batch_size, keys, texts, n_steps)
         for row, (ids, limit, text) in enumerate(zip(batch, some, texts, strict=True)):
-            yield _result(request, ids, limit, now, row, text, seconds)
+            drawn = own is not None and request.seed is not None
+            its = request._replace(seed=int(own[start + row])) if drawn else request
+            yield _result(its, ids, limit, now, row, text, seconds)
+
+
+@jax.jit
+def _own_keys(seeds):
+    """The key of each seed's first prompt: the one that it has where it is decoded alone."""
+    return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), 0))(seeds)
 
 
 def _decode(
@@ -187,15 +208,14 @@ def _decode(
     batch: list[np.ndarray],
     limits: list[int],
     batch_size: int,
-    number: int,
+    keys: jax.Array,
     texts: list[GrowingText],
     n_steps: int | None,
 ) -> Iterator[tuple[Snapshot, float]]:
-    """Snapshots of a batch, ``texts`` grown to each, and the seconds it took; ``number`` is its first prompt's."""
+    """Snapshots of a batch, ``texts`` grown to each, and the seconds it took; ``keys`` are one for each row."""
     loaded = request.loaded
     width = bucket(max(map(len, batch)), loaded.model.config.max_positions)
     ((prompt, lengths, _),) = batches(batch, batch_size, width)
-    keys = row_keys(jax.random.key(request.seed or 0), batch_size, number)
     most = np.array([min(limit, request.max_new_tokens) for limit in limits], np.int32)
     rule = per_row([rules[row % len(rules)] for row in range(batch_size)], batch_size)
     arguments = loaded.params, prompt, lengths, keys, rule, np.resize(most, batch_size)

@@ -114,6 +114,17 @@ def test_sampled_text_is_the_same_streamed_and_at_any_batch_size(loaded):
         assert pieces.result.output_ids == one[number]
 
 
+def test_with_a_seed_of_its_own_a_prompt_draws_as_if_it_were_alone(loaded):
+    rule, seeds = hydrajax.ExactSampling(0.9), [5, 2**32 - 1, 0]
+    together = list(hydrajax.generate(loaded, PROMPTS, rule=rule, seed=seeds, batch_size=2, **SETTINGS))
+    assert [result.seed for result in together] == seeds
+    for prompt, seed, result in zip(PROMPTS, seeds, together, strict=True):
+        (alone,) = hydrajax.generate(loaded, [prompt], rule=rule, seed=seed, **SETTINGS)
+        assert result.output_ids == alone.output_ids
+    with pytest.raises(HydrajaxError, match="seed: must be one for all prompts or one for each, found 2 for 3"):
+        hydrajax.generate(loaded, PROMPTS, rule=rule, seed=seeds[:2], **SETTINGS)
+
+
 def test_logprobs_of_the_tokens_that_are_left(loaded, whole):
     """Cut by a stop string, by limits and by a stream that is not read to its end; each against a plain pass."""
     stop = [whole[0].text[40:48]]
