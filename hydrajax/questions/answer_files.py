@@ -7,8 +7,6 @@ that name), Medusa's and EAGLE's scripts. What they do not know stands beside it
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ from typing import Any
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.questions.sets import Question
-from hydrajax.text.jsonl import json_value, shown
+from hydrajax.text.appended import append, json_line, keep_settings, whole_lines
+from hydrajax.text.jsonl import json_value
 
 SETTINGS = "settings.json"
 PER_TURN = ("turns", "decoding_steps", "new_tokens", "wall_time", "output_ids", "cut_tokens")
@@ -42,7 +41,10 @@ class AnswerFiles:
             raise HydrajaxError(f"output: {directory} is a file, the name of a directory is needed") from None
         except OSError as error:
             raise HydrajaxError(f"output: cannot make {directory}: {error.strerror}") from None
-        self._check_settings(json.loads(json.dumps(settings)))
+        begun = any(file.stat().st_size for file in self._directory.glob("*.jsonl"))
+        otherwise = "take another directory, or remove its files to begin again"
+        holder = f"{self._directory} holds answers"
+        keep_settings(self._directory / SETTINGS, settings, holder, begun=begun, otherwise=otherwise)
         found = {model_id: _read(path) for model_id, path in self._paths.items()}
         by_all = set.intersection(*({record["question_id"] for record in records} for records in found.values()))
         self.answers: dict[str, dict[int | str, dict]] = {}
@@ -50,7 +52,7 @@ class AnswerFiles:
             kept = [record for record in records if record["question_id"] in by_all]
             self.answers[model_id] = {record["question_id"]: record for record in kept}
             with WholeFile(self._paths[model_id], "output") as file:
-                file.write_text("".join(map(_line, kept)))
+                file.write_text("".join(map(json_line, kept)))
 
     @property
     def done(self) -> set[int | str]:
@@ -59,14 +61,7 @@ class AnswerFiles:
     def add(self, records: Iterable[dict[str, Any]]) -> None:
         """A question's answers, one of each contender; they are on disk when this returns."""
         for record in records:
-            path = self._paths[record["model_id"]]
-            try:
-                with path.open("a", encoding="utf-8", newline="\n") as file:
-                    file.write(_line(record))
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError as error:
-                raise HydrajaxError(f"output: cannot write {path}: {error.strerror}") from None
+            append(self._paths[record["model_id"]], [record])
             self.answers[record["model_id"]][record["question_id"]] = record
 
     def cut_prompts(self, questions: Iterable[Question]) -> dict[str, int]:
@@ -76,41 +71,11 @@ class AnswerFiles:
             for model_id, answers in self.answers.items()
         }
 
-    def _check_settings(self, settings: dict[str, Any]) -> None:
-        path, wanted = self._directory / SETTINGS, "take another directory, or remove its files to begin again"
-        if any(file.stat().st_size for file in self._directory.glob("*.jsonl")):
-            try:
-                before = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                before = None
-            if not isinstance(before, dict):
-                raise HydrajaxError(f"output: {self._directory} holds answers, but no readable {SETTINGS}; {wanted}")
-            for key in dict.fromkeys([*settings, *before]):
-                if settings.get(key) != before.get(key):
-                    raise HydrajaxError(
-                        f"output: {self._directory} holds answers made with other settings: {key} was "
-                        f"{shown(before.get(key))}, now it is {shown(settings.get(key))}; {wanted}"
-                    )
-        else:
-            with WholeFile(path, "output") as file:
-                file.write_text(json.dumps(settings, indent=1) + "\n")
-
-
-def _line(record: dict[str, Any]) -> str:
-    # In ASCII: FastChat opens the file in the encoding of whatever machine it runs on.
-    return json.dumps(record) + "\n"
-
 
 def _read(path: Path) -> list[dict]:
-    """The whole lines of an answer file; one without an end was being written when its run was killed."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise HydrajaxError(f"output: cannot read {path}: {error.strerror}") from None
+    """The whole lines of an answer file."""
     records = []
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+    for number, line in enumerate(whole_lines(path), start=1):
         record = json_value(line)
         try:
             choice = record["choices"][0]

@@ -1,0 +1,66 @@
+"""JSON lines that are added as they are done, and taken up where a run was killed; its settings stand beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.files import WholeFile
+from hydrajax.text.jsonl import shown
+
+
+def json_line(record: dict[str, Any]) -> str:
+    # In ASCII: FastChat opens its files in the encoding of whatever machine it runs on.
+    return json.dumps(record) + "\n"
+
+
+def append(path: Path, records: Iterable[dict[str, Any]], what: str = "output") -> None:
+    """Add a line for each; they are on disk when this returns. ``what`` begins the message of a `HydrajaxError`."""
+    try:
+        with path.open("a", encoding="utf-8", newline="\n") as file:
+            file.write("".join(map(json_line, records)))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise HydrajaxError(f"{what}: cannot write {path}: {error.strerror}") from None
+
+
+def whole_lines(path: Path, what: str = "output") -> list[bytes]:
+    """The lines without their ends; one without an end was being written when its run was killed, and is left out."""
+    try:
+        return path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise HydrajaxError(f"{what}: cannot read {path}: {error.strerror}") from None
+
+
+def keep_settings(
+    path: Path, settings: dict[str, Any], holder: str, *, begun: bool, otherwise: str, what: str = "output"
+) -> None:
+    """Write the settings (a JSON object) to ``path``, or, where ``begun``, compare them with those that stand there.
+
+    holder: what was made with them, such as ``"out holds answers"``. otherwise: what a user can do about other ones.
+    Raises `HydrajaxError` that names the first that differs.
+    """
+    settings = json.loads(json.dumps(settings))  # as the file gives it back: tuples are lists
+    if not begun:
+        with WholeFile(path, what) as file:
+            file.write_text(json.dumps(settings, indent=1) + "\n")
+        return
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = None
+    if not isinstance(before, dict):
+        raise HydrajaxError(f"{what}: {holder}, but no readable {path.name}; {otherwise}")
+    for key in dict.fromkeys([*settings, *before]):
+        if settings.get(key) != before.get(key):
+            raise HydrajaxError(
+                f"{what}: {holder} made with other settings: {key} was {shown(before.get(key))}, now it is "
+                f"{shown(settings.get(key))}; {otherwise}"
+            )
