@@ -43,6 +43,7 @@ ORDER = (
     "chat",
     "api",
     "questions",
+    "distill",
     "report",
     "",  # the package's own __init__
     "cli",  # nothing imports it but the programs

@@ -6,38 +6,68 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from hydrajax.cli import run_command
-from hydrajax.cli.options import positive, seed
+from hydrajax.cli.options import add_model_arguments, draft_of, positive, seed, tree_from
 from hydrajax.errors import HydrajaxError
 
+if TYPE_CHECKING:
+    from hydrajax.api import Loaded
+    from hydrajax.distill.records import RecordFile
+    from hydrajax.distill.seeds import Seeds
+    from hydrajax.distill.talks import Outcome, Writing
+    from hydrajax.train.config import TrainConfig
+
 PROG = "python -m hydrajax.train.distill"
-HELP = "let a base continue prompts cut from its training data; the output trains heads (data.format: generations)"
+HELP = "let a base answer seed conversations, or continue its training text, for heads to learn from"
+CUTS, CUT_TOKENS = 2000, 64  # how many beginnings, and how long, where nothing is said
+NEW_TOKENS = {False: 192, True: 512}  # of a text that is continued, and of an answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE.yaml", required=True, help="a head-training run: its model and data")
-    parser.add_argument("--output", metavar="FILE.jsonl", required=True)
-    parser.add_argument("--count", metavar="N", type=positive, default=2000, help="continuations (default %(default)s)")
-    parser.add_argument("--prompt-tokens", metavar="N", type=positive, default=64, help="default %(default)s")
-    parser.add_argument("--new-tokens", metavar="N", type=positive, default=192, help="default %(default)s")
     parser.add_argument(
+        "--output",
+        metavar="FILE.jsonl",
+        required=True,
+        help="a line for each text or answer, as training reads it (data.format: generations); the same command goes "
+        "on where one was killed",
+    )
+    group = parser.add_argument_group("seeds")
+    group.add_argument(
+        "--seeds",
+        metavar="FILE|NAME|org/name",
+        help="conversations (ShareGPT, messages, Alpaca) or questions (as of evaluate --set): the base answers every "
+        "turn of the user, after its own earlier answers, in the chat template of the config (data.template). Without "
+        "it the config's data: conversations are answered, beginnings cut out of any other text are continued",
+    )
+    group.add_argument("--data", metavar="DIR", help="where the files of named question sets lie")
+    group.add_argument("--held-out", action="store_true", help="take the config's held-out data in place of the rest")
+    group.add_argument(
+        "--count", metavar="N", type=positive, help=f"the first N seeds (default all conversations, or {CUTS} cuts)"
+    )
+    group.add_argument(
+        "--prompt-tokens", metavar="N", type=positive, help=f"of a beginning that is cut out (default {CUT_TOKENS})"
+    )
+    add_model_arguments(parser, base=False)
+    group = parser.add_argument_group("decoding")
+    group.add_argument(
+        "--new-tokens",
+        metavar="N",
+        type=positive,
+        help=f"most of each text or answer (default {NEW_TOKENS[False]}, of answers {NEW_TOKENS[True]})",
+    )
+    group.add_argument(
         "--temperatures",
         metavar="T,T",
         type=temperatures,
         default=(0.0, 0.7),
-        help="shared out evenly; 0 is greedy (default 0,0.7)",
+        help="shared out evenly over the seeds; 0 is greedy (default 0,0.7)",
     )
-    parser.add_argument(
-        "--held-out", action="store_true", help="continue the held-out documents in place of the others"
-    )
-    parser.add_argument("--batch-size", metavar="B", type=positive, default=32, help="default %(default)s")
-    parser.add_argument("--seed", metavar="S", type=seed, default=0, help="default %(default)s")
+    group.add_argument("--batch-size", metavar="B", type=positive, default=32, help="default %(default)s")
+    group.add_argument("--seed", metavar="S", type=seed, default=0, help="default %(default)s")
     parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that replace the file's")
 
 
@@ -53,32 +83,122 @@ def temperatures(text: str) -> tuple[float, ...]:
 
 
 def run(args: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.progress import Progress
-
     from hydrajax.api import load
-    from hydrajax.files import WholeFile
+    from hydrajax.checkpoints.fingerprint import fingerprint
+    from hydrajax.checkpoints.hub import resolve
+    from hydrajax.distill.records import RecordFile
+    from hydrajax.distill.talks import Writing
+    from hydrajax.questions.contenders import folder_name
+    from hydrajax.text.templates import make_encoder
     from hydrajax.train.config import load_config
-    from hydrajax.train.data.dataset import documents
-    from hydrajax.train.distill import continuations, cut_prompts
 
+    tree, draft = tree_from(args), draft_of(args)
+    if args.seeds is not None and args.held_out:
+        raise HydrajaxError("--held-out: is about the config's data, which --seeds replaces")
     config = load_config(args.config, args.overrides)
     if config.task != "heads":
         raise HydrajaxError("--config: distillation needs the config of a head-training run")
-    base = load(config.model, dtype=config.dtype)
-    found = documents(config.data, base.tokenizer, config.seed, print)
-    prompts = cut_prompts(found.held_out if args.held_out else found.train, args.count, args.prompt_tokens, args.seed)
-    per_prompt = np.resize(np.asarray(args.temperatures), args.count)
-    written = continuations(
-        base.model, base.params.base, prompts, per_prompt, args.new_tokens, base.eos_ids, args.batch_size, args.seed
+    base = resolve(config.model, "model")
+    loaded = load(base, draft, dtype=config.dtype, force=args.force, draft_confidence=args.draft_confidence)
+    if loaded.tokenizer is None:
+        raise HydrajaxError("model: has no tokenizer, and seeds are text")
+    seeds = seeds_of(args, config, loaded)
+    encoder = None
+    if seeds.conversations:
+        names = {"field": "data.template", "tokenizer_field": "model"}
+        encoder = make_encoder(loaded.tokenizer, config.data.template, **names)
+    sha256 = fingerprint(base)["sha256"]
+    writing = Writing(
+        tree=tree or loaded.default_tree(args.batch_size),
+        draft=draft and folder_name(draft),
+        base=sha256[:12],
+        temperatures=args.temperatures,
+        new_tokens=args.new_tokens or NEW_TOKENS[seeds.conversations],
+        batch_size=args.batch_size,
+        seed=args.seed,
     )
-    began, tokens = time.perf_counter(), 0
-    progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
-    with WholeFile(args.output, "--output") as file, progress:
-        for _, record in progress.track(written, args.count, description="continue"):
-            file.write_text(json.dumps(record) + "\n")
-            tokens += len(record["output_ids"])
-    print(f"{args.count} continuations, {tokens:,} tokens in {time.perf_counter() - began:.0f} s")
+    check_room(args, seeds, writing, loaded)
+    file = RecordFile(args.output, settings_of(args, config, seeds, writing, sha256))
+    if len(file):
+        print(f"{args.output} holds {len(file)} records of this run", file=sys.stderr)
+    outcome = write_all(loaded, seeds, encoder, writing, file)
+    report(outcome, seeds, file, loaded.model.config.max_positions)
+
+
+def seeds_of(args: argparse.Namespace, config: TrainConfig, loaded: Loaded) -> Seeds:
+    """The seeds asked for, the first ``--count`` of them."""
+    from hydrajax.distill import seeds as reading
+    from hydrajax.train.data.conversations import summary
+
+    if args.seeds is None:
+        run, cuts = (config.data, loaded.tokenizer, config.seed), (args.count or CUTS, args.prompt_tokens or CUT_TOKENS)
+        found = reading.of_config(*run, *cuts, cuts=args.seed, held_out=args.held_out, say=print)
+        if not found.seeds:
+            raise HydrajaxError("data.held_out: nothing is held out, found 0")
+    else:
+        found, bad = reading.read_seeds(args.seeds, args.data)
+        print(f"seeds: {summary(found.seeds, bad)}")
+    if found.conversations and args.prompt_tokens is not None:
+        raise HydrajaxError("--prompt-tokens: is of beginnings cut out of text, and the seeds are conversations")
+    return found._replace(seeds=found.seeds[: args.count])
+
+
+def check_room(args: argparse.Namespace, seeds: Seeds, writing: Writing, loaded: Loaded) -> None:
+    """Refuse more tokens than the context holds, and a tree that the draft cannot fill, before anything is decoded."""
+    from hydrajax.decoding.acceptance import Greedy
+
+    room, tokens = writing.room(loaded.model.config.max_positions), args.prompt_tokens or CUT_TOKENS
+    if not seeds.conversations and tokens > room:
+        raise HydrajaxError(f"prompt_tokens: must be at most {room} with {writing.new_tokens} new ones, found {tokens}")
+    loaded.bursts(writing.tree, Greedy(), writing.new_tokens)
+
+
+def settings_of(
+    args: argparse.Namespace, config: TrainConfig, seeds: Seeds, writing: Writing, sha256: str
+) -> dict[str, Any]:
+    """All that a record's tokens depend on: so not the draft, nor how many seeds there are or stand in a batch."""
+    settings = {"base": sha256, "dtype": config.dtype, "seeds": seeds.digest}
+    if seeds.conversations:
+        settings["template"] = config.data.template
+    else:
+        settings["prompt_tokens"] = args.prompt_tokens or CUT_TOKENS
+    return settings | {name: getattr(writing, name) for name in ("new_tokens", "temperatures", "seed")}
+
+
+def write_all(loaded: Loaded, seeds: Seeds, encoder: Any, writing: Writing, file: RecordFile) -> Outcome:
+    """`hydrajax.distill.talks.write` with a bar on a terminal, and the speed at its end. Ctrl-C says what is kept."""
+    from hydrajax.cli.generate import Totals
+    from hydrajax.cli.screen import bar
+    from hydrajax.distill.talks import write
+
+    totals = Totals()
+
+    def add(generations):
+        for row, generation in enumerate(generations):
+            totals.add(generation, first_of_batch=row == 0)
+
+    with bar() as progress:
+        task = progress.add_task("write", total=len(seeds.seeds))
+        calls = {"on_batch": add, "on_end": lambda: progress.advance(task)}
+        try:
+            outcome = write(loaded, seeds.seeds, encoder, writing, file, **calls)
+        except KeyboardInterrupt:
+            progress.stop()
+            print(f"{len(file)} records are kept in {file.path}; the same command goes on", file=sys.stderr)
+            raise
+    if totals.tokens:
+        print(totals.summary())
+    return outcome
+
+
+def report(outcome: Outcome, seeds: Seeds, file: RecordFile, context: int) -> None:
+    what = "conversations" if seeds.conversations else "beginnings"
+    print(f"{file.path} holds {len(file)} records of {len(seeds.seeds)} {what}")
+    if outcome.too_long:
+        print(f"ended early, as the context of {context} tokens had no room for more: {outcome.too_long} {what}")
+    if outcome.refused:
+        where, reason = outcome.refused[0]
+        print(f"ended early by a prompt that was refused: {len(outcome.refused)} {what}; the first: {where}: {reason}")
 
 
 def main(argv: list[str] | None = None) -> int:

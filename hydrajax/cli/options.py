@@ -33,11 +33,17 @@ BUILT_IN_PROMPTS = (
 
 
 def add_model_arguments(
-    parser: argparse.ArgumentParser, *, base_required: bool = True, tree: bool = True, several: bool = False
+    parser: argparse.ArgumentParser,
+    *,
+    base: bool = True,
+    base_required: bool = True,
+    tree: bool = True,
+    several: bool = False,
 ) -> None:
     """``--base, --draft, --tree, --dtype, --quantize, --force``: see `load_from` and `tree_from`.
 
-    tree: False for a command that has no tree to be told. several: drafts and trees become lists.
+    base: False for a command that is told its base otherwise, and then its dtype too. tree: False for a command that
+    has no tree to be told. several: drafts and trees become lists.
     """
     names = ", ".join(f"{name} ({kind.about})" for name, kind in WITHOUT_WEIGHTS.items())
     shipped = ", ".join(assets.SHIPPED_HEADS)
@@ -49,13 +55,14 @@ def add_model_arguments(
         trees = "; if given several times, every draft is run with each"
         listed = {"action": "append", "default": []}
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--base",
-        metavar="DIR|NAME",
-        required=base_required,
-        help="LLaMA-family model in Hugging Face layout; org/name or org/name@revision is fetched from the Hub; "
-        "shipped is the small model that comes with the package",
-    )
+    if base:
+        group.add_argument(
+            "--base",
+            metavar="DIR|NAME",
+            required=base_required,
+            help="LLaMA-family model in Hugging Face layout; org/name or org/name@revision is fetched from the Hub; "
+            "shipped is the small model that comes with the package",
+        )
     group.add_argument("--draft", metavar="DIR|NAME", help=drafts, **listed)
     if not several:
         group.add_argument(
@@ -74,12 +81,13 @@ def add_model_arguments(
             f"{trees}",
             **listed,
         )
-    add_dtype_argument(group)
-    group.add_argument(
-        "--quantize",
-        choices=api.QUANTIZED,
-        help="base weights in 8 bits (hydrajax convert int8 says the cost)",
-    )
+    if base:
+        add_dtype_argument(group)
+        group.add_argument(
+            "--quantize",
+            choices=api.QUANTIZED,
+            help="base weights in 8 bits (hydrajax convert int8 says the cost)",
+        )
     group.add_argument("--force", action="store_true", help="load heads that say they were made for another base")
 
 

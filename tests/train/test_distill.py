@@ -1,9 +1,11 @@
-"""Prompts cut from documents, and their continuations by the base."""
+"""What the base writes of seeds: its own words whatever the draft, the same file however often it was killed."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
+import itertools
 import json
 import runpy
 import sys
@@ -13,49 +15,71 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import hydrajax
 from hydrajax.cli import distill as command
+from hydrajax.distill.records import RecordFile
+from hydrajax.distill.seeds import Seed
+from hydrajax.distill.talks import Writing, next_batch, write
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.attention import causal_mask
-from hydrajax.train import distill
-from hydrajax.train.data.generations import read
-from hydrajax.train.data.rows import all_targets
+from hydrajax.text.templates import make_encoder
+from hydrajax.train.config import DataConfig
+from hydrajax.train.data import dataset
+from hydrajax.train.losses import IGNORED
+from hydrajax.trees import presets
+
+CHAT = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+NEW = 4
+SEEDS = [
+    Seed("talks.jsonl", 1, turns=("the tree", "of heads")),
+    Seed("talks.jsonl", 2, turns=("a branch. the draft grows a tree",), system="draft"),
+    Seed("talks.jsonl", 3, turns=("grows", "a", "heads")),
+    Seed("talks.jsonl", 5, turns=("heads", "the branch")),
+    Seed("talks.jsonl", 6, turns=("of a tree of heads",)),
+]
+TURNS = {(number, turn) for number, seed in enumerate(SEEDS) for turn in range(len(seed.turns))}
 
 
-def documents():
-    """Ids that say where they come from: document * 1000 + place."""
-    return [all_targets(np.arange(length) + 1000 * i) for i, length in enumerate((5, 30, 12, 11))]
+@pytest.fixture(scope="module")
+def loaded(base):
+    loaded = hydrajax.load(base, dtype="float32")
+    loaded.tokenizer.chat_template = CHAT
+    return loaded
 
 
-def test_prompts_are_stretches_of_long_enough_documents():
-    prompts = distill.cut_prompts(documents(), 300, 12, seed=0)
-    assert prompts.shape == (300, 12)
-    assert prompts.dtype == np.int32
-    assert (np.diff(prompts, axis=1) == 1).all()
-    assert set((prompts[:, 0] // 1000).tolist()) == {1, 2}
-    # 20 places, of which 19 in document 1: every place is as likely as another, the last one included.
-    assert set(prompts[:, 0].tolist()) == {*range(1000, 1019), 2000}
-    assert 1 <= (prompts[:, 0] == 2000).sum() <= 40
+@pytest.fixture(scope="module")
+def drafted(loaded):
+    return loaded.with_draft("lookup")
 
 
-def test_prompts_depend_on_the_seed_alone():
-    first, again, other = (distill.cut_prompts(documents(), 20, 12, seed) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).any()
+def distilled(loaded, path, seeds=SEEDS, **changes) -> list[dict]:
+    """The records in the file, after all is written that was not yet in it."""
+    settings = {"tree": presets.root(), "draft": None, "base": "b", "temperatures": (0, 2.0), "new_tokens": NEW}
+    writing = Writing(**settings | {"batch_size": 2, "seed": 3} | changes)
+    outcome = write(loaded, seeds, make_encoder(loaded.tokenizer), writing, RecordFile(path, {"seed": writing.seed}))
+    assert not outcome.refused
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_no_document_is_long_enough():
-    with pytest.raises(HydrajaxError, match="prompt_tokens: no document has 31 tokens"):
-        distill.cut_prompts(documents(), 3, 31, seed=0)
+@pytest.fixture(scope="module")
+def whole(loaded, tmp_path_factory):
+    """``(records, bytes of their file)`` of an unbroken run without a draft."""
+    path = tmp_path_factory.mktemp("whole") / "out.jsonl"
+    return distilled(loaded, path), path.read_bytes()
 
 
-def greedy(model, base, prompt: np.ndarray, new_tokens: int) -> list[int]:
-    """The whole text through the base for every token; no cache, no loop of the package."""
-    width = len(prompt) + new_tokens
-    text = np.zeros((1, width), np.int32)
+def outputs(records: list[dict]) -> dict:
+    return {(record["conversation"], record["turn"]): record["output_ids"] for record in records}
+
+
+def greedy(loaded, prompt: list[int], new_tokens: int) -> list[int]:
+    """The whole text through the base for every token, no cache and no loop of the package, up to the EOS 0."""
+    text = np.zeros((1, 64), np.int32)
     text[0, : len(prompt)] = prompt
-    for at in range(len(prompt), width):
-        text[0, at] = np.argmax(logits(model, base, text)[0, at - 1])
-    return text[0, len(prompt) :].tolist()
+    for at in range(len(prompt), len(prompt) + new_tokens):
+        text[0, at] = np.argmax(logits(loaded.model, loaded.params.base, text)[0, at - 1])
+    out = text[0, len(prompt) : len(prompt) + new_tokens].tolist()
+    return out[: out.index(0) + 1] if 0 in out else out
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -65,33 +89,167 @@ def logits(model, base, text):
     return model.apply({"params": base}, hidden, method="logits")
 
 
-def test_temperature_zero_is_greedy_and_others_are_shared_out(tiny_model):
-    model, base = tiny_model
-    prompts = np.random.default_rng(0).integers(0, 61, (5, 6), dtype=np.int32)
-    temperatures = np.array([0.0, 5.0, 0.0, 5.0, 0.0])
-    made = [
-        dict(distill.continuations(model, base, prompts, temperatures, 8, (), batch=2, seed=seed)) for seed in (0, 0, 1)
-    ]
-    assert made[0] == made[1]  # the same seed, the same text
-    assert sorted(made[0]) == [0, 1, 2, 3, 4]
-    for index, record in made[0].items():
-        assert record["prompt_ids"] == prompts[index].tolist()
-        assert record["temperature"] == temperatures[index]
-        assert len(record["output_ids"]) == 8
-        expected = greedy(model, base, prompts[index], 8)
-        if temperatures[index] == 0:
-            assert record["output_ids"] == made[2][index]["output_ids"] == expected
+def test_every_answer_is_the_bases_own_and_stands_in_the_next_prompt(loaded, whole):
+    records, _ = whole
+    said = outputs(records)
+    assert set(said) == TURNS
+    assert len(records) == len(TURNS)
+    kinds = {record["temperature"] for record in records}
+    assert kinds == {0, 2}
+    for record in records:
+        number, turn = record["conversation"], record["turn"]
+        seed = SEEDS[number]
+        messages = [{"role": "system", "content": seed.system}] if seed.system else []
+        for before in range(turn):
+            answer = loaded.tokenizer.decode(said[number, before], skip_special_tokens=True).strip()
+            messages += [{"role": "user", "content": seed.turns[before]}, {"role": "assistant", "content": answer}]
+        messages += [{"role": "user", "content": seed.turns[turn]}]
+        prompt = loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert record["prompt_ids"] == prompt
+        if record["temperature"] == 0:
+            assert record["output_ids"] == greedy(loaded, prompt, NEW)
+            assert (record["rule"], record["seed"]) == ("greedy", None)
         else:
-            assert record["output_ids"] != made[2][index]["output_ids"]
-            assert record["output_ids"] != expected
+            drawn = {"rule": "exact", "temperature": 2.0, "seed": record["seed"]}
+            (alone,) = loaded.generate([prompt], tree=presets.root(), max_new_tokens=NEW, **drawn)
+            assert record["output_ids"] == alone.output_ids != greedy(loaded, prompt, NEW)
+            assert record["rule"] == "exact"
+        ended = record["output_ids"][-1] == 0
+        assert record["finish_reason"] == ("eos" if ended else "length")
+        assert (record["source"], record["index"]) == (seed.source, seed.index)
+        assert (record["draft"], record["base"]) == (None, "b")
 
 
-def test_generation_ends_at_eos(tiny_model):
-    model, base = tiny_model
-    prompts = np.random.default_rng(0).integers(0, 61, (1, 6), dtype=np.int32)
-    expected = greedy(model, base, prompts[0], 8)
-    ((_, record),) = distill.continuations(model, base, prompts, np.zeros(1), 8, (expected[3],), batch=1, seed=0)
-    assert record["output_ids"] == expected[: expected.index(expected[3]) + 1]
+def test_with_a_draft_it_is_the_same_text(drafted, whole, tmp_path):
+    records = distilled(drafted, tmp_path / "out.jsonl", tree=presets.chain(2), draft="lookup")
+    assert outputs(records) == outputs(whole[0])
+    assert {record["draft"] for record in records} == {"lookup"}
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 5), (2, 3)])
+def test_neither_the_batch_nor_the_other_seeds_change_a_record(loaded, whole, tmp_path, size, count):
+    records = distilled(loaded, tmp_path / "out.jsonl", SEEDS[:count], batch_size=size)
+    expected = {tuple(key): ids for key, ids in outputs(whole[0]).items() if key[0] < count}
+    assert outputs(records) == expected
+    by_key = {(record["conversation"], record["turn"]): record for record in whole[0]}
+    assert all(record == by_key[record["conversation"], record["turn"]] for record in records)
+
+
+def test_another_seed_draws_other_tokens(loaded, whole, tmp_path):
+    once, twice = outputs(whole[0]), outputs(distilled(loaded, tmp_path / "out.jsonl", seed=4, temperatures=(2.0,)))
+    assert once != twice
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("size", [0, 1, 700, 1500, -30])
+def test_what_was_killed_is_taken_up_and_ends_as_if_unbroken(loaded, whole, tmp_path, size):
+    """Killed at any byte, also within a line and between the lines of one batch."""
+    path, content = tmp_path / "out.jsonl", whole[1]
+    RecordFile(path, {"seed": 3})
+    path.write_bytes(content[:size])
+    distilled(loaded, path)
+    assert path.read_bytes() == content
+
+
+def test_killed_twice_while_decoding(loaded, whole, tmp_path, monkeypatch):
+    path, add, calls = tmp_path / "out.jsonl", RecordFile.add, itertools.count()
+
+    def dies(self, records):
+        add(self, records)
+        if next(calls) in (1, 2):
+            raise Killed
+
+    monkeypatch.setattr(RecordFile, "add", dies)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            distilled(loaded, path)
+        assert 0 < path.stat().st_size < len(whole[1])
+    distilled(loaded, path)
+    assert path.read_bytes() == whole[1]
+
+
+def test_a_finished_file_is_left_as_it_is_and_may_grow(loaded, whole, tmp_path, monkeypatch):
+    path = tmp_path / "out.jsonl"
+    distilled(loaded, path, SEEDS[:3])
+    before = path.read_bytes()
+    records = distilled(loaded, path, SEEDS)
+    assert path.read_bytes().startswith(before)
+    assert outputs(records) == outputs(whole[0])
+    monkeypatch.setattr("hydrajax.distill.talks.generate", None)  # nothing is left to decode
+    assert distilled(loaded, path, SEEDS) == records
+
+
+def test_damaged_and_foreign_files_are_refused(loaded, whole, tmp_path):
+    path = tmp_path / "out.jsonl"
+    distilled(loaded, path, SEEDS[:1])
+    good = path.read_bytes()
+    for bad in (b"{}\n", b"not json\n", good.replace(b'"turn": 0', b'"turn": "x"'), good[: len(good) // 2] + b"\n"):
+        path.write_bytes(good + bad)
+        with pytest.raises(
+            HydrajaxError, match=r"output: .*out.jsonl line \d: is damaged, or no record of this program"
+        ):
+            RecordFile(path, {"seed": 3})
+        assert path.read_bytes() == good + bad
+    path.write_bytes(good)
+    with pytest.raises(HydrajaxError, match=r"made with other settings: seed was 3, now it is 4; take another file"):
+        RecordFile(path, {"seed": 4})
+    foreign = tmp_path / "notes.txt"
+    foreign.write_text("a line without an end")
+    with pytest.raises(HydrajaxError, match=r"notes.txt holds records, but no readable notes.txt.settings.json"):
+        RecordFile(foreign, {})
+    assert foreign.read_text() == "a line without an end"
+    with pytest.raises(HydrajaxError, match="is no regular file"):
+        RecordFile(tmp_path, {})
+    with pytest.raises(HydrajaxError, match="answers another prompt than it would have now"):
+        distilled(loaded, path, [SEEDS[2]])
+
+
+def test_a_conversation_ends_where_the_context_does_or_the_template_refuses(loaded, tmp_path):
+    long, special = "the tree of the draft heads grows " * 12, "<|endoftext|>"
+    seeds = [Seed("s", 1, turns=("a", long, "b")), Seed("s", 2, turns=(long,)), Seed("s", 3, turns=("a", special, "b"))]
+    assert loaded.tokenizer.eos_token == special
+    settings = {"tree": presets.root(), "draft": None, "base": "b", "temperatures": (0,), "new_tokens": NEW}
+    file, ended = RecordFile(tmp_path / "out.jsonl", {}), []
+    writing, encoder = Writing(**settings, batch_size=2, seed=0), make_encoder(loaded.tokenizer)
+    outcome = write(loaded, seeds, encoder, writing, file, on_end=lambda: ended.append(1))
+    assert (outcome.too_long, len(file), len(ended)) == (2, 2, 3)
+    ((where, reason),) = outcome.refused
+    assert where == "s 3"
+    assert reason == "message 3 holds the text of the special token <|endoftext|>"
+    with pytest.raises(HydrajaxError, match="new_tokens: must be at most 62, found 63"):
+        write(loaded, seeds, encoder, Writing(**settings | {"new_tokens": 63}, batch_size=2, seed=0), file)
+
+
+class Open:
+    def __init__(self, number, width, temperature):
+        self.number, self.width, self.temperature = number, width, temperature
+
+
+def test_a_batch_is_of_one_kind_and_of_about_one_width():
+    talks = [Open(i, width, i % 2) for i, width in enumerate([16, 64, 32, 32, 16, 32, 128, 32])]
+    assert [talk.number for talk in next_batch(talks, 2)] == [0, 4]  # greedy of width 16 fills a batch
+    assert [talk.number for talk in next_batch(talks, 3)] == [3, 5, 7]  # three drawn ones of width 32
+    assert [talk.number for talk in next_batch(talks, 4)] == [3, 5, 7, 1]  # and the next in width, not a greedy one
+
+
+def test_training_takes_every_answer_once(loaded, whole, tmp_path):
+    path, tokenizer = tmp_path / "out.jsonl", copy.deepcopy(loaded.tokenizer)
+    path.write_bytes(whole[1])
+    # The tiny base, which has learnt nothing, also says the ids that its padded vocabulary has beyond the tokenizer's.
+    tokenizer.add_tokens([f"<{i}>" for i in range(loaded.model.config.vocab_size - len(tokenizer))])
+    config = DataConfig(files=(str(path),), format="generations", length=64, held_out=0.0)
+    found = dataset.build(config, tokenizer, 0, lambda line: None)
+    learnt = sorted(row[row != IGNORED].tolist() for row in found.train.labels)
+    assert learnt == sorted(outputs(whole[0]).values())
+    for tokens, record in zip(found.train.tokens, whole[0], strict=True):
+        text = record["prompt_ids"] + record["output_ids"]
+        assert tokens[: len(text)].tolist() == text
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["", "a", "0,-1", "0.5,,1", "nan", "inf"])
@@ -100,26 +258,96 @@ def test_temperatures_refused(text):
         command.temperatures(text)
 
 
-def test_the_program_writes_what_training_reads(program, config_file, tmp_path):
+def test_the_program_continues_text_and_refuses_to_mix_runs(program, config_file, tmp_path):
     output = tmp_path / "out.jsonl"
-    common = ("--config", config_file(), "--prompt-tokens", 8, "--new-tokens", 6, "--batch-size", 4)
-    result = program(*common, "--count", 5, "--output", output, main=command.main)
+    common = ("--config", config_file(), "--prompt-tokens", 8, "--new-tokens", 6, "--batch-size", 4, "--output", output)
+    result = program(*common, "--count", 5, main=command.main)
     assert result.code == 0, result.err
-    assert "5 continuations, " in result.out
-    assert len(read([output])) == 5
+    assert "tokens_per_step 1.00" in result.out
+    assert f"{output} holds 5 records of 5 beginnings" in result.out
     records = [json.loads(line) for line in output.read_text().splitlines()]
-    assert sorted(record["temperature"] for record in records) == [0, 0, 0, 0.7, 0.7]
+    temperatures = sorted(record["temperature"] for record in records)
+    assert temperatures in ([0, 0, 0, 0.7, 0.7], [0, 0, 0.7, 0.7, 0.7])
     assert all(len(record["prompt_ids"]) == 8 and 1 <= len(record["output_ids"]) <= 6 for record in records)
+    assert all(record["source"].endswith(".txt") for record in records)
+
+    before = output.read_bytes()
+    result = program(*common, "--count", 4, "--draft", "lookup", main=command.main)  # nothing of what it writes changes
+    assert result.code == 0, result.err
+    assert "holds 5 records of this run" in result.err
+    result = program(*common, "--seed", 1, main=command.main)
+    assert result.code == 2
+    assert result.err.count("\n") == 1
+    assert "--output: " in result.err
+    assert "made with other settings: seed was 0, now it is 1" in result.err
+    assert output.read_bytes() == before
 
 
-def test_refused_on_the_command_line(program, config_file, tmp_path):
+def test_another_base_is_refused(program, config_file, make_base, tmp_path):
     output = tmp_path / "out.jsonl"
-    result = program("--config", config_file(), "--output", output, "--temperatures", "x", main=command.main)
+    common = ("--prompt-tokens", 8, "--new-tokens", 6, "--count", 2, "--output", output)
+    assert program("--config", config_file(), *common, main=command.main).code == 0
+    result = program("--config", config_file(model=str(make_base(1))), *common, main=command.main)
     assert result.code == 2
-    assert "--temperatures: must be numbers from 0 up with commas between, found 'x'" in result.err
-    result = program("--config", config_file(), "--output", output, "--prompt-tokens", 99999, main=command.main)
+    assert "made with other settings: base was " in result.err
+
+
+def test_the_program_answers_conversations_and_says_what_ctrl_c_leaves(
+    program, config_file, settings, tmp_path, monkeypatch
+):
+    talks, output, add = tmp_path / "talks.jsonl", tmp_path / "out.jsonl", RecordFile.add
+    talks.write_text("".join(json.dumps({"turns": list(seed.turns)}) + "\n" for seed in SEEDS))
+    data = settings["data"] | {"template": "plain"}
+    common = ("--config", config_file(data=data), "--new-tokens", 6, "--temperatures", "0", "--output", output)
+    drafted = ("--seeds", talks, "--draft", "lookup", "--tree", "chain-2", "--batch-size", 2)
+
+    def interrupted(self, records):
+        add(self, records)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RecordFile, "add", interrupted)
+    result = program(*common, *drafted, main=command.main)
+    assert result.code == 130
+    assert f"2 records are kept in {output}; the same command goes on\n" in result.err
+    monkeypatch.setattr(RecordFile, "add", add)
+    result = program(*common, *drafted, main=command.main)
+    assert result.code == 0, result.err
+    assert f"{output} holds {len(TURNS)} records of 5 conversations" in result.out
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert {(record["conversation"], record["turn"]) for record in records} == TURNS
+    assert {(record["draft"], record["source"]) for record in records} == {("lookup", "talks.jsonl")}
+
+    # The conversations may be the config's own data, too.
+    record = {"messages": [{"role": "user", "content": "the tree"}, {"role": "assistant", "content": "x"}]}
+    talks.write_text(2 * (json.dumps(record) + "\n"))
+    data = {"files": [str(talks)], "format": "messages", "template": "plain", "length": 32, "held_out": 0.0}
+    other = ("--output", tmp_path / "other.jsonl", "--new-tokens", 6, "--batch-size", 2, "--temperatures", "0")
+    result = program("--config", config_file(data=data), *other, main=command.main)
+    assert result.code == 0, result.err
+    assert "other.jsonl holds 2 records of 2 conversations" in result.out
+
+
+REFUSED = [
+    (["--temperatures", "x"], "--temperatures: must be numbers from 0 up with commas between, found 'x'"),
+    (["--prompt-tokens", 99999], "--prompt-tokens: no document has 99999 tokens"),
+    (["--prompt-tokens", 60], "--prompt-tokens: must be at most 58 with 6 new ones, found 60"),
+    (["--new-tokens", 63], "--new-tokens: must be at most 62, found 63"),
+    (["--seeds", "none.jsonl"], "--seeds: no such file: none.jsonl"),
+    (["--seeds", "mt_bench"], "--data: is needed for the set mt_bench"),
+    (["--seeds", "talks.jsonl", "--held-out"], "--held-out: is about the config's data, which --seeds replaces"),
+    (["--tree", "chain-2"], "--tree: found 'chain-2', but without --draft only 'root' is allowed"),
+    (["--draft", "none.such"], "--draft: "),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_refused_on_the_command_line(program, config_file, tmp_path, arguments, message):
+    output = tmp_path / "out.jsonl"
+    common = ("--config", config_file(), "--output", output, "--new-tokens", 6)
+    result = program(*common, *arguments, main=command.main)
     assert result.code == 2
-    assert result.err.strip().endswith("--prompt-tokens: no document has 99999 tokens")
+    assert message in result.err
+    assert result.err.count("\n") == 1
     assert not output.exists()
 
 

@@ -34,7 +34,8 @@ class Message(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """At most one system message, then user and assistant in turn, with at least one assistant message.
+    """At most one system message, then user and assistant in turn, with at least one assistant message (or, where it
+    was read with ``answered=False``, at least one of the user's).
 
     where: its place in messages, such as ``"chat.jsonl line 3"`` or ``"chat.json record 3"``, both counted from 1.
     """
@@ -58,7 +59,7 @@ class BadRecord(NamedTuple):
 
 
 def read_conversations(
-    paths: str | Path | Sequence[str | Path], format: str = "auto"
+    paths: str | Path | Sequence[str | Path], format: str = "auto", *, answered: bool = True
 ) -> tuple[list[Conversation], list[BadRecord]]:
     """The conversations of JSON and JSONL files, gzipped or not, and of the folders holding such files, in order.
 
@@ -70,14 +71,27 @@ def read_conversations(
 
     ``auto`` tells them apart record by record, and also takes {"prompt", "response" or "completion"}, {"question",
     "answer"} and {"history": [{"user", "bot"}, ...]}. Assistant messages before the first user's are dropped, as are
-    blank system messages. Raises `HydrajaxError` for a file that cannot be read, and where no record is usable.
+    blank system messages. answered: leave out conversations in which the assistant says nothing.
+
+    Raises `HydrajaxError` for a file that cannot be read, and where no record is usable.
     """
     if format not in FORMATS:
         raise not_allowed("data.format", format, FORMATS)
     suffixes = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
     files = (file for file, hidden in _files(paths, suffixes) if not hidden)
     records = (found for file in files for found in _records(file))
-    return _parse_all(records, format, _listed(paths))
+    return _parse_all(records, format, _listed(paths), answered)
+
+
+def holds_conversations(path: str | Path) -> bool:
+    """Whether the file's first record is one of `read_conversations`, though nobody may have answered yet."""
+    for _, record in _records(Path(path)):
+        try:
+            parse_record(record, answered=False)
+        except HydrajaxError:
+            return False
+        return True
+    return False
 
 
 def read_dataset(name: str, split: str = "train", format: str = "auto") -> tuple[list[Conversation], list[BadRecord]]:
@@ -182,12 +196,12 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_all(
-    records: Iterable[tuple[str, Any]], format: str, source: str
+    records: Iterable[tuple[str, Any]], format: str, source: str, answered: bool = True
 ) -> tuple[list[Conversation], list[BadRecord]]:
     conversations, bad = [], []
     for where, record in records:
         try:
-            conversations.append(Conversation(parse_record(record, format), where))
+            conversations.append(Conversation(parse_record(record, format, answered), where))
         except HydrajaxError as error:
             bad.append(BadRecord(where, str(error)))
     if not conversations:
@@ -199,7 +213,7 @@ def _first(bad: Sequence[BadRecord]) -> str:
     return f"; {len(bad)} left out, the first: {bad[0].where}: {bad[0].reason}" if bad else ""
 
 
-def parse_record(record: Any, format: str = "auto") -> tuple[Message, ...]:
+def parse_record(record: Any, format: str = "auto", answered: bool = True) -> tuple[Message, ...]:
     """The messages of one record of `read_conversations`. Raises `HydrajaxError` saying what is wrong, not where."""
     if isinstance(record, HydrajaxError):
         raise record
@@ -208,11 +222,11 @@ def parse_record(record: Any, format: str = "auto") -> tuple[Message, ...]:
     if not isinstance(record, dict):
         raise HydrajaxError(f"must be a JSON object, found {shown(record)}")
     if format in ("auto", "sharegpt") and "conversations" in record:
-        return _checked(_turns(record["conversations"], "conversations", "from", "value"))
+        return _checked(_turns(record["conversations"], "conversations", "from", "value"), answered)
     if format in ("auto", "messages") and "messages" in record:
-        return _checked(_turns(record["messages"], "messages", "role", "content"))
+        return _checked(_turns(record["messages"], "messages", "role", "content"), answered)
     if format == "auto" and "history" in record:
-        return _checked(_history(record["history"]))
+        return _checked(_history(record["history"]), answered)
     pairs = {"auto": PAIRS["alpaca"] + PAIRS["pair"], "alpaca": PAIRS["alpaca"]}.get(format, ())
     for question, answer in pairs:
         if question in record and answer in record:
@@ -247,7 +261,7 @@ def _history(turns: Any) -> Iterator[tuple[str, str, Any]]:
         yield from ((role, f"history {number}", turn[key]) for role, key in (("user", "user"), ("assistant", "bot")))
 
 
-def _checked(turns: Iterable[tuple[str, str, Any]]) -> tuple[Message, ...]:
+def _checked(turns: Iterable[tuple[str, str, Any]], answered: bool = True) -> tuple[Message, ...]:
     """The messages, if they are what `Conversation` promises."""
     messages: list[Message] = []
     for role, where, content in turns:
@@ -268,8 +282,9 @@ def _checked(turns: Iterable[tuple[str, str, Any]]) -> tuple[Message, ...]:
         if role == previous:
             raise HydrajaxError(f"{where}: {role} follows {role}, user and assistant must alternate")
         messages.append(Message(role, content))
-    if not any(message.role == "assistant" for message in messages):
-        raise HydrajaxError("has no assistant message that answers a user")
+    needed = "assistant" if answered else "user"
+    if not any(message.role == needed for message in messages):
+        raise HydrajaxError(f"has no {'assistant message that answers a user' if answered else 'message of a user'}")
     return tuple(messages)
 
 

@@ -48,11 +48,7 @@ def documents(config: DataConfig, tokenizer: Any | None, seed: int, say: Callabl
     ``say`` is told, a line at a time, what was read and what was left out. Raises `HydrajaxError` where nothing can be
     trained on.
     """
-    items, encode_with = read(config, say)
-    if encode_with is encode_text and len(items) == 1:
-        train, held_out = end_held_out(items[0], config.held_out)
-    else:
-        train, held_out = rows.split(items, config.held_out, seed)
+    train, held_out, encode_with = parts(config, seed, say)
     if tokenizer is None:
         if encode_with is not encode_text:
             raise HydrajaxError("data.new_tokenizer: can only be trained on plain text (format text, standard_library)")
@@ -66,6 +62,18 @@ def documents(config: DataConfig, tokenizer: Any | None, seed: int, say: Callabl
     n_tokens = sum(len(document.ids) for document in train_documents)
     say(f"data: {len(train_documents)} documents ({n_tokens:,} tokens) to train on, {len(held_out_documents)} held out")
     return Documents(train_documents, held_out_documents, tokenizer, bytes_per_token, [item.name for item in held_out])
+
+
+def parts(
+    config: DataConfig, seed: int, say: Callable[[str], None]
+) -> tuple[list[Named], list[Named], Callable[..., list[Document]]]:
+    """What is trained on and what is held out, before it is tokenised, and the function that then encodes it."""
+    items, encode_with = read(config, say)
+    if encode_with is encode_text and len(items) == 1:
+        train, held_out = end_held_out(items[0], config.held_out)
+    else:
+        train, held_out = rows.split(items, config.held_out, seed)
+    return train, held_out, encode_with
 
 
 def end_held_out(text: Named, share: float) -> tuple[list[Named], list[Named]]:

@@ -15,6 +15,7 @@ from hydrajax.train.data.conversations import (
     BadRecord,
     Conversation,
     Message,
+    holds_conversations,
     read_conversations,
     read_dataset,
     read_texts,
@@ -308,3 +309,16 @@ def test_a_data_set_by_the_real_package(tmp_path, monkeypatch):
     assert [reason for _, reason in bad] == ["has no assistant message that answers a user"]
     with pytest.raises(HydrajaxError, match=r"cannot load .*local', split 'test': \w"):
         read_dataset(str(tmp_path / "local"), "test")
+
+
+def test_conversations_that_nobody_has_answered(tmp_path):
+    """As seeds they are read, too; a file of questions is told from one of conversations by its first record."""
+    asked, questions = tmp_path / "asked.jsonl", tmp_path / "questions.jsonl"
+    asked.write_text('{"messages": [{"role": "user", "content": "q"}]}\n{"messages": []}\n')
+    questions.write_text('\n{"question_id": 1, "turns": ["q", "r"]}\n')
+    found, bad = read_conversations(asked, answered=False)
+    assert [conversation.messages for conversation in found] == [(Message("user", "q"),)]
+    assert [reason for _, reason in bad] == ["has no message of a user"]
+    with pytest.raises(HydrajaxError, match="has no assistant message"):
+        read_conversations(asked)
+    assert [holds_conversations(path) for path in (asked, questions)] == [True, False]
