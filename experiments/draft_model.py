@@ -3,8 +3,8 @@
     python experiments/draft_model.py --output runs/draft_model --json experiments/results/draft_model.json
     python experiments/draft_model.py --quick
 
-Three steps, of which each is left out where its result is there already: the base continues beginnings of the standard
-library (`hydrajax.train.distill`); a LLaMA of 0.72M parameters is trained on that from scratch (`experiments/configs/
+Three steps, of which each goes on where it was stopped, and none is taken where its result is there already: the base continues beginnings of the standard
+library (`hydrajax distill`); a LLaMA of 0.72M parameters is trained on that from scratch (`experiments/configs/
 draft_model.yaml`); and both programs decode the same prompts with the same pair in one run (`experiments/peers.py`).
 The training takes a few minutes on a GPU and about an hour on 2 CPU cores. ``--quick`` does everything in a few
 minutes, with a draft that has learnt nothing. Needs the `test` extra (torch).
@@ -43,11 +43,10 @@ def main() -> int:
 
     text, draft = args.output / "text.jsonl", args.output / "base"
     args.output.mkdir(parents=True, exist_ok=True)
-    if not text.exists():
+    if not draft.exists():
         size = quick["text"] or ["--count", str(args.count), "--batch-size", "256"]
         config = ["--config", CONFIGS / "draft_model_text.yaml", "--output", text, *quick["limits"]]
         run("-m", "hydrajax.train.distill", *size, "--temperatures", args.temperatures, *config)
-    if not draft.exists():
         settings = [f"output={args.output}", f"data.files=[{text}]", f"data.tokenizer={assets.base()}"]
         config = ["--config", CONFIGS / "draft_model.yaml", *settings, *quick["training"], *args.overrides]
         run("-m", "hydrajax.train", *config)

@@ -153,7 +153,7 @@ class DataConfig:
     files:       JSON, JSONL or text files and folders. Not needed for ``standard_library``, the running Python's own.
     dataset:     a name for `datasets.load_dataset`, with ``split``, in place of files.
     format:      ``auto`` finds the kind of every record; ``text`` is plain text, every token a target; ``generations``
-                 are lines of ``prompt_ids`` and ``output_ids`` (`hydrajax generate --output`, `train.distill`).
+                 are lines of ``prompt_ids`` and ``output_ids`` (`hydrajax generate --output`, `distill`).
     template:    ``auto`` is the tokenizer's own; ``vicuna`` and ``plain`` are built in.
     targets:     ``assistant`` trains on what the assistant says, ``all`` on every token.
     tokenizer:   its directory; by default the model's. ``new_tokenizer``: train one of that many ids on the text.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -71,6 +72,13 @@ def parts(
     items, encode_with = read(config, say)
     if encode_with is encode_text and len(items) == 1:
         train, held_out = end_held_out(items[0], config.held_out)
+    elif encode_with is encode_generations:
+        # The answers of one conversation stand in each other's prompts, so all of them are held out or none.
+        talks: dict[Any, list[Named]] = {}
+        for item in items:
+            talks.setdefault(item.content.conversation, []).append(item)
+        split = rows.split(list(talks.values()), config.held_out, seed)
+        train, held_out = (list(itertools.chain.from_iterable(some)) for some in split)
     else:
         train, held_out = rows.split(items, config.held_out, seed)
     return train, held_out, encode_with
@@ -115,7 +123,8 @@ def read(config: DataConfig, say: Callable[[str], None]) -> tuple[list[Named], C
         say(f"data: {conversations.summary(texts, skipped, 'texts')}")
         return [Named(*text) for text in texts][: config.limit], encode_text
     if config.format == "generations":
-        return [Named(*item) for item in generations.read(config.files)][: config.limit], encode_generations
+        found = generations.read(config.files)
+        return [Named(continuation.where, continuation) for continuation in found][: config.limit], encode_generations
     if config.dataset:
         found, bad = conversations.read_dataset(config.dataset, config.split, config.format)
     else:
@@ -134,7 +143,8 @@ def encode_generations(config: DataConfig, tokenizer: Any, items: Sequence[Named
     """What the base wrote is a target, the prompt is not (unless all is)."""
     vocab_size = len(tokenizer)
     documents = []
-    for where, (prompt, output) in items:
+    for where, continuation in items:
+        prompt, output = continuation.ids
         ids = np.asarray([*prompt, *output], np.int32)
         if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
             raise HydrajaxError(f"{where}: has a token id outside the tokenizer's vocabulary 0..{vocab_size - 1}")

@@ -1,4 +1,4 @@
-"""Text that the base itself has written, as token ids: the files that `hydrajax generate --output` writes."""
+"""Text that the base itself has written, as token ids: what `hydrajax distill` and `generate --output` write."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from hydrajax.text.jsonl import read_jsonl
 class Continuation(NamedTuple):
     """A prompt that the base has continued.
 
-    where: file and line, such as ``"out.jsonl line 3"``. ids: ``(prompt ids, generated ids)``.
+    where: file and line, such as ``"out.jsonl line 3"``. ids: ``(prompt ids, generated ids)``. conversation: the same
+    for all answers of one conversation, which stand in each other's prompts.
     """
 
     where: str
     ids: tuple[list[int], list[int]]
+    conversation: tuple[str, int | str]
 
 
 def read(files: Iterable[str | Path]) -> list[Continuation]:
@@ -27,13 +29,21 @@ def read(files: Iterable[str | Path]) -> list[Continuation]:
     be read and files without a line.
     """
     found = [
-        Continuation(where, (_ids(line, "prompt_ids", where), _ids(line, "output_ids", where)))
+        Continuation(
+            where, (_ids(line, "prompt_ids", where), _ids(line, "output_ids", where)), _talk(line, file, where)
+        )
         for file in files
         for where, line in read_jsonl(file, "data.files")
     ]
     if not found:
         raise HydrajaxError(f"data.files: no generation in {', '.join(map(str, files))}")
     return found
+
+
+def _talk(line: dict, file: str | Path, where: str) -> tuple[str, int | str]:
+    """Its number in the files of `hydrajax distill`; any other line is a conversation of its own."""
+    number = line.get("conversation")
+    return str(file), number if type(number) is int else where
 
 
 def _ids(line: dict, name: str, where: str) -> list[int]:

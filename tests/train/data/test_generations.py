@@ -7,6 +7,8 @@ import json
 import pytest
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.train.config import DataConfig
+from hydrajax.train.data import dataset
 from hydrajax.train.data.generations import read
 
 
@@ -17,8 +19,30 @@ def test_lines_in_order_with_their_place(tmp_path):
     )
     second.write_text(json.dumps({"prompt_ids": [4], "output_ids": [5, 6]}))  # no newline at the end
     found = read([first, second])
-    assert [where for where, _ in found] == [f"{first} line 1", f"{first} line 3", f"{second} line 1"]
-    assert [ids for _, ids in found] == [([1, 2], [3]), ([], []), ([4], [5, 6])]
+    assert [where for where, _, _ in found] == [f"{first} line 1", f"{first} line 3", f"{second} line 1"]
+    assert [ids for _, ids, _ in found] == [([1, 2], [3]), ([], []), ([4], [5, 6])]
+
+
+def test_answers_of_one_conversation_are_held_out_together(tmp_path):
+    path, talks = tmp_path / "a.jsonl", [0, 1, 2, 0, 2, 3, None, None, 2]
+    path.write_text(
+        "".join(
+            json.dumps({"prompt_ids": [1], "output_ids": [10 + row]} | ({} if talk is None else {"conversation": talk}))
+            + "\n"
+            for row, talk in enumerate(talks)
+        )
+    )
+    config = DataConfig(files=(str(path),), format="generations", held_out=0.5)
+    seen = set()
+    for seed in range(8):
+        parts = dataset.parts(config, seed, lambda line: None)[:2]
+        train, held_out = ([item.content.ids[1][0] - 10 for item in part] for part in parts)
+        assert sorted(train + held_out) == list(range(9))
+        sides = [{row in held_out for row, talk in enumerate(talks) if talk == number} for number in range(4)]
+        assert all(len(side) == 1 for side in sides)
+        assert len({talks[row] if talks[row] is not None else 10 + row for row in held_out}) == 3  # of 6
+        seen.add((6 in held_out, 7 in held_out))
+    assert len(seen) > 2  # lines of no conversation are parted
 
 
 @pytest.mark.parametrize(
