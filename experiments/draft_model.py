@@ -3,10 +3,11 @@
     python experiments/draft_model.py --output runs/draft_model --json experiments/results/draft_model.json
     python experiments/draft_model.py --quick
 
-Three steps, of which each goes on where it was stopped, and none is taken where its result is there already: the base continues beginnings of the standard
-library (`hydrajax distill`); a LLaMA of 0.72M parameters is trained on that from scratch (`experiments/configs/
-draft_model.yaml`); and both programs decode the same prompts with the same pair in one run (`experiments/peers.py`).
-The training takes a few minutes on a GPU and about an hour on 2 CPU cores. ``--quick`` does everything in a few
+Three steps, of which each goes on where it was stopped, and the first two are left out where the draft model is there
+already: the base continues beginnings of the standard library (`hydrajax distill`); a LLaMA of 0.72M parameters is
+trained on that from scratch (`experiments/configs/draft_model.yaml`); and both programs decode the same prompts with
+the same pair in one run (`experiments/peers.py`). The training takes a few minutes on a GPU and about an hour on 2 CPU
+cores. ``--quick`` does everything in a few
 minutes, with a draft that has learnt nothing. Needs the `test` extra (torch).
 """
 
