@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -74,11 +73,10 @@ def parts(
         train, held_out = end_held_out(items[0], config.held_out)
     elif encode_with is encode_generations:
         # The answers of one conversation stand in each other's prompts, so all of them are held out or none.
-        talks: dict[Any, list[Named]] = {}
-        for item in items:
-            talks.setdefault(item.content.conversation, []).append(item)
-        split = rows.split(list(talks.values()), config.held_out, seed)
-        train, held_out = (list(itertools.chain.from_iterable(some)) for some in split)
+        talks = list(dict.fromkeys(item.content.conversation for item in items))
+        kept_back = set(rows.split(talks, config.held_out, seed)[1])
+        train = [item for item in items if item.content.conversation not in kept_back]
+        held_out = [item for item in items if item.content.conversation in kept_back]
     else:
         train, held_out = rows.split(items, config.held_out, seed)
     return train, held_out, encode_with
