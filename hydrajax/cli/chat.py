@@ -19,7 +19,10 @@ COMMANDS = {"/reset": "begin a new conversation", "/exit": "leave (or Ctrl-D)"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser)
     parser.add_argument(
-        "--template", metavar="NAME", default="auto", help="chat template: auto (the tokenizer's own), vicuna or plain"
+        "--template",
+        metavar="NAME",
+        default="auto",
+        help="chat template: auto (the tokenizer's own), vicuna, plain or raw",
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     parser.add_argument("--max-new-tokens", metavar="N", type=options.positive, default=512, help="default %(default)s")

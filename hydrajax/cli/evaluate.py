@@ -7,7 +7,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     decoding.add_argument("--repeats", metavar="R", type=options.positive, default=1, help="timed runs (default 1)")
     decoding.add_argument("--seed", metavar="S", type=options.seed, default=0, help="default %(default)s")
     decoding.add_argument(
-        "--template", metavar="NAME", default="auto", help="chat template: auto (the tokenizer's own), vicuna or plain"
+        "--template",
+        metavar="NAME",
+        default="auto",
+        help="chat template: auto (the tokenizer's own), vicuna, plain or raw",
     )
     options.add_rule_arguments(parser)
 
@@ -113,7 +115,9 @@ def settings_of(
     args: argparse.Namespace, base: Path, questions: Sequence[Question], ways: Sequence[TextWay]
 ) -> dict[str, Any]:
     """All that an answer or its time depends on. Not which of the questions are asked, so that a run can grow."""
-    text = json.dumps([asdict(question) for question in questions])
+    text = json.dumps(
+        [{"question_id": one.question_id, "category": one.category, "turns": one.turns} for one in questions]
+    )
     return {
         "set": args.set if args.set in question_sets.FILES else Path(args.set).name,
         "questions": hashlib.sha256(text.encode()).hexdigest(),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hydrajax.errors import HydrajaxError, not_allowed, one_line
 from hydrajax.text.jsonl import file_content, json_lines, json_value, objects, shown
@@ -20,6 +21,10 @@ FILES = {
     "gsm8k": "gsm8k_test.jsonl",
 }
 TEXTS = ("turns", "question", "instruction", "prompt")  # fields with the user's text; the first that is there counts
+ARTICLES = ("article", "document")  # of records with an article to sum up, as CNN/DailyMail and XSum name it
+# What is asked about an article. It ends in the words before the answer, for a base model that knows no chat, and that
+# is what stays where an article is longer than the context.
+SUMMARISE = "Summarise this article in a few sentences.\n\n{article}\n\nSummary:"
 IDS = ("question_id", "task_id", "prompt_id", "id")
 # The Hub's org/name, with a configuration and a split where the default ones will not do.
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]*)(?::(?P<split>[\w.-]+))?)?", re.ASCII)
@@ -27,11 +32,14 @@ HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]*)(?::(?P<split
 
 @dataclass(frozen=True)
 class Question:
-    """turns: what the user says, one after the other. Ids are unique within a set."""
+    """turns: what the user says, one after the other. Ids are unique within a set. record: the question's line of the
+    file, with the references that scores look for; two questions with the same turns are equal whatever is in it.
+    """
 
     question_id: int | str
     category: str
     turns: tuple[str, ...]
+    record: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 def read_questions(name: str, data: str | Path | None = None) -> list[Question]:
@@ -40,7 +48,8 @@ def read_questions(name: str, data: str | Path | None = None) -> list[Question]:
     name: one of `FILES`, found in the directory ``data``; or a file of the user's own (``.jsonl``, a list in ``.json``,
     either as ``.gz``); or a Hub dataset, ``org/name`` or ``org/name:configuration:split``. A record holds its text, or
     a list of texts, under one of `TEXTS` (with the ``input`` that an instruction may have), and may hold an id and a
-    ``category``; otherwise its number from 1 up and the set's name are taken. Other fields are ignored.
+    ``category``; otherwise its number from 1 up and the set's name are taken. One of `ARTICLES` without such a text is
+    asked as `SUMMARISE`. Other fields are only kept.
 
     Raises `HydrajaxError` naming file and line for anything else.
     """
@@ -79,16 +88,18 @@ def select(questions: list[Question], categories: list[str] | None = None, limit
 
 
 def _question(where: str, record: dict, number: int, category: str) -> Question:
-    field = next((field for field in TEXTS if field in record), None)
-    if field is None:
+    name = next((name for name in (*TEXTS, *ARTICLES) if name in record), None)
+    if name is None:
         raise HydrajaxError(f"{where}: found {', '.join(record) or 'no field'}; one of {', '.join(TEXTS)} is needed")
-    turns = [record[field]] if isinstance(record[field], str) else record[field]
+    turns = [record[name]] if isinstance(record[name], str) else record[name]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise HydrajaxError(
-            f"{where}: {field}: must be text or a list of texts, none empty, found {shown(record[field])}"
+            f"{where}: {name}: must be text or a list of texts, none empty, found {shown(record[name])}"
         )
+    if name in ARTICLES:
+        turns = [SUMMARISE.format(article=turn.strip()) for turn in turns]
     extra = record.get("input")
-    if field == "instruction" and isinstance(extra, str) and extra.strip():
+    if name == "instruction" and isinstance(extra, str) and extra.strip():
         turns = [f"{turns[0]}\n\n{extra}"]
     question_id = next((record[key] for key in IDS if key in record), number)
     if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
@@ -96,7 +107,7 @@ def _question(where: str, record: dict, number: int, category: str) -> Question:
     category = record.get("category", category)
     if not isinstance(category, str) or not category:
         raise HydrajaxError(f"{where}: category: must be text, found {shown(category)}")
-    return Question(question_id, category, tuple(turns))
+    return Question(question_id, category, tuple(turns), record)
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict]]:

@@ -36,6 +36,12 @@ BUILT_IN = {
         "{{ message.content + (eos_token if message.role == 'assistant' else '\n') }}"
         "{% endfor %}"
     ),
+    # For a base model that goes on where a text ends: the text as it is, such as the first lines of a function.
+    "raw": (
+        "{% for message in messages %}"
+        "{{ message.content + (eos_token if message.role == 'assistant' else '') }}"
+        "{% endfor %}"
+    ),
 }
 
 

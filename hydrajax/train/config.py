@@ -154,7 +154,7 @@ class DataConfig:
     dataset:     a name for `datasets.load_dataset`, with ``split``, in place of files.
     format:      ``auto`` finds the kind of every record; ``text`` is plain text, every token a target; ``generations``
                  are lines of ``prompt_ids`` and ``output_ids`` (`hydrajax generate --output`, `distill`).
-    template:    ``auto`` is the tokenizer's own; ``vicuna`` and ``plain`` are built in.
+    template:    ``auto`` is the tokenizer's own; ``vicuna``, ``plain`` and ``raw`` are built in.
     targets:     ``assistant`` trains on what the assistant says, ``all`` on every token.
     tokenizer:   its directory; by default the model's. ``new_tokenizer``: train one of that many ids on the text.
     length:      tokens per row. ``rows``: ``pad`` one document per row, ``pack`` several, ``stream`` cut one stream.

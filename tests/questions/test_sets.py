@@ -64,7 +64,10 @@ def test_every_field_that_holds_text(tmp_path):
         {"instruction": "do", "input": ""},
         {"task_id": "T/5", "prompt": "def f():\n"},
         {"prompt_id": 9, "prompt": ["one", "two"]},
+        {"id": "ab1", "article": "Rain fell. {x}\n", "highlights": "It rained."},
+        {"document": "Snow.", "prompt": "What fell?"},
     )
+    asked = "Summarise this article in a few sentences.\n\nRain fell. {x}\n\nSummary:"
     assert read_questions(str(path)) == [
         Question(7, "a", ("one", "two")),
         Question(2, "mine", ("how?",)),
@@ -72,7 +75,10 @@ def test_every_field_that_holds_text(tmp_path):
         Question(4, "mine", ("do",)),
         Question("T/5", "mine", ("def f():\n",)),
         Question(9, "mine", ("one", "two")),
+        Question("ab1", "mine", (asked,)),
+        Question(8, "mine", ("What fell?",)),
     ]
+    assert [question.record.get("highlights") for question in read_questions(str(path))[-2:]] == ["It rained.", None]
 
 
 @pytest.mark.parametrize("name", ["mine.json", "mine.json.gz", "mine.jsonl.gz"])

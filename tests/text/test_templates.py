@@ -36,6 +36,7 @@ def tokenizer(plain_tokenizer):
     [
         ("auto", "user:qassistant:auser:r>"),
         ("plain", f"q\na{END_OF_TEXT}r\n"),
+        ("raw", f"qa{END_OF_TEXT}r"),
         ("vicuna", f"{VICUNA_SYSTEM} USER: q ASSISTANT: a{END_OF_TEXT}USER: r ASSISTANT:"),
     ],
 )
