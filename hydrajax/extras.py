@@ -6,6 +6,7 @@ from __future__ import annotations
 PACKAGES = {
     "matplotlib": ("pictures need", "'hydrajax[plots]'"),
     "torch": (".pt and .bin files need", "'hydrajax[torch]'"),
+    "rouge-score": ("ROUGE needs", "'hydrajax[score]'"),
     "datasets": ("data sets by name need", "datasets"),
 }
 

@@ -18,6 +18,7 @@ from hydrajax import api
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.hub import resolve
 from hydrajax.cli import options
+from hydrajax.cli.scores import add_score_arguments, choose_score, scores_of, show_scores
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
@@ -31,7 +32,7 @@ from hydrajax.questions.sets import Question
 from hydrajax.questions.summary import Figures, summarise
 from hydrajax.trees import presets
 
-HELP = "answer MT-Bench, Spec-Bench and other question sets with and without drafts, and compare speed and output"
+HELP = "answer MT-Bench, HumanEval and other question sets with and without drafts; compare speed, output and scores"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,12 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="chat template: auto (the tokenizer's own), vicuna, plain or raw",
     )
     options.add_rule_arguments(parser)
+    add_score_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     rule, trees = options.rule_from(args), [(presets.label(name), presets.by_name(name)) for name in args.tree]
     everything = question_sets.read_questions(args.set, args.data)
     questions = question_sets.select(everything, args.categories, args.limit)
+    choice = choose_score(args, questions)
     base = resolve(args.base, "base")
     loaded = options.load_from(args, base=base, draft=None)
     prompter = make_prompter(loaded, args.template, args.max_new_tokens)
@@ -91,8 +94,10 @@ def run(args: argparse.Namespace) -> None:
     baseline, same_outputs = ways[0].model_id, promises_same_output(rule)
     results = summarise(files.answers, questions, baseline, same_outputs)
     cut = files.cut_prompts(questions)
-    write_summary(args, results, baseline, cut)
+    scores = scores_of(args, choice, questions, files.answers, baseline, loaded.tokenizer)
+    write_summary(args, results, baseline, cut, scores)
     show(results, baseline)
+    show_scores(choice, scores, results, baseline, len(questions))
     if most := max(cut.values()):
         total = sum(len(question.turns) for question in questions)
         print(f"longer than {prompter.room} tokens, so that the beginning was cut: {most} of {total} prompts")
@@ -160,9 +165,13 @@ def ask(
 
 
 def write_summary(
-    args: argparse.Namespace, results: dict[str, dict[str, Figures]], baseline: str, cut: dict[str, int]
+    args: argparse.Namespace,
+    results: dict[str, dict[str, Figures]],
+    baseline: str,
+    cut: dict[str, int],
+    scores: dict[str, Any] | None,
 ) -> None:
-    """``summary.json`` beside the answers."""
+    """``summary.json`` beside the answers; with ``scores`` where there are."""
     report = {
         "machine": machine(),
         "arguments": options.recorded(args),
@@ -171,6 +180,7 @@ def write_summary(
         "results": {
             model_id: {name: figures.as_dict() for name, figures in rows.items()} for model_id, rows in results.items()
         },
+        **({"scores": scores} if scores else {}),
     }
     with WholeFile(Path(args.output) / "summary.json", "--output") as file:
         file.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,8 +1,8 @@
-"""What the answers come to: tokens per step and per second of every contender, by category of question."""
+"""What the answers come to: tokens per step and per second of every contender, and scores, by category of question."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,12 +52,7 @@ def summarise(
     Where others stand beside them, the eight categories of MT-Bench are also taken together, as Spec-Bench does.
     same_outputs: the rule promises every contender the baseline's output.
     """
-    groups = {question.category: [] for question in questions}
-    for question in questions:
-        groups[question.category].append(question.question_id)
-    if set(MT_BENCH) < set(groups):
-        groups["mt_bench"] = [q.question_id for q in questions if q.category in MT_BENCH]
-    groups[OVERALL] = [question.question_id for question in questions]
+    groups = _groups(questions)
 
     def choices(model_id: str, name: str) -> list[dict]:
         return [answers[model_id][question_id]["choices"][0] for question_id in groups[name]]
@@ -66,6 +61,17 @@ def summarise(
         model_id: {name: _figures(choices(model_id, name), choices(baseline, name), same_outputs) for name in groups}
         for model_id in answers
     }
+
+
+def _groups(questions: Sequence[Question]) -> dict[str, list[int | str]]:
+    """The ids of the questions of each category."""
+    groups = {question.category: [] for question in questions}
+    for question in questions:
+        groups[question.category].append(question.question_id)
+    if set(MT_BENCH) < set(groups):
+        groups["mt_bench"] = [q.question_id for q in questions if q.category in MT_BENCH]
+    groups[OVERALL] = [question.question_id for question in questions]
+    return groups
 
 
 def _figures(own: list[dict], plain: list[dict], same_outputs: bool) -> Figures:
@@ -105,7 +111,62 @@ def speedup_interval(
     speedup, count = float(ratio(columns.sum(axis=1))), columns.shape[1]
     if count < 2:
         return speedup, None, None
-    # How often each question is drawn; a question's two rates stay together, for they were measured side by side.
-    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES)
-    low, high = np.percentile(ratio(columns @ drawn.T), [2.5, 97.5])
+    # A question's two rates stay together, for they were measured side by side.
+    low, high = np.percentile(ratio(columns @ _drawn(count).T), [2.5, 97.5])
     return speedup, float(low), float(high)
+
+
+def _drawn(count: int) -> np.ndarray:
+    """How often each of so many questions is drawn, with replacement, in each of `RESAMPLES` draws of as many."""
+    return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES)
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScoreFigures:
+    """A contender's score in a metric, over the questions of a category that all contenders have a figure for.
+
+    mean: of the questions; low, high: its 95% bootstrap interval. difference: the mean of each question's score less
+    the baseline's for the same question, with its interval. Intervals are None of a single question.
+    """
+
+    questions: int
+    mean: float
+    low: float | None
+    high: float | None
+    difference: float
+    difference_low: float | None
+    difference_high: float | None
+
+
+def summarise_scores(
+    values: Mapping[str, Mapping[int | str, Mapping[str, float]]],
+    questions: Sequence[Question],
+    baseline: str,
+    metrics: Sequence[str],
+) -> dict[str, dict[str, dict[str, ScoreFigures]]]:
+    """``[model_id][category][metric]``, of values by model, question and metric; categories as in `summarise`.
+
+    A category none of whose questions has a figure from all contenders is left out.
+    """
+    found = {model_id: {} for model_id in values}
+    for name, ids in _groups(questions).items():
+        for metric in metrics:
+            shared = [key for key in ids if all(metric in own.get(key, {}) for own in values.values())]
+            plain = np.array([values[baseline][key][metric] for key in shared])
+            for model_id in values if shared else ():
+                own = np.array([values[model_id][key][metric] for key in shared])
+                mean, difference = mean_interval(own), mean_interval(own - plain)
+                found[model_id].setdefault(name, {})[metric] = ScoreFigures(len(shared), *mean, *difference)
+    return found
+
+
+def mean_interval(values: np.ndarray) -> tuple[float, float | None, float | None]:
+    """The mean of per-question figures, and its 95% bootstrap interval over questions."""
+    count = len(values)
+    if count < 2:
+        return float(values.mean()), None, None
+    low, high = np.percentile(_drawn(count) @ values / count, [2.5, 97.5])
+    return float(values.mean()), float(low), float(high)

@@ -1,0 +1,46 @@
+"""GSM8K: whether the last number of an answer is the reference's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any, ClassVar
+
+from hydrajax.questions.scores.score import Scored
+from hydrajax.questions.sets import Question
+
+# A minus sign belongs to a number, a dash between two numbers or behind a word does not. Thousands are set off by
+# commas in groups of three, so that "1,2" are two numbers.
+DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+NUMBER = re.compile(rf"(?:(?<![\w.)])-)?\$?(?:{DIGITS})")
+REFERENCE = re.compile(r"####\s*(.+)")
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text, without the signs for dollars and thousands: ``$1,234.50`` is 1234.50."""
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace("$", "").replace(",", "")) if found else None
+
+
+class ExactMatch:
+    """The share of answers whose last number is that behind the reference's ``####``; 42 and 42.00 are the same."""
+
+    metrics: ClassVar[dict[str, float]] = {"exact match": 100}
+
+    @staticmethod
+    def lacks(question: Question) -> str | None:
+        return None if _reference(question) is not None else "an answer that ends in '#### NUMBER'"
+
+    def identity(self) -> dict[str, Any]:
+        return {"version": 1}
+
+    def of(self, question: Question, texts: Sequence[str]) -> Scored:
+        wanted, found = _reference(question), last_number(texts[-1])
+        return Scored({"exact match": float(found == wanted)}, {"found": None if found is None else str(found)})
+
+
+def _reference(question: Question) -> Decimal | None:
+    answer = question.record.get("answer")
+    match = REFERENCE.search(answer) if isinstance(answer, str) else None
+    return last_number(match[1]) if match else None

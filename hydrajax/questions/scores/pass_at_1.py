@@ -1,0 +1,51 @@
+"""HumanEval: whether the code that a model wrote passes the problem's tests (Chen et al. 2021, arXiv:2107.03374)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from hydrajax.questions.scores.sandbox import PASSED, Limits, run_confined
+from hydrajax.questions.scores.score import Scored
+from hydrajax.questions.sets import Question
+
+# Where a completion has gone beyond the function: the stop sequences of the paper's section 3.2.
+STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+FENCED = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+FIELDS = ("prompt", "test", "entry_point")
+
+
+def program(prompt: str, text: str, entry_point: str) -> str:
+    """The problem's prompt with the answer behind it.
+
+    An answer is a completion and ends at the first of `STOPS`. Chat models write a whole function between code fences
+    instead: a block with the function that is asked for stands behind the prompt, whose own it replaces.
+    """
+    for block in FENCED.findall(text):
+        if re.search(rf"^def {re.escape(entry_point)}\b", block, re.MULTILINE):
+            return f"{prompt.rstrip()}\n\n\n{block}"
+    ends = [at for at in map(text.find, STOPS) if at >= 0]
+    return prompt + text[: min(ends, default=len(text))]
+
+
+@dataclass(frozen=True)
+class PassAt1:
+    """pass@1 of one answer to each problem: the share whose ``check`` ran to its end in the sandbox."""
+
+    limits: Limits = field(default_factory=Limits)
+    metrics: ClassVar[dict[str, float]] = {"pass@1": 100}
+
+    @staticmethod
+    def lacks(question: Question) -> str | None:
+        missing = [name for name in FIELDS if not isinstance(question.record.get(name), str)]
+        return ", ".join(missing) or None
+
+    def identity(self) -> dict[str, Any]:
+        return {"version": 1} | asdict(self.limits)
+
+    def of(self, question: Question, texts: Sequence[str]) -> Scored:
+        prompt, test, entry_point = (question.record[name] for name in FIELDS)
+        outcome = run_confined([program(prompt, texts[-1], entry_point), test], ("check", entry_point), self.limits)
+        return Scored({"pass@1": float(outcome == PASSED)}, {"outcome": outcome})

@@ -1,0 +1,105 @@
+"""Scoring the answers of all contenders, every question on disk when it is done.
+
+``scores/NAME/MODEL_ID.jsonl`` beside the answer files holds a line per question. A folder of its own: FastChat takes
+every ``*.jsonl`` beside the answers for answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.files import WholeFile
+from hydrajax.questions.scores.score import Score, Scored
+from hydrajax.questions.sets import Question
+from hydrajax.text.jsonl import json_value
+
+FOLDER = "scores"
+Values = dict[str, dict[int | str, dict[str, float]]]  # [model_id][question_id][metric]
+
+
+def score_answers(
+    name: str,
+    score: Score,
+    questions: Sequence[Question],
+    answers: Mapping[str, Mapping[int | str, dict]],
+    directory: str | Path,
+    decode: Callable[[list[int]], str],
+    on_question: Callable[[], None] = lambda: None,
+) -> Values:
+    """``[model_id][question_id]`` of the questions that could be scored, to the metrics' values.
+
+    name: of the score, for its folder. answers: records by model and question, as `AnswerFiles` has them. decode: token
+    ids to the text that they add to a prompt, with the spaces it begins with (published answer files have lost these).
+
+    What was scored before with the same settings, question and answer is not scored again; nor is an answer that
+    another contender has given too. So contenders with equal outputs have equal scores, even of a judge that is not
+    of one mind. An answer without a figure (see `Score.of`) has no line, and the next run tries again.
+    """
+    files = {model_id: _ScoreFile(Path(directory) / FOLDER / name, model_id) for model_id in answers}
+    known = {line["digest"]: Scored(line["values"], line["detail"]) for file in files.values() for line in file.lines()}
+    found: Values = {model_id: {} for model_id in answers}
+    for question in questions:
+        for model_id, file in files.items():
+            texts = [decode(ids) for ids in answers[model_id][question.question_id]["choices"][0]["output_ids"]]
+            digest = _digest(score.identity(), question, texts)
+            if digest not in known and (scored := score.of(question, texts)) is not None:
+                known[digest] = scored
+            if digest in known:
+                file.keep(question.question_id, digest, known[digest])
+                found[model_id][question.question_id] = known[digest].values
+        on_question()
+    return found
+
+
+def _digest(identity: dict[str, Any], question: Question, texts: Sequence[str]) -> str:
+    """Of all that a value depends on."""
+    parts = [identity, question.question_id, question.turns, question.record, texts]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class _ScoreFile:
+    """A contender's scores. A line that is damaged, or that was being written when its run was killed, is dropped."""
+
+    def __init__(self, folder: Path, model_id: str):
+        self._path, self._model_id = folder / f"{model_id}.jsonl", model_id
+        self._lines: dict[int | str, dict] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            content = self._path.read_bytes() if self._path.exists() else b""
+        except OSError as error:
+            raise HydrajaxError(f"output: cannot use {self._path}: {error.strerror}") from None
+        for text in content.split(b"\n")[:-1]:
+            line = json_value(text)
+            if _is_whole(line):
+                self._lines[line["question_id"]] = line
+        with WholeFile(self._path, "output") as file:
+            file.write_text("".join(json.dumps(line) + "\n" for line in self._lines.values()))
+
+    def lines(self) -> list[dict]:
+        return list(self._lines.values())
+
+    def keep(self, question_id: int | str, digest: str, scored: Scored) -> None:
+        """On disk when this returns; of two lines about a question the later counts."""
+        if self._lines.get(question_id, {}).get("digest") == digest:
+            return
+        line = {"question_id": question_id, "model_id": self._model_id, "values": scored.values}
+        line |= {"detail": scored.detail, "digest": digest}
+        self._lines[question_id] = line
+        try:
+            with self._path.open("a", encoding="utf-8", newline="\n") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise HydrajaxError(f"output: cannot write {self._path}: {error.strerror}") from None
+
+
+def _is_whole(line: Any) -> bool:
+    types = {"question_id": (int, str), "digest": str, "values": dict, "detail": dict}
+    return isinstance(line, dict) and all(isinstance(line.get(name), kind) for name, kind in types.items())
