@@ -104,7 +104,7 @@ def show_scores(
     for model_id, rows in scores["results"].items():
         table = Table(title=model_id, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
         table.add_column("category", no_wrap=True)
-        for heading in ("questions", "metric", "score, 95%", "difference, 95%", "equal"):
+        for heading in ("n", "metric", "score, 95%", "difference, 95%", "equal"):
             table.add_column(heading, justify="right", no_wrap=True)
         for category, metrics in rows.items():
             for metric, row in metrics.items():
@@ -116,7 +116,7 @@ def show_scores(
                 table.add_row(category, str(row["questions"]), metric, own, other, equal)
         console.print(table)
     shares = "times 100" if 100 in choice.score.metrics.values() else "from 1 to 10"
-    print(f"score: {shares}; difference: to the base alone, question by question; 95%: bootstrap over questions")
+    print(f"n: questions. score: {shares}; difference: to the base alone, question by question; 95%: bootstrap")
     scored = max((row["questions"] for rows in scores["results"].values() for row in _rows(rows)), default=0)
     if scored < asked:
         print(f"left out, for without a rating of every contender's answer: {asked - scored} of {asked} questions")

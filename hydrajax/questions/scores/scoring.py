@@ -42,17 +42,19 @@ def score_answers(
     of one mind. An answer without a figure (see `Score.of`) has no line, and the next run tries again.
     """
     files = {model_id: _ScoreFile(Path(directory) / FOLDER / name, model_id) for model_id in answers}
-    known = {line["digest"]: Scored(line["values"], line["detail"]) for file in files.values() for line in file.lines()}
+    known: dict[str, Scored | None] = {
+        line["digest"]: Scored(line["values"], line["detail"]) for file in files.values() for line in file.lines()
+    }
     found: Values = {model_id: {} for model_id in answers}
     for question in questions:
         for model_id, file in files.items():
             texts = [decode(ids) for ids in answers[model_id][question.question_id]["choices"][0]["output_ids"]]
             digest = _digest(score.identity(), question, texts)
-            if digest not in known and (scored := score.of(question, texts)) is not None:
-                known[digest] = scored
-            if digest in known:
-                file.keep(question.question_id, digest, known[digest])
-                found[model_id][question.question_id] = known[digest].values
+            if digest not in known:
+                known[digest] = score.of(question, texts)
+            if (scored := known[digest]) is not None:
+                file.keep(question.question_id, digest, scored)
+                found[model_id][question.question_id] = scored.values
         on_question()
     return found
 
