@@ -2,7 +2,7 @@
 
 The papers let another model judge the text. Here there is none: in its place stands the mean negative log-likelihood of
 a token under the base, at temperature 1. It says how far from the base's own samples a rule's text is, not how good;
-``hydrajax evaluate --rule typical`` writes answers that FastChat's judge reads.
+quality.py scores answers under these rules.
 """
 
 from __future__ import annotations

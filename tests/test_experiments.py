@@ -84,7 +84,8 @@ def in_process(monkeypatch, capsys, tmp_path):
     def run(name: str, *argv: str) -> tuple[int, str]:
         script = module(EXPERIMENTS / f"{name}.py")
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *argv])
-        code = script.common.program(script.__doc__, script.run, script.FULL, script.QUICK)
+        add = getattr(script, "add_arguments", None)
+        code = script.common.program(script.__doc__, script.run, script.FULL, script.QUICK, add)
         return code, capsys.readouterr().err
 
     return run
@@ -199,6 +200,37 @@ def test_mistakes(in_process):
         assert code == 2, err
         assert message in err
         assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_quality(in_process, tmp_path):
+    """Equal outputs have equal scores; the rules and the heads are all there."""
+    questions = [{"question": f"{n} + {n} =", "answer": f"#### {2 * n}"} for n in range(3)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    quick = ["--quick", "--limit", "2", "--max-new-tokens", "4", "--draft", str(assets.path("hydra"))]
+    code, err = in_process("quality", *quick, "--gsm8k", "sums.jsonl")
+    assert code == 0, err
+    ((_, result),), _ = find_results(tmp_path / "runs" / "experiments")
+    assert (result.kind, len(result.rows)) == ("quality", 4 * 2)
+    assert {(row["set"], row["metric"], row["questions"]) for row in result.rows} == {("sums.jsonl", "exact match", 2)}
+    sampled = ["exact, temperature 0.7", "rejection, temperature 0.7", "typical, epsilon 0.1, temperature 0.7"]
+    assert {row["rule"]: row["equal"] for row in result.rows} == {"greedy": True} | dict(
+        zip(sampled, [True, None, None], strict=True)
+    )
+    assert all(row["difference"] == 0 for row in result.rows if row["equal"])
+
+
+def test_quality_says_what_is_missing(in_process, tmp_path):
+    (tmp_path / "code.jsonl").write_text(json.dumps({"prompt": "a", "test": "b", "entry_point": "c"}) + "\n")
+    for argv, code, message in (
+        ([], 2, "--humaneval: no questions were given; one or more of --humaneval, --gsm8k, --summaries, --mt-bench"),
+        (["--gsm8k", "a.jsonl", "--prompts", "b.jsonl"], 2, "--prompts: has no meaning here"),
+    ):
+        assert in_process("quality", *argv)[0] == code
+        assert message in in_process("quality", *argv)[1]
+    with pytest.raises(SystemExit, match="2"):  # evaluate has said why
+        in_process("quality", "--humaneval", "code.jsonl")
+    assert not list((tmp_path / "runs" / "experiments").glob("*.json"))
 
 
 def test_every_script_is_listed_with_its_command():

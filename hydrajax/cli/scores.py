@@ -66,7 +66,9 @@ def scores_of(
     baseline: str,
     tokenizer: Any,
 ) -> dict[str, Any] | None:
-    """``name``, ``settings`` and ``results`` by contender, category and metric; None where nothing is scored."""
+    """``name``, ``settings``, ``metrics`` with the factors by which tables show them, and ``results`` by contender,
+    category and metric; None where nothing is scored.
+    """
     name, score, _ = choice
     if score is None:
         return None
@@ -81,7 +83,8 @@ def scores_of(
         task = progress.add_task(f"{name}, {len(answers)} ways", total=len(questions))
         values = score_answers(name, score, questions, answers, args.output, text, lambda: progress.advance(task))
     found = summarise_scores(values, questions, baseline, list(score.metrics))
-    return {"name": name, "settings": score.identity(), "results": _as_dicts(found)}
+    settings = {"name": name, "settings": score.identity(), "metrics": score.metrics}
+    return settings | {"results": _as_dicts(found)}
 
 
 def _as_dicts(found: Mapping) -> dict:

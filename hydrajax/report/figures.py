@@ -264,6 +264,27 @@ def _categories(rows: list[dict]) -> Any:
     return figure
 
 
+def _quality(rows: list[dict]) -> Any:
+    """A panel for each metric of each set: the score of every way under every rule, with its interval."""
+    panels, rules = list(dict.fromkeys((row["set"], row["metric"]) for row in rows)), distinct(rows, "rule")
+    names = distinct(rows, "name")
+    figure = new_figure(max(6, 3.4 * len(panels)), 1.6 + len(rules) * (0.25 + 0.16 * len(names)))
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (found, metric) in zip(grid, panels, strict=True):
+        for i, name in enumerate(names):
+            mine = [row for row in rows if (row["set"], row["metric"], row["name"]) == (found, metric, name)]
+            y = np.array([rules.index(row["rule"]) for row in mine]) + 0.7 * (i + 0.5) / len(names) - 0.35
+            axes.plot([row["score"] for row in mine], y, "o", color=f"C{i}", markersize=5, label=name)
+            for at, row in zip(y, mine, strict=True):
+                if row["low"] is not None:
+                    axes.plot([row["low"], row["high"]], [at, at], color=f"C{i}", linewidth=1.2)
+        axes.set(title=found, xlabel=metric, yticks=range(len(rules)), yticklabels=rules)
+        axes.grid(axis="x", linewidth=0.4)
+    grid[0].invert_yaxis()
+    _legend(figure, ncols=4)
+    return figure
+
+
 def _accuracy(rows: list[dict]) -> Any:
     """A panel for each head: how often the first 1, 2 ... guesses hold the true token."""
     heads = sorted(distinct(rows, "head"))
@@ -326,6 +347,7 @@ DRAWN: dict[str, Callable[[list[dict]], Any]] = {
     "acceptance": _acceptance,
     "overhead": _overhead,
     "categories": _categories,
+    "quality": _quality,
     "accuracy": _accuracy,
     "pareto": _pareto,
     "steps": _steps,

@@ -167,6 +167,21 @@ def _categories(rows: list[dict]) -> Table:
     return ("category", "questions", *names, "equal output"), cells
 
 
+def _quality(rows: list[dict]) -> Table:
+    cells = []
+    for row in rows:
+        line = [row["set"], row["metric"], row["rule"], row["name"], str(row["questions"])]
+        line += [f"{row['score']:.2f}", _ends(row["low"], row["high"], "")]
+        line += [f"{row['difference']:+.2f}", _ends(row["difference_low"], row["difference_high"], "+")]
+        cells.append([*line, f"{row['tokens_per_step']:.2f}", f"{row['speedup']:.2f}x", EQUAL[row["equal"]]])
+    columns = ("metric", "rule", "", "questions", "score", "95%", "difference", "95%", "τ", "speed-up", "equal output")
+    return ("set", *columns), cells
+
+
+def _ends(low: float | None, high: float | None, sign: str) -> str:
+    return "" if low is None else f"{low:{sign}.2f} to {high:{sign}.2f}"
+
+
 def _accuracy(rows: list[dict]) -> Table:
     tops = sorted(distinct(rows, "top"))
     cells = []
@@ -228,6 +243,7 @@ TABLES: dict[str, Callable[[list[dict]], Table]] = {
     "acceptance": _acceptance,
     "overhead": _overhead,
     "categories": _categories,
+    "quality": _quality,
     "accuracy": _accuracy,
     "pareto": _pareto,
     "steps": _steps,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.questions.summary import OVERALL
 from hydrajax.report.results import KINDS, Result, check, result_from
 from hydrajax.train.metrics import read_metrics
 
@@ -122,6 +123,34 @@ def _of_evaluate(path: Path, content: dict) -> Iterator[Result]:
         for category, figures in categories.items()
     ]
     yield _result("categories", f"answers to {content['arguments']['set']}", rows, content, "evaluate")
+    if scored := _quality_rows(content):
+        title = f"scores of answers to {content['arguments']['set']}"
+        yield _result("quality", title, scored, content, "evaluate")
+
+
+def _quality_rows(content: dict) -> list[dict[str, Any]]:
+    """Of all questions together; none where nothing was scored."""
+    arguments, scores = content["arguments"], content.get("scores", {"results": {}})
+    rows = []
+    for name, categories in scores["results"].items():
+        speed = {field: content["results"][name][OVERALL][field] for field in ("tokens_per_step", "speedup", "equal")}
+        for metric, figures in categories.get(OVERALL, {}).items():
+            shown = {"score" if field == "mean" else field: value for field, value in figures.items()}
+            shown |= {
+                field: value * scores["metrics"][metric]
+                for field, value in shown.items()
+                if field != "questions" and value is not None
+            }
+            what = {"set": Path(arguments["set"]).name, "metric": metric, "rule": _rule(arguments), "name": name}
+            rows.append(what | shown | speed)
+    return rows
+
+
+def _rule(arguments: dict) -> str:
+    """The rule with its numbers: ``typical, epsilon 0.1``."""
+    numbers = {name: arguments.get(name) for name in ("epsilon", "alpha", "temperature", "top_k", "top_p", "min_p")}
+    given = [f"{name} {value:g}" for name, value in numbers.items() if value is not None]
+    return ", ".join([arguments["rule"], *given])
 
 
 def _of_roofline(path: Path, content: dict) -> Iterator[Result]:

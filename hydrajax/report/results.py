@@ -39,6 +39,12 @@ KINDS: dict[str, dict[str, str]] = {
     | {"verify": NUMBER, "autoregressive_step": NUMBER},
     # Ways to decode by category of question (hydra table 2).
     "categories": {"name": TEXT, "category": TEXT, "questions": WHOLE, **_RATE, "equal": BOOL + OR_NULL},
+    # Scores of answers, by rule and way to decode (amphista table 3). score, low, high and the difference to the base
+    # alone, question by question, with its interval, as tables show them: shares times 100.
+    "quality": {"set": TEXT, "metric": TEXT, "rule": TEXT, "name": TEXT, "questions": WHOLE, "score": NUMBER}
+    | {"low": NUMBER + OR_NULL, "high": NUMBER + OR_NULL, "difference": NUMBER}
+    | {"difference_low": NUMBER + OR_NULL, "difference_high": NUMBER + OR_NULL}
+    | {"tokens_per_step": NUMBER, "speedup": NUMBER, "equal": BOOL + OR_NULL},
     # How often a head's first guesses hold the true token (amphista figure 1). head from 0; top: how many guesses.
     "accuracy": {"drafter": TEXT, "head": WHOLE, "top": WHOLE, "accuracy": NUMBER},
     # Drafts of several sizes, and the Pareto front. draft_ms: of a step. predicted_gigabytes and

@@ -60,6 +60,14 @@ ROWS = {
         for name, speedup in (("plain", 1.0), ("hydra", 1.9))
         for category in ("qa", "overall")
     ],
+    "quality": [
+        {"set": name, "metric": metric, "rule": rule, "name": drafter, "questions": 20, "score": 31.5, "low": 20.0}
+        | {"high": 40.0, "difference": -1.5, "difference_low": -3.0, "difference_high": 0.5}
+        | {"tokens_per_step": 2.5, "speedup": 1.27, "equal": True if rule == "greedy" else None}
+        for name, metric in (("HumanEval", "pass@1"), ("gsm8k", "exact match"))
+        for rule in ("greedy", "typical, epsilon 0.1")
+        for drafter in ("plain", "hydra")
+    ],
     "accuracy": [
         {"drafter": drafter, "head": head, "top": top, "accuracy": 0.1 * top + 0.1 * head}
         for drafter in ("medusa", "hydra")
@@ -224,6 +232,25 @@ def test_evaluate_gives_categories_and_roofline_predictions(tmp_path):
     assert by_kind["categories"] == [{"name": "hydra", "category": "qa", "questions": 3, **RATE, "equal": True}]
 
 
+def test_evaluate_with_scores_gives_quality(tmp_path):
+    """Of all questions, shares times 100; and categories as before where nothing could be scored."""
+    figures = {"questions": 3, "mean": 0.25, "low": None, "high": 0.5, "difference": -0.01}
+    figures |= {"difference_low": -0.5, "difference_high": None}
+    arguments = {"set": "some/HumanEval.jsonl.gz", "rule": "typical", "epsilon": 0.1, "temperature": None}
+    overall = {"questions": 3, **RATE, "equal": None}
+    content = {"machine": {}, "arguments": arguments, "results": {"hydra": {"overall": overall}}}
+    scores = {"metrics": {"pass@1": 100}, "results": {"hydra": {"code": {}, "overall": {"pass@1": figures}}}}
+    write(tmp_path / "a" / "summary.json", content | {"scores": scores})
+    write(tmp_path / "b" / "summary.json", content | {"scores": {"metrics": {}, "results": {"hydra": {}}}})
+    results, _ = find_results(tmp_path)
+    assert [found.kind for _, found in results] == ["categories", "quality", "categories"]
+    assert results[1][1].rows == [
+        {"set": "HumanEval.jsonl.gz", "metric": "pass@1", "rule": "typical, epsilon 0.1", "name": "hydra"}
+        | {"questions": 3, "score": 25.0, "low": None, "high": 50.0, "difference": -1.0}
+        | {"difference_low": -50.0, "difference_high": None, "tokens_per_step": 2.5, "speedup": 1.27, "equal": None}
+    ]
+
+
 def test_training_runs_side_by_side_are_one_result(tmp_path):
     for run, share in (("medusa", 0.3), ("hydra", 0.5)):
         lines = [{"step": 0, "kind": "eval"} | {f"top{n}": [0.0, 0.0] for n in range(1, 6)}]
@@ -270,6 +297,23 @@ def cells_of(text: str) -> list[list[str]]:
         ("acceptance", ["medusa", "typical", "epsilon 0.2", "3.00", "2.000"]),
         ("overhead", ["hydra_pp", "1.2", "0.6", "1.4", "20", "18"]),
         ("categories", ["qa", "10", "1.00x (τ 2.50)", "1.90x (τ 2.50)", "yes"]),
+        (
+            "quality",
+            [
+                "gsm8k",
+                "exact match",
+                "greedy",
+                "hydra",
+                "20",
+                "31.50",
+                "20.00 to 40.00",
+                "-1.50",
+                "-3.00 to +0.50",
+                "2.50",
+                "1.27x",
+                "yes",
+            ],
+        ),
         ("accuracy", ["hydra", "2", "20.0%", "60.0%"]),
         ("pareto", ["amphista", "shared", "8", "0.5", "2.20", "310", "190 to 210", "1.27x", "yes", "0.80", "1.10x"]),
         ("steps", ["chain-2", "1", "3", "2", "3", "2.5", "0.25", "0.125", "0.0625", "1.50"]),
@@ -311,6 +355,14 @@ def test_a_markdown_table():
 
 def points(axes) -> list[tuple[float, float]]:
     return [tuple(point) for line in axes.lines for point in line.get_xydata().tolist()]
+
+
+def test_scores_stand_with_their_intervals():
+    left, right = draw(result("quality")).axes
+    assert (left.get_title(), left.get_xlabel(), right.get_xlabel()) == ("HumanEval", "pass@1", "exact match")
+    assert [label.get_text() for label in left.get_yticklabels()] == ["greedy", "typical, epsilon 0.1"]
+    assert {x for x, _ in points(left)} == {31.5, 20.0, 40.0}
+    assert len({y for _, y in points(left)}) == 4  # two rules by two ways
 
 
 def test_bars_have_the_rates_as_lengths():
@@ -404,8 +456,8 @@ def test_programs_are_bars_over_the_floor():
 
 
 def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
-    sources = ["", "amphista figure 1", "medusa figure 5", "hydra table 1", "hydra figures 7 to 9", "hydra figure 3"]
-    sources += ["", "medusa table 3", "hydra figure 2", ""]
+    sources = ["", "amphista figure 1", "medusa figure 5", "hydra table 1", "hydra figures 7 to 9"]
+    sources += ["amphista table 3", "hydra figure 3", "", "medusa table 3", "hydra figure 2", ""]
     (tmp_path / "sub").mkdir()
     for at, (source, kind) in enumerate(zip(sources, ROWS, strict=True)):
         write_to(tmp_path / ("sub" if at % 2 else ".") / f"r{at // 2}.json", result(kind, source))
@@ -415,7 +467,7 @@ def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
     headings = [line[3:].rsplit(":", 1)[0] for line in text.splitlines() if line.startswith("## ")]
     assert headings == [
         "Hydra figure 2", "Hydra figure 3", "Hydra figures 7 to 9", "Hydra table 1", "Medusa figure 5",
-        "Medusa table 3", "Amphista figure 1", "Some speed", "Some pareto", "Some program",
+        "Medusa table 3", "Amphista figure 1", "Amphista table 3", "Some speed", "Some program", "Some pareto",
     ]  # fmt: skip
     pictures = sorted((tmp_path / "figures").iterdir())
     assert len(pictures) == len(ROWS) == len(written) - 1  # of equal names, too
