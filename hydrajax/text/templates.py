@@ -36,10 +36,11 @@ BUILT_IN = {
         "{{ message.content + (eos_token if message.role == 'assistant' else '\n') }}"
         "{% endfor %}"
     ),
-    # For a base model that goes on where a text ends: the text as it is, such as the first lines of a function.
+    # For a base model that goes on where a text ends, such as the first lines of a function. Without white space at the
+    # end: many tokenizers join a line end with the indentation behind it, and after one alone a model finds no way on.
     "raw": (
         "{% for message in messages %}"
-        "{{ message.content + (eos_token if message.role == 'assistant' else '') }}"
+        "{{ message.content + eos_token if message.role == 'assistant' else message.content.rstrip() }}"
         "{% endfor %}"
     ),
 }

@@ -47,6 +47,11 @@ def test_prompts_end_where_the_answer_begins(tokenizer, template, text):
     assert encoder.prompt(MESSAGES) == tokenizer.encode(text)
 
 
+def test_a_raw_prompt_ends_in_its_last_word(tokenizer):
+    text = "def f():\n    pass"
+    assert make_encoder(tokenizer, "raw").prompt([{"role": "user", "content": f"{text}\n\n"}]) == tokenizer.encode(text)
+
+
 def test_special_tokens_are_found_in_text(tokenizer):
     encoder = make_encoder(tokenizer, "plain")
     assert encoder.special.search(f"say {END_OF_TEXT}!")[0] == END_OF_TEXT
