@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.questions.scores.score import Score, Scored
 from hydrajax.questions.sets import Question
+from hydrajax.text.appended import append, json_line, whole_lines
 from hydrajax.text.jsonl import json_value
 
 FOLDER = "scores"
@@ -73,15 +73,14 @@ class _ScoreFile:
         self._lines: dict[int | str, dict] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            content = self._path.read_bytes() if self._path.exists() else b""
         except OSError as error:
-            raise HydrajaxError(f"output: cannot use {self._path}: {error.strerror}") from None
-        for text in content.split(b"\n")[:-1]:
+            raise HydrajaxError(f"output: cannot make {folder}: {error.strerror}") from None
+        for text in whole_lines(self._path):
             line = json_value(text)
             if _is_whole(line):
                 self._lines[line["question_id"]] = line
         with WholeFile(self._path, "output") as file:
-            file.write_text("".join(json.dumps(line) + "\n" for line in self._lines.values()))
+            file.write_text("".join(map(json_line, self._lines.values())))
 
     def lines(self) -> list[dict]:
         return list(self._lines.values())
@@ -93,13 +92,7 @@ class _ScoreFile:
         line = {"question_id": question_id, "model_id": self._model_id, "values": scored.values}
         line |= {"detail": scored.detail, "digest": digest}
         self._lines[question_id] = line
-        try:
-            with self._path.open("a", encoding="utf-8", newline="\n") as file:
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise HydrajaxError(f"output: cannot write {self._path}: {error.strerror}") from None
+        append(self._path, [line])
 
 
 def _is_whole(line: Any) -> bool:
