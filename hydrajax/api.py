@@ -29,7 +29,7 @@ from hydrajax.decoding.rules import Numbers, one_rule, rules_for
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.registry import WITHOUT_WEIGHTS, title_of
+from hydrajax.drafters.registry import title_of, without_weights
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.generation import Stream, generate, stream
 from hydrajax.measure.fastest import choose
@@ -206,8 +206,8 @@ class Loaded(Bundle):
         base_directory: where the base lies; heads that say they were made for another base are then refused.
         """
         directory, params = None, {}
-        if isinstance(draft, str) and draft in WITHOUT_WEIGHTS:
-            draft = WITHOUT_WEIGHTS[draft].build(self.model.config, self.model.dtype)
+        if kind := without_weights(draft):
+            draft = kind.build(self.model.config, self.model.dtype)
         if isinstance(draft, (str, Path)):
             directory = resolve(draft, "draft")
             place = placer(mesh)
@@ -345,7 +345,7 @@ def load(
         raise not_allowed("quantize", quantize, QUANTIZED)
     use_compilation_cache()
     base = resolve(base, "base")
-    if isinstance(draft, (str, Path)) and draft not in WITHOUT_WEIGHTS:
+    if isinstance(draft, (str, Path)) and not without_weights(draft):
         draft = resolve(draft, "draft")  # refused before gigabytes are read
     compute = DTYPES.get(name)  # None for "auto"
     model, base_params = load_llama(base, compute, placer(mesh), int8=quantize == "int8", on_progress=on_progress)

@@ -16,7 +16,7 @@ from hydrajax.decoding.prompts import bucket, check_prompts
 from hydrajax.decoding.sampling import Sampling, per_row
 from hydrajax.decoding.state import OutputState, Params
 from hydrajax.decoding.step import Engine
-from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.drafter import Drafter, LooksAhead
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
@@ -89,6 +89,9 @@ def make_engine(
     if max_new_tokens < 1:
         raise HydrajaxError(f"max_new_tokens: must be at least 1, found {max_new_tokens}")
     check_fit(drafter, tree, rule, model.config.vocab_size)
+    context = model.config.max_positions
+    if isinstance(drafter, LooksAhead) and drafter.reach >= context:
+        raise HydrajaxError(f"draft: looks {drafter.reach} tokens ahead, which a context of {context} has no room for")
     return Engine(model, drafter, tree, max_new_tokens, tuple(eos_ids), logprobs)
 
 

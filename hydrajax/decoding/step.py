@@ -15,7 +15,7 @@ from hydrajax.decoding.acceptance import Acceptance, AcceptanceRule
 from hydrajax.decoding.penalties import Seen
 from hydrajax.decoding.sampling import per_row, position_keys, row_keys
 from hydrajax.decoding.state import DecodeState, OutputState, Params, TargetState
-from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
+from hydrajax.drafters.drafter import Drafter, Outcome, Proposal, nodes_fed
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
@@ -257,9 +257,9 @@ class Engine:
         return DecodeState(target, draft, output)
 
     def cache_slots(self, prompt_width: int) -> int:
-        """Slots for the longest text plus one tree, so that no slice update is ever clamped."""
+        """Slots for the longest text plus the nodes of one step, so that no slice update is ever clamped."""
         longest = min(prompt_width + self.max_new_tokens, max(self.model.config.max_positions, prompt_width))
-        return longest + self.tree.size
+        return longest + nodes_fed(self.drafter, self.tree)
 
     def _keys_below(self, state: DecodeState) -> Array:
         """Random keys ``[B, K+1]`` of the places after a node of depth 0 .. K."""

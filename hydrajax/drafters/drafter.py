@@ -41,7 +41,7 @@ class Proposal(NamedTuple):
     """A filled candidate tree, or one for each row.
 
     tokens:  int32 ``[B, N]`` in node order, node 0 being the root; -1 where the drafter has nothing to offer, which no
-             rule accepts.
+             rule accepts. N is the wanted tree's, and more where the drafter `LooksAhead`.
     tree:    the nodes' relations: `TreeTopology.topology`, or arrays made on the device with the same N.
     log_q:   float32 ``[B, P, V]`` logits of the distribution from which the children of ``tree.inner[p]`` were drawn,
              without replacement, the first child first; None where nothing was drawn.
@@ -232,6 +232,26 @@ class HasDistribution(Protocol):
 
     def next_logits(self, params: DraftParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Float32 logits over the base's tokens of what follows each token; -inf for those it cannot say."""
+
+
+@runtime_checkable
+class LooksAhead(Protocol):
+    """What a drafter says of itself whose proposals hold more than the tree it is handed: nodes behind it, never to be
+    accepted (`hydrajax.trees.topology.Topology.parents`), and fed for what the base chooses there (`Outcome.chosen`).
+
+    nodes_beside: how many. reach: how many places after the root the furthest node stands, of these and of any tree.
+    """
+
+    @property
+    def nodes_beside(self) -> int: ...
+
+    @property
+    def reach(self) -> int: ...
+
+
+def nodes_fed(drafter: Drafter, tree: CandidateTree) -> int:
+    """How many nodes a step feeds to the base: the tree's, and those beside it."""
+    return tree.size + (drafter.nodes_beside if isinstance(drafter, LooksAhead) else 0)
 
 
 class SeesAcceptedOnly:

@@ -5,7 +5,8 @@ Commands, files, training, benchmarks and costs ask here and never for a class b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hydrajax.drafters import amphista_files, eagle_files, hydra_files, medusa_files
@@ -16,6 +17,7 @@ from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.formats import Files
 from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
@@ -31,7 +33,8 @@ class Kind:
     title: for people. drafter: its class. about: of a drafter without weights, whose name is all that ``--draft`` and
     `hydrajax.load` need, what the command line says of it. files: of draft heads, how they are kept in files; the name
     is then what configurations and files call them. (Those of a draft model are a base's.) settings: of heads as they
-    were released, over the defaults.
+    were released, over the defaults. numbers: of a drafter without weights, the fields of the numbers that may follow
+    its name (`without_weights`), by the letters that messages call them.
     """
 
     title: str
@@ -39,16 +42,23 @@ class Kind:
     about: str = ""
     files: Files | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, str] = field(default_factory=dict)
 
     def build(self, config: LlamaConfig, dtype) -> Drafter:
         """The drafter for a base of this shape, heads at their released size."""
-        return self.drafter() if self.about else _heads(self.drafter, config, dtype, **self.settings)
+        return self.drafter(**self.settings) if self.about else _heads(self.drafter, config, dtype, **self.settings)
 
 
 # Directories of heads are recognised, and formats listed, in this order.
 KINDS = {
     "none": Kind("no draft", NoDrafter, about="no draft at all"),
     "lookup": Kind("Lookup", PromptLookup, about="n-grams of the text so far"),
+    "lookahead": Kind(
+        "Lookahead",
+        Lookahead,
+        about="n-grams that the base guesses ahead; lookahead-W-N-G: window, length, guesses; default 15-5-15",
+        numbers={"W": "window", "N": "ngram", "G": "guesses"},
+    ),
     "hydra": Kind("Hydra", HydraHeads, files=hydra_files.FILES),
     "medusa": Kind("Medusa", MedusaHeads, files=medusa_files.FILES),
     "hydra++": Kind("Hydra++", HydraHeads, settings={"prefix": True, "n_layers": 4}),
@@ -61,6 +71,26 @@ WITHOUT_WEIGHTS = {name: kind for name, kind in KINDS.items() if kind.about}
 FILES = {name: kind.files for name, kind in KINDS.items() if kind.files}
 HEADS = {name: files.drafter for name, files in FILES.items()}
 FORMATS = [format for files in FILES.values() for format in files.formats]
+
+
+def without_weights(draft: Any) -> Kind | None:
+    """The kind that is meant by a name which needs no files, such as ``lookup`` or ``lookahead-15-5-15``; else None.
+
+    Raises `HydrajaxError` for numbers after the name that are too many or too few, or that make no sense.
+    """
+    if not isinstance(draft, str):
+        return None
+    if draft in WITHOUT_WEIGHTS:
+        return WITHOUT_WEIGHTS[draft]
+    for name, kind in WITHOUT_WEIGHTS.items():
+        if kind.numbers and re.fullmatch(rf"{name}(-\d{{1,6}})+", draft):
+            found = [int(number) for number in draft.removeprefix(f"{name}-").split("-")]
+            if len(found) != len(kind.numbers):
+                raise HydrajaxError(f"draft: found '{draft}', allowed are {name} and {'-'.join([name, *kind.numbers])}")
+            settings = dict(zip(kind.numbers.values(), found, strict=True))
+            kind.drafter(**settings)  # refuses what makes no sense before a base is loaded
+            return replace(kind, settings=settings)
+    return None
 
 
 def heads_for(name: str, config: LlamaConfig, dtype, *, prefix: bool = False, **settings) -> Trainable:

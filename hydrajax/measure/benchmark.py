@@ -115,7 +115,7 @@ def run_benchmark(
     prompts: Sequence[np.ndarray] = (),
     repeats: int = 5,
 ) -> Iterator[BenchmarkRow]:
-    """Measure every way, which differ in their trees alone, at every batch size; yields each row when it is done.
+    """Measure every way, all of one base, at every batch size; yields each row when it is done.
 
     context: cache slots per row, tree room excluded; steps are timed near its end. prompts: token ids to generate for
     with and without a draft; with none, rates are left out. Raises `HydrajaxError` for a tree that the drafter cannot

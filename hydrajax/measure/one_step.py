@@ -17,7 +17,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import make_engine
 from hydrajax.decoding.prompts import TokenIds, bucket
 from hydrajax.decoding.step import true_float32
-from hydrajax.drafters.drafter import Trainable
+from hydrajax.drafters.drafter import LooksAhead, Trainable
 from hydrajax.models.base import BoundBase
 from hydrajax.models.rows import run_base
 from hydrajax.trees.dynamic import CandidateTree
@@ -53,14 +53,17 @@ def seen_steps(
     room = min((most + 1) * (tree.depth + 1), loaded.model.config.max_positions)
     engine = make_engine(loaded.model, loaded.drafter, tree, rule, max_new_tokens=room, eos_ids=tuple(loaded.eos_ids))
 
+    # Text decides the shape of a grown tree, and of candidates beside a lookahead window who begins like whom.
+    stays = isinstance(tree, TreeTopology) and not isinstance(loaded.drafter, LooksAhead)
+
     @jax.jit
     def step(params, state):
         proposal = engine.propose(params, state)
         forward, logits = engine.verify(params, state.target.cache, proposal)
         accepted = engine.accept(state, logits, proposal)
         state, outcome = engine.commit(state, forward, logits, proposal, accepted)
-        parents = jnp.broadcast_to(proposal.tree.parents, proposal.tokens.shape)[0]
-        found = parents, proposal.tokens[0], outcome.path[0], outcome.counts[0], outcome.next_root[0]
+        parents = jnp.broadcast_to(proposal.tree.parents, proposal.tokens.shape)[0, : tree.size]
+        found = parents, proposal.tokens[0, : tree.size], outcome.path[0], outcome.counts[0], outcome.next_root[0]
         return engine.observe(params, state, proposal, outcome), (*found, state.output.done[0])
 
     ids = np.asarray(prompt, np.int32)[None]
@@ -72,7 +75,7 @@ def seen_steps(
             return
         state, found = step(loaded.params, state)
         parents, tokens, path, count, following, done = jax.device_get(found)
-        shape, order = (tree, np.arange(tree.size)) if isinstance(tree, TreeTopology) else shape_of(parents)
+        shape, order = (tree, np.arange(tree.size)) if stays else shape_of(parents)
         tokens, emitted = tokens[order], tuple(int(np.flatnonzero(order == node)[0]) for node in path[:count])
         yield SeenStep(number, before, shape, tokens, emitted, None if done else int(following))
         before += tuple(int(tokens[node]) for node in emitted)

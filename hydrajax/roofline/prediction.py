@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hydrajax.drafters.drafter import nodes_fed
 from hydrajax.models.config import LlamaConfig
 from hydrajax.roofline.devices import Device
 from hydrajax.roofline.operators import (
@@ -41,7 +42,8 @@ class Workload:
 
     def step(self, tree: CandidateTree) -> Parts:
         """Operators of one step, by the verb they belong to."""
-        c, batch, nodes, itemsize = self.config, self.batch, tree.size, self.itemsize
+        c, batch, itemsize = self.config, self.batch, self.itemsize
+        nodes = nodes_fed(self.drafter, tree)
         slots = self.context + nodes
         return {
             "propose": operators_of(self.drafter.propose_costs(tree, batch, slots), itemsize),
@@ -124,7 +126,7 @@ def predict(
                     batch=batch,
                     context=context,
                     tree=name,
-                    nodes=tree.size,
+                    nodes=nodes_fed(drafter, tree),
                     depth=tree.depth,
                     autoregressive_step=autoregressive,
                     step=step,

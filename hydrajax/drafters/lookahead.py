@@ -1,0 +1,261 @@
+"""Lookahead decoding (Fu et al. 2024): the base guesses its own future in a window and learns n-grams from its guesses.
+
+A step feeds two things beside the root. The *lookahead branch* (section 3.1) is a window of guessed tokens, W columns
+and N - 1 levels, the guesses of the last N - 1 steps: Jacobi iteration. What the base says after the newest level are
+the next guesses. Along a column the levels and the new guess are an n-gram, which goes into a pool under its first
+token. The *verification branch* (section 3.2) holds n-grams of the pool that begin with the root; they are a tree as
+any other drafter's.
+
+What the paper leaves open is as in the released code (``lade/decoding.py`` of hao-ai-lab/LookaheadDecoding, eed010d):
+
+- Column 0 of level 0 is the root itself. Column i of level l stands l + i places after the root. It sees the root,
+  level 0 up to column i, and in its own column the levels from 1 up to its own (the paper's figure of the mask; `sees`
+  here).
+- The window moves on by one place in every step, however many tokens were accepted (``ALWAYS_FWD_ONE``).
+- Guesses are the base's best tokens, also where the output is sampled.
+- Of each first token the pool keeps the G n-grams that were met last; one that is met again counts as new.
+- N-grams enter once all their tokens but the first are guesses of the base: N - 2 steps after the window's beginning.
+- With ``from_text`` prompt and output are n-grams, too (``POOL_FROM_PROMPT``, off there), as soon as they are emitted.
+
+Different from there, and without any effect on the text: the window is full from the first step on, with the prompt's
+tokens in order, repeated (there its levels are filled one by one, from tokens of the prompt at random); candidates are
+verified in these first steps, too; candidates with equal beginnings share nodes, so that rules which go down a tree
+node by node find all of them; and a candidate that is right to the end counts whole (there without its last token).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int
+
+from hydrajax.drafters.costs import CostsNothing
+from hydrajax.drafters.drafter import Proposal
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array
+from hydrajax.trees.topology import Topology, from_parents
+from hydrajax.trees.tree import MAX_NODES, TreeTopology
+
+NOTHING = -1  # in the place of a token
+MOST_GUESSES = 999  # that a tree's name can say
+
+
+class Memory(NamedTuple):
+    """What a row has guessed and met so far; all int32.
+
+    window: ``[B, N-1, W]`` guessed tokens, the oldest level first; in place of the first token stands the next root.
+    pool:   ``[B, buckets, G, N]`` n-grams in the bucket of their first token, the last one met first; -1 for none.
+    tail:   ``[B, N-1]`` the last tokens of the text, -1 before its beginning. Without ``from_text`` all -1.
+    steps:  ``[B]`` since the window was begun.
+    """
+
+    window: Int[Array, "B levels W"]
+    pool: Int[Array, "B buckets G N"]
+    tail: Int[Array, "B levels"]
+    steps: Int[Array, " B"]
+
+
+@dataclass(frozen=True)
+class Lookahead(CostsNothing):
+    """Proposes n-grams that begin with the root, out of a pool which the base fills by guessing ahead.
+
+    window: W, the columns of the window. ngram: N, the length of an n-gram. guesses: G, how many n-grams are kept of
+    each first token, and verified in the default tree. from_text: whether those of prompt and output are kept, too.
+    The defaults are those of the paper for a base of 7B parameters on an A100 (section 5: W = G = 15, N = 5).
+
+    buckets: how many first tokens the pool has room for. A token's bucket is its id modulo this number; tokens of one
+    bucket share its G places, which is exact but forgets sooner. No two do where the vocabulary is no larger. Of a row
+    it takes ``4 * buckets * G * N`` bytes, by default 1.2 MB.
+
+    A tree's nodes ``[r], [r, 0], [r, 0, 0] ...`` hold the r-th candidate, the last one met first. Other nodes have
+    nothing to say, nor has a node whose candidate begins like an earlier one that far: it is that one's node then.
+
+    The rules that can judge it are those for given candidates (greedy, exact sampling, typical): it draws nothing.
+    Methods: `hydrajax.drafters.drafter.Drafter`; nodes beside the tree: `hydrajax.drafters.drafter.LooksAhead`. Raises
+    `HydrajaxError` for numbers that make no sense or more nodes than a tree may have.
+    """
+
+    window: int = 15
+    ngram: int = 5
+    guesses: int = 15
+    from_text: bool = True
+    buckets: int = 4096
+    reads: tuple[int, ...] = (0,)
+    draws: bool = False
+    grows: bool = False
+
+    def __post_init__(self):
+        if self.window < 1 or self.ngram < 2 or not 1 <= self.guesses <= MOST_GUESSES or self.buckets < 1:
+            raise HydrajaxError(
+                f"draft: {self.name} is lookahead-W-N-G with a window of W columns, from 1 up, n-grams of N tokens, "
+                f"from 2 up, and G guesses, from 1 to {MOST_GUESSES}"
+            )
+        nodes = (self.ngram - 1) * (self.window + self.guesses)
+        if nodes > MAX_NODES:
+            raise HydrajaxError(
+                f"draft: {self.name} has (N - 1) * (W + G) = {nodes} nodes in a step, more than {MAX_NODES} are not "
+                "supported"
+            )
+
+    @property
+    def name(self) -> str:
+        """What ``--draft`` calls it."""
+        return f"lookahead-{self.window}-{self.ngram}-{self.guesses}"
+
+    @property
+    def depth(self) -> int:
+        return self.ngram - 1
+
+    @property
+    def default_tree(self) -> str:
+        return "cartesian-" + "x".join(map(str, [self.guesses] + [1] * (self.ngram - 2)))
+
+    @property
+    def nodes_beside(self) -> int:
+        return (self.ngram - 1) * self.window - 1
+
+    @property
+    def reach(self) -> int:
+        return max(self.window + self.ngram - 3, self.depth)
+
+    def init(self, rng, base):
+        return {}
+
+    def init_state(self, batch, slots):
+        return Memory(
+            jnp.zeros((batch, self.ngram - 1, self.window), jnp.int32),
+            jnp.full((batch, self.buckets, self.guesses, self.ngram), NOTHING, jnp.int32),
+            jnp.full((batch, self.ngram - 1), NOTHING, jnp.int32),
+            jnp.zeros(batch, jnp.int32),
+        )
+
+    def begin(self, params, state, features, tokens, counts, next_root, base):
+        cells = (self.ngram - 1) * self.window
+        places = jnp.arange(cells) % jnp.maximum(counts, 1)[:, None]
+        window = jnp.take_along_axis(tokens, places, axis=1).reshape(state.window.shape)
+        state = state._replace(window=window, steps=jnp.zeros_like(state.steps))
+        if not self.from_text:
+            return state
+        ngrams, whole, tail = self._of_text(state.tail, tokens, counts)
+        return state._replace(pool=remember(state.pool, ngrams, whole), tail=tail)
+
+    def propose(self, params, state, root, tree, base, draw=None):
+        tokens, parents = as_nodes(candidates(state.pool, root), tree)
+        window = _with_root(state.window, root).reshape(len(root), -1)[:, 1:]
+        topology = self._beside_window(parents, tree)
+        return Proposal(jnp.concatenate([root[:, None], tokens, window], axis=1), topology)
+
+    def observe(self, params, state, proposal, outcome, base):
+        root, n_nodes = proposal.tokens[:, 0], proposal.tokens.shape[1]
+        # The root is a cell of the window as well: the newest level where it is the only one.
+        of_window = jnp.concatenate([outcome.chosen[:, :1], outcome.chosen[:, n_nodes - self.nodes_beside :]], axis=1)
+        guessed = of_window[:, -self.window :]
+        columns = jnp.concatenate([_with_root(state.window, root), guessed[:, None]], axis=1)  # [B, N, W]
+        ngrams = jnp.swapaxes(columns, 1, 2)
+        kept = jnp.broadcast_to((state.steps >= self.ngram - 2)[:, None], ngrams.shape[:2])
+        tail = state.tail
+        if self.from_text:
+            of_text, whole, tail = self._of_text(tail, outcome.tokens, outcome.counts)
+            ngrams, kept = jnp.concatenate([ngrams, of_text], axis=1), jnp.concatenate([kept, whole], axis=1)
+        return Memory(columns[:, 1:], remember(state.pool, ngrams, kept), tail, state.steps + 1)
+
+    def ranks(self, params, features, batch, base, chunk_tokens, depth):
+        raise HydrajaxError(f"draft: what {self.name} guesses depends on the steps before and not on the text alone")
+
+    def _of_text(
+        self, tail: Int[Array, "B levels"], tokens: Int[Array, "B T"], counts: Int[Array, " B"]
+    ) -> tuple[Int[Array, "B T N"], Bool[Array, "B T"], Int[Array, "B levels"]]:
+        """The n-grams that end with one of the first ``counts[b]`` tokens after ``tail``, which of them are n-grams at
+        all, and the tail after these tokens."""
+        text, each = jnp.concatenate([tail, tokens], axis=1), np.arange(tokens.shape[1])
+        ngrams = text[:, each[:, None] + np.arange(self.ngram)]
+        whole = (each < counts[:, None]) & (ngrams[:, :, 0] >= 0)
+        tail = jnp.take_along_axis(text, counts[:, None] + np.arange(self.ngram - 1), axis=1)
+        return ngrams, whole, tail
+
+    def _beside_window(self, parents: Int[Array, "B nodes"], tree: TreeTopology) -> Topology:
+        """The trees with these parents, and the window behind them: the same for all rows, and nobody's child."""
+        batch, n_nodes = parents.shape
+        alone = jnp.full((batch, self.nodes_beside), -1, jnp.int32)
+        found = from_parents(jnp.concatenate([parents, alone], axis=1), tree.depth, max(tree.max_rank + 1, 1))
+        of_window = sees(self.window, self.ngram - 1)[1:]
+        mask = np.zeros((self.nodes_beside, n_nodes + self.nodes_beside), bool)
+        mask[:, 0], mask[:, n_nodes:] = of_window[:, 0], of_window[:, 1:]
+        level, column = np.divmod(np.arange(1, self.nodes_beside + 1), self.window)
+        return found._replace(
+            depths=found.depths.at[:, n_nodes:].set((level + column).astype(np.int32)),
+            mask=found.mask.at[:, n_nodes:].set(mask),
+            inner=found.inner[:, :n_nodes],
+        )
+
+
+def sees(columns: int, levels: int) -> Bool[np.ndarray, "cells cells"]:
+    """Whether a cell of the window sees another; cells level by level, the first one being the root."""
+    level, column = np.divmod(np.arange(columns * levels), columns)
+    oldest = (level == 0) & (column <= column[:, None])
+    above = (level > 0) & (level <= level[:, None]) & (column == column[:, None])
+    return oldest | above
+
+
+def _with_root(window: Int[Array, "B levels W"], root: Int[Array, " B"]) -> Int[Array, "B levels W"]:
+    return window.at[:, 0, 0].set(root)
+
+
+def remember(
+    pool: Int[Array, "B buckets G N"], ngrams: Int[Array, "B M N"], kept: Bool[Array, "B M"]
+) -> Int[Array, "B buckets G N"]:
+    """The pool after these n-grams were met one after the other, those of each row that are ``kept``."""
+    rows, places = jnp.arange(len(pool)), jnp.arange(pool.shape[2])
+
+    def meet(m, pool):
+        ngram = ngrams[:, m]
+        bucket = ngram[:, 0] % pool.shape[1]
+        known = pool[rows, bucket]  # [B, G, N]
+        same = jnp.all(known == ngram[:, None], axis=-1)
+        # It goes to the front. What stood before its old place moves back by one; if it is new, the oldest falls out.
+        last = jnp.where(jnp.any(same, axis=1), jnp.argmax(same, axis=1), len(places) - 1)
+        moved = jnp.concatenate([ngram[:, None], known[:, :-1]], axis=1)
+        moves = kept[:, m, None] & (places <= last[:, None])
+        return pool.at[rows, bucket].set(jnp.where(moves[:, :, None], moved, known))
+
+    many = jnp.max(jnp.where(kept, jnp.arange(ngrams.shape[1]) + 1, 0))  # none beyond, in any row
+    return jax.lax.fori_loop(0, many, meet, pool)
+
+
+def candidates(pool: Int[Array, "B buckets G N"], root: Int[Array, " B"]) -> Int[Array, "B G depth"]:
+    """What followed the root in the n-grams that begin with it, the last one met first; then -1."""
+    known = pool[jnp.arange(len(pool)), root % pool.shape[1]]
+    begins = known[:, :, 0] == root[:, None]
+    found = jnp.where(begins[:, :, None], known[:, :, 1:], NOTHING)
+    first = jnp.argsort(~begins, axis=1, stable=True)  # a bucket may hold other tokens' n-grams between them
+    return jnp.take_along_axis(found, first[:, :, None], axis=1)
+
+
+def as_nodes(found: Int[Array, "B G depth"], tree: TreeTopology) -> tuple[Int[Array, "B below"], Int[Array, "B nodes"]]:
+    """The tokens of a tree's nodes below the root, and all nodes' parents.
+
+    Candidate r lies along ``[r], [r, 0] ...``, but where an earlier one begins alike it goes along that one's nodes.
+    """
+    n_chains = min(found.shape[1], tree.max_rank + 1)
+    if not tree.depth or not n_chains:
+        return jnp.full((len(found), tree.size - 1), NOTHING), jnp.broadcast_to(tree.parents, (len(found), tree.size))
+    holds = np.array([path[0] < n_chains and not any(path[1:]) for path in tree.choices])
+    chain = np.array([path[0] if held else 0 for path, held in zip(tree.choices, holds, strict=True)])
+    depth = tree.depths[1:]
+    place = np.full((n_chains, tree.depth + 1), -1, np.int32)  # of a candidate's node of each depth; -1 for none
+    place[:, 0] = 0
+    place[chain[holds], depth[holds]] = 1 + np.flatnonzero(holds)
+    tokens = found[:, :n_chains, : tree.depth]
+    alike = jnp.cumprod(tokens[:, :, None] == tokens[:, None], axis=-1).astype(bool) & (place[:, 1:] >= 0)
+    # The first candidate that begins alike and has a node there: [B, chains, depth + 1]; at the root all do.
+    leader = jnp.pad(jnp.argmax(alike, axis=2).astype(jnp.int32), ((0, 0), (0, 0), (1, 0)))
+    parents = jnp.where(holds, jnp.asarray(place)[leader[:, chain, depth - 1], depth - 1], tree.parents[1:])
+    own = holds & (leader[:, chain, depth] == chain)
+    return (
+        jnp.where(own, tokens[:, chain, depth - 1], NOTHING),
+        jnp.pad(parents, ((0, 0), (1, 0)), constant_values=-1),
+    )

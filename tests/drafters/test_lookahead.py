@@ -1,0 +1,349 @@
+"""Lookahead decoding against the algorithm written with lists and a dictionary, which asks the base for one token at a
+time of whole texts: it has no window of nodes, no mask and no cache."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lab import CONTEXT, NEW, VOCAB, quick_jit, shared_lab
+
+from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.lookahead import Lookahead, as_nodes, candidates, remember
+from hydrajax.drafters.registry import title_of, without_weights
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.attention import causal_mask
+from hydrajax.trees import presets
+from hydrajax.trees.tree import TreeTopology
+
+DRAFTERS = {
+    "4-3-3": Lookahead(4, 3, 3),
+    "3-4-2": Lookahead(3, 4, 2, from_text=False),
+    "5-2-2, few buckets": Lookahead(5, 2, 2, buckets=5),
+}
+PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
+
+
+# --- the plain algorithm ----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def next_tokens(rows: int, length: int):
+    """Compiled: the base's best token after each of so many texts, each read whole."""
+    model = shared_lab().model
+
+    @quick_jit
+    def compiled(params, texts, lengths):
+        positions = jnp.broadcast_to(jnp.arange(length), texts.shape)
+        hidden = model.apply({"params": params}, texts, positions, causal_mask(length)).hidden
+        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        return jnp.argmax(model.apply({"params": params}, last, method="logits"), axis=-1)
+
+    return compiled
+
+
+class PlainLookahead:
+    """One row. ``window[l][i]`` is level l at column i, ``pool[bucket]`` a list of n-grams, the oldest first."""
+
+    def __init__(self, drafter: Lookahead, prompt: list[int]):
+        self.w, self.n, self.g = drafter.window, drafter.ngram, drafter.guesses
+        self.drafter, self.pool, self.steps, self.text = drafter, {}, 0, []
+        self.window = [
+            [prompt[(level * self.w + i) % len(prompt)] for i in range(self.w)] for level in range(self.n - 1)
+        ]
+        self.read(prompt)
+
+    def read(self, tokens: list[int]) -> None:
+        for token in tokens:
+            self.text.append(token)
+            if self.drafter.from_text and len(self.text) >= self.n:
+                self.meet(tuple(self.text[-self.n :]))
+
+    def meet(self, ngram: tuple[int, ...]) -> None:
+        kept = self.pool.setdefault(ngram[0] % self.drafter.buckets, [])
+        if ngram in kept:
+            kept.remove(ngram)
+        kept.append(ngram)
+        del kept[: -self.g]
+
+    def candidates(self, root: int) -> list[tuple[int, ...]]:
+        """What followed the root, the last one met first."""
+        kept = self.pool.get(root % self.drafter.buckets, [])
+        return [ngram[1:] for ngram in reversed(kept) if ngram[0] == root]
+
+    def step(self, params, root: int, emitted: list[int]) -> None:
+        """Look ahead from the text and the root, then read what the step has emitted."""
+        self.window[0][0] = root
+        texts = [self.text + self.window[0][: i + 1] + [level[i] for level in self.window[1:]] for i in range(self.w)]
+        length = CONTEXT + self.w + self.n
+        rows = np.array([text + [0] * (length - len(text)) for text in texts], np.int32)
+        lengths = np.array([len(text) for text in texts], np.int32)
+        guessed = np.asarray(next_tokens(self.w, length)(params, rows, lengths)).tolist()
+        if self.steps >= self.n - 2:
+            for i in range(self.w):
+                self.meet((*(level[i] for level in self.window), guessed[i]))
+        self.window = [*self.window[1:], guessed]
+        self.steps += 1
+        self.read(emitted)
+
+
+def paths_of(tokens: np.ndarray, parents: np.ndarray) -> list[tuple[int, ...]]:
+    """The tokens from below the root down to each node that has one."""
+    paths = {0: ()}
+    for node in range(1, len(tokens)):
+        if tokens[node] >= 0 and parents[node] in paths:
+            paths[node] = (*paths[parents[node]], int(tokens[node]))
+    return [path for path in paths.values() if path]
+
+
+@functools.cache
+def steps_of(name: str):
+    """Engine, prefill and one step that also tells what was proposed, compiled without optimisation."""
+    lab, drafter = shared_lab(), DRAFTERS[name]
+    tree = presets.by_name(drafter.default_tree)
+    engine = make_decode_fn(lab.model, drafter, tree, max_new_tokens=NEW).engine
+
+    def step(params, state):
+        proposal = engine.propose(params, state)
+        forward, logits = engine.verify(params, state.target.cache, proposal)
+        accepted = engine.accept(state, logits, proposal)
+        state, outcome = engine.commit(state, forward, logits, proposal, accepted)
+        seen = proposal.tokens, proposal.tree.parents, outcome.tokens, outcome.counts, outcome.chosen
+        return engine.observe(params, state, proposal, outcome), seen
+
+    return engine, quick_jit(engine.prefill), quick_jit(step)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_step_is_that_of_the_plain_algorithm(lab, name):
+    """Window, candidates, accepted tokens, of three rows at once; and that it pays."""
+    drafter, (_, prefill, step) = DRAFTERS[name], steps_of(name)
+    params, batch, n_tree = Params(lab.base(0), {}), len(PROMPTS), presets.by_name(DRAFTERS[name].default_tree).size
+    texts, _ = lab.references(0, PROMPTS)
+    padded = np.full((batch, CONTEXT), VOCAB - 1, np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        padded[row, : len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
+    state = prefill(params, padded, lengths, jax.random.key(0), per_row(Greedy(), batch))
+    plain, accepted = [PlainLookahead(drafter, prompt) for prompt in PROMPTS], []
+    while not state.output.done.all():
+        was_done = np.asarray(state.output.done)
+        state, (tokens, parents, emitted, counts, _) = jax.device_get(step(params, state))
+        for row, model in enumerate(plain):
+            if was_done[row]:
+                continue
+            at, root = len(model.text), int(texts[row, len(model.text)])
+            assert tokens[row, 0] == root
+            # The nodes of the tree are the beginnings of the candidates, each once.
+            found = paths_of(tokens[row, :n_tree], parents[row, :n_tree])
+            wanted = model.candidates(root)
+            assert sorted(found) == sorted({c[:d] for c in wanted for d in range(1, len(c) + 1)})
+            # Accepted is the longest beginning of a candidate that the text goes on with, up to the limit.
+            true = tuple(texts[row, at + 1 : at + drafter.ngram].tolist())
+            right = [d for c in wanted for d in range(1, len(true) + 1) if c[:d] == true[:d]]
+            left = len(PROMPTS[row]) + NEW - at
+            assert counts[row] == min(max(right, default=0) + 1, left)
+            assert emitted[row, : counts[row]].tolist() == texts[row, at : at + counts[row]].tolist()
+            window = [token for level in model.window for token in level][1:]
+            assert tokens[row, n_tree:].tolist() == window
+            assert (parents[row, n_tree:] == -1).all()
+            model.step(params.base, root, texts[row, at : at + counts[row]].tolist())
+            accepted.append(int(counts[row]) - 1)
+    assert max(accepted) == drafter.depth
+    assert [len(model.text) - len(prompt) for model, prompt in zip(plain, PROMPTS, strict=True)] == [NEW] * batch
+
+
+# --- the mask ---------------------------------------------------------------------------------------------------------
+
+# The paper's figure of the attention mask: the token that is fed, four and twice five tokens of the window, two
+# candidates of three tokens. W = 5, N = 4, G = 2. A line per token, with its place after the root.
+FIGURE = """
+0  x.... ..... ..... ... ...
+1  xx... ..... ..... ... ...
+2  xxx.. ..... ..... ... ...
+3  xxxx. ..... ..... ... ...
+4  xxxxx ..... ..... ... ...
+1  x.... x.... ..... ... ...
+2  xx... .x... ..... ... ...
+3  xxx.. ..x.. ..... ... ...
+4  xxxx. ...x. ..... ... ...
+5  xxxxx ....x ..... ... ...
+2  x.... x.... x.... ... ...
+3  xx... .x... .x... ... ...
+4  xxx.. ..x.. ..x.. ... ...
+5  xxxx. ...x. ...x. ... ...
+6  xxxxx ....x ....x ... ...
+1  x.... ..... ..... x.. ...
+2  x.... ..... ..... xx. ...
+3  x.... ..... ..... xxx ...
+1  x.... ..... ..... ... x..
+2  x.... ..... ..... ... xx.
+3  x.... ..... ..... ... xxx
+"""
+
+
+def test_the_mask_is_the_papers_figure():
+    drafter = Lookahead(5, 4, 2)
+    tree = presets.by_name(drafter.default_tree)
+
+    @quick_jit
+    def propose(ngrams, root):
+        state = drafter.init_state(1, 64)
+        state = state._replace(pool=remember(state.pool, ngrams, jnp.ones((1, 2), bool)))
+        return drafter.propose({}, state, root, tree, None)
+
+    proposal = propose(np.array([[[7, 1, 2, 3], [7, 4, 5, 6]]]), np.array([7]))
+    lines = [line.split(maxsplit=1) for line in FIGURE.strip().splitlines()]
+    places = np.array([int(place) for place, _ in lines])
+    sees = np.array([[mark == "x" for mark in line.replace(" ", "")] for _, line in lines])
+    # The figure has the root, the window, and then one candidate after the other; here the tree comes first.
+    in_figure = [0, *(15 + 3 * path[0] + len(path) - 1 for path in tree.choices), *range(1, 15)]
+    np.testing.assert_array_equal(proposal.tree.depths[0], places[in_figure])
+    np.testing.assert_array_equal(proposal.tree.mask[0], sees[np.ix_(in_figure, in_figure)])
+    assert proposal.tokens[0, : tree.size].tolist() == [7, 4, 1, 5, 2, 6, 3]  # the last one met first
+    assert (drafter.nodes_beside, drafter.reach) == (14, 6)
+
+
+# --- the pool ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_pool_forgets_what_was_met_longest_ago():
+    """Two places per bucket, three buckets: 1 and 4 share one."""
+    met = [[1, 8], [2, 8], [1, 9], [1, 8], [4, 7], [2, 9], [2, 7]]
+    kept = [True, True, True, True, True, False, True]
+    pool = jnp.full((2, 3, 2, 2), -1)
+    found = remember(pool, jnp.array([met, met[::-1]]), jnp.array([kept, [False] * 7]))
+    assert found[0].tolist() == [[[-1, -1], [-1, -1]], [[4, 7], [1, 8]], [[2, 7], [2, 8]]]
+    assert (found[1] == -1).all()
+    both = jnp.concatenate([found[:1]] * 2)
+    assert candidates(both, jnp.array([1, 2])).tolist() == [[[8], [-1]], [[7], [8]]]
+    assert candidates(both, jnp.array([4, 5])).tolist() == [[[7], [-1]], [[-1], [-1]]]
+
+
+def test_candidates_that_begin_alike_share_nodes():
+    found = jnp.array([[[5, 6, 7], [5, 8, 9], [5, 6, 9]], [[1, 1, 1], [2, 1, 1], [-1, -1, -1]]])
+    tokens, parents = as_nodes(found, presets.cartesian([3, 1, 1]))
+    # In node order: the first tokens of the three, their second tokens, their third ones.
+    assert tokens.tolist() == [[5, -1, -1, 6, 8, -1, 7, 9, 9], [1, 2, -1, 1, 1, -1, 1, 1, -1]]
+    assert parents.tolist() == [[-1, 0, 0, 0, 1, 1, 1, 4, 5, 4], [-1, 0, 0, 0, 1, 2, 3, 4, 5, 6]]
+    uneven = TreeTopology.from_choices([[1], [1, 0], [1, 0, 0], [2], [2, 0], [2, 1], [6]])
+    tokens, parents = as_nodes(found, uneven)  # [1], [2], [6], [1, 0], [2, 0], [2, 1], [1, 0, 0]
+    assert tokens[0].tolist() == [5, -1, -1, 8, 6, -1, 9]
+    assert parents[0].tolist() == [-1, 0, 0, 0, 1, 1, 2, 4]
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def decoder(name: str, rule=None):
+    drafter = DRAFTERS[name]
+    tree = presets.by_name(drafter.default_tree)
+    return make_decode_fn(shared_lab().model, drafter, tree, rule, max_new_tokens=NEW)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    name=st.sampled_from(["4-3-3", "3-4-2"]),
+    base_seed=st.integers(0, 3),
+    prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=CONTEXT), min_size=3, max_size=3),
+    limit=st.integers(1, CONTEXT),
+)
+def test_greedy_decoding_says_what_the_base_says(name, base_seed, prompts, limit):
+    lab = shared_lab()
+    found = lab.decode(decoder(name), base_seed, {}, prompts, limits=limit)
+    expected = lab.plainly(prompts, base_seed=base_seed)
+    for row in range(len(prompts)):
+        length = min(limit, expected.lengths[row])
+        assert found.lengths[row] == length
+        np.testing.assert_array_equal(found.tokens[row, :length], expected.tokens[row, :length])
+
+
+def test_sampling_draws_the_tokens_of_plain_sampling(lab):
+    rule = ExactSampling(0.4)
+    for seed in range(3):
+        found = lab.decode(decoder("4-3-3", rule), 0, {}, PROMPTS, rule=rule, seed=seed)
+        expected = lab.plainly(PROMPTS, rule, seed)
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        assert found.steps.sum() < expected.steps.sum()
+
+
+def test_typical_acceptance(lab):
+    """Near temperature 0 it takes the best tokens alone; with a threshold of 0 every candidate to its end."""
+    cold, any_token = Typical(temperature=1e-3), Typical(epsilon=0.0)
+    texts, _ = lab.references(0, PROMPTS)
+    found = lab.decode(decoder("4-3-3", cold), 0, {}, PROMPTS, rule=cold)
+    for row, prompt in enumerate(PROMPTS):
+        assert found.tokens[row].tolist() == lab.expected(texts[row], len(prompt), NEW)
+    assert found.accept_lengths.max() == 2
+    found = lab.decode(decoder("4-3-3", cold), 0, {}, PROMPTS, rule=any_token)
+    assert {0, 2} <= set(found.accept_lengths[found.accept_lengths >= 0].tolist())
+
+
+def test_more_text_begins_a_new_window_and_keeps_the_pool():
+    drafter = Lookahead(2, 3, 4, buckets=17)
+
+    @quick_jit
+    def read(state, tokens, counts):
+        return drafter.begin({}, state, None, tokens, counts, None, None)
+
+    state = read(drafter.init_state(1, 16), jnp.array([[1, 2, 3, 9]]), jnp.array([3]))
+    assert state.window[0].tolist() == [[1, 2], [3, 1]]
+    state = read(state._replace(steps=jnp.array([5])), jnp.array([[4, 5, 6, 7]]), jnp.array([4]))
+    assert (state.window[0].tolist(), state.steps.tolist(), state.tail[0].tolist()) == ([[4, 5], [6, 7]], [0], [6, 7])
+    for root, followed in [(1, [2, 3]), (2, [3, 4]), (3, [4, 5]), (4, [5, 6]), (5, [6, 7]), (6, [-1, -1])]:
+        assert candidates(state.pool, jnp.array([root]))[0, 0].tolist() == followed
+
+
+# --- names and refusals -----------------------------------------------------------------------------------------------
+
+
+def test_a_name_says_the_settings(lab):
+    shape = lab.model.config, lab.model.dtype
+    assert without_weights("lookahead").build(*shape) == Lookahead(15, 5, 15)
+    drafter = without_weights("lookahead-7-4-3").build(*shape)
+    assert (drafter, title_of(drafter)) == (Lookahead(7, 4, 3), "Lookahead")
+    assert (drafter.name, drafter.depth, drafter.default_tree) == ("lookahead-7-4-3", 3, "cartesian-3x1x1")
+    assert without_weights("lookahead-of-mine") is None
+    for name in ("lookahead-7", "lookahead-7-4-3-2"):
+        with pytest.raises(HydrajaxError, match=f"^draft: found '{name}', allowed are lookahead and lookahead-W-N-G$"):
+            without_weights(name)
+    for name in ("lookahead-0-5-15", "lookahead-15-1-15", "lookahead-15-5-0", "lookahead-15-5-1000"):
+        with pytest.raises(
+            HydrajaxError, match=f"^draft: {name} is lookahead-W-N-G with .* N tokens, from 2 up, and G"
+        ):
+            without_weights(name)
+    with pytest.raises(HydrajaxError, match="= 4800 nodes in a step, more than 4096 are not supported"):
+        without_weights("lookahead-600-5-600")
+
+
+def test_what_does_not_go_together_is_refused(lab):
+    message = "rule: RejectionSampling needs a drafter that samples, not Lookahead"
+    with pytest.raises(HydrajaxError, match=f"^{message}$"):
+        make_decode_fn(lab.model, Lookahead(), presets.chain(3), RejectionSampling())
+    with pytest.raises(HydrajaxError, match="depth 5 is deeper than the drafter, which proposes 4 tokens ahead"):
+        make_decode_fn(lab.model, Lookahead(), presets.chain(5))
+    with pytest.raises(HydrajaxError, match="needs a drafter that can grow trees, not Lookahead"):
+        make_decode_fn(lab.model, Lookahead(), presets.by_name("dynamic-8-1-4"))
+    with pytest.raises(HydrajaxError, match=r"^draft: looks 40 tokens ahead, which a context of 40 has no room for$"):
+        make_decode_fn(lab.model, Lookahead(38, 5, 2), presets.chain(3))
+    make_decode_fn(lab.model, Lookahead(37, 5, 2), presets.chain(3))
+
+
+@pytest.mark.parametrize("tree", ["chain-1", pytest.param("root", marks=pytest.mark.slow)])
+def test_trees_of_fewer_and_shorter_candidates(lab, tree):
+    texts, _ = lab.references(0, PROMPTS)
+    tree = presets.by_name(tree)
+    found = lab.decode(make_decode_fn(lab.model, DRAFTERS["4-3-3"], tree, max_new_tokens=NEW), 0, {}, PROMPTS)
+    for row, prompt in enumerate(PROMPTS):
+        assert found.tokens[row].tolist() == lab.expected(texts[row], len(prompt), NEW)
+    assert found.accept_lengths.max() == tree.depth
