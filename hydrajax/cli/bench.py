@@ -12,7 +12,8 @@ from rich.console import Console
 from hydrajax import api
 from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
-from hydrajax.drafters.registry import KINDS
+from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.drafters.registry import KINDS, without_weights
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.measure.benchmark import BenchmarkRow, first_nodes, run_benchmark
 from hydrajax.measure.machine import machine
@@ -38,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random-draft",
         metavar="KIND",
         help=f"fresh heads instead of --draft: {', '.join(KINDS)} (with --random the default is hydra++)",
+    )
+    parser.add_argument(
+        "--draft-settings",
+        metavar="W-N-G,W-N-G,...",
+        type=lambda text: text.split(","),
+        help="sweep: the numbers after the name of a draft that has some, such as lookahead",
     )
     parser.add_argument(
         "--tree-sizes", metavar="N,N,...", type=options.positives, help="sweep: the tree's best N nodes"
@@ -74,12 +81,35 @@ def run(args: argparse.Namespace) -> None:
 def _ways(args: argparse.Namespace) -> tuple[list[Way], list[np.ndarray]]:
     """What is measured, a way for each tree, and token ids of prompts (none for random weights: their text is none)."""
     rule = options.rule_from(args)
+    if args.draft_settings:
+        return _settings(args, rule)
     model, drafter, params, texts = _model(args)
     name = args.tree or drafter.default_tree
     tree = presets.by_name(name)
     trees: Mapping[str, CandidateTree] = first_nodes(tree, args.tree_sizes) if args.tree_sizes else {name: tree}
     first = Way(name, model, drafter, params, tree, rule, args.max_new_tokens)
     return [first.with_tree(tree, name) for name, tree in trees.items()], texts
+
+
+def _settings(args: argparse.Namespace, rule: AcceptanceRule) -> tuple[list[Way], list[np.ndarray]]:
+    """A way for each of ``--draft-settings``, with the tree that belongs to it, and token ids of prompts."""
+    if not args.base or args.random_draft or args.tree or args.tree_sizes:
+        raise HydrajaxError("--draft-settings: goes with --base and --draft, and without --tree and --tree-sizes")
+    names = [f"{args.draft}-{numbers}" for numbers in args.draft_settings]
+    for name in names:  # before gigabytes are read
+        if without_weights(name) is None:
+            raise HydrajaxError(f"--draft-settings: there is no draft '{name}'; such as lookahead-15-5-15 has settings")
+    args.draft, named = None, args.draft
+    loaded = options.load_from(args)
+    args.draft = named
+    drafted = [loaded.with_draft(name) for name in names]
+    ways = zip(drafted, names, strict=True)
+    return [Way.of(m, name, rule=rule, max_new_tokens=args.max_new_tokens) for m, name in ways], _texts(args, loaded)
+
+
+def _texts(args: argparse.Namespace, loaded: api.Loaded) -> list[np.ndarray]:
+    """Token ids of the prompts; none where no text can be made."""
+    return [] if loaded.tokenizer is None and not args.prompts else options.prompts_from(args.prompts, loaded)
 
 
 def _model(args: argparse.Namespace):
@@ -101,9 +131,7 @@ def _model(args: argparse.Namespace):
     if args.random_draft:
         drafter, params = random_draft(loaded.model, loaded.params.base, args.random_draft, args.seed)
         return loaded.model, drafter, params, []
-    without_text = loaded.tokenizer is None and not args.prompts
-    texts = [] if without_text else options.prompts_from(args.prompts, loaded)
-    return loaded.model, loaded.drafter, loaded.params, texts
+    return loaded.model, loaded.drafter, loaded.params, _texts(args, loaded)
 
 
 def _print(rows: list[BenchmarkRow], args: argparse.Namespace, texts) -> None:

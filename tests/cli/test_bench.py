@@ -65,6 +65,20 @@ def test_a_draft_reports_rates_both_ways_and_equal_outputs(program, base, heads,
     assert "…" not in result.out  # no figure is cut off
 
 
+@pytest.mark.slow
+def test_settings_of_a_draft_are_compared(program, base, tmp_path):
+    file = tmp_path / "bench.json"
+    settings = ["--draft", "lookahead", "--draft-settings", "3-3-2,2-2-4", "--max-new-tokens", "8", "--json", file]
+    result = program("bench", "--base", base, *settings, *FAST)
+    assert result.code == 0, result
+    content = json.loads(file.read_text())
+    rows = [(row["tree"], row["nodes"], row["depth"], row["outputs_equal"]) for row in content["rows"]]
+    # The root and (N - 1) * G candidates, and (N - 1) * W - 1 nodes of the window.
+    assert rows == [("lookahead-3-3-2", 1 + 4 + 5, 2, True), ("lookahead-2-2-4", 1 + 4 + 1, 1, True)]
+    assert content["arguments"]["draft"] == "lookahead"
+    assert all(row["observe"] > 0 for row in content["rows"])
+
+
 def test_mistakes_end_in_one_line(program, base, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "random_model", without_weights)
     cases = {
@@ -81,6 +95,13 @@ def test_mistakes_end_in_one_line(program, base, tmp_path, monkeypatch):
         "--context: must be at most the model's 1024": ["--random", "tiny", "--context", "4096"],
         "tree sizes: must be from 1 to 64, found 65": ["--random", "tiny", "--tree-sizes", "65"],
         "must be an integer from 1 up, found 'x'": ["--random", "tiny", "--tree-sizes", "1,x"],
+        "--draft: found 'lookahead-5-3', allowed are lookahead": ["--base", base, "--draft", "lookahead-5-3"],
+        "--draft-settings: there is no draft 'lookup-5'": [
+            *("--base", base, "--draft", "lookup", "--draft-settings", "5"),
+        ],
+        "--draft-settings: goes with --base and --draft, and without --tree": [
+            *("--base", base, "--draft", "lookahead", "--draft-settings", "5-3-5", "--tree", "chain-2"),
+        ],
         "--json: cannot write": ["--random", "tiny", "--json", tmp_path / "no" / "such" / "file"],
         "no such file": ["--base", base, "--prompts", tmp_path / "none.jsonl"],
     }
