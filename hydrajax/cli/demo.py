@@ -23,6 +23,7 @@ from rich.table import Table
 from hydrajax import assets
 from hydrajax.api import Loaded, load
 from hydrajax.cli.screen import bar, write_marked
+from hydrajax.drafters.drafter import LooksAhead
 from hydrajax.drafters.registry import WITHOUT_WEIGHTS, title_of
 from hydrajax.measure.contest import Measured, contest
 from hydrajax.measure.way import AUTOREGRESSIVE, Way
@@ -130,7 +131,9 @@ def load_shipped() -> tuple[Loaded, dict[str, Loaded]]:
     with Phase("load the shipped model", 1 + len(assets.DRAFTERS)) as phase:
         plain = load(assets.base(), dtype="float32")  # outputs must be equal, also where bfloat16 has ties
         phase.advance()
-        free = [loaded for loaded in map(plain.with_draft, WITHOUT_WEIGHTS) if loaded.drafter.depth]
+        # A lookahead window pays where many nodes cost as much as one, which on a CPU they do not.
+        named = [loaded for loaded in map(plain.with_draft, WITHOUT_WEIGHTS) if loaded.drafter.depth]
+        free = [loaded for loaded in named if not isinstance(loaded.drafter, LooksAhead)]
         drafted = {title_of(loaded.drafter): loaded for loaded in free}
         for name in assets.DRAFTERS:
             loaded = plain.with_draft(assets.path(name))

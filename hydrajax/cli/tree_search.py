@@ -16,7 +16,7 @@ from hydrajax import api
 from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.decoding.acceptance import AcceptanceRule
-from hydrajax.drafters.drafter import HasDistribution
+from hydrajax.drafters.drafter import HasDistribution, LooksAhead
 from hydrajax.drafters.registry import title_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts
@@ -81,6 +81,11 @@ def run(args: argparse.Namespace) -> None:
         raise HydrajaxError(f"--sizes: must be at most --largest {args.largest}, found {max(args.sizes)}")
     texts = read_prompts(args.prompts)[: args.limit]
     loaded = options.load_from(args)
+    if isinstance(loaded.drafter, LooksAhead):
+        raise HydrajaxError(
+            f"--draft: what {title_of(loaded.drafter)} guesses depends on the steps before, so no tree is searched for "
+            "it; compare its settings by 'hydrajax bench --draft lookahead --draft-settings 5-3-5,15-5-15'"
+        )
     if args.how == "chains" and not isinstance(loaded.drafter, HasDistribution):
         raise HydrajaxError(f"--how: chains are of draft models, found {title_of(loaded.drafter)}")
     grows = _grows(args, loaded, rule)

@@ -88,6 +88,14 @@ def test_lookup_has_trees_but_no_directory(program, base, prompts, tmp_path):
     assert row["tokens_per_step"] > 1
 
 
+def test_no_tree_is_searched_for_lookahead(program, base, prompts, tmp_path):
+    flags = ["--draft", "lookahead-3-3-3", "--prompts", prompts, "--output", tmp_path / "tree.json"]
+    refused = program("tree", "search", "--base", base, *flags)
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert "--draft: what Lookahead guesses depends on the steps before" in refused.err
+    assert not (tmp_path / "tree.json").exists()
+
+
 def test_a_draft_that_is_never_right_has_no_tree(program, base, prompts, tmp_path, monkeypatch):
     never = Calibration(np.full((2, 1, 8), 99, np.int32), ((0, 2, 6),))
     monkeypatch.setattr("hydrajax.measure.calibration.calibrate", lambda *given, **settings: never)
