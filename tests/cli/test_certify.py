@@ -40,7 +40,10 @@ def tiny(base, heads):
     return ["--base", base, "--draft", heads, "--tree", "chain-2", "--max-new-tokens", 12]
 
 
-@pytest.mark.parametrize("draft", ["heads", pytest.param("lookup", marks=pytest.mark.slow)])
+WITHOUT_WEIGHTS = ["lookup", "lookahead-5-3-5"]
+
+
+@pytest.mark.parametrize("draft", ["heads", *(pytest.param(name, marks=pytest.mark.slow) for name in WITHOUT_WEIGHTS)])
 def test_greedy(certify, tiny, draft, tmp_path):
     path = tmp_path / "certificate.json"
     flags = [] if draft == "heads" else ["--draft", draft]
@@ -54,9 +57,9 @@ def test_greedy(certify, tiny, draft, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", [*assets.DRAFTERS, "lookup"])
+@pytest.mark.parametrize("draft", [*assets.DRAFTERS, *WITHOUT_WEIGHTS])
 def test_greedy_on_the_shipped_model(certify, draft):
-    certify("--draft", draft if draft == "lookup" else assets.path(draft))
+    certify("--draft", draft if draft in WITHOUT_WEIGHTS else assets.path(draft), "--tree", "cartesian-3x1")
 
 
 @pytest.mark.slow
@@ -70,7 +73,7 @@ def test_bfloat16_differs_at_ties_only(certify, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", [assets.path("hydra"), "lookup"])
+@pytest.mark.parametrize("draft", [assets.path("hydra"), *WITHOUT_WEIGHTS])
 def test_exact_sampling(certify, draft):
     out = certify("--draft", draft, "--rule", "exact", "--temperature", 0.8, "--top-p", 0.95)
     assert "holds: tokens equal" in out

@@ -48,7 +48,7 @@ def completions(*words: str) -> set[str]:
 def test_directories_trees_and_files_in_their_places():
     assert completions("generate", "--base", "") == {"llama/", "shipped"}
     assert completions("chat", "--draft", "") == {"llama/", *WITHOUT_WEIGHTS, "medusa", "hydra", "hydra++"}
-    assert completions("evaluate", "--draft", "lo") == {"lookup"}
+    assert completions("evaluate", "--draft", "lo") == {"lookahead", "lookup"}
     assert completions("convert", "export", "--output", "") == {"llama/"}
     assert completions("bench", "--tree", "o") == {"oak.json"}
     assert completions("bench", "--tree", "mc") == {"mc_sim_7b_63"}

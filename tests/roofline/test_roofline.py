@@ -229,7 +229,16 @@ def test_a_faster_memory_and_a_smaller_draft_are_faster():
     assert draft == sorted(draft)
 
 
-@pytest.mark.parametrize("kind", ["none", "lookup"])
+@pytest.mark.parametrize("kind", ["none", "lookup", "lookahead"])
 def test_a_draft_without_weights_costs_nothing(kind):
     (row,) = predictions(kind=kind, sizes=(1,))
     assert (row.draft_bytes, row.propose, row.observe) == (0, 0, 0)
+
+
+def test_a_lookahead_window_is_verified_with_the_tree():
+    """W = 15 and N = 5: 15 * 4 cells, one of which is the root."""
+    drafter, tree = KINDS["lookahead"].build(SEVEN, jnp.bfloat16), presets.cartesian([15, 1, 1, 1])
+    (found,) = predict(DEVICES["H100"], SEVEN, drafter, {"candidates": tree}, (1,), (1024,), 2)
+    assert found.nodes == 1 + 15 * 4 + 59
+    verify = Workload(SEVEN, drafter, 2, 1024, 2).step(tree)["verify"]
+    assert {operator.rows for operator in verify if operator.kind == "weights"} == {2 * 120}
