@@ -181,7 +181,10 @@ class Lookahead(CostsNothing):
         """The trees with these parents, and the window behind them: the same for all rows, and nobody's child."""
         batch, n_nodes = parents.shape
         alone = jnp.full((batch, self.nodes_beside), -1, jnp.int32)
-        found = from_parents(jnp.concatenate([parents, alone], axis=1), tree.depth, max(tree.max_rank + 1, 1))
+        # A node has the children of all candidates that go along it, and its own that no candidate has a place in.
+        branches = any(any(path[1:]) for path in tree.choices)
+        most_children = max((tree.max_rank + 1) * (1 + branches), 1)
+        found = from_parents(jnp.concatenate([parents, alone], axis=1), tree.depth, most_children)
         of_window = sees(self.window, self.ngram - 1)[1:]
         mask = np.zeros((self.nodes_beside, n_nodes + self.nodes_beside), bool)
         mask[:, 0], mask[:, n_nodes:] = of_window[:, 0], of_window[:, 1:]
