@@ -15,6 +15,7 @@ from hydrajax.bundle import Bundle
 from hydrajax.decoding.decode import make_autoregressive_fn
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.measure.one_step import SeenStep, likelihoods, seen_steps, shape_of
@@ -92,6 +93,21 @@ def test_the_steps_write_what_decoding_writes(steps, wanted):
             assert step.next_root == later.tokens[0]
             assert [step.tree.parents[node] for node in step.path] == [-1, *step.path[:-1]]
     assert len({step.tree for step in found}) > 1  # another one at another step
+
+
+@pytest.mark.slow
+def test_candidates_without_the_window_beside_them(tiny_model, wanted):
+    """Which candidate goes along another's nodes is told as the tree; the window's nodes are no part of it."""
+    model, base = tiny_model
+    bundle = Bundle(model, Lookahead(4, 3, 3), Params(base, {}))
+    steps = list(seen_steps(bundle, presets.cartesian([3, 1]), PROMPT, Greedy(), most=12))
+    last = steps[-1]
+    text = [*last.before, *(last.tokens[node] for node in last.path), last.next_root]
+    assert text == wanted[: len(text)]
+    assert max(len(step.path) for step in steps) > 1
+    for step in steps:
+        assert len(step.tokens) == step.tree.size == 7
+        assert [step.tree.parents[node] for node in step.path] == [-1, *step.path[:-1]]
 
 
 def test_where_the_text_ends(tiny_model):
