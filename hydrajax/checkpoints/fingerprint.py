@@ -10,16 +10,21 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.checkpoints.base import read_config
-from hydrajax.checkpoints.tensors import expect_tensors, open_tensors
+from hydrajax.checkpoints.adapter import load_adapter
+from hydrajax.checkpoints.base import MERGED, read_config
+from hydrajax.checkpoints.tensors import expect_tensors, open_tensors, read_json
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.layout import MODEL
 
 ROWS = 64  # of the embedding; it and the norms tell fine-tunes of one model apart
 
 
-def fingerprint(directory: str | Path, what: str = "base") -> dict[str, Any]:
+def fingerprint(directory: str | Path, what: str = "base", adapter: str | Path | None = None) -> dict[str, Any]:
     """``{"shapes": {...}, "sha256": ...}`` of a base in a Hugging Face directory.
+
+    A base with an ``adapter``, a directory, also has the sha256 of that, ``"adapter"``; so has one into whose weights
+    the adapter was merged (`hydrajax.checkpoints.base.export_merged`), which is the same model. Of the tensors that are
+    looked at no adapter changes any.
 
     Numbers are rounded to bfloat16 first, so that a model saved in another dtype is the same model. Raises
     `HydrajaxError`, beginning with ``what``, for files that are missing, damaged or not a base's.
@@ -36,19 +41,29 @@ def fingerprint(directory: str | Path, what: str = "base") -> dict[str, Any]:
     for name in wanted:
         digest.update(np.asarray(files.read_first(name, ROWS), jnp.bfloat16).tobytes())
     shapes = {name: getattr(config, name) for name in ("vocab_size", "width", "n_layers", "n_heads", "n_kv_heads")}
-    return {"shapes": shapes, "sha256": digest.hexdigest()}
+    found = {"shapes": shapes, "sha256": digest.hexdigest()}
+    if adapter is not None:
+        return found | {"adapter": load_adapter(adapter, config).sha256}
+    merged = read_json(Path(directory) / "config.json", what).get(MERGED)
+    return found | ({} if merged is None else {"adapter": merged})
 
 
-def check_fingerprint(recorded: Any, name: str, directory: Path, what: str) -> None:
-    """Refuse heads whose record is of another base than the one in ``directory``."""
-    mine = fingerprint(directory)
+def check_fingerprint(recorded: Any, name: str, directory: Path, what: str, adapter: str | Path | None = None) -> None:
+    """Refuse heads whose record is of another base than the one in ``directory``, with this adapter if one is given."""
+    mine = fingerprint(directory, adapter=adapter)
     if recorded == mine:
         return
-    found = recorded.get("shapes") if isinstance(recorded, dict) else None
-    if found != mine["shapes"]:
-        difference = f"its shapes are {found}, those of {directory} {mine['shapes']}"
-    else:
+    found = recorded if isinstance(recorded, dict) else {}
+    if found.get("shapes") != mine["shapes"]:
+        difference = f"its shapes are {found.get('shapes')}, those of {directory} {mine['shapes']}"
+    elif found.get("sha256") != mine["sha256"]:
         difference = f"{directory} has the same shapes but other weights"
+    elif "adapter" not in mine:
+        difference = f"they were trained with an adapter, which {directory} alone does not have: name it ('adapter')"
+    elif "adapter" not in found:
+        difference = f"they were made for {directory} without an adapter"
+    else:
+        difference = "they were trained with another adapter"
     raise HydrajaxError(
         f"{what}: the heads were made for another base, {name or 'of unknown name'}: {difference}; 'force' loads them"
     )

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.extras import needs
-from hydrajax.models.layout import MODEL, Shape
+from hydrajax.models.layout import ADAPTER, MODEL, Shape
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names, NumPy's
 NOTHING = re.compile(r"(?!)")
@@ -202,12 +202,13 @@ def _starts_as_zip(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
+TORCH_FILES = {MODEL: "pytorch_model.bin", ADAPTER: "adapter_model.bin"}  # transformers' and PEFT's names
 SHARDED = ".index.json"  # what the index of shards adds to the name of the single file
 
 
 def _candidates(directory: Path, stem: str) -> list[tuple[Path, type[TensorFiles]]]:
     """The files in which tensors may lie under this name, safetensors before PyTorch files, as transformers looks."""
-    torchs = "pytorch_model.bin" if stem == MODEL else f"{stem}.pt"
+    torchs = TORCH_FILES.get(stem, f"{stem}.pt")
     return [(directory / f"{stem}.safetensors", SafetensorFiles), (directory / torchs, TorchFiles)]
 
 

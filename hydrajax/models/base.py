@@ -82,10 +82,14 @@ class BaseModel(Protocol):
 
 @dataclass(frozen=True)
 class BoundBase:
-    """A base with its parameters. Drafters read what they need of it instead of keeping a copy."""
+    """A base with its parameters. Drafters read what they need of it instead of keeping a copy.
+
+    rng: switches on the dropout of the base's adapter, in training.
+    """
 
     model: BaseModel
     params: Any
+    rng: Array | None = None
 
     @property
     def config(self) -> LlamaConfig:
@@ -93,19 +97,23 @@ class BoundBase:
 
     def forward(self, tokens, positions, block_mask, cache: KVCache | Ahead | None = None, reads=(0,)) -> Forward:
         """See `BaseModel.__call__`."""
-        return self.model.apply({"params": self.params}, tokens, positions, block_mask, cache, reads)
+        return self._apply(tokens, positions, block_mask, cache, reads)
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Raw input embeddings E(x)."""
-        return self.model.apply({"params": self.params}, tokens, method="embed")
+        return self._apply(tokens, method="embed")
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """The base's own next-token logits, float32."""
-        return self.model.apply({"params": self.params}, hidden, method="logits")
+        return self._apply(hidden, method="logits")
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """The base's lm head, at which draft lm heads start (medusa 2.1.1)."""
-        return self.model.apply({"params": self.params}, method="head_kernel")
+        return self._apply(method="head_kernel")
+
+    def _apply(self, *args, **settings):
+        rngs = None if self.rng is None else {"dropout": self.rng}
+        return self.model.apply({"params": self.params}, *args, rngs=rngs, **settings)
 
 
 def init_boxed(model: BaseModel, rng: Array):

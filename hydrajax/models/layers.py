@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from hydrajax.models import backend
+from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KeyValue, Part, attend, rotate
 from hydrajax.models.config import LlamaConfig
@@ -50,6 +51,7 @@ class DecoderLayer(nn.Module):
     config: LlamaConfig
     dtype: DType
     int8: bool = False
+    adapter: Adapter | None = None
 
     @nn.compact
     def __call__(

@@ -17,6 +17,7 @@ Path = tuple[str, ...]  # the names that lead to a leaf of our nested dicts
 Shape = tuple[int, ...]
 
 MODEL = "model"  # transformers' name for the file of a whole model's weights, which may also be shards or PyTorch files
+ADAPTER = "adapter_model"  # PEFT's name for the file of an adapter's weights
 
 
 @runtime_checkable

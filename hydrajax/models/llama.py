@@ -9,31 +9,34 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from hydrajax.models import backend
+from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Causal, Mask, rope_table
 from hydrajax.models.base import Forward
 from hydrajax.models.cache import Ahead, KVCache, init_cache
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer, RMSNorm
-from hydrajax.models.weights import Int8, declare, declare_kernel, project
+from hydrajax.models.weights import Int8, LowRank, declare, declare_kernel, project
 
 
 class Llama(nn.Module):
     """LLaMA: RMSNorm, rotary grouped-query attention, SwiGLU, tied or untied lm head.
 
     Parameters and computation share ``dtype``; norms, softmax, rotary angles and logits are float32. With ``int8``
-    the matmuls' weights are `hydrajax.models.weights.Int8` (not the embedding, nor an lm head tied to it).
+    the matmuls' weights are `hydrajax.models.weights.Int8` (not the embedding, nor an lm head tied to it). With an
+    ``adapter`` some have a low-rank weight beside them, in the computation's dtype.
     """
 
     config: LlamaConfig
     dtype: DType = jnp.float32
     int8: bool = False
+    adapter: Adapter | None = None
 
     def setup(self):
         c = self.config
         normal = nn.initializers.normal(0.02)
         self.embedding = declare(self, "embedding", (c.vocab_size, c.width), ("vocab", "width"), normal)
-        self.layers = [DecoderLayer(c, self.dtype, self.int8) for _ in range(c.n_layers)]
+        self.layers = [DecoderLayer(c, self.dtype, self.int8, self.adapter) for _ in range(c.n_layers)]
         self.norm = RMSNorm(c.norm_eps, self.dtype)
         if not c.tied_lm_head:
             self.lm_head = declare_kernel(self, "lm_head", (c.width, c.vocab_size), ("width", "vocab"))
@@ -52,7 +55,11 @@ class Llama(nn.Module):
         """The lm head as one float array."""
         if self.config.tied_lm_head:
             return self.embedding.T
-        return self.lm_head.dequantized().astype(self.dtype) if isinstance(self.lm_head, Int8) else self.lm_head
+        kernel, added = self.lm_head, None
+        if isinstance(kernel, LowRank):
+            kernel, added = kernel.kernel, kernel.delta()
+        kernel = kernel.dequantized().astype(self.dtype) if isinstance(kernel, Int8) else kernel
+        return kernel if added is None else kernel + added
 
     @nn.nowrap
     def init_cache(self, batch: int, slots: int) -> KVCache:

@@ -36,10 +36,13 @@ def run_base(
     tokens: Int[Array, "B T"],
     reads: tuple[int, ...] = (0,),
     segments: Int[Array, "B T"] | None = None,
+    rng: Array | None = None,
 ) -> Forward:
-    """One forward pass over rows of tokens; see `row_layout` for ``segments``, `BaseModel` for ``reads``."""
+    """One forward pass over rows of tokens; see `row_layout` for ``segments``, `BaseModel` for ``reads``, `BoundBase`
+    for ``rng``.
+    """
     positions, mask = row_layout(tokens, segments)
-    return BoundBase(model, base_params).forward(tokens, positions, mask, reads=reads)
+    return BoundBase(model, base_params, rng).forward(tokens, positions, mask, reads=reads)
 
 
 def chunk_width(chunk_tokens: int, shape: tuple[int, int]) -> int:

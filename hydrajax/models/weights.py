@@ -1,20 +1,23 @@
 """Weights: how a module declares them, and how they are multiplied with.
 
-A weight is an array, or `Int8`: one byte per number and a scale per output feature. Every matmul with one goes through
-`project`.
+A weight is an array, or `Int8`: one byte per number and a scale per output feature; or `LowRank`, one of these two with
+an adapter beside it. Every matmul with one goes through `project`.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
+from hydrajax.models.adapter import KERNELS, Adapter
 from hydrajax.models.arrays import Array
 
 ROWS = 256  # of a kernel that are quantised at once
@@ -31,6 +34,67 @@ class Int8(NamedTuple):
 
     def dequantized(self) -> Float[Array, " D *features"]:
         return self.values.astype(jnp.float32) * self.scale
+
+
+class LowRank(NamedTuple):
+    """A frozen kernel ``W [D, *features]`` and what an adapter adds to it, ``scale * A B`` for each adapted part.
+
+    kernel: W. a: ``[D, P, r]``, of the P adapted parts side by side, so that one product serves them all. b: for each
+    part of the kernel (`hydrajax.models.adapter.KERNELS`) ``[r, *its features]``, None where it has no adapter.
+    rng, dropout: drop numbers of the input on their way to A, in training; None does not.
+    """
+
+    kernel: Array | Int8
+    a: Float[Array, "D P r"]
+    b: tuple[Array | None, ...]
+    scale: float
+    dropout: float = 0.0
+    rng: Array | None = None
+
+    def delta(self) -> Float[Array, " D *features"]:
+        """What is added to the kernel, as one array (of NumPy's if ``a`` is)."""
+        xp, rank = self.a.__array_namespace__(), self.a.shape[-1]
+        inputs = iter(xp.moveaxis(self.a, 1, 0))
+        products = [None if b is None else (next(inputs) @ b.reshape(rank, -1)) * self.scale for b in self.b]
+        return self._joined(products, xp)
+
+    def _joined(self, products: list, xp):
+        """Products ``[*rows, F]`` with the parts, None where there is none, as ``[*rows, *features]``."""
+        features = _shape(self.kernel)[1:]
+        rows, dtype = next((x.shape[:-1], x.dtype) for x in products if x is not None)
+        if len(products) == 1:
+            return products[0].reshape(*rows, *features)
+        sizes = part_sizes(features[-2], len(products))
+        shapes = [(*rows, *features[:-2], size, features[-1]) for size in sizes]
+        parts = [
+            xp.zeros(shape, dtype=dtype) if x is None else x.reshape(shape)
+            for x, shape in zip(products, shapes, strict=True)
+        ]
+        return xp.concat(parts, axis=-2)
+
+
+def low_rank(name: str, kernel: Array | Int8, beside: dict, adapter: Adapter) -> LowRank:
+    """The kernel called ``name`` with the adapter's parameters that lie beside it in a nested dict."""
+    b = tuple(beside.get(f"{name}_lora_b_{part}") for part in KERNELS[name])
+    return LowRank(kernel, beside[f"{name}_lora_a"], b, adapter.scale)
+
+
+def part_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The features of each linear layer in our kernel of this name and shape, as its B has them."""
+    features, parts = shape[1:], KERNELS[name]
+    if len(parts) == 1:
+        return {parts[0]: features}
+    sizes = part_sizes(features[-2], len(parts))
+    return {part: (*features[:-2], size, features[-1]) for part, size in zip(parts, sizes, strict=True)}
+
+
+def part_sizes(places: int, n_parts: int) -> tuple[int, ...]:
+    """How many places of a fused kernel's last axis but one each of its parts has."""
+    return (places - n_parts + 1, *[1] * (n_parts - 1))
+
+
+def _shape(kernel: Array | Int8) -> tuple[int, ...]:
+    return kernel.values.shape if isinstance(kernel, Int8) else kernel.shape
 
 
 def quantize(kernel: np.ndarray) -> Int8:
@@ -50,12 +114,14 @@ def quantize(kernel: np.ndarray) -> Int8:
     return Int8(values, scale)
 
 
-def project(x: Float[Array, "*rows D"], kernel: Array | Int8, dtype=None) -> Float[Array, "*rows F"]:
+def project(x: Float[Array, "*rows D"], kernel: Array | Int8 | LowRank, dtype=None) -> Float[Array, "*rows F"]:
     """``x @ kernel``, the kernel's axes after the first taken as one, F.
 
     dtype: of the result and of the accumulation, default ``x.dtype``.
     """
     dtype, width = dtype or x.dtype, x.shape[-1]
+    if isinstance(kernel, LowRank):
+        return project(x, kernel.kernel, dtype) + _added(x, kernel, dtype)
     if isinstance(kernel, Int8):
         values = kernel.values.reshape(width, -1).astype(x.dtype)
         product = backend.matmul(x, values, jnp.float32, stored=False)
@@ -63,18 +129,56 @@ def project(x: Float[Array, "*rows D"], kernel: Array | Int8, dtype=None) -> Flo
     return backend.matmul(x, kernel.reshape(width, -1), dtype)
 
 
+def _added(x: Float[Array, "*rows D"], kernel: LowRank, dtype) -> Float[Array, "*rows F"]:
+    """What the adapter adds to ``x @ W``."""
+    if kernel.rng is not None:
+        keep = jax.random.bernoulli(kernel.rng, 1 - kernel.dropout, x.shape)
+        x = jnp.where(keep, x / (1 - kernel.dropout), 0).astype(x.dtype)
+    n_parts, rank = kernel.a.shape[1:]
+    inner = project(x, kernel.a).reshape(*x.shape[:-1], n_parts, rank)
+    inputs = iter([inner[..., i, :] for i in range(n_parts)])
+    products = [None if b is None else project(next(inputs), b, dtype) * kernel.scale for b in kernel.b]
+    return kernel._joined(products, jnp).reshape(*x.shape[:-1], -1)
+
+
 def declare(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init) -> Array:
     """A parameter with its shape, logical axes (`hydrajax.sharding`) and initialiser in one place."""
     return module.param(name, nn.with_logical_partitioning(init, axes), shape, module.dtype)
 
 
-def declare_kernel(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array | Int8:
+def declare_kernel(
+    module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]
+) -> Array | Int8 | LowRank:
     """A matmul's weight, contracted over its first axis: normal with std 0.02, or `Int8` where ``module.int8``.
 
     Of the latter nothing but the shape is meant before a checkpoint is loaded (`hydrajax.models.weights.quantize`).
+    Where ``module.adapter`` changes the weight it is `LowRank`, which changes nothing as it is initialised.
     """
     if not module.int8:
-        return declare(module, name, shape, axes, nn.initializers.normal(0.02))
-    zeros = nn.with_logical_partitioning(lambda rng, shape: jnp.zeros(shape, jnp.int8), axes)
-    ones = nn.with_logical_partitioning(lambda rng, shape: jnp.ones(shape, jnp.float32), axes[1:])
-    return Int8(module.param(name, zeros, shape), module.param(f"{name}_scale", ones, shape[1:]))
+        kernel = declare(module, name, shape, axes, nn.initializers.normal(0.02))
+    else:
+        zeros = nn.with_logical_partitioning(lambda rng, shape: jnp.zeros(shape, jnp.int8), axes)
+        ones = nn.with_logical_partitioning(lambda rng, shape: jnp.ones(shape, jnp.float32), axes[1:])
+        kernel = Int8(module.param(name, zeros, shape), module.param(f"{name}_scale", ones, shape[1:]))
+    adapter: Adapter | None = module.adapter
+    if adapter is None or not adapter.of(name):
+        return kernel
+    return _declare_low_rank(module, name, kernel, axes, adapter)
+
+
+def _declare_low_rank(module: nn.Module, name: str, kernel: Array | Int8, axes, adapter: Adapter) -> LowRank:
+    """The adapter's weights: A as in PEFT, uniform up to 1 / sqrt(D) (kaiming with a = sqrt(5)), B zero."""
+    shape, targets = _shape(kernel), adapter.of(name)
+    limit = 1 / math.sqrt(shape[0])
+
+    def uniform(rng, shape, dtype):
+        return jax.random.uniform(rng, shape, dtype, -limit, limit)
+
+    a = declare(module, f"{name}_lora_a", (shape[0], len(targets), adapter.rank), (axes[0], None, None), uniform)
+    beside = {f"{name}_lora_a": a}
+    for part, features in part_shapes(name, shape).items():
+        if part in targets:
+            b = f"{name}_lora_b_{part}"
+            beside[b] = declare(module, b, (adapter.rank, *features), (None, *axes[1:]), nn.initializers.zeros)
+    rng = module.make_rng("dropout") if adapter.dropout and module.has_rng("dropout") else None
+    return low_rank(name, kernel, beside, adapter)._replace(dropout=adapter.dropout, rng=rng)

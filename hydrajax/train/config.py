@@ -17,6 +17,7 @@ from typing import Any
 
 from hydrajax.drafters import registry
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.models.adapter import Adapter
 from hydrajax.models.config import LlamaConfig
 from hydrajax.train.data.conversations import FORMATS as CONVERSATION_FORMATS
 from hydrajax.train.losses import Objective
@@ -143,6 +144,34 @@ class OptimizerConfig:
             raise HydrajaxError(f"optimizer.clip_norm: must be positive or null, found {self.clip_norm}")
 
 
+@dataclass(frozen=True)
+class JointConfig:
+    """Medusa-2: heads and base together, the base by its adapter (medusa 2.2.2). The loss is
+    base_weight · (loss of the base) + λ0 · (loss of the heads, `Objective`).
+
+    distill:           the base learns the distribution that it has without the adapter, KL(original ‖ adapted)
+                       (2.3.2), in place of the text's next tokens.
+    heads_weight:      λ0, 0.2 where the paper trains on the text and 0.01 where it distills (B.3, B.4).
+    heads_alone_steps: first the heads are trained alone and the adapter stays as it is (2.2.2, heads warm-up).
+    rise_steps:        thereafter λ0 rises from 0 over so many steps along a quarter of a sine (B.4); 0 for at once.
+    heads_lr_multiple: the heads' learning rate is so many times `OptimizerConfig.lr`, which is the adapter's (B.2).
+    """
+
+    distill: bool = False
+    base_weight: float = 1.0
+    heads_weight: float = 0.2
+    heads_alone_steps: int = 0
+    rise_steps: int = 0
+    heads_lr_multiple: float = 4.0
+
+    def __post_init__(self):
+        for name in ("base_weight", "heads_weight", "heads_lr_multiple"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise HydrajaxError(f"joint.{name}: must be positive, found {getattr(self, name)}")
+        at_least("joint.heads_alone_steps", self.heads_alone_steps, 0)
+        at_least("joint.rise_steps", self.rise_steps, 0)
+
+
 FORMATS = (*CONVERSATION_FORMATS, "text", "standard_library", "generations")
 
 
@@ -218,8 +247,9 @@ class TrainConfig:
     """One run: ``python -m hydrajax.train --config FILE``.
 
     output:     directory of the run: checkpoints, metrics, and at the end what `--base` or `--draft` load.
-    task:       ``heads`` on a frozen base (``model``: its directory; a preset such as vicuna-7b for a dry run), or a
-                ``base`` from scratch, of the shape given in ``scratch``.
+    task:       ``heads`` on a frozen base (``model``: its directory; a preset such as vicuna-7b for a dry run),
+                ``joint`` for heads together with an ``adapter`` of the base, as ``joint`` says, or a ``base`` from
+                scratch, of the shape given in ``scratch``.
     dtype:      of the computation and of the frozen base; what is trained is kept in float32.
     matmul_precision: ``bfloat16`` rounds what float32 matmuls of a training step read to bfloat16 and adds the products
                 up in float32; everything between them stays float32. The fastest on a CPU with AMX.
@@ -236,6 +266,8 @@ class TrainConfig:
     matmul_precision: str = "default"
     draft: DraftConfig = field(default_factory=DraftConfig)
     objective: Objective = field(default_factory=Objective)
+    joint: JointConfig = field(default_factory=JointConfig)
+    adapter: Adapter = field(default_factory=Adapter)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(format="standard_library"))
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -253,7 +285,7 @@ class TrainConfig:
     max_bad_steps: int = 10
 
     def __post_init__(self):
-        one_of("task", self.task, ("heads", "base"))
+        one_of("task", self.task, ("heads", "joint", "base"))
         one_of("dtype", self.dtype, ("float32", "bfloat16"))
         one_of("matmul_precision", self.matmul_precision, ("default", "bfloat16"))
         for name in ("batch_size", "accumulation", "log_every", "eval_every", "eval_rows"):
@@ -267,15 +299,18 @@ class TrainConfig:
         at_least("steps", self.steps, 1)
         if self.epochs is not None and not 0 < self.epochs < float("inf"):
             raise HydrajaxError(f"epochs: must be positive, found {self.epochs}")
-        wanted, other = ("model", "scratch") if self.task == "heads" else ("scratch", "model")
+        wanted, other = ("scratch", "model") if self.task == "base" else ("model", "scratch")
         if getattr(self, wanted) is None:
             raise HydrajaxError(f"{wanted}: is needed for task {self.task}")
         if getattr(self, other) is not None:
             raise HydrajaxError(f"{other}: contradicts task {self.task}, which takes {wanted}")
-        if self.task == "heads" and self.data.new_tokenizer:
-            raise HydrajaxError("data.new_tokenizer: contradicts task heads: the frozen base has its own tokenizer")
-        if self.task == "base" and self.data.hidden_cache_gb:
-            raise HydrajaxError("data.hidden_cache_gb: contradicts task base, whose hidden states change as it learns")
+        if self.task != "base" and self.data.new_tokenizer:
+            raise HydrajaxError(f"data.new_tokenizer: contradicts task {self.task}: the base has its own tokenizer")
+        if self.task != "heads" and self.data.hidden_cache_gb:
+            raise HydrajaxError(
+                f"data.hidden_cache_gb: contradicts task {self.task}, whose hidden states change as it learns"
+            )
+        self._check_joint()
         parts = self.accumulation * self.mesh.data
         if self.batch_size % parts:
             raise HydrajaxError(
@@ -283,6 +318,25 @@ class TrainConfig:
             )
         if self.scratch:
             check_length(self, self.scratch)
+
+    def _check_joint(self):
+        """What a joint run contradicts itself in, and what means nothing for any other."""
+        if self.task != "joint":
+            for name, section in (("joint", JointConfig), ("adapter", Adapter)):
+                if getattr(self, name) != section():
+                    raise HydrajaxError(f"{name}: means nothing for task {self.task}, leave it out")
+            return
+        if self.optimizer.name != "adamw":
+            raise HydrajaxError(f"optimizer.name: must be adamw for task joint, found {self.optimizer.name}")
+        if self.steps is not None and self.joint.heads_alone_steps >= self.steps:
+            raise HydrajaxError(
+                f"joint.heads_alone_steps: must be below steps, {self.steps}, found {self.joint.heads_alone_steps}"
+            )
+        if self.draft.lm_head == "shared" and "lm_head" in self.adapter.targets:
+            raise HydrajaxError(
+                "draft.lm_head: shared contradicts an adapter of lm_head, which the heads' loss would not reach; leave "
+                "lm_head out of adapter.targets"
+            )
 
 
 def check_length(config: TrainConfig, base: LlamaConfig) -> None:

@@ -27,10 +27,11 @@ from hydrajax.models.llama import Llama
 from hydrajax.sharding import make_mesh, tree_shardings
 from hydrajax.train.config import TrainConfig, check_length
 from hydrajax.train.flops import PEAK_BF16
-from hydrajax.train.optimizer import make_optimizer
+from hydrajax.train.optimizer import optimizer_of
 from hydrajax.train.step import TrainState, abstract_state, batch_sharding, make_train_step, state_shardings
 from hydrajax.train.tasks.base import BaseTask
 from hydrajax.train.tasks.heads import HeadsTask, make_drafter
+from hydrajax.train.tasks.joint import JointTask
 
 SHAPES = PRESETS | {
     "vicuna-7b": PRESETS["7b"],
@@ -66,10 +67,10 @@ def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) 
     state = state_of(config, task, mesh)
     say = console.print
 
-    name = config.model if config.task == "heads" else "from scratch"
-    if config.task == "heads":
+    name = config.model if config.task != "base" else "from scratch"
+    if config.task != "base":
         say(f"base   {name}: {millions(task.frozen)} parameters in {config.dtype}, frozen")
-    what = type(task.drafter).__name__ if config.task == "heads" else f"base {name}"
+    what = type(task.drafter).__name__ if config.task != "base" else f"base {name}"
     say(f"train  {what}: {millions(state.params)} parameters in float32, computing in {config.dtype}")
     say(
         f"mesh   {mesh.shape['data']} x {mesh.shape['model']} (data x model); batch {config.batch_size} x "
@@ -77,7 +78,7 @@ def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) 
     )
     resident = {
         "base weights": bytes_per_device(task.frozen),
-        "draft weights" if config.task == "heads" else "weights": bytes_per_device(state.params),
+        "draft weights" if config.task != "base" else "weights": bytes_per_device(state.params),
         "optimizer": bytes_per_device(state.opt_state),
     }
     held = sum(resident.values())
@@ -174,11 +175,12 @@ def abstract_task(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> HeadsT
         return BaseTask(dataclasses.replace(config, scratch=shape), vocabulary, mesh)
     model = Llama(shape, jnp.dtype(config.dtype))
     boxed = abstract_base(model)
-    return HeadsTask(config, None, model, placed(nn.unbox(boxed), tree_shardings(mesh, boxed)), mesh)
+    params = placed(nn.unbox(boxed), tree_shardings(mesh, boxed))
+    return (JointTask if config.task == "joint" else HeadsTask)(config, None, model, params, mesh)
 
 
 def state_of(config: TrainConfig, task: HeadsTask | BaseTask, mesh: Mesh) -> TrainState:
-    optimizer = make_optimizer(config.optimizer, config.steps or 1)
+    optimizer = optimizer_of(config, config.steps or config.joint.heads_alone_steps + 1)
     shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
     return abstract_state(task.abstract_params, optimizer, shardings)
 
@@ -188,8 +190,8 @@ def temporaries(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> Temporar
 
     Layers are unrolled and alike: two depths tell. A frozen base keeps nothing of a layer, so its depth hardly counts.
     """
-    shallow = max(SHALLOW, config.draft.hidden_state_offset) if config.task == "heads" else SHALLOW
-    while config.task == "heads" and n_reads(config, shape.replace(n_layers=shallow)) < n_reads(config, shape):
+    shallow = max(SHALLOW, config.draft.hidden_state_offset) if config.task != "base" else SHALLOW
+    while config.task != "base" and n_reads(config, shape.replace(n_layers=shallow)) < n_reads(config, shape):
         shallow += 1
     deeper = shallow + DEEPER - SHALLOW
     if shape.n_layers <= deeper:
@@ -212,7 +214,7 @@ def planned_bytes(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> int:
     """
     one_pass = dataclasses.replace(config, batch_size=config.batch_size // config.accumulation, accumulation=1)
     task = abstract_task(one_pass, shape, mesh)
-    optimizer = make_optimizer(config.optimizer, config.steps or 1)
+    optimizer = optimizer_of(config, config.steps or config.joint.heads_alone_steps + 1)
     shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
     step = make_train_step(task.loss, optimizer, 1, shardings, task.frozen_shardings)
     state = abstract_state(task.abstract_params, optimizer, shardings)

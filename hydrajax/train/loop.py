@@ -31,7 +31,7 @@ from hydrajax.train.data.rows import Rows, digest
 from hydrajax.train.flops import peak_flops
 from hydrajax.train.losses import IGNORED
 from hydrajax.train.metrics import Metrics, Silent
-from hydrajax.train.optimizer import learning_rate, make_optimizer
+from hydrajax.train.optimizer import learning_rates, optimizer_of
 from hydrajax.train.step import (
     Loss,
     abstract_state,
@@ -88,8 +88,14 @@ FREE = (
 
 
 def total_steps(config: TrainConfig, n_rows: int) -> int:
+    """Raises `HydrajaxError` where the heads of a joint run would have all of them to themselves."""
     per_epoch = n_rows // config.batch_size
-    return config.steps or max(1, round(config.epochs * per_epoch))
+    steps = config.steps or max(1, round(config.epochs * per_epoch))
+    if config.joint.heads_alone_steps >= steps:
+        raise HydrajaxError(
+            f"joint.heads_alone_steps: must be below the run's {steps} steps, found {config.joint.heads_alone_steps}"
+        )
+    return steps
 
 
 def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool:
@@ -101,8 +107,8 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
     output = Path(config.output)
     rows = task.dataset.train
     steps = total_steps(config, len(rows.tokens))
-    optimizer = make_optimizer(config.optimizer, steps)
-    schedule = learning_rate(config.optimizer, steps)
+    optimizer = optimizer_of(config, steps)
+    schedules = learning_rates(config, steps)
     shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
     precision = None if config.matmul_precision == "default" else config.matmul_precision
     step_fn = make_train_step(task.loss, optimizer, config.accumulation, shardings, task.frozen_shardings, precision)
@@ -163,7 +169,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
                 if done % config.log_every == 0 or done == steps:
                     report = jax.device_get(report)
                     stop_if_bad(int(report["bad_steps"]), done, config.max_bad_steps, output)
-                    report |= {"learning_rate": float(schedule(step))} | meter.read()
+                    report |= {name: float(rate(step)) for name, rate in schedules.items()} | meter.read()
                     metrics.log(done, "train", report)
                     metrics.progress(done, progress_note(task, report))
                 metric = None

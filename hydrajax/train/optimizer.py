@@ -1,13 +1,16 @@
-"""The optimizer of a run: AdamW or Muon under warm-up and decay, with clipping."""
+"""The optimizer of a run: AdamW or Muon under warm-up and decay, with clipping; two of them for a joint run."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from hydrajax.train.config import OptimizerConfig
+from hydrajax.train.config import OptimizerConfig, TrainConfig
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -27,25 +30,85 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(0.0, config.lr, warmup), decay], [warmup])
 
 
+def optimizer_of(config: TrainConfig, steps: int) -> optax.GradientTransformation:
+    """The optimizer of a run of ``steps`` steps.
+
+    A joint run has two after one clipping, for its parameters ``adapter`` and ``draft`` (medusa 2.2.2, "differential
+    learning rates"): the heads learn at a multiple of the rate, and the adapter's begins where the heads alone end.
+    """
+    if config.task != "joint":
+        return make_optimizer(config.optimizer, steps)
+    adapter, heads = _joint_settings(config)
+    alone = config.joint.heads_alone_steps
+    updates = {"adapter": from_step(_update(adapter, steps - alone), alone), "draft": _update(heads, steps)}
+    return optax.chain(_clip(config.optimizer), optax.partition(updates, {name: name for name in updates}))
+
+
+def learning_rates(config: TrainConfig, steps: int) -> dict[str, optax.Schedule]:
+    """The learning rates of a run by step, under the names that its metrics give them."""
+    if config.task != "joint":
+        return {"learning_rate": learning_rate(config.optimizer, steps)}
+    adapter, heads = _joint_settings(config)
+    alone = config.joint.heads_alone_steps
+    later = learning_rate(adapter, steps - alone)
+    return {
+        "learning_rate": lambda step: jnp.where(step < alone, 0.0, later(jnp.maximum(step - alone, 0))),
+        "heads_learning_rate": learning_rate(heads, steps),
+    }
+
+
+def _joint_settings(config: TrainConfig) -> tuple[OptimizerConfig, OptimizerConfig]:
+    """``(the adapter's, the heads')``."""
+    optimizer = config.optimizer
+    return optimizer, dataclasses.replace(optimizer, lr=optimizer.lr * config.joint.heads_lr_multiple)
+
+
+class FromStep(NamedTuple):
+    """count: int32 updates asked for. inner: the state of the optimizer that waits."""
+
+    count: jax.Array
+    inner: Any
+
+
+def from_step(update: optax.GradientTransformation, start: int) -> optax.GradientTransformation:
+    """``update`` that is not asked before ``start`` updates have passed: until then neither parameters nor its own
+    state change, decay and the counts behind Adam's bias correction included.
+    """
+
+    def waiting(grads, state: FromStep, params=None):
+        updates, inner = update.update(grads, state.inner, params)
+        started = state.count >= start
+        updates = jax.tree.map(lambda x: jnp.where(started, x, jnp.zeros_like(x)), updates)
+        inner = jax.tree.map(lambda new, old: jnp.where(started, new, old), inner, state.inner)
+        return updates, FromStep(state.count + 1, inner)
+
+    return optax.GradientTransformation(lambda params: FromStep(jnp.zeros((), jnp.int32), update.init(params)), waiting)
+
+
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """AdamW or Muon for a run of ``steps`` optimizer steps."""
+    return optax.chain(_clip(config), _update(config, steps))
+
+
+def _clip(config: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+
+
+def _update(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     schedule = learning_rate(config, steps)
     decays = {"weight_decay": config.weight_decay}
     if config.name == "adamw":
-        update = optax.adamw(schedule, config.b1, config.b2, **decays, mask=_decaying)
-    else:
-        muon_and_adam = muon(
-            schedule,
-            **decays,
-            consistent_rms=0.2,  # the RMS of Adam's updates, so that one learning rate suits both (Moonlight, 2025)
-            adam_b1=config.b1,
-            adam_b2=config.b2,
-            adam_weight_decay=config.weight_decay,
-            muon_weight_dimension_numbers=_muon_dimensions,
-        )
-        update = _sparing_decay(muon_and_adam)
-    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
-    return optax.chain(clip, update)
+        return optax.adamw(schedule, config.b1, config.b2, **decays, mask=_decaying)
+    muon_and_adam = muon(
+        schedule,
+        **decays,
+        consistent_rms=0.2,  # the RMS of Adam's updates, so that one learning rate suits both (Moonlight, 2025)
+        adam_b1=config.b1,
+        adam_b2=config.b2,
+        adam_weight_decay=config.weight_decay,
+        muon_weight_dimension_numbers=_muon_dimensions,
+    )
+    return _sparing_decay(muon_and_adam)
 
 
 def _decaying(params):

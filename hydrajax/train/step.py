@@ -39,8 +39,11 @@ class Loss(Protocol):
     def totals(self, batch: Batch) -> Any:
         """How many targets the whole batch has: what its sums are divided by."""
 
-    def __call__(self, params, frozen, batch: Batch, totals, rng: Array) -> tuple[Array, dict[str, Array]]:
-        """This micro-batch's share of the loss and of every metric: added over micro-batches they are the batch's."""
+    def __call__(self, params, frozen, batch: Batch, totals, rng: Array, step: Array) -> tuple[Array, dict[str, Array]]:
+        """This micro-batch's share of the loss and of every metric: added over micro-batches they are the batch's.
+
+        step: int32, of the state before it, for what changes in the course of a run.
+        """
 
 
 def init_state(params, optimizer: optax.GradientTransformation, shardings: TrainState) -> TrainState:
@@ -105,27 +108,28 @@ def make_train_step(
     gradient is not finite changes nothing but the counters.
     """
 
-    def gradients(params, frozen, batch, rng):
+    def gradients(params, frozen, batch, rng, step):
         totals = loss.totals(batch)
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
         if accumulation == 1:
-            return value_and_grad(params, frozen, batch, totals, rng)
+            return value_and_grad(params, frozen, batch, totals, rng, step)
         # Row i goes to micro-batch i mod A, so that each keeps its rows on the devices where they are.
         parts = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
 
         def add_part(sums, part_and_index):
             part, index = part_and_index
-            out = value_and_grad(params, frozen, part, totals, jax.random.fold_in(rng, index))
+            out = value_and_grad(params, frozen, part, totals, jax.random.fold_in(rng, index), step)
             return jax.tree.map(jnp.add, sums, out), None
 
         first = jax.tree.map(lambda x: x[0], parts)
-        shapes = jax.eval_shape(value_and_grad, params, frozen, first, totals, rng)
+        shapes = jax.eval_shape(value_and_grad, params, frozen, first, totals, rng, step)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return jax.lax.scan(add_part, zeros, (parts, jnp.arange(accumulation)))[0]
 
     def step(state: TrainState, frozen, batch: Batch, rng):
         with jax.default_matmul_precision(matmul_precision) if matmul_precision else nullcontext():
-            (value, metrics), grads = gradients(state.params, frozen, batch, jax.random.fold_in(rng, state.step))
+            key = jax.random.fold_in(rng, state.step)
+            (value, metrics), grads = gradients(state.params, frozen, batch, key, state.step)
         grad_norm = optax.global_norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

@@ -38,7 +38,7 @@ class BaseLoss:
     def totals(self, batch: Batch):
         return jnp.maximum(jnp.sum(targets(batch["labels"], 1, batch.get("segments"))[1]), 1)
 
-    def __call__(self, params, frozen, batch: Batch, totals, rng):
+    def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
         params = cast(params, self.model.dtype)
         segments = batch.get("segments")
         hidden = run_base(self.model, params, batch["tokens"], segments=segments).hidden

@@ -18,6 +18,7 @@ from hydrajax.train.data import dataset
 from hydrajax.train.data.hidden_cache import hidden_states
 from hydrajax.train.tasks.base import BaseTask
 from hydrajax.train.tasks.heads import HeadsTask, make_drafter
+from hydrajax.train.tasks.joint import JointTask
 
 
 def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | HeadsTask:
@@ -37,6 +38,8 @@ def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | H
             on_progress=lambda done, total: line.update(f"loading the base {done / total:.0%}"),
         )
     _check_fit(config, data, model)
+    if config.task == "joint":
+        return JointTask(config, data, model, base_params, mesh)
     reads = make_drafter(config.draft, model.config, config.dtype).reads
     extras = hidden_states(config, reads, model, base_params, data.train, mesh, console)
     return HeadsTask(config, data, model, base_params, mesh, extras)

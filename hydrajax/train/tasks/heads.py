@@ -32,7 +32,7 @@ from hydrajax.train.config import DraftConfig, TrainConfig
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
 from hydrajax.train.forward import cast
-from hydrajax.train.losses import IGNORED, Objective, draft_loss, head_counts
+from hydrajax.train.losses import IGNORED, HeadMetrics, Objective, draft_loss, head_counts
 from hydrajax.train.simulate import Tally
 from hydrajax.train.step import Batch, batch_placer
 from hydrajax.trees import TreeTopology, presets
@@ -96,12 +96,18 @@ class HeadsLoss:
     def totals(self, batch: Batch):
         return head_counts(batch["labels"], batch.get("segments"), self.drafter.n_heads)
 
-    def __call__(self, params, frozen, batch: Batch, totals, rng):
+    def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
         base = BoundBase(self.model, frozen)
         features, hidden = self.features(frozen, batch)
         params = cast(params, self.model.dtype)
         loss, parts = draft_loss(self.objective, self.drafter, params, features, hidden, batch, base, rng, totals)
-        return loss, {name: value for name, value in parts._asdict().items() if self.reports(name)}
+        return loss, self.reported(parts)
+
+    def ranks(self, params, frozen, batch: Batch, depth: int):
+        """What `hydrajax.train.simulate.Tally` reads, for guesses up to ``depth`` tokens ahead."""
+        features, _ = self.features(frozen, batch)
+        params, base = cast(params, self.model.dtype), BoundBase(self.model, frozen)
+        return self.drafter.ranks(params, features, batch, base, self.objective.chunk_tokens, depth)
 
     def features(self, frozen, batch: Batch):
         """``(what the drafter reads, the base's post-norm hidden states)``."""
@@ -110,6 +116,10 @@ class HeadsLoss:
             return hidden, hidden
         forward = run_base(self.model, frozen, batch["tokens"], self.drafter.reads, batch.get("segments"))
         return forward.features, forward.hidden
+
+    def reported(self, parts: HeadMetrics) -> dict[str, Any]:
+        """The metrics that the objective computes, by name."""
+        return {name: value for name, value in parts._asdict().items() if self.reports(name)}
 
     def reports(self, part: str) -> bool:
         """Whether the objective computes this metric at all (else it is NaN)."""
@@ -158,18 +168,18 @@ class HeadsTask:
         return base + 3 * drafter_forward_flops(self.drafter, length)
 
     def init_params(self, rng):
+        return self.init_heads(rng, self.param_shardings)
+
+    def init_heads(self, rng, shardings):
+        """Fresh heads, or those to start from, the first time."""
         if self._start is not None:
             params, self._start = self._start, None
-            return jax.tree.map(lambda x, home: distribute(np.asarray(x), home), params, self.param_shardings)
-        init = jax.jit(
-            lambda rng, base: self.master.init(rng, BoundBase(self.model, base)), out_shardings=self.param_shardings
-        )
+            return jax.tree.map(lambda x, home: distribute(np.asarray(x), home), params, shardings)
+        init = jax.jit(lambda rng, base: self.master.init(rng, BoundBase(self.model, base)), out_shardings=shardings)
         return init(rng, self.frozen)
 
     def _rank_heads(self, params, frozen, batch: Batch):
-        features, _ = self.loss.features(frozen, batch)
-        params, base = cast(params, self.model.dtype), BoundBase(self.model, frozen)
-        return self.drafter.ranks(params, features, batch, base, self.config.objective.chunk_tokens, self._depth)
+        return self.loss.ranks(params, frozen, batch, self._depth)
 
     def evaluate(self, params, batches: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
         """Held-out ``tokens_per_step`` as `Tally` simulates it, and ``top1`` ... ``top5`` accuracies per head."""
@@ -187,13 +197,16 @@ class HeadsTask:
         return "top1 " + " ".join(f"{x:.2f}" for x in metrics["top1"])
 
     def export(self, directory: Path, params) -> str:
-        target = directory / "heads"
+        return f"--draft {self.export_heads(directory / 'heads', params)}"
+
+    def export_heads(self, target: Path, params, adapter: Path | None = None) -> Path:
+        """Write the heads, which belong to the base, with its adapter if one is given."""
         export_heads(
             target, self.drafter, params, base_name=str(self.config.model), dtype=jnp.dtype(self.config.dtype),
-            base_fingerprint=fingerprint(resolve(self.config.model, "model"), "model"), story=self._story(),
+            base_fingerprint=fingerprint(resolve(self.config.model, "model"), "model", adapter), story=self._story(),
             overwrite=True,
         )  # fmt: skip
-        return f"--draft {target}"
+        return target
 
     def _story(self) -> dict[str, Any]:
         """For the model card."""

@@ -1,0 +1,224 @@
+"""Draft heads and an adapter of their base, trained together (Medusa-2, medusa 2.2.2 and 2.3.2).
+
+The base's own weights are frozen and read only: what learns beside the heads is a low-rank weight next to each of them
+(`hydrajax.models.adapter`). So the original model, which the base may be asked to stay close to, is the same weights
+without the adapter, and is not kept twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from hydrajax.checkpoints.adapter import save_adapter
+from hydrajax.checkpoints.base import export_merged
+from hydrajax.checkpoints.hub import resolve
+from hydrajax.models.adapter import check_adapter, split_adapter, with_adapter
+from hydrajax.models.base import BoundBase, abstract_base, init_base
+from hydrajax.models.llama import Llama
+from hydrajax.models.rows import chunk_width, into_chunks, run_base
+from hydrajax.sharding import replicated, tree_shardings
+from hydrajax.train.chunks import sum_over_chunks
+from hydrajax.train.config import JointConfig, TrainConfig
+from hydrajax.train.data.dataset import Dataset
+from hydrajax.train.flops import causal_attention_flops, drafter_forward_flops, forward_flops, matmul_params
+from hydrajax.train.forward import cast
+from hydrajax.train.losses import draft_loss, language_model_loss, targets
+from hydrajax.train.step import Batch
+from hydrajax.train.tasks.heads import HeadsLoss, HeadsTask
+
+
+def heads_weight(config: JointConfig, step: int | Array) -> Float[Array, ""]:
+    """λ0 at a step, counted from 0.
+
+    While the heads are alone it is what it will be at the end: Adam's updates do not depend on it, and so nothing jumps
+    where the adapter sets in without a rise.
+    """
+    together = jnp.asarray(step) - config.heads_alone_steps
+    share = jnp.clip((together + 1) / max(config.rise_steps, 1), 0.0, 1.0)
+    rising = config.heads_weight * jnp.sin(jnp.pi / 2 * share)
+    return jnp.where(together < 0, config.heads_weight, rising).astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class JointLoss:
+    """base_weight · (the base's loss) + λ0 · `draft_loss`; see `hydrajax.train.step.Loss`.
+
+    Parameters are ``adapter`` and ``draft``; ``frozen`` are the base's. The gradient of the heads' loss reaches the
+    adapter through the hidden states that the heads read.
+    """
+
+    heads: HeadsLoss  # its model has the adapter
+    original: Llama  # the same without it
+    joint: JointConfig
+
+    def totals(self, batch: Batch):
+        counts = targets(batch["labels"], 1, batch.get("segments"))[1]
+        return self.heads.totals(batch), jnp.maximum(jnp.sum(counts, dtype=jnp.float32), 1)
+
+    def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
+        adapted, objective, config = self.heads.model, self.heads.objective, self.joint
+        params = cast(params, adapted.dtype)
+        head_counts, n_targets = totals
+        base_key, lm_key, heads_key = (None,) * 3 if rng is None else jax.random.split(rng, 3)
+
+        alone = jnp.asarray(step) < config.heads_alone_steps
+        adapter = jax.tree.map(lambda x: jnp.where(alone, jax.lax.stop_gradient(x), x), params["adapter"])
+        base_params, segments = with_adapter(frozen, adapter), batch.get("segments")
+        reads = self.heads.drafter.reads
+        forward = run_base(adapted, base_params, batch["tokens"], reads, segments, base_key)
+        heads_loss, parts = draft_loss(
+            objective, self.heads.drafter, params["draft"], forward.features, forward.hidden, batch,
+            BoundBase(adapted, base_params), heads_key, head_counts,
+        )  # fmt: skip
+        taught_by = self.original_hidden(frozen, batch) if config.distill else None
+        nats = self.base_nats(adapter, frozen, forward.hidden, batch, taught_by, lm_key)
+        base_loss = nats / n_targets
+        loss = config.base_weight * base_loss + heads_weight(config, step) * heads_loss
+        return loss, self.heads.reported(parts) | {"base_loss": jax.lax.stop_gradient(base_loss)}
+
+    def original_hidden(self, frozen, batch: Batch) -> Float[Array, "B T D"]:
+        """The post-norm hidden states of the base without its adapter."""
+        return run_base(self.original, frozen, batch["tokens"], segments=batch.get("segments")).hidden
+
+    def base_nats(
+        self,
+        adapter,
+        frozen,
+        hidden: Float[Array, "B T D"],
+        batch: Batch,
+        taught_by: Float[Array, "B T D"] | None,
+        rng: Array | None,
+    ) -> Float[Array, ""]:
+        """Over the targets the sum of the base's cross entropy against the text; or, where the original's hidden states
+        are given, of KL(original ‖ adapted).
+        """
+        labels, segments = batch["labels"], batch.get("segments")
+
+        def prepare(frozen, index):
+            base_params, rng = frozen
+            return base_params, None if rng is None else jax.random.fold_in(rng, index)
+
+        def chunk_loss(lm_head, hidden, rows, shared):
+            (tokens, counts), teacher = rows
+            base_params, key = shared
+            logits = BoundBase(self.heads.model, base_params | lm_head, key).logits(hidden)
+            log_probs = jax.nn.log_softmax(logits, axis=-1)
+            if teacher is None:
+                chosen = jnp.where(counts, tokens, 0)[..., None]
+                nats = -jnp.take_along_axis(log_probs, chosen, axis=-1)[..., 0]
+            else:
+                original = jax.nn.log_softmax(BoundBase(self.original, base_params).logits(teacher), axis=-1)
+                nats = jnp.sum(jnp.exp(original) * (original - log_probs), axis=-1)
+            return jnp.sum(jnp.where(counts, nats, 0.0)), ()
+
+        # Of the adapter only the lm head's part is read here: the layers' lie behind the hidden states.
+        lm_head = {name: leaf for name, leaf in adapter.items() if not isinstance(leaf, dict)}
+        width = chunk_width(self.heads.objective.chunk_tokens, labels.shape)
+        chunks = into_chunks(((hidden,), ((targets(labels, 1, segments), taught_by),)), width)
+        return sum_over_chunks([chunk_loss], prepare, lm_head, *chunks, (frozen, rng))[0]
+
+    def ranks(self, params, frozen, batch: Batch, depth: int):
+        """See `HeadsLoss.ranks`."""
+        return self.heads.ranks(params["draft"], self.adapted(params, frozen), batch, depth)
+
+    def adapted(self, params, frozen) -> dict:
+        """Parameters of the base with its adapter, in the dtype of the computation."""
+        return with_adapter(frozen, cast(params["adapter"], self.heads.model.dtype))
+
+    def nats(self, params, frozen, batch: Batch) -> Float[Array, ""]:
+        """Sum over the targets of the nats of the text under the base with its adapter."""
+        base_params = self.adapted(params, frozen)
+        return self._nats_of(self.heads.model, base_params, batch)
+
+    def nats_before(self, frozen, batch: Batch) -> Float[Array, ""]:
+        """The same without the adapter."""
+        return self._nats_of(self.original, frozen, batch)
+
+    def _nats_of(self, model: Llama, base_params, batch: Batch):
+        labels, segments = batch["labels"], batch.get("segments")
+        hidden = run_base(model, base_params, batch["tokens"], segments=segments).hidden
+        chunk_tokens = self.heads.objective.chunk_tokens
+        return language_model_loss(model, base_params, hidden, labels, segments, chunk_tokens)[0]
+
+
+class JointTask(HeadsTask):
+    """Draft heads and an adapter: see `hydrajax.train.loop.Task`."""
+
+    def __init__(self, config: TrainConfig, dataset: Dataset, model: Llama, base_params: Any, mesh: Mesh):
+        check_adapter(config.adapter, model.config)
+        adapted = model.clone(adapter=config.adapter)
+        # What is trained is float32, as the heads are.
+        self._adapter_master = adapted.clone(dtype=jnp.dtype(jnp.float32))
+        boxed = split_adapter(abstract_base(self._adapter_master))[1]
+        self.abstract_adapter = nn.unbox(boxed)
+        super().__init__(config, dataset, model, base_params, mesh)
+        self.loss = JointLoss(HeadsLoss(adapted, self.drafter, config.objective), model, config.joint)
+        self.abstract_params = {"adapter": self.abstract_adapter, "draft": self.abstract_params}
+        self.param_shardings = {"adapter": tree_shardings(mesh, boxed), "draft": self.param_shardings}
+        self._nats = jax.jit(self.loss.nats, out_shardings=replicated(mesh))
+        self._nats_before = jax.jit(self.loss.nats_before, out_shardings=replicated(mesh))
+        self._before: float | None = None  # held-out nats per target without the adapter, which stay what they are
+
+    def _flops(self, base_params) -> float:
+        """Forward and back through the base, whose weights get no gradient; the adapter and the heads with theirs."""
+        config, length = self.model.config, self.config.data.length
+        attention = config.n_layers * causal_attention_flops(config, length)
+        forward = forward_flops(config, base_params, length)
+        passes = 2 + self.config.joint.distill
+        trained = 3 * (2.0 * matmul_params(self.abstract_adapter) + drafter_forward_flops(self.drafter, length))
+        return passes * forward + attention + trained
+
+    def init_params(self, rng):
+        adapter_key, heads_key = jax.random.split(rng)
+        # The rest of the fresh base is never computed, as nothing asks for it.
+        init = jax.jit(
+            lambda key: split_adapter(init_base(self._adapter_master, key))[1],
+            out_shardings=self.param_shardings["adapter"],
+        )
+        return {"adapter": init(adapter_key), "draft": self.init_heads(heads_key, self.param_shardings["draft"])}
+
+    def evaluate(self, params, batches: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
+        """What is said of heads (`HeadsTask.evaluate`), and of the base ``loss`` (nats per token) and
+        ``bits_per_byte``, both also as they were without the adapter, ``_before``.
+        """
+        batches = list(batches)
+        report = super().evaluate(params, batches)
+        n_targets = n_bytes = 0
+        for batch in batches:
+            tokens, counts = jax.device_get(targets(batch["labels"], 1, batch.get("segments")))
+            n_targets += int(counts.sum())
+            n_bytes += sum(self._bytes(row[counted]) for row, counted in zip(tokens, counts, strict=True))
+        placed = [self._place(batch) for batch in batches]
+        loss = sum(float(self._nats(params, self.frozen, batch)) for batch in placed) / max(n_targets, 1)
+        if self._before is None:
+            before = sum(float(self._nats_before(self.frozen, batch)) for batch in placed)
+            self._before = before / max(n_targets, 1)
+        to_bits = n_targets / max(n_bytes, 1) / math.log(2)
+        report |= {"loss": loss, "loss_before": self._before}
+        return report | {"bits_per_byte": loss * to_bits, "bits_per_byte_before": self._before * to_bits}
+
+    def export(self, directory: Path, params) -> str:
+        """Heads, the adapter as PEFT keeps it, and the base with the adapter in its weights."""
+        base, adapter = resolve(self.config.model, "model"), directory / "adapter"
+        save_adapter(adapter, self.config.adapter, params["adapter"], self.model.config, str(self.config.model))
+        heads = self.export_heads(directory / "heads", params["draft"], adapter)
+        export_merged(directory / "base", base, adapter, overwrite=True)
+        return (
+            f"--base {directory / 'base'} --draft {heads}, or with the adapter beside the base: "
+            f"--base {self.config.model} --adapter {adapter} --draft {heads}"
+        )
+
+    def _bytes(self, ids: np.ndarray) -> int:
+        """Of the text that these ids stand for, in UTF-8."""
+        return len(self.dataset.tokenizer.decode(ids.tolist(), skip_special_tokens=False).encode())
