@@ -81,6 +81,7 @@ class Loaded(Bundle):
     seed: of what a rule draws; None draws one. The result's ``seed`` says which it was.
     """
 
+    adapter_directory: Path | None = None  # of the base's adapter, also of one that was merged
     _drafts: dict = field(default_factory=dict)  # other drafts of the same base, by name
     _fastest: dict = field(default_factory=dict)  # what was found for so many rows and a kind of rule
 
@@ -216,7 +217,8 @@ class Loaded(Bundle):
                 settings = {"confidence": draft_confidence or 0.0}
                 settings["place"] = place if shard_draft else lambda array, _: place(array, None)
                 return self._with(*load_draft_model(directory, *model, **settings), directory)
-            draft, params = load_draft(directory, self.model.config, self.model.dtype, base_directory=base_directory)
+            made_for = {"base_directory": base_directory, "adapter": self.adapter_directory}
+            draft, params = load_draft(directory, self.model.config, self.model.dtype, **made_for)
             params = jax.tree.map(lambda x: place(x, None), params)
         if draft_confidence is not None or shard_draft:
             field = "shard_draft" if draft_confidence is None else "draft_confidence"
@@ -224,7 +226,8 @@ class Loaded(Bundle):
         return self._with(draft, params, directory)
 
     def _with(self, draft: Drafter, params: Any, directory: Path | None) -> Loaded:
-        return Loaded(self.model, draft, Params(self.params.base, params), self.tokenizer, self.eos_ids, directory)
+        shared = {"tokenizer": self.tokenizer, "eos_ids": self.eos_ids, "adapter_directory": self.adapter_directory}
+        return Loaded(self.model, draft, Params(self.params.base, params), draft_directory=directory, **shared)
 
     def fastest(
         self,
@@ -309,6 +312,8 @@ def load(
     dtype: Any = AUTO,
     mesh: Mesh | None = None,
     quantize: str | None = None,
+    adapter: str | Path | None = None,
+    merge: bool = False,
     force: bool = False,
     shard_draft: bool = False,
     draft_confidence: float | None = None,
@@ -327,7 +332,11 @@ def load(
         in, with bfloat16 for float16 (`hydrajax.checkpoints.base.default_dtype` says why).
     mesh:  from `hydrajax.sharding.make_mesh`; the base is sharded over it, the draft replicated.
     quantize: ``"int8"`` keeps the base's matmul weights in one byte each: half of bfloat16's memory, other logits.
-    force: load heads that say they were made for another base.
+    adapter: a LoRA of the base in PEFT's format, a directory or repository (`hydrajax.checkpoints.adapter` says what
+        is read of it). Its low-rank weights are kept beside the base's and take part in every forward pass.
+    merge: add them to the base's weights instead, before these are quantised; a step then costs what it costs without
+        an adapter. The sums are rounded to ``dtype``, so the logits are not bit for bit the same.
+    force: load heads that say they were made for another base, or for the base with another adapter.
     shard_draft: shard a draft model over the mesh like the base.
     draft_confidence: of a draft model, from 0 up and below 1: draft no further below tokens that it finds less likely
         (`hydrajax.drafters.draft_model.DraftModel`).
@@ -343,13 +352,19 @@ def load(
         raise not_allowed("dtype", name, (AUTO, *DTYPES))
     if quantize not in (None, *QUANTIZED):
         raise not_allowed("quantize", quantize, QUANTIZED)
+    if merge and adapter is None:
+        raise HydrajaxError("merge: means nothing without an adapter")
     use_compilation_cache()
     base = resolve(base, "base")
+    if adapter is not None:
+        adapter = resolve(adapter, "adapter")
     if isinstance(draft, (str, Path)) and not without_weights(draft):
         draft = resolve(draft, "draft")  # refused before gigabytes are read
     compute = DTYPES.get(name)  # None for "auto"
-    model, base_params = load_llama(base, compute, placer(mesh), int8=quantize == "int8", on_progress=on_progress)
-    loaded = Loaded(model, NoDrafter(), Params(base_params, {}), load_tokenizer(base), eos_ids(base))
+    made = {"int8": quantize == "int8", "adapter": adapter, "merge": merge, "on_progress": on_progress}
+    model, base_params = load_llama(base, compute, placer(mesh), **made)
+    text = {"tokenizer": load_tokenizer(base), "eos_ids": eos_ids(base)}
+    loaded = Loaded(model, NoDrafter(), Params(base_params, {}), **text, adapter_directory=adapter)
     if draft is None and draft_confidence is None and not shard_draft:
         return loaded
     settings = {"shard_draft": shard_draft, "draft_confidence": draft_confidence}

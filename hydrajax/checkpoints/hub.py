@@ -22,6 +22,7 @@ READ = (
     "*.safetensors",
     "*.safetensors.index.json",
     "config.json",
+    "adapter_config.json",  # PEFT's
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -66,7 +67,7 @@ def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
     text = str(name)
     if os.path.isdir(text):
         return Path(name)
-    shipped = assets.SHIPPED_HEADS if flag == "draft" else assets.SHIPPED_BASE
+    shipped = {"draft": assets.SHIPPED_HEADS, "adapter": {}}.get(flag, assets.SHIPPED_BASE)
     if text in shipped:
         return assets.path(shipped[text])
     repository, at, revision = text.partition("@")

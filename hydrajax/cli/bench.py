@@ -122,6 +122,8 @@ def _model(args: argparse.Namespace):
     draft = options.draft_of(args)
     if draft and (args.random or args.random_draft):
         raise HydrajaxError("bench: --draft goes with --base and without --random-draft")
+    if args.random and args.adapter:
+        raise HydrajaxError("bench: --adapter goes with --base")
     if args.random:
         if args.dtype == api.AUTO:  # no checkpoint has a dtype of its own here
             args.dtype = "float32"

@@ -1,4 +1,4 @@
-"""``hydrajax convert``: heads into other formats, from the Hub and onto it, and what int8 does to a base."""
+"""``hydrajax convert``: heads into other formats, from the Hub and onto it, adapters into bases, int8 against float."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 
-from hydrajax.checkpoints.base import read_config
+from hydrajax.checkpoints.base import export_merged, read_config
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.heads.export import FORMATS, export_heads
 from hydrajax.checkpoints.heads.fetch import fetch_heads
@@ -20,13 +20,14 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.text.prompt import PROMPT_FORMATS
 
-HELP = "write draft heads in other formats, fetch and put them on the Hub, see what int8 costs"
+HELP = "write draft heads in other formats, merge an adapter, fetch from and put on the Hub, see what int8 costs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, text, add in (
         ("export", "write draft heads in another format, bit for bit", _export_arguments),
+        ("merge", "write a base with an adapter added to its weights", _merge_arguments),
         ("fetch", "keep a safetensors copy of heads that lie on the Hub in a .pt file", _fetch_arguments),
         ("push", "upload an exported directory to the Hugging Face Hub", _push_arguments),
         ("int8", "compare a base's logits with those of its int8 version", _int8_arguments),
@@ -36,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", metavar="DIR|NAME", required=True, help="the base that the heads were made for")
+    parser.add_argument(
+        "--adapter", metavar="DIR|NAME", help="of the base, where the heads were made for both together"
+    )
     parser.add_argument("--draft", metavar="DIR|NAME", required=True, help="the heads, in any format that loads")
     text = "default: that of the code which the heads were published with"
     parser.add_argument("--format", choices=FORMATS, help=text)
@@ -45,6 +49,13 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     for name, text in (("data", "what the heads learnt from"), ("recipe", "how"), ("tau", "their tokens_per_step")):
         parser.add_argument(f"--{name}", metavar="TEXT", help=f"for the model card: {text}")
     parser.add_argument("--force", action="store_true", help="also heads that say they were made for another base")
+
+
+def _merge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", metavar="DIR|NAME", required=True, help="the model that the adapter was made for")
+    parser.add_argument("--adapter", metavar="DIR|NAME", required=True, help="a LoRA in PEFT's format")
+    parser.add_argument("--output", metavar="DIR", required=True, help="a new directory, or an earlier export")
+    parser.add_argument("--dtype", choices=list(options.api.DTYPES), help="of the file (default: that of the base)")
 
 
 def _fetch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +80,7 @@ def _int8_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    {"export": _export, "fetch": _fetch, "push": _push, "int8": _int8}[args.verb](args)
+    {"export": _export, "merge": _merge, "fetch": _fetch, "push": _push, "int8": _int8}[args.verb](args)
 
 
 def _export(args: argparse.Namespace) -> None:
@@ -77,7 +88,9 @@ def _export(args: argparse.Namespace) -> None:
     for directory, what in ((draft, "heads themselves"), (base, "base")):
         if Path(args.output).resolve() == directory.resolve():
             raise HydrajaxError(f"--output: is the directory of the {what}, {args.output}")
-    drafter, params = load_draft(draft, read_config(base), None, base_directory=None if args.force else base)
+    adapter = None if args.adapter is None else resolve(args.adapter, "adapter")
+    made_for = {} if args.force else {"base_directory": base, "adapter": adapter}
+    drafter, params = load_draft(draft, read_config(base), None, **made_for)
     source = read_json(draft / "config.json", "--draft")
     record = source.get(RECORD) if isinstance(source.get(RECORD), dict) else {}
     story = record.get("story") if isinstance(record.get("story"), dict) else {}
@@ -89,11 +102,20 @@ def _export(args: argparse.Namespace) -> None:
         params,
         format=args.format,
         base_name=name if isinstance(name, str) and name else args.base,
-        base_fingerprint=fingerprint(base),
+        base_fingerprint=fingerprint(base, adapter=adapter),
         story=story | {key: value for key, value in said.items() if value is not None},
         dtype=None if args.dtype is None else options.api.DTYPES[args.dtype],
         torch_file=True,
     )
+    _print_files(args.output)
+
+
+def _merge(args: argparse.Namespace) -> None:
+    base, adapter = resolve(args.base, "base"), resolve(args.adapter, "adapter")
+    for directory, what in ((adapter, "adapter"), (base, "base")):
+        if Path(args.output).resolve() == directory.resolve():
+            raise HydrajaxError(f"--output: is the directory of the {what}, {args.output}")
+    export_merged(args.output, base, adapter, dtype=None if args.dtype is None else options.api.DTYPES[args.dtype])
     _print_files(args.output)
 
 

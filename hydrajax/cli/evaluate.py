@@ -123,10 +123,14 @@ def settings_of(
     text = json.dumps(
         [{"question_id": one.question_id, "category": one.category, "turns": one.turns} for one in questions]
     )
+    adapter = None if args.adapter is None else resolve(args.adapter, "adapter")
+    model = fingerprint(base, adapter=adapter)
+    adapted = {"adapter": model["adapter"], "merge_adapter": args.merge_adapter} if "adapter" in model else {}
     return {
         "set": args.set if args.set in question_sets.FILES else Path(args.set).name,
         "questions": hashlib.sha256(text.encode()).hexdigest(),
-        "base": fingerprint(base)["sha256"],
+        "base": model["sha256"],
+        **adapted,
         "contenders": {way.model_id: way.identity() for way in ways},
         "rule": str(options.rule_from(args)),
         **{key: getattr(args, key) for key in ("dtype", "quantize", "template", "max_new_tokens", "repeats", "seed")},

@@ -40,7 +40,7 @@ def add_model_arguments(
     tree: bool = True,
     several: bool = False,
 ) -> None:
-    """``--base, --draft, --tree, --dtype, --quantize, --force``: see `load_from` and `tree_from`.
+    """``--base, --adapter, --draft, --tree, --dtype, --quantize, --force``: see `load_from` and `tree_from`.
 
     base: False for a command that is told its base otherwise, and then its dtype too. tree: False for a command that
     has no tree to be told. several: drafts and trees become lists.
@@ -63,6 +63,7 @@ def add_model_arguments(
             help="LLaMA-family model in Hugging Face layout; org/name or org/name@revision is fetched from the Hub; "
             "shipped is the small model that comes with the package",
         )
+        add_adapter_arguments(group)
     group.add_argument("--draft", metavar="DIR|NAME", help=drafts, **listed)
     if not several:
         group.add_argument(
@@ -89,6 +90,16 @@ def add_model_arguments(
             help="base weights in 8 bits (hydrajax convert int8 says the cost)",
         )
     group.add_argument("--force", action="store_true", help="load heads that say they were made for another base")
+
+
+def add_adapter_arguments(parser: argparse._ActionsContainer) -> None:
+    """``--adapter, --merge-adapter`` of a base that is loaded, see `hydrajax.api.load`."""
+    parser.add_argument("--adapter", metavar="DIR|NAME", help="a LoRA of the base in PEFT's format")
+    parser.add_argument(
+        "--merge-adapter",
+        action="store_true",
+        help="add it to the base's weights (default: keep it beside them, which costs a little in every step)",
+    )
 
 
 def add_dtype_argument(parser: argparse._ActionsContainer) -> None:
@@ -236,6 +247,7 @@ def load_from(args: argparse.Namespace, on_status: Callable[[str], None] | None 
     """
     settings = {"base": args.base, "draft": draft_of(args), "dtype": args.dtype}
     settings |= {"quantize": args.quantize, "force": args.force}
+    settings |= {"adapter": args.adapter, "merge": args.merge_adapter}
     settings |= {"draft_confidence": getattr(args, "draft_confidence", None)} | changes
     with Console(stderr=True).status("loading") if on_status is None else nullcontext() as line:
         say = on_status or line.update

@@ -17,13 +17,19 @@ RECORD = "hydrajax"  # the field of an exported config.json that says what the h
 
 
 def load_draft(
-    directory: str | Path, base: LlamaConfig, dtype=jnp.float32, *, base_directory: str | Path | None = None
+    directory: str | Path,
+    base: LlamaConfig,
+    dtype=jnp.float32,
+    *,
+    base_directory: str | Path | None = None,
+    adapter: str | Path | None = None,
 ):
     """Load ``(drafter, draft_params)`` for a base of this configuration.
 
     dtype: of parameters and computation; None keeps that of the files.
     base_directory: where that base lies. Heads that know which base they were made for are then refused for another.
         Most released ones do not know.
+    adapter: where the adapter lies that the base there has; a base with an adapter is another one than without.
 
     Raises `HydrajaxError` for anything missing, damaged, unsupported or made for another base.
     """
@@ -34,7 +40,7 @@ def load_draft(
     record = config.get(RECORD)
     if base_directory is not None and isinstance(record, dict) and record.get("base"):
         name = str(config.get("base_model_name_or_path") or "")
-        check_fingerprint(record["base"], name, Path(base_directory), f"{WHAT}: {directory}")
+        check_fingerprint(record["base"], name, Path(base_directory), f"{WHAT}: {directory}", adapter)
     dtype = None if dtype is None else jnp.dtype(dtype)
     if format is None:
         return native.load_native(directory, config, base, dtype)

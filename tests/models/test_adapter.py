@@ -1,0 +1,137 @@
+"""Low-rank weights beside frozen ones: products against NumPy, gradients, dropout, what a model declares."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from released import refusal
+
+from hydrajax.models.adapter import TARGETS, Adapter, check_adapter, split_adapter, with_adapter
+from hydrajax.models.base import abstract_base, init_base
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama import Llama
+from hydrajax.models.rows import run_base
+from hydrajax.models.weights import LowRank, project, quantize
+
+RANK, SCALE, WIDTH = 3, 1.5, 8
+SHAPE = LlamaConfig(61, 32, 80, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64)
+FUSED = (2, 4, 5)  # two key-value heads of two queries, a key and a value each, 5 features
+
+
+@pytest.fixture(scope="module")
+def random():
+    return np.random.default_rng(0)
+
+
+def noise(random, *shape):
+    return random.standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("adapted", [(0, 1, 2), (1,), (0, 2)])
+def test_product_equals_numpy(random, adapted, int8):
+    """Every part of a fused kernel gets its own product, added in its own places; the others get nothing."""
+    kernel = noise(random, WIDTH, *FUSED)
+    x, a = noise(random, 3, WIDTH), noise(random, WIDTH, len(adapted), RANK)
+    shapes = [(RANK, 2, 2, 5), (RANK, 2, 1, 5), (RANK, 2, 1, 5)]
+    b = tuple(noise(random, *shape) if i in adapted else None for i, shape in enumerate(shapes))
+    expected = kernel.copy()
+    if int8:
+        scale = np.abs(kernel).max(axis=0) / 127
+        expected = np.rint(kernel / scale) * scale
+    for place, part in enumerate(adapted):
+        for head in range(2):
+            for row, at in enumerate([[0, 1], [2], [3]][part]):
+                expected[:, head, at] += SCALE * a[:, place] @ b[part][:, head, row]
+    frozen = quantize(kernel) if int8 else kernel
+    weight = LowRank(jax.tree.map(jnp.asarray, frozen), jnp.asarray(a), jax.tree.map(jnp.asarray, b), SCALE)
+    found = project(jnp.asarray(x), weight)
+    np.testing.assert_allclose(found, x @ expected.reshape(WIDTH, -1), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(weight.delta(), expected - np.asarray(frozen.dequantized() if int8 else kernel), atol=1e-5)
+
+
+def test_wide_results_of_narrow_inputs(random):
+    """The lm head's logits are float32 whatever is multiplied."""
+    kernel, x, a = noise(random, WIDTH, 7), noise(random, 2, WIDTH), noise(random, WIDTH, 1, RANK)
+    b = noise(random, RANK, 7)
+    narrow = [jnp.asarray(array, jnp.bfloat16) for array in (x, kernel, a, b)]
+    found = project(narrow[0], LowRank(narrow[1], narrow[2], (narrow[3],), SCALE), jnp.float32)
+    assert found.dtype == jnp.float32
+    x, kernel, a, b = (np.asarray(array, np.float32) for array in narrow)
+    np.testing.assert_allclose(found, x @ (kernel + SCALE * a[:, 0] @ b), rtol=0.02, atol=0.05)
+
+
+def test_a_begins_as_in_peft_and_b_at_zero():
+    """A is uniform up to 1 / sqrt(D), D being what it reads; a fresh adapter changes no bit of the output."""
+    model = Llama(SHAPE, adapter=Adapter(rank=16))
+    base, adapter = split_adapter(init_base(model, jax.random.key(0)))
+    tokens = jnp.arange(80).reshape(2, 40) % 61
+    fresh = run_base(model, with_adapter(base, adapter), tokens).hidden
+    np.testing.assert_array_equal(fresh, run_base(Llama(SHAPE), base, tokens).hidden)
+    for path, leaf in jax.tree.leaves_with_path(adapter):
+        if "_lora_b_" in path[-1].key:
+            assert not leaf.any()
+        else:
+            limit = leaf.shape[0] ** -0.5
+            assert 0.97 * limit < np.abs(leaf).max() <= limit
+            np.testing.assert_allclose(np.std(leaf), limit / np.sqrt(3), rtol=0.1)
+
+
+def test_only_targets_are_declared():
+    """One A for all targets of a kernel, a B for each, and the base's own parameters are what they were."""
+    targets = ("v_proj", "q_proj", "up_proj")
+    base, adapter = split_adapter(abstract_base(Llama(SHAPE, adapter=Adapter(4, 8.0, 0.0, targets))))
+    assert jax.tree.structure(base) == jax.tree.structure(abstract_base(Llama(SHAPE)))
+    assert list(adapter) == ["layers_0", "layers_1"]
+    shapes = {name: box.value.shape for name, box in adapter["layers_1"].items()}
+    assert shapes == {
+        "qkv_lora_a": (32, 2, 4),
+        "qkv_lora_b_q_proj": (4, 2, 2, 8),
+        "qkv_lora_b_v_proj": (4, 2, 1, 8),
+        "gate_up_lora_a": (32, 1, 4),
+        "gate_up_lora_b_up_proj": (4, 1, 80),
+    }
+    assert adapter["layers_0"]["qkv_lora_b_q_proj"].names == (None, "kv_heads", None, None)
+
+
+def test_dropout_is_of_what_a_reads():
+    """With a random key some of the input is left out and the rest scaled up; without one nothing is."""
+    eye = jnp.eye(400)
+    weight = LowRank(jnp.zeros((400, 400)), eye[:, None], (eye,), 1.0, dropout=0.25)
+    x = jnp.full((400,), 3.0)
+    np.testing.assert_allclose(project(x, weight), x)
+    dropped = np.asarray(project(x, weight._replace(rng=jax.random.key(0))))
+    np.testing.assert_allclose(dropped[dropped != 0], 4.0, rtol=1e-6)
+    assert 0.65 < np.mean(dropped != 0) < 0.85
+
+
+def test_a_model_drops_only_with_a_key():
+    model = Llama(SHAPE, adapter=Adapter(4, 8.0, 0.5))
+    params = jax.tree.map(lambda x: x + 0.1, init_base(model, jax.random.key(0)))
+    tokens = jnp.arange(80).reshape(2, 40) % 61
+    first, second = (run_base(model, params, tokens, rng=jax.random.key(seed)).hidden for seed in (0, 1))
+    assert np.abs(first - second).max() > 1e-3
+    same = run_base(model.clone(adapter=Adapter(4, 8.0)), params, tokens).hidden
+    np.testing.assert_array_equal(run_base(model, params, tokens).hidden, same)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "adapter.rank: must be at least 1, found 0"),
+        ({"alpha": float("nan")}, "adapter.alpha: must be positive, found nan"),
+        ({"dropout": 1.0}, "adapter.dropout: must be from 0 up to, not including, 1, found 1.0"),
+        ({"targets": ("qkv",)}, f"adapter.targets: found 'qkv', allowed are {', '.join(TARGETS)}"),
+        ({"targets": ()}, "adapter.targets: must be different linear layers, found []"),
+        ({"targets": ("q_proj",) * 2}, "adapter.targets: must be different linear layers, found ['q_proj', 'q_proj']"),
+    ],
+)
+def test_refused_settings(settings, message):
+    assert refusal(lambda: Adapter(**settings)) == message
+
+
+def test_a_tied_lm_head_has_no_adapter():
+    message = refusal(lambda: check_adapter(Adapter(), SHAPE.replace(tied_lm_head=True)))
+    assert message.startswith("adapter.targets: lm_head is the embedding of this base (tied)")
