@@ -28,6 +28,7 @@ from hydrajax.models.weights import part_shapes
 WHAT = "adapter"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."  # PEFT's, before the name that a layer has in transformers
+COPY = f"{PREFIX}lm_head.base_layer.weight"  # of the base's lm head, which PEFT saves beside an adapter of it
 BLOCKS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn")
 BLOCKS |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp")
 
@@ -46,6 +47,10 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None, [], {}),
     "alora_invocation_tokens": (None, []),
     "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
+    "use_bdlora": (None, False),
 }
 # Ways of beginning that change the base's own weights, without which the adapter is not what it was.
 CHANGES_BASE = ("pissa", "loftq", "olora", "corda", "lora_ga")
@@ -150,6 +155,8 @@ def load_adapter(directory: str | Path, base: LlamaConfig) -> Stored:
     for name, rank in ranks.items():
         wanted[f"{PREFIX}{name}.lora_A.weight"] = (rank, known[name].inputs)
         wanted[f"{PREFIX}{name}.lora_B.weight"] = (math.prod(known[name].features), rank)
+    if COPY in files:
+        wanted[COPY] = (base.vocab_size, base.width)
     expect_tensors(files, wanted, f"{WHAT}: {directory}")
 
     alphas = {name: _number(raw, "lora_alpha", "alpha_pattern", name, what) for name in adapted}

@@ -71,14 +71,18 @@ def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) 
     if config.task != "base":
         say(f"base   {name}: {millions(task.frozen)} parameters in {config.dtype}, frozen")
     what = type(task.drafter).__name__ if config.task != "base" else f"base {name}"
-    say(f"train  {what}: {millions(state.params)} parameters in float32, computing in {config.dtype}")
+    trained = state.params
+    if config.task == "joint":
+        adapter, trained = trained["adapter"], trained["draft"]
+        say(f"train  its adapter, rank {config.adapter.rank}: {millions(adapter)} parameters in float32")
+    say(f"train  {what}: {millions(trained)} parameters in float32, computing in {config.dtype}")
     say(
         f"mesh   {mesh.shape['data']} x {mesh.shape['model']} (data x model); batch {config.batch_size} x "
         f"{config.data.length} tokens, in {config.accumulation} passes"
     )
     resident = {
         "base weights": bytes_per_device(task.frozen),
-        "draft weights" if config.task != "base" else "weights": bytes_per_device(state.params),
+        **{label: bytes_per_device(weights) for label, weights in weights_of(config, state.params).items()},
         "optimizer": bytes_per_device(state.opt_state),
     }
     held = sum(resident.values())
@@ -96,6 +100,15 @@ def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) 
     verdict(config, shape, mesh, held, total, device_memory, console)
     hours(config, task.flops_per_token, mesh.size, console)
     return fits
+
+
+def weights_of(config: TrainConfig, params: Any) -> dict[str, Any]:
+    """What is trained, by what it is called."""
+    if config.task == "base":
+        return {"weights": params}
+    if config.task == "heads":
+        return {"draft weights": params}
+    return {"adapter": params["adapter"], "draft weights": params["draft"]}
 
 
 def verdict(
@@ -188,7 +201,8 @@ def state_of(config: TrainConfig, task: HeadsTask | BaseTask, mesh: Mesh) -> Tra
 def temporaries(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> Temporaries:
     """What XLA's memory analysis says of the train step.
 
-    Layers are unrolled and alike: two depths tell. A frozen base keeps nothing of a layer, so its depth hardly counts.
+    Layers are unrolled and alike: two depths tell. A frozen base keeps nothing of a layer, so its depth hardly counts;
+    through one with an adapter the gradient goes back, and every layer keeps what that needs.
     """
     shallow = max(SHALLOW, config.draft.hidden_state_offset) if config.task != "base" else SHALLOW
     while config.task != "base" and n_reads(config, shape.replace(n_layers=shallow)) < n_reads(config, shape):

@@ -23,7 +23,8 @@ def linear_layers(model, targets) -> dict[str, torch.nn.Linear]:
 
 
 def write_lora(folder: Path, model, targets=LAYERS, ranks=None, **changes) -> Path:
-    """A LoRA directory for a transformers model, with noise in both A and B.
+    """A LoRA directory for a transformers model, with noise in both A and B, and as PEFT saves it a copy of an lm head
+    that is adapted.
 
     ranks: of single layers, by a part of their names; the others have ``r``. changes: to ``adapter_config.json``.
     """
@@ -33,6 +34,8 @@ def write_lora(folder: Path, model, targets=LAYERS, ranks=None, **changes) -> Pa
         rank = next((rank for part, rank in (ranks or {}).items() if part in name), config["r"])
         for letter, shape in (("A", (rank, layer.in_features)), ("B", (layer.out_features, rank))):
             tensors[f"base_model.model.{name}.lora_{letter}.weight"] = 0.2 * torch.randn(shape, generator=generator)
+    if "lm_head" in targets:
+        tensors["base_model.model.lm_head.base_layer.weight"] = model.lm_head.weight.detach().clone()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config))
     safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")

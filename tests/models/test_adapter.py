@@ -49,7 +49,9 @@ def test_product_equals_numpy(random, adapted, int8):
     weight = LowRank(jax.tree.map(jnp.asarray, frozen), jnp.asarray(a), jax.tree.map(jnp.asarray, b), SCALE)
     found = project(jnp.asarray(x), weight)
     np.testing.assert_allclose(found, x @ expected.reshape(WIDTH, -1), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(weight.delta(), expected - np.asarray(frozen.dequantized() if int8 else kernel), atol=1e-5)
+    np.testing.assert_allclose(
+        weight.delta(), expected - np.asarray(frozen.dequantized() if int8 else kernel), atol=1e-5
+    )
 
 
 def test_wide_results_of_narrow_inputs(random):
