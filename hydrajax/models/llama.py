@@ -24,19 +24,22 @@ class Llama(nn.Module):
 
     Parameters and computation share ``dtype``; norms, softmax, rotary angles and logits are float32. With ``int8``
     the matmuls' weights are `hydrajax.models.weights.Int8` (not the embedding, nor an lm head tied to it). With an
-    ``adapter`` some have a low-rank weight beside them, in the computation's dtype.
+    ``adapter`` some have a low-rank weight beside them, in the computation's dtype. ``remat`` keeps for a gradient no
+    more of a layer than its input and computes the rest again.
     """
 
     config: LlamaConfig
     dtype: DType = jnp.float32
     int8: bool = False
     adapter: Adapter | None = None
+    remat: bool = False
 
     def setup(self):
         c = self.config
         normal = nn.initializers.normal(0.02)
         self.embedding = declare(self, "embedding", (c.vocab_size, c.width), ("vocab", "width"), normal)
-        self.layers = [DecoderLayer(c, self.dtype, self.int8, self.adapter) for _ in range(c.n_layers)]
+        layer = nn.remat(DecoderLayer) if self.remat else DecoderLayer
+        self.layers = [layer(c, self.dtype, self.int8, self.adapter) for _ in range(c.n_layers)]
         self.norm = RMSNorm(c.norm_eps, self.dtype)
         if not c.tied_lm_head:
             self.lm_head = declare_kernel(self, "lm_head", (c.width, c.vocab_size), ("width", "vocab"))

@@ -155,6 +155,8 @@ class JointConfig:
     heads_alone_steps: first the heads are trained alone and the adapter stays as it is (2.2.2, heads warm-up).
     rise_steps:        thereafter λ0 rises from 0 over so many steps along a quarter of a sine (B.4); 0 for at once.
     heads_lr_multiple: the heads' learning rate is so many times `OptimizerConfig.lr`, which is the adapter's (B.2).
+    remat:             keep only the inputs of the base's layers for the way back and compute the rest again: a third
+                       more work, and memory for rows that would not fit otherwise. The gradient is the same.
     """
 
     distill: bool = False
@@ -163,6 +165,7 @@ class JointConfig:
     heads_alone_steps: int = 0
     rise_steps: int = 0
     heads_lr_multiple: float = 4.0
+    remat: bool = False
 
     def __post_init__(self):
         for name in ("base_weight", "heads_weight", "heads_lr_multiple"):

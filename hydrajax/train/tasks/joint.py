@@ -157,7 +157,7 @@ class JointTask(HeadsTask):
 
     def __init__(self, config: TrainConfig, dataset: Dataset, model: Llama, base_params: Any, mesh: Mesh):
         check_adapter(config.adapter, model.config)
-        adapted = model.clone(adapter=config.adapter)
+        adapted = model.clone(adapter=config.adapter, remat=config.joint.remat)
         # What is trained is float32, as the heads are.
         self._adapter_master = adapted.clone(dtype=jnp.dtype(jnp.float32))
         boxed = split_adapter(abstract_base(self._adapter_master))[1]

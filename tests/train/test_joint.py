@@ -1,0 +1,316 @@
+"""Medusa-2: the joint loss against NumPy and finite differences, its two stages, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from lora_files import apply_lora, write_lora
+from loss_examples import random_params, rows_with_gaps
+from released import refusal
+from transformers import AutoModelForCausalLM
+
+import hydrajax
+from hydrajax.models.adapter import Adapter, split_adapter, with_adapter
+from hydrajax.models.base import BoundBase, init_base
+from hydrajax.models.rows import run_base
+from hydrajax.sharding import make_mesh
+from hydrajax.train.config import DataConfig, DraftConfig, JointConfig, OptimizerConfig, TrainConfig
+from hydrajax.train.loop import Interrupts
+from hydrajax.train.losses import IGNORED, Objective
+from hydrajax.train.metrics import read_metrics
+from hydrajax.train.optimizer import optimizer_of
+from hydrajax.train.step import init_state, make_train_step, state_shardings
+from hydrajax.train.tasks.heads import HeadsLoss, make_drafter
+from hydrajax.train.tasks.joint import JointLoss, JointTask, heads_weight
+
+RATE, DECAY = 1e-3, 0.1
+ADAPTER = Adapter(rank=3, alpha=6.0, dropout=0.0)
+TEXT = Objective(lm_weight=1.0, teacher_weight=0.0, head_decay=0.8, chunk_tokens=8)
+FAMILIES = {
+    "medusa": DraftConfig(heads="medusa", n_heads=3),
+    "hydra++": DraftConfig(heads="hydra", n_heads=3, n_layers=2, prefix=True),
+    "amphista": DraftConfig(heads="amphista", n_heads=3),
+    "eagle": DraftConfig(heads="eagle"),
+    "eagle3": DraftConfig(heads="eagle3", reads=(0, 1, 2), unroll=2),
+}
+
+
+def noise(tree, seed):
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(0.3 * random.standard_normal(x.shape), jnp.float32), tree)
+
+
+@pytest.fixture(scope="module")
+def example(tiny_model):
+    """``example(draft, joint) -> (loss, params, frozen, batch)`` with noise in every parameter."""
+    model, frozen = tiny_model
+    adapted = model.clone(adapter=ADAPTER)
+    shapes = split_adapter(jax.eval_shape(lambda: init_base(adapted, jax.random.key(0))))[1]
+    batch = {name: jnp.asarray(x) for name, x in rows_with_gaps()[2].items()}
+
+    def make(draft=FAMILIES["medusa"], objective=TEXT, **joint):
+        drafter = make_drafter(draft, model.config, jnp.dtype(jnp.float32))
+        loss = JointLoss(HeadsLoss(adapted, drafter, objective), model, JointConfig(**joint))
+        params = {"adapter": noise(shapes, 1), "draft": random_params(drafter, BoundBase(model, frozen))}
+        return loss, params, frozen, batch
+
+    return make
+
+
+def value_of(loss, frozen, batch, step=0):
+    return jax.jit(lambda params: loss(params, frozen, batch, loss.totals(batch), None, step))
+
+
+def log_softmax(logits):
+    shifted = np.asarray(logits, np.float64)
+    shifted = shifted - shifted.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("distill", [False, True])
+def test_loss_equals_numpy(example, distill):
+    """The base's part is the cross entropy, or with distill KL(original || adapted), over next tokens that count."""
+    loss, params, frozen, batch = example(distill=distill, base_weight=0.7, heads_weight=0.3)
+    value, parts = value_of(loss, frozen, batch)(params)
+    adapted, original = (
+        log_softmax(BoundBase(model, weights).logits(run_base(model, weights, batch["tokens"]).hidden))
+        for model, weights in ((loss.heads.model, with_adapter(frozen, params["adapter"])), (loss.original, frozen))
+    )
+    labels = np.asarray(batch["labels"])[:, 1:]
+    if distill:
+        nats = (np.exp(original) * (original - adapted)).sum(axis=-1)[:, :-1]
+    else:
+        nats = -np.take_along_axis(adapted[:, :-1], np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    expected = nats[labels != IGNORED].mean()
+    assert expected > 0.1
+    np.testing.assert_allclose(parts["base_loss"], expected, rtol=1e-4)
+    np.testing.assert_allclose(value, 0.7 * expected + 0.3 * (0.8 ** np.arange(3) @ parts["lm"]), rtol=1e-4)
+
+
+def test_kl_of_a_fresh_adapter_is_zero(example):
+    loss, params, frozen, batch = example(distill=True)
+    params["adapter"] = jax.tree.map(jnp.zeros_like, params["adapter"])
+    assert abs(float(value_of(loss, frozen, batch)(params)[1]["base_loss"])) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name in ("medusa", "hydra++") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+def test_gradients_are_those_of_finite_differences(example, family):
+    """Along a random direction, of the adapter's parameters and of the heads'."""
+    loss, params, frozen, batch = example(FAMILIES[family], distill=True, heads_weight=0.5)
+    value = value_of(loss, frozen, batch)
+    gradient = jax.jit(jax.grad(lambda params: value(params)[0]))(params)
+    for part in ("adapter", "draft"):
+        direction = noise(params[part], 2)
+
+        def along(step, part=part, direction=direction):
+            moved = jax.tree.map(lambda x, way: x + step * way, params[part], direction)
+            return float(value(params | {part: moved})[0])
+
+        pairs = zip(*map(jax.tree.leaves, (gradient[part], direction)), strict=True)
+        slope = sum(float(jnp.vdot(g, way)) for g, way in pairs)
+        assert abs(slope) > 0.02
+        np.testing.assert_allclose((along(3e-3) - along(-3e-3)) / 6e-3, slope, rtol=0.03, atol=3e-3)
+    # No leaf is left out, neither of the layers nor of the lm head.
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient["adapter"]))
+
+
+def test_both_losses_reach_the_adapter(example):
+    """The lm head's adapter hears the base's loss alone; λ0 is how much of the heads' the others hear."""
+    gradients = []
+    for weight in (0.5, 1.0):
+        loss, params, frozen, batch = example(heads_weight=weight)
+        value = value_of(loss, frozen, batch)
+        gradients.append(jax.jit(jax.grad(lambda params: value(params)[0]))(params))  # noqa: B023
+    low, high = (gradient["adapter"] for gradient in gradients)
+    np.testing.assert_allclose(low["lm_head_lora_a"], high["lm_head_lora_a"], rtol=1e-5)
+    assert np.abs(high["layers_0"]["qkv_lora_a"] - low["layers_0"]["qkv_lora_a"]).max() > 1e-3
+    heads = (jax.tree.leaves(gradient["draft"]) for gradient in gradients)
+    for half, whole in zip(*heads, strict=True):
+        np.testing.assert_allclose(2 * half, whole, rtol=1e-4, atol=1e-7)
+
+
+def test_a_gradient_of_layers_computed_again_is_the_same(example):
+    loss, params, frozen, batch = example()
+    again = dataclasses.replace(loss, heads=dataclasses.replace(loss.heads, model=loss.heads.model.clone(remat=True)))
+    kept, computed = (
+        jax.jit(jax.grad(lambda params, loss=loss: loss(params, frozen, batch, loss.totals(batch), None)[0]))(params)
+        for loss in (loss, again)
+    )
+    for expected, found in zip(*map(jax.tree.leaves, (kept, computed)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_weight_of_the_heads_rises_along_a_sine():
+    config = JointConfig(heads_weight=0.2, heads_alone_steps=3, rise_steps=4)
+    found = [float(heads_weight(config, step)) for step in range(9)]
+    rise = 0.2 * np.sin(np.pi / 2 * np.array([0.25, 0.5, 0.75, 1.0]))
+    np.testing.assert_allclose(found, [0.2] * 3 + [*rise] + [0.2] * 2, rtol=1e-6)
+    at_once = dataclasses.replace(config, rise_steps=0)
+    np.testing.assert_allclose([heads_weight(at_once, step) for step in range(5)], 0.2, rtol=1e-6)
+
+
+# --- steps ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def steps(tiny_model):
+    """``steps(accumulation) -> ([params] before the first step and after each, [metrics])``: three steps on random
+    tokens, in the first two of which the heads are alone.
+    """
+
+    @functools.cache
+    def run(accumulation):
+        model, frozen = tiny_model
+        config = TrainConfig(
+            output="unused", task="joint", model="unused", dtype="float32", steps=10, batch_size=4, objective=TEXT,
+            draft=DraftConfig(heads="medusa", n_heads=2), tree="cartesian-2x2", adapter=ADAPTER,
+            joint=JointConfig(heads_alone_steps=2), accumulation=accumulation,
+            optimizer=OptimizerConfig(lr=RATE, warmup_steps=0, schedule="constant", weight_decay=DECAY),
+            data=DataConfig(format="standard_library", length=12),
+        )  # fmt: skip
+        mesh = make_mesh()
+        task, optimizer = JointTask(config, None, model, frozen, mesh), optimizer_of(config, 10)
+        shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
+        state = init_state(task.init_params(jax.random.key(1)), optimizer, shardings)
+        step = make_train_step(task.loss, optimizer, accumulation, shardings, task.frozen_shardings)
+        tokens = np.random.default_rng(0).integers(0, 61, (3, 4, 12)).astype(np.int32)
+        labels = np.where(np.random.default_rng(1).random(tokens.shape) < 0.7, tokens, IGNORED)
+        found, reports = [jax.device_get(state.params)], []
+        for i in range(3):
+            batch = {"tokens": tokens[i], "labels": labels[i]}
+            state, report = step(state, task.frozen, batch, jax.random.key(0))
+            found.append(jax.device_get(state.params))
+            reports.append(jax.device_get(report))
+        return found, reports
+
+    return run
+
+
+def test_heads_alone_leave_the_adapter_bitwise_as_it_is(steps):
+    """Two steps, with decay, which would shrink A; in the third the adapter learns, at a quarter of the heads' rate.
+
+    Adam's first update is as large as its rate whatever the gradient. The adapter's is, though it comes third.
+    """
+    (fresh, first, second, third), _ = steps(1)
+    for before, after in zip(*(jax.tree.leaves(x["adapter"]) for x in (fresh, second)), strict=True):
+        np.testing.assert_array_equal(before, after)
+    adapter = third["adapter"]["layers_0"]["out_lora_b_o_proj"]
+    assert not second["adapter"]["layers_0"]["out_lora_b_o_proj"].any()
+    np.testing.assert_allclose(np.median(np.abs(adapter)), RATE, rtol=1e-3)
+    heads = first["draft"]["head_0"]["lm_kernel"] - (1 - 4 * RATE * DECAY) * fresh["draft"]["head_0"]["lm_kernel"]
+    np.testing.assert_allclose(np.median(np.abs(heads)), 4 * RATE, rtol=1e-3)
+
+
+def test_parts_of_a_batch_add_up_to_it(steps):
+    """The rows differ in how many targets they have, so that means of means would not."""
+    whole, parts = steps(1), steps(2)
+    for report, of_parts in zip(whole[1], parts[1], strict=True):
+        for name, value in report.items():
+            np.testing.assert_allclose(of_parts[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+    for expected, found in zip(*(jax.tree.leaves(x[0][-1]) for x in (whole, parts)), strict=True):
+        # Adam's first update is the sign of a gradient, which rounding decides where there is hardly any.
+        assert np.mean(np.abs(expected - found) > 1e-5) < 0.02
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+RUN = {
+    "task": "joint",
+    "draft": {"heads": "medusa", "n_heads": 2},
+    "objective": {"lm_weight": 1.0, "teacher_weight": 0.0, "head_decay": 0.8},
+    "adapter": {"rank": 2, "alpha": 4.0, "dropout": 0.1},
+    "joint": {"distill": True, "heads_alone_steps": 2, "rise_steps": 2},
+    "steps": 6,
+}
+
+
+@pytest.fixture
+def run(config_file, program, monkeypatch, tmp_path):
+    """``run(stop_after=None) -> Path``: the output of a run, which was stopped after so many steps and begun again."""
+
+    def run(stop_after=None):
+        output = tmp_path / f"run-{stop_after}"
+        if stop_after:
+            asked = iter([False] * (stop_after - 1) + [True])
+            with monkeypatch.context() as patched:
+                patched.setattr(Interrupts, "agreed", lambda self, meeting: next(asked))
+                result = program("--config", config_file(**RUN), f"output={output}")
+            assert f"stopped at step {stop_after} of 6" in result.out
+        result = program("--config", config_file(**RUN), f"output={output}")
+        assert result.code == 0, result.err
+        if stop_after:
+            assert f"resumed at step {stop_after} of 6" in result.out
+        return output, result.out
+
+    return run
+
+
+def test_a_run_and_what_it_leaves_behind(run, base, tmp_path):
+    """Stopped in its second stage it ends bitwise where another ends; heads, adapter and merged base go together."""
+    (whole, out), (parts, _) = run(), run(stop_after=3)
+    for name in ("adapter/adapter_model.safetensors", "heads/medusa_lm_head.safetensors", "base/model.safetensors"):
+        assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
+    merged, heads, adapter = whole / "base", whole / "heads", whole / "adapter"
+    assert f"--base {merged} --draft {heads}, or with the adapter beside the base: " in out
+    assert f"--base {base} --adapter {adapter} --draft {heads}" in out
+    report = [line for line in read_metrics(whole / "metrics.jsonl") if line["kind"] == "eval"]
+    assert report[0]["bits_per_byte"] == report[0]["bits_per_byte_before"] == report[-1]["bits_per_byte_before"]
+    assert report[-1]["bits_per_byte"] != report[0]["bits_per_byte"]
+    assert len(report[-1]["top1"]) == 2
+
+    theirs = apply_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter).state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).state_dict().items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-6, atol=1e-6)
+    assert "they were trained with an adapter" in refusal(lambda: hydrajax.load(base, heads))
+    prompts, settings = [[5, 6, 7]], {"max_new_tokens": 16, "tree": "chain-2"}
+    separate = hydrajax.load(base, heads, adapter=adapter).generate(prompts, **settings)
+    assert hydrajax.load(merged, heads).generate(prompts, **settings)[0].output_ids == separate[0].output_ids
+
+
+def test_greedy_trees_say_what_the_adapted_base_says(base, tmp_path):
+    """With an adapter that changes what the base says, beside it and merged, in float and beside int8 weights."""
+    theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapter = write_lora(tmp_path / "lora", theirs, lora_alpha=9)
+    prompt, new = [5, 6, 7], 24
+    with torch.no_grad():
+        text = apply_lora(theirs, adapter).generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)
+    expected = text[0, len(prompt) :].tolist()
+    settings = {"max_new_tokens": new, "tree": "chain-2"}
+    plain = hydrajax.load(base, "lookup").generate([prompt], **settings)[0]
+    assert list(plain.output_ids) != expected
+    for merge in (False, True):
+        loaded = hydrajax.load(base, "lookup", adapter=adapter, merge=merge)
+        assert list(loaded.generate([prompt], **settings)[0].output_ids) == expected
+    quantized = hydrajax.load(base, "lookup", adapter=adapter, quantize="int8")
+    alone = quantized.generate([prompt], draft="none", max_new_tokens=new, tree="root")[0]
+    assert list(quantized.generate([prompt], **settings)[0].output_ids) == list(alone.output_ids)
+    assert "merge: means nothing without an adapter" in refusal(lambda: hydrajax.load(base, merge=True))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["joint.heads_alone_steps=6"], "joint.heads_alone_steps: must be below steps, 6, found 6"),
+        (["data.hidden_cache_gb=1"], "data.hidden_cache_gb: contradicts task joint, whose hidden states change"),
+        (["optimizer.name=muon"], "optimizer.name: must be adamw for task joint, found muon"),
+        (["draft.lm_head=shared"], "draft.lm_head: shared contradicts an adapter of lm_head"),
+        (["adapter.targets=[lm_heads]"], "adapter.targets: found 'lm_heads', allowed are q_proj, k_proj"),
+        (["joint.heads_weight=0"], "joint.heads_weight: must be positive, found 0.0"),
+        (["task=heads"], "joint: means nothing for task heads, leave it out"),
+        (["steps=null", "epochs=0.03"], "joint.heads_alone_steps: must be below the run's 1 steps, found 2"),
+    ],
+)
+def test_contradictions(config_file, program, tmp_path, overrides, message):
+    result = program("--config", config_file(**RUN), *overrides)
+    assert result.code == 2
+    assert message in result.err
+    assert not (tmp_path / "run" / "base").exists()
