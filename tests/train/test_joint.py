@@ -116,7 +116,7 @@ def test_gradients_are_those_of_finite_differences(example, family):
             return float(value(params | {part: moved})[0])
 
         pairs = zip(*map(jax.tree.leaves, (gradient[part], direction)), strict=True)
-        slope = sum(float(jnp.vdot(g, way)) for g, way in pairs)
+        slope = sum(float(jnp.vdot(*pair)) for pair in pairs)
         assert abs(slope) > 0.02
         np.testing.assert_allclose((along(3e-3) - along(-3e-3)) / 6e-3, slope, rtol=0.03, atol=3e-3)
     # No leaf is left out, neither of the layers nor of the lm head.
