@@ -69,7 +69,8 @@ def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) 
 
     name = config.model if config.task != "base" else "from scratch"
     if config.task != "base":
-        say(f"base   {name}: {millions(task.frozen)} parameters in {config.dtype}, frozen")
+        kept = config.quantize or config.dtype
+        say(f"base   {name}: {millions(task.frozen)} parameters in {kept}, frozen")
     what = type(task.drafter).__name__ if config.task != "base" else f"base {name}"
     trained = state.params
     if config.task == "joint":
@@ -97,6 +98,8 @@ def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) 
         f"temporaries (activations, gradients, casts): {how}as XLA's CPU compiler plans them. It multiplies bfloat16 "
         "as float32 copies and schedules differently, so that a GPU or TPU may need less or more."
     )
+    if config.joint.remat:
+        say("joint.remat: that compiler undoes it and plans as if everything were kept; a GPU or TPU needs far less")
     verdict(config, shape, mesh, held, total, device_memory, console)
     hours(config, task.flops_per_token, mesh.size, console)
     return fits
@@ -186,7 +189,7 @@ def abstract_task(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> HeadsT
     if config.task == "base":
         vocabulary = SimpleNamespace(tokenizer=range(shape.vocab_size))  # of which the task asks the length
         return BaseTask(dataclasses.replace(config, scratch=shape), vocabulary, mesh)
-    model = Llama(shape, jnp.dtype(config.dtype))
+    model = Llama(shape, jnp.dtype(config.dtype), config.quantize == "int8")
     boxed = abstract_base(model)
     params = placed(nn.unbox(boxed), tree_shardings(mesh, boxed))
     return (JointTask if config.task == "joint" else HeadsTask)(config, None, model, params, mesh)

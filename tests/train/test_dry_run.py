@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.adapter import Adapter
 from hydrajax.sharding import make_mesh
 from hydrajax.train import dry_run as module
 from hydrajax.train.config import DataConfig, DraftConfig, MeshConfig, OptimizerConfig, TrainConfig
@@ -80,6 +81,24 @@ def test_counts_of_vicuna_7b(no_compilation, dry_run):
     assert fits
     assert [layers for _, layers in no_compilation] == [2, 4]
     assert "extrapolated from 2 and 4 layers" in text
+
+
+def test_counts_of_an_adapter_on_vicuna_7b(no_compilation, dry_run):
+    """Rank r costs r numbers for every input and output of a linear layer, the lm head too. The int8 base is a byte
+    for a weight and 4 for the scale of an output.
+    """
+    medusa, rank = DraftConfig(heads="medusa", n_heads=2), 32
+    changes = {"task": "joint", "adapter": Adapter(rank=rank), "quantize": "int8"}
+    _, text = dry_run(settings(model="vicuna-7b", dtype="bfloat16", draft=medusa, **changes))
+    d, mlp, v = 4096, 11_008, 32_000
+    adapter = rank * (32 * (4 * 2 * d + 3 * (d + mlp)) + d + v)
+    heads = 2 * (d * d + d + v * d)
+    kernels, outputs = 32 * (4 * d * d + 3 * d * mlp) + v * d, 32 * (5 * d + 2 * mlp) + v
+    assert f"train  its adapter, rank 32: {adapter / 1e6:,.1f} million parameters in float32" in text
+    assert figure(text, "adapter") == pytest.approx(4 * adapter / GB, abs=1e-3)
+    assert figure(text, "draft weights") == pytest.approx(4 * heads / GB, abs=2e-3)
+    assert figure(text, "optimizer") == pytest.approx(8 * (adapter + heads) / GB, abs=4e-3)
+    assert figure(text, "base weights") == pytest.approx((kernels + 4 * outputs + 2 * v * d) / GB, abs=2e-3)
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | H
             directory,
             jnp.dtype(config.dtype),
             placer(mesh),
+            int8=config.quantize == "int8",
             on_progress=lambda done, total: line.update(f"loading the base {done / total:.0%}"),
         )
     _check_fit(config, data, model)

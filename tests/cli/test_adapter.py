@@ -1,0 +1,65 @@
+"""``--adapter`` and ``convert merge``: what the adapted model says, whichever way it is named; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lora_files import apply_lora, write_lora
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module")
+def adapter(base, tmp_path_factory) -> Path:
+    return write_lora(
+        tmp_path_factory.mktemp("lora") / "lora", AutoModelForCausalLM.from_pretrained(base), lora_alpha=9
+    )
+
+
+@pytest.fixture
+def said(program, tmp_path):
+    """``said(*flags) -> [ids]``: what ``generate`` writes after one prompt, drafting by lookup."""
+
+    def run(*flags) -> list[int]:
+        output = tmp_path / "out.jsonl"
+        flags = (*flags, "--draft", "lookup", "--tree", "chain-2", "--max-new-tokens", 12, "--output", output)
+        result = program("generate", "--prompt", "a tree", *flags)
+        assert result.code == 0, result.err
+        return json.loads(output.read_text())["output_ids"]
+
+    return run
+
+
+def test_beside_the_base_or_merged_it_says_what_transformers_says(said, program, base, adapter, tokenizer, tmp_path):
+    prompt = torch.tensor([tokenizer("a tree")["input_ids"]])
+    with torch.no_grad():
+        theirs = apply_lora(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+        expected = theirs.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :].tolist()
+    merged = tmp_path / "merged"
+    result = program("convert", "merge", "--base", base, "--adapter", adapter, "--output", merged)
+    assert (result.code, result.err) == (0, "")
+    assert result.out == f"{merged}: {', '.join(sorted(path.name for path in merged.iterdir()))}\n"
+    assert said("--base", base) != expected
+    assert said("--base", merged) == expected
+    assert said("--base", base, "--adapter", adapter) == expected
+    assert said("--base", base, "--adapter", adapter, "--merge-adapter") == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("generate --prompt a --base BASE --merge-adapter", "merge: means nothing without an adapter"),
+        ("generate --prompt a --base BASE --adapter nowhere", "--adapter: no such directory: nowhere"),
+        ("generate --prompt a --base BASE --adapter BASE", "--adapter: no such file: BASE/adapter_config.json"),
+        ("bench --random tiny --adapter BASE", "bench: --adapter goes with --base"),
+        ("convert merge --base BASE --adapter LORA --output LORA", "--output: is the directory of the adapter, LORA"),
+    ],
+)
+def test_refusals(program, base, adapter, command, message):
+    for name, path in (("BASE", base), ("LORA", adapter)):
+        command, message = command.replace(name, str(path)), message.replace(name, str(path))
+    result = program(*command.split())
+    assert (result.code, result.out) == (2, "")
+    assert result.err.strip() == f"hydrajax: {message}"
