@@ -342,11 +342,6 @@ class TrainConfig:
             raise HydrajaxError(
                 f"joint.heads_alone_steps: must be below steps, {self.steps}, found {self.joint.heads_alone_steps}"
             )
-        if self.draft.lm_head == "shared" and "lm_head" in self.adapter.targets:
-            raise HydrajaxError(
-                "draft.lm_head: shared contradicts an adapter of lm_head, which the heads' loss would not reach; leave "
-                "lm_head out of adapter.targets"
-            )
 
 
 def check_length(config: TrainConfig, base: LlamaConfig) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
 
-from hydrajax.checkpoints.base import load_llama
+from hydrajax.checkpoints.base import load_llama, read_config
 from hydrajax.checkpoints.hub import resolve
 from hydrajax.errors import HydrajaxError
 from hydrajax.sharding import placer
@@ -18,7 +18,7 @@ from hydrajax.train.data import dataset
 from hydrajax.train.data.hidden_cache import hidden_states
 from hydrajax.train.tasks.base import BaseTask
 from hydrajax.train.tasks.heads import HeadsTask, make_drafter
-from hydrajax.train.tasks.joint import JointTask
+from hydrajax.train.tasks.joint import JointTask, check_joint
 
 
 def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | HeadsTask:
@@ -30,6 +30,8 @@ def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | H
     if config.task == "base":
         return BaseTask(config, data, mesh)
     directory = resolve(config.model, "model")
+    if config.task == "joint":
+        check_joint(config, read_config(directory, "model"))  # before gigabytes are read
     with console.status("loading the base") as line:
         model, base_params = load_llama(
             directory,

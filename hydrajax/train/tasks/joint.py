@@ -23,8 +23,11 @@ from jaxtyping import Array, Float
 from hydrajax.checkpoints.adapter import save_adapter
 from hydrajax.checkpoints.base import export_merged
 from hydrajax.checkpoints.hub import resolve
+from hydrajax.drafters.prefix import heads_of
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.adapter import check_adapter, split_adapter, with_adapter
 from hydrajax.models.base import BoundBase, abstract_base, init_base
+from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.models.rows import chunk_width, into_chunks, run_base
 from hydrajax.sharding import replicated, tree_shardings
@@ -35,7 +38,7 @@ from hydrajax.train.flops import causal_attention_flops, drafter_forward_flops, 
 from hydrajax.train.forward import cast
 from hydrajax.train.losses import draft_loss, language_model_loss, targets
 from hydrajax.train.step import Batch
-from hydrajax.train.tasks.heads import HeadsLoss, HeadsTask
+from hydrajax.train.tasks.heads import HeadsLoss, HeadsTask, make_drafter
 
 
 def heads_weight(config: JointConfig, step: int | Array) -> Float[Array, ""]:
@@ -48,6 +51,19 @@ def heads_weight(config: JointConfig, step: int | Array) -> Float[Array, ""]:
     share = jnp.clip((together + 1) / max(config.rise_steps, 1), 0.0, 1.0)
     rising = config.heads_weight * jnp.sin(jnp.pi / 2 * share)
     return jnp.where(together < 0, config.heads_weight, rising).astype(jnp.float32)
+
+
+def check_joint(config: TrainConfig, base: LlamaConfig) -> None:
+    """Refuse an adapter that a base of this shape cannot have, and one that the heads' loss would not reach in full:
+    `draft_loss` takes the base's lm head as it is.
+    """
+    check_adapter(config.adapter, base)
+    heads = heads_of(make_drafter(config.draft, base, config.dtype))
+    if heads.lm_head.shared and "lm_head" in config.adapter.targets:
+        raise HydrajaxError(
+            "adapter.targets: these heads say their tokens by the base's own lm head, whose adapter their loss would "
+            "not reach; leave lm_head out"
+        )
 
 
 @dataclass(frozen=True)
@@ -156,7 +172,7 @@ class JointTask(HeadsTask):
     """Draft heads and an adapter: see `hydrajax.train.loop.Task`."""
 
     def __init__(self, config: TrainConfig, dataset: Dataset, model: Llama, base_params: Any, mesh: Mesh):
-        check_adapter(config.adapter, model.config)
+        check_joint(config, model.config)
         adapted = model.clone(adapter=config.adapter, remat=config.joint.remat)
         # What is trained is float32, as the heads are.
         self._adapter_master = adapted.clone(dtype=jnp.dtype(jnp.float32))
