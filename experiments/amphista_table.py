@@ -10,9 +10,11 @@ import ablation
 import common
 
 AMPHISTA = ("draft.heads=amphista", *ablation.SHARED, *ablation.BOTH)  # its loss: amphista 3.3
+EAGLES_LOSS = ("objective.lm_weight=0", "objective.teacher_weight=0.1", "objective.reconstruction_weight=1")
 VARIANTS = ablation.ALIKE | {
     "Amphista": AMPHISTA,
     "Amphista, narrow": (*AMPHISTA, "draft.mlp_width=384"),  # layers as wide between as outside, as its draft time asks
+    "Amphista, narrow, loss of EAGLE": (*AMPHISTA, "draft.mlp_width=384", *EAGLES_LOSS),
     "Amphista, no auto-embedding": (*AMPHISTA, "draft.auto_embedding_layers=0"),
     "Amphista, no positions": (*AMPHISTA, "draft.position_encoding=false"),
     "Amphista, no adaptation": (*AMPHISTA, "draft.adaptation_layers=0"),
