@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
     if args.seeds is not None and args.held_out:
         raise HydrajaxError("--held-out: is about the config's data, which --seeds replaces")
     config = load_config(args.config, args.overrides)
-    if config.task != "heads":
+    if config.task == "base":
         raise HydrajaxError("--config: distillation needs the config of a head-training run")
     base = resolve(config.model, "model")
     loaded = load(base, draft, dtype=config.dtype, force=args.force, draft_confidence=args.draft_confidence)

@@ -101,8 +101,7 @@ def test_kl_of_a_fresh_adapter_is_zero(example):
 
 
 @pytest.mark.parametrize(
-    "family",
-    [name if name in ("medusa", "hydra++") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+    "family", ["medusa", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "medusa")]
 )
 def test_gradients_are_those_of_finite_differences(example, family):
     """Along a random direction, of the adapter's parameters and of the heads'."""
@@ -131,6 +130,7 @@ def test_gradients_are_those_of_finite_differences(example, family):
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient["adapter"]))
 
 
+@pytest.mark.slow
 def test_both_losses_reach_the_adapter(example):
     """The lm head's adapter hears the base's loss alone; λ0 is how much of the heads' the others hear."""
     gradients = []
@@ -146,6 +146,7 @@ def test_both_losses_reach_the_adapter(example):
         np.testing.assert_allclose(2 * half, whole, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_gradient_of_layers_computed_again_is_the_same(example):
     loss, params, frozen, batch = example()
     again = dataclasses.replace(loss, heads=dataclasses.replace(loss.heads, model=loss.heads.model.clone(remat=True)))
