@@ -55,6 +55,14 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
+def pytest_collection_modifyitems(items):
+    """Of a test that is marked ``quick`` all other cases are slow."""
+    for item in items:
+        if (quick := item.get_closest_marker("quick")) and item.callspec.id not in quick.args:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish(session):
     """Look for garbage less often: what was imported and collected stays, and JAX's programs are millions of objects,
     which Python would go through thousands of times. It takes an eighth of the tests' time.

@@ -34,6 +34,7 @@ def command_lines(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", with_blocks("python"))
+@pytest.mark.quick("README")
 def test_python_samples_run(page, tmp_path, monkeypatch, capfd):
     """All of a page from top to bottom, as a reader would type them, in an empty directory."""
     monkeypatch.chdir(tmp_path)

@@ -188,6 +188,7 @@ def test_output_ids_and_accept_lengths(decoded, recorded):
         np.testing.assert_array_equal(out.accept_lengths[row, : len(accepts)], accepts, err_msg=f"prompt {row}")
 
 
+@pytest.mark.quick("hydra_pp-mc63", "hydra_mlp-small")
 def test_every_proposed_tree(loaded, decode, recorded):
     """The tree's tokens at every step of every prompt, rejected guesses included: they depend on the drafter's whole
     state, which matching output would not show."""

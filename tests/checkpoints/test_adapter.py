@@ -59,6 +59,7 @@ def lora(tiny_checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.quick("qwen3", "tied", "mistral")
 def test_every_family_equals_transformers(llama_checkpoint, tmp_path, family):
     """Beside the base and merged into it, all linear layers (but a tied lm head) being adapted."""
     base = llama_checkpoint(**FAMILIES[family])
@@ -83,6 +84,7 @@ def test_every_family_equals_transformers(llama_checkpoint, tmp_path, family):
     ],
     ids=["some targets", "rslora", "ranks", "alphas", "expression"],
 )
+@pytest.mark.quick("rslora", "ranks", "expression")
 def test_patterns_and_targets(tiny_checkpoint, lora, settings):
     folder = lora(**settings)
     expected = expected_logits(apply_lora(open_model(tiny_checkpoint), folder))

@@ -124,6 +124,7 @@ def cache_makers(engine: Engine, hlo: str, batch: int) -> dict[str, int]:
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )
+@pytest.mark.quick("hydra++-Greedy-3", "eagle-Greedy-1", "model-Greedy-1")
 def test_the_loop_updates_its_caches_in_place(name, rule, batch):
     engine = make_engine(name)
     hlo = optimised_hlo(engine, batch, rule=rule)
@@ -152,6 +153,7 @@ def extended_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
 @pytest.mark.parametrize(
     "name", ["autoregressive", "hydra++", *[pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "model")]]
 )
+@pytest.mark.quick("hydra++-3")
 def test_more_text_is_added_to_the_caches_in_place(name, batch):
     """A turn of a conversation must not cost a copy of every cache (it did: the write waited for an input)."""
     engine = make_engine(name)

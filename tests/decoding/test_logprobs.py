@@ -43,6 +43,7 @@ def check(lab, out) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.quick("ExactSampling", "Typical")
 def test_every_rule_with_a_tree(lab, rule):
     """Rows end by an EOS and by a limit within a path, too."""
     settings = {"max_new_tokens": NEW, "eos_ids": (0,), "logprobs": True}

@@ -75,6 +75,7 @@ def test_rows_go_on_undisturbed_wherever_they_are_put(hydra_pp):
     assert_rows(pair, [0, 1], wanted[0], [3, 1])
 
 
+@pytest.mark.slow
 def test_a_newcomer_with_a_shorter_prompt_joins_a_batch_under_way(hydra_pp):
     """Its prompt has a width of its own; its cache is made as large as those it joins."""
     start, step, slots = hydra_pp
@@ -97,6 +98,7 @@ def test_a_newcomer_with_a_shorter_prompt_joins_a_batch_under_way(hydra_pp):
     ],
     ids=lambda rules: type(rules[0]).__name__,
 )
+@pytest.mark.quick("RejectionSampling")
 def test_every_row_gets_what_its_rule_gives_alone(lab, rules):
     """One program: the numbers are arguments, for all rows or for each."""
     decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], presets.cartesian([3, 2]), rules[0], max_new_tokens=20)

@@ -100,6 +100,7 @@ def taught(request, base, oracle):
     return drafter, in_numpy(oracle, drafter, params, base), propose
 
 
+@pytest.mark.quick("alpha, narrow, small lm heads")
 def test_a_static_tree_holds_the_best_tokens_of_each_head(taught, oracle):
     _, plain, propose = taught
     tree = oracle.random_tree(3, 18, depth=4, widest=5)
@@ -110,6 +111,7 @@ def test_a_static_tree_holds_the_best_tokens_of_each_head(taught, oracle):
     assert alone.tokens[:, 0].tolist() == roots.tolist()
 
 
+@pytest.mark.quick("without adaptation, the base's lm head")
 def test_a_dynamic_tree_holds_the_best_tokens_of_each_head(taught):
     _, plain, propose = taught
     proposal, _, texts = propose(DynamicTree(16, 3, 4))

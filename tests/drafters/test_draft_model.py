@@ -109,6 +109,7 @@ def test_a_static_tree_holds_the_best_tokens_after_each_path(drafted, oracle):
         plain.check_proposal(tree, text, roots[row], found[row])
 
 
+@pytest.mark.slow
 def test_a_dynamic_tree_holds_the_best_tokens_after_each_path(drafted):
     propose, plain, texts, _ = drafted
     proposal = propose(DynamicTree(16, 3, 4))
@@ -217,6 +218,7 @@ def padded(texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return np.array([text + [0] * (4 - len(text)) for text in texts], np.int32), np.array([*map(len, texts)], np.int32)
 
 
+@pytest.mark.slow
 def test_of_a_draft_that_is_the_base_every_token_is_accepted(lab):
     decode_fn = make_decode_fn(lab.model, lab.drafters["the base"], presets.chain(4), max_new_tokens=20)
     out = lab.decode(decode_fn, 0, lab.base(0), PROMPTS)

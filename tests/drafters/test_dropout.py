@@ -53,6 +53,7 @@ def test_inverted_dropout_keeps_the_expectation():
 
 @pytest.mark.parametrize("n_layers", [1, 3])
 @pytest.mark.parametrize("kind", [MedusaHeads, HydraHeads])
+@pytest.mark.quick("HydraHeads-3", "MedusaHeads-1")
 def test_every_block_has_its_own_mask(base, kind, n_layers):
     """Also when it is one shared block applied again: equal masks would keep 0.75 of the elements, not 0.75^n."""
     drafter = kind(2, WIDTH, VOCAB, n_layers, dropout=RATE)

@@ -61,6 +61,7 @@ def taught(drafter, base, oracle):
     return params, propose
 
 
+@pytest.mark.quick("eagle")
 def test_a_static_tree_holds_the_best_tokens_after_each_path(drafter, base, taught, oracle):
     params, propose = taught
     plain, tree = oracle.eagle(drafter, params, base), oracle.random_tree(3, 18, depth=4, widest=5)
@@ -69,6 +70,7 @@ def test_a_static_tree_holds_the_best_tokens_after_each_path(drafter, base, taug
         plain.check_proposal(tree, text, int(roots[row]), proposal.tokens[row])
 
 
+@pytest.mark.quick("eagle3")
 def test_a_dynamic_tree_holds_the_best_tokens_after_each_path(drafter, base, taught, oracle):
     params, propose = taught
     plain = oracle.eagle(drafter, params, base)

@@ -153,6 +153,7 @@ def test_official_static_trees(folder):
 
 @pytest.mark.parametrize("name", ["t8", slow("t32"), slow("t60")])
 @pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
+@pytest.mark.quick("eagle3_mha-t8")
 def test_dynamic_trees(folder, loaded_for, arch, name):
     recorded = np.load(folder / arch / f"greedy_{name}.npz")
     tree = DynamicTree(int(recorded["total_token"]), int(recorded["depth"]), int(recorded["top_k"]))

@@ -73,6 +73,7 @@ def by_hand(tree: DynamicTree, logits: np.ndarray, root: int) -> tuple[list[int]
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+@pytest.mark.quick("dynamic-8-2-3", "dynamic-6-0-5")
 def test_the_likeliest_candidates_become_nodes(tree):
     roots = np.arange(BATCH, dtype=np.int32)
     for seed in range(2):
@@ -171,6 +172,7 @@ def drawn_by_hand(tree: DynamicTree, logits: np.ndarray, root: int, temperature:
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+@pytest.mark.quick("dynamic-8-2-3")
 def test_of_drawn_candidates_those_whose_places_are_worth_most_become_nodes(tree):
     roots, temperatures, logits = np.arange(BATCH, dtype=np.int32), [0.7, 1.0, 1.3, 2.0], tables(4)
     proposal, _, children = drawn(tree, logits, roots, temperatures)
@@ -185,6 +187,7 @@ def test_of_drawn_candidates_those_whose_places_are_worth_most_become_nodes(tree
 
 @pytest.mark.parametrize("scale", [1, 200])
 @pytest.mark.parametrize("vocabulary", [None, Vocabulary([2, 5, 11])], ids=["all tokens", "3 tokens"])
+@pytest.mark.quick("3 tokens-1", "3 tokens-200")
 def test_a_drawn_tree_is_closed_however_sure_the_draft_is(scale, vocabulary):
     """Every node's children are the first that were drawn for it; what the draft cannot say is -1 and comes last."""
     tree, roots = DynamicTree(24, 3, 5), np.arange(60, dtype=np.int32) % VOCAB

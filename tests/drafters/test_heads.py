@@ -72,11 +72,20 @@ def propose_and_check(heads, base, tree, batch, seed):
 
 
 @pytest.mark.parametrize(("name", "batch"), [("skips ranks", 1), ("skips ranks", 3), ("sparse", 3)])
+@pytest.mark.quick(
+    "hydra, 3 shared layers-skips ranks-3",
+    "hydra, 3 layers-sparse-3",
+    "hydra-skips ranks-1",
+    "medusa, shared block and bias-skips ranks-3",
+    "medusa, 3 blocks-sparse-3",
+    "medusa-skips ranks-1",
+)
 def test_propose_matches_numpy(heads, base, name, batch):
     propose_and_check(heads, base, TREES[name], batch, seed=batch)
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra, 3 shared layers"])
+@pytest.mark.quick("medusa")
 def test_a_dynamic_tree_holds_the_best_tokens_after_each_path(base, oracle, name):
     drafter, tree, batch = DRAFTERS[name], DynamicTree(18, 3, 4), 3
     params = oracle.random_draft_params(drafter, base, seed=5)

@@ -109,6 +109,7 @@ def random_params(drafter, base: BoundBase):
 
 
 @pytest.mark.parametrize(("kind", "name"), DECODED)
+@pytest.mark.quick("medusa-reduced, low rank")
 def test_decoding_says_what_the_base_says(lab, base, kind, name):
     drafter = with_lm_head(kind, name)
     texts, _ = lab.references(0, PROMPTS)
@@ -120,6 +121,7 @@ def test_decoding_says_what_the_base_says(lab, base, kind, name):
     assert out.accept_lengths.max() >= 1
 
 
+@pytest.mark.slow
 def test_sampling_with_a_reduced_vocabulary_draws_the_tokens_of_plain_sampling(lab, base):
     rule, drafter = ExactSampling(1.2), with_lm_head("hydra", "reduced")
     tree = make_decode_fn(lab.model, drafter, presets.cartesian([12, 2]), rule, max_new_tokens=NEW)

@@ -124,6 +124,7 @@ def steps_of(name: str):
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.quick("3-4-2")
 def test_every_step_is_that_of_the_plain_algorithm(lab, name):
     """Window, candidates, accepted tokens, of three rows at once; and that it pays."""
     drafter, (_, prefill, step) = DRAFTERS[name], steps_of(name)
@@ -258,6 +259,7 @@ def decoder(name: str, rule=None):
     prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=CONTEXT), min_size=3, max_size=3),
     limit=st.integers(1, CONTEXT),
 )
+@pytest.mark.slow
 def test_greedy_decoding_says_what_the_base_says(name, base_seed, prompts, limit):
     lab = shared_lab()
     found = lab.decode(decoder(name), base_seed, {}, prompts, limits=limit)

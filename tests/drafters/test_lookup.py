@@ -66,6 +66,7 @@ def random_texts(seed: int, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.quick("default-skips ranks", "one match-chain", "short-wide", "default-root")
 def test_proposals_match_a_plain_search(name, tree):
     """Each text in two pieces: as a prompt and as what a step has added, as decoding hands it over."""
     drafter, tree = DRAFTERS[name], TREES[tree]
@@ -137,6 +138,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
 
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("tree", ["chain", "wide"])
+@pytest.mark.quick("wide-3")
 def test_decoding_says_what_the_base_says(lab, tree, batch):
     """Greedily against the cacheless reference; the tiny base falls into repetition, so much is accepted."""
     prompts = PROMPTS[:batch]

@@ -34,7 +34,8 @@ def settings_of(kind: str, settings: dict) -> dict:
     return settings | KINDS[kind] | {"data": data, "steps": 6, "checkpoint_every": 2, "eval_every": 3}
 
 
-@pytest.mark.parametrize("kind", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_stopped_run_ends_bitwise_where_another_ends_and_its_draft_decodes(
     kind, base, settings, program, config_file, tmp_path, monkeypatch
 ):

@@ -76,6 +76,7 @@ def with_random_bits(drafter, small, dtype) -> dict:
         ),
     ],
 )
+@pytest.mark.quick("eagle3, llama 3.1-float32", "eagle, scaled-float32")
 def test_a_chain_of_formats_keeps_every_bit_and_setting(small, tmp_path, name, dtype):
     """But for the depth, which is none of the weights' and which only our own format knows."""
     drafter, base = drafter_of(name, dtype), CASES[name][0]
@@ -131,6 +132,9 @@ def official_module(drafter, format: str) -> torch.nn.Module:
         *((name, format) for name in ("eagle3", "eagle3, some tokens") for format in ("eagle-3", "speculators")),
         ("eagle3, normed", "speculators"),
     ],
+)
+@pytest.mark.quick(
+    "eagle-eagle", "eagle3, some tokens-eagle-3", "eagle3, normed-speculators", "eagle, scaled-speculators"
 )
 def test_official_modules_load_it_strictly_and_compute_our_logits(small, tmp_path, name, format):
     drafter = dataclasses.replace(drafter_of(name), depth=1)

@@ -49,6 +49,15 @@ CASES = {  # batch, key-value heads, queries to each, tokens, head_dim, slots, f
 
 @pytest.mark.parametrize("windowed", [False, True], ids=["whole", "window"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.quick(
+    "several tiles of lines-window",
+    "empty cache-whole",
+    "tree of 64-window",
+    "chain-window",
+    "one token of grouped heads-whole",
+    "one token-whole",
+    "one program to each row-whole",
+)
 def test_it_is_numpys(case, windowed):
     batch, n_kv, groups, n_tokens, head_dim, slots, lengths = case
     rng = np.random.default_rng(sum(case[:6]))
