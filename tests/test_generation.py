@@ -125,6 +125,7 @@ def test_with_a_seed_of_its_own_a_prompt_draws_as_if_it_were_alone(loaded):
         hydrajax.generate(loaded, PROMPTS, rule=rule, seed=seeds[:2], **SETTINGS)
 
 
+@pytest.mark.slow
 def test_logprobs_of_the_tokens_that_are_left(loaded, whole):
     """Cut by a stop string, by limits and by a stream that is not read to its end; each against a plain pass."""
     stop = [whole[0].text[40:48]]

@@ -73,6 +73,7 @@ def test_a_tree_slower_than_none_is_not_saved(program, base, heads, prompts, tmp
     assert not (heads / "tree_b1.json").exists()
 
 
+@pytest.mark.slow
 def test_lookup_has_trees_but_no_directory(program, base, prompts, tmp_path):
     """A random base repeats itself now and then, and then what is looked up is right."""
     model = ["tree", "search", "--base", base, "--draft", "lookup", "--prompts", prompts]

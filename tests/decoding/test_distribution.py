@@ -220,6 +220,7 @@ def test_exact_sampling_with_drafts_that_have_a_cache(drafter, tree):
     assert p_value(draws(rule, drafter, TREES[tree], 8, FEWER), probabilities(rule)) > P_VALUE
 
 
+@pytest.mark.slow
 def test_sampling_with_penalties_and_min_p():
     numbers = {"repetition_penalty": 1.5, "presence_penalty": -0.4, "frequency_penalty": 0.9}
     rule = ExactSampling(0.9, min_p=0.05, **numbers)

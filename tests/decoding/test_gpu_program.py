@@ -88,6 +88,7 @@ def test_with_its_kernels_a_tree_decodes_what_one_token_at_a_time_does(interpret
     assert kind != "lookup" or found.tokens_per_step() > 1.2
 
 
+@pytest.mark.slow
 def test_options_go_to_an_outermost_function_only(monkeypatch):
     """JAX refuses them anywhere else, and a decode function may be called in a function that is compiled."""
     model, base = random_base(CONFIG)

@@ -53,6 +53,7 @@ def test_every_rule_with_a_tree(lab, rule):
     check(lab, out)
 
 
+@pytest.mark.slow
 def test_without_a_draft(lab):
     rule = ExactSampling(1.4, top_k=9)
     decode = make_decode_fn(lab.model, lab.drafters["none"], presets.root(), rule, max_new_tokens=NEW, logprobs=True)

@@ -179,6 +179,7 @@ def test_sampling_draws_the_tokens_of_plain_sampling(lab):
     assert out.accept_lengths.max() > 0
 
 
+@pytest.mark.slow
 def test_the_caches_hold_what_the_base_has_seen_and_no_guess(lab):
     """After steps of any length the state is that of the same text read at once."""
     drafter, prompts = lab.drafters["amphista"], [[3, 1, 4], [2, 6], [9, 2, 6, 5]]

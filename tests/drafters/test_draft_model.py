@@ -252,6 +252,7 @@ def test_sampling_draws_the_tokens_of_plain_sampling(lab, name, tree):
 
 
 @pytest.mark.parametrize("threshold", [0.3, pytest.param(0.999, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_below_a_token_that_it_finds_unlikely_nothing_is_drafted(drafted, threshold):
     """Everything else is drafted as without the threshold."""
     propose, plain, texts, roots = drafted

@@ -100,6 +100,7 @@ def run(model, params, tokens, positions, mask, cache=None):
     return forward, model.apply({"params": params}, forward.hidden, method="logits")
 
 
+@pytest.mark.quick("trained", "mqa", "qwen3", "gqa", "mistral_window", "qwen2", "llama3", "tied")
 def test_logits_in_prefill_and_in_cached_steps(pair):
     model, params, tokens = pair.model, pair.params, pair.tokens
     positions = np.broadcast_to(np.arange(N_TOKENS), tokens.shape)
