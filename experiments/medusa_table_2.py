@@ -31,6 +31,12 @@ def run(args) -> None:
     rows: list[dict] = []
     for name in args.variants:
         config, overrides = VARIANTS[name]
+        if config == JOINT:  # the heads alone for a quarter of the steps, then λ0 rises for another
+            overrides = (
+                f"joint.heads_alone_steps={args.steps // 4}",
+                f"joint.rise_steps={args.steps // 4}",
+                *overrides,
+            )
         one = argparse.Namespace(**vars(args) | {"config": str(config), "draft": []})
         ablation.train(one, {name: overrides})
         output = Path(one.draft[0]).parent

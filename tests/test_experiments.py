@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hydrajax import assets
@@ -125,6 +126,24 @@ def test_scripts(name, tmp_path):
         assert {row["tokens_per_step"] for row in result.rows if row["name"] == "autoregressive"} == {1.0}
     if name == "hydra_table_2":
         assert {row["category"] for row in result.rows} == {"mt_bench", "qa", "overall"}
+
+
+@pytest.mark.slow
+def test_ways_to_train_medusa_heads(tmp_path):
+    """On a few lines in place of the text that the base has written."""
+    text = tmp_path / "runs" / "shipped" / "distilled.jsonl"
+    text.parent.mkdir(parents=True)
+    ids = np.random.default_rng(0).integers(5, 4000, (60, 200)).tolist()
+    text.write_text("".join(json.dumps({"prompt_ids": row[:50], "output_ids": row[50:]}) + "\n" for row in ids))
+    short = ["--count", "2", "--steps", "4", "--repeats", "1", "--new-tokens", "8", "--timed", "1", "--rounds", "1"]
+    done = run("medusa_table_2", tmp_path, *short, "--variants", "Medusa-1", "Medusa-2")
+    assert done.returncode == 0, done.stderr
+    plain, alone, joint = result_of("medusa_table_2", tmp_path, "speed").rows
+    assert (plain["name"], alone["name"], joint["name"]) == ("autoregressive", "Medusa-1", "Medusa-2")
+    assert alone["equal"]
+    assert joint["equal"]
+    assert "bits_per_byte" not in alone
+    assert 0 < joint["bits_per_byte_before"] != joint["bits_per_byte"] > 0
 
 
 @pytest.mark.slow
