@@ -152,6 +152,7 @@ def test_interrupted_grown_and_refused(program, arguments, monkeypatch, tmp_path
     assert "other settings: contenders was " in result.err
 
 
+@pytest.mark.slow
 def test_prompts_longer_than_the_context_are_cut_and_counted(program, base, tmp_path):
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"turns": ["words " * 60, "and?"]}) + "\n" + json.dumps({"turns": ["a tree"]}) + "\n")

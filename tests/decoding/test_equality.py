@@ -25,17 +25,8 @@ MAX_NEW = 24
 # A reference margin below this could be decided by rounding. Float32 logits here differ by about 1e-6 between batch
 # shapes; of random prompts well under 1 in 100 is turned away.
 HEALTHY = 2e-5
-UNTRAINED = [
-    ("none", "root"),
-    ("medusa", "flat"),
-    ("hydra", "random"),
-    ("hydra on layer -1", "skips ranks"),
-    ("hydra++", "random"),
-    ("amphista", "grown"),
-    ("eagle", "grown"),
-    ("eagle3", "skips ranks"),
-    ("model", "grown"),
-]
+UNTRAINED = [("none", "root"), ("medusa", "flat"), ("hydra++", "random"), ("eagle", "grown"), ("model", "grown")]
+OTHERS = [("hydra", "random"), ("hydra on layer -1", "skips ranks"), ("amphista", "grown"), ("eagle3", "skips ranks")]
 ORACLE_TREES = ["one node", "skips ranks", "deep and late", "random"]
 
 base_seeds = st.integers(0, 2)
@@ -47,12 +38,16 @@ def emitted(out, row: int) -> list[int]:
     return out.tokens[row, : out.lengths[row]].tolist()
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.sampled_from(UNTRAINED), base_seeds, st.integers(0, 2), st.tuples(prompts, prompts, prompts))
-def test_untrained_drafters_never_change_the_text(lab, case, base_seed, draft_seed, three):
+@pytest.mark.parametrize("cases", [UNTRAINED, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"])
+@settings(max_examples=30, deadline=None)
+@given(
+    number=st.integers(0, 19), base_seed=base_seeds, draft_seed=st.integers(0, 2),
+    three=st.tuples(prompts, prompts, prompts),
+)  # fmt: skip
+def test_untrained_drafters_never_change_the_text(lab, cases, number, base_seed, draft_seed, three):
     texts, margin = lab.references(base_seed, three)
     assume(margin > HEALTHY)
-    drafter, tree = case
+    drafter, tree = cases[number % len(cases)]
     decode_fn = lab.decode_fn(drafter, tree, MAX_NEW)
     out = lab.decode(decode_fn, base_seed, lab.draft(drafter, draft_seed), three)
     for row, prompt in enumerate(three):
