@@ -64,6 +64,7 @@ def fresh_kernel(base: BoundBase, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("name", LM_HEADS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick("hydra-reduced, low rank", "medusa-shared, bias", "medusa-reduced", "medusa-full rank")
 def test_fresh_heads_are_as_near_to_the_bases_as_their_kind_comes(base, kind, name):
     """Fresh blocks pass the hidden state on, so a head's logits are the state times its lm head."""
     drafter = with_lm_head(kind, name)

@@ -270,6 +270,7 @@ def test_greedy_decoding_says_what_the_base_says(name, base_seed, prompts, limit
         np.testing.assert_array_equal(found.tokens[row, :length], expected.tokens[row, :length])
 
 
+@pytest.mark.slow
 def test_sampling_draws_the_tokens_of_plain_sampling(lab):
     rule = ExactSampling(0.4)
     for seed in range(3):
