@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from loss_examples import rows_with_gaps
 
 VOCAB, WIDTH, CONTEXT = 300, 32, 64
 
@@ -18,6 +19,12 @@ def invented_text(seed: int, words: int) -> str:
     """Sentences of made-up words: enough pattern to learn something from."""
     random = np.random.default_rng(seed)
     return " ".join(random.choice(["the", "tree", "of", "draft", "heads", "grows", "a", "branch."], words))
+
+
+@pytest.fixture
+def example():
+    """Of the tests of training objectives: features, other hidden states, and a batch."""
+    return rows_with_gaps()
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from forced import forced_logits
-from loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params, rows_with_gaps
+from loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params
 
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
@@ -36,11 +36,6 @@ from hydrajax.train.losses import (
 @pytest.fixture
 def base(tiny_model):
     return BoundBase(*tiny_model)
-
-
-@pytest.fixture
-def example():
-    return rows_with_gaps()
 
 
 def in_torch(objective, head_logits, read, base_logits, hidden, labels):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loss_examples import MIXED, VOCAB, WIDTH, random_params, rows_with_gaps
+from loss_examples import MIXED, VOCAB, WIDTH, random_params
 
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.models.base import BoundBase
@@ -23,11 +23,6 @@ from hydrajax.train.losses import (
 @pytest.fixture
 def base(tiny_model):
     return BoundBase(*tiny_model)
-
-
-@pytest.fixture
-def example():
-    return rows_with_gaps()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params, rows_with_gaps
+from loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params
 
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
@@ -29,11 +29,6 @@ from hydrajax.train.losses import (
 @pytest.fixture
 def base(tiny_model):
     return BoundBase(*tiny_model)
-
-
-@pytest.fixture
-def example():
-    return rows_with_gaps()
 
 
 def test_ignored_targets_do_not_count(base, example):
