@@ -99,9 +99,7 @@ def _settings(args: argparse.Namespace, rule: AcceptanceRule) -> tuple[list[Way]
     for name in names:  # before gigabytes are read
         if without_weights(name) is None:
             raise HydrajaxError(f"--draft-settings: there is no draft '{name}'; such as lookahead-15-5-15 has settings")
-    args.draft, named = None, args.draft
-    loaded = options.load_from(args)
-    args.draft = named
+    loaded = options.load_from(args, draft=None)
     drafted = [loaded.with_draft(name) for name in names]
     ways = zip(drafted, names, strict=True)
     return [Way.of(m, name, rule=rule, max_new_tokens=args.max_new_tokens) for m, name in ways], _texts(args, loaded)

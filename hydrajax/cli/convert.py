@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -83,11 +84,16 @@ def run(args: argparse.Namespace) -> None:
     {"export": _export, "merge": _merge, "fetch": _fetch, "push": _push, "int8": _int8}[args.verb](args)
 
 
+def _refuse_own(output: str, directories: Mapping[str, str | Path]) -> None:
+    """Refuse to write over what is read, the directories by what they hold."""
+    for what, directory in directories.items():
+        if Path(output).resolve() == Path(directory).resolve():
+            raise HydrajaxError(f"--output: is the directory of the {what}, {output}")
+
+
 def _export(args: argparse.Namespace) -> None:
     base, draft = resolve(args.base, "base"), resolve(args.draft, "draft")
-    for directory, what in ((draft, "heads themselves"), (base, "base")):
-        if Path(args.output).resolve() == directory.resolve():
-            raise HydrajaxError(f"--output: is the directory of the {what}, {args.output}")
+    _refuse_own(args.output, {"heads themselves": draft, "base": base})
     adapter = None if args.adapter is None else resolve(args.adapter, "adapter")
     made_for = {} if args.force else {"base_directory": base, "adapter": adapter}
     drafter, params = load_draft(draft, read_config(base), None, **made_for)
@@ -112,16 +118,13 @@ def _export(args: argparse.Namespace) -> None:
 
 def _merge(args: argparse.Namespace) -> None:
     base, adapter = resolve(args.base, "base"), resolve(args.adapter, "adapter")
-    for directory, what in ((adapter, "adapter"), (base, "base")):
-        if Path(args.output).resolve() == directory.resolve():
-            raise HydrajaxError(f"--output: is the directory of the {what}, {args.output}")
+    _refuse_own(args.output, {"adapter": adapter, "base": base})
     export_merged(args.output, base, adapter, dtype=None if args.dtype is None else options.api.DTYPES[args.dtype])
     _print_files(args.output)
 
 
 def _fetch(args: argparse.Namespace) -> None:
-    if Path(args.output).resolve() == Path(args.heads).resolve():
-        raise HydrajaxError(f"--output: is the directory of the heads themselves, {args.output}")
+    _refuse_own(args.output, {"heads themselves": args.heads})
     fetch_heads(args.heads, args.output)
     _print_files(args.output)
 
