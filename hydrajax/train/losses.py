@@ -112,22 +112,40 @@ def language_model_loss(
     labels: Int[Array, "B T"],
     segments: Int[Array, "B T"] | None = None,
     chunk_tokens: int = 2048,
+    *,
+    frozen: Mapping[str, Any] | None = None,
+    teacher: tuple[BaseModel, Float[Array, "B T D"]] | None = None,
+    rng: Array | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The base's own next-token loss from its post-norm hidden states: ``(sum in nats, number of targets)``, float32.
 
     Differentiable in ``base_params`` (its lm head) and ``hidden``.
-    """
 
-    def chunk_loss(params, hidden, rows, _):
-        logits = BoundBase(model, params).logits(hidden)
-        tokens, counts = rows
-        nats = jax.nn.logsumexp(logits, axis=-1) - _chosen(logits, tokens, counts)
+    frozen: the rest of the parameters, where ``base_params`` are only those that learn.
+    teacher: another model of the frozen parameters and its hidden states; KL(teacher ‖ base) at every target then takes
+        the place of the text's token.
+    rng: of the base's adapter, see `BoundBase`.
+    """
+    taught_by, taught_from = (None, None) if teacher is None else teacher
+
+    def prepare(shared, index):
+        frozen, rng = shared
+        return frozen, None if rng is None else jax.random.fold_in(rng, index)
+
+    def chunk_loss(params, hidden, rows, shared):
+        ((tokens, counts), taught_from), (frozen, key) = rows, shared
+        logits = BoundBase(model, frozen | params, key).logits(hidden)
+        if taught_by is None:
+            nats = jax.nn.logsumexp(logits, axis=-1) - _chosen(logits, tokens, counts)
+        else:
+            log_p = jax.nn.log_softmax(BoundBase(taught_by, frozen).logits(taught_from), axis=-1)
+            nats = jnp.sum(jnp.exp(log_p) * (log_p - jax.nn.log_softmax(logits, axis=-1)), axis=-1)
         return jnp.sum(jnp.where(counts, nats, 0.0)), ()
 
-    width = chunk_width(chunk_tokens, labels.shape)
-    chunks = into_chunks(((hidden,), (targets(labels, 1, segments),)), width)
-    total, _ = sum_over_chunks([chunk_loss], lambda *_: None, base_params, *chunks, ())
-    return total, jnp.sum(targets(labels, 1, segments)[1], dtype=jnp.float32)
+    width, wanted = chunk_width(chunk_tokens, labels.shape), targets(labels, 1, segments)
+    chunks = into_chunks(((hidden,), ((wanted, taught_from),)), width)
+    total, _ = sum_over_chunks([chunk_loss], prepare, base_params, *chunks, (dict(frozen or {}), rng))
+    return total, jnp.sum(wanted[1], dtype=jnp.float32)
 
 
 def head_counts(labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, n_heads: int) -> HeadCounts:

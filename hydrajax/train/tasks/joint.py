@@ -29,9 +29,8 @@ from hydrajax.models.adapter import check_adapter, split_adapter, with_adapter
 from hydrajax.models.base import BoundBase, abstract_base, init_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
-from hydrajax.models.rows import chunk_width, into_chunks, run_base
+from hydrajax.models.rows import run_base
 from hydrajax.sharding import replicated, tree_shardings
-from hydrajax.train.chunks import sum_over_chunks
 from hydrajax.train.config import JointConfig, TrainConfig
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import causal_attention_flops, drafter_forward_flops, forward_flops, matmul_params
@@ -97,52 +96,18 @@ class JointLoss:
             objective, self.heads.drafter, params["draft"], forward.features, forward.hidden, batch,
             BoundBase(adapted, base_params), heads_key, head_counts,
         )  # fmt: skip
-        taught_by = self.original_hidden(frozen, batch) if config.distill else None
-        nats = self.base_nats(adapter, frozen, forward.hidden, batch, taught_by, lm_key)
+        # Of the adapter only the lm head's part is read here: the layers' lie behind the hidden states.
+        lm_head = {name: leaf for name, leaf in adapter.items() if not isinstance(leaf, dict)}
+        teacher = None
+        if config.distill:
+            teacher = self.original, run_base(self.original, frozen, batch["tokens"], segments=segments).hidden
+        nats, _ = language_model_loss(
+            adapted, lm_head, forward.hidden, batch["labels"], segments, objective.chunk_tokens,
+            frozen=frozen, teacher=teacher, rng=lm_key,
+        )  # fmt: skip
         base_loss = nats / n_targets
         loss = config.base_weight * base_loss + heads_weight(config, step) * heads_loss
         return loss, self.heads.reported(parts) | {"base_loss": jax.lax.stop_gradient(base_loss)}
-
-    def original_hidden(self, frozen, batch: Batch) -> Float[Array, "B T D"]:
-        """The post-norm hidden states of the base without its adapter."""
-        return run_base(self.original, frozen, batch["tokens"], segments=batch.get("segments")).hidden
-
-    def base_nats(
-        self,
-        adapter,
-        frozen,
-        hidden: Float[Array, "B T D"],
-        batch: Batch,
-        taught_by: Float[Array, "B T D"] | None,
-        rng: Array | None,
-    ) -> Float[Array, ""]:
-        """Over the targets the sum of the base's cross entropy against the text; or, where the original's hidden states
-        are given, of KL(original ‖ adapted).
-        """
-        labels, segments = batch["labels"], batch.get("segments")
-
-        def prepare(frozen, index):
-            base_params, rng = frozen
-            return base_params, None if rng is None else jax.random.fold_in(rng, index)
-
-        def chunk_loss(lm_head, hidden, rows, shared):
-            (tokens, counts), teacher = rows
-            base_params, key = shared
-            logits = BoundBase(self.heads.model, base_params | lm_head, key).logits(hidden)
-            log_probs = jax.nn.log_softmax(logits, axis=-1)
-            if teacher is None:
-                chosen = jnp.where(counts, tokens, 0)[..., None]
-                nats = -jnp.take_along_axis(log_probs, chosen, axis=-1)[..., 0]
-            else:
-                original = jax.nn.log_softmax(BoundBase(self.original, base_params).logits(teacher), axis=-1)
-                nats = jnp.sum(jnp.exp(original) * (original - log_probs), axis=-1)
-            return jnp.sum(jnp.where(counts, nats, 0.0)), ()
-
-        # Of the adapter only the lm head's part is read here: the layers' lie behind the hidden states.
-        lm_head = {name: leaf for name, leaf in adapter.items() if not isinstance(leaf, dict)}
-        width = chunk_width(self.heads.objective.chunk_tokens, labels.shape)
-        chunks = into_chunks(((hidden,), ((targets(labels, 1, segments), taught_by),)), width)
-        return sum_over_chunks([chunk_loss], prepare, lm_head, *chunks, (frozen, rng))[0]
 
     def ranks(self, params, frozen, batch: Batch, depth: int):
         """See `HeadsLoss.ranks`."""
