@@ -252,8 +252,10 @@ class TrainConfig:
 
     output:     directory of the run: checkpoints, metrics, and at the end what `--base` or `--draft` load.
     task:       ``heads`` on a frozen base (``model``: its directory; a preset such as vicuna-7b for a dry run),
-                ``joint`` for heads together with an ``adapter`` of the base, as ``joint`` says, or a ``base`` from
-                scratch, of the shape given in ``scratch``.
+                ``joint`` for heads together with an ``adapter`` of the base, as ``joint`` says, or a whole ``base``,
+                from scratch, of the shape given in ``scratch``, or with the weights of ``model`` to begin with.
+    teacher:    for task ``base``: the directory of a model whose distribution it learns in place of the text's tokens,
+                as a draft model does from the model that it will draft for.
     dtype:      of the computation and of the frozen base; what is trained is kept in float32.
     quantize:   ``int8`` keeps the frozen base's matmul weights in one byte each (medusa 2.2.1, as QLoRA in 4 bits).
     matmul_precision: ``bfloat16`` rounds what float32 matmuls of a training step read to bfloat16 and adds the products
@@ -267,6 +269,7 @@ class TrainConfig:
     task: str = "heads"
     model: str | None = None
     scratch: LlamaConfig | None = None
+    teacher: str | None = None
     dtype: str = "bfloat16"
     quantize: str | None = None
     matmul_precision: str = "default"
@@ -309,11 +312,18 @@ class TrainConfig:
         at_least("steps", self.steps, 1)
         if self.epochs is not None and not 0 < self.epochs < float("inf"):
             raise HydrajaxError(f"epochs: must be positive, found {self.epochs}")
-        wanted, other = ("scratch", "model") if self.task == "base" else ("model", "scratch")
-        if getattr(self, wanted) is None:
-            raise HydrajaxError(f"{wanted}: is needed for task {self.task}")
-        if getattr(self, other) is not None:
-            raise HydrajaxError(f"{other}: contradicts task {self.task}, which takes {wanted}")
+        if self.task == "base":
+            if (self.scratch is None) == (self.model is None):
+                found = "neither" if self.model is None else "both"
+                raise HydrajaxError(f"scratch, model: task base takes one of the two, found {found}")
+            if self.data.new_tokenizer and (self.model or self.teacher):
+                raise HydrajaxError("data.new_tokenizer: contradicts model and teacher, which have a tokenizer")
+        else:
+            if self.model is None:
+                raise HydrajaxError(f"model: is needed for task {self.task}")
+            for name in ("scratch", "teacher"):
+                if getattr(self, name) is not None:
+                    raise HydrajaxError(f"{name}: contradicts task {self.task}, which takes a model")
         if self.task != "base" and self.data.new_tokenizer:
             raise HydrajaxError(f"data.new_tokenizer: contradicts task {self.task}: the base has its own tokenizer")
         if self.task != "heads" and self.data.hidden_cache_gb:

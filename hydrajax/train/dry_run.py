@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -57,8 +56,8 @@ class Temporaries(NamedTuple):
 def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) -> bool:
     """Print what the run needs of each device; returns whether it fits ``device_memory`` GB (10^9 bytes).
 
-    ``config.model`` may name a shape in `SHAPES` or a directory with a ``config.json``. Where the run does not fit,
-    more accumulation is tried. Raises `HydrajaxError` for settings that no run could have.
+    ``config.model`` and ``teacher`` may name a shape in `SHAPES` or a directory with a ``config.json``. Where the run
+    does not fit, more accumulation is tried. Raises `HydrajaxError` for settings that no run could have.
     """
     shape = shape_of(config)
     simulate_devices(config.mesh.data * config.mesh.model)
@@ -67,7 +66,7 @@ def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) 
     state = state_of(config, task, mesh)
     say = console.print
 
-    name = config.model if config.task != "base" else "from scratch"
+    name = config.model or "from scratch"
     if config.task != "base":
         kept = config.quantize or config.dtype
         say(f"base   {name}: {millions(task.frozen)} parameters in {kept}, frozen")
@@ -81,8 +80,10 @@ def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) 
         f"mesh   {mesh.shape['data']} x {mesh.shape['model']} (data x model); batch {config.batch_size} x "
         f"{config.data.length} tokens, in {config.accumulation} passes"
     )
+    if config.teacher:
+        say(f"       taught by {config.teacher}: {millions(task.frozen)} parameters in {config.dtype}, frozen")
     resident = {
-        "base weights": bytes_per_device(task.frozen),
+        "teacher" if config.teacher else "base weights": bytes_per_device(task.frozen),
         **{label: bytes_per_device(weights) for label, weights in weights_of(config, state.params).items()},
         "optimizer": bytes_per_device(state.opt_state),
     }
@@ -159,18 +160,21 @@ def hours(config: TrainConfig, flops_per_token: float, n_devices: int, console: 
 
 
 def shape_of(config: TrainConfig) -> LlamaConfig:
-    """The base's shape, by name or from its directory."""
-    if config.task == "base":
-        return config.scratch
-    if config.model in SHAPES:
-        return SHAPES[config.model]
-    path = Path(config.model) / "config.json"
+    """Of the base, from the settings, by name or from its directory."""
+    return config.scratch or named_shape(config, "model")
+
+
+def named_shape(config: TrainConfig, field: str) -> LlamaConfig:
+    """The shape that ``model`` or ``teacher`` names."""
+    name = getattr(config, field)
+    if name in SHAPES:
+        return SHAPES[name]
+    path = Path(name) / "config.json"
     if not path.is_file():
         raise HydrajaxError(
-            f"model: found {config.model!r}, allowed in a dry run are a directory with a config.json and "
-            f"{', '.join(SHAPES)}"
+            f"{field}: found {name!r}, allowed in a dry run are a directory with a config.json and {', '.join(SHAPES)}"
         )
-    shape = read_config(path.parent, "model")
+    shape = read_config(path.parent, field)
     check_length(config, shape)
     return shape
 
@@ -187,12 +191,17 @@ def simulate_devices(count: int) -> None:
 def abstract_task(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> HeadsTask | BaseTask:
     """The task of a base of this shape, of which only shapes, shardings and the loss are used."""
     if config.task == "base":
-        vocabulary = SimpleNamespace(tokenizer=range(shape.vocab_size))  # of which the task asks the length
-        return BaseTask(dataclasses.replace(config, scratch=shape), vocabulary, mesh)
+        teacher = abstract_model(config, named_shape(config, "teacher"), mesh) if config.teacher else None
+        return BaseTask(config, None, mesh, shape, teacher=teacher)
+    model, params = abstract_model(config, shape, mesh)
+    return (JointTask if config.task == "joint" else HeadsTask)(config, None, model, params, mesh)
+
+
+def abstract_model(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> tuple[Llama, Any]:
+    """A frozen model of this shape, in the settings' dtype."""
     model = Llama(shape, jnp.dtype(config.dtype), config.quantize == "int8")
     boxed = abstract_base(model)
-    params = placed(nn.unbox(boxed), tree_shardings(mesh, boxed))
-    return (JointTask if config.task == "joint" else HeadsTask)(config, None, model, params, mesh)
+    return model, placed(nn.unbox(boxed), tree_shardings(mesh, boxed))
 
 
 def state_of(config: TrainConfig, task: HeadsTask | BaseTask, mesh: Mesh) -> TrainState:

@@ -74,6 +74,18 @@ class HeadCounts(NamedTuple):
     hidden: Float[Array, " K"]
 
 
+class LanguageLoss(NamedTuple):
+    """Sums over all targets, float32: nats, how many targets there are, and with a teacher how like it the base is.
+
+    likeness: ``acceptance``, of a token that the base draws, if the teacher verifies it at temperature 1: the overlap
+        Σ min(p, q) (Leviathan et al. 2023, theorem 3.5), and ``agreement``, whether both have the same best token.
+    """
+
+    nats: Float[Array, ""]
+    n_targets: Float[Array, ""]
+    likeness: dict[str, Float[Array, ""]]
+
+
 class HeadMetrics(NamedTuple):
     """Means over each head's targets, float32 ``[K]``.
 
@@ -114,38 +126,48 @@ def language_model_loss(
     chunk_tokens: int = 2048,
     *,
     frozen: Mapping[str, Any] | None = None,
-    teacher: tuple[BaseModel, Float[Array, "B T D"]] | None = None,
+    teacher: tuple[BoundBase, Float[Array, "B T Dt"]] | None = None,
     rng: Array | None = None,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The base's own next-token loss from its post-norm hidden states: ``(sum in nats, number of targets)``, float32.
+) -> LanguageLoss:
+    """The base's own next-token loss from its post-norm hidden states.
 
     Differentiable in ``base_params`` (its lm head) and ``hidden``.
 
     frozen: the rest of the parameters, where ``base_params`` are only those that learn.
-    teacher: another model of the frozen parameters and its hidden states; KL(teacher ‖ base) at every target then takes
-        the place of the text's token.
+    teacher: another model of the same tokens and its hidden states; KL(teacher ‖ base) at every target then takes the
+        place of the text's token.
     rng: of the base's adapter, see `BoundBase`.
     """
     taught_by, taught_from = (None, None) if teacher is None else teacher
 
     def prepare(shared, index):
-        frozen, rng = shared
-        return frozen, None if rng is None else jax.random.fold_in(rng, index)
+        *given, rng = shared
+        return *given, None if rng is None else jax.random.fold_in(rng, index)
 
     def chunk_loss(params, hidden, rows, shared):
-        ((tokens, counts), taught_from), (frozen, key) = rows, shared
+        ((tokens, counts), taught_from), (frozen, teacher_params, key) = rows, shared
         logits = BoundBase(model, frozen | params, key).logits(hidden)
         if taught_by is None:
-            nats = jax.nn.logsumexp(logits, axis=-1) - _chosen(logits, tokens, counts)
+            nats, likeness = jax.nn.logsumexp(logits, axis=-1) - _chosen(logits, tokens, counts), {}
         else:
-            log_p = jax.nn.log_softmax(BoundBase(taught_by, frozen).logits(taught_from), axis=-1)
-            nats = jnp.sum(jnp.exp(log_p) * (log_p - jax.nn.log_softmax(logits, axis=-1)), axis=-1)
-        return jnp.sum(jnp.where(counts, nats, 0.0)), ()
+            teachers = BoundBase(taught_by.model, teacher_params).logits(taught_from)
+            log_p, log_q = jax.nn.log_softmax(teachers, axis=-1), jax.nn.log_softmax(logits, axis=-1)
+            nats = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+            likeness = {
+                "acceptance": jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), axis=-1),
+                "agreement": (jnp.argmax(teachers, axis=-1) == jnp.argmax(logits, axis=-1)).astype(jnp.float32),
+            }
+        return _where_counted(counts, nats), jax.tree.map(lambda each: _where_counted(counts, each), likeness)
 
     width, wanted = chunk_width(chunk_tokens, labels.shape), targets(labels, 1, segments)
     chunks = into_chunks(((hidden,), ((wanted, taught_from),)), width)
-    total, _ = sum_over_chunks([chunk_loss], prepare, base_params, *chunks, (dict(frozen or {}), rng))
-    return total, jnp.sum(wanted[1], dtype=jnp.float32)
+    shared = dict(frozen or {}), None if taught_by is None else taught_by.params, rng
+    total, (likeness,) = sum_over_chunks([chunk_loss], prepare, base_params, *chunks, shared)
+    return LanguageLoss(total, jnp.sum(wanted[1], dtype=jnp.float32), likeness)
+
+
+def _where_counted(counts: Bool[Array, "*rows"], each: Float[Array, "*rows"]) -> Float[Array, ""]:
+    return jnp.sum(jnp.where(counts, each, 0.0))
 
 
 def head_counts(labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, n_heads: int) -> HeadCounts:

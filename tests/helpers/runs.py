@@ -1,4 +1,4 @@
-"""The training program in processes of its own, and what it leaves behind; shared by the tests that interrupt it."""
+"""The training program, in processes of its own by those that interrupt it, and what it says and leaves behind."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def wait_for_step(process: subprocess.Popen, output: Path, step: int) -> None:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until
         time.sleep(0.005)
+
+
+def refused(result) -> str:
+    """The one line of a run that was refused."""
+    assert result.code == 2, result.out + result.err
+    assert "Traceback" not in result.err
+    (line,) = [line for line in result.err.splitlines() if line.startswith("hydrajax: ")]
+    return line.removeprefix("hydrajax: ")
 
 
 def heads_file(output: Path) -> Path:

@@ -112,7 +112,7 @@ REFUSED = [
     ("objective.teacher_weight=0", "objective: one of lm_weight"),
     # contradictions
     ("model=null", "model: is needed for task heads"),
-    ("task=base", "scratch: is needed for task base"),
+    ("teacher=there", "teacher: contradicts task heads"),
     (f"scratch={SCRATCH}", "scratch: contradicts task heads"),
     ("data.dataset=name", "data: give either files or dataset, found both"),
     ("data.files=[]", "data: give either files or dataset, found neither"),
@@ -155,7 +155,9 @@ def test_more_contradictions():
             {"data": text | {"length": 64}, "scratch": SCRATCH | {"max_positions": 32}},
             "at most the base's context 32",
         ),
-        ({"data": text, "model": "m"}, "model: contradicts task base"),
+        ({"data": text, "model": "m"}, "scratch, model: task base takes one of the two, found both"),
+        ({"data": text, "scratch": None}, "scratch, model: task base takes one of the two, found neither"),
+        ({"data": text | {"new_tokenizer": 300}, "teacher": "t"}, "data.new_tokenizer: contradicts model and teacher"),
         ({"data": text, "scratch": {"width": 3}}, "scratch.vocab_size, scratch.mlp_width"),
     ]:
         with pytest.raises(HydrajaxError, match=message):

@@ -22,7 +22,7 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.rows import chunk_width
 from hydrajax.train.losses import (
@@ -245,7 +245,8 @@ def test_language_model_loss_equals_torch(base, example):
     )
 
     def loss(params, hidden):
-        return language_model_loss(base.model, params, hidden, batch["labels"], chunk_tokens=8)
+        found = language_model_loss(base.model, params, hidden, batch["labels"], chunk_tokens=8)
+        return found.nats, found.n_targets
 
     (total, count), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(base.params, hidden)
     assert float(total) == pytest.approx(expected.item(), rel=1e-5)
@@ -261,10 +262,36 @@ def test_language_model_loss_equals_torch(base, example):
 
     @jax.jit
     def sums(labels, segments):
-        return language_model_loss(base.model, base.params, hidden, labels, segments, chunk_tokens=8)
+        return language_model_loss(base.model, base.params, hidden, labels, segments, chunk_tokens=8)[:2]
 
     apart, packed = [sums(x, jnp.ones_like(segments)) for x in labels], sums(batch["labels"], segments)
     np.testing.assert_allclose(packed, np.sum(apart, axis=0), rtol=1e-5)
+
+
+def test_what_a_model_learns_from_another_equals_torch(base, example):
+    """Of another width: nothing but the tokens must be the same."""
+    _, hidden, batch = example
+    config = base.model.config.replace(width=24, n_layers=1)
+    params = jax.tree.map(lambda x: 30 * x, init_base(Llama(config), jax.random.key(4)))  # sure of some tokens
+    teacher = BoundBase(Llama(config), params)
+    theirs = jax.random.normal(jax.random.key(6), (*batch["tokens"].shape, 24))
+    counts = torch.from_numpy(batch["labels"][:, 1:] != IGNORED)
+    rows = torch.from_numpy(np.array(hidden)).requires_grad_()
+    log_q = torch.log_softmax(rows @ torch.from_numpy(np.array(base.params["lm_head"])), -1)[:, :-1][counts]
+    log_p = torch.log_softmax(torch.from_numpy(np.array(teacher.logits(theirs))), -1)[:, :-1][counts]
+    kl = torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="sum")
+
+    def loss(hidden):
+        settings = {"chunk_tokens": 8, "teacher": (teacher, theirs)}
+        found = language_model_loss(base.model, base.params, hidden, batch["labels"], **settings)
+        return found.nats, found
+
+    (total, found), grad = jax.jit(jax.value_and_grad(loss, has_aux=True))(hidden)
+    assert float(total) == pytest.approx(kl.item(), rel=1e-5)
+    np.testing.assert_allclose(grad, torch.autograd.grad(kl, rows)[0], rtol=1e-4, atol=1e-5)
+    overlap = torch.minimum(log_p.exp(), log_q.exp()).sum().item()
+    assert float(found.likeness["acceptance"]) == pytest.approx(overlap, rel=1e-5)
+    assert float(found.likeness["agreement"]) == (log_p.argmax(-1) == log_q.argmax(-1)).sum()
 
 
 @pytest.mark.parametrize(

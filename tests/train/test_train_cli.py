@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from runs import refused
 from safetensors.numpy import load_file
 
 from hydrajax import load
@@ -18,14 +19,6 @@ from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
 from hydrajax.models.config import LlamaConfig
 from hydrajax.trees import presets
-
-
-def refused(result) -> str:
-    """The one line of a run that was refused."""
-    assert result.code == 2, result.out + result.err
-    assert "Traceback" not in result.err
-    (line,) = [line for line in result.err.splitlines() if line.startswith("hydrajax: ")]
-    return line.removeprefix("hydrajax: ")
 
 
 def train_lines(output) -> list[dict]:

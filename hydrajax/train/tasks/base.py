@@ -1,8 +1,9 @@
-"""Language-model training of a base from scratch: what the loop needs to know of it."""
+"""Language-model training of a whole model, from its text or from another model: what the loop needs to know of it."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,85 +14,124 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Float
 
 from hydrajax.checkpoints.base import export_llama
-from hydrajax.errors import HydrajaxError
-from hydrajax.models.base import BaseModel, abstract_base, init_base
+from hydrajax.models.arrays import Array
+from hydrajax.models.base import BaseModel, BoundBase, abstract_base, init_base
+from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.models.rows import run_base
-from hydrajax.sharding import replicated, tree_shardings
+from hydrajax.sharding import distribute, replicated, tree_shardings
 from hydrajax.train.config import TrainConfig
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import forward_flops
 from hydrajax.train.forward import cast
-from hydrajax.train.losses import language_model_loss, targets
+from hydrajax.train.losses import LanguageLoss, language_model_loss, targets
 from hydrajax.train.step import Batch, batch_placer
 
 
 @dataclass(frozen=True)
 class BaseLoss:
-    """Mean next-token cross entropy in nats; see `hydrajax.train.step.Loss`."""
+    """Mean next-token cross entropy in nats, or KL(teacher ‖ model); see `hydrajax.train.step.Loss`.
 
-    model: BaseModel  # computes in its own dtype; the parameters it is given are float32
+    model computes in its own dtype; the parameters it is given are float32. teacher: its parameters are ``frozen``.
+    """
+
+    model: BaseModel
     chunk_tokens: int
+    teacher: BaseModel | None = None
 
     def totals(self, batch: Batch):
         return jnp.maximum(jnp.sum(targets(batch["labels"], 1, batch.get("segments"))[1]), 1)
 
     def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
-        params = cast(params, self.model.dtype)
-        segments = batch.get("segments")
+        found = self._of(params, self._taught(frozen, batch), batch)
+        return found.nats / totals, jax.tree.map(lambda x: jax.lax.stop_gradient(x) / totals, found.likeness)
+
+    def sums(self, params, frozen, batch: Batch) -> dict[str, Float[Array, ""]]:
+        """Over all targets: how many, nats of the text, and with a teacher what `BaseLoss` says of it."""
+        of_text = self._of(params, None, batch)
+        sums = {"n_targets": of_text.n_targets, "loss": of_text.nats}
+        if self.teacher is None:
+            return sums
+        taught = self._of(params, self._taught(frozen, batch), batch)
+        return sums | {"kl": taught.nats} | taught.likeness
+
+    def _taught(self, frozen, batch: Batch):
+        if self.teacher is None:
+            return None
+        hidden = run_base(self.teacher, frozen, batch["tokens"], segments=batch.get("segments")).hidden
+        return BoundBase(self.teacher, frozen), hidden
+
+    def _of(self, params, teacher, batch: Batch) -> LanguageLoss:
+        params, segments = cast(params, self.model.dtype), batch.get("segments")
         hidden = run_base(self.model, params, batch["tokens"], segments=segments).hidden
-        nats, _ = language_model_loss(self.model, params, hidden, batch["labels"], segments, self.chunk_tokens)
-        return nats / totals, {}
+        labels = batch["labels"]
+        return language_model_loss(self.model, params, hidden, labels, segments, self.chunk_tokens, teacher=teacher)
 
 
 class BaseTask:
-    """A base from scratch: see `hydrajax.train.loop.Task`."""
+    """A whole model, from scratch or from weights that it has: see `hydrajax.train.loop.Task`.
 
-    metric, higher_is_better = "loss", False
-    frozen, frozen_shardings = (), ()
+    start: float32 parameters to go on from. teacher: the model to be learnt from, and its parameters.
+    """
 
-    def __init__(self, config: TrainConfig, dataset: Dataset, mesh: Mesh):
-        self.config, self.dataset, self.mesh = config, dataset, mesh
+    higher_is_better = False
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        dataset: Dataset,
+        mesh: Mesh,
+        shape: LlamaConfig,
+        start: Any = None,
+        teacher: tuple[BaseModel, Any] | None = None,
+    ):
+        self.config, self.dataset, self.mesh, self._start = config, dataset, mesh, start
         self.extras: dict[str, Any] = {}
-        self.model = Llama(config.scratch, jnp.dtype(config.dtype))
-        vocab_size = len(dataset.tokenizer)
-        if vocab_size != config.scratch.vocab_size:
-            raise HydrajaxError(
-                f"scratch.vocab_size: is {config.scratch.vocab_size}, the tokenizer has {vocab_size} ids"
-            )
-        self.loss = BaseLoss(self.model, config.objective.chunk_tokens)
-        master = Llama(config.scratch, jnp.float32)
+        self.model = Llama(shape, jnp.dtype(config.dtype))
+        taught_by, self.frozen = teacher or (None, ())
+        self.metric = "kl" if taught_by else "loss"
+        self.frozen_shardings = tree_shardings(mesh, abstract_base(taught_by)) if taught_by else ()
+        self.loss = BaseLoss(self.model, config.objective.chunk_tokens, taught_by)
+        master = Llama(shape, jnp.float32)
         boxed = abstract_base(master)
         self.abstract_params = nn.unbox(boxed)
         self.param_shardings = tree_shardings(mesh, boxed)
         self._init = jax.jit(lambda rng: scaled_init(master, rng), out_shardings=self.param_shardings)
         self._place = batch_placer(mesh)
-        self._nats_and_count = jax.jit(
-            lambda params, batch: (self.loss(params, (), batch, 1, None)[0], self.loss.totals(batch)),
-            out_shardings=replicated(mesh),
-        )
-        # Forward, and twice as much backward.
-        self.flops_per_token = 3 * forward_flops(config.scratch, self.abstract_params, config.data.length)
+        self._sums = jax.jit(self.loss.sums, out_shardings=replicated(mesh))
+        # Forward, and twice as much backward; a teacher goes forward only.
+        length = config.data.length
+        self.flops_per_token = 3 * forward_flops(shape, self.abstract_params, length)
+        if taught_by:
+            self.flops_per_token += forward_flops(taught_by.config, self.frozen, length)
 
     def init_params(self, rng):
-        return self._init(rng)
+        """Fresh weights, or those to start from, the first time."""
+        if self._start is None:
+            return self._init(rng)
+        start, self._start = self._start, None
+        return jax.tree.map(lambda x, home: distribute(np.asarray(x), home), start, self.param_shardings)
 
     def evaluate(self, params, batches: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
-        """Held-out ``loss`` (nats per token) and ``bits_per_byte``, which does not depend on the tokenizer."""
-        nats = count = 0
+        """Held-out ``loss`` (nats per token of the text) and ``bits_per_byte``, which does not depend on the tokenizer.
+
+        With a teacher also ``kl`` (nats), ``acceptance`` and ``agreement`` (`hydrajax.train.losses.LanguageLoss`).
+        """
+        sums: Counter[str] = Counter()
         for batch in batches:
-            more = jax.device_get(self._nats_and_count(params, self._place(batch)))
-            nats, count = nats + float(more[0]), count + int(more[1])
-        loss = nats / max(count, 1)
-        report = {"loss": loss}
+            found = jax.device_get(self._sums(params, self.frozen, self._place(batch)))
+            sums.update({name: float(value) for name, value in found.items()})
+        n_targets = max(sums.pop("n_targets"), 1)
+        report = {name: value / n_targets for name, value in sums.items()}
         if self.dataset.bytes_per_token:
-            report["bits_per_byte"] = loss / math.log(2) / self.dataset.bytes_per_token
+            report["bits_per_byte"] = report["loss"] / math.log(2) / self.dataset.bytes_per_token
         return report
 
     def note(self, metrics: dict[str, Any]) -> str:
-        return ""
+        return f"acceptance {metrics['acceptance']:.2f}" if "acceptance" in metrics else ""
 
     def export(self, directory: Path, params) -> str:
         tokenizer = self.dataset.tokenizer

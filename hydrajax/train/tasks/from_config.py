@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from rich.console import Console
 from hydrajax.checkpoints.base import load_llama, read_config
 from hydrajax.checkpoints.hub import resolve
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama import Llama
 from hydrajax.sharding import placer
 from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.train.config import TrainConfig, check_length
@@ -22,25 +25,18 @@ from hydrajax.train.tasks.joint import JointTask, check_joint
 
 
 def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | HeadsTask:
-    """Read the data and, for heads, load the base onto the mesh; the console is told what was read and how far it is.
+    """Read the data and load what is given onto the mesh; the console is told what was read and how far it is.
 
     Raises `HydrajaxError` for data or a base that cannot be had, or that do not go together.
     """
     data = dataset.build(config.data, tokenizer_of(config), config.seed, console.print)
     if config.task == "base":
-        return BaseTask(config, data, mesh)
+        return _base_task(config, data, mesh, console)
     directory = resolve(config.model, "model")
     if config.task == "joint":
         check_joint(config, read_config(directory, "model"))  # before gigabytes are read
-    with console.status("loading the base") as line:
-        model, base_params = load_llama(
-            directory,
-            jnp.dtype(config.dtype),
-            placer(mesh),
-            int8=config.quantize == "int8",
-            on_progress=lambda done, total: line.update(f"loading the base {done / total:.0%}"),
-        )
-    _check_fit(config, data, model)
+    model, base_params = _load("the base", directory, config.dtype, mesh, console, config.quantize == "int8")
+    _check_fit(config, data, model.config)
     if config.task == "joint":
         return JointTask(config, data, model, base_params, mesh)
     reads = make_drafter(config.draft, model.config, config.dtype).reads
@@ -48,23 +44,58 @@ def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | H
     return HeadsTask(config, data, model, base_params, mesh, extras)
 
 
+def _base_task(config: TrainConfig, data: dataset.Dataset, mesh: Mesh, console: Console) -> BaseTask:
+    start = taught_by = None
+    n_tokens, whose = len(data.tokenizer), "the tokenizer"
+    if config.teacher:
+        taught_by = read_config(resolve(config.teacher, "teacher"), "teacher")
+        _check_fit(config, data, taught_by)
+        n_tokens, whose = taught_by.vocab_size, "the teacher"  # often padded to more than the tokenizer's
+    if config.scratch:
+        shape, name = config.scratch, "scratch.vocab_size"
+    else:
+        model, start = _load("the model", resolve(config.model, "model"), "float32", mesh, console)
+        shape, name = model.config, "model"
+        _check_fit(config, data, shape)
+    if (config.scratch or taught_by) and shape.vocab_size != n_tokens:
+        raise HydrajaxError(f"{name}: has {shape.vocab_size} token ids, {whose} {n_tokens}")
+    teacher = None
+    if taught_by:
+        teacher = _load("the teacher", resolve(config.teacher, "teacher"), config.dtype, mesh, console)
+    return BaseTask(config, data, mesh, shape, start, teacher)
+
+
+def _load(
+    what: str, directory: Path, dtype: str, mesh: Mesh, console: Console, int8: bool = False
+) -> tuple[Llama, Any]:
+    with console.status(f"loading {what}") as line:
+        return load_llama(
+            directory,
+            jnp.dtype(dtype),
+            placer(mesh),
+            int8=int8,
+            on_progress=lambda done, total: line.update(f"loading {what} {done / total:.0%}"),
+        )
+
+
 def tokenizer_of(config: TrainConfig) -> Any | None:
     """The tokenizer that the settings name, which is the base's by default; None where one is to be trained."""
     if config.data.new_tokenizer:
         return None
-    name, directory = ("data.tokenizer", config.data.tokenizer) if config.data.tokenizer else ("model", config.model)
+    named = {"data.tokenizer": config.data.tokenizer, "model": config.model, "teacher": config.teacher}
+    name, directory = next(((name, found) for name, found in named.items() if found), ("data.tokenizer", None))
     tokenizer = None if directory is None else load_tokenizer(resolve(directory, name), name)
     if tokenizer is None:
         raise HydrajaxError(f"data.tokenizer: found no tokenizer in {directory}; name its directory")
     return tokenizer
 
 
-def _check_fit(config: TrainConfig, data: dataset.Dataset, model) -> None:
+def _check_fit(config: TrainConfig, data: dataset.Dataset, base: LlamaConfig) -> None:
     """Refuse data that the base cannot read: token ids of another model's tokenizer, rows longer than its context."""
     largest = max(int(rows.tokens.max()) for rows in (data.train, data.held_out) if rows is not None)
-    if largest >= model.config.vocab_size:
+    if largest >= base.vocab_size:
         raise HydrajaxError(
-            f"data.tokenizer: gives token id {largest}, the base's vocabulary is 0..{model.config.vocab_size - 1}: "
+            f"data.tokenizer: gives token id {largest}, the base's vocabulary is 0..{base.vocab_size - 1}: "
             "another model's tokenizer"
         )
-    check_length(config, model.config)
+    check_length(config, base)

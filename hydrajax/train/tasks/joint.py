@@ -100,11 +100,12 @@ class JointLoss:
         lm_head = {name: leaf for name, leaf in adapter.items() if not isinstance(leaf, dict)}
         teacher = None
         if config.distill:
-            teacher = self.original, run_base(self.original, frozen, batch["tokens"], segments=segments).hidden
-        nats, _ = language_model_loss(
+            unchanged = run_base(self.original, frozen, batch["tokens"], segments=segments).hidden
+            teacher = BoundBase(self.original, frozen), unchanged
+        nats = language_model_loss(
             adapted, lm_head, forward.hidden, batch["labels"], segments, objective.chunk_tokens,
             frozen=frozen, teacher=teacher, rng=lm_key,
-        )  # fmt: skip
+        ).nats  # fmt: skip
         base_loss = nats / n_targets
         loss = config.base_weight * base_loss + heads_weight(config, step) * heads_loss
         return loss, self.heads.reported(parts) | {"base_loss": jax.lax.stop_gradient(base_loss)}
@@ -130,7 +131,7 @@ class JointLoss:
         labels, segments = batch["labels"], batch.get("segments")
         hidden = run_base(model, base_params, batch["tokens"], segments=segments).hidden
         chunk_tokens = self.heads.objective.chunk_tokens
-        return language_model_loss(model, base_params, hidden, labels, segments, chunk_tokens)[0]
+        return language_model_loss(model, base_params, hidden, labels, segments, chunk_tokens).nats
 
 
 class JointTask(HeadsTask):
