@@ -10,33 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
+from hydrajax.drafters import ngrams
 from hydrajax.drafters.costs import CostsNothing
 from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
-from hydrajax.models.cache import write_tokens
-from hydrajax.models.ranking import top_tokens
 
 NOTHING = -1  # in the place of a token: no match says what comes here
 
 
-class History(NamedTuple):
-    """Token ids of the text so far, int32 ``[B, S]``, of which the first ``lengths[b]`` of row b are there."""
-
-    tokens: Int[Array, "B S"]
-    lengths: Int[Array, " B"]
-
-
 class Continuations(NamedTuple):
-    """What followed the best M matches, int32 ``[B, M, K]``, and which of them are matches at all, bool ``[B, M]``."""
+    """What followed the best M matches of Q queries, int32 ``[B, Q, M, K]``, and which are matches at all, bool
+    ``[B, Q, M]``.
+    """
 
-    tokens: Int[Array, "B M K"]
-    found: Bool[Array, "B M"]
+    tokens: Int[Array, "B Q M K"]
+    found: Bool[Array, "B Q M"]
 
 
 @dataclass(frozen=True)
@@ -70,20 +63,24 @@ class PromptLookup(SeesAcceptedOnly, CostsNothing):
     def init(self, rng, base):
         return {}
 
+    @property
+    def sizes(self) -> range:
+        """The lengths of the n-grams."""
+        return range(self.shortest, self.longest + 1)
+
     def init_state(self, batch, slots):
-        return History(jnp.zeros((batch, slots), jnp.int32), jnp.zeros(batch, jnp.int32))
+        return ngrams.empty(batch, slots, self.sizes)
 
     def advance(self, params, state, features, tokens, counts, next_root, base):
-        return _append(state, tokens, counts)
+        return ngrams.append(state, tokens, counts, self.sizes)
 
     def propose(self, params, state, root, tree, base, draw=None):
         # With one leaf below every node only the best match is ever asked.
-        n_matches = 1 if tree.max_rank <= 0 else self.matches
-        found = self._look_up(_append(state, root[:, None], jnp.ones_like(root)), tree.depth, n_matches)
-        tokens, agreeing = [root[:, None]], found.found[:, None]  # [B, nodes, M]: matches that hold the path to a node
+        found = self.look_up(state, root, tree.depth, 1 if tree.max_rank <= 0 else self.matches)
+        tokens, agreeing = [root[:, None]], found.found  # [B, nodes, M]: matches that hold the path to a node
         above = np.zeros(1, np.int32)  # the nodes of the level before
         for d, level in enumerate(tree.levels):
-            following = found.tokens[:, None, :, d]
+            following = found.tokens[:, :, :, d]
             agreeing, above = agreeing[:, np.searchsorted(above, level.parents)], level.children
             rank = _ranks_of_matches(following, agreeing)  # [B, parents, M]
             holds = agreeing[:, level.parent_slot] & (rank[:, level.parent_slot] == level.ranks[:, None])
@@ -94,48 +91,50 @@ class PromptLookup(SeesAcceptedOnly, CostsNothing):
         return Proposal(jnp.concatenate(tokens, axis=1), tree.topology)
 
     def ranks(self, params, features, batch, base, chunk_tokens, depth):
-        """One position after the other, as decoding would look there; rows must hold one document each."""
+        """Every position is looked up as decoding would do it there: a link points to an earlier place, whatever comes
+        after. Rows must hold one document each.
+        """
         tokens = batch["tokens"]
-        length = tokens.shape[1]
+        n_rows, length = tokens.shape
+        whole = jnp.full(n_rows, length, jnp.int32)
+        known = ngrams.append(ngrams.empty(n_rows, length, self.sizes), tokens, whole, self.sizes)
+        roots = jnp.broadcast_to(jnp.minimum(jnp.arange(length) + 1, length - 1), tokens.shape)
+        found = self._continuations(
+            known, roots, tokens[:, roots[0]], ngrams.matches_within(known, roots, self.matches, self.sizes), depth
+        )
+        agreeing, ranks = found.found, []
+        for k in range(depth):
+            true = tokens[:, np.minimum(np.arange(length) + 2 + k, length - 1), None]
+            same = agreeing & (found.tokens[..., k] == true)
+            rank = jnp.where(same, _ranks_of_matches(found.tokens[..., k], agreeing), length)
+            ranks.append(jnp.min(rank, axis=-1))  # `length` where no match goes on like the text
+            agreeing = same
+        return jnp.stack(ranks).astype(jnp.int32)
 
-        def at(t):
-            known = History(tokens, jnp.full(len(tokens), t + 2, jnp.int32))  # up to t, and the root
-            found = self._look_up(known, depth, self.matches)
-            agreeing, ranks = found.found, []
-            for k in range(depth):
-                true = tokens[:, jnp.minimum(t + 2 + k, length - 1), None]
-                same = agreeing & (found.tokens[:, :, k] == true)
-                rank = jnp.where(same, _ranks_of_matches(found.tokens[:, :, k], agreeing), length)
-                ranks.append(jnp.min(rank, axis=-1))  # `length` where no match goes on like the text
-                agreeing = same
-            return jnp.stack(ranks)  # [K, B]
+    def look_up(self, state: ngrams.History, root: Int[Array, " B"], depth: int, n_matches: int = 1) -> Continuations:
+        """How the text went on where it ended before as it ends with ``root``: one query for each row."""
+        end = ngrams.end_of(state, root, self.sizes)
+        found = ngrams.matches_of_end(state, end, n_matches, self.sizes)
+        return self._continuations(state, state.lengths[:, None], root[:, None], found, depth)
 
-        return jnp.moveaxis(jax.lax.map(at, jnp.arange(length)), 0, -1).astype(jnp.int32)
-
-    def _look_up(self, history: History, depth: int, n_matches: int) -> Continuations:
-        """The best matches of the end of the history with earlier places of it."""
-        tokens, lengths = history
-        end = lengths[:, None] - 1  # place of the last token
-        places = jnp.arange(tokens.shape[1])
-        # A place matches as many tokens as agree, going back from it and from the end.
-        length, agrees = 0, places < end
-        for back in range(self.longest):
-            last = jnp.take_along_axis(tokens, jnp.maximum(end - back, 0), axis=1)
-            agrees = agrees & (jnp.roll(tokens, back, axis=1) == last) & (places >= back)
-            length = length + agrees
-        # The longest match, and of equally long ones the latest; exact in float32 up to 16 million.
-        score = jnp.where(length >= self.shortest, length * tokens.shape[1] + places, -1)
-        best = top_tokens(score.astype(jnp.float32), min(n_matches, tokens.shape[1]))  # [B, M] places
-        period = end - best
-        following = jnp.arange(depth) % jnp.maximum(period, 1)[..., None]
-        at = jnp.clip(best[..., None] + 1 + following, 0, tokens.shape[1] - 1)
-        rows = jnp.arange(len(tokens))[:, None, None]
-        return Continuations(tokens[rows, at], jnp.take_along_axis(score, best, axis=1) >= 0)
-
-
-def _append(history: History, tokens: Int[Array, "B T"], counts: Int[Array, " B"]) -> History:
-    """The history with the first ``counts[b]`` tokens added to row b; the rest is written beyond its length."""
-    return History(write_tokens(history.tokens, tokens, history.lengths), history.lengths + counts)
+    def _continuations(
+        self,
+        history: ngrams.History,
+        ends: Int[Array, "B Q"],
+        last: Int[Array, "B Q"],
+        matches: ngrams.Matches,
+        depth: int,
+    ) -> Continuations:
+        """What followed each match up to the text's end at ``ends``, where the token ``last`` stands, and so on from
+        the match again.
+        """
+        first = matches.places[..., None] + 1
+        period = jnp.maximum(ends[..., None, None] + 1 - first, 1)
+        at = first + jnp.arange(depth) % period
+        rows = jnp.arange(len(ends))[:, None, None, None]
+        tokens = history.tokens[rows, jnp.minimum(at, history.tokens.shape[1] - 1)]
+        tokens = jnp.where(at == ends[..., None, None], last[..., None, None], tokens)
+        return Continuations(tokens, matches.lengths > 0)
 
 
 def _ranks_of_matches(following: Int[Array, "*#n M"], agreeing: Bool[Array, "*#n M"]) -> Int[Array, "*#n M"]:

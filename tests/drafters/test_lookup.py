@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -113,6 +117,70 @@ def test_ranks_are_those_at_which_the_text_itself_would_be_proposed(name):
                     assert ranks[k, row, t] >= drafter.matches  # no tree holds it
                 agreeing = [match for match in agreeing if match[k] == true]
     assert {0, 1} <= set(seen) or drafter.matches == 1
+
+
+def largest_by_operation(jaxpr) -> dict[str, int]:
+    """The most elements that each primitive's results have, in loops and calls as well."""
+    largest: dict[str, int] = {}
+    for equation in jaxpr.eqns:
+        inner = list(jax.core.jaxprs_in_params(equation.params))
+        for found in map(largest_by_operation, inner):
+            largest = {name: max(largest.get(name, 0), found.get(name, 0)) for name in largest | found}
+        if not inner:
+            size = max(variable.aval.size for variable in equation.outvars)
+            largest[equation.primitive.name] = max(largest.get(equation.primitive.name, 0), size)
+    return largest
+
+
+def test_no_operation_reads_or_makes_anything_as_long_as_the_text():
+    """But for writes of a few places, which XLA does in place: what a step costs does not grow with the context."""
+    drafter, tree, slots, (small, large) = PromptLookup(), TREES["wide"], 50_000, (2_000, 50_000)
+    state = jax.eval_shape(lambda: drafter.init_state(2, slots))
+    rows, tokens = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((2, 5), jnp.int32)
+    proposing = jax.make_jaxpr(lambda state, root: drafter.propose({}, state, root, tree, None).tokens)(state, rows)
+    adding = jax.make_jaxpr(lambda state, *new: drafter.advance({}, state, None, *new, None, None))(state, tokens, rows)
+    assert max(largest_by_operation(proposing.jaxpr).values()) < small
+    made = largest_by_operation(adding.jaxpr)
+    assert {name for name, size in made.items() if size >= small} == {"scatter"}
+    assert made["scatter"] >= large  # so that the count sees what it is to see
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_history_is_written_in_place(batch):
+    """Nor does XLA copy one of the four arrays in a loop that looks up and adds, as decoding does."""
+    drafter, tree = PromptLookup(), TREES["chain"]
+
+    def step(_, carry):
+        state, root = carry
+        tokens = drafter.propose({}, state, root, tree, None).tokens
+        state = drafter.advance({}, state, None, tokens, jnp.full(batch, 3), None, None)
+        return state, jnp.abs(tokens[:, 1]) % 7
+
+    start = jax.eval_shape(lambda: (drafter.init_state(batch, 4000), jnp.zeros(batch, jnp.int32)))
+    loop = jax.jit(lambda carry: jax.lax.fori_loop(0, 9, step, carry), donate_argnums=0)
+    hlo = loop.lower(start).compile({"xla_backend_optimization_level": 0}).as_text()
+    made = re.findall(r"= s32\[([\d,]*)\]\S* ([a-z][\w\-]*)\(", hlo)
+    large = {name for dims, name in made if dims and math.prod(map(int, dims.split(","))) >= 4000}
+    assert large & {"scatter", "dynamic-update-slice"}
+    assert large <= {"scatter", "dynamic-update-slice", "fusion", "parameter", "get-tuple-element", "bitcast"}
+
+
+def test_rows_without_new_tokens_stay_as_they_are():
+    drafter, (texts, lengths) = PromptLookup(), random_texts(3, 3)
+    counts = np.where(np.arange(BATCH) % 2, 4, 0).astype(np.int32)
+
+    @quick_jit
+    def add(texts, lengths, counts):
+        before = drafter.advance({}, drafter.init_state(BATCH, SLOTS + 8), None, texts, lengths, None, None)
+        return before, drafter.advance({}, before, None, texts[:, :5], counts, None, None)
+
+    before, after = jax.device_get(add(texts, lengths.astype(np.int32), counts))
+    for row, count in enumerate(counts):
+        assert after.lengths[row] == lengths[row] + count
+        assert (after.latest[row] == before.latest[row]).all() == (count == 0)
+        for name in ("tokens", "previous"):
+            old, new = getattr(before, name)[row], getattr(after, name)[row]
+            np.testing.assert_array_equal(new[..., : lengths[row]], old[..., : lengths[row]])
 
 
 def test_a_repeated_line_is_proposed_whole():
