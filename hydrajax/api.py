@@ -29,7 +29,7 @@ from hydrajax.decoding.rules import Numbers, one_rule, rules_for
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.registry import title_of, without_weights
+from hydrajax.drafters.registry import beside_lookup, title_of, without_weights
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.generation import Stream, generate, stream
 from hydrajax.measure.fastest import choose
@@ -206,6 +206,11 @@ class Loaded(Bundle):
 
         base_directory: where the base lies; heads that say they were made for another base are then refused.
         """
+        if beside := beside_lookup(draft):
+            settings = {"base_directory": base_directory, "mesh": mesh}
+            settings |= {"shard_draft": shard_draft, "draft_confidence": draft_confidence}
+            inner = self.with_draft(beside.draft, **settings)
+            return self._with(beside.around(inner.drafter), inner.params.draft, inner.draft_directory)
         directory, params = None, {}
         if kind := without_weights(draft):
             draft = kind.build(self.model.config, self.model.dtype)
@@ -325,8 +330,9 @@ def load(
         Hub, ``org/name`` or ``org/name@revision``, or ``"shipped"``, the small model that comes with the package.
     draft: a directory or repository of heads (`hydrajax.checkpoints.heads.load`), or of a small model of any family
         with the base's tokenizer (`hydrajax.checkpoints.draft_model`); the name of a drafter without weights
-        (`hydrajax.drafters.registry`); ``"medusa"``, ``"hydra"`` or ``"hydra++"`` of the shipped base; a `Drafter`
-        without weights; or None to decode autoregressively.
+        (`hydrajax.drafters.registry`); ``"medusa"``, ``"hydra"`` or ``"hydra++"`` of the shipped base; heads or a model
+        after ``"lookup+"``, with lookup's chain as one more branch of their trees (``"lookup-8+hydra"``: of 8 nodes;
+        `hydrajax.drafters.with_lookup`); a `Drafter` without weights; or None to decode autoregressively.
     dtype: ``"float32"`` or ``"bfloat16"`` (or ``jnp.bfloat16``), of parameters, cache and matmuls; the model's
         ``dtype`` then says which. ``"auto"`` is float32 on a CPU, elsewhere what most of the base's numbers are stored
         in, with bfloat16 for float16 (`hydrajax.checkpoints.base.default_dtype` says why).
@@ -358,8 +364,10 @@ def load(
     base = resolve(base, "base")
     if adapter is not None:
         adapter = resolve(adapter, "adapter")
-    if isinstance(draft, (str, Path)) and not without_weights(draft):
-        draft = resolve(draft, "draft")  # refused before gigabytes are read
+    if beside := beside_lookup(draft):
+        resolve(beside.draft, "draft")  # refused before gigabytes are read
+    elif isinstance(draft, (str, Path)) and not without_weights(draft):
+        draft = resolve(draft, "draft")
     compute = DTYPES.get(name)  # None for "auto"
     made = {"int8": quantize == "int8", "adapter": adapter, "merge": merge, "on_progress": on_progress}
     model, base_params = load_llama(base, compute, placer(mesh), **made)

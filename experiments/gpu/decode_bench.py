@@ -89,7 +89,7 @@ def main() -> int:
     began = time.perf_counter()
     bandwidth = copy_bandwidth(args.copy_megabytes)
     model, base = random_base(config, args.dtype, int8=args.int8)
-    room = room_for([full, *([grown] if grown else [])])
+    room = room_for(tree.depth for tree in [full, *([grown] if grown else [])])
     drafts = {kind: random_draft(model, base, kind, lm_head=args.lm_head) for kind in args.drafts}
     ways = {kind: Way(kind, model, *draft, full) for kind, draft in drafts.items()}
     header = {

@@ -48,7 +48,8 @@ def add_model_arguments(
     names = ", ".join(f"{name} ({kind.about})" for name, kind in WITHOUT_WEIGHTS.items())
     shipped = ", ".join(assets.SHIPPED_HEADS)
     drafts = "a directory of heads, or of a smaller model with the same tokenizer; or a name: "
-    drafts += f"{names}; {shipped} (of the shipped base)"
+    drafts += f"{names}; {shipped} (of the shipped base); or lookup+DIR, lookup-L+NAME and so on: heads or a model "
+    drafts += "whose trees get a branch of L more nodes (default 5) for what lookup finds"
     trees, listed = "", {}
     if several:
         drafts += "; may be given several times, the base alone always runs too"

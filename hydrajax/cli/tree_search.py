@@ -16,7 +16,7 @@ from hydrajax import api
 from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.decoding.acceptance import AcceptanceRule
-from hydrajax.drafters.drafter import HasDistribution, LooksAhead
+from hydrajax.drafters.drafter import AddsBranch, HasDistribution, LooksAhead
 from hydrajax.drafters.registry import title_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts
@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> None:
             f"--draft: what {title_of(loaded.drafter)} guesses depends on the steps before, so no tree is searched for "
             "it; compare its settings by 'hydrajax bench --draft lookahead --draft-settings 5-3-5,15-5-15'"
         )
+    if args.save and isinstance(loaded.drafter, AddsBranch):
+        raise HydrajaxError("--save: the tree would be taken for the draft without lookup, too; use --output")
     if args.how == "chains" and not isinstance(loaded.drafter, HasDistribution):
         raise HydrajaxError(f"--how: chains are of draft models, found {title_of(loaded.drafter)}")
     grows = _grows(args, loaded, rule)

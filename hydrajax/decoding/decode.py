@@ -16,7 +16,7 @@ from hydrajax.decoding.prompts import bucket, check_prompts
 from hydrajax.decoding.sampling import Sampling, per_row
 from hydrajax.decoding.state import OutputState, Params
 from hydrajax.decoding.step import Engine
-from hydrajax.drafters.drafter import Drafter, LooksAhead
+from hydrajax.drafters.drafter import Drafter, LooksAhead, longest_path
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
@@ -71,7 +71,7 @@ def check_fit(drafter: Drafter, tree: CandidateTree, rule: AcceptanceRule, vocab
         raise HydrajaxError(f"tree: {tree.name} needs a drafter that can grow trees, not {type(drafter).__name__}")
     tree.check(drafter.depth, vocab_size)
     rule.check(tree)
-    if rule.needs_draws and tree.depth and not drafter.draws:
+    if rule.needs_draws and longest_path(drafter, tree) and not drafter.draws:
         raise HydrajaxError(f"rule: {type(rule).__name__} needs a drafter that samples, not {type(drafter).__name__}")
 
 

@@ -15,7 +15,7 @@ from hydrajax.decoding.acceptance import Acceptance, AcceptanceRule
 from hydrajax.decoding.penalties import Seen
 from hydrajax.decoding.sampling import per_row, position_keys, row_keys
 from hydrajax.decoding.state import DecodeState, OutputState, Params, TargetState
-from hydrajax.drafters.drafter import Drafter, Outcome, Proposal, nodes_fed
+from hydrajax.drafters.drafter import Drafter, Outcome, Proposal, longest_path, nodes_fed
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
@@ -62,6 +62,11 @@ class Engine:
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
     logprobs: bool = False
+
+    @property
+    def depth(self) -> int:
+        """K, the most tokens after the root that a step may accept."""
+        return longest_path(self.drafter, self.tree)
 
     def bind(self, params: Params) -> BoundBase:
         return BoundBase(self.model, params.base)
@@ -241,7 +246,7 @@ class Engine:
         draft = self.drafter.begin(params.draft, draft, forward.features, tokens, counts, target.root, base)
         most = self.max_new_tokens if limits is None else jnp.clip(limits, 0, self.max_new_tokens)
         limits = jnp.clip(self.model.config.max_positions - target.cache.lengths, 0, most)
-        room = (batch, self.max_new_tokens + self.tree.depth + 1)
+        room = (batch, self.max_new_tokens + self.depth + 1)
         output = OutputState(
             tokens=jnp.zeros(room, jnp.int32),
             lengths=jnp.zeros(batch, jnp.int32),
@@ -263,5 +268,5 @@ class Engine:
 
     def _keys_below(self, state: DecodeState) -> Array:
         """Random keys ``[B, K+1]`` of the places after a node of depth 0 .. K."""
-        places = state.output.lengths[:, None] + 1 + jnp.arange(self.tree.depth + 1)
+        places = state.output.lengths[:, None] + 1 + jnp.arange(self.depth + 1)
         return position_keys(state.output.keys, places)

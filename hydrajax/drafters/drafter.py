@@ -41,7 +41,7 @@ class Proposal(NamedTuple):
     """A filled candidate tree, or one for each row.
 
     tokens:  int32 ``[B, N]`` in node order, node 0 being the root; -1 where the drafter has nothing to offer, which no
-             rule accepts. N is the wanted tree's, and more where the drafter `LooksAhead`.
+             rule accepts. N is the wanted tree's, and more where the drafter `LooksAhead` or `AddsBranch`.
     tree:    the nodes' relations: `TreeTopology.topology`, or arrays made on the device with the same N.
     log_q:   float32 ``[B, P, V]`` logits of the distribution from which the children of ``tree.inner[p]`` were drawn,
              without replacement, the first child first; None where nothing was drawn.
@@ -249,9 +249,32 @@ class LooksAhead(Protocol):
     def reach(self) -> int: ...
 
 
+@runtime_checkable
+class AddsBranch(Protocol):
+    """What a drafter says of itself whose proposals hold a branch more than the tree it is handed: nodes behind it that
+    can be accepted as the others can.
+
+    nodes_added: how many. Paths may become longer by as many nodes.
+    """
+
+    @property
+    def nodes_added(self) -> int: ...
+
+
 def nodes_fed(drafter: Drafter, tree: CandidateTree) -> int:
     """How many nodes a step feeds to the base: the tree's, and those beside it."""
-    return tree.size + (drafter.nodes_beside if isinstance(drafter, LooksAhead) else 0)
+    beside = drafter.nodes_beside if isinstance(drafter, LooksAhead) else 0
+    return candidate_nodes(drafter, tree) + beside
+
+
+def candidate_nodes(drafter: Drafter, tree: CandidateTree) -> int:
+    """How many nodes a step may accept, the root counted: the tree's, and those of a branch that was added to it."""
+    return tree.size + (drafter.nodes_added if isinstance(drafter, AddsBranch) else 0)
+
+
+def longest_path(drafter: Drafter, tree: CandidateTree) -> int:
+    """How many tokens after the root a step may accept: the K of its proposals, which is the tree's or larger."""
+    return tree.depth + (drafter.nodes_added if isinstance(drafter, AddsBranch) else 0)
 
 
 class SeesAcceptedOnly:

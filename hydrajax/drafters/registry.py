@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from hydrajax.drafters import amphista_files, eagle_files, hydra_files, medusa_files
 from hydrajax.drafters.amphista import AmphistaHeads
@@ -22,6 +23,7 @@ from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix, heads_of
+from hydrajax.drafters.with_lookup import NODES, WithLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.config import LlamaConfig
 
@@ -93,6 +95,32 @@ def without_weights(draft: Any) -> Kind | None:
     return None
 
 
+class BesideLookup(NamedTuple):
+    """What ``lookup+DRAFT`` or ``lookup-L+DRAFT`` means: ``draft``, a name or a directory, `WithLookup` of L nodes."""
+
+    draft: str
+    nodes: int
+
+    def around(self, drafter: Drafter) -> WithLookup:
+        return WithLookup(drafter, self.nodes)
+
+
+def beside_lookup(draft: Any) -> BesideLookup | None:
+    """What a draft is called that lookup stands beside, such as ``lookup+hydra++``; None for any other.
+
+    Raises `HydrajaxError` for a drafter without weights beside lookup, and for a number that makes no sense.
+    """
+    found = re.fullmatch(r"lookup(?:-(\d{1,6}))?\+(.*)", str(draft)) if isinstance(draft, (str, Path)) else None
+    if found is None:
+        return None
+    nodes, inner = found.groups()
+    if not inner or without_weights(inner) or beside_lookup(inner):
+        raise HydrajaxError(f"draft: found '{draft}', what follows 'lookup+' must be heads or a model")
+    beside = BesideLookup(inner, NODES if nodes is None else int(nodes))
+    beside.around(NoDrafter())  # refuses what makes no sense before a base is loaded
+    return beside
+
+
 def heads_for(name: str, config: LlamaConfig, dtype, *, prefix: bool = False, **settings) -> Trainable:
     """Draft heads for a base of this shape, any of them behind a prefix layer if that is wanted.
 
@@ -112,6 +140,8 @@ def _heads(drafter: Any, config: LlamaConfig, dtype, *, prefix: bool = False, **
 
 def title_of(drafter: Drafter) -> str:
     """What to call a drafter, such as "Medusa" or, of Hydra heads behind a prefix layer, "Hydra++"."""
+    if isinstance(drafter, WithLookup):
+        return f"{title_of(drafter.drafter)} with lookup"
     heads = heads_of(drafter)
     title = next((kind.title for kind in KINDS.values() if kind.drafter is type(heads)), type(heads).__name__)
     return title if heads is drafter else f"{title}++"

@@ -6,7 +6,7 @@ Every figure is measured against the autoregressive decoder of this package, sid
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -95,14 +95,14 @@ def nbytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def room_for(trees: Sequence[CandidateTree]) -> int:
-    """The most tokens per row that a timed call can emit with any of these trees."""
-    return TIMED_STEPS * (max((tree.depth for tree in trees), default=0) + 1)
+def room_for(depths: Iterable[int]) -> int:
+    """The most tokens per row that a timed call can emit with trees of these depths."""
+    return TIMED_STEPS * (max(depths, default=0) + 1)
 
 
 def step_timer(way: Way, batch: int, context: int, room: int | None = None) -> StepTimer:
     """Times a step of this way and its phases at the end of ``context`` slots, ``room`` of which are for new tokens."""
-    room = room or room_for([way.tree])
+    room = room or room_for([way.depth])
     engine = Engine(way.model, way.drafter, way.tree, room)
     return StepTimer(engine, way.params, way.rule, batch, context - room, TIMED_STEPS)
 
@@ -129,7 +129,7 @@ def run_benchmark(
         way.tree.check(way.drafter.depth, config.vocab_size)
     if context > config.max_positions:
         raise HydrajaxError(f"context: must be at most the model's {config.max_positions}, found {context}")
-    room = room_for([way.tree for way in ways])
+    room = room_for(way.depth for way in ways)
     if context <= room:
         raise HydrajaxError(f"context: must be more than {room} for these trees, found {context}")
     for batch in batches:
@@ -145,7 +145,7 @@ def run_benchmark(
                 context=context,
                 tree=way.name,
                 nodes=way.nodes,
-                depth=way.tree.depth,
+                depth=way.depth,
                 **found,
                 draft_overhead=(found["propose"] + found["accept_commit"] + found["observe"]) / found["verify"],
                 break_even=found["step"] / found["autoregressive_step"],

@@ -16,7 +16,7 @@ def draft_cost(way: Way, batch_size: int, context: int) -> float:
     The context is made as long or as short as timing and the model need it.
     """
     one = way.with_tree(presets.chain(1), "chain-1")
-    room = room_for([one.tree])
+    room = room_for([one.depth])
     context = max(room + 1, min(context, way.model.config.max_positions))
     timed = {"draft": step_timer(one, batch_size, context, room).propose()}
     timed["base"] = step_timer(way.autoregressive(), batch_size, context, room).step()

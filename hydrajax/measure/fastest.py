@@ -22,6 +22,7 @@ import numpy as np
 
 from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.drafters.drafter import AddsBranch
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.measure.contest import contest
@@ -94,8 +95,8 @@ def cache_folder() -> Path:
 
 def _searched_here(loaded: Bundle, batch_size: int) -> Choice | None:
     """What `hydrajax tree search` has found for so many rows, if it was on this device."""
-    if loaded.draft_directory is None:
-        return None
+    if loaded.draft_directory is None or isinstance(loaded.drafter, AddsBranch):
+        return None  # what was searched there is for the draft without the branch
     path = presets.searched_path(loaded.draft_directory, batch_size)
     if not path.is_file():
         return None

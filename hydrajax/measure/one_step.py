@@ -17,7 +17,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import make_engine
 from hydrajax.decoding.prompts import TokenIds, bucket
 from hydrajax.decoding.step import true_float32
-from hydrajax.drafters.drafter import LooksAhead, Trainable
+from hydrajax.drafters.drafter import AddsBranch, LooksAhead, Trainable, candidate_nodes, longest_path
 from hydrajax.models.base import BoundBase
 from hydrajax.models.rows import run_base
 from hydrajax.trees.dynamic import CandidateTree
@@ -50,11 +50,12 @@ def seen_steps(
     Raises `HydrajaxError` for a tree, a draft and a rule that do not fit together.
     """
     # More than these steps can emit, so that it is not this limit that ends the text.
-    room = min((most + 1) * (tree.depth + 1), loaded.model.config.max_positions)
+    room = min((most + 1) * (longest_path(loaded.drafter, tree) + 1), loaded.model.config.max_positions)
     engine = make_engine(loaded.model, loaded.drafter, tree, rule, max_new_tokens=room, eos_ids=tuple(loaded.eos_ids))
 
     # Text decides the shape of a grown tree, and of candidates beside a lookahead window who begins like whom.
-    stays = isinstance(tree, TreeTopology) and not isinstance(loaded.drafter, LooksAhead)
+    stays = isinstance(tree, TreeTopology) and not isinstance(loaded.drafter, LooksAhead | AddsBranch)
+    shown = candidate_nodes(loaded.drafter, tree)
 
     @jax.jit
     def step(params, state):
@@ -62,8 +63,8 @@ def seen_steps(
         forward, logits = engine.verify(params, state.target.cache, proposal)
         accepted = engine.accept(state, logits, proposal)
         state, outcome = engine.commit(state, forward, logits, proposal, accepted)
-        parents = jnp.broadcast_to(proposal.tree.parents, proposal.tokens.shape)[0, : tree.size]
-        found = parents, proposal.tokens[0, : tree.size], outcome.path[0], outcome.counts[0], outcome.next_root[0]
+        parents = jnp.broadcast_to(proposal.tree.parents, proposal.tokens.shape)[0, :shown]
+        found = parents, proposal.tokens[0, :shown], outcome.path[0], outcome.counts[0], outcome.next_root[0]
         return engine.observe(params, state, proposal, outcome), (*found, state.output.done[0])
 
     ids = np.asarray(prompt, np.int32)[None]

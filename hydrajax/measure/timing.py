@@ -21,7 +21,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
-from hydrajax.drafters.drafter import Proposal, nodes_fed
+from hydrajax.drafters.drafter import Proposal, candidate_nodes, nodes_fed
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.cache import KVCache, after_reads
@@ -93,17 +93,19 @@ def some_topology(engine: Engine, batch: int) -> Topology:
     something else at every step a shape that it may have, as no time depends on which.
     """
     tree = engine.tree
-    beside = nodes_fed(engine.drafter, tree) - tree.size
+    added = candidate_nodes(engine.drafter, tree) - tree.size
+    beside = nodes_fed(engine.drafter, tree) - tree.size - added
     if isinstance(tree, DynamicTree):
         parents = np.arange(-1, tree.size - 1, dtype=np.int32)  # a chain as long as may be, the rest below the root
         parents[tree.depth + 1 :] = 0
         most_children = min(tree.top_k, tree.size - 1)
-    elif beside:
+    elif added or beside:
         parents, most_children = tree.parents, max(tree.max_rank + 1, 1)
     else:
         return tree.topology
-    parents = np.pad(parents, (0, beside), constant_values=-1)
-    return from_parents(np.tile(parents, (batch, 1)), tree.depth, most_children)
+    parents = np.concatenate([parents, [0] * min(added, 1), np.arange(tree.size, tree.size + added - 1)])
+    parents = np.pad(parents, (0, beside), constant_values=-1).astype(np.int32)
+    return from_parents(np.tile(parents, (batch, 1)), engine.depth, most_children + (added > 0))
 
 
 def verify_again(engine: Engine, params: Params, cache: KVCache, tokens: Int[Array, "B N"]):

@@ -12,7 +12,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, 
 from hydrajax.decoding.decode import DecodeResult, make_decode_fn
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.drafter import Drafter, nodes_fed
+from hydrajax.drafters.drafter import Drafter, longest_path, nodes_fed
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.models.base import BaseModel
 from hydrajax.trees import presets
@@ -57,6 +57,11 @@ class Way:
     def nodes(self) -> int:
         """How many nodes a step feeds to the base, the root counted."""
         return nodes_fed(self.drafter, self.tree)
+
+    @property
+    def depth(self) -> int:
+        """The most tokens after the root that a step may accept."""
+        return longest_path(self.drafter, self.tree)
 
     @property
     def promises_same_output(self) -> bool:

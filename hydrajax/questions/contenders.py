@@ -15,6 +15,7 @@ import numpy as np
 
 from hydrajax.api import Loaded
 from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.drafters.registry import beside_lookup
 from hydrajax.generation import generate
 from hydrajax.measure.way import AUTOREGRESSIVE, Way
 from hydrajax.text.answers import Generation
@@ -89,7 +90,9 @@ def contenders(
 
 
 def folder_name(name: str) -> str:
-    """The last part of a directory's or repository's name."""
+    """The last part of a directory's or repository's name, behind ``lookup+`` where that stands before it."""
+    if beside := beside_lookup(name):
+        return name.removesuffix(beside.draft) + folder_name(beside.draft)
     return Path(os.path.realpath(name)).name if os.path.isdir(name) else name.rpartition("/")[2]
 
 

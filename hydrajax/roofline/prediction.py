@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hydrajax.drafters.drafter import nodes_fed
+from hydrajax.drafters.drafter import longest_path, nodes_fed
 from hydrajax.models.config import LlamaConfig
 from hydrajax.roofline.devices import Device
 from hydrajax.roofline.operators import (
@@ -49,7 +49,9 @@ class Workload:
             "propose": operators_of(self.drafter.propose_costs(tree, batch, slots), itemsize),
             "verify": forward_operators(c, batch, nodes, slots + nodes, itemsize),
             "accept_commit": [ranking("argmax", batch * nodes, c.vocab_size)],
-            "observe": operators_of(self.drafter.observe_costs(batch, tree.depth + 1, slots), itemsize),
+            "observe": operators_of(
+                self.drafter.observe_costs(batch, longest_path(self.drafter, tree) + 1, slots), itemsize
+            ),
         }
 
     def autoregressive_step(self) -> list[Operator]:
@@ -127,7 +129,7 @@ def predict(
                     context=context,
                     tree=name,
                     nodes=nodes_fed(drafter, tree),
-                    depth=tree.depth,
+                    depth=longest_path(drafter, tree),
                     autoregressive_step=autoregressive,
                     step=step,
                     **times,

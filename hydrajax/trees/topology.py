@@ -25,7 +25,7 @@ class Topology(NamedTuple):
                  itself and its ancestors and nothing else.
     paths:       int32 ``[*B, N, K+1]`` nodes from the root down to each node; beyond its depth the node, repeated.
     children:    int32 ``[*B, N, C]`` children of each node in the order in which they were ranked or drawn, then -1.
-    inner:       int32 ``[*B, P]`` the nodes that may have children, in node order.
+    inner:       int32 ``[*B, P]`` the nodes that may have children.
     parent_slot: int32 ``[*B, N]`` where in ``inner`` each node's parent stands; 0 for a node without a parent.
     """
 
@@ -58,6 +58,9 @@ class Topology(NamedTuple):
     def at(self, array: Array, node: Int[Array, " B"]) -> Array:
         """What one of these arrays says of a node per row: ``array[b, node[b]]``, or ``array[node[b]]`` of one tree."""
         return at_rows(array, node) if self.of_each_row else jnp.asarray(array)[node]
+
+
+NDIMS = Topology(1, 1, 2, 2, 2, 1, 1)  # the axes that each array has for one tree
 
 
 def at_rows(array: Array, index: Int[Array, " B"]) -> Array:
@@ -95,3 +98,41 @@ def from_parents(parents: Int[Array, "B N"], depth: int, most_children: int) -> 
     children = jnp.where(jnp.any(is_nth, axis=1), jnp.argmax(is_nth, axis=1), -1).astype(jnp.int32)
     inner = jnp.broadcast_to(nodes, parents.shape)
     return Topology(parents, depths, mask, paths, children, inner, jnp.maximum(parents, 0))
+
+
+def with_chain(tree: Topology, at: Int[Array, " B"], length: int) -> Topology:
+    """The trees with a chain of so many nodes more below node ``at`` of each row, behind all others.
+
+    On the device, and cheaper than `from_parents`, as the relations of the tree's own nodes are known. Paths become
+    ``length`` longer, also where the chain begins at the root.
+    """
+    batch, size = len(at), tree.size
+    own = Topology(*(jnp.broadcast_to(x, (batch, *x.shape[-ndim:])) for x, ndim in zip(tree, NDIMS, strict=True)))
+    chain = jnp.arange(size, size + length, dtype=jnp.int32)
+    above = jnp.concatenate([at[:, None], jnp.broadcast_to(chain[:-1], (batch, length - 1))], axis=1)
+    depth, line = at_rows(own.depths, at)[:, None, None], at_rows(own.paths, at)
+    sees = jnp.broadcast_to(at_rows(own.mask, at)[:, None], (batch, length, size))
+    itself = jnp.broadcast_to(jnp.tri(length, dtype=bool), (batch, length, length))
+    # A path of the chain is that to its first node's parent, then the chain down to the node, which then repeats.
+    place, node = jnp.arange(tree.depth + length + 1), jnp.arange(length)[:, None]
+    line = jnp.pad(line, ((0, 0), (0, length)), mode="edge")[:, None]
+    paths = jnp.where(place <= depth, line, size + jnp.minimum(place - depth - 1, node))
+    # Its first node is the last child of ``at``; each node of it but the last has the next one as its only child.
+    n_children = jnp.sum(own.children >= 0, axis=2, keepdims=True)
+    is_new = (jnp.arange(size) == at[:, None])[:, :, None] & (jnp.arange(own.children.shape[2] + 1) == n_children)
+    children = jnp.where(is_new, size, jnp.pad(own.children, ((0, 0), (0, 0), (0, 1)), constant_values=-1))
+    below = jnp.full((batch, length, children.shape[2]), -1, jnp.int32).at[:, :-1, 0].set(chain[1:])
+    slots = jnp.arange(own.inner.shape[1], own.inner.shape[1] + length, dtype=jnp.int32)
+    return Topology(
+        parents=jnp.concatenate([own.parents, above], axis=1),
+        depths=jnp.concatenate([own.depths, depth[:, 0] + 1 + jnp.arange(length, dtype=jnp.int32)], axis=1),
+        mask=jnp.concatenate(
+            [jnp.pad(own.mask, ((0, 0), (0, 0), (0, length))), jnp.concatenate([sees, itself], axis=2)], axis=1
+        ),
+        paths=jnp.concatenate(
+            [jnp.pad(own.paths, ((0, 0), (0, 0), (0, length)), mode="edge"), paths.astype(jnp.int32)], axis=1
+        ),
+        children=jnp.concatenate([children, below], axis=1).astype(jnp.int32),
+        inner=jnp.concatenate([own.inner, above], axis=1),
+        parent_slot=jnp.concatenate([own.parent_slot, jnp.broadcast_to(slots, (batch, length))], axis=1),
+    )

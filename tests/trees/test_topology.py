@@ -10,7 +10,7 @@ import pytest
 from tree_tools import random_tree
 
 from hydrajax.trees import presets
-from hydrajax.trees.topology import Topology, from_parents, take
+from hydrajax.trees.topology import Topology, from_parents, take, with_chain
 
 DEPTH, MOST_CHILDREN = 4, 6
 made = jax.jit(partial(from_parents, depth=DEPTH, most_children=MOST_CHILDREN))
@@ -68,6 +68,32 @@ def test_a_static_trees_parents_give_its_own_arrays(seed):
     np.testing.assert_array_equal(inner[slots[1:]], static.inner[static.parent_slot[1:]])
     assert found.attention_mask.shape == (2, 1, 1, tree.size, tree.size)
     assert static.attention_mask is static.mask
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_chain_below_any_node_is_a_tree_of_these_parents(shared):
+    """Trees of one shape for all rows, which are NumPy constants, and of one for each; the chain begins anywhere."""
+    length, tree = 3, random_tree(1, 14, depth=DEPTH, widest=4)
+    batch = tree.size
+    if shared:
+        parents, found = np.stack([tree.parents] * batch), tree.topology
+    else:
+        parents = np.stack([random_parents(seed, tree.size) for seed in range(batch)])
+        found = jax.device_get(made(parents))
+    at = np.arange(batch, dtype=np.int32)
+    longer = jax.device_get(jax.jit(partial(with_chain, length=length))(found, at))
+    assert (longer.size, longer.depth) == (tree.size + length, found.depth + length)
+    for row in range(batch):
+        mine = [*parents[row], row, *range(tree.size, tree.size + length - 1)]
+        assert longer.parents[row].tolist() == mine
+        for node in range(longer.size):
+            line = line_to(mine, node)
+            assert longer.depths[row, node] == len(line) - 1
+            assert np.flatnonzero(longer.mask[row, node]).tolist() == sorted(line)
+            assert longer.paths[row, node].tolist() == line + [node] * (longer.depth + 1 - len(line))
+            children = [child for child, parent in enumerate(mine) if parent == node]
+            assert longer.children[row, node].tolist() == children + [-1] * (longer.children.shape[2] - len(children))
+            assert mine[node] < 0 or longer.inner[row, longer.parent_slot[row, node]] == mine[node]
 
 
 def test_static_arrays_are_constants_of_the_host():

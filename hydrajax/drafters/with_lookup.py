@@ -1,0 +1,124 @@
+"""Another drafter's tree with one more branch: what prompt lookup would propose.
+
+Heads and models guess what is new, lookup what has been written before; in edits and summaries both happen. The tree of
+the other drafter stays as it is, and along it goes lookup's chain: as far as nodes of the tree hold its tokens it
+shares them, and where they end it goes on in nodes of its own, so that no token is fed twice. A step finds at least as
+much as the other drafter alone would have found there, and as lookup alone with a chain of as many nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Int
+
+from hydrajax.drafters import ngrams
+from hydrajax.drafters.drafter import Drafter, Proposal
+from hydrajax.drafters.lookup import NOTHING, PromptLookup
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array
+from hydrajax.trees.topology import Topology, take, with_chain
+
+NODES, MOST_NODES = 5, 999
+
+
+class BothStates(NamedTuple):
+    """The wrapped drafter's state, and the text so far."""
+
+    drafter: Any
+    history: ngrams.History
+
+
+@dataclass(frozen=True)
+class WithLookup:
+    """``drafter`` with the chain of ``lookup`` as one more branch of its tree.
+
+    nodes_added: L, the nodes of its own that the chain gets behind the tree's. They hold the first L of its tokens that
+    follow the last node shared with the tree, so that it reaches L tokens ahead or more; where nothing is found they
+    hold -1. Parameters are those of the drafter.
+
+    Methods: `hydrajax.drafters.drafter.Drafter`; the branch: `hydrajax.drafters.drafter.AddsBranch`. The rules that can
+    judge it are those for given candidates (greedy, exact sampling, typical). Rejection sampling is
+    not among them: it accepts a token by how likely the draft was to draw it, and lookup draws nothing.
+
+    What is accepted the drafter reads as it reads a prompt, because lookup's nodes are none that it has run. For heads
+    that is the same; a draft model runs the accepted tokens once more. Raises `HydrajaxError` for a number of nodes
+    that makes no sense.
+    """
+
+    drafter: Drafter
+    nodes_added: int = NODES
+    lookup: PromptLookup = field(default_factory=PromptLookup)
+    draws: ClassVar[bool] = False
+
+    def __post_init__(self):
+        if not 1 <= self.nodes_added <= MOST_NODES:
+            raise HydrajaxError(f"draft: lookup-L+... adds L nodes, from 1 to {MOST_NODES}, found {self.nodes_added}")
+
+    @property
+    def depth(self) -> int:
+        """Of the trees that the drafter can fill; the branch goes deeper (`hydrajax.drafters.drafter.AddsBranch`)."""
+        return self.drafter.depth
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.drafter.reads
+
+    @property
+    def grows(self) -> bool:
+        return self.drafter.grows
+
+    @property
+    def default_tree(self) -> str:
+        return self.drafter.default_tree
+
+    def init(self, rng, base):
+        return self.drafter.init(rng, base)
+
+    def init_state(self, batch, slots):
+        return BothStates(self.drafter.init_state(batch, slots), self.lookup.init_state(batch, slots))
+
+    def begin(self, params, state, features, tokens, counts, next_root, base):
+        return BothStates(
+            self.drafter.begin(params, state.drafter, features, tokens, counts, next_root, base),
+            self.lookup.begin({}, state.history, features, tokens, counts, next_root, base),
+        )
+
+    def propose(self, params, state, root, tree, base, draw=None):
+        proposal = self.drafter.propose(params, state.drafter, root, tree, base, draw)
+        found = self.lookup.look_up(state.history, root, tree.depth + self.nodes_added)
+        chain = jnp.where(found.found[:, 0, :1], found.tokens[:, 0, 0], NOTHING)
+        last = last_shared(proposal.tokens, proposal.tree, chain)
+        rest = proposal.tree.at(proposal.tree.depths, last)[:, None] + jnp.arange(self.nodes_added)
+        added = jnp.take_along_axis(chain, rest, axis=1)
+        return Proposal(
+            jnp.concatenate([proposal.tokens, added], axis=1), with_chain(proposal.tree, last, self.nodes_added)
+        )
+
+    def observe(self, params, state, proposal, outcome, base):
+        features, counts = outcome.along_path(), outcome.counts
+        return self.begin(params, state, features, outcome.tokens, counts, outcome.next_root, base)
+
+    def ranks(self, params, features, batch, base, chunk_tokens, depth):
+        """Those of the drafter: the branch needs no place in its tree."""
+        return self.drafter.ranks(params, features, batch, base, chunk_tokens, depth)
+
+    def propose_costs(self, tree, batch, slots):
+        return self.drafter.propose_costs(tree, batch, slots)
+
+    def observe_costs(self, batch, tokens, slots):
+        return self.drafter.begin_costs(batch, tokens, slots)
+
+    def begin_costs(self, batch, tokens, slots):
+        return self.drafter.begin_costs(batch, tokens, slots)
+
+
+def last_shared(tokens: Int[Array, "B N"], tree: Topology, chain: Int[Array, "B n"]) -> Int[Array, " B"]:
+    """The deepest node of each row's tree to which a path leads that holds the beginning of the chain."""
+    # [B, N]: what the chain has at each node's depth; the root is no part of it, and shared.
+    depths = jnp.broadcast_to(tree.depths, tokens.shape)
+    same = (tokens == take(chain, jnp.maximum(depths - 1, 0))) & (tokens >= 0) | (depths == 0)
+    shared = jnp.all(same[:, None, :] | ~tree.mask, axis=2)
+    return jnp.argmax(jnp.where(shared, depths, -1), axis=1).astype(jnp.int32)

@@ -1,0 +1,252 @@
+"""A drafter with lookup's chain as one more branch, against the combined tree written with lists and dictionaries."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lab import CONTEXT, DRAFTERS, NEW, VOCAB, quick_jit, shared_lab
+from lab import TREES as LAB_TREES
+from tree_tools import random_tree
+
+from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from hydrajax.decoding.decode import make_decode_fn, result_of
+from hydrajax.decoding.loop import run_steps
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.drafter import longest_path, nodes_fed
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.lookup import PromptLookup
+from hydrajax.drafters.registry import beside_lookup, title_of
+from hydrajax.drafters.with_lookup import WithLookup
+from hydrajax.errors import HydrajaxError
+from hydrajax.questions.contenders import folder_name
+from hydrajax.trees import presets
+
+ADDED = 4
+TREES = LAB_TREES | {"shallow": random_tree(3, 9, depth=2, widest=6)}
+PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
+
+
+def chain_of(text: list[int], lookup: PromptLookup, length: int) -> list[int]:
+    """What followed the end of the text at the last of the places where most of it, up to 4 tokens, stood before."""
+    for n in range(lookup.longest, lookup.shortest - 1, -1):
+        for end in range(len(text) - 1, n - 1, -1):
+            if text[end - n : end] == text[len(text) - n :]:
+                return (text[end:] * length)[:length]
+    return []
+
+
+def combined(tokens: list[int], parents: list[int], chain: list[int], added: int) -> tuple[list[int], list[int]]:
+    """Tokens and parents of the nodes that are added to a tree: what of the chain it does not hold, ``added`` of it."""
+    nodes = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    at, rest = 0, list(chain)
+    while rest and (at, rest[0]) in nodes:
+        at = nodes[at, rest.pop(0)]
+    new = (rest + [-1] * added)[:added]
+    return new, [at, *range(len(tokens), len(tokens) + added - 1)]
+
+
+def longest_true_path(tokens: list[int], parents: list[int], true: list[int]) -> int:
+    depths = {0: 0}
+    for node in range(1, len(tokens)):
+        depth = depths.get(parents[node])
+        if depth is not None and depth < len(true) and tokens[node] == true[depth]:
+            depths[node] = depth + 1
+    return max(depths.values())
+
+
+@functools.cache
+def steps_of(name: str, tree: str):
+    """Prefill, and one step that also tells what was proposed, with and without lookup."""
+    lab = shared_lab()
+    engine = make_decode_fn(lab.model, WithLookup(DRAFTERS[name], ADDED), TREES[tree], max_new_tokens=NEW).engine
+
+    def step(params, state):
+        proposal = engine.propose(params, state)
+        base, drafted = engine.bind(params), state.draft.drafter
+        alone = engine.drafter.drafter.propose(params.draft, drafted, state.target.root, engine.tree, base)
+        parents = jnp.broadcast_to(alone.tree.parents, alone.tokens.shape)
+        forward, logits = engine.verify(params, state.target.cache, proposal)
+        accepted = engine.accept(state, logits, proposal)
+        state, outcome = engine.commit(state, forward, logits, proposal, accepted)
+        seen = alone.tokens, parents, proposal.tokens, proposal.tree.parents, outcome.tokens, outcome.counts
+        return engine.observe(params, state, proposal, outcome), seen
+
+    return quick_jit(engine.prefill), quick_jit(step)
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("hydra", "shallow"),
+        ("hydra++", "random"),
+        ("hydra", "grown"),
+        ("medusa", "root"),
+        ("eagle", "cartesian"),
+        ("model", "skips ranks"),
+    ],
+)
+@pytest.mark.quick("hydra-shallow")
+def test_every_step_is_that_of_the_plain_combination(lab, name, tree):
+    """The heads' own nodes, then the chain's; what is accepted; three rows at once; and that it pays."""
+    prefill, step = steps_of(name, tree)
+    lookup, batch = PromptLookup(), len(PROMPTS)
+    params = Params(lab.base(0), lab.draft(name, 0))
+    texts, _ = lab.references(0, PROMPTS)
+    padded = np.full((batch, CONTEXT), VOCAB - 1, np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        padded[row, : len(prompt)] = prompt
+    places = np.array([len(prompt) for prompt in PROMPTS], np.int32)
+    ends = places + NEW
+    state = prefill(params, padded, places, jax.random.key(0), per_row(Greedy(), batch))
+    deeper = shared = gained = 0
+    while not state.output.done.all():
+        was_done = np.asarray(state.output.done)
+        state, found = jax.device_get(step(params, state))
+        for row in np.flatnonzero(~was_done):
+            alone, above, tokens, parents, emitted, count = (array[row].tolist() for array in found)
+            before, true = texts[row, : places[row] + 1].tolist(), texts[row, places[row] + 1 : ends[row]].tolist()
+            assert tokens[: len(alone)] == alone
+            assert parents[: len(alone)] == above
+            chain = chain_of(before, lookup, TREES[tree].depth + ADDED)
+            assert (tokens[len(alone) :], parents[len(alone) :]) == combined(alone, above, chain, ADDED)
+            accepted = longest_true_path(tokens, parents, true)
+            assert count == accepted + 1
+            assert emitted[:count] == [before[-1], *true[:accepted]]
+            deeper += accepted > TREES[tree].depth
+            shared += parents[len(alone)] > 0
+            gained += accepted > longest_true_path(alone, above, true)
+            places[row] += count
+    assert (places == ends).all()
+    assert deeper > 0 or TREES[tree].depth >= ADDED - 1
+    assert gained > 0
+    assert shared > 0 or not TREES[tree].depth
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def decoder(name: str, tree, rule=None, eos_ids: tuple[int, ...] = ()):
+    drafter = WithLookup(DRAFTERS[name], ADDED)
+    return make_decode_fn(shared_lab().model, drafter, tree, rule, max_new_tokens=NEW, eos_ids=eos_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rule", [Greedy(), ExactSampling(0.5), ExactSampling(0.9, top_k=6, repetition_penalty=1.2)])
+def test_decoding_says_what_the_base_says(lab, seed, rule):
+    """Over random trees, and with each kind of heads."""
+    name = ["hydra", "medusa", "amphista", "hydra++"][seed]
+    tree = random_tree(10 + seed, 12, depth=3, widest=5)
+    found = lab.decode(decoder(name, tree, rule), 0, lab.draft(name, 0), PROMPTS, rule=rule, seed=seed)
+    expected = lab.plainly(PROMPTS, rule, seed)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    assert found.steps.sum() < expected.steps.sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [1, 2, 5, 11])
+def test_a_text_ends_inside_the_branch(lab, limit):
+    """At the limit and at an id that ends it, wherever that falls among the accepted tokens."""
+    texts, _ = lab.references(0, PROMPTS)
+    tree, heads = TREES["cartesian"], lab.draft("hydra", 0)
+    found = lab.decode(decoder("hydra", tree), 0, heads, PROMPTS, limits=limit)
+    for row, prompt in enumerate(PROMPTS):
+        assert found.tokens[row, : found.lengths[row]].tolist() == lab.expected(texts[row], len(prompt), limit)
+    eos = int(texts[0, len(PROMPTS[0]) + limit])
+    ended = lab.decode(decoder("hydra", tree, eos_ids=(eos,)), 0, heads, PROMPTS)
+    for row, prompt in enumerate(PROMPTS):
+        assert ended.tokens[row, : ended.lengths[row]].tolist() == lab.expected(texts[row], len(prompt), NEW, (eos,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hydra++", "model"])
+def test_a_second_turn_goes_on_from_the_same_state(lab, name):
+    """More text after the answer: the same as one prompt of all that came before."""
+    engine = make_decode_fn(lab.model, WithLookup(DRAFTERS[name], ADDED), TREES["chain"], max_new_tokens=8).engine
+    params, rule = Params(lab.base(0), lab.draft(name, 0)), per_row(Greedy(), 2)
+    prompt, lengths = np.array([[3, 1, 4, 1], [2, 7, 0, 0]], np.int32), np.array([4, 2], np.int32)
+    more, counts = np.array([[5, 3, 1, 0], [9, 0, 0, 0]], np.int32), np.array([3, 1], np.int32)
+    start = functools.partial(engine.prefill, slots=CONTEXT + 20)
+    loop = quick_jit(lambda params, state: run_steps(engine, params, state))
+    first = loop(params, quick_jit(start)(params, prompt, lengths, jax.random.key(0), rule))
+    second = loop(params, quick_jit(engine.extend)(params, first, more, counts, jax.random.key(0), rule))
+    answers = [result_of(state.output).ids() for state in (first, second)]
+    whole = [
+        [*prompt[row, : lengths[row]].tolist(), *answers[0][row], *more[row, : counts[row]].tolist()]
+        for row in range(2)
+    ]
+    texts, _ = lab.references(0, whole)
+    for row in range(2):
+        assert answers[1][row] == lab.expected(texts[row], len(whole[row]), 8)
+    assert second.output.accept_lengths.max() > 0
+
+
+@pytest.mark.slow
+def test_typical_acceptance_judges_both(lab):
+    """With a threshold that every token passes the longest path is taken, and the branch is longer than the tree."""
+    rule = Typical(epsilon=0.0)
+    found = lab.decode(decoder("hydra", TREES["one node"], rule), 0, lab.draft("hydra", 0), PROMPTS, rule=rule)
+    assert found.accept_lengths.max() in (ADDED, ADDED + 1)
+
+
+@pytest.mark.slow
+def test_it_is_never_worse_than_either_alone_on_average(lab):
+    steps = {}
+    prompts = [np.random.default_rng(seed).integers(0, VOCAB, 6).tolist() for seed in range(8)]
+    tree, heads = TREES["cartesian"], lab.draft("hydra", 0)
+    lookup = make_decode_fn(lab.model, PromptLookup(), presets.chain(ADDED), max_new_tokens=NEW)
+    ways = {"both": decoder("hydra", tree), "heads": lab.decode_fn("hydra", "cartesian", NEW), "lookup": lookup}
+    for name, decode_fn in ways.items():
+        params = {} if name == "lookup" else heads
+        found = [lab.decode(decode_fn, 0, params, prompts[i : i + 4]) for i in (0, 4)]
+        steps[name] = sum(int(out.steps.sum()) for out in found)
+    assert steps["both"] < min(steps["heads"], steps["lookup"])
+
+
+# --- names, and what does not go together -----------------------------------------------------------------------------
+
+
+def test_names():
+    assert beside_lookup("lookup+hydra++") == ("hydra++", 5)
+    assert beside_lookup("lookup-8+path/to+heads") == ("path/to+heads", 8)
+    assert [beside_lookup(name) for name in ("lookup", "hydra++", "./lookup+x", None, PromptLookup())] == [None] * 5
+    for name in ("lookup+", "lookup+lookup", "lookup+none", "lookup-3+lookahead-3-3-3", "lookup+lookup+hydra"):
+        with pytest.raises(HydrajaxError, match=r"what follows 'lookup\+' must be heads or a model"):
+            beside_lookup(name)
+    for name in ("lookup-0+hydra", "lookup-1000+hydra"):
+        with pytest.raises(HydrajaxError, match=r"^draft: lookup-L\+... adds L nodes, from 1 to 999, found"):
+            beside_lookup(name)
+    assert folder_name("lookup-8+path/to/heads") == "lookup-8+heads"
+    assert title_of(WithLookup(DRAFTERS["hydra++"])) == "Hydra++ with lookup"
+
+
+def test_sizes_and_costs():
+    drafter, tree = WithLookup(DRAFTERS["hydra++"], 7), presets.cartesian([2, 2])
+    assert (nodes_fed(drafter, tree), longest_path(drafter, tree)) == (14, 9)
+    inner = drafter.drafter
+    assert drafter.propose_costs(tree, 2, 64) == inner.propose_costs(tree, 2, 64)
+    assert drafter.observe_costs(2, 10, 64) == inner.observe_costs(2, 10, 64)
+    model = DRAFTERS["model"]  # which runs once more what it has not run itself
+    assert WithLookup(model).observe_costs(2, 10, 64) == model.begin_costs(2, 10, 64) != model.observe_costs(2, 10, 64)
+
+
+@pytest.mark.parametrize("tree", ["chain-3", "root"])
+def test_rejection_sampling_is_refused(lab, tree):
+    message = "rule: RejectionSampling needs a drafter that samples, not WithLookup"
+    with pytest.raises(HydrajaxError, match=f"^{message}$"):
+        make_decode_fn(lab.model, WithLookup(HydraHeads(4, 32, VOCAB)), presets.by_name(tree), RejectionSampling())
+
+
+def test_it_is_a_number_of_the_state_not_of_the_parameters(lab):
+    drafter = WithLookup(DRAFTERS["hydra"])
+    assert hash(drafter) == hash(dataclasses.replace(drafter))
+    state = jax.eval_shape(lambda: drafter.init_state(3, 20))
+    assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(state))
