@@ -1,0 +1,131 @@
+"""Prompt lookup, draft heads, and both in one tree, on code that is edited and code that is summed up.
+
+    python experiments/lookup_and_heads.py [--quick] [--draft DIR]
+
+The prompts are made of functions and classes that the shipped model has not seen. Editing: a function, and the first
+line of the same with another name for a parameter. Summing up: a class, and the beginning of a list of its methods.
+With ``--prompts`` they are those of a file instead. Of each kind of heads there are the released tree and a small one,
+each with and without lookup's branch; all ways meet in one contest for each kind of prompts.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+import common
+import numpy as np
+from common import Setup, name_of, speed_rows
+
+from hydrajax import assets
+from hydrajax.errors import HydrajaxError
+from hydrajax.questions.held_out import held_out_files
+from hydrajax.trees import presets
+
+FULL = {"count": 24, "new_tokens": 128, "repeats": 5, "added": 5, "prompt_tokens": 500}
+QUICK = {"count": 3, "new_tokens": 48, "repeats": 1}
+LEAST_TOKENS = 80  # of a prompt: less has nothing in it to be repeated
+SMALL = "cartesian-2x2"  # of heads for which no tree was searched
+
+
+def run(args) -> None:
+    directories = args.draft or [str(assets.path(name)) for name in assets.DRAFTERS]
+    setup = Setup(args)
+    for directory in directories:
+        setup.heads[f"lookup+{name_of(directory)}"] = setup.base.with_draft(f"lookup-{args.added}+{directory}")
+    setup.heads["lookup"] = setup.base.with_draft("lookup")
+    kinds = {name_of(args.prompts): setup.measured} if args.prompts else made_prompts(setup.base.tokenizer, args)
+    rows = []
+    for kind, prompts in kinds.items():
+        found = args.parts.rows(kind, partial(measured, setup, kind, prompts, [name_of(d) for d in directories]))
+        rows += found
+        say_who_is_ahead(found)
+    remarks = ["editing, summing up: see the script; lookup+: the tree and a branch of lookup's, in one"]
+    common.write(args, "speed", "", "Prompt lookup and draft heads, alone and in one tree", rows, remarks)
+
+
+def measured(setup: Setup, kind: str, prompts: list[np.ndarray], names: list[str]) -> list[dict]:
+    """Rows of "speed": without a draft, lookup's chain, and each kind of heads in both trees without and with it."""
+    setup.measured = prompts
+    chain = presets.chain(setup.args.added)
+    ways = [setup.autoregressive(), setup.way("lookup", chain, name=f"{kind}: lookup, chain-{setup.args.added}")]
+    for name in names:
+        small = presets.searched(setup.heads[name].draft_directory, 1) or presets.by_name(SMALL)
+        for title, tree in (("released tree", setup.released(name)), ("small tree", small)):
+            for heads in (name, f"lookup+{name}"):
+                ways.append(setup.way(heads, tree, name=f"{kind}: {heads}, {title}"))
+    return [row | {"prompts": kind} for row in speed_rows(setup.contest(ways), 1)]
+
+
+def say_who_is_ahead(rows: list[dict]) -> None:
+    """Whether both together take no more steps than either alone."""
+    steps = {row["name"]: row["tokens_per_step"] for row in rows}
+    lookup = next(value for name, value in steps.items() if ": lookup, " in name)
+    for name, value in steps.items():
+        if ": lookup+" in name:
+            alone = steps[name.replace(": lookup+", ": ")]
+            verdict = "ahead of both" if value >= max(alone, lookup) else "BEHIND ONE OF THEM"
+            print(f"{name}: τ {value:.2f}, heads alone {alone:.2f}, lookup alone {lookup:.2f}: {verdict}")
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def made_prompts(tokenizer, args) -> dict[str, list[np.ndarray]]:
+    """Of each kind as many as are wanted, one from a file, of no more tokens than are allowed."""
+    if tokenizer is None:
+        raise HydrajaxError("--prompts: are needed, as this base has no tokenizer")
+    found: dict[str, list[np.ndarray]] = {"editing": [], "summing up": []}
+    for _, text in held_out_files():
+        if all(len(prompts) == args.count for prompts in found.values()):
+            break
+        for kind, texts in (("editing", edits(text)), ("summing up", summaries(text))):
+            ids = (np.array(tokenizer.encode(prompt, verbose=False), np.int32) for prompt in texts)
+            fitting = (prompt for prompt in ids if LEAST_TOKENS <= len(prompt) <= args.prompt_tokens)
+            if len(found[kind]) < args.count and (prompt := next(fitting, None)) is not None:
+                found[kind].append(prompt)
+    for kind, prompts in found.items():
+        if len(prompts) < args.count:
+            raise HydrajaxError(
+                f"--count: {args.count} prompts are needed, the held-out files give {len(prompts)}: {kind}"
+            )
+    return found
+
+
+def edits(text: str) -> Iterator[str]:
+    """Every function of a module that names a parameter several times, to be said again with another name for it."""
+    for node, source in definitions(text, ast.FunctionDef):
+        for parameter in node.args.args:
+            name, new = parameter.arg, f"new_{parameter.arg}"
+            if name != "self" and len(re.findall(rf"\b{name}\b", source)) >= 3 and new not in source:
+                head = source.splitlines()[0]
+                renamed = re.sub(rf"\b{name}\b", new, head)
+                yield f"{source}\n\n\n# The same, with {name} renamed to {new}:\n\n{renamed}\n"
+                break
+
+
+def summaries(text: str) -> Iterator[str]:
+    """Every class of a module with several methods, and the beginning of a list of them."""
+    for node, source in definitions(text, ast.ClassDef):
+        methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+        if len(methods) >= 3:
+            yield f"{source}\n\n\n# Summary: the methods of {node.name} are\n#\n# def {methods[0].name}("
+
+
+def definitions(text: str, kind: type) -> Iterator[tuple]:
+    """Those at the beginning of a line, each with its source."""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError):
+        return
+    lines = text.splitlines()
+    for node in body:
+        if isinstance(node, kind) and not node.decorator_list:
+            yield node, "\n".join(lines[node.lineno - 1 : node.end_lineno])
+
+
+if __name__ == "__main__":
+    sys.exit(common.program(__doc__, run, FULL, QUICK))
