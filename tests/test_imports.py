@@ -33,6 +33,7 @@ ORDER = (
     "trees",
     "drafters",
     "decoding",
+    "ssd",
     "text",
     "checkpoints",
     "bundle",

@@ -22,6 +22,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.base import BaseModel
+from hydrajax.models.config import LlamaConfig
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 
@@ -95,6 +96,53 @@ def make_engine(
     return Engine(model, drafter, tree, max_new_tokens, tuple(eos_ids), logprobs)
 
 
+class Inputs(NamedTuple):
+    """What a decode function is given, checked and filled up: the arguments of `Engine.prefill` in their order."""
+
+    prompt: Int[Array, "B P"]
+    lengths: Int[Array, " B"]
+    rng: Array
+    rule: AcceptanceRule
+    limits: Int[Array, " B"]
+
+
+def settled_inputs(
+    config: LlamaConfig, default_rule: AcceptanceRule, max_new_tokens: int, prompt, lengths, rng, limits, rule
+) -> Inputs:
+    """The arguments of a decode function (`make_decode_fn` says what they are), with the defaults for None.
+
+    Raises `HydrajaxError` for what cannot be used; of a prompt that is being traced only the shape and dtype are known.
+    """
+    traced = isinstance(prompt, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer)
+    xp = jnp if traced else np  # padding on the host compiles nothing for a new prompt width
+    ids = xp.asarray(prompt)
+    if ids.ndim != 2 or not xp.issubdtype(ids.dtype, xp.integer):
+        raise HydrajaxError(f"prompt: must be int32 [batch, tokens], found {ids.dtype} {list(ids.shape)}")
+    lengths = np.full(ids.shape[0], ids.shape[1], np.int32) if lengths is None else xp.asarray(lengths)
+    if not xp.issubdtype(lengths.dtype, xp.integer):
+        raise HydrajaxError(f"lengths: must be int32 [batch], found {lengths.dtype}")
+    if not traced:
+        check_prompts(ids, lengths, config)
+    padding = bucket(ids.shape[1], config.max_positions) - ids.shape[1]
+    ready = isinstance(prompt, jax.Array) and prompt.dtype == jnp.int32 and not padding
+    if not ready:  # a prompt placed on a mesh at full width keeps its sharding
+        prompt = xp.pad(ids.astype(xp.int32), ((0, 0), (0, padding)))
+    if limits is None:  # an array all the same, so that limits compile nothing
+        limits = np.full(lengths.shape, max_new_tokens, np.int32)
+    else:
+        limits = xp.asarray(limits)
+        if limits.shape != lengths.shape or not xp.issubdtype(limits.dtype, xp.integer):
+            raise HydrajaxError(f"limits: must be int32 [batch], found {limits.dtype} {list(limits.shape)}")
+    rule = per_row(default_rule if rule is None else rule, ids.shape[0])
+    if jax.tree.structure(rule) != jax.tree.structure(default_rule):
+        raise HydrajaxError(f"rule: must be of the same kind and give the same numbers as {default_rule}")
+    if rng is None:
+        if isinstance(rule, Sampling):
+            raise HydrajaxError("rng: is needed, as this rule draws: rng=jax.random.key(seed)")
+        rng = jax.random.key(0)
+    return Inputs(prompt, lengths.astype(xp.int32), rng, rule, limits)
+
+
 def make_decode_fn(
     model: BaseModel,
     drafter: Drafter,
@@ -136,36 +184,10 @@ def make_decode_fn(
     inner = jax.jit(run) if options else outermost  # JAX takes compiler options of an outermost function only
 
     def decode_fn(params: Params, prompt, lengths=None, rng=None, limits=None, rule=None) -> DecodeResult:
-        traced = isinstance(prompt, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer)
-        xp = jnp if traced else np  # padding on the host compiles nothing for a new prompt width
-        ids = xp.asarray(prompt)
-        if ids.ndim != 2 or not xp.issubdtype(ids.dtype, xp.integer):
-            raise HydrajaxError(f"prompt: must be int32 [batch, tokens], found {ids.dtype} {list(ids.shape)}")
-        lengths = np.full(ids.shape[0], ids.shape[1], np.int32) if lengths is None else xp.asarray(lengths)
-        if not xp.issubdtype(lengths.dtype, xp.integer):
-            raise HydrajaxError(f"lengths: must be int32 [batch], found {lengths.dtype}")
-        if not traced:
-            check_prompts(ids, lengths, config)
-        padding = bucket(ids.shape[1], config.max_positions) - ids.shape[1]
-        ready = isinstance(prompt, jax.Array) and prompt.dtype == jnp.int32 and not padding
-        if not ready:  # a prompt placed on a mesh at full width keeps its sharding
-            prompt = xp.pad(ids.astype(xp.int32), ((0, 0), (0, padding)))
-        if limits is None:  # an array all the same, so that limits compile nothing
-            limits = np.full(lengths.shape, max_new_tokens, np.int32)
-        else:
-            limits = xp.asarray(limits)
-            if limits.shape != lengths.shape or not xp.issubdtype(limits.dtype, xp.integer):
-                raise HydrajaxError(f"limits: must be int32 [batch], found {limits.dtype} {list(limits.shape)}")
-        rule = per_row(default_rule if rule is None else rule, ids.shape[0])
-        if jax.tree.structure(rule) != jax.tree.structure(default_rule):
-            raise HydrajaxError(f"rule: must be of the same kind and give the same numbers as {default_rule}")
-        if rng is None:
-            if isinstance(rule, Sampling):
-                raise HydrajaxError("rng: is needed, as this rule draws: rng=jax.random.key(seed)")
-            rng = jax.random.key(0)
+        given = settled_inputs(config, default_rule, max_new_tokens, prompt, lengths, rng, limits, rule)
         called_in_jit = inner is not outermost and isinstance(jnp.zeros(()), jax.core.Tracer)
         call = inner if called_in_jit else outermost
-        return call(params, prompt, lengths.astype(xp.int32), rng, rule, limits)
+        return call(params, *given)
 
     decode_fn.engine = engine  # to drive the steps one by one
     decode_fn.jitted = outermost  # to look at the compiled program

@@ -25,7 +25,7 @@ from hydrajax.drafters.ranks import token_ranks
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base import BaseModel, BoundBase, init_base
+from hydrajax.models.base import BaseModel, BoundBase, Forward, init_base
 from hydrajax.models.cache import Ahead, Block, KVCache, append
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
@@ -153,10 +153,10 @@ class DraftModel:
         """
         cache, (batch, n_tokens) = state.cache, tokens.shape
         place = cache.lengths[:, None]
-        first = self._forward(params, state.waiting[:, None], place, causal_mask(1), cache)
+        first = self.forward(params, state.waiting[:, None], place, causal_mask(1), cache)
         sees = jnp.broadcast_to(state.waits[:, None, None], (batch, n_tokens, 1))
         positions = place + state.waits[:, None] + jnp.arange(n_tokens)
-        text = self._forward(params, tokens, positions, causal_mask(n_tokens), Ahead(cache, first.block, sees, place))
+        text = self.forward(params, tokens, positions, causal_mask(n_tokens), Ahead(cache, first.block, sees, place))
         cache = append(cache, first.block, state.waits.astype(jnp.int32), after=text.hidden[:, -1, 0])
         cache = append(cache, text.block, counts, after=text.hidden[:, -1, 0])
         return DraftState(cache, jnp.zeros_like(state.waiting), jnp.zeros_like(state.waits))
@@ -171,7 +171,7 @@ class DraftModel:
             def guess(drafted, beam):
                 if beam.depth:
                     drafted = self._run(params, state, drafted, beam)
-                return drafted, self._logits(params, drafted.hidden)
+                return drafted, self.logits(params, drafted.hidden)
 
             proposal, drafted = fill(tree, root, guess, first, self.lm_head, self.vocab_size, draw)
             place = _places(tree) if isinstance(tree, TreeTopology) else proposal.scratch
@@ -204,7 +204,7 @@ class DraftModel:
         waits = state.waits[:, None]
         tokens = jnp.where(waits, jnp.stack([state.waiting, root], axis=1), root[:, None])
         positions = state.cache.lengths[:, None] + jnp.arange(FIRST)
-        forward = self._forward(params, tokens, positions, causal_mask(FIRST), state.cache)
+        forward = self.forward(params, tokens, positions, causal_mask(FIRST), state.cache)
         hidden = jnp.where(waits[:, :, None], forward.hidden[:, 1:], forward.hidden[:, :1])
         sees = jnp.concatenate([jnp.ones_like(waits), waits], axis=1)[:, None]
         return Drafted(hidden, forward.block, sees, positions)
@@ -223,7 +223,7 @@ class DraftModel:
 
         def forward():
             past = Ahead(state.cache, drafted.block, sees, drafted.positions)
-            found = self._forward(params, tokens, positions, itself, past)
+            found = self.forward(params, tokens, positions, itself, past)
             return found.hidden, found.block
 
         if goes_on is None:
@@ -254,7 +254,7 @@ class DraftModel:
                 sure.append(above & (beam.tokens >= 0) & (log_p >= np.log(self.confidence)))
                 ran.append(jnp.any(sure[-1]))
                 drafted = self._run(params, state, drafted, beam, ran[-1])
-            logits = self._logits(params, drafted.hidden)
+            logits = self.logits(params, drafted.hidden)
             return (drafted, logits), logits
 
         proposal, (drafted, _) = fill(tree, root, guess, (first, None), self.lm_head, self.vocab_size, draw)
@@ -266,10 +266,11 @@ class DraftModel:
             place = place.at[level.parents].set(jnp.where(was, place[level.parents], -1))
         return proposal._replace(tokens=tokens), drafted, place
 
-    def _forward(self, params, tokens, positions, mask, past: KVCache | Ahead):
+    def forward(self, params, tokens, positions, mask, past: KVCache | Ahead) -> Forward:
+        """A pass of the draft model; the arguments are those of `BaseModel.__call__`."""
         return BoundBase(self.model, params).forward(tokens, positions, mask, past)
 
-    def _logits(self, params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V_"]:
+    def logits(self, params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V_"]:
         """Over the tokens that both models have."""
         logits = BoundBase(self.model, params).logits(hidden)
         return logits[..., : self.vocab_size]
@@ -282,7 +283,7 @@ class DraftModel:
         hidden = run_base(self.model, params, tokens, segments=segments).hidden
 
         def logits(hidden):
-            return self._logits(params, hidden)
+            return self.logits(params, hidden)
 
         following = jnp.roll(tokens, -1, axis=1)
         ranks = token_ranks(logits, hidden, following, self.vocabulary, self.vocab_size, chunk_tokens)
@@ -291,7 +292,7 @@ class DraftModel:
     def next_logits(self, params: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Float32 logits over the base's tokens of what follows each token of a text; -inf for those it cannot say."""
         hidden = run_base(self.model, params, tokens).hidden
-        return self.lm_head.over_all_tokens(self._logits(params, hidden), self.vocab_size)
+        return self.lm_head.over_all_tokens(self.logits(params, hidden), self.vocab_size)
 
     # --- costs --------------------------------------------------------------------------------------------------------
 
