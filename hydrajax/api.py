@@ -35,7 +35,9 @@ from hydrajax.generation import Stream, generate, stream
 from hydrajax.measure.fastest import choose
 from hydrajax.measure.way import baseline_rule
 from hydrajax.models.base import BaseModel
-from hydrajax.sharding import placer
+from hydrajax.sharding import last_devices, placer
+from hydrajax.ssd.decode import are_apart, make_apart_fn
+from hydrajax.ssd.fan_out import FanOut
 from hydrajax.text.answers import Generation
 from hydrajax.text.prompt import Prompt, is_conversation
 from hydrajax.text.tokenizer import decode_text, load_tokenizer
@@ -201,6 +203,7 @@ class Loaded(Bundle):
         mesh: Mesh | None = None,
         shard_draft: bool = False,
         draft_confidence: float | None = None,
+        draft_devices: int | None = None,
     ) -> Loaded:
         """The same base, its parameters shared, with another drafter. The arguments are those of `load`.
 
@@ -219,15 +222,19 @@ class Loaded(Bundle):
             place = placer(mesh)
             if is_model(directory):
                 model = self.model, self.params.base, self.tokenizer
-                settings = {"confidence": draft_confidence or 0.0}
-                settings["place"] = place if shard_draft else lambda array, _: place(array, None)
+                settings: dict[str, Any] = {"confidence": draft_confidence or 0.0}
+                if draft_devices is not None:
+                    settings["place"] = placer(last_devices(draft_devices, mesh))
+                else:
+                    settings["place"] = place if shard_draft else lambda array, _: place(array, None)
                 return self._with(*load_draft_model(directory, *model, **settings), directory)
             made_for = {"base_directory": base_directory, "adapter": self.adapter_directory}
             draft, params = load_draft(directory, self.model.config, self.model.dtype, **made_for)
             params = jax.tree.map(lambda x: place(x, None), params)
-        if draft_confidence is not None or shard_draft:
-            field = "shard_draft" if draft_confidence is None else "draft_confidence"
-            raise HydrajaxError(f"{field}: is for a draft model, found {title_of(draft)}")
+        asked = {"shard_draft": shard_draft or None, "draft_confidence": draft_confidence}
+        for setting, value in (asked | {"draft_devices": draft_devices}).items():
+            if value is not None:
+                raise HydrajaxError(f"{setting}: is for a draft model, found {title_of(draft)}")
         return self._with(draft, params, directory)
 
     def _with(self, draft: Drafter, params: Any, directory: Path | None) -> Loaded:
@@ -242,7 +249,8 @@ class Loaded(Bundle):
         on_status: Callable[[str], None] = lambda text: None,
     ) -> tuple[Loaded, CandidateTree, AcceptanceRule]:
         """What to decode with where no tree was named (`hydrajax.measure.fastest`), said in one line on stderr."""
-        choice = choose(self, prompts, rule, batch_size, on_status)
+        # What would be timed is base and draft in one program.
+        choice = None if are_apart(self.params) else choose(self, prompts, rule, batch_size, on_status)
         if choice is None:
             return self, self.default_tree(batch_size), rule
         print(choice, file=sys.stderr)
@@ -287,6 +295,7 @@ def make_decode_fn(
     max_new_tokens: int = 256,
     eos_ids: Sequence[int] | None = None,
     logprobs: bool = False,
+    fan_out: FanOut | Sequence[int] | int | None = None,
 ) -> Callable[..., DecodeResult]:
     """Build ``decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None) -> DecodeResult``, jitted.
 
@@ -294,10 +303,13 @@ def make_decode_fn(
         model by itself, with a drafter and a tree; generation then ends at no id unless ``eos_ids`` names some.
     tree, rule: also by name, ``"chain-2"`` and ``"greedy"``.
     logprobs: whether results have the tokens' log-probabilities.
+    fan_out: of what was loaded with ``draft_devices``: how many outcomes of a verification the draft prepares for
+        (`hydrajax.ssd.decode.make_apart_fn`); 0 for base and draft in turn. The function is then driven by the host.
 
     The function's arguments and result: `hydrajax.decoding.decode.make_decode_fn`. Raises `HydrajaxError` for parts
     that do not fit together.
     """
+    apart = isinstance(model, Loaded) and are_apart(model.params)
     if isinstance(model, Loaded):
         drafter = model.drafter if drafter is None else drafter
         tree = model.default_tree() if tree is None else tree
@@ -307,6 +319,10 @@ def make_decode_fn(
         missing = "drafter" if drafter is None else "tree"
         raise HydrajaxError(f"{missing}: is needed with a base model alone; what hydrajax.load gives brings its own")
     settings = {"max_new_tokens": max_new_tokens, "eos_ids": tuple(eos_ids or ()), "logprobs": logprobs}
+    if apart:
+        return make_apart_fn(model, drafter, presets.tree_of(tree), one_rule(rule), fan_out=fan_out, **settings)
+    if fan_out is not None:
+        raise HydrajaxError("fan_out: is for what was loaded with draft_devices")
     return decode.make_decode_fn(model, drafter, presets.tree_of(tree), one_rule(rule), **settings)
 
 
@@ -322,6 +338,7 @@ def load(
     force: bool = False,
     shard_draft: bool = False,
     draft_confidence: float | None = None,
+    draft_devices: int | None = None,
     on_progress: Progress = lambda done, total: None,
 ) -> Loaded:
     """Load a base and, optionally, a drafter.
@@ -346,6 +363,8 @@ def load(
     shard_draft: shard a draft model over the mesh like the base.
     draft_confidence: of a draft model, from 0 up and below 1: draft no further below tokens that it finds less likely
         (`hydrajax.drafters.draft_model.DraftModel`).
+    draft_devices: put a draft model on the last so many devices (sharded over them), where it drafts ahead while the
+        base verifies on others: speculative speculative decoding (`hydrajax.ssd`, docs/ssd.md).
     on_progress: told how many of the base's numbers have been loaded.
 
     JAX's compilation cache on disk is then on for the whole process (`hydrajax.compilation.use_compilation_cache` says
@@ -360,6 +379,10 @@ def load(
         raise not_allowed("quantize", quantize, QUANTIZED)
     if merge and adapter is None:
         raise HydrajaxError("merge: means nothing without an adapter")
+    if draft_devices is not None:
+        last_devices(draft_devices, mesh)  # refused before gigabytes are read
+        if shard_draft:
+            raise HydrajaxError("shard_draft: says nothing with draft_devices, over which a draft model is sharded")
     use_compilation_cache()
     base = resolve(base, "base")
     if adapter is not None:
@@ -373,9 +396,9 @@ def load(
     model, base_params = load_llama(base, compute, placer(mesh), **made)
     text = {"tokenizer": load_tokenizer(base), "eos_ids": eos_ids(base)}
     loaded = Loaded(model, NoDrafter(), Params(base_params, {}), **text, adapter_directory=adapter)
-    if draft is None and draft_confidence is None and not shard_draft:
+    settings = {"shard_draft": shard_draft, "draft_confidence": draft_confidence, "draft_devices": draft_devices}
+    if draft is None and draft_confidence is None and draft_devices is None and not shard_draft:
         return loaded
-    settings = {"shard_draft": shard_draft, "draft_confidence": draft_confidence}
     draft = NO_DRAFT if draft is None else draft
     return loaded.with_draft(draft, base_directory=None if force else base, mesh=mesh, **settings)
 

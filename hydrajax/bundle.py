@@ -19,6 +19,7 @@ from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.registry import title_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base import BaseModel
+from hydrajax.ssd.decode import ApartFn, are_apart, make_apart_fn
 from hydrajax.text.prompt import Prompt
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
@@ -54,7 +55,9 @@ class Bundle:
         ]
         return f"<{type(self).__name__}: {'; '.join(parts)}>"
 
-    def bursts(self, tree: CandidateTree, rule: AcceptanceRule, max_new_tokens: int, logprobs: bool = False) -> Bursts:
+    def bursts(
+        self, tree: CandidateTree, rule: AcceptanceRule, max_new_tokens: int, logprobs: bool = False
+    ) -> Bursts | ApartFn:
         """An engine for this tree, this *kind* of rule and at least as many new tokens, made once and kept.
 
         So a rule with other numbers, or another limit that the same power of two covers, compiles nothing new. Raises
@@ -64,8 +67,10 @@ class Bundle:
         key = (tree, jax.tree.structure(rule), room, logprobs)
         if key not in self._bursts:
             settings = {"max_new_tokens": room, "eos_ids": self.eos_ids, "logprobs": logprobs}
-            engine = make_engine(self.model, self.drafter, tree, rule, **settings)
-            self._bursts[key] = Bursts(engine)
+            if are_apart(self.params):
+                self._bursts[key] = make_apart_fn(self.model, self.drafter, tree, rule, **settings)
+            else:
+                self._bursts[key] = Bursts(make_engine(self.model, self.drafter, tree, rule, **settings))
         return self._bursts[key]
 
     def default_tree(self, batch_size: int = 1) -> CandidateTree:

@@ -17,6 +17,7 @@ from hydrajax.decoding.sampling import row_keys
 from hydrajax.decoding.state import DecodeState
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import seed_for
+from hydrajax.ssd.decode import are_apart
 from hydrajax.text.stopping import GrowingText
 from hydrajax.text.templates import make_encoder
 from hydrajax.text.tokenizer import decode_text
@@ -64,6 +65,8 @@ class Chat:
             raise HydrajaxError("base: has no tokenizer, and a conversation needs one")
         if max_new_tokens < 1:
             raise HydrajaxError(f"max_new_tokens: must be at least 1, found {max_new_tokens}")
+        if are_apart(loaded.params):
+            raise HydrajaxError("draft_devices: a conversation keeps its caches, and those on other devices cannot be")
         self._encoder = make_encoder(loaded.tokenizer, template)
         self._loaded, self._limit = loaded, max_new_tokens
         self._context = loaded.model.config.max_positions

@@ -33,6 +33,26 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
     return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
+def last_devices(count: int, mesh: Mesh | None = None) -> Mesh:
+    """A mesh of the last ``count`` devices, for a draft that works beside its base (`hydrajax.ssd`).
+
+    mesh: the base's; None for one on the first device. Raises `HydrajaxError` where that leaves too few.
+    """
+    devices = jax.devices()
+    if jax.process_count() > 1:
+        raise HydrajaxError(f"draft_devices: are for one process, found {jax.process_count()}")
+    taken = set(devices[:1]) if mesh is None else set(mesh.devices.flat)
+    free = len(devices) - 1 - max(i for i, device in enumerate(devices) if device in taken)
+    if not 1 <= count <= free:
+        raise HydrajaxError(
+            f"draft_devices: must be from 1 to {free}, found {count}: of {len(devices)} devices the base takes the "
+            f"first {len(devices) - free}"
+            if free
+            else f"draft_devices: found {count}, but of {len(devices)} devices the base takes all"
+        )
+    return jax.make_mesh((1, count), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices[-count:])
+
+
 def sharding(mesh: Mesh, shape: tuple[int, ...], logical_axes: tuple[str | None, ...] | None) -> NamedSharding:
     """The sharding of one array from the logical names of its axes (None: replicated).
 

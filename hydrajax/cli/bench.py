@@ -15,11 +15,13 @@ from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.drafters.registry import KINDS, without_weights
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.measure.apart import apart_contest
 from hydrajax.measure.benchmark import BenchmarkRow, first_nodes, run_benchmark
 from hydrajax.measure.machine import machine
 from hydrajax.measure.random_models import random_draft, random_model
 from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS
+from hydrajax.ssd.fan_out import DEFAULT_BUDGET
 from hydrajax.text.prompt import PROMPT_FORMATS
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
@@ -28,7 +30,7 @@ HELP = "time a decode step and its phases, autoregressive against tree decoding"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model_arguments(parser, base_required=False)
+    options.add_model_arguments(parser, base_required=False, apart=True)
     options.add_rule_arguments(parser)
     parser.add_argument(
         "--random",
@@ -50,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tree-sizes", metavar="N,N,...", type=options.positives, help="sweep: the tree's best N nodes"
     )
     parser.add_argument(
+        "--fan-outs",
+        metavar="F,F,...",
+        type=options.positives,
+        help="sweep, with --draft-devices: for how many outcomes of a verification the draft prepares (default 12)",
+    )
+    parser.add_argument(
         "--batch-sizes", metavar="B,B,...", type=options.positives, default=[1], help="sweep (default 1)"
     )
     parser.add_argument("--context", metavar="S", type=options.positive, default=512, help="default %(default)s")
@@ -63,6 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.draft_devices:
+        return run_apart(args)
+    if args.fan_outs:
+        raise HydrajaxError("--fan-outs: goes with --draft-devices")
     with options.json_report(args.json) as write:
         ways, texts = _ways(args)
         rows: list[BenchmarkRow] = []
@@ -76,6 +88,36 @@ def run(args: argparse.Namespace) -> None:
         write({"machine": machine(), "arguments": arguments, "rows": [row.as_dict() for row in rows]})
     if args.json != "-":
         _print(rows, args, texts)
+
+
+def run_apart(args: argparse.Namespace) -> None:
+    """Base and draft model on devices of their own: what is prepared ahead against the same pair in turn."""
+    if args.draft_settings or args.tree_sizes or args.random or args.random_draft:
+        raise HydrajaxError("--draft-devices: goes with --base and --draft, and without the other sweeps of drafts")
+    with options.json_report(args.json) as write:
+        model, drafter, params, texts = _model(args)
+        if not texts:
+            raise HydrajaxError("--prompts: are needed with --draft-devices, as the base has no tokenizer")
+        name = args.tree or drafter.default_tree
+        way = Way(name, model, drafter, params, presets.by_name(name), options.rule_from(args), args.max_new_tokens)
+        table = figure_table("batch", "way", "τ", "tok/s", "speed-up", "hits", "ready", "equal", left="way")
+        report = []
+        for batch_size in args.batch_sizes:
+            settings = {"batch_size": batch_size, "repeats": args.repeats}
+            for row in apart_contest(way, args.fan_outs or [DEFAULT_BUDGET], texts, **settings):
+                report.append({"batch": batch_size} | row.as_dict())
+                found = row.measured
+                cells = [str(batch_size), found.name, f"{found.tokens_per_step:.2f}", f"{found.tokens_per_second:.0f}"]
+                rates = ("" if rate is None else f"{rate:.0%}" for rate in (row.hit_rate, row.ready_rate))
+                equal = {True: "yes", False: "NO", None: ""}[found.equal]
+                table.add_row(*cells, f"{found.speedup:.2f}x", *rates, equal)
+        write({"machine": machine(), "arguments": options.recorded(args), "rows": report})
+    if args.json != "-":
+        print(f"{args.base} and {args.draft}, {name}, {args.dtype}; the draft on the last {args.draft_devices} devices")
+        wide_console().print(table)
+        print(
+            "hits: rows whose next draft was ready. ready: rounds in which that was so for every row, so nobody waited"
+        )
 
 
 def _ways(args: argparse.Namespace) -> tuple[list[Way], list[np.ndarray]]:

@@ -16,7 +16,7 @@ HELP = "check that drafting changes nothing: equal tokens, or an equal distribut
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model_arguments(parser)
+    options.add_model_arguments(parser, apart=True)
     parser.add_argument("--prompts", metavar="FILE", help=f"to check with (default: a few built in): {PROMPT_FORMATS}")
     parser.add_argument("--limit", metavar="N", type=options.positive, default=16, help="prompts (default %(default)s)")
     parser.add_argument("--max-new-tokens", metavar="N", type=options.positive, default=64, help="default %(default)s")

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument(
         "--logprobs", action="store_true", help="write to --output each token's log-probability under the base, too"
     )
-    add_model_arguments(parser)
+    add_model_arguments(parser, apart=True)
     decoding = add_decoding_arguments(parser)
     decoding.add_argument(
         "--stop", metavar="TEXT", action="append", default=[], help="end before this text; may be given several times"

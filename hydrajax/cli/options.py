@@ -39,11 +39,12 @@ def add_model_arguments(
     base_required: bool = True,
     tree: bool = True,
     several: bool = False,
+    apart: bool = False,
 ) -> None:
     """``--base, --adapter, --draft, --tree, --dtype, --quantize, --force``: see `load_from` and `tree_from`.
 
     base: False for a command that is told its base otherwise, and then its dtype too. tree: False for a command that
-    has no tree to be told. several: drafts and trees become lists.
+    has no tree to be told. several: drafts and trees become lists. apart: also ``--draft-devices``.
     """
     names = ", ".join(f"{name} ({kind.about})" for name, kind in WITHOUT_WEIGHTS.items())
     shipped = ", ".join(assets.SHIPPED_HEADS)
@@ -72,6 +73,13 @@ def add_model_arguments(
             metavar="P",
             type=float,
             help="of a draft model: draft no further below tokens that it gives a probability under P (default 0)",
+        )
+    if apart:
+        group.add_argument(
+            "--draft-devices",
+            metavar="N",
+            type=positive,
+            help="put a draft model on the last N devices; there it drafts ahead while the base verifies on the first",
         )
     if tree:
         group.add_argument(
@@ -249,7 +257,7 @@ def load_from(args: argparse.Namespace, on_status: Callable[[str], None] | None 
     settings = {"base": args.base, "draft": draft_of(args), "dtype": args.dtype}
     settings |= {"quantize": args.quantize, "force": args.force}
     settings |= {"adapter": args.adapter, "merge": args.merge_adapter}
-    settings |= {"draft_confidence": getattr(args, "draft_confidence", None)} | changes
+    settings |= {name: getattr(args, name, None) for name in ("draft_confidence", "draft_devices")} | changes
     with Console(stderr=True).status("loading") if on_status is None else nullcontext() as line:
         say = on_status or line.update
         loaded = api.load(**settings, on_progress=lambda done, total: say(f"loading {done / total:.0%}"))

@@ -15,6 +15,8 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter, longest_path, nodes_fed
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.models.base import BaseModel
+from hydrajax.ssd.decode import are_apart, make_apart_fn
+from hydrajax.ssd.fan_out import FanOut
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 
@@ -26,7 +28,8 @@ class Way:
     """One way to decode: a base, a drafter with their parameters, a tree and an acceptance rule, under a name.
 
     The decode function is made at the first use and kept, so a way that is measured twice is compiled once.
-    ``max_new_tokens`` and ``eos_ids`` are those of `hydrajax.make_decode_fn`.
+    ``max_new_tokens`` and ``eos_ids`` are those of `hydrajax.make_decode_fn`; so is ``fan_out``, of parameters that lie
+    on devices of their own.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Way:
     rule: AcceptanceRule = field(default_factory=Greedy)
     max_new_tokens: int = 128
     eos_ids: tuple[int, ...] = ()
+    fan_out: int | FanOut | None = None
 
     @classmethod
     def of(
@@ -72,6 +76,9 @@ class Way:
     def decode_fn(self) -> Callable[..., DecodeResult]:
         """See `hydrajax.make_decode_fn`. Raises `HydrajaxError` for a tree that the drafter cannot fill."""
         settings = {"max_new_tokens": self.max_new_tokens, "eos_ids": self.eos_ids}
+        if are_apart(self.params):
+            parts = self.model, self.drafter, self.tree, self.rule
+            return make_apart_fn(*parts, fan_out=self.fan_out, **settings)
         return make_decode_fn(self.model, self.drafter, self.tree, self.rule, **settings)
 
     def decode(self, prompt, lengths=None, key=None) -> DecodeResult:

@@ -4,17 +4,19 @@ nothing but the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
-from hydrajax.decoding.decode import DecodeResult, check_fit, make_engine, result_of, settled_inputs
+from hydrajax.decoding.decode import DecodeResult, Inputs, check_fit, make_engine, result_of, settled_inputs
+from hydrajax.decoding.loop import Snapshot, next_burst
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
 from hydrajax.drafters.draft_model import DraftModel
@@ -26,7 +28,7 @@ from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.base import BaseModel
 from hydrajax.ssd import fan_out as fan_outs
-from hydrajax.ssd.draft_side import MISS, DraftSide, Verdict
+from hydrajax.ssd.draft_side import MISS, Carry, DraftSide, Verdict
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.presets import chain
@@ -34,6 +36,9 @@ from hydrajax.trees.presets import chain
 ROUNDS_AHEAD = (
     1  # how many rounds the host has handed to the devices before it asks whether an earlier one was the last
 )
+
+PARTS = ("hand over", "prepare", "verify", "tell", "answer")  # of a round
+Watch = Callable[[str, Any], None]
 
 
 class Record:
@@ -94,43 +99,100 @@ class ApartFn:
 
     def __call__(self, params: Params, prompt, lengths=None, rng=None, limits=None, rule=None) -> DecodeResult:
         """See `hydrajax.decoding.decode.make_decode_fn`."""
-        return self._decoded(params, prompt, lengths, rng, limits, rule)[0]
+        return self._decoded(params, prompt, lengths, rng, limits, rule, lambda *_: None)[0]
 
     def recorded(
-        self, params: Params, prompt, lengths=None, rng=None, limits=None, rule=None
+        self, params: Params, prompt, lengths=None, rng=None, limits=None, rule=None, watch: Watch = lambda *_: None
     ) -> tuple[DecodeResult, Record]:
-        """The same, with what became of the preparations."""
-        result, carry = self._decoded(params, prompt, lengths, rng, limits, rule)
+        """The same, with what became of the preparations.
+
+        watch: is told the name of every part of a round, one of `PARTS`, and what it will give, as soon as it has been
+        handed to a device. One that waits for that puts all parts in turn, and can time them.
+        """
+        result, carry = self._decoded(params, prompt, lengths, rng, limits, rule, watch)
         numbers = np.asarray(carry.record)[:, : self.engine.max_new_tokens]
         return result, Record(numbers, np.asarray(result.accept_lengths), self.fan_out)
 
-    def _decoded(self, params, prompt, lengths, rng, limits, rule):
+    def _decoded(self, params, prompt, lengths, rng, limits, rule, watch: Watch):
         given = settled_inputs(
             self.engine.model.config, self.rule, self.engine.max_new_tokens, prompt, lengths, rng, limits, rule
         )
+        done: list[Array] = []
+        for now in self._rounds(params, given, np.zeros(len(given.prompt), bool), watch):
+            done.append(now[2])
+            # All so far was handed to the devices and returned at once. This waits for the round before the last.
+            if len(done) > ROUNDS_AHEAD and np.asarray(done[-1 - ROUNDS_AHEAD]).all():
+                break
+        state, carry, _ = now
+        return self._result(state.output), carry
+
+    def _rounds(
+        self, params: Params, given: Inputs, stopped: Bool[np.ndarray, " B"], watch: Watch = lambda *_: None
+    ) -> Iterator[tuple[DecodeState, Carry, Bool[Array, " B"]]]:
+        """The states of base and draft after each round, before they are computed, and which rows are then done.
+
+        The next round donates both states. Rows that the caller sets in ``stopped`` emit nothing from the next on.
+        """
         base_home, draft_home = homes(params)
         base = Params(params.base, {})
         given = given._replace(rng=jax.device_put(given.rng, base_home))
-        slots = self.engine.cache_slots(given.prompt.shape[1])
         state = self._start(base, *given)
-        draft_state = self._read(params.draft, given.prompt, given.lengths, slots)
+        draft_state = self._read(
+            params.draft, given.prompt, given.lengths, self.engine.cache_slots(given.prompt.shape[1])
+        )
         told = state.target.root, state.output.keys, state.output.rule, state.output.done
         carry = self._first(params.draft, draft_state, *jax.device_put(told, draft_home))
-        ends: list[Array] = []
-        while len(ends) <= ROUNDS_AHEAD or not np.asarray(ends[-1 - ROUNDS_AHEAD]):
-            # All of this returns at once; each device starts when what it needs has come.
+        while True:
+            # Each device starts when what it needs has come.
             proposed = jax.device_put((carry.drafted.tokens, carry.drafted.log_q), base_home)
+            watch("hand over", proposed)
             prepared = self._prepare(params.draft, carry) if self.fan_out.total else None
-            state, verdict, over = self._verify(base, state, *proposed)
-            carry = self._answer(params.draft, carry, prepared, jax.device_put(verdict, draft_home))
-            ends.append(over)
-        return self._result(state.output), carry
+            watch("prepare", prepared)
+            state, verdict = self._verify(base, state, *proposed, np.array(stopped))
+            watch("verify", verdict)
+            told = jax.device_put(verdict, draft_home)
+            watch("tell", told)
+            carry = self._answer(params.draft, carry, prepared, told)
+            watch("answer", carry.drafted)
+            yield state, carry, verdict.done
+
+    # --- as `hydrajax.decoding.loop.Bursts` ---------------------------------------------------------------------------
+
+    def compile(self, params: Params, prompt, lengths, keys, rule: AcceptanceRule, limits) -> None:
+        """Compile for inputs of these shapes, by one round."""
+        given = Inputs(prompt, lengths, keys, rule, np.minimum(limits, 1))
+        jax.block_until_ready(next(self._rounds(params, given, np.zeros(len(prompt), bool)))[:2])
+
+    def run(
+        self, params: Params, prompt, lengths, keys, rule: AcceptanceRule, limits, *, n_steps: int | None, stopped
+    ) -> Iterator[Snapshot]:
+        """See `Bursts.run`. The devices have nothing to do while a snapshot is looked at."""
+        steps, taken, began = n_steps or 1, 0, time.perf_counter()
+        done: list[Array] = []
+        for state, _, now_done in self._rounds(params, Inputs(prompt, lengths, keys, rule, limits), stopped):
+            taken += 1
+            done.append(now_done)
+            over = len(done) > ROUNDS_AHEAD and np.asarray(done[-1 - ROUNDS_AHEAD]).all()
+            if taken < steps and not over:
+                continue
+            now = Snapshot(*jax.device_get(tuple(getattr(state.output, name) for name in Snapshot._fields)))
+            steps, taken = n_steps or next_burst(steps, time.perf_counter() - began), 0
+            yield now
+            if (now.done | stopped).all():
+                return
+            began = time.perf_counter()
 
     def _verified(
-        self, base: Params, state: DecodeState, tokens: Int[Array, "B chain"], log_q: Float[Array, "B K V"] | None
-    ) -> tuple[DecodeState, Verdict, Array]:
-        """Verify, accept and commit, if any row goes on. Also whether none does any more."""
+        self,
+        base: Params,
+        state: DecodeState,
+        tokens: Int[Array, "B chain"],
+        log_q: Float[Array, "B K V"] | None,
+        stopped: Bool[Array, " B"],
+    ) -> tuple[DecodeState, Verdict]:
+        """Verify, accept and commit, if any row goes on."""
         engine = self.engine
+        state = state._replace(output=state.output._replace(done=state.output.done | stopped))
         proposal = Proposal(tokens, engine.tree.topology, log_q)
 
         def goes_on(carried):
@@ -147,7 +209,7 @@ class ApartFn:
         # A loop of at most one step: it leaves the cache where it is, which a `lax.cond` need not.
         before = Verdict(jnp.zeros_like(state.target.root), state.target.root, state.output.done)
         state, verdict, _ = jax.lax.while_loop(goes_on, round_, (state, before, jnp.asarray(True)))
-        return state, verdict, jnp.all(verdict.done)
+        return state, verdict
 
 
 def make_apart_fn(
@@ -203,6 +265,14 @@ def _settled(fan_out: FanOut | int | Sequence[int] | None, depth: int) -> FanOut
     if found.depth != depth:
         raise HydrajaxError(f"fan_out: must be {depth + 1} counts for a chain of {depth}, found {list(found.counts)}")
     return found
+
+
+def are_apart(params: Params) -> bool:
+    """Whether a draft has parameters, and all of them on other devices than the base."""
+    leaves = jax.tree.leaves(params.draft)
+    if not leaves or not all(isinstance(x, jax.Array) for x in (leaves[0], *jax.tree.leaves(params.base)[:1])):
+        return False
+    return not _home(params.base).device_set & _home(params.draft).device_set
 
 
 def homes(params: Params) -> tuple[Sharding, Sharding]:

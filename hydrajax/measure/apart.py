@@ -1,0 +1,131 @@
+"""Base and draft on devices of their own, timed: against the same pair in turn, and part by part."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hydrajax.decoding.prompts import batches
+from hydrajax.decoding.state import Params
+from hydrajax.measure.contest import Measured, contest
+from hydrajax.measure.way import Way
+from hydrajax.ssd.decode import MISS, PARTS, ApartFn, Record, homes
+from hydrajax.ssd.fan_out import FanOut
+
+IN_TURN, ONE_PROGRAM = "in turn", "one program"
+
+
+@dataclasses.dataclass(frozen=True)
+class ApartRow:
+    """A way, and what became of its preparations.
+
+    fan_out: the counts of `FanOut`, None where base and draft are not apart. hit_rate, ready_rate: of `Record`, over
+    all prompts; None where nothing is prepared.
+    """
+
+    measured: Measured
+    fan_out: tuple[int, ...] | None = None
+    hit_rate: float | None = None
+    ready_rate: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        own = {"fan_out": self.fan_out, "hit_rate": self.hit_rate, "ready_rate": self.ready_rate}
+        return self.measured.as_dict() | own
+
+
+def apart_contest(
+    way: Way,
+    fan_outs: Sequence[int | FanOut],
+    prompts: Sequence[np.ndarray],
+    *,
+    batch_size: int,
+    repeats: int,
+    on_status: Callable[[str], None] = lambda text: None,
+) -> list[ApartRow]:
+    """Without a draft, the pair in one program on the base's devices, in turn on their own, and for each fan-out.
+
+    way: with parameters on devices of their own, a draft model and a chain. The first row is the baseline.
+    """
+    plain = way.autoregressive()
+    draft = jax.device_put(way.params.draft, homes(way.params)[0])
+    together = dataclasses.replace(way, name=ONE_PROGRAM, params=Params(way.params.base, draft))
+    apart = [dataclasses.replace(way, name=IN_TURN, fan_out=0)]
+    for fan_out in fan_outs:
+        total = fan_out.total if isinstance(fan_out, FanOut) else fan_out
+        apart.append(dataclasses.replace(way, name=f"ahead, {total} outcomes", fan_out=fan_out))
+    settings = {"batch_size": batch_size, "repeats": repeats, "on_status": on_status}
+    found = contest([plain, together, *apart], prompts, **settings)
+    rows = [ApartRow(each) for each in found[:2]]
+    for each, measured in zip(apart, found[2:], strict=True):
+        fn = each.decode_fn
+        assert isinstance(fn, ApartFn)
+        record = joined(recorded(fn, each.params, prompts, batch_size))
+        rates = (record.hit_rate, record.ready_rate) if fn.fan_out.total else (None, None)
+        rows.append(ApartRow(measured, fn.fan_out.counts, *rates))
+    return rows
+
+
+def recorded(
+    fn: ApartFn, params: Params, prompts: Sequence[np.ndarray], batch_size: int, seed: int = 0
+) -> list[Record]:
+    """Of each batch of prompts."""
+    key = jax.random.key(seed)
+    found = []
+    for prompt, lengths, n_real in batches(prompts, batch_size):
+        record = fn.recorded(params, prompt, lengths, key)[1]
+        found.append(Record(record.numbers[:n_real], record.accept_lengths[:n_real], record.fan_out))
+    return found
+
+
+def joined(records: Sequence[Record]) -> Record:
+    """One after the other, as if a batch had gone on with the next prompts."""
+    rows = max(len(record.numbers) for record in records)
+
+    def beside(name: str, fill: int) -> np.ndarray:
+        parts = [getattr(record, name) for record in records]
+        missing = [((0, rows - len(part)), (0, 0)) for part in parts]
+        return np.concatenate(
+            [np.pad(part, pad, constant_values=fill) for part, pad in zip(parts, missing, strict=True)], axis=1
+        )
+
+    return Record(beside("numbers", MISS - 1), beside("accept_lengths", -1), records[0].fan_out)
+
+
+def part_seconds(
+    fn: ApartFn, params: Params, prompt: np.ndarray, lengths: np.ndarray, seed: int = 0
+) -> dict[str, float]:
+    """Median seconds of each of `PARTS` when they are run in turn and waited for; of "answer" as "hit" and "miss".
+
+    One batch of prompts, of which the first round is left out; a median over nothing is NaN. What is handed over and
+    told took the way from one device's memory to another's, and the host's part in it.
+    """
+    key = jax.random.key(seed)
+    fn(params, prompt, lengths, key)  # compiles
+    times: dict[str, list[float]] = {name: [] for name in PARTS}
+    began = time.perf_counter()
+
+    def watch(name: str, given: Any) -> None:
+        nonlocal began
+        jax.block_until_ready(given)
+        now = time.perf_counter()
+        times[name].append(now - began)
+        began = now
+
+    _, record = fn.recorded(params, prompt, lengths, key, watch=watch)
+    # Rows that have finished count as hits; after the last round that somebody took there is nothing to answer.
+    rounds = int((record.numbers > MISS - 1).any(axis=0).sum())
+    missed = (record.numbers == MISS).any(axis=0)[:rounds]
+    answers = np.array(times.pop("answer")[:rounds])
+    found = {name: _median(some[1:rounds]) for name, some in times.items()}
+    later = np.arange(rounds) > 0
+    return found | {"hit": _median(answers[later & ~missed]), "miss": _median(answers[later & missed])}
+
+
+def _median(values: Sequence[float] | np.ndarray) -> float:
+    return statistics.median(map(float, values)) if len(values) else float("nan")
