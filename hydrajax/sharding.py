@@ -44,12 +44,8 @@ def last_devices(count: int, mesh: Mesh | None = None) -> Mesh:
     taken = set(devices[:1]) if mesh is None else set(mesh.devices.flat)
     free = len(devices) - 1 - max(i for i, device in enumerate(devices) if device in taken)
     if not 1 <= count <= free:
-        raise HydrajaxError(
-            f"draft_devices: must be from 1 to {free}, found {count}: of {len(devices)} devices the base takes the "
-            f"first {len(devices) - free}"
-            if free
-            else f"draft_devices: found {count}, but of {len(devices)} devices the base takes all"
-        )
+        of_base = f"of {len(devices)} devices the base takes " + (f"the first {len(devices) - free}" if free else "all")
+        raise HydrajaxError(f"draft_devices: must be at most {free}, found {count}: {of_base}")
     return jax.make_mesh((1, count), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices[-count:])
 
 

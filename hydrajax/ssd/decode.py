@@ -243,7 +243,7 @@ def make_apart_fn(
     rule = rule or Greedy()
     if not isinstance(drafter, DraftModel):
         raise HydrajaxError(
-            f"draft_devices: need a draft model, which does not read the base; found {title_of(drafter)}"
+            f"draft_devices: are for a draft model, which does not read the base, found {title_of(drafter)}"
         )
     if drafter.confidence:
         raise HydrajaxError(f"draft_confidence: must be 0 with draft_devices, found {drafter.confidence}")

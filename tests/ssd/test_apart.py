@@ -1,0 +1,218 @@
+"""Base and draft on two of eight CPU devices: the tokens of the ordinary engine, whatever the draft had prepared.
+
+XLA fixes the number of CPU devices when it starts, so the work runs in subprocesses and the tests read their findings.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hydrajax.cli import main
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.draft_model import DraftModel
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.errors import HydrajaxError
+from hydrajax.ssd.decode import MISS, Record, are_apart, make_apart_fn
+from hydrajax.ssd.fan_out import FanOut
+from hydrajax.trees import presets
+
+VOCAB, NEW, EOS = 96, 20, 7
+PROMPTS = [[5, 17, 60, 2, 33], [90, 1, 4], [8, 8, 8, 8]]
+LIMITS = [NEW, NEW, 5]
+
+SCRIPT = """
+import json, sys
+import jax, numpy as np
+import hydrajax
+from hydrajax.decoding.prompts import right_padded
+from hydrajax.decoding.state import Params
+from hydrajax.ssd.decode import homes
+
+folder, base, draft, cases = sys.argv[1:]
+settings = json.load(open(folder + "/settings.json"))
+found = {"devices": jax.device_count()}
+m = hydrajax.load(base, draft, draft_devices=settings["draft_devices"])
+found["homes"] = [sorted(device.id for device in home.device_set) for home in homes(m.params)]
+beside = Params(m.params.base, jax.device_put(m.params.draft, homes(m.params)[0]))
+limits, eos = np.array(settings["limits"], np.int32), (settings["eos"],)
+
+def crossings(fn, arguments, key):
+    "The bytes of what is handed from one side to the other in a round."
+    crossed = {}
+    def watch(name, given):
+        if name in ("hand over", "tell"):
+            crossed[name] = [x.nbytes for x in jax.tree.leaves(given)]
+    fn.recorded(m.params, *arguments, key, watch=watch)
+    return crossed
+
+for case in cases.split(","):
+    rule, rows, tree, *numbers = case.split("/")
+    fan_out = [int(number) for number in numbers[0].split("-")] if numbers else None
+    rule = {"greedy": hydrajax.Greedy(), "exact": hydrajax.ExactSampling(0.7), "rejection":
+            hydrajax.RejectionSampling(0.7)}[rule]
+    prompt, lengths = right_padded(settings["prompts"][: int(rows)], 8)
+    arguments, key = (prompt, lengths), jax.random.key(3)
+    shared = {"rule": rule, "max_new_tokens": settings["new"], "eos_ids": eos}
+    fn = hydrajax.make_decode_fn(m, tree=tree, fan_out=fan_out, **shared)
+    out, record = fn.recorded(m.params, *arguments, key, limits=limits[: int(rows)])
+    answer = {"tokens": out.tokens.tolist(), "accept_lengths": out.accept_lengths.tolist(),
+              "hits": record.hits, "rounds": record.rounds, "crossings": crossings(fn, arguments, key)}
+    if settings["compare"]:
+        plain = hydrajax.make_decode_fn(m.model, m.drafter, tree, **shared)
+        out = plain(beside, *arguments, rng=key, limits=limits[: int(rows)])
+        answer["in one program"] = [out.tokens.tolist(), out.accept_lengths.tolist()]
+    found[case] = answer
+if settings["generate"]:
+    texts = [[2, 3, 4], [9, 9]]
+    one = hydrajax.load(base, draft)
+    for name, some in (("apart", m), ("together", one)):
+        answers = some.generate(texts, tree="chain-2", max_new_tokens=9, batch_size=2)
+        pieces = list(some.generate(texts[:1], tree="chain-2", max_new_tokens=9, rule="exact", seed=4))
+        found[name] = [answer.output_ids for answer in answers + pieces]
+json.dump(found, open(folder + "/answer.json", "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def models(llama_checkpoint, tmp_path_factory):
+    """A base, and a draft that is the base without its second layer, which makes it right sometimes."""
+    base, draft = llama_checkpoint(num_hidden_layers=2), tmp_path_factory.mktemp("draft")
+    config = json.loads((base / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (draft / "config.json").write_text(json.dumps(config))
+    tensors = load_file(base / "model.safetensors")
+    for name in [name for name in tensors if ".layers.1." in name]:
+        del tensors[name]
+    save_file(tensors, draft / "model.safetensors")
+    return base, draft
+
+
+@pytest.fixture(scope="module")
+def run(models, tmp_path_factory, on_eight_devices):
+    def run(*cases, draft_devices=1, compare=False, generate=False):
+        folder = tmp_path_factory.mktemp("apart")
+        settings = {"prompts": PROMPTS, "limits": LIMITS, "eos": EOS, "new": NEW, "draft_devices": draft_devices}
+        (folder / "settings.json").write_text(json.dumps(settings | {"compare": compare, "generate": generate}))
+        return on_eight_devices(folder, SCRIPT, *models, ",".join(cases), flags="--xla_backend_optimization_level=0")
+
+    return run
+
+
+def in_transformers(base) -> list[list[int]]:
+    """Each prompt continued greedily by transformers, alone, as far as `LIMITS` and `EOS` let it go."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    texts = []
+    for prompt, limit in zip(PROMPTS, LIMITS, strict=True):
+        settings = {"do_sample": False, "max_new_tokens": limit, "eos_token_id": EOS, "pad_token_id": 0}
+        texts.append(model.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist())
+    return texts
+
+
+def ids(answer) -> list[list[int]]:
+    return [[token for token in row if token >= 0] for row in answer["tokens"]]
+
+
+def test_the_tokens_are_those_of_transformers_and_little_is_handed_over(run, models):
+    """With hits and with misses, rows that end at a limit and at EOS, on the first and the last device."""
+    found = run(case := "greedy/3/chain-2/24-24-24")
+    assert found["homes"] == [[0], [7]]
+    answer = found[case]
+    wanted = in_transformers(models[0])
+    assert ids(answer) == wanted
+    assert len(wanted[2]) == 5
+    assert any(row[-1] == EOS for row in wanted)
+    assert 0 < answer["hits"] < answer["rounds"]
+    assert max(map(max, answer["accept_lengths"])) > 0
+    # 3 tokens for each of 3 rows one way; counts, a token and a flag of each row back.
+    assert answer["crossings"] == {"hand over": [3 * 3 * 4], "tell": [3 * 4, 3 * 4, 3]}
+
+
+CASES = [
+    "greedy/3/chain-2",
+    "greedy/1/chain-3/9-0-5-12",
+    "greedy/3/chain-2/0-0-0",
+    "exact/3/chain-2/24-24-24",
+    "exact/1/chain-1/24-24",
+    "rejection/3/chain-2/24-24-24",
+    "rejection/1/chain-3",
+]
+
+
+@pytest.mark.slow
+def test_every_rule_gives_the_tokens_and_steps_of_the_ordinary_engine(run):
+    """Also the same accepted lengths: so a draft that was prepared is the one that is drafted in turn."""
+    found = run(*CASES, compare=True)
+    for case in CASES:
+        answer = found[case]
+        assert [answer["tokens"], answer["accept_lengths"]] == answer["in one program"], case
+        assert (answer["hits"] > 0) == ("0-0-0" not in case), case
+        assert answer["hits"] < answer["rounds"], case
+
+
+@pytest.mark.slow
+def test_a_draft_over_several_devices_and_texts_in_bursts(run):
+    """`generate` and its bursts, with a draft that is sharded over two devices."""
+    found = run("greedy/3/chain-2", draft_devices=2, compare=True, generate=True)
+    answer = found["greedy/3/chain-2"]
+    assert found["homes"] == [[0], [6, 7]]
+    assert [answer["tokens"], answer["accept_lengths"]] == answer["in one program"]
+    assert found["apart"] == found["together"]
+
+
+# --- bookkeeping and refusals -----------------------------------------------------------------------------------------
+
+
+def test_what_is_read_from_a_record():
+    """Two rows, one of which goes on for three rounds and one for one."""
+    numbers = np.array([[0, MISS, 3, -2], [MISS, -2, -2, -2]])
+    record = Record(numbers, np.array([[0, 1, 2, 0], [1, 0, -1, -1]]), FanOut((2, 0, 2)))
+    assert (record.rounds, record.hits, record.hit_rate) == (4, 2, 0.5)
+    assert record.ready_rate == pytest.approx(1 / 3)  # only the third round let nobody wait
+    assert record.outcomes().tolist() == [[1, 0, 0], [0, 0, 2], [0, 1, 0]]
+    nothing = Record(np.full((1, 2), -2), np.zeros((1, 2), int), FanOut((1, 1)))
+    assert (nothing.hit_rate, nothing.ready_rate) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drafter": "medusa"}, "draft_devices: are for a draft model, which does not read the base, found Medusa"),
+        ({"confidence": 0.3}, r"draft_confidence: must be 0 with draft_devices, found 0\.3"),
+        ({"tree": "cartesian-2x2"}, "tree: must be a chain with draft_devices, such as chain-4"),
+        ({"tree": "root"}, "tree: must be a chain"),
+        ({"fan_out": (1, 2)}, r"fan_out: must be 4 counts for a chain of 3, found \[1, 2\]"),
+        ({"fan_out": -3}, "fan_out: must be from 0 to 1024, found -3"),
+    ],
+)
+def test_what_cannot_run_apart(changes, message, tiny_model):
+    model, _ = tiny_model
+    drafter = DraftModel(model, model.config.vocab_size, confidence=changes.get("confidence", 0.0))
+    if "drafter" in changes:
+        drafter = MedusaHeads(3, model.config.width, model.config.vocab_size)
+    tree = presets.by_name(changes.get("tree", "chain-3"))
+    with pytest.raises(HydrajaxError, match=message):
+        make_apart_fn(model, drafter, tree, Greedy(), fan_out=changes.get("fan_out"))
+
+
+def test_both_on_one_device(tiny_model):
+    model, params = tiny_model
+    fn = make_apart_fn(model, DraftModel(model, model.config.vocab_size), presets.chain(2))
+    assert not are_apart(Params(params, params))
+    with pytest.raises(HydrajaxError, match="draft_devices: base and draft must lie on devices of their own, both are"):
+        fn(Params(params, params), np.array([[1, 2]]))
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "certify"])
+def test_more_devices_than_there_are(command, models, capsys):
+    base, draft = map(str, models)
+    prompts = ["--prompt", "x"] if command == "generate" else []
+    assert main([command, "--base", base, "--draft", draft, "--tree", "chain-2", "--draft-devices", "9", *prompts]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert said == ["hydrajax: --draft-devices: must be at most 0, found 9: of 1 devices the base takes all"]
