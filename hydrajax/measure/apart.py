@@ -127,5 +127,23 @@ def part_seconds(
     return found | {"hit": _median(answers[later & ~missed]), "miss": _median(answers[later & missed])}
 
 
+def round_seconds(
+    fn: ApartFn, params: Params, prompt: np.ndarray, lengths: np.ndarray, repeats: int = 3, seed: int = 0
+) -> float:
+    """Median seconds of a round as it is run, the first one and the prompts left out. One batch of prompts."""
+    key, rows = jax.random.key(seed), len(prompt)
+    times: list[float] = []
+    rounds = 1
+    for _ in range(repeats):
+        took = {}
+        for limit in (1, fn.engine.max_new_tokens):
+            began = time.perf_counter()
+            out = jax.block_until_ready(fn(params, prompt, lengths, key, np.full(rows, limit, np.int32)))
+            took[limit] = time.perf_counter() - began
+        rounds = int(np.max(out.steps)) - 1
+        times.append((took[fn.engine.max_new_tokens] - took[1]) / max(rounds, 1))
+    return statistics.median(times)
+
+
 def _median(values: Sequence[float] | np.ndarray) -> float:
     return statistics.median(map(float, values)) if len(values) else float("nan")

@@ -38,11 +38,13 @@ class Platform(NamedTuple):
 
 
 _described: Platform | None = None
+_devices: int | None = None
 
 
 def platform() -> Platform:
     """The one that is described, or else the one that is here."""
-    return _described or _present()
+    found = _described or _present()
+    return found if _devices is None else found._replace(devices=_devices)
 
 
 @functools.cache
@@ -66,6 +68,17 @@ def traced_for(described: Platform) -> Iterator[None]:
         yield
     finally:
         _described = before
+
+
+@contextlib.contextmanager
+def on_devices(count: int) -> Iterator[None]:
+    """Trace programs that run on so many of the devices that are here, as base and draft that are apart do."""
+    global _devices
+    before, _devices = _devices, count
+    try:
+        yield
+    finally:
+        _devices = before
 
 
 def _on_cpu() -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,20 +82,48 @@ class Record:
         return found
 
 
+class Programs(NamedTuple):
+    """The compiled functions of base (the first two) and draft."""
+
+    start: Callable
+    verify: Callable
+    read: Callable
+    first: Callable
+    prepare: Callable
+    answer: Callable
+
+
 class ApartFn:
     """What `make_apart_fn` gives. Calling it decodes; `recorded` says besides what became of the preparations."""
 
     def __init__(self, engine: Engine, drafter: DraftModel, rule: AcceptanceRule, fan_out: FanOut):
         self.engine, self.rule, self.fan_out = engine, rule, fan_out
         self.side = DraftSide(drafter, fan_out, engine.max_new_tokens)
-        options = {"compiler_options": backend.compiler_options()}
-        self._start = jax.jit(engine.prefill, **options)
-        self._verify = jax.jit(self._verified, donate_argnums=1, **options)
-        self._read = jax.jit(self.side.read, static_argnums=3, **options)
-        self._first = jax.jit(self.side.first, donate_argnums=1, **options)
-        self._prepare = jax.jit(self.side.prepare, **options)
-        self._answer = jax.jit(self.side.answer, donate_argnums=1, **options)
         self._result = jax.jit(result_of)
+        self._programs: dict[tuple[int, int], Programs] = {}
+
+    def _compiled(self, n_base: int, n_draft: int) -> Programs:
+        """For so many devices on each side."""
+        if (n_base, n_draft) not in self._programs:
+            engine, side = self.engine, self.side
+
+            def program(count: int, function: Callable, **settings):
+                # A function of its own for every number of devices, as JAX keeps what it has traced by function.
+                def traced(*arguments):
+                    with backend.on_devices(count):
+                        return function(*arguments)
+
+                return jax.jit(traced, compiler_options=backend.compiler_options(), **settings)
+
+            self._programs[n_base, n_draft] = Programs(
+                start=program(n_base, engine.prefill),
+                verify=program(n_base, self._verified, donate_argnums=1),
+                read=program(n_draft, side.read, static_argnums=3),
+                first=program(n_draft, side.first, donate_argnums=1),
+                prepare=program(n_draft, side.prepare),
+                answer=program(n_draft, side.answer, donate_argnums=1),
+            )
+        return self._programs[n_base, n_draft]
 
     def __call__(self, params: Params, prompt, lengths=None, rng=None, limits=None, rule=None) -> DecodeResult:
         """See `hydrajax.decoding.decode.make_decode_fn`."""
@@ -134,25 +162,25 @@ class ApartFn:
         The next round donates both states. Rows that the caller sets in ``stopped`` emit nothing from the next on.
         """
         base_home, draft_home = homes(params)
-        base = Params(params.base, {})
+        base, run = Params(params.base, {}), self._compiled(*(len(home.device_set) for home in (base_home, draft_home)))
         given = given._replace(rng=jax.device_put(given.rng, base_home))
-        state = self._start(base, *given)
-        draft_state = self._read(
+        state = run.start(base, *given)
+        draft_state = run.read(
             params.draft, given.prompt, given.lengths, self.engine.cache_slots(given.prompt.shape[1])
         )
         told = state.target.root, state.output.keys, state.output.rule, state.output.done
-        carry = self._first(params.draft, draft_state, *jax.device_put(told, draft_home))
+        carry = run.first(params.draft, draft_state, *jax.device_put(told, draft_home))
         while True:
             # Each device starts when what it needs has come.
             proposed = jax.device_put((carry.drafted.tokens, carry.drafted.log_q), base_home)
             watch("hand over", proposed)
-            prepared = self._prepare(params.draft, carry) if self.fan_out.total else None
+            prepared = run.prepare(params.draft, carry) if self.fan_out.total else None
             watch("prepare", prepared)
-            state, verdict = self._verify(base, state, *proposed, np.array(stopped))
+            state, verdict = run.verify(base, state, *proposed, np.array(stopped))
             watch("verify", verdict)
             told = jax.device_put(verdict, draft_home)
             watch("tell", told)
-            carry = self._answer(params.draft, carry, prepared, told)
+            carry = run.answer(params.draft, carry, prepared, told)
             watch("answer", carry.drafted)
             yield state, carry, verdict.done
 

@@ -90,6 +90,16 @@ class Outcomes:
             raise HydrajaxError(f"fan_out: is for a chain of {fan_out.depth}, the outcomes are of {self.depth}")
         return float(sum(row[:count].sum() for row, count in zip(self.known, fan_out.counts, strict=True)))
 
+    @property
+    def exponent(self) -> float:
+        """r of the power law (1 + F) ** -r that misses follow over fan-outs, `hydrajax.ssd.fan_out.supposed`: the least
+        squares of logarithms. Infinite where nothing is ever missed."""
+        missed = 1 - np.cumsum(self.known.sum(axis=0))
+        if not len(missed) or missed.min() <= 0:
+            return float("inf")
+        steps = np.log(np.arange(len(missed)) + 2)
+        return float(-(steps @ np.log(missed)) / (steps @ steps))
+
     def best(self, budget: int) -> FanOut:
         """The likeliest outcomes, so many of them."""
         return likeliest(self.known, budget)

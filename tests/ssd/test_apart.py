@@ -50,7 +50,7 @@ def crossings(fn, arguments, key):
     fn.recorded(m.params, *arguments, key, watch=watch)
     return crossed
 
-for case in cases.split(","):
+for case in filter(None, cases.split(",")):
     rule, rows, tree, *numbers = case.split("/")
     fan_out = [int(number) for number in numbers[0].split("-")] if numbers else None
     rule = {"greedy": hydrajax.Greedy(), "exact": hydrajax.ExactSampling(0.7), "rejection":
@@ -134,22 +134,19 @@ def test_the_tokens_are_those_of_transformers_and_little_is_handed_over(run, mod
     assert answer["crossings"] == {"hand over": [3 * 3 * 4], "tell": [3 * 4, 3 * 4, 3]}
 
 
-CASES = [
-    "greedy/3/chain-2",
-    "greedy/1/chain-3/9-0-5-12",
-    "greedy/3/chain-2/0-0-0",
-    "exact/3/chain-2/24-24-24",
-    "exact/1/chain-1/24-24",
-    "rejection/3/chain-2/24-24-24",
-    "rejection/1/chain-3",
-]
+CASES = {
+    "greedy": ["greedy/1/chain-3/9-0-5-12", "greedy/3/chain-2/0-0-0"],
+    "exact": ["exact/3/chain-2/24-24-24"],
+    "rejection": ["rejection/3/chain-2/24-24-24", "rejection/1/chain-1/30-20"],
+}
 
 
 @pytest.mark.slow
-def test_every_rule_gives_the_tokens_and_steps_of_the_ordinary_engine(run):
+@pytest.mark.parametrize("rule", CASES)
+def test_every_rule_gives_the_tokens_and_steps_of_the_ordinary_engine(rule, run):
     """Also the same accepted lengths: so a draft that was prepared is the one that is drafted in turn."""
-    found = run(*CASES, compare=True)
-    for case in CASES:
+    found = run(*CASES[rule], compare=True)
+    for case in CASES[rule]:
         answer = found[case]
         assert [answer["tokens"], answer["accept_lengths"]] == answer["in one program"], case
         assert (answer["hits"] > 0) == ("0-0-0" not in case), case
@@ -159,10 +156,8 @@ def test_every_rule_gives_the_tokens_and_steps_of_the_ordinary_engine(run):
 @pytest.mark.slow
 def test_a_draft_over_several_devices_and_texts_in_bursts(run):
     """`generate` and its bursts, with a draft that is sharded over two devices."""
-    found = run("greedy/3/chain-2", draft_devices=2, compare=True, generate=True)
-    answer = found["greedy/3/chain-2"]
+    found = run(draft_devices=2, generate=True)
     assert found["homes"] == [[0], [6, 7]]
-    assert [answer["tokens"], answer["accept_lengths"]] == answer["in one program"]
     assert found["apart"] == found["together"]
 
 

@@ -60,6 +60,8 @@ def test_supposed_outcomes():
     found = Outcomes.supposed(4, 0.8, exponent=1.0, ranks=200)
     assert found.tokens_per_step == pytest.approx((1 - 0.8**5) / (1 - 0.8))
     assert found.hit_rate(FanOut((3,) * 5)) == pytest.approx(1 - 1 / 4)
+    assert Outcomes.supposed(2, 0.6, exponent=0.7).exponent == pytest.approx(0.7)
+    assert Outcomes(np.array([[0.5], [0.5]]), np.zeros(2)).exponent == float("inf")
 
 
 def test_the_best_fan_out():

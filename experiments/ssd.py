@@ -1,0 +1,250 @@
+"""Speculative speculative decoding on two simulated devices of one core each, beside what the simulator foretells.
+
+    python experiments/ssd.py --output experiments/results/ssd.json
+    python experiments/ssd.py --quick
+    python experiments/ssd.py --base DIR --draft SMALLER_BASE --prompts FILE.jsonl
+
+The base on one CPU device, the draft on another. What is measured: hits, the seconds of every part of a round, the
+seconds of whole rounds and tokens per second for every fan-out, against the same pair in turn (on the two devices, and
+in one program on one of them) and against the base alone. The simulator is told the parts' seconds and what outcomes
+came about, and foretells the whole rounds. Then it is told what two H200 would take by their roofline, and names the
+fan-out for a 7B base.
+
+Without --draft the draft is the base without some of its layers (--without-layers), which nobody has trained for that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# One core for each device: before JAX is imported, as XLA reads this when it starts. NPROC keeps the threads that the
+# devices share for parts of an operation to one.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=2",
+        "--xla_cpu_multi_thread_eigen=false",
+    )
+)
+os.environ |= {"PJRT_NPROC": "1", "NPROC": "1", "JAX_PLATFORMS": "cpu"}
+
+import argparse
+import time
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from common import CONSOLE, held_out_stretches, program, speed_rows, write
+
+import hydrajax
+from hydrajax import api, assets
+from hydrajax.decoding.prompts import right_padded
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.draft_model import DraftModel
+from hydrajax.errors import HydrajaxError
+from hydrajax.measure.apart import apart_contest, joined, part_seconds, recorded, round_seconds
+from hydrajax.measure.way import Way
+from hydrajax.models.config import PRESETS, LlamaConfig
+from hydrajax.models.llama import Llama
+from hydrajax.roofline.devices import DEVICES
+from hydrajax.roofline.pairs import pair_times
+from hydrajax.sharding import last_devices, placer
+from hydrajax.ssd.fan_out import even, nothing
+from hydrajax.ssd.simulator import Outcomes, Speed, Times, best, predict
+from hydrajax.text.prompt import read_prompts
+from hydrajax.trees.presets import chain
+
+FULL = {"count": 8, "prompt_tokens": 128, "new_tokens": 128, "repeats": 5, "depth": 4, "ranks": 8}
+QUICK = {"count": 2, "prompt_tokens": 32, "new_tokens": 32, "repeats": 1, "depth": 2, "ranks": 4}
+FAN_OUTS, QUICK_FAN_OUTS = [2, 4, 8, 12, 16], [4]
+
+# A pair of H200: what a small message takes from GPU to GPU and a layer's kernels to be launched are assumed, not
+# measured. 12 kernels a layer (docs/gpu.md) at a microsecond each inside a CUDA graph.
+TRANSFER, LAUNCH = 10e-6, 12e-6
+DRAFTS = {
+    "68m": LlamaConfig(32_000, 768, 3072, 2, 12, 12, 64),  # JackFram/llama-68m
+    "160m": LlamaConfig(32_000, 768, 3072, 12, 12, 12, 64),  # JackFram/llama-160m
+    "1b": PRESETS["1b"],
+}
+ACCEPTANCES, DEPTHS, BUDGETS = (0.6, 0.7, 0.8), range(1, 11), (*range(0, 32), *range(32, 257, 8))
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--without-layers", default="2,4,5", help="of the base, for want of a draft (%(default)s)")
+    parser.add_argument("--fan-outs", help=f"default {','.join(map(str, FAN_OUTS))}")
+
+
+def run(args: argparse.Namespace) -> None:
+    if len(args.draft) > 1:
+        raise HydrajaxError("--draft: one draft model is measured")
+    fan_outs = QUICK_FAN_OUTS if args.quick else FAN_OUTS
+    if args.fan_outs:
+        fan_outs = [int(part) for part in args.fan_outs.split(",")]
+    args.settings |= {"fan_outs": fan_outs, "devices": len(jax.devices())}
+    way, prompts = pair(args)
+    remarks = [cores(way, prompts[0])]
+
+    # What outcomes there are, from as many guesses as will be asked for, and the times of the parts.
+    wide = replace(way, name="wide", fan_out=even(args.depth, args.ranks))
+    counted = joined(recorded(wide.decode_fn, way.params, prompts, 1)).outcomes()
+    outcomes = Outcomes.counted(counted)
+    told = {0: nothing(args.depth)} | {total: outcomes.best(total) for total in fan_outs}
+    told = {fan_out.total: fan_out for fan_out in told.values()}
+    rows = []
+    with CONSOLE.status("contest"):
+        settings = {"batch_size": 1, "repeats": args.repeats}
+        found = apart_contest(way, [f for f in told.values() if f.total], prompts, **settings)
+    by_total = {sum(row.fan_out): row for row in found if row.fan_out is not None}
+    drawn = speed_rows([row.measured for row in found], 1)
+    for row, figures in zip(found, drawn, strict=True):
+        own = {"fan_out": row.fan_out, "hit_rate": row.hit_rate, "ready_rate": row.ready_rate}
+        rows.append(figures | own)
+    parts, rounds = {}, {}
+    prompt, lengths = right_padded(prompts[:1], max(map(len, prompts)))
+    for total, fan_out in told.items():
+        with CONSOLE.status(f"rounds with {total} outcomes"):
+            fn = replace(way, fan_out=fan_out).decode_fn
+            parts[total] = part_seconds(fn, way.params, prompt, lengths)
+            rounds[total] = round_seconds(fn, way.params, prompt, lengths, args.repeats)
+    # One prompt's rounds are timed, so it is that prompt's own hits that the simulator is told.
+    one = Outcomes.counted(joined(recorded(wide.decode_fn, way.params, prompts[:1], 1)).outcomes())
+    print(f"\n{'outcomes':>8} {'hits':>6} {'prepare':>8} {'round':>8} {'foretold':>9} {'hidden':>7} {'foretold':>9}")
+    in_turn, measured_draft = rounds[0], parts[0]["miss"]
+    for total, fan_out in told.items():
+        speed = predict(times_of(parts, total), one, fan_out)
+        hidden = (in_turn - rounds[total]) / measured_draft
+        row = next(row for row in rows if row["fan_out"] == by_total[total].fan_out)
+        row |= {"parts_ms": {name: 1e3 * value for name, value in parts[total].items() if value == value}}
+        row |= {"round_ms": 1e3 * rounds[total], "predicted_round_ms": 1e3 * speed.seconds}
+        row |= {"hidden": hidden, "predicted_hidden": speed.hidden, "predicted_hit_rate": speed.hit_rate}
+        print(
+            f"{total:8} {by_total[total].hit_rate or 0:6.0%} {1e3 * parts[total]['prepare']:8.2f} "
+            f"{1e3 * rounds[total]:8.2f} {1e3 * speed.seconds:9.2f} {hidden:7.0%} {speed.hidden:9.0%}",
+            flush=True,
+        )
+    args.settings["outcomes"] = counted.tolist()
+    exponent = outcomes.exponent
+    remarks.append(
+        f"Of {int(counted.sum())} rounds {outcomes.accept_lengths[-1]:.0%} accepted the whole chain; the next root was "
+        f"missed by F guesses as (1 + F) ** -{exponent:.2f}. Milliseconds of the parts are those of one prompt."
+    )
+    args.settings["h200"], said = extrapolation(min(exponent, 4.0))
+    remarks += said
+    name = args.draft[0] if args.draft else f"its base without layers {args.without_layers}"
+    title = f"Drafting ahead on two devices of one core, chains of {args.depth}; the draft is {name}"
+    write(args, "speed", "", title, rows, remarks)
+
+
+def times_of(parts: dict[int, dict[str, float]], total: int) -> Times:
+    """As the simulator wants them. What a draft in turn takes is the whole answer where nothing was prepared; without
+    the drafting an answer takes what it takes on a hit."""
+    hits = [found["hit"] for found in parts.values() if found["hit"] == found["hit"]]
+    take = parts[total]["hit"] if parts[total]["hit"] == parts[total]["hit"] else min(hits, default=0.0)
+    transfer = (parts[total]["hand over"] + parts[total]["tell"]) / 2
+    prepare = parts[total]["prepare"] if total else 0.0
+    return Times(parts[total]["verify"], max(parts[0]["miss"] - take, 0.0), prepare, transfer, take)
+
+
+# --- the pair ---------------------------------------------------------------------------------------------------------
+
+
+def pair(args: argparse.Namespace) -> tuple[Way, list[np.ndarray]]:
+    """Base and draft on devices of their own, and prompts."""
+    base = args.base or assets.base()
+    if args.draft:
+        loaded = hydrajax.load(base, args.draft[0], dtype=args.dtype, draft_devices=1)
+        drafter, params = loaded.drafter, loaded.params
+    else:
+        loaded = hydrajax.load(base, dtype=args.dtype)
+        without = sorted({int(layer) for layer in args.without_layers.split(",")})
+        drafter, draft = shortened(loaded, without)
+        params = Params(loaded.params.base, draft)
+        args.settings["without_layers"] = without
+    way = Way("pair", loaded.model, drafter, params, chain(args.depth), max_new_tokens=args.new_tokens)
+    if args.prompts:
+        return way, list(loaded.ids_of_prompts(read_prompts(args.prompts)[: args.count]))
+    if loaded.tokenizer is None:
+        raise HydrajaxError("--prompts: are needed, as this base has no tokenizer")
+    return way, held_out_stretches(loaded.tokenizer, args.count, args.prompt_tokens)
+
+
+def shortened(loaded: api.Loaded, without: list[int]) -> tuple[DraftModel, dict[str, Any]]:
+    """The base without some of its layers, on the last device."""
+    config = loaded.model.config
+    kept = [layer for layer in range(config.n_layers) if layer not in without]
+    if not kept or not set(without) <= set(range(config.n_layers)):
+        raise HydrajaxError(f"--without-layers: must be some of 0 .. {config.n_layers - 1}, found {without}")
+    base = loaded.params.base
+    draft = {name: value for name, value in base.items() if not name.startswith("layers_")}
+    draft |= {f"layers_{i}": base[f"layers_{layer}"] for i, layer in enumerate(kept)}
+    place = placer(last_devices(1))
+    draft = jax.tree.map(lambda x: place(np.asarray(x), None), draft)
+    return DraftModel(Llama(config.replace(n_layers=len(kept)), loaded.model.dtype), config.vocab_size), draft
+
+
+def cores(way: Way, prompt: np.ndarray) -> str:
+    """How many cores a device keeps busy, and two of them, from a pass of the base over the prompt on each."""
+    model, ids = way.model, np.tile(prompt, (8, 1))
+
+    @jax.jit
+    def work(params, ids):
+        positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+        mask = np.tri(ids.shape[1], dtype=bool)
+        return model.apply({"params": params}, ids, positions, mask).hidden.sum()
+
+    both = [jax.device_put(way.params.base, device) for device in jax.devices()]
+
+    def busy(params: list) -> tuple[float, float]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        jax.block_until_ready([work(one, ids) for one in params])
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    busy(both)
+    one = min(busy(both[:1]) for _ in range(5))
+    two = min(busy(both) for _ in range(5))
+    return (
+        f"One device kept {one[1] / one[0]:.2f} cores busy, two at once {two[1] / two[0]:.2f}, and two took "
+        f"{two[0] / one[0]:.2f} times as long as one (1 if nothing else ran)."
+    )
+
+
+# --- two H200 ---------------------------------------------------------------------------------------------------------
+
+
+def extrapolation(exponent: float) -> tuple[list[dict], list[str]]:
+    """For a 7B base: for every draft, acceptance and chain the best fan-out; and in words the best chain of each."""
+    grid, said = [], []
+    for name, config in DRAFTS.items():
+        for acceptance in ACCEPTANCES:
+            found: list[tuple[int, Speed, Speed]] = []
+            for depth in DEPTHS:
+                outcomes = Outcomes.supposed(depth, acceptance, exponent, ranks=256)
+
+                def times(total: int, config=config, depth=depth) -> Times:
+                    pair = {"depth": depth, "outcomes": total, "transfer": TRANSFER, "launch": LAUNCH}
+                    return pair_times(DEVICES["H200"], PRESETS["7b"], config, **pair)
+
+                ahead = best(times, outcomes, BUDGETS)
+                turn = predict(times(0), outcomes, nothing(depth))
+                found.append((depth, ahead, turn))
+                grid.append(
+                    {"draft": name, "acceptance": acceptance, "depth": depth, "fan_out": list(ahead.fan_out.counts)}
+                    | {"hit_rate": ahead.hit_rate, "hidden": ahead.hidden, "speedup_over_in_turn": ahead.speedup}
+                    | {"tokens_per_second": ahead.tokens_per_second, "in_turn": turn.tokens_per_second}
+                )
+            depth, ahead, _ = max(found, key=lambda row: row[1].tokens_per_second)
+            turn_depth, _, turn = max(found, key=lambda row: row[2].tokens_per_second)
+            said.append(
+                f"Two H200 by their roofline, 7B base, {name} draft, {acceptance:.0%} accepted: at best chains of "
+                f"{depth}, {ahead.fan_out.total} outcomes {list(ahead.fan_out.counts)}, {ahead.hit_rate:.0%} hits, "
+                f"{ahead.tokens_per_second:.0f} tokens/s; in turn at best chains of {turn_depth}, "
+                f"{turn.tokens_per_second:.0f} tokens/s: {ahead.tokens_per_second / turn.tokens_per_second:.2f} times."
+            )
+            print(said[-1])
+    return grid, said
+
+
+if __name__ == "__main__":
+    sys.exit(program(__doc__, run, FULL, QUICK, add))

@@ -1,0 +1,38 @@
+"""Times of a pair against what its weights and caches take to be read."""
+
+from __future__ import annotations
+
+import pytest
+
+from hydrajax.models.config import PRESETS
+from hydrajax.roofline.devices import DEVICES
+from hydrajax.roofline.pairs import pair_times
+
+BASE, DRAFT, DEVICE = PRESETS["7b"], PRESETS["1b"], DEVICES["H200"]
+
+
+def bytes_read(config, context: int) -> float:
+    """By one token: every matrix of the layers, the lm head, and the cache, in 16 bits."""
+    c = config
+    heads = c.n_heads + 2 * c.n_kv_heads + c.n_heads
+    layer = c.width * (heads * c.head_dim + 3 * c.mlp_width)
+    cache = 2 * context * c.n_kv_heads * c.head_dim
+    return 2.0 * (c.n_layers * (layer + cache) + c.width * c.vocab_size)
+
+
+def test_small_passes_take_as_long_as_their_weights():
+    times = pair_times(DEVICE, BASE, DRAFT, depth=4, outcomes=8, context=1024)
+    assert times.verify == pytest.approx(bytes_read(BASE, 1024) / DEVICE.bandwidth, rel=0.03)
+    assert times.draft == pytest.approx(4 * bytes_read(DRAFT, 1024) / DEVICE.bandwidth, rel=0.05)
+    # A pass for eight outcomes reads the same weights, so preparing is a pass more than drafting, and a little.
+    assert 5 / 4 < times.prepare / times.draft < 1.1 * 5 / 4
+
+
+def test_what_is_added():
+    bare = pair_times(DEVICE, BASE, DRAFT, depth=3, outcomes=4)
+    slow = pair_times(DEVICE, BASE, DRAFT, depth=3, outcomes=4, launch=1e-5, transfer=2e-5)
+    assert slow.transfer == 2e-5
+    assert slow.verify - bare.verify == pytest.approx(1e-5 * BASE.n_layers)
+    assert slow.draft - bare.draft == pytest.approx(1e-5 * DRAFT.n_layers * 3)
+    assert slow.prepare - bare.prepare == pytest.approx(1e-5 * DRAFT.n_layers * 4)
+    assert pair_times(DEVICE, BASE, DRAFT, depth=3, outcomes=0).prepare == 0
