@@ -30,6 +30,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ |= {"PJRT_NPROC": "1", "NPROC": "1", "JAX_PLATFORMS": "cpu"}
 
 import argparse
+import functools
 import time
 from dataclasses import replace
 from typing import Any
@@ -68,7 +69,8 @@ DRAFTS = {
     "160m": LlamaConfig(32_000, 768, 3072, 12, 12, 12, 64),  # JackFram/llama-160m
     "1b": PRESETS["1b"],
 }
-ACCEPTANCES, DEPTHS, BUDGETS = (0.6, 0.7, 0.8), range(1, 11), (*range(0, 32), *range(32, 257, 8))
+ACCEPTANCES, DEPTHS = (0.6, 0.7, 0.8), range(1, 11)
+BUDGETS, WITHIN = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128), 0.01
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -214,20 +216,25 @@ def cores(way: Way, prompt: np.ndarray) -> str:
 
 
 def extrapolation(exponent: float) -> tuple[list[dict], list[str]]:
-    """For a 7B base: for every draft, acceptance and chain the best fan-out; and in words the best chain of each."""
+    """For a 7B base: for every draft, acceptance and chain the best fan-out, the smallest within a hundredth.
+
+    And in words the best chain of each draft and acceptance.
+    """
     grid, said = [], []
-    for name, config in DRAFTS.items():
+
+    @functools.cache
+    def times(name: str, depth: int, total: int) -> Times:
+        settings = {"depth": depth, "outcomes": total, "transfer": TRANSFER, "launch": LAUNCH}
+        return pair_times(DEVICES["H200"], PRESETS["7b"], DRAFTS[name], **settings)
+
+    for name in DRAFTS:
         for acceptance in ACCEPTANCES:
             found: list[tuple[int, Speed, Speed]] = []
             for depth in DEPTHS:
                 outcomes = Outcomes.supposed(depth, acceptance, exponent, ranks=256)
-
-                def times(total: int, config=config, depth=depth) -> Times:
-                    pair = {"depth": depth, "outcomes": total, "transfer": TRANSFER, "launch": LAUNCH}
-                    return pair_times(DEVICES["H200"], PRESETS["7b"], config, **pair)
-
-                ahead = best(times, outcomes, BUDGETS)
-                turn = predict(times(0), outcomes, nothing(depth))
+                costs = functools.partial(times, name, depth)
+                ahead = best(costs, outcomes, BUDGETS, within=WITHIN)
+                turn = predict(costs(0), outcomes, nothing(depth))
                 found.append((depth, ahead, turn))
                 grid.append(
                     {"draft": name, "acceptance": acceptance, "depth": depth, "fan_out": list(ahead.fan_out.counts)}

@@ -172,11 +172,19 @@ def _speed(times, outcomes, fan_out, batch, hit_rate, ready, seconds, tokens) ->
     return Speed(fan_out, hit_rate, ready, seconds, times.in_turn, batch * tokens / seconds, hidden)
 
 
-def best(times_of: Callable[[int], Times], outcomes: Outcomes, budgets: Iterable[int], batch: int = 1) -> Speed:
-    """The fastest of the fan-outs of so many outcomes each, the smallest of equals; ``times_of(outcomes)`` is its cost.
+def best(
+    times_of: Callable[[int], Times],
+    outcomes: Outcomes,
+    budgets: Iterable[int],
+    batch: int = 1,
+    within: float = 0.0,
+) -> Speed:
+    """The fastest of the fan-outs of so many outcomes each; ``times_of(outcomes)`` is its cost.
 
-    A budget that the known outcomes cannot fill is cut to them.
+    within: the smallest is taken that needs at most this share of time more. A budget that the known outcomes cannot
+    fill is cut to them.
     """
     fan_outs = {fan_out.total: fan_out for fan_out in map(outcomes.best, budgets)}
     speeds = [predict(times_of(total), outcomes, fan_out, batch) for total, fan_out in sorted(fan_outs.items())]
-    return min(speeds, key=lambda speed: speed.seconds)
+    fastest = min(speed.seconds for speed in speeds)
+    return next(speed for speed in speeds if speed.seconds <= fastest * (1 + within))

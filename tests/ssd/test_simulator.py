@@ -70,6 +70,8 @@ def test_the_best_fan_out():
     speed = best(lambda total: dataclasses.replace(TIMES, prepare=0.5 * total), found, range(0, 60))
     assert speed.fan_out.total == 21  # 10.5 seconds, as verifying and two transfers
     assert speed.hidden == pytest.approx(speed.hit_rate)
+    cheap = best(lambda total: TIMES if total else Times(10.0, 6.0), found, (0, 4, 64, 80), within=0.01)
+    assert cheap.fan_out.total == 64  # the last sixteen bring next to nothing
     idle = best(lambda total: dataclasses.replace(TIMES, prepare=30.0 if total else 0.0), found, (0, 8))
     assert idle.fan_out.total == 0
 
