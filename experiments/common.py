@@ -144,7 +144,7 @@ class Setup:
         if args.base and not args.draft:
             raise HydrajaxError("--draft: heads for this base are needed")
         self.args = args
-        drafts = args.draft or [assets.path(name) for name in assets.DRAFTERS]
+        drafts = args.draft or [assets.path(name) for name in assets.HEADS]
         self.base = hydrajax.load(args.base or assets.base(), dtype=args.dtype)
         names = names or [name_of(draft) for draft in drafts]
         self.heads = {name: self.base.with_draft(draft) for name, draft in zip(names, drafts, strict=True)}

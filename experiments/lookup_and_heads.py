@@ -32,7 +32,7 @@ SMALL = "cartesian-2x2"  # of heads for which no tree was searched
 
 
 def run(args) -> None:
-    directories = args.draft or [str(assets.path(name)) for name in assets.DRAFTERS]
+    directories = args.draft or [str(assets.path(name)) for name in assets.HEADS]
     setup = Setup(args)
     for directory in directories:
         setup.heads[f"lookup+{name_of(directory)}"] = setup.base.with_draft(f"lookup-{args.added}+{directory}")

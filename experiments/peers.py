@@ -41,7 +41,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", help="a Hugging Face directory (default: the shipped one)")
     parser.add_argument("--draft", action="append", help="heads or 'lookup' (default: lookup and the shipped heads)")
-    parser.add_argument("--assistant", help="a smaller Hugging Face model for transformers' assisted generation")
+    parser.add_argument(
+        "--assistant", help="a smaller model for transformers' assisted generation (of shipped: its own)"
+    )
     parser.add_argument("--prompts", help="a file of prompts (default: held-out code of the standard library)")
     parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=64, help="of held-out code")
@@ -50,6 +52,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
+    if not args.base and not args.assistant:
+        args.assistant = str(assets.path("draft_model"))
     torch.set_num_threads(args.threads)
     jax.config.update("jax_platforms", "cpu")
 
@@ -119,7 +123,7 @@ def with_hydrajax(args, plain, prompts) -> dict:
     """This package's, by name."""
     limit = {"max_new_tokens": args.max_new_tokens}
     ways = [Way.of(plain, "hydrajax, autoregressive", presets.root(), **limit)]
-    for draft in args.draft or ["lookup", *map(assets.path, assets.DRAFTERS)]:
+    for draft in args.draft or ["lookup", *map(assets.path, assets.DRAFTS)]:
         loaded = dataclasses.replace(plain.with_draft(draft), eos_ids=())
         choice = choose(loaded, prompts[:2], hydrajax.Greedy(), 1)
         tree = choice.tree or presets.by_name(choice.name)

@@ -71,7 +71,7 @@ def scored(args, name: str, file: str, rule: str, flags: list) -> list[dict]:
     answers = Path(args.answers) / f"{name}-{args.max_new_tokens}" / rule
     answers.parent.mkdir(parents=True, exist_ok=True)
     command = ["evaluate", "--set", file, "--base", args.base or assets.base(), "--limit", args.limit, *flags]
-    for draft in args.draft or [assets.path(name) for name in assets.DRAFTERS]:
+    for draft in args.draft or [assets.path(name) for name in assets.HEADS]:
         command += ["--draft", draft]
     template = "auto" if args.base else "raw" if name == "humaneval" else "plain"
     command += ["--template", args.template or template, "--max-new-tokens", args.max_new_tokens]

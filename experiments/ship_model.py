@@ -2,8 +2,8 @@
 
     python experiments/ship_model.py --runs runs/shipped
 
-Expects the corpus and the runs of ``experiments/configs/shipped`` (``base``, ``medusa``, ``hydra`` and ``hydra_pp``):
-the README there has the commands.
+Expects the corpus and the runs of ``experiments/configs/shipped`` (``base``, ``medusa``, ``hydra``, ``hydra_pp`` and
+``draft_model``): the README there has the commands.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=assets.NAMES)
     args = parser.parse_args()
 
+    for name in set(args.only) - set(assets.HEADS):  # whole models
+        shutil.rmtree(assets.FOLDER / name, ignore_errors=True)
+        shutil.copytree(args.runs / name / "base", assets.FOLDER / name)
     if "base" in args.only:
-        shutil.rmtree(assets.FOLDER / "base", ignore_errors=True)
-        shutil.copytree(args.runs / "base" / "base", assets.FOLDER / "base")
         about(args.runs)
     model, _ = load_llama(assets.FOLDER / "base")
-    for name in args.only:
-        if name != "base":
+    for name in assets.HEADS:
+        if name in args.only:
             drafter, params = load_draft(args.runs / name / "heads", model.config, jnp.float32)
             record = json.loads((args.runs / name / "heads" / "config.json").read_text())
             export_heads(

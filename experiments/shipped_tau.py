@@ -31,7 +31,7 @@ from hydrajax.trees import presets
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", default=str(assets.base()))
-    parser.add_argument("--heads", nargs="+", default=[str(assets.path(name)) for name in assets.DRAFTERS])
+    parser.add_argument("--heads", nargs="+", default=[str(assets.path(name)) for name in assets.HEADS])
     parser.add_argument("--tree", default="mc_sim_7b_63")
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--prompt-tokens", type=int, default=64)

@@ -37,6 +37,7 @@ PAPERS = {
     ),
     "hydra_table_1": (["--context", "128", "--rounds", "1", "--repeats", "1"], "overhead"),
     "hydra_table_2": (["--data", "DATA", "--max-new-tokens", "4"], "categories"),
+    "amphista_tables_1_and_2": (["--data", "DATA", "--max-new-tokens", "4", "--questions", "1"], "categories"),
     "medusa_figure_4": (
         ["--count", "2", "--calibration", "8", "--repeats", "1", "--sizes", "4", "--dense", "2", "--largest", "20"],
         "trees",
@@ -114,7 +115,7 @@ def test_accuracies_grow_with_the_guesses(in_process, tmp_path):
 @pytest.mark.parametrize("name", PAPERS)
 def test_scripts(name, tmp_path):
     argv, kind = PAPERS[name]
-    short = [] if name in ("hydra_table_1", "hydra_table_2") else ["--new-tokens", "8"]
+    short = [] if name == "hydra_table_1" or kind == "categories" else ["--new-tokens", "8"]
     done = run(name, tmp_path, *argv, *short)
     assert done.returncode == 0, done.stderr
     result = result_of(name, tmp_path, kind)
@@ -124,7 +125,7 @@ def test_scripts(name, tmp_path):
         assert all(row["equal"] for row in result.rows)
     if name.startswith("hydra_figure_") and result.kind == "speed":
         assert {row["tokens_per_step"] for row in result.rows if row["name"] == "autoregressive"} == {1.0}
-    if name == "hydra_table_2":
+    if kind == "categories":
         assert {row["category"] for row in result.rows} == {"mt_bench", "qa", "overall"}
 
 

@@ -34,7 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--drafts", default=",".join(assets.DRAFTERS), help="default %(default)s")
+    parser.add_argument("--drafts", default=",".join(assets.HEADS), help="default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("device_check.json"))
     args = parser.parse_args()
 

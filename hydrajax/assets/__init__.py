@@ -1,4 +1,4 @@
-"""The shipped model: a small LLaMA with its tokenizer, and Medusa, Hydra and Hydra++ heads for it.
+"""The shipped model: a small LLaMA with its tokenizer, Medusa, Hydra and Hydra++ heads and a draft model for it.
 
 Trained on Python source: the standard library's and that of the packages this one is installed and tested with.
 ``ABOUT.json`` names versions, licences and what was held out. `hydrajax.load("shipped", "hydra++")`.
@@ -12,11 +12,12 @@ from pathlib import Path
 from hydrajax.errors import HydrajaxError
 
 FOLDER = Path(__file__).parent
-DRAFTERS = ("medusa", "hydra", "hydra_pp")
-NAMES = ("base", *DRAFTERS)
+HEADS = ("medusa", "hydra", "hydra_pp")
+DRAFTS = (*HEADS, "draft_model")
+NAMES = ("base", *DRAFTS)
 # As users name them, for ``base`` and for ``draft``.
 SHIPPED_BASE = {"shipped": "base"}
-SHIPPED_HEADS = {"medusa": "medusa", "hydra": "hydra", "hydra++": "hydra_pp"}
+SHIPPED_DRAFTS = {"medusa": "medusa", "hydra": "hydra", "hydra++": "hydra_pp", "draft-model": "draft_model"}
 
 
 def path(name: str) -> Path:

@@ -48,9 +48,10 @@ def resolve(name: str | Path, flag: str) -> Path:
     """The local directory for what a user gave as ``flag``.
 
     An existing directory is taken as it is. Then come the names of what is shipped: ``shipped`` for a base, ``medusa``,
-    ``hydra`` or ``hydra++`` for the argument ``draft``. Any other name is that of a repository on the Hub, ``org/name``
-    or ``org/name@revision`` (a branch, tag or commit), and what hydrajax reads of it is downloaded into
-    huggingface_hub's cache. Without a network, a copy in the cache will do. Raises `HydrajaxError` for anything else.
+    ``hydra``, ``hydra++`` or ``draft-model`` for the argument ``draft``. Any other name is that of a repository on the
+    Hub, ``org/name`` or ``org/name@revision`` (a branch, tag or commit), and what hydrajax reads of it is downloaded
+    into huggingface_hub's cache. Without a network, a copy in the cache will do. Raises `HydrajaxError` for anything
+    else.
     """
     folder = downloaded(name, flag, READ)
     if os.path.isdir(name) or any(folder.glob("*.safetensors")) or (folder / "params").is_dir():
@@ -67,7 +68,7 @@ def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
     text = str(name)
     if os.path.isdir(text):
         return Path(name)
-    shipped = {"draft": assets.SHIPPED_HEADS, "adapter": {}}.get(flag, assets.SHIPPED_BASE)
+    shipped = {"draft": assets.SHIPPED_DRAFTS, "adapter": {}}.get(flag, assets.SHIPPED_BASE)
     if text in shipped:
         return assets.path(shipped[text])
     repository, at, revision = text.partition("@")

@@ -30,7 +30,7 @@ def add_completers(parser: argparse.ArgumentParser) -> None:
             for inner in action.choices.values():
                 add_completers(inner)
         elif action.dest == "draft":
-            action.completer = _names_and([*WITHOUT_WEIGHTS, *assets.SHIPPED_HEADS], directories)
+            action.completer = _names_and([*WITHOUT_WEIGHTS, *assets.SHIPPED_DRAFTS], directories)
         elif action.dest == "base":
             action.completer = _names_and(list(assets.SHIPPED_BASE), directories)
         elif action.dest == "tree":

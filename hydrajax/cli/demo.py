@@ -128,18 +128,18 @@ class Phase:
 
 def load_shipped() -> tuple[Loaded, dict[str, Loaded]]:
     """The base alone, and by title the base with each draft; all share the base's parameters."""
-    with Phase("load the shipped model", 1 + len(assets.DRAFTERS)) as phase:
+    with Phase("load the shipped model", 1 + len(assets.DRAFTS)) as phase:
         plain = load(assets.base(), dtype="float32")  # outputs must be equal, also where bfloat16 has ties
         phase.advance()
         # A lookahead window pays where many nodes cost as much as one, which on a CPU they do not.
         named = [loaded for loaded in map(plain.with_draft, WITHOUT_WEIGHTS) if loaded.drafter.depth]
         free = [loaded for loaded in named if not isinstance(loaded.drafter, LooksAhead)]
         drafted = {title_of(loaded.drafter): loaded for loaded in free}
-        for name in assets.DRAFTERS:
+        for name in assets.DRAFTS:
             loaded = plain.with_draft(assets.path(name))
             drafted[title_of(loaded.drafter)] = loaded
             phase.advance()
-        phase.note = f"{size_of(plain.params.base)} parameters, heads " + ", ".join(
+        phase.note = f"{size_of(plain.params.base)} parameters, " + ", ".join(
             f"{title} {size_of(loaded.params.draft)}" for title, loaded in drafted.items() if loaded.params.draft
         )
     return plain, drafted

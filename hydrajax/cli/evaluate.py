@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     files.add_argument("--data", metavar="DIR", help="where the files of named sets lie, under their released names")
     files.add_argument("--limit", metavar="N", type=options.positive, help="the first N questions only")
+    files.add_argument(
+        "--per-category", metavar="N", type=options.positive, help="the first N questions of each category only"
+    )
     files.add_argument("--categories", metavar="A,B,...", type=lambda text: text.split(","), help="of these only")
     files.add_argument(
         "--output",
@@ -78,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     rule, trees = options.rule_from(args), [(presets.label(name), presets.by_name(name)) for name in args.tree]
     everything = question_sets.read_questions(args.set, args.data)
-    questions = question_sets.select(everything, args.categories, args.limit)
+    questions = question_sets.select(everything, args.categories, args.limit, args.per_category)
     choice = choose_score(args, questions)
     base = resolve(args.base, "base")
     loaded = options.load_from(args, base=base, draft=None)

@@ -47,7 +47,7 @@ def add_model_arguments(
     has no tree to be told. several: drafts and trees become lists. apart: also ``--draft-devices``.
     """
     names = ", ".join(f"{name} ({kind.about})" for name, kind in WITHOUT_WEIGHTS.items())
-    shipped = ", ".join(assets.SHIPPED_HEADS)
+    shipped = ", ".join(assets.SHIPPED_DRAFTS)
     drafts = "a directory of heads, or of a smaller model with the same tokenizer; or a name: "
     drafts += f"{names}; {shipped} (of the shipped base); or lookup+DIR, lookup-L+NAME and so on: heads or a model "
     drafts += "whose trees get a branch of L more nodes (default 5) for what lookup finds"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,13 +78,26 @@ def read_questions(name: str, data: str | Path | None = None) -> list[Question]:
     return list(questions.values())
 
 
-def select(questions: list[Question], categories: list[str] | None = None, limit: int | None = None) -> list[Question]:
-    """The first ``limit`` questions of these categories. Raises `HydrajaxError` for a category that does not occur."""
+def select(
+    questions: list[Question],
+    categories: list[str] | None = None,
+    limit: int | None = None,
+    per_category: int | None = None,
+) -> list[Question]:
+    """The first questions of these categories, ``limit`` in all and ``per_category`` of each.
+
+    Raises `HydrajaxError` for a category that does not occur.
+    """
     known = list(dict.fromkeys(question.category for question in questions))
     for category in categories or []:
         if category not in known:
             raise HydrajaxError(f"categories: found '{category}', the set has {', '.join(known)}")
-    chosen = [question for question in questions if categories is None or question.category in categories]
+    chosen, count = [], Counter[str]()
+    for question in questions:
+        if categories is None or question.category in categories:
+            count[question.category] += 1
+            if per_category is None or count[question.category] <= per_category:
+                chosen.append(question)
     return chosen[:limit]
 
 

@@ -75,7 +75,7 @@ def test_logits_of_a_loaded_draft_are_transformers(llama_checkpoint, tiny_checkp
 
 def test_a_model_is_told_from_heads(tiny_checkpoint, tmp_path):
     assert is_model(tiny_checkpoint)
-    for path in assets.DRAFTERS:
+    for path in assets.HEADS:
         assert not is_model(assets.path(path))
     medusa_2 = shutil.copytree(tiny_checkpoint, tmp_path / "medusa-2")
     from safetensors.numpy import load_file, save_file

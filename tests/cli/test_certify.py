@@ -57,7 +57,7 @@ def test_greedy(certify, tiny, draft, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", [*assets.DRAFTERS, *WITHOUT_WEIGHTS])
+@pytest.mark.parametrize("draft", [*assets.HEADS, *WITHOUT_WEIGHTS])
 def test_greedy_on_the_shipped_model(certify, draft):
     certify("--draft", draft if draft in WITHOUT_WEIGHTS else assets.path(draft))
 

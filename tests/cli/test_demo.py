@@ -42,6 +42,7 @@ def shipped_folder(base, tmp_path_factory):
     }
     for name, drafter in drafters.items():
         export_heads(folder / name, drafter, drafter.init(jax.random.key(0), BoundBase(model, params)))
+    shutil.copytree(base, folder / "draft_model")
     (folder / "ABOUT.json").write_text(json.dumps({"held_out": HELD_OUT}))
     return folder
 
@@ -56,7 +57,8 @@ def shipped(shipped_folder, monkeypatch):
 def rows_of(out: str) -> dict[str, list[str]]:
     """The table: ``{draft and tree: the other cells}``."""
     lines = [line.rstrip() for line in out.splitlines()]
-    lines = [line for line in lines if line.strip().startswith(("autoregressive", "Lookup", "Medusa", "Hydra"))]
+    kinds = ("autoregressive", "Lookup", "Medusa", "Hydra", "draft model")
+    lines = [line for line in lines if line.strip().startswith(kinds)]
     assert all(len(line) <= 80 for line in lines)
     assert "step cost" in out  # no heading is cut either
     return {" ".join(line.split()[:-5]): line.split()[-5:] for line in lines}
@@ -66,7 +68,7 @@ def test_own_prompt_is_continued_as_the_base_would(program, shipped, monkeypatch
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    monkeypatch.setattr(assets, "DRAFTERS", ("medusa",))
+    monkeypatch.setattr(assets, "DRAFTS", ("medusa",))
     monkeypatch.setattr(demo, "RECIPE", replace(RECIPE, candidates=("chain-2",)))
     result = program("demo", "--prompt", "the tree of")
     assert result.code == 0, result.err
@@ -96,8 +98,8 @@ def test_own_prompt_is_continued_as_the_base_would(program, shipped, monkeypatch
 def test_demo_compares_all_drafts_on_held_out_code(program, shipped):
     result = program("demo")
     assert result.code == 0, result.err
-    names = [name.split() for name in rows_of(result.out)]
-    kinds = ("Lookup", "Medusa", "Hydra", "Hydra++")
+    names = [name.rsplit(maxsplit=1) for name in rows_of(result.out)]
+    kinds = ("Lookup", "Medusa", "Hydra", "Hydra++", "draft model")
     assert [name[0] for name in names] == ["autoregressive", *kinds]
     assert all(name[1] in RECIPE.candidates for name in names[1:])
     assert "1. bisect.py, line" in result.out
@@ -127,7 +129,7 @@ def test_missing_shipped_model(program, monkeypatch, tmp_path):
     result = program("demo")
     assert (result.code, result.err.count("\n")) == (2, 1)
     assert f"assets: no base in {tmp_path}: the package is installed without its shipped model" in result.err
-    with pytest.raises(HydrajaxError, match="found 'eagle', shipped are base, medusa, hydra, hydra_pp"):
+    with pytest.raises(HydrajaxError, match="found 'eagle', shipped are base, medusa, hydra, hydra_pp, draft_model"):
         assets.path("eagle")
 
 

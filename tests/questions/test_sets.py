@@ -174,5 +174,7 @@ def test_select():
     questions = [Question(n, "ab"[n % 2], ("x",)) for n in range(6)]
     assert [q.question_id for q in select(questions)] == [0, 1, 2, 3, 4, 5]
     assert [q.question_id for q in select(questions, ["b"], 2)] == [1, 3]
+    assert [q.question_id for q in select(questions, per_category=1)] == [0, 1]
+    assert [q.question_id for q in select(questions, ["a"], 3, per_category=2)] == [0, 2]
     with pytest.raises(HydrajaxError, match="categories: found 'c', the set has a, b"):
         select(questions, ["a", "c"])
