@@ -240,6 +240,35 @@ def test_quality(in_process, tmp_path):
     assert all(row["difference"] == 0 for row in result.rows if row["equal"])
 
 
+@pytest.mark.slow
+def test_lookup_and_heads(in_process, tmp_path):
+    """Both together are equal in what they say, and ahead of each alone in steps."""
+    line = "def total(prices):\n    return sum(price for price in prices)\n"
+    (tmp_path / "again.jsonl").write_text(json.dumps({"prompt": f"{line}\n\n{line}\n\ndef total("}) + "\n")
+    short = ["--quick", "--count", "1", "--new-tokens", "24", "--draft", "hydra"]
+    code, err = in_process("lookup_and_heads", *short, "--prompts", "again.jsonl")
+    assert code == 0, err
+    ((_, result),), _ = find_results(tmp_path / "runs" / "experiments")
+    assert (result.kind, len(result.rows)) == ("speed", 6)
+    assert all(row["equal"] and row["prompts"] == "again.jsonl" for row in result.rows)
+    steps = {row["name"].removeprefix("again.jsonl: "): row["tokens_per_step"] for row in result.rows}
+    for tree in ("released tree", "small tree"):
+        assert steps[f"lookup+hydra, {tree}"] >= max(steps[f"hydra, {tree}"], steps["lookup, chain-5"])
+
+
+def test_prompts_of_edits_and_summaries(monkeypatch):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    script = module(EXPERIMENTS / "lookup_and_heads.py")
+    function = "def area(width, height):\n    if width < 0:\n        raise ValueError(width)\n    return width * height"
+    (edit,) = script.edits(f"import os\n\n{function}\n\ndef none():\n    pass\n")
+    ending = "# The same, with width renamed to new_width:\n\ndef area(new_width, height):\n"
+    assert edit == f"{function}\n\n\n{ending}"
+    queue = "class Queue:\n    def put(self):\n        pass\n    def get(self):\n        pass\n    def size(self): pass"
+    (summary,) = script.summaries(f"{queue}\n\nclass Small:\n    def one(self):\n        pass\n")
+    assert summary == f"{queue}\n\n\n# Summary: the methods of Queue are\n#\n# def put("
+    assert [*script.edits("def broken(:"), *script.summaries("class")] == []
+
+
 def test_quality_says_what_is_missing(in_process, tmp_path):
     (tmp_path / "code.jsonl").write_text(json.dumps({"prompt": "a", "test": "b", "entry_point": "c"}) + "\n")
     for argv, code, message in (

@@ -51,6 +51,26 @@ def test_another_draft_says_the_same_and_is_loaded_once(m):
     assert m._drafting("lookup") is m._drafting("lookup")
 
 
+def test_heads_with_lookup_beside_them_by_name(m):
+    both = m.with_draft("lookup-3+hydra")
+    assert (both.drafter.nodes_added, both.draft_directory.name) == (3, "hydra")
+    assert both.default_tree() == m.with_draft("hydra").default_tree()
+    assert "Hydra with lookup with 4.1M;" in repr(both)
+    refused(lambda: hydrajax.load("shipped", "lookup+nowhere"), "draft: no such directory: nowhere")
+    refused(
+        lambda: m.with_draft("lookup+hydra", draft_confidence=0.5),
+        "draft_confidence: is for a draft model, found Hydra",
+    )
+
+
+@pytest.mark.slow
+def test_heads_with_lookup_beside_them_say_the_same(m):
+    alone = m.generate(PROMPT, draft="none", tree="root", max_new_tokens=3 * NEW)
+    both = m.generate(PROMPT, draft="lookup+medusa", tree="chain-2", max_new_tokens=3 * NEW)
+    assert alone.output_ids == both.output_ids
+    assert both.steps < alone.steps
+
+
 def test_numbers_of_each_prompt(m):
     """Temperature and top-p of each prompt, one of them without effect, as if it were decoded by itself."""
     settings = {"rule": "exact", "tree": "chain-2", "seed": 7, "max_new_tokens": NEW}

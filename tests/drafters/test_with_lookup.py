@@ -16,6 +16,7 @@ from tree_tools import random_tree
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import make_decode_fn, result_of
 from hydrajax.decoding.loop import run_steps
+from hydrajax.decoding.prompts import right_padded
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
@@ -25,6 +26,8 @@ from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.registry import beside_lookup, title_of
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.errors import HydrajaxError
+from hydrajax.measure.timing import some_topology
+from hydrajax.models.base import BoundBase
 from hydrajax.questions.contenders import folder_name
 from hydrajax.trees import presets
 
@@ -174,19 +177,24 @@ def test_a_second_turn_goes_on_from_the_same_state(lab, name):
     params, rule = Params(lab.base(0), lab.draft(name, 0)), per_row(Greedy(), 2)
     prompt, lengths = np.array([[3, 1, 4, 1], [2, 7, 0, 0]], np.int32), np.array([4, 2], np.int32)
     more, counts = np.array([[5, 3, 1, 0], [9, 0, 0, 0]], np.int32), np.array([3, 1], np.int32)
-    start = functools.partial(engine.prefill, slots=CONTEXT + 20)
+    start = quick_jit(functools.partial(engine.prefill, slots=CONTEXT + 20))
     loop = quick_jit(lambda params, state: run_steps(engine, params, state))
-    first = loop(params, quick_jit(start)(params, prompt, lengths, jax.random.key(0), rule))
-    second = loop(params, quick_jit(engine.extend)(params, first, more, counts, jax.random.key(0), rule))
-    answers = [result_of(state.output).ids() for state in (first, second)]
-    whole = [
-        [*prompt[row, : lengths[row]].tolist(), *answers[0][row], *more[row, : counts[row]].tolist()]
-        for row in range(2)
-    ]
+    first = loop(params, start(params, prompt, lengths, jax.random.key(0), rule))
+    extended = quick_jit(engine.extend)(params, first, more, counts, jax.random.key(0), rule)
+    answers = [result_of(state.output).ids() for state in (first, loop(params, extended))]
+    before = [prompt[row, : lengths[row]].tolist() + answers[0][row] for row in range(2)]
+    whole = [text + more[row, : counts[row]].tolist() for row, text in enumerate(before)]
     texts, _ = lab.references(0, whole)
     for row in range(2):
         assert answers[1][row] == lab.expected(texts[row], len(whole[row]), 8)
-    assert second.output.accept_lengths.max() > 0
+    # Nor does lookup know the text in pieces from the text at once.
+    prompt, lengths = right_padded([np.array(text, np.int32) for text in whole], 16)
+    found, fresh = extended.draft.history, start(params, prompt, lengths, jax.random.key(0), rule).draft.history
+    np.testing.assert_array_equal(found.lengths, fresh.lengths)
+    np.testing.assert_array_equal(found.latest, fresh.latest)
+    for row, length in enumerate(map(len, whole)):
+        np.testing.assert_array_equal(found.tokens[row, :length], fresh.tokens[row, :length])
+        np.testing.assert_array_equal(found.previous[row, :, :length], fresh.previous[row, :, :length])
 
 
 @pytest.mark.slow
@@ -238,6 +246,22 @@ def test_sizes_and_costs():
     assert WithLookup(model).observe_costs(2, 10, 64) == model.begin_costs(2, 10, 64) != model.observe_costs(2, 10, 64)
 
 
+@pytest.mark.parametrize("tree", ["root", "shallow", "grown"])
+def test_a_timer_has_a_tree_of_the_same_size(lab, tree):
+    """What is timed is made up (`some_topology`), but has the nodes and the depth of what is proposed."""
+    drafter, heads = WithLookup(DRAFTERS["hydra"], ADDED), lab.draft("hydra", 0)
+    engine = make_decode_fn(lab.model, drafter, TREES[tree], max_new_tokens=NEW).engine
+    base = BoundBase(lab.model, lab.base(0))
+
+    def propose():
+        return drafter.propose(heads, drafter.init_state(2, 30), jnp.zeros(2, jnp.int32), TREES[tree], base).tree
+
+    proposed, timed = jax.eval_shape(propose), jax.eval_shape(lambda: some_topology(engine, 2))
+    for name in ("parents", "depths", "mask", "paths"):
+        assert getattr(timed, name).shape == getattr(proposed, name).shape
+    assert proposed.depth == engine.depth == TREES[tree].depth + ADDED
+
+
 @pytest.mark.parametrize("tree", ["chain-3", "root"])
 def test_rejection_sampling_is_refused(lab, tree):
     message = "rule: RejectionSampling needs a drafter that samples, not WithLookup"
@@ -245,7 +269,7 @@ def test_rejection_sampling_is_refused(lab, tree):
         make_decode_fn(lab.model, WithLookup(HydraHeads(4, 32, VOCAB)), presets.by_name(tree), RejectionSampling())
 
 
-def test_it_is_a_number_of_the_state_not_of_the_parameters(lab):
+def test_it_can_be_a_key_and_its_state_has_a_leading_batch_axis():
     drafter = WithLookup(DRAFTERS["hydra"])
     assert hash(drafter) == hash(dataclasses.replace(drafter))
     state = jax.eval_shape(lambda: drafter.init_state(3, 20))

@@ -18,6 +18,7 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.measure.one_step import SeenStep, likelihoods, seen_steps, shape_of
 from hydrajax.models.base import BoundBase
 from hydrajax.trees import DynamicTree, TreeTopology, presets
@@ -107,6 +108,22 @@ def test_candidates_without_the_window_beside_them(tiny_model, wanted):
     assert max(len(step.path) for step in steps) > 1
     for step in steps:
         assert len(step.tokens) == step.tree.size == 7
+        assert [step.tree.parents[node] for node in step.path] == [-1, *step.path[:-1]]
+
+
+@pytest.mark.slow
+def test_a_branch_beside_the_tree_is_part_of_it(tiny_model, wanted):
+    model, base = tiny_model
+    heads = HydraHeads(3, model.config.width, model.config.vocab_size)
+    params = noise(jax.eval_shape(lambda base: heads.init(jax.random.key(0), BoundBase(model, base)), base), 1)
+    bundle = Bundle(model, WithLookup(heads, 4), Params(base, params))
+    steps = list(seen_steps(bundle, presets.cartesian([3, 1]), PROMPT, Greedy(), most=12))
+    last = steps[-1]
+    text = [*last.before, *(last.tokens[node] for node in last.path), last.next_root]
+    assert text == wanted[: len(text)]
+    assert max(len(step.path) for step in steps) > 3  # deeper than the tree
+    for step in steps:
+        assert len(step.tokens) == step.tree.size == 7 + 4
         assert [step.tree.parents[node] for node in step.path] == [-1, *step.path[:-1]]
 
 
