@@ -30,6 +30,7 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
@@ -48,11 +49,12 @@ DRAFTERS = {
     "amphista": (AmphistaHeads.for_base(CONFIG, jnp.float32), TREE),
     "eagle": (Eagle.for_base(CONFIG, jnp.float32), DynamicTree(8, 2, 3)),
     "eagle3": (Eagle3.for_base(CONFIG, jnp.float32), TREE),
+    "lookup+hydra++": (WithLookup(WithPrefix(HydraHeads(2, 32, 17, n_layers=2), CONFIG)), TREE),
     "model": (DraftModel(Llama(CONFIG), 17), TREE),
     "sure model": (DraftModel(Llama(CONFIG), 17, confidence=0.5), TREE),
 }
 # Layers with a cache of the drafters' own, of the base's shape; a draft model's has a slot more.
-DRAFT_LAYERS = {"hydra++": 1, "amphista": 2, "eagle": 1, "eagle3": 1, "model": 2, "sure model": 2}
+DRAFT_LAYERS = {"hydra++": 1, "lookup+hydra++": 1, "amphista": 2, "eagle": 1, "eagle3": 1, "model": 2, "sure model": 2}
 
 
 def make_engine(name: str, kind=Engine) -> Engine:
@@ -115,6 +117,7 @@ def cache_makers(engine: Engine, hlo: str, batch: int) -> dict[str, int]:
         ("autoregressive", Greedy()),
         pytest.param("medusa", Greedy(), marks=pytest.mark.slow),
         ("hydra++", Greedy()),
+        pytest.param("lookup+hydra++", Greedy(), marks=pytest.mark.slow),
         ("amphista", Greedy()),
         ("eagle", Greedy()),
         pytest.param("eagle", RejectionSampling(), marks=pytest.mark.slow),
