@@ -140,8 +140,9 @@ def simulate(
 ) -> Speed:
     """The same from so many rounds that are played: tokens are accepted one by one or not, each side has a clock."""
     random = np.random.default_rng(seed)
-    lengths, depth = outcomes.accept_lengths, outcomes.depth
-    reaches = np.cumsum(lengths[::-1])[::-1]
+    lengths, depth = outcomes.accept_lengths.tolist(), outcomes.depth
+    reaches = np.cumsum(lengths[::-1])[::-1].tolist()  # the chance of each accept length or a longer one
+    covered = [float(row[:count].sum()) for row, count in zip(outcomes.known, fan_out.counts, strict=True)]
     clock = base_free = 0.0
     tokens = hits = readies = 0
     for _ in range(rounds):
@@ -152,8 +153,7 @@ def simulate(
             while accepted < depth and random.random() * reaches[accepted] < reaches[accepted + 1]:
                 accepted += 1
             tokens += accepted + 1
-            ranked = random.random() * lengths[accepted] - np.cumsum(outcomes.known[accepted])
-            hit = bool((ranked[: fan_out.counts[accepted]] < 0).any())
+            hit = random.random() * lengths[accepted] < covered[accepted]
             hits += hit
             all_hit &= hit
         base_free = max(sent + times.transfer, base_free) + times.verify
