@@ -10,7 +10,7 @@ in one program on one of them) and against the base alone. The simulator is told
 came about, and foretells the whole rounds. Then it is told what two H200 would take by their roofline, and names the
 fan-out for a 7B base.
 
-Without --draft the draft is the base without some of its layers (--without-layers), which nobody has trained for that.
+By default the shipped base and its draft model.
 """
 
 from __future__ import annotations
@@ -33,25 +33,20 @@ import argparse
 import functools
 import time
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
 from common import CONSOLE, held_out_stretches, program, speed_rows, write
 
 import hydrajax
-from hydrajax import api, assets
+from hydrajax import assets
 from hydrajax.decoding.prompts import right_padded
-from hydrajax.decoding.state import Params
-from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.apart import apart_contest, joined, part_seconds, recorded, round_seconds
 from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS, LlamaConfig
-from hydrajax.models.llama import Llama
 from hydrajax.roofline.devices import DEVICES
 from hydrajax.roofline.pairs import pair_times
-from hydrajax.sharding import last_devices, placer
 from hydrajax.ssd.fan_out import even, nothing
 from hydrajax.ssd.simulator import Outcomes, Speed, Times, best, predict
 from hydrajax.text.prompt import read_prompts
@@ -74,7 +69,6 @@ BUDGETS, WITHIN = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128), 0.01
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--without-layers", default="2,4,5", help="of the base, for want of a draft (%(default)s)")
     parser.add_argument("--fan-outs", help=f"default {','.join(map(str, FAN_OUTS))}")
 
 
@@ -134,8 +128,7 @@ def run(args: argparse.Namespace) -> None:
     )
     args.settings["h200"], said = extrapolation(min(exponent, 4.0))
     remarks += said
-    name = args.draft[0] if args.draft else f"its base without layers {args.without_layers}"
-    title = f"Drafting ahead on two devices of one core, chains of {args.depth}; the draft is {name}"
+    title = f"Drafting ahead on two devices of one core, chains of {args.depth}"
     write(args, "speed", "", title, rows, remarks)
 
 
@@ -154,36 +147,16 @@ def times_of(parts: dict[int, dict[str, float]], total: int) -> Times:
 
 def pair(args: argparse.Namespace) -> tuple[Way, list[np.ndarray]]:
     """Base and draft on devices of their own, and prompts."""
-    base = args.base or assets.base()
-    if args.draft:
-        loaded = hydrajax.load(base, args.draft[0], dtype=args.dtype, draft_devices=1)
-        drafter, params = loaded.drafter, loaded.params
-    else:
-        loaded = hydrajax.load(base, dtype=args.dtype)
-        without = sorted({int(layer) for layer in args.without_layers.split(",")})
-        drafter, draft = shortened(loaded, without)
-        params = Params(loaded.params.base, draft)
-        args.settings["without_layers"] = without
-    way = Way("pair", loaded.model, drafter, params, chain(args.depth), max_new_tokens=args.new_tokens)
+    if args.base and not args.draft:
+        raise HydrajaxError("--draft: a draft model for this base is needed")
+    draft = args.draft[0] if args.draft else assets.path("draft_model")
+    loaded = hydrajax.load(args.base or assets.base(), draft, dtype=args.dtype, draft_devices=1)
+    way = Way.of(loaded, "pair", chain(args.depth), max_new_tokens=args.new_tokens)
     if args.prompts:
         return way, list(loaded.ids_of_prompts(read_prompts(args.prompts)[: args.count]))
     if loaded.tokenizer is None:
         raise HydrajaxError("--prompts: are needed, as this base has no tokenizer")
     return way, held_out_stretches(loaded.tokenizer, args.count, args.prompt_tokens)
-
-
-def shortened(loaded: api.Loaded, without: list[int]) -> tuple[DraftModel, dict[str, Any]]:
-    """The base without some of its layers, on the last device."""
-    config = loaded.model.config
-    kept = [layer for layer in range(config.n_layers) if layer not in without]
-    if not kept or not set(without) <= set(range(config.n_layers)):
-        raise HydrajaxError(f"--without-layers: must be some of 0 .. {config.n_layers - 1}, found {without}")
-    base = loaded.params.base
-    draft = {name: value for name, value in base.items() if not name.startswith("layers_")}
-    draft |= {f"layers_{i}": base[f"layers_{layer}"] for i, layer in enumerate(kept)}
-    place = placer(last_devices(1))
-    draft = jax.tree.map(lambda x: place(np.asarray(x), None), draft)
-    return DraftModel(Llama(config.replace(n_layers=len(kept)), loaded.model.dtype), config.vocab_size), draft
 
 
 def cores(way: Way, prompt: np.ndarray) -> str:
