@@ -66,7 +66,9 @@ class Chat:
         if max_new_tokens < 1:
             raise HydrajaxError(f"max_new_tokens: must be at least 1, found {max_new_tokens}")
         if are_apart(loaded.params):
-            raise HydrajaxError("draft_devices: a conversation keeps its caches, and those on other devices cannot be")
+            raise HydrajaxError(
+                "draft_devices: a conversation keeps its caches from turn to turn, which base and draft apart do not"
+            )
         self._encoder = make_encoder(loaded.tokenizer, template)
         self._loaded, self._limit = loaded, max_new_tokens
         self._context = loaded.model.config.max_positions

@@ -223,6 +223,23 @@ def test_mistakes(in_process):
 
 
 @pytest.mark.slow
+def test_drafting_ahead(tmp_path):
+    """On two devices, the same tokens in every way; the simulator is told nothing that the file does not hold."""
+    done = run("ssd", tmp_path, "--quick", "--count", "1", "--new-tokens", "8", "--fan-outs", "3")
+    assert done.returncode == 0, done.stderr
+    ((_, result),), _ = find_results(tmp_path / "runs" / "experiments")
+    assert result.settings["devices"] == 2
+    assert [row["name"] for row in result.rows] == ["autoregressive", "one program", "in turn", "ahead, 3 outcomes"]
+    assert all(row["equal"] for row in result.rows)
+    in_turn, ahead = result.rows[2:]
+    assert sum(ahead["fan_out"]) == 3
+    assert in_turn["predicted_hit_rate"] == in_turn["predicted_hidden"] == 0
+    parts = ahead["parts_ms"]
+    assert ahead["predicted_round_ms"] >= max(parts["verify"], parts["prepare"])
+    assert {(row["draft"], row["depth"]) for row in result.settings["h200"]} >= {("68m", 1), ("1b", 10)}
+
+
+@pytest.mark.slow
 def test_quality(in_process, tmp_path):
     """Equal outputs have equal scores; the rules and the heads are all there."""
     questions = [{"question": f"{n} + {n} =", "answer": f"#### {2 * n}"} for n in range(3)]

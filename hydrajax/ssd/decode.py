@@ -37,7 +37,7 @@ ROUNDS_AHEAD = (
     1  # how many rounds the host has handed to the devices before it asks whether an earlier one was the last
 )
 
-PARTS = ("hand over", "prepare", "verify", "tell", "answer")  # of a round
+PARTS = ("hand over", "verify", "prepare", "tell", "answer")  # of a round
 Watch = Callable[[str, Any], None]
 
 
@@ -174,10 +174,10 @@ class ApartFn:
             # Each device starts when what it needs has come.
             proposed = jax.device_put((carry.drafted.tokens, carry.drafted.log_q), base_home)
             watch("hand over", proposed)
-            prepared = run.prepare(params.draft, carry) if self.fan_out.total else None
-            watch("prepare", prepared)
             state, verdict = run.verify(base, state, *proposed, np.array(stopped))
             watch("verify", verdict)
+            prepared = run.prepare(params.draft, carry) if self.fan_out.total else None
+            watch("prepare", prepared)
             told = jax.device_put(verdict, draft_home)
             watch("tell", told)
             carry = run.answer(params.draft, carry, prepared, told)
@@ -297,9 +297,9 @@ def _settled(fan_out: FanOut | int | Sequence[int] | None, depth: int) -> FanOut
 
 def are_apart(params: Params) -> bool:
     """Whether a draft has parameters, and all of them on other devices than the base."""
-    leaves = jax.tree.leaves(params.draft)
-    if not leaves or not all(isinstance(x, jax.Array) for x in (leaves[0], *jax.tree.leaves(params.base)[:1])):
-        return False
+    first = [leaf for part in params for leaf in jax.tree.leaves(part)[:1]]
+    if len(first) < 2 or any(isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) for x in first):
+        return False  # nothing to place, or nothing that is placed
     return not _home(params.base).device_set & _home(params.draft).device_set
 
 
