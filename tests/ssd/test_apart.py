@@ -161,6 +161,33 @@ def test_a_draft_over_several_devices_and_texts_in_bursts(run):
     assert found["apart"] == found["together"]
 
 
+BENCH = """
+import json, sys
+import jax
+from hydrajax.cli import main
+
+folder, base, draft = sys.argv[1:]
+open(folder + "/prompts.jsonl", "w").write('{"prompt_ids": [5, 17, 60, 2]}\\n')
+models = ["--base", base, "--draft", draft, "--tree", "chain-2", "--draft-devices", "1"]
+sizes = ["--fan-outs", "40", "--prompts", folder + "/prompts.jsonl", "--max-new-tokens", "12", "--repeats", "1"]
+code = main(["bench", *models, *sizes, "--json", folder + "/bench.json"])
+rows = json.load(open(folder + "/bench.json"))["rows"]
+json.dump({"devices": jax.device_count(), "code": code, "rows": rows}, open(folder + "/answer.json", "w"))
+"""
+
+
+@pytest.mark.slow
+def test_bench_compares_with_the_pair_in_turn(models, tmp_path, on_eight_devices):
+    found = on_eight_devices(tmp_path, BENCH, *models, flags="--xla_backend_optimization_level=0")
+    assert found["code"] == 0
+    rows = found["rows"]
+    assert [row["name"] for row in rows] == ["autoregressive", "one program", "in turn", "ahead, 40 outcomes"]
+    assert all(row["equal"] for row in rows)
+    assert len({row["tokens_per_step"] for row in rows[1:]}) == 1
+    assert [row["fan_out"] and sum(row["fan_out"]) for row in rows] == [None, None, 0, 40]
+    assert [row["hit_rate"] is None for row in rows] == [True, True, True, False]
+
+
 # --- bookkeeping and refusals -----------------------------------------------------------------------------------------
 
 
