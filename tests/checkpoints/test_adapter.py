@@ -59,7 +59,7 @@ def lora(tiny_checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.quick("qwen3", "tied", "mistral")
+@pytest.mark.quick("qwen3", "tied")
 def test_every_family_equals_transformers(llama_checkpoint, tmp_path, family):
     """Beside the base and merged into it, all linear layers (but a tied lm head) being adapted."""
     base = llama_checkpoint(**FAMILIES[family])

@@ -9,6 +9,7 @@ import sys
 import pytest
 from argcomplete import CompletionFinder
 
+from hydrajax import assets
 from hydrajax.cli import EPILOG, build_parser
 from hydrajax.cli.completion import add_completers
 from hydrajax.drafters.registry import WITHOUT_WEIGHTS
@@ -47,7 +48,7 @@ def completions(*words: str) -> set[str]:
 @pytest.mark.usefixtures("folder")
 def test_directories_trees_and_files_in_their_places():
     assert completions("generate", "--base", "") == {"llama/", "shipped"}
-    assert completions("chat", "--draft", "") == {"llama/", *WITHOUT_WEIGHTS, "medusa", "hydra", "hydra++"}
+    assert completions("chat", "--draft", "") == {"llama/", *WITHOUT_WEIGHTS, *assets.SHIPPED_DRAFTS}
     assert completions("evaluate", "--draft", "lo") == {"lookahead", "lookup"}
     assert completions("convert", "export", "--output", "") == {"llama/"}
     assert completions("bench", "--tree", "o") == {"oak.json"}

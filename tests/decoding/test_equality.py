@@ -25,8 +25,14 @@ MAX_NEW = 24
 # A reference margin below this could be decided by rounding. Float32 logits here differ by about 1e-6 between batch
 # shapes; of random prompts well under 1 in 100 is turned away.
 HEALTHY = 2e-5
-UNTRAINED = [("none", "root"), ("medusa", "flat"), ("hydra++", "random"), ("eagle", "grown"), ("model", "grown")]
-OTHERS = [("hydra", "random"), ("hydra on layer -1", "skips ranks"), ("amphista", "grown"), ("eagle3", "skips ranks")]
+UNTRAINED = [("none", "root"), ("hydra++", "random"), ("eagle", "grown"), ("model", "grown")]
+OTHERS = [
+    ("medusa", "flat"),
+    ("hydra", "random"),
+    ("hydra on layer -1", "skips ranks"),
+    ("amphista", "grown"),
+    ("eagle3", "skips ranks"),
+]
 ORACLE_TREES = ["one node", "skips ranks", "deep and late", "random"]
 
 base_seeds = st.integers(0, 2)

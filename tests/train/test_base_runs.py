@@ -49,6 +49,7 @@ def test_a_draft_model_learns_from_the_model_that_it_drafts_for(program, config_
     assert drafted.output_ids == without.output_ids
 
 
+@pytest.mark.slow
 def test_a_model_that_goes_on_from_its_teacher_is_its_teacher(program, config_of_base, base, tmp_path):
     settings = {"model": str(base), "scratch": None, "teacher": str(base), "optimizer": {"lr": 1e-30}}
     done = program("--config", config_of_base(**settings, dtype="float32", steps=1))

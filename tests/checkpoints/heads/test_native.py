@@ -193,6 +193,7 @@ def test_settings_that_an_older_file_does_not_have(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["hydra++", "medusa"])
+@pytest.mark.quick("medusa")
 def test_dtype_of_the_file_and_of_what_is_loaded(tiny_model, tmp_path, kind):
     """Rounded once, as torch rounds."""
     config = tiny_model[0].config
