@@ -1,4 +1,4 @@
-"""Speculative speculative decoding on two simulated devices of one core each, beside what the simulator foretells.
+"""Speculative speculative decoding on two simulated devices, beside what the simulator foretells.
 
     python experiments/ssd.py --output experiments/results/ssd.json
     python experiments/ssd.py --quick
@@ -18,8 +18,8 @@ from __future__ import annotations
 import os
 import sys
 
-# One core for each device: before JAX is imported, as XLA reads this when it starts. NPROC keeps the threads that the
-# devices share for parts of an operation to one.
+# As near to a core for each device as XLA comes, before JAX is imported: it reads this when it starts. What the devices
+# share is then one thread, beside one of each device's own; `cores` says how many cores a device keeps busy with that.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> None:
     )
     args.settings["h200"], said = extrapolation(min(exponent, 4.0))
     remarks += said
-    title = f"Drafting ahead on two devices of one core, chains of {args.depth}"
+    title = f"Drafting ahead on two CPU devices, chains of {args.depth}"
     write(args, "speed", "", title, rows, remarks)
 
 
