@@ -18,6 +18,7 @@ from hydrajax import assets
 LOOKAHEAD = "lookahead-5-3-5"  # the smallest window that pays: a CPU has no idle arithmetic to look ahead with
 RULES = {"greedy": (), "exact, T 0.7": ("--rule", "exact", "--temperature", 0.7)}
 REMARK = "every draft with the tree that was searched for it on this machine, if one was, else its default"
+REMARK += "; heads: what --draft names"
 
 
 def run(args) -> None:

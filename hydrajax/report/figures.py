@@ -336,7 +336,14 @@ def _pareto(rows: list[dict]) -> Any:
             look["marker"] = SHAPES[lm_heads.index(row["lm_head"]) % len(SHAPES)]
             name = f"{row['drafter']}, {row['lm_head']}"
             axes.plot(row[across], row[up], linestyle="", markersize=7, label=name, **look)
-        axes.set(xlabel=across_label, ylabel=up_label, xscale="log" if less_is_better else "linear")
+        axes.set(xlabel=across_label, ylabel=up_label)
+        if less_is_better:
+            axes.set_xscale("log")
+            least, most = axes.get_xlim()
+            ticks = [step * 10.0**power for power in range(-3, 6) for step in (1, 2, 5)]
+            ticks = [tick for tick in ticks if least <= tick <= most]
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axes.set_xticks([], minor=True)
     _legend(figure, ncols=5)
     return figure
 
