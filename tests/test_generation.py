@@ -114,6 +114,7 @@ def test_sampled_text_is_the_same_streamed_and_at_any_batch_size(loaded):
         assert pieces.result.output_ids == one[number]
 
 
+@pytest.mark.slow
 def test_with_a_seed_of_its_own_a_prompt_draws_as_if_it_were_alone(loaded):
     rule, seeds = hydrajax.ExactSampling(0.9), [5, 2**32 - 1, 0]
     together = list(hydrajax.generate(loaded, PROMPTS, rule=rule, seed=seeds, batch_size=2, **SETTINGS))

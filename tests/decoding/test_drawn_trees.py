@@ -91,12 +91,14 @@ def test_every_token_is_drawn_from_the_base_whatever_came_before(tree, draft_tem
     assert {0, 1, 2} <= set(found[0][2])  # the first step ended at all depths
 
 
+@pytest.mark.slow
 def test_nodes_chosen_by_the_tokens_they_hold_would_not_do(monkeypatch):
     """As the nodes of a tree of best guesses are chosen: what a place is worth is then how likely its token is."""
     monkeypatch.setattr(growing, "_prospects", lambda log_p: (log_p, jnp.zeros_like(log_p)))
     assert p_values(steps(TREE))[0] < 1e-9
 
 
+@pytest.mark.slow
 def test_draws_that_the_step_before_has_used_would_not_do(monkeypatch):
     """With a key for each place, as in a static tree: how far a step gets says something of draws below it."""
     monkeypatch.setattr(growing, "_keys_of_level", lambda draw, depth: draw.keys[:, depth])

@@ -119,7 +119,7 @@ def with_penalties(kind, **settings) -> list:
         pytest.param(with_penalties(ExactSampling, temperature=1.3, min_p=0.05), id="exact with penalties and min_p"),
     ],
 )
-@pytest.mark.quick("exact with penalties and min_p")
+@pytest.mark.quick("exact")
 def test_random_trees_of_every_row_give_the_text_of_plain_decoding(lab, runs, rule):
     """Token for token, and in the steps that the right paths allow: the trees are really used."""
     for seed in range(3):

@@ -137,6 +137,7 @@ def test_a_finished_row_is_frozen(lab, examples):
     st.lists(st.lists(st.integers(0, 16), min_size=1, max_size=40), min_size=3, max_size=3),
     st.integers(0, 99), st.integers(0, 2**32 - 1),
 )  # fmt: skip
+@pytest.mark.slow
 def test_several_eos_ids(lab, case, prompts, salt, seed):
     drafter, tree = case
     texts, margin = lab.references(0, prompts)

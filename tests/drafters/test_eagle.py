@@ -89,6 +89,7 @@ def test_a_dynamic_tree_holds_the_best_tokens_after_each_path(drafter, base, tau
         ),
     ],
 )
+@pytest.mark.slow
 def test_sampling_draws_the_tokens_of_plain_sampling(lab, name, tree):
     rule = ExactSampling(1.3)
     decode_fn = make_decode_fn(lab.model, lab.drafters[name], lab.trees[tree], rule, max_new_tokens=24)

@@ -229,6 +229,7 @@ def steps(tiny_model):
     return run
 
 
+@pytest.mark.slow
 def test_heads_alone_leave_the_adapter_bitwise_as_it_is(steps):
     """Two steps, with decay, which would shrink A; in the third the adapter learns, at a quarter of the heads' rate.
 
@@ -388,6 +389,7 @@ def test_a_run_and_what_it_leaves_behind(run, base, tmp_path):
     assert hydrajax.load(merged, heads).generate(prompts, **settings)[0].output_ids == separate[0].output_ids
 
 
+@pytest.mark.slow
 def test_greedy_trees_say_what_the_adapted_base_says(base, tmp_path):
     """With an adapter that changes what the base says, beside it and merged, in float and beside int8 weights."""
     theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
