@@ -52,8 +52,6 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
-    if not args.base and not args.assistant:
-        args.assistant = str(assets.path("draft_model"))
     torch.set_num_threads(args.threads)
     jax.config.update("jax_platforms", "cpu")
 
@@ -93,8 +91,9 @@ def with_transformers(args) -> dict:
     """What transformers has of its own, by name: functions from a prompt's ids to those of its continuation."""
     base = AutoModelForCausalLM.from_pretrained(args.base or assets.base(), dtype=torch.float32).eval()
     settings = {"greedy": {}, "prompt lookup": {"prompt_lookup_num_tokens": 5}}
-    if args.assistant:
-        assistant = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=torch.float32).eval()
+    smaller = args.assistant or (None if args.base else assets.path("draft_model"))
+    if smaller:
+        assistant = AutoModelForCausalLM.from_pretrained(smaller, dtype=torch.float32).eval()
         settings["assisted"] = {"assistant_model": assistant}
     for model in (base, *(one["assistant_model"] for one in settings.values() if "assistant_model" in one)):
         model.generation_config.eos_token_id = None
