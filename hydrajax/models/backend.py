@@ -38,13 +38,11 @@ class Platform(NamedTuple):
 
 
 _described: Platform | None = None
-_devices: int | None = None
 
 
 def platform() -> Platform:
     """The one that is described, or else the one that is here."""
-    found = _described or _present()
-    return found if _devices is None else found._replace(devices=_devices)
+    return _described or _present()
 
 
 @functools.cache
@@ -70,15 +68,9 @@ def traced_for(described: Platform) -> Iterator[None]:
         _described = before
 
 
-@contextlib.contextmanager
-def on_devices(count: int) -> Iterator[None]:
+def on_devices(count: int) -> contextlib.AbstractContextManager[None]:
     """Trace programs that run on so many of the devices that are here, as base and draft that are apart do."""
-    global _devices
-    before, _devices = _devices, count
-    try:
-        yield
-    finally:
-        _devices = before
+    return traced_for(platform()._replace(devices=count))
 
 
 def _on_cpu() -> bool:
