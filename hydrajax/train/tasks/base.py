@@ -46,16 +46,19 @@ class BaseLoss:
         return jnp.maximum(jnp.sum(targets(batch["labels"], 1, batch.get("segments"))[1]), 1)
 
     def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
-        found = self._of(params, self._taught(frozen, batch), batch)
+        params = cast(params, self.model.dtype)
+        found = self._of(params, self._hidden(params, batch), batch, self._taught(frozen, batch))
         return found.nats / totals, jax.tree.map(lambda x: jax.lax.stop_gradient(x) / totals, found.likeness)
 
     def sums(self, params, frozen, batch: Batch) -> dict[str, Float[Array, ""]]:
         """Over all targets: how many, nats of the text, and with a teacher what `BaseLoss` says of it."""
-        of_text = self._of(params, None, batch)
+        params = cast(params, self.model.dtype)
+        hidden = self._hidden(params, batch)
+        of_text = self._of(params, hidden, batch)
         sums = {"n_targets": of_text.n_targets, "loss": of_text.nats}
         if self.teacher is None:
             return sums
-        taught = self._of(params, self._taught(frozen, batch), batch)
+        taught = self._of(params, hidden, batch, self._taught(frozen, batch))
         return sums | {"kl": taught.nats} | taught.likeness
 
     def _taught(self, frozen, batch: Batch):
@@ -64,10 +67,11 @@ class BaseLoss:
         hidden = run_base(self.teacher, frozen, batch["tokens"], segments=batch.get("segments")).hidden
         return BoundBase(self.teacher, frozen), hidden
 
-    def _of(self, params, teacher, batch: Batch) -> LanguageLoss:
-        params, segments = cast(params, self.model.dtype), batch.get("segments")
-        hidden = run_base(self.model, params, batch["tokens"], segments=segments).hidden
-        labels = batch["labels"]
+    def _hidden(self, params, batch: Batch) -> Float[Array, "B T D"]:
+        return run_base(self.model, params, batch["tokens"], segments=batch.get("segments")).hidden
+
+    def _of(self, params, hidden, batch: Batch, teacher=None) -> LanguageLoss:
+        labels, segments = batch["labels"], batch.get("segments")
         return language_model_loss(self.model, params, hidden, labels, segments, self.chunk_tokens, teacher=teacher)
 
 

@@ -45,24 +45,21 @@ def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | H
 
 
 def _base_task(config: TrainConfig, data: dataset.Dataset, mesh: Mesh, console: Console) -> BaseTask:
-    start = taught_by = None
-    n_tokens, whose = len(data.tokenizer), "the tokenizer"
-    if config.teacher:
-        taught_by = read_config(resolve(config.teacher, "teacher"), "teacher")
-        _check_fit(config, data, taught_by)
-        n_tokens, whose = taught_by.vocab_size, "the teacher"  # often padded to more than the tokenizer's
-    if config.scratch:
-        shape, name = config.scratch, "scratch.vocab_size"
-    else:
-        model, start = _load("the model", resolve(config.model, "model"), "float32", mesh, console)
-        shape, name = model.config, "model"
-        _check_fit(config, data, shape)
-    if (config.scratch or taught_by) and shape.vocab_size != n_tokens:
-        raise HydrajaxError(f"{name}: has {shape.vocab_size} token ids, {whose} {n_tokens}")
-    teacher = None
-    if taught_by:
-        teacher = _load("the teacher", resolve(config.teacher, "teacher"), config.dtype, mesh, console)
-    return BaseTask(config, data, mesh, shape, start, teacher)
+    model = resolve(config.model, "model") if config.model else None
+    teacher = resolve(config.teacher, "teacher") if config.teacher else None
+    shape = read_config(model, "model") if model else config.scratch
+    taught_by = read_config(teacher, "teacher") if teacher else None
+    for given in (shape if model else None, taught_by):
+        if given:
+            _check_fit(config, data, given)
+    # A teacher's vocabulary is often padded to more than the tokenizer's, and so may a model's be.
+    wanted, whose = (taught_by.vocab_size, "the teacher") if teacher else (len(data.tokenizer), "the tokenizer")
+    if (teacher or not model) and shape.vocab_size != wanted:
+        name = "model" if model else "scratch.vocab_size"
+        raise HydrajaxError(f"{name}: has {shape.vocab_size} token ids, {whose} {wanted}")
+    start = _load("the model", model, "float32", mesh, console)[1] if model else None
+    taught = _load("the teacher", teacher, config.dtype, mesh, console) if teacher else None
+    return BaseTask(config, data, mesh, shape, start, taught)
 
 
 def _load(
