@@ -20,7 +20,6 @@ import common
 import numpy as np
 from common import Setup, name_of, speed_rows
 
-from hydrajax import assets
 from hydrajax.errors import HydrajaxError
 from hydrajax.questions.held_out import held_out_files
 from hydrajax.trees import presets
@@ -32,15 +31,16 @@ SMALL = "cartesian-2x2"  # of heads for which no tree was searched
 
 
 def run(args) -> None:
-    directories = args.draft or [str(assets.path(name)) for name in assets.HEADS]
     setup = Setup(args)
-    for directory in directories:
-        setup.heads[f"lookup+{name_of(directory)}"] = setup.base.with_draft(f"lookup-{args.added}+{directory}")
+    names = list(setup.heads)
+    for name in names:
+        directory = setup.heads[name].draft_directory
+        setup.heads[f"lookup+{name}"] = setup.base.with_draft(f"lookup-{args.added}+{directory}")
     setup.heads["lookup"] = setup.base.with_draft("lookup")
     kinds = {name_of(args.prompts): setup.measured} if args.prompts else made_prompts(setup.base.tokenizer, args)
     rows = []
     for kind, prompts in kinds.items():
-        found = args.parts.rows(kind, partial(measured, setup, kind, prompts, [name_of(d) for d in directories]))
+        found = args.parts.rows(kind, partial(measured, setup, kind, prompts, names))
         rows += found
         say_who_is_ahead(found)
     remarks = ["editing, summing up: see the script; lookup+: the tree and a branch of lookup's, in one"]
