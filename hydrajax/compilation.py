@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 
 def use_compilation_cache() -> None:
@@ -21,3 +23,15 @@ def use_compilation_cache() -> None:
     except RuntimeError:  # a user without a home, as in some containers, does without
         return
     jax.config.update("jax_compilation_cache_dir", str(home / "hydrajax" / "xla"))
+
+
+def keep_collectives_out(devices: Collection[jax.Device]) -> None:
+    """Turn the cache off, for this process, if programs are to be split over these devices and they are CPUs.
+
+    What XLA's CPU client reads from the cache has lost the order of its all-reduces (jaxlib 0.11). On a machine with
+    few cores each device then begins with another one and waits for the others, until XLA ends the process.
+    """
+    split = len(devices) > 1 and any(device.platform == "cpu" for device in devices)
+    if split and jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX asks once whether there is one

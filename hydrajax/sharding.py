@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from hydrajax.compilation import keep_collectives_out
 from hydrajax.errors import HydrajaxError
 
 # One matmul per layer is split over its output (qkv, gate_up, lm head) and one over its input (out, down), so a
@@ -30,6 +31,7 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
     if data < 1 or model < 1 or wanted > present:
         raise HydrajaxError(f"mesh: data={data} x model={model} needs {wanted} devices, {present} present")
     devices = jax.devices()[:wanted]
+    keep_collectives_out(devices)
     return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
@@ -46,6 +48,7 @@ def last_devices(count: int, mesh: Mesh | None = None) -> Mesh:
     if not 1 <= count <= free:
         of_base = f"of {len(devices)} devices the base takes " + (f"the first {len(devices) - free}" if free else "all")
         raise HydrajaxError(f"draft_devices: must be at most {free}, found {count}: {of_base}")
+    keep_collectives_out(devices[-count:])
     return jax.make_mesh((1, count), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices[-count:])
 
 
@@ -83,6 +86,7 @@ def placer(mesh: Mesh | None) -> Callable[[np.ndarray, tuple | None], jax.Array]
     """``place(host_array, logical_axes)``: onto the mesh, each device receiving its slice, or the default device."""
     if mesh is None:
         return lambda array, _: jax.device_put(array)
+    keep_collectives_out(list(mesh.devices.flat))  # the caller may have made the mesh
     return lambda array, axes: distribute(array, sharding(mesh, array.shape, axes))
 
 

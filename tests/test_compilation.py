@@ -78,3 +78,23 @@ def test_loading_turns_it_on(tiny_checkpoint, tmp_path, environment, kept):
     )
     folders = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("jit_*")}
     assert folders == ({kept} if kept else set())
+
+
+SPLIT = """
+import sys, jax, hydrajax
+from hydrajax.sharding import make_mesh, replicated
+jax.jit(lambda x: x + 1)(2)
+mesh = make_mesh(int(sys.argv[1]))
+jax.jit(lambda x: x * x, out_shardings=replicated(mesh))(3)
+"""
+
+
+@pytest.mark.parametrize(("devices", "kept"), [(1, 2), (2, 1)])
+def test_what_is_split_over_cpu_devices_is_not_kept(tmp_path, devices, kept):
+    """Read back, its all-reduces would wait for each other."""
+    environment = {"JAX_COMPILATION_CACHE_DIR": "mine", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    subprocess.run(
+        [sys.executable, "-c", SPLIT, str(devices)], env=os.environ | environment, cwd=tmp_path, check=True, timeout=300
+    )
+    assert len(list(tmp_path.glob("mine/jit_*-cache"))) == kept
