@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -237,6 +238,21 @@ def test_drafting_ahead(tmp_path):
     parts = ahead["parts_ms"]
     assert ahead["predicted_round_ms"] >= max(parts["verify"], parts["prepare"])
     assert {(row["draft"], row["depth"]) for row in result.settings["h200"]} >= {("68m", 1), ("1b", 10)}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_drafting_ahead_in_two_processes(tmp_path):
+    """The same tokens as on one core and on both, whichever process drafts."""
+    done = run("ssd_two_processes", tmp_path, "--quick", "--count", "1", "--new-tokens", "8", "--fan-outs", "3")
+    assert done.returncode == 0, done.stderr
+    ((_, result),), _ = find_results(tmp_path / "runs" / "experiments")
+    assert [row["name"] for row in result.rows[4:]] == ["in turn", "ahead, 3 outcomes"]
+    assert all(row["equal"] for row in result.rows)
+    assert len({row["tokens_per_step"] for row in result.rows if "autoregressive" not in row["name"]}) == 1
+    ahead = result.rows[-1]
+    assert sum(ahead["fan_out"]) == 3
+    assert ahead["predicted_round_ms"] >= max(ahead["parts_ms"]["verify"], ahead["parts_ms"]["prepare"])
 
 
 @pytest.mark.slow

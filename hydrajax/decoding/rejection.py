@@ -30,6 +30,9 @@ class RejectionSampling(Sampling):
     loses the token. If none is accepted, the base's token is drawn from the last p. The output is distributed as the
     base's, as with `ExactSampling`; the closer q is to p, the more is accepted.
 
+    A node that was given and not drawn, as those of prompt lookup beside heads, comes after its drawn siblings. There
+    was no chance in it, so its q is all on its own token: it is accepted with what p by then has left for it.
+
     draft_temperature: of q, None for ``temperature``. The drafter must be one that draws (`Drafter.draws`), a static
     tree have no gaps between the ranks of siblings. Why a dynamic tree, which depends on what was drawn, does not
     change the distribution is said at `hydrajax.drafters.growing.grow`.
@@ -61,19 +64,25 @@ class RejectionSampling(Sampling):
     def accept(self, logits, proposal, keys, seen=None):
         tree, tokens = proposal.tree, proposal.tokens
         most_children = tree.children.shape[-1]
+        n_slots = 0 if proposal.log_q is None else proposal.log_q.shape[1]
+        some_given = tree.inner.shape[-1] > n_slots
 
         def choose(node, depth):
             p = jax.nn.softmax(self.shape(at_rows(logits, node)), axis=-1)
             token, open_ = jnp.zeros_like(node), jnp.ones_like(node, bool)
-            if most_children:
-                children = tree.at(tree.children, node)
-                first = jnp.maximum(children[:, 0], 0)
-                log_q = at_rows(proposal.log_q, tree.at(tree.parent_slot, first))
+            children, log_q = tree.at(tree.children, node), jnp.zeros_like(p)
+            if most_children and n_slots:
+                slot = tree.at(tree.parent_slot, jnp.maximum(children[:, 0], 0))
+                log_q = at_rows(proposal.log_q, jnp.minimum(slot, n_slots - 1))
             for rank in range(most_children):
                 child = children[:, rank]
                 drawn = at_rows(tokens, child)
                 looked_at = open_ & (child > 0) & (drawn >= 0)
+                itself = jnp.arange(p.shape[-1]) == drawn[:, None]
                 q = jax.nn.softmax(log_q, axis=-1)
+                if some_given:
+                    was_given = tree.at(tree.parent_slot, jnp.maximum(child, 0)) >= n_slots
+                    q = jnp.where(was_given[:, None], itself, q)
                 uniform = jax.vmap(jax.random.uniform)(_fold(keys[:, depth], CHILDREN + rank))
                 accepted = looked_at & (uniform * at_rows(q, drawn) < at_rows(p, drawn))
                 token, open_ = jnp.where(accepted, drawn, token), open_ & ~accepted
@@ -81,8 +90,7 @@ class RejectionSampling(Sampling):
                 total = jnp.sum(rest, axis=-1, keepdims=True)
                 rejected = (looked_at & ~accepted)[:, None]
                 p = jnp.where(rejected & (total > 0), rest / total, p)
-                gone = rejected & (jnp.arange(p.shape[-1]) == drawn[:, None])
-                log_q = jnp.where(gone, -jnp.inf, log_q)
+                log_q = jnp.where(rejected & itself, -jnp.inf, log_q)
             return jnp.where(open_, sample(_fold(keys[:, depth], BASE), jnp.log(p)), token)
 
         return walk(proposal, choose)

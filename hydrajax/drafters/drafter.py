@@ -44,7 +44,8 @@ class Proposal(NamedTuple):
              rule accepts. N is the wanted tree's, and more where the drafter `LooksAhead` or `AddsBranch`.
     tree:    the nodes' relations: `TreeTopology.topology`, or arrays made on the device with the same N.
     log_q:   float32 ``[B, P, V]`` logits of the distribution from which the children of ``tree.inner[p]`` were drawn,
-             without replacement, the first child first; None where nothing was drawn.
+             without replacement, the first child first; None where nothing was drawn. P may be less than the tree's:
+             the children of what is left in ``inner`` were given, without a draw.
     scratch: whatever the drafter computed and wants back in `Drafter.observe`, such as keys and values for a cache of
              its own.
     """

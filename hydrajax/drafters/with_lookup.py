@@ -9,7 +9,7 @@ much as the other drafter alone would have found there, and as lookup alone with
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Int
@@ -39,9 +39,10 @@ class WithLookup:
     follow the last node shared with the tree, so that it reaches L tokens ahead or more; where nothing is found they
     hold -1. Parameters are those of the drafter.
 
-    Methods: `hydrajax.drafters.drafter.Drafter`; the branch: `hydrajax.drafters.drafter.AddsBranch`. The rules that can
-    judge it are those for given candidates (greedy, exact sampling, typical). Rejection sampling is
-    not among them: it accepts a token by how likely the draft was to draw it, and lookup draws nothing.
+    Methods: `hydrajax.drafters.drafter.Drafter`; the branch: `hydrajax.drafters.drafter.AddsBranch`. Every rule can
+    judge it that can judge the drafter. Where the drafter draws, the branch's own nodes are given, last among their
+    siblings (`hydrajax.decoding.rejection.RejectionSampling`). Whether one is there depends on the text and on what the
+    drafter drew for its place and those before it, which has been looked at by then, so the output stays the base's.
 
     What is accepted the drafter reads as it reads a prompt, because lookup's nodes are none that it has run. For heads
     that is the same; a draft model runs the accepted tokens once more. Raises `HydrajaxError` for a number of nodes
@@ -51,7 +52,6 @@ class WithLookup:
     drafter: Drafter
     nodes_added: int = NODES
     lookup: PromptLookup = field(default_factory=PromptLookup)
-    draws: ClassVar[bool] = False
 
     def __post_init__(self):
         if not 1 <= self.nodes_added <= MOST_NODES:
@@ -61,6 +61,10 @@ class WithLookup:
     def depth(self) -> int:
         """Of the trees that the drafter can fill; the branch goes deeper (`hydrajax.drafters.drafter.AddsBranch`)."""
         return self.drafter.depth
+
+    @property
+    def draws(self) -> bool:
+        return self.drafter.draws
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -93,9 +97,8 @@ class WithLookup:
         last = last_shared(proposal.tokens, proposal.tree, chain)
         rest = proposal.tree.at(proposal.tree.depths, last)[:, None] + jnp.arange(self.nodes_added)
         added = jnp.take_along_axis(chain, rest, axis=1)
-        return Proposal(
-            jnp.concatenate([proposal.tokens, added], axis=1), with_chain(proposal.tree, last, self.nodes_added)
-        )
+        tokens = jnp.concatenate([proposal.tokens, added], axis=1)
+        return Proposal(tokens, with_chain(proposal.tree, last, self.nodes_added), proposal.log_q)
 
     def observe(self, params, state, proposal, outcome, base):
         features, counts = outcome.along_path(), outcome.counts

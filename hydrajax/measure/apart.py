@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from hydrajax.measure.contest import Measured, contest
 from hydrajax.measure.way import Way
 from hydrajax.ssd.decode import MISS, PARTS, ApartFn, Record, homes
 from hydrajax.ssd.fan_out import FanOut
+from hydrajax.ssd.simulator import Times
 
 IN_TURN, ONE_PROGRAM = "in turn", "one program"
 
@@ -143,6 +145,20 @@ def round_seconds(
         rounds = int(np.max(out.steps)) - 1
         times.append((took[fn.engine.max_new_tokens] - took[1]) / max(rounds, 1))
     return statistics.median(times)
+
+
+def times_of(parts: Mapping[int, Mapping[str, float]], total: int) -> Times:
+    """What `hydrajax.ssd.simulator` wants to know of rounds with ``total`` outcomes, from parts by number of outcomes.
+
+    parts: as `part_seconds` gives them, for 0 outcomes too. What a draft in turn takes is the whole answer where
+    nothing was prepared; without the drafting an answer takes what it takes on a hit, if need be with other outcomes.
+    """
+    hits = [found["hit"] for found in parts.values() if not math.isnan(found["hit"])]
+    own = parts[total]["hit"]
+    take = min(hits, default=0.0) if math.isnan(own) else own
+    transfer = (parts[total]["hand over"] + parts[total]["tell"]) / 2
+    prepare = parts[total]["prepare"] if total else 0.0
+    return Times(parts[total]["verify"], max(parts[0]["miss"] - take, 0.0), prepare, transfer, take)
 
 
 def _median(values: Sequence[float] | np.ndarray) -> float:

@@ -102,8 +102,8 @@ class ApartFn:
         self._result = jax.jit(result_of)
         self._programs: dict[tuple[int, int], Programs] = {}
 
-    def _compiled(self, n_base: int, n_draft: int) -> Programs:
-        """For so many devices on each side."""
+    def programs(self, n_base: int = 1, n_draft: int = 1) -> Programs:
+        """For so many devices on each side. Nothing is compiled before it is called."""
         if (n_base, n_draft) not in self._programs:
             engine, side = self.engine, self.side
 
@@ -162,7 +162,7 @@ class ApartFn:
         The next round donates both states. Rows that the caller sets in ``stopped`` emit nothing from the next on.
         """
         base_home, draft_home = homes(params)
-        base, run = Params(params.base, {}), self._compiled(*(len(home.device_set) for home in (base_home, draft_home)))
+        base, run = Params(params.base, {}), self.programs(*(len(home.device_set) for home in (base_home, draft_home)))
         given = given._replace(rng=jax.device_put(given.rng, base_home))
         state = run.start(base, *given)
         draft_state = run.read(

@@ -35,6 +35,7 @@ from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.prefix import WithPrefix
+from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.config import LlamaConfig
@@ -53,7 +54,7 @@ PROMPT = [3, 1, 4]
 SEQUENCES = list(itertools.product(range(VOCAB), repeat=LENGTH))
 TREE = TreeTopology.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
 GROWN = DynamicTree(6, 1, 3)
-TREES = {"chain": presets.chain(2), "tree": TREE, "grown": GROWN}
+TREES = {"chain": presets.chain(2), "tree": TREE, "grown": GROWN}  # and "root", of no other node
 P_VALUE = 0.001
 
 
@@ -114,11 +115,13 @@ DRAFTERS = {
     "padded model": DraftModel(Llama(CONFIG.replace(vocab_size=8, width=8)), VOCAB),
     "near": Bigram(0.0),
     "far": Bigram(4.0),
+    "lookup beside near": WithLookup(Bigram(0.0), 2),
+    "lookup beside far": WithLookup(Bigram(4.0), 2),
 }
 
 
 def draft_params(name: str):
-    if name in ("none", "near", "far"):
+    if name == "none" or name.endswith(("near", "far")):
         return {}
     drafter = DRAFTERS[name]
     return random_leaves(jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(MODEL, BASE))), 1, 0.3)
@@ -251,15 +254,20 @@ REJECTION += [
 ]
 REJECTION += [(1.0, "cut", drafter, tree) for drafter in EAGLES for tree in ("chain", "tree")]
 REJECTION += [(1.0, "cut", "amphista, 4 tokens, rank 3", tree) for tree in TREES]
+BESIDE = ("lookup beside near", "lookup beside far")
+REJECTION += [
+    (temperature, "whole", drafter, tree) for temperature in (0.7, 1.5) for drafter in BESIDE for tree in TREES
+]
+REJECTION += [(1.0, "cut", "lookup beside far", "root")]
 MODELS = ("model", "sure model, 4 tokens", "padded model")
 REJECTION += [(1.0, "cut", drafter, tree) for drafter in MODELS for tree in TREES]
-QUICK_REJECTION = [(0.7, "whole", "far", "tree")]
+QUICK_REJECTION = [(0.7, "whole", "lookup beside far", "tree")]  # of which "far" is a part
 
 
 @pytest.mark.parametrize(("temperature", "cut", "drafter", "tree", "samples"), in_part(REJECTION, QUICK_REJECTION))
 def test_rejection_sampling(temperature, cut, drafter, tree, samples):
     rule = RejectionSampling(temperature, **CUTS[cut], draft_temperature=1.2)
-    assert p_value(draws(rule, drafter, TREES[tree], 8, samples), probabilities(rule)) > P_VALUE
+    assert p_value(draws(rule, drafter, TREES.get(tree) or presets.root(), 8, samples), probabilities(rule)) > P_VALUE
 
 
 @numbers_as_arrays

@@ -17,11 +17,9 @@ from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import make_decode_fn, result_of
 from hydrajax.decoding.loop import run_steps
 from hydrajax.decoding.prompts import right_padded
-from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import longest_path, nodes_fed
-from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.registry import beside_lookup, title_of
 from hydrajax.drafters.with_lookup import WithLookup
@@ -260,13 +258,6 @@ def test_a_timer_has_a_tree_of_the_same_size(lab, tree):
     for name in ("parents", "depths", "mask", "paths"):
         assert getattr(timed, name).shape == getattr(proposed, name).shape
     assert proposed.depth == engine.depth == TREES[tree].depth + ADDED
-
-
-@pytest.mark.parametrize("tree", ["chain-3", "root"])
-def test_rejection_sampling_is_refused(lab, tree):
-    message = "rule: RejectionSampling needs a drafter that samples, not WithLookup"
-    with pytest.raises(HydrajaxError, match=f"^{message}$"):
-        make_decode_fn(lab.model, WithLookup(HydraHeads(4, 32, VOCAB)), presets.by_name(tree), RejectionSampling())
 
 
 def test_it_can_be_a_key_and_its_state_has_a_leading_batch_axis():
