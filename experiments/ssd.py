@@ -42,7 +42,7 @@ import hydrajax
 from hydrajax import assets
 from hydrajax.decoding.prompts import right_padded
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.apart import apart_contest, joined, part_seconds, recorded, round_seconds
+from hydrajax.measure.apart import apart_contest, joined, part_seconds, recorded, round_seconds, times_of
 from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.roofline.devices import DEVICES
@@ -130,16 +130,6 @@ def run(args: argparse.Namespace) -> None:
     remarks += said
     title = f"Drafting ahead on two CPU devices, chains of {args.depth}"
     write(args, "speed", "", title, rows, remarks)
-
-
-def times_of(parts: dict[int, dict[str, float]], total: int) -> Times:
-    """As the simulator wants them. What a draft in turn takes is the whole answer where nothing was prepared; without
-    the drafting an answer takes what it takes on a hit."""
-    hits = [found["hit"] for found in parts.values() if found["hit"] == found["hit"]]
-    take = parts[total]["hit"] if parts[total]["hit"] == parts[total]["hit"] else min(hits, default=0.0)
-    transfer = (parts[total]["hand over"] + parts[total]["tell"]) / 2
-    prepare = parts[total]["prepare"] if total else 0.0
-    return Times(parts[total]["verify"], max(parts[0]["miss"] - take, 0.0), prepare, transfer, take)
 
 
 # --- the pair ---------------------------------------------------------------------------------------------------------
