@@ -99,7 +99,7 @@ def measure(args, pair: Pair, loaded: Bundle, prompts, drafting: Worker, whole: 
             wide.decode(prompt, lengths)
     counted = wide.record().outcomes()
     outcomes = Outcomes.counted(counted)
-    told = {fan_out.total: fan_out for fan_out in map(outcomes.best, fan_outs)}
+    told = {fan_out.total: fan_out for fan_out in map(outcomes.best, fan_outs) if fan_out.total}
     ahead = {0: apart("in turn", nothing(args.depth))}
     ahead |= {total: apart(f"ahead, {total} outcomes", fan_out) for total, fan_out in told.items()}
     with CONSOLE.status("") as line:

@@ -244,7 +244,7 @@ def test_drafting_ahead(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_drafting_ahead_in_two_processes(tmp_path):
     """The same tokens as on one core and on both, whichever process drafts."""
-    done = run("ssd_two_processes", tmp_path, "--quick", "--count", "1", "--new-tokens", "8", "--fan-outs", "3")
+    done = run("ssd_two_processes", tmp_path, "--quick", "--fan-outs", "3")
     assert done.returncode == 0, done.stderr
     ((_, result),), _ = find_results(tmp_path / "runs" / "experiments")
     assert [row["name"] for row in result.rows[4:]] == ["in turn", "ahead, 3 outcomes"]
