@@ -20,7 +20,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BaseModel, BoundBase, Forward
-from hydrajax.models.cache import KVCache, append, write_tokens
+from hydrajax.models.cache import KVCache, append, cut_caches, write_tokens
 from hydrajax.models.ranking import best_token, log_probability
 from hydrajax.trees.dynamic import CandidateTree
 
@@ -227,6 +227,52 @@ class Engine:
         target = TargetState(cache, root, logprob)
         return self._ready(params, target, state.draft, forward, more, counts, keys, rule, seen, limits)
 
+    def empty(self, batch: int, slots: int, rule: AcceptanceRule) -> DecodeState:
+        """Rows without any text, to begin a prompt with that comes in pieces: `feed` all but the last, `extend` by that.
+
+        Their rows are done: a step changes nothing in them. slots: of the cache; they hold at least `nodes_fed` more
+        than the longest text, and never less than a piece that is written into them, padding included.
+        """
+        nothing = jnp.zeros(batch, jnp.int32)
+        rule = per_row(rule, batch)
+        seen = Seen.of_prompt(nothing[:, None], nothing, self.model.config.vocab_size) if rule.penalises else None
+        target = TargetState(
+            self.model.init_cache(batch, slots), nothing, jnp.zeros(batch, jnp.float32) if self.logprobs else None
+        )
+        keys = row_keys(jax.random.key(0), batch)
+        return DecodeState(target, self.drafter.init_state(batch, slots), self._output(keys, rule, seen, nothing))
+
+    @exact
+    def feed(
+        self,
+        params: Params,
+        state: DecodeState,
+        more: Int[Array, "B T"],
+        counts: Int[Array, " B"],
+        following: Int[Array, " B"],
+    ) -> DecodeState:
+        """Take in text that goes on, with ``following``, the token after it. No root is chosen: `extend` must follow.
+
+        more: right-padded, ``counts[b]`` tokens of row b; T slots must be left in the cache.
+        """
+        cache, base = state.target.cache, self.bind(params)
+        width = more.shape[1]
+        positions = cache.lengths[:, None] + jnp.arange(width)
+        forward = base.forward(more, positions, causal_mask(width), cache, self.drafter.reads)
+        cache = append(cache, forward.block, counts, after=forward.hidden[:, -1, 0])
+        draft = self.drafter.begin(params.draft, state.draft, forward.features, more, counts, following, base)
+        seen = state.output.seen
+        output = state.output._replace(seen=None if seen is None else seen.with_prompt(more, counts))
+        return DecodeState(state.target._replace(cache=cache), draft, output)
+
+    def rewind(self, state: DecodeState, lengths: Int[Array, " B"]) -> DecodeState:
+        """Back to the first ``lengths[b]`` tokens of each row's text, at most those that are there; `extend` must follow.
+
+        Of what a penalty has counted nothing is left: where the rule has penalties, that is the caller's to mend.
+        """
+        target = state.target._replace(cache=cut_caches(state.target.cache, lengths))
+        return DecodeState(target, self.drafter.rewind(state.draft, lengths), state.output)
+
     def _first_root(
         self, params: Params, forward: Forward, counts, rng, rule, seen
     ) -> tuple[Array, Int[Array, " B"], Float[Array, " B"] | None]:
@@ -242,12 +288,17 @@ class Engine:
         self, params, target: TargetState, draft, forward, tokens, counts, keys, rule, seen, limits
     ) -> DecodeState:
         """The state after the first ``counts`` of these tokens were fed to the base."""
-        batch, base = len(tokens), self.bind(params)
+        base = self.bind(params)
         draft = self.drafter.begin(params.draft, draft, forward.features, tokens, counts, target.root, base)
         most = self.max_new_tokens if limits is None else jnp.clip(limits, 0, self.max_new_tokens)
         limits = jnp.clip(self.model.config.max_positions - target.cache.lengths, 0, most)
+        return DecodeState(target, draft, self._output(keys, rule, seen, limits))
+
+    def _output(self, keys, rule, seen, limits: Int[Array, " B"]) -> OutputState:
+        """What has been emitted when nothing has."""
+        batch = len(limits)
         room = (batch, self.max_new_tokens + self.depth + 1)
-        output = OutputState(
+        return OutputState(
             tokens=jnp.zeros(room, jnp.int32),
             lengths=jnp.zeros(batch, jnp.int32),
             limits=limits,
@@ -259,7 +310,6 @@ class Engine:
             seen=seen,
             logprobs=jnp.zeros(room, jnp.float32) if self.logprobs else None,
         )
-        return DecodeState(target, draft, output)
 
     def cache_slots(self, prompt_width: int) -> int:
         """Slots for the longest text plus the nodes of one step, so that no slice update is ever clamped."""

@@ -26,7 +26,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BaseModel, BoundBase, Forward, init_base
-from hydrajax.models.cache import Ahead, Block, KVCache, append
+from hydrajax.models.cache import Ahead, Block, KVCache, append, cut_caches
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.models.ranking import log_probabilities
@@ -160,6 +160,10 @@ class DraftModel:
         cache = append(cache, first.block, state.waits.astype(jnp.int32), after=text.hidden[:, -1, 0])
         cache = append(cache, text.block, counts, after=text.hidden[:, -1, 0])
         return DraftState(cache, jnp.zeros_like(state.waiting), jnp.zeros_like(state.waits))
+
+    def rewind(self, state, lengths):
+        cut = lengths <= state.cache.lengths  # the token that waits is behind the cut, too
+        return cut_caches(state, lengths)._replace(waits=state.waits & ~cut)
 
     def propose(self, params, state, root, tree, base, draw=None):
         """Only nodes that have children are run, a level at a time; of a dynamic tree those that may have some."""

@@ -19,6 +19,7 @@ from hydrajax.drafters.costs import Cost
 from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.models.arrays import Array
 from hydrajax.models.base import BaseModel, BoundBase, abstract_base
+from hydrajax.models.cache import cut_caches
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.topology import Topology
 
@@ -125,6 +126,12 @@ class Drafter(Protocol):
         """Take in text that was not drafted: a prompt, or the next message of a conversation.
 
         Of the T tokens of row b the first ``counts[b]`` are text, with the base's ``features`` there.
+        """
+
+    def rewind(self, state: DraftState, lengths: Int[Array, " B"]) -> DraftState:
+        """Back to the first ``lengths[b]`` tokens of row b's text, to take in another text from there on (`begin`).
+
+        It need not be what it was there: what a token that is gone has left behind may make the next guesses worse.
         """
 
     def propose(
@@ -281,7 +288,8 @@ def longest_path(drafter: Drafter, tree: CandidateTree) -> int:
 class SeesAcceptedOnly:
     """For drafters that learn from a step what they would learn from the same tokens in a prompt.
 
-    They write one method, ``advance``, with the arguments of `Drafter.begin`.
+    They write one method, ``advance``, with the arguments of `Drafter.begin`; and ``rewind`` where they hold more of the
+    text than caches (`hydrajax.models.cache.KVCache`) and what belongs to its last token.
     """
 
     def begin(self, params, state, features, tokens, counts, next_root, base):
@@ -291,6 +299,9 @@ class SeesAcceptedOnly:
         return self.advance(
             params, state, outcome.along_path(), outcome.tokens, outcome.counts, outcome.next_root, base
         )
+
+    def rewind(self, state, lengths):
+        return cut_caches(state, lengths)  # whatever else there is belongs to the last token, and is replaced with it
 
     def begin_costs(self, batch, tokens, slots):
         return self.observe_costs(batch, tokens, slots)

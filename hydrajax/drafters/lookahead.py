@@ -143,6 +143,10 @@ class Lookahead(CostsNothing):
         ngrams, whole, tail = self._of_text(state.tail, tokens, counts)
         return state._replace(pool=remember(state.pool, ngrams, whole), tail=tail)
 
+    def rewind(self, state, lengths):
+        """The n-grams that were met are kept, those that would begin before the cut are not."""
+        return state._replace(tail=jnp.full_like(state.tail, NOTHING))
+
     def propose(self, params, state, root, tree, base, draw=None):
         tokens, parents = as_nodes(candidates(state.pool, root), tree)
         window = _with_root(state.window, root).reshape(len(root), -1)[:, 1:]

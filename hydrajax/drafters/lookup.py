@@ -74,6 +74,9 @@ class PromptLookup(SeesAcceptedOnly, CostsNothing):
     def advance(self, params, state, features, tokens, counts, next_root, base):
         return ngrams.append(state, tokens, counts, self.sizes)
 
+    def rewind(self, state, lengths):
+        return state._replace(lengths=jnp.minimum(state.lengths, lengths))
+
     def propose(self, params, state, root, tree, base, draw=None):
         # With one leaf below every node only the best match is ever asked.
         found = self.look_up(state, root, tree.depth, 1 if tree.max_rank <= 0 else self.matches)

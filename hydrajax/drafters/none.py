@@ -33,6 +33,9 @@ class NoDrafter(CostsNothing):
     def begin(self, params, state, features, tokens, counts, next_root, base):
         return ()
 
+    def rewind(self, state, lengths):
+        return ()
+
     def propose(self, params, state, root, tree, base, draw=None):
         return Proposal(root[:, None], tree.topology)
 

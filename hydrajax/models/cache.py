@@ -7,7 +7,7 @@ cache needs room for the longest text and one tree more: `dynamic_update_slice` 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +92,15 @@ def append(
     slots, treedef = jax.tree.flatten(cache.layers)
     written = backend.append_rows(slots, jax.tree.leaves(block), index, starts)
     return KVCache(jax.tree.unflatten(treedef, written), cache.lengths + counts)
+
+
+def cut_caches(state: Any, lengths: Int[Array, " B"]) -> Any:
+    """Any pytree, with every cache in it cut to the first ``lengths[b]`` tokens of row b, where it holds more."""
+    return jax.tree.map(
+        lambda part: part._replace(lengths=jnp.minimum(part.lengths, lengths)) if isinstance(part, KVCache) else part,
+        state,
+        is_leaf=lambda part: isinstance(part, KVCache),
+    )
 
 
 def write_tokens(rows: Num[Array, "B S"], tokens: Num[Array, "B T"], starts: Int[Array, " B"]) -> Num[Array, "B S"]:

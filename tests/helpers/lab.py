@@ -62,6 +62,9 @@ class Scripted(SeesAcceptedOnly, CostsNothing):
     def advance(self, params, state, features, tokens, counts, next_root, base):
         return state + counts  # tokens observed
 
+    def rewind(self, state, lengths):
+        return jnp.minimum(state, lengths)
+
     def ranks(self, params, features, batch, base, chunk_tokens, depth):
         raise NotImplementedError
 

@@ -1,0 +1,77 @@
+"""A prompt that is read in pieces, and text that begins like another one, against a prefill of the whole."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.decoding.penalties import Seen
+from hydrajax.decoding.prompts import right_padded
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.lookahead import Lookahead
+from hydrajax.drafters.lookup import PromptLookup
+from hydrajax.trees import presets
+
+WIDTH, NEW, SLOTS = 8, 10, 48
+DRAFTERS = [
+    "none",
+    "medusa",
+    "hydra++",
+    "amphista",
+    "eagle",
+    "eagle3",
+    "model",
+    "windowed model",
+    "lookup",
+    "lookahead",
+]
+TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9]]
+OTHER = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 11, 12, 0], [2, 7, 1, 16, 15, 14]]
+
+
+@pytest.mark.slow  # by default the server's tests do it with one of them
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_pieces_and_rewound_texts_go_on_as_whole_ones(lab, name):
+    made = {"lookup": PromptLookup(depth=4), "lookahead": Lookahead(4, 3, 4)}
+    drafter = made[name] if name in made else lab.drafters[name]
+    draft = {} if name in made else lab.draft(name, 0)
+    tree = presets.root() if name == "none" else presets.chain(2)
+    rule, params, key = Greedy(presence_penalty=0.5), Params(lab.base(0), draft), jax.random.key(0)
+    engine = make_decode_fn(lab.model, drafter, tree, rule, max_new_tokens=NEW).engine
+    prefill, step = lab.quick_jit(engine.prefill, static_argnames="slots"), lab.quick_jit(engine.decode_step)
+    feed, extend = lab.quick_jit(engine.feed), lab.quick_jit(engine.extend)
+
+    def finished(state):
+        while not state.output.done.all():
+            state = step(params, state)
+        return state
+
+    def whole(texts):
+        return finished(prefill(params, *right_padded(texts, 32), key, rule, slots=SLOTS)).output
+
+    def in_pieces(state, texts, at):
+        """Each row from its own place on, a piece at a time; rows whose text is over wait for the last piece."""
+        at, ends = np.array(at), np.array([len(text) - 2 for text in texts])
+        while (at < ends).any():
+            until = np.minimum(at + WIDTH, ends)
+            more, counts = right_padded([t[a:b] for t, a, b in zip(texts, at, until, strict=True)], WIDTH)
+            following = np.array([text[b] for text, b in zip(texts, until, strict=True)], np.int32)
+            state, at = feed(params, state, more, counts, following), until
+        last = right_padded([text[-2:] for text in texts], WIDTH)
+        return finished(extend(params, state, *last, key, rule))
+
+    state = in_pieces(engine.empty(2, SLOTS, rule), TEXTS, [0, 0])
+    expected = whole(TEXTS)
+    assert expected.lengths.tolist() == [NEW, NEW]
+    np.testing.assert_array_equal(state.output.tokens[:, :NEW], expected.tokens[:, :NEW])
+    if name not in ("lookup", "lookahead"):  # which guess by what they met, piece by piece
+        np.testing.assert_array_equal(state.output.accept_lengths, expected.accept_lengths)
+    common = np.array([10, 3], np.int32)
+    state = lab.quick_jit(engine.rewind)(state, common)
+    kept = right_padded([text[:n] for text, n in zip(OTHER, common, strict=True)], 16)
+    state = state._replace(output=state.output._replace(seen=Seen.of_prompt(*kept, lab.vocab)))
+    state = in_pieces(state, OTHER, common)
+    np.testing.assert_array_equal(state.output.tokens[:, :NEW], whole(OTHER).tokens[:, :NEW])
