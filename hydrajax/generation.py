@@ -111,7 +111,7 @@ class Stream:
         text, limit, shown = request.growing_text(), request.max_new_tokens, 0
         keys = request.keys(1, number)
         for now, seconds in _decode(request, request.rules, [ids], [limit], 1, keys, [text], None):
-            self.result = _result(request, ids, limit, now, 0, text, seconds)
+            self.result = row_result(request.loaded, ids, limit, now, 0, text, seconds, request.seed)
             if piece := text.text[shown:]:
                 shown = len(text.text)
                 yield piece
@@ -130,9 +130,7 @@ class Request(NamedTuple):
     logprobs: bool
 
     def growing_text(self) -> GrowingText:
-        tokenizer = self.loaded.tokenizer
-        decode = (lambda ids: " ".join(map(str, ids))) if tokenizer is None else partial(decode_text, tokenizer)
-        return GrowingText(decode, self.stop)
+        return growing_text(self.loaded, self.stop)
 
     def bursts(self) -> Bursts:
         return self.loaded.bursts(self.tree, self.rules[0], self.max_new_tokens, self.logprobs)
@@ -140,6 +138,13 @@ class Request(NamedTuple):
     def keys(self, count: int, first: int) -> jax.Array:
         """For so many prompts, of which the first has this number."""
         return row_keys(jax.random.key(self.seed or 0), count, first)
+
+
+def growing_text(loaded: Bundle, stop: Sequence[str]) -> GrowingText:
+    """A row's text, of which nothing is there yet. Without a tokenizer it is the ids."""
+    tokenizer = loaded.tokenizer
+    decode = (lambda ids: " ".join(map(str, ids))) if tokenizer is None else partial(decode_text, tokenizer)
+    return GrowingText(decode, stop)
 
 
 def seed_for(rule: AcceptanceRule, seed: int | None) -> int | None:
@@ -192,8 +197,8 @@ def _generate(
         *_, (now, seconds) = _decode(request, rules, batch, some, batch_size, keys, texts, n_steps)
         for row, (ids, limit, text) in enumerate(zip(batch, some, texts, strict=True)):
             drawn = own is not None and request.seed is not None
-            its = request._replace(seed=int(own[start + row])) if drawn else request
-            yield _result(its, ids, limit, now, row, text, seconds)
+            seed = int(own[start + row]) if drawn else request.seed
+            yield row_result(request.loaded, ids, limit, now, row, text, seconds, seed)
 
 
 @jax.jit
@@ -235,10 +240,17 @@ def _decode(
         yield now, seconds
 
 
-def _result(
-    request: Request, ids: np.ndarray, limit: int, now: Snapshot, row: int, text: GrowingText, seconds: float
+def row_result(
+    loaded: Bundle,
+    ids: np.ndarray,
+    limit: int,
+    now: Snapshot,
+    row: int,
+    text: GrowingText,
+    seconds: float,
+    seed: int | None,
 ) -> Generation:
-    """A row of a snapshot. What was emitted after a stop string is not counted."""
+    """A row of a snapshot, as if it had ended there. What was emitted after a stop string is not counted."""
     output_ids = now.tokens[row, : text.used].tolist()
     step_lengths, left = [], text.used
     for accepted in (now.accept_lengths[row, : now.steps[row]] + 1).tolist():
@@ -248,19 +260,19 @@ def _result(
     reason = "context"
     if text.stopped:
         reason = "stop"
-    elif output_ids and output_ids[-1] in request.loaded.eos_ids:
+    elif output_ids and output_ids[-1] in loaded.eos_ids:
         reason = "eos"
     elif len(output_ids) >= limit:
         reason = "length"
     return Generation(
         prompt_ids=ids.tolist(),
         output_ids=output_ids,
-        text=None if request.loaded.tokenizer is None else text.text,
+        text=None if loaded.tokenizer is None else text.text,
         steps=len(step_lengths),
         step_lengths=step_lengths,
         new_tokens=len(output_ids),
         wall_time=seconds,
         finish_reason=reason,
-        seed=request.seed,
+        seed=seed,
         logprobs=None if now.logprobs is None else now.logprobs[row, : text.used].tolist(),
     )

@@ -43,6 +43,7 @@ ORDER = (
     "generation",
     "chat",
     "api",
+    "serve",
     "questions",
     "distill",
     "report",

@@ -228,7 +228,7 @@ class Engine:
         return self._ready(params, target, state.draft, forward, more, counts, keys, rule, seen, limits)
 
     def empty(self, batch: int, slots: int, rule: AcceptanceRule) -> DecodeState:
-        """Rows without any text, to begin a prompt with that comes in pieces: `feed` all but the last, `extend` by that.
+        """Rows without any text, to begin a prompt that comes in pieces: `feed` all but the last, `extend` by that.
 
         Their rows are done: a step changes nothing in them. slots: of the cache; they hold at least `nodes_fed` more
         than the longest text, and never less than a piece that is written into them, padding included.
@@ -266,7 +266,7 @@ class Engine:
         return DecodeState(state.target._replace(cache=cache), draft, output)
 
     def rewind(self, state: DecodeState, lengths: Int[Array, " B"]) -> DecodeState:
-        """Back to the first ``lengths[b]`` tokens of each row's text, at most those that are there; `extend` must follow.
+        """Back to the first ``lengths[b]`` tokens of each row's text, at most all of it; `extend` must follow.
 
         Of what a penalty has counted nothing is left: where the rule has penalties, that is the caller's to mend.
         """

@@ -288,8 +288,8 @@ def longest_path(drafter: Drafter, tree: CandidateTree) -> int:
 class SeesAcceptedOnly:
     """For drafters that learn from a step what they would learn from the same tokens in a prompt.
 
-    They write one method, ``advance``, with the arguments of `Drafter.begin`; and ``rewind`` where they hold more of the
-    text than caches (`hydrajax.models.cache.KVCache`) and what belongs to its last token.
+    They write one method, ``advance``, with the arguments of `Drafter.begin`; and ``rewind`` where they hold more of
+    the text than caches (`hydrajax.models.cache.KVCache`) and what belongs to its last token.
     """
 
     def begin(self, params, state, features, tokens, counts, next_root, base):

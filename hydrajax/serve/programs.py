@@ -1,0 +1,160 @@
+"""The compiled programs that a batcher runs, and the few shapes that they come in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from hydrajax.bundle import Bundle
+from hydrajax.decoding.decode import make_engine
+from hydrajax.decoding.either import GreedyOrExact
+from hydrajax.decoding.loop import Bursts
+from hydrajax.decoding.prompts import bucket, right_padded
+from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.state import DecodeState
+from hydrajax.drafters.drafter import nodes_fed
+from hydrajax.errors import HydrajaxError
+from hydrajax.serve.rows import Shapes, put_row
+from hydrajax.trees.dynamic import CandidateTree
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a batcher may use.
+
+    rows: most requests that run at once. chunk: tokens of a prompt that are read between two steps. places: of the
+    smallest cache; larger ones have twice as many, and again. penalties: whether requests may have some.
+    """
+
+    rows: int = 8
+    chunk: int = 256
+    places: int = 256
+    penalties: bool = False
+
+
+class Programs:
+    """Of one model; each is compiled when it is first used.
+
+    tree_for: the tree for so many rows. Raises `HydrajaxError` for a tree that the drafter cannot fill, and for sizes
+    that make no sense.
+    """
+
+    def __init__(self, loaded: Bundle, sizes: Sizes, tree_for: Callable[[int], CandidateTree] | None = None):
+        for name in ("rows", "chunk", "places"):
+            if getattr(sizes, name) < 1:
+                raise HydrajaxError(f"{name}: must be at least 1, found {getattr(sizes, name)}")
+        self.loaded, self.sizes = loaded, sizes
+        config = loaded.model.config
+        self.context = config.max_positions
+        self.chunk = bucket(min(sizes.chunk, self.context), self.context)
+        rule = GreedyOrExact.in_full(config.vocab_size, penalties=sizes.penalties)
+        settings = {"max_new_tokens": self.context, "eos_ids": loaded.eos_ids, "logprobs": True}
+        self.batches = _doubled(1, sizes.rows)
+        trees = {batch: (tree_for or loaded.default_tree)(batch) for batch in self.batches}
+        bursts = {
+            tree: Bursts(make_engine(loaded.model, loaded.drafter, tree, rule, **settings))
+            for tree in dict.fromkeys(trees.values())
+        }
+        self.bursts = {batch: bursts[tree] for batch, tree in trees.items()}
+        # Prompts are read into states that have room for the paths of every tree.
+        self._reads = max(bursts.values(), key=lambda some: some.engine.tree.depth)
+        engine = self._reads.engine
+        self.shapes = Shapes(engine, rule)
+        self.longest_path = engine.tree.depth + 1
+        self.spare = max(nodes_fed(loaded.drafter, tree) for tree in bursts)
+        most = self.context + max(self.spare, self.chunk)
+        self.places = _doubled(min(sizes.places, most), most)
+        self._empty = jax.jit(lambda slots: engine.empty(1, slots, rule), static_argnums=0)
+        self._feed = jax.jit(engine.feed, donate_argnums=1)
+        self._rewind = jax.jit(engine.rewind, donate_argnums=0)
+
+    def batch_for(self, rows: int) -> int:
+        """The smallest batch that holds so many rows."""
+        return next(batch for batch in self.batches if batch >= rows)
+
+    def places_for(self, tokens: int) -> int:
+        """The smallest cache for texts of so many tokens, those fed in a step included."""
+        return next(places for places in self.places if places >= tokens)
+
+    def nbytes(self, rows: int, tokens: int) -> int:
+        """What a batch of so many rows takes while its longest text has so many tokens."""
+        return self.shapes.nbytes(self.batch_for(rows), self.places_for(tokens + self.spare))
+
+    def nbytes_to_read(self, length: int) -> int:
+        """At most what a prompt of so many tokens takes while it is read."""
+        return self.shapes.nbytes(1, self.places_for(length + max(self.spare, self.chunk)))
+
+    # --- reading a prompt -------------------------------------------------------------------------------------
+
+    def places_to_read(self, start: int, length: int) -> int:
+        """The cache in which a prompt is read from token ``start`` on: its last piece is padded."""
+        last = (length - start - 1) % self.chunk + 1
+        return self.places_for(max(length + self.spare, length - last + bucket(last, self.chunk)))
+
+    def empty_row(self, places: int) -> DecodeState:
+        return self._empty(places)
+
+    def rewound(self, state: DecodeState, length: int) -> DecodeState:
+        """``state`` is donated."""
+        return self._rewind(state, np.array([length], np.int32))
+
+    def feed(self, state: DecodeState, ids: np.ndarray, following: int) -> DecodeState:
+        """A whole piece of a prompt that goes on with the token ``following``; ``state`` is donated."""
+        more, counts = right_padded([ids], self.chunk)
+        return self._feed(self.loaded.params, state, more, counts, np.array([following], np.int32))
+
+    def end(self, state: DecodeState, ids: np.ndarray, key, rule: GreedyOrExact, limit: int) -> DecodeState:
+        """The last piece, after which the row can join others; ``state`` is donated."""
+        more, counts = right_padded([ids], bucket(len(ids), self.chunk))
+        limits = np.array([limit], np.int32)
+        return self._reads.extend(self.loaded.params, state, more, counts, key, per_row([rule], 1), limits)
+
+    @staticmethod
+    @functools.cache
+    def _key_program():
+        return jax.jit(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number)[None])
+
+    def key(self, seed: int, number: int):
+        """Of prompt ``number`` of those with this seed, ``[1]``: the key that it has in `hydrajax.generate`."""
+        return self._key_program()(np.uint32(seed), np.int32(number))
+
+    # --- ahead of time ----------------------------------------------------------------------------------------
+
+    def warm(self, on_status: Callable[[str], None] = lambda text: None) -> None:
+        """Compile everything, by running it on nothing."""
+        rule = GreedyOrExact.in_full(self.loaded.model.config.vocab_size, penalties=self.sizes.penalties)
+        widths = _doubled(bucket(1, self.chunk), self.chunk)
+        piece = np.zeros(self.chunk, np.int32)
+        total = len(self.places) * (len(widths) + len(self.batches) + 1)
+        done = 0
+
+        def say():
+            nonlocal done
+            on_status(f"compiling {done} of {total}")
+            done += 1
+
+        for places in self.places:
+            row = self.rewound(self.empty_row(places), 0)
+            if places >= 2 * self.chunk:
+                say()
+                row = self.rewound(self.feed(row, piece, 0), 0)
+            for width in widths:
+                if width <= places:
+                    say()
+                    row = self.rewound(self.end(row, piece[:width], self.key(0, 0), rule, 1), 0)
+            for batch in self.batches:
+                say()
+                state = put_row(self.shapes.moved(row, [0] * batch, places), np.int32(0), row)
+                self.bursts[batch].advance(self.loaded.params, state, np.ones(batch, bool), 1)
+
+
+def _doubled(first: int, last: int) -> tuple[int, ...]:
+    """The first number, twice it, and so on, and the last."""
+    found = [first]
+    while found[-1] < last:
+        found.append(min(2 * found[-1], last))
+    return tuple(found)

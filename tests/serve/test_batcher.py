@@ -1,0 +1,239 @@
+"""The batcher against `generate`: the same tokens, whatever runs beside a request and however its prompt is read."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.loop import Bursts
+from hydrajax.errors import HydrajaxError
+from hydrajax.generation import generate
+from hydrajax.serve.batcher import Batcher
+from hydrajax.serve.programs import Programs, Sizes
+from hydrajax.serve.requests import Closed, Refused
+from hydrajax.trees import presets
+
+TREE = presets.cartesian([3, 2])
+SECONDS = 300  # that a busy machine may take
+
+
+@pytest.fixture(scope="module")
+def small(served):
+    """Two rows, caches of one size: five programs."""
+    return Programs(served, Sizes(rows=2, chunk=16, places=128), lambda rows: TREE)
+
+
+@pytest.fixture
+def start():
+    """Batchers that are closed at the end."""
+    made = []
+
+    def started(programs, **settings) -> Batcher:
+        made.append(Batcher(programs, **settings).start())
+        return made[-1]
+
+    yield started
+    for batcher in made:
+        batcher.close()
+
+
+def prompts_and_limits(count: int, seed: int) -> tuple[list[np.ndarray], list[int]]:
+    """Of any length; a third of them begin like another one."""
+    random = np.random.default_rng(seed)
+    prompts = [random.integers(0, 16, random.integers(1, 80), dtype=np.int32) for _ in range(count)]
+    for at in range(2, count, 3):
+        shared = prompts[at - 2][: random.integers(1, len(prompts[at - 2]) + 1)]
+        prompts[at] = np.concatenate([shared, prompts[at][:12]])
+    return prompts, random.integers(1, 60, count).tolist()
+
+
+def expected(served, prompts, limits, rules, seeds):
+    """What `generate` says, greedy and sampled prompts each in one batch of their own."""
+    found = [None] * len(prompts)
+    for kind in (Greedy, ExactSampling):
+        some = [at for at, rule in enumerate(rules) if type(rule) is kind]
+        of = [[values[at] for at in some] for values in (prompts, limits, rules, seeds)]
+        settings = {"rule": of[2], "max_new_tokens": of[1], "seed": of[3], "batch_size": len(some), "logprobs": True}
+        for at, result in zip(some, generate(served, of[0], tree=TREE, **settings), strict=True):
+            found[at] = result
+    return found
+
+
+def request(batcher, prompt, limit=20, rule=None, seed=None):
+    numbers = {"temperature": rule.temperature, "top_p": rule.top_p} if isinstance(rule, ExactSampling) else {}
+    return batcher.request(np.asarray(prompt, np.int32), max_new_tokens=limit, seed=seed, **numbers)
+
+
+def check_random_arrivals(served, batcher, count: int, pause: float) -> None:
+    random = np.random.default_rng(7)
+    prompts, limits = prompts_and_limits(count, 3)
+    rules = [Greedy() if at % 2 else ExactSampling(1.2, top_p=0.9) for at in range(count)]
+    seeds = random.integers(0, 1000, count).tolist()
+    tickets = []
+    for prompt, limit, rule, seed in zip(prompts, limits, rules, seeds, strict=True):
+        tickets += batcher.submit([request(batcher, prompt, limit, rule, seed)])
+        time.sleep(random.exponential(pause))
+    for ticket, wanted in zip(tickets, expected(served, prompts, limits, rules, seeds), strict=True):
+        result = ticket.wait(SECONDS)
+        assert (result.output_ids, result.finish_reason) == (wanted.output_ids, wanted.finish_reason)
+        assert sum(result.step_lengths) == result.new_tokens
+        np.testing.assert_allclose(result.logprobs, wanted.logprobs, atol=1e-4)
+    assert {ticket.result.finish_reason for ticket in tickets} >= {"length", "eos"}
+    stats = batcher.stats()
+    assert (stats.ended, stats.running, stats.waiting) == (count, 0, 0)
+    assert 0 < stats.cached < stats.prompt_tokens
+    assert stats.tokens == sum(ticket.result.new_tokens for ticket in tickets) > stats.steps
+
+
+def test_under_random_arrivals_every_request_gets_what_it_gets_alone(served, small, start):
+    check_random_arrivals(served, start(small), 16, 0.01)
+
+
+@pytest.mark.slow
+def test_so_it_is_with_several_shapes_and_a_tree_for_each_batch(served, start):
+    trees = {1: TREE, 2: TREE, 4: presets.chain(2), 5: presets.chain(1)}
+    programs = Programs(served, Sizes(rows=5, chunk=32, places=32), trees.get)
+    assert (programs.batches, len(programs.places)) == ((1, 2, 4, 5), 3)
+    check_random_arrivals(served, start(programs), 60, 0.03)
+
+
+@pytest.mark.slow
+def test_penalties_count_each_rows_own_text(served, start):
+    batcher = start(Programs(served, Sizes(rows=3, chunk=16, places=128, penalties=True), lambda rows: TREE))
+    prompts, limits = prompts_and_limits(9, 5)
+    numbers = {"repetition_penalty": 1.3, "presence_penalty": 0.4}
+    tickets = batcher.submit(
+        [batcher.request(p, max_new_tokens=n, **numbers) for p, n in zip(prompts, limits, strict=True)]
+    )
+    for ticket, wanted in zip(
+        tickets,
+        generate(served, prompts, tree=TREE, rule=Greedy(**numbers), max_new_tokens=limits, batch_size=9),
+        strict=True,
+    ):
+        assert ticket.wait(SECONDS).output_ids == wanted.output_ids
+    assert batcher.stats().cached > 0
+
+
+def test_a_long_prompt_delays_the_others_by_one_piece(small, start, monkeypatch):
+    """Once a row runs there is a step between any two pieces."""
+    log, feed, advance = [], small.feed, Bursts.advance
+    monkeypatch.setattr(small, "feed", lambda *args: (log.append("piece"), feed(*args))[1])
+    monkeypatch.setattr(Bursts, "advance", lambda *args: (log.append("steps"), advance(*args))[1])
+    batcher = start(small, keep=False)
+    first, *_ = batcher.submit([request(batcher, [1, 2, 3], 90), request(batcher, np.arange(90) % 13, 4)])
+    first.wait(SECONDS)
+    pieces = [at for at, what in enumerate(log) if what == "piece"]
+    assert len(pieces) == 5  # and the last, which is another program
+    assert all("steps" in log[a:b] for a, b in itertools.pairwise(pieces))
+
+
+def test_a_cancelled_row_is_free_and_the_others_go_on(small, start):
+    batcher = start(small, queue=1)
+    long = [request(batcher, [at], 90) for at in range(2)]
+    seen = []
+    tickets = batcher.submit(long, lambda: seen.append(time.perf_counter()))
+    (waits,) = batcher.submit([request(batcher, [5, 6], 3)])
+    while tickets[0].result is None:
+        time.sleep(0.001)
+    batcher.cancel(tickets[0])
+    assert waits.wait(SECONDS).new_tokens == 3
+    assert tickets[0].wait(SECONDS).finish_reason is None
+    assert tickets[1].wait(SECONDS).finish_reason in ("length", "eos")
+    assert batcher.stats().cancelled == 1
+    assert len(seen) > 2
+
+
+def test_what_comes_again_is_read_once(small, start):
+    batcher = start(small, cache_memory=20 * small.nbytes(1, 90))
+    system = np.arange(40, dtype=np.int32) % 16
+    for ids, cached in (
+        ([*system, 3, 4], 0),
+        ([*system, 9, 9, 9], 40),
+        ([*system, 3, 4], 41),  # all but the last token, which is read for what follows it
+        ([*system[:10], 1], 0),  # too short to be worth it
+    ):
+        (ticket,) = batcher.submit([request(batcher, ids, 5)])
+        ticket.wait(SECONDS)
+        assert ticket.cached == cached
+    (turn,) = batcher.submit([request(batcher, [*ids, *ticket.result.output_ids, 2, 3], 5)])  # a conversation goes on
+    turn.wait(SECONDS)
+    assert turn.cached == len(ids) + ticket.result.new_tokens
+    batcher.close(SECONDS)
+    assert batcher.stats().kept_texts == 3
+
+
+def test_memory_bounds_what_runs_and_what_is_kept(served, small, start):
+    """Room for one row and a prompt beside it: the second row waits although there is a place for it."""
+    memory = small.nbytes(1, 90) + small.nbytes_to_read(90)
+    assert memory < small.nbytes(2, 90) + small.nbytes_to_read(1)
+    batcher, most = start(small, cache_memory=memory), 0
+    tickets = batcher.submit([request(batcher, [*range(at, at + 10)] * 2, 30) for at in range(4)])
+    while not all(ticket.done for ticket in tickets):
+        stats = batcher.stats()
+        most = max(most, stats.running)
+        assert stats.nbytes + stats.kept_nbytes <= memory
+        time.sleep(0.001)
+    assert most == 1
+    assert {ticket.result.finish_reason for ticket in tickets} <= {"length", "eos"}
+    with pytest.raises(HydrajaxError, match=r"cache_memory: must be at least \d+ bytes, for one row, found 9"):
+        Batcher(small, cache_memory=9)
+
+
+def test_beyond_the_queue_requests_are_refused_all_or_none(small, start):
+    batcher = start(small, queue=1)
+    with pytest.raises(Refused, match="the queue of 1 requests is full"):
+        batcher.submit([request(batcher, [1], 90)] * 4)  # two rows, and one that waits
+    assert batcher.stats().requests == 0
+    tickets = batcher.submit([request(batcher, [1], 90)] * 3)
+    with pytest.raises(Refused):
+        batcher.submit([request(batcher, [1])])
+    assert batcher.stats().refused == 5
+    batcher.close(grace=SECONDS)
+    assert all(ticket.result.finish_reason for ticket in tickets)
+    with pytest.raises(Closed, match="shutting down"):
+        batcher.submit([request(batcher, [1])])
+
+
+def test_closing_without_grace_hands_back_what_is_there(small, start):
+    batcher = start(small)
+    running, *_ = tickets = batcher.submit([request(batcher, [1], 90)] * 5)
+    while running.result is None:
+        time.sleep(0.001)
+    batcher.close()
+    assert all(ticket.done for ticket in tickets)
+    assert running.wait(0).new_tokens >= 1
+    assert tickets[-1].wait(0) is None
+
+
+def test_a_failure_reaches_all_who_wait(small, start, monkeypatch, capfd):
+    batcher = start(small)
+    monkeypatch.setattr(small, "end", lambda *args: 1 / 0)
+    tickets = batcher.submit([request(batcher, [1])] * 2)
+    for ticket in tickets:
+        with pytest.raises(Closed, match="the server has failed: division by zero"):
+            ticket.wait(SECONDS)
+    assert "ZeroDivisionError" in capfd.readouterr().err
+    assert batcher.stats().failed
+    with pytest.raises(Closed, match="failed"):
+        batcher.submit([request(batcher, [1])])
+
+
+def test_bad_requests_are_refused(served, small, start):
+    batcher = start(small)
+    for match, ids, settings in (
+        ("max_new_tokens: must be at least 1, found 0", [1], {"max_new_tokens": 0}),
+        ("prompt: has 96 tokens, which leaves no room in the model's context of 96", [1] * 96, {}),
+        ("temperature: must be positive, found -1", [1], {"temperature": -1}),
+        ("top_p: must be above 0", [1], {"top_p": 0.0}),
+        ("presence_penalty: penalties are not counted here", [1], {"presence_penalty": 1.0}),
+        ("stop: the base has no tokenizer", [1], {"stop": ["a"]}),
+        ("stop: found an empty string", [1], {"stop": [""]}),
+    ):
+        with pytest.raises(HydrajaxError, match=match):
+            batcher.request(ids, **settings)
+    with pytest.raises(HydrajaxError, match="rows: must be at least 1, found 0"):
+        Programs(served, Sizes(rows=0))
