@@ -7,6 +7,7 @@ PACKAGES = {
     "matplotlib": ("pictures need", "'hydrajax[plots]'"),
     "torch": (".pt and .bin files need", "'hydrajax[torch]'"),
     "rouge-score": ("ROUGE needs", "'hydrajax[score]'"),
+    "starlette": ("serving needs", "'hydrajax[serve]'"),
     "datasets": ("data sets by name need", "datasets"),
 }
 

@@ -21,7 +21,7 @@ from hydrajax.errors import HydrajaxError
 
 EPILOG = 'Tab completion in this shell: eval "$(register-python-argcomplete hydrajax)"'
 COMMANDS = (
-    "demo", "generate", "chat", "train", "distill", "tree",
+    "demo", "generate", "chat", "serve", "train", "distill", "tree",
     "bench", "evaluate", "certify", "convert", "roofline", "report",
 )  # fmt: skip
 

@@ -265,6 +265,7 @@ class Batcher:
                     gone.append(row.ticket)
                     self._rows[at] = None
             self._counts["cancelled"] += len(gone)
+        self._drop_if_empty()
         for ticket in gone:
             ticket.end()
 
@@ -391,9 +392,6 @@ class Batcher:
     def _advance(self) -> None:
         """Some steps of all rows, and what they have emitted to those who wait for it."""
         if not any(self._rows):
-            if self._state is not None:
-                self._state = None
-                self._set_rows([], 0)
             return
         with self._changed:
             prompts_wait = self._reading is not None or self._fits()
@@ -408,6 +406,13 @@ class Batcher:
         for at, row in enumerate(self._rows):
             if row is not None:
                 self._deliver(at, row, now)
+        self._drop_if_empty()
+
+    def _drop_if_empty(self) -> None:
+        """A batch without rows takes no memory."""
+        if self._state is not None and not any(self._rows):
+            self._state = None
+            self._set_rows([], 0)
 
     def _deliver(self, at: int, row: _Running, now) -> None:
         request, ticket = row.ticket.request, row.ticket

@@ -13,7 +13,7 @@ from hydrajax.bundle import Bundle
 from hydrajax.decoding.decode import make_engine
 from hydrajax.decoding.either import GreedyOrExact
 from hydrajax.decoding.loop import Bursts
-from hydrajax.decoding.prompts import bucket, right_padded
+from hydrajax.decoding.prompts import SMALLEST_BUCKET, bucket, right_padded
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import DecodeState
 from hydrajax.drafters.drafter import nodes_fed
@@ -53,7 +53,8 @@ class Programs:
         self.chunk = bucket(min(sizes.chunk, self.context), self.context)
         rule = GreedyOrExact.in_full(config.vocab_size, penalties=sizes.penalties)
         settings = {"max_new_tokens": self.context, "eos_ids": loaded.eos_ids, "logprobs": True}
-        self.batches = _doubled(1, sizes.rows)
+        self.batches = _growing(1, sizes.rows, 2)
+        self.widths = _growing(min(SMALLEST_BUCKET, self.chunk), self.chunk, 4)  # of a prompt's last piece
         trees = {batch: (tree_for or loaded.default_tree)(batch) for batch in self.batches}
         bursts = {
             tree: Bursts(make_engine(loaded.model, loaded.drafter, tree, rule, **settings))
@@ -67,7 +68,7 @@ class Programs:
         self.longest_path = engine.tree.depth + 1
         self.spare = max(nodes_fed(loaded.drafter, tree) for tree in bursts)
         most = self.context + max(self.spare, self.chunk)
-        self.places = _doubled(min(sizes.places, most), most)
+        self.places = _growing(min(sizes.places, most), most, 2)
         self._empty = jax.jit(lambda slots: engine.empty(1, slots, rule), static_argnums=0)
         self._feed = jax.jit(engine.feed, donate_argnums=1)
         self._rewind = jax.jit(engine.rewind, donate_argnums=0)
@@ -93,7 +94,10 @@ class Programs:
     def places_to_read(self, start: int, length: int) -> int:
         """The cache in which a prompt is read from token ``start`` on: its last piece is padded."""
         last = (length - start - 1) % self.chunk + 1
-        return self.places_for(max(length + self.spare, length - last + bucket(last, self.chunk)))
+        return self.places_for(max(length + self.spare, length - last + self._width_for(last)))
+
+    def _width_for(self, tokens: int) -> int:
+        return next(width for width in self.widths if width >= tokens)
 
     def empty_row(self, places: int) -> DecodeState:
         return self._empty(places)
@@ -109,7 +113,7 @@ class Programs:
 
     def end(self, state: DecodeState, ids: np.ndarray, key, rule: GreedyOrExact, limit: int) -> DecodeState:
         """The last piece, after which the row can join others; ``state`` is donated."""
-        more, counts = right_padded([ids], bucket(len(ids), self.chunk))
+        more, counts = right_padded([ids], self._width_for(len(ids)))
         limits = np.array([limit], np.int32)
         return self._reads.extend(self.loaded.params, state, more, counts, key, per_row([rule], 1), limits)
 
@@ -127,9 +131,8 @@ class Programs:
     def warm(self, on_status: Callable[[str], None] = lambda text: None) -> None:
         """Compile everything, by running it on nothing."""
         rule = GreedyOrExact.in_full(self.loaded.model.config.vocab_size, penalties=self.sizes.penalties)
-        widths = _doubled(bucket(1, self.chunk), self.chunk)
         piece = np.zeros(self.chunk, np.int32)
-        total = len(self.places) * (len(widths) + len(self.batches) + 1)
+        total = len(self.places) * (len(self.widths) + len(self.batches) + 1)
         done = 0
 
         def say():
@@ -139,10 +142,10 @@ class Programs:
 
         for places in self.places:
             row = self.rewound(self.empty_row(places), 0)
-            if places >= 2 * self.chunk:
+            if places > self.chunk:
                 say()
                 row = self.rewound(self.feed(row, piece, 0), 0)
-            for width in widths:
+            for width in self.widths:
                 if width <= places:
                     say()
                     row = self.rewound(self.end(row, piece[:width], self.key(0, 0), rule, 1), 0)
@@ -152,9 +155,10 @@ class Programs:
                 self.bursts[batch].advance(self.loaded.params, state, np.ones(batch, bool), 1)
 
 
-def _doubled(first: int, last: int) -> tuple[int, ...]:
-    """The first number, twice it, and so on, and the last."""
+def _growing(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """The first number, so many times it, and so on, and the last; but none that would nearly be the last."""
     found = [first]
     while found[-1] < last:
-        found.append(min(2 * found[-1], last))
+        following = factor * found[-1]
+        found.append(following if 1.5 * following <= last else last)
     return tuple(found)

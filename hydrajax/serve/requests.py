@@ -45,7 +45,7 @@ class Ticket:
     result: the answer up to now, None before its first token; its ``finish_reason`` is None until it has ended, and
         remains so where it was broken off. cached: how many of the prompt's tokens were kept from before. error: why
         there is no answer. arrived, began, first, ended: when (`time.perf_counter`) it was submitted, its prompt was
-        begun, its first token was there and it was over; None for not yet.
+        begun, its first tokens were there, ``first_tokens`` of them, and it was over; None for not yet.
     on_change: called, on the batcher's thread, whenever there is more of the answer and when it has ended.
     """
 
@@ -57,6 +57,7 @@ class Ticket:
         self.arrived = time.perf_counter()
         self.began: float | None = None
         self.first: float | None = None
+        self.first_tokens = 0
         self.ended: float | None = None
         self.cancelled = False
         self._on_change = on_change or (lambda: None)
@@ -86,7 +87,7 @@ class Ticket:
     def grow(self, result: Generation) -> None:
         """There is more of the answer."""
         if self.first is None:
-            self.first = time.perf_counter()
+            self.first, self.first_tokens = time.perf_counter(), result.new_tokens
         self.result = result
         self._on_change()
 

@@ -1,0 +1,95 @@
+"""``hydrajax serve``: OpenAI's interface over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from rich.console import Console
+
+from hydrajax.cli import options
+from hydrajax.errors import HydrajaxError
+from hydrajax.extras import needs
+
+HELP = "answer requests over HTTP, many at a time, in the words of OpenAI's interface"
+KEY = "HYDRAJAX_API_KEY"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model_arguments(parser)
+    parser.add_argument("--template", metavar="NAME", default="auto", help="chat template, as of chat (default auto)")
+    web = parser.add_argument_group("interface")
+    web.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    web.add_argument("--port", type=int, default=8000, help="0 takes a free one (default %(default)s)")
+    web.add_argument("--api-key", metavar="KEY", help=f"ask for this key below /v1 (default: that in {KEY}, or none)")
+    web.add_argument("--name", default="hydrajax", help="of the model (default %(default)s)")
+    web.add_argument("--timeout", metavar="S", type=options.positive, default=600, help="seconds an answer may take")
+    web.add_argument("--grace", metavar="S", type=int, default=30, help="seconds to finish what runs at the end")
+    web.add_argument("--max-body", metavar="BYTES", type=options.positive, default=4 << 20, help="default %(default)s")
+    web.add_argument("--quiet", action="store_true", help="log warnings only")
+    texts = parser.add_argument_group("requests that do not say")
+    texts.add_argument("--max-new-tokens", metavar="N", type=options.positive, default=256, help="default %(default)s")
+    texts.add_argument("--temperature", metavar="T", type=float, default=0.0, help="default %(default)s, greedy")
+    batch = parser.add_argument_group("batch")
+    batch.add_argument("--slots", metavar="B", type=options.positive, default=8, help="rows that run at once (8)")
+    batch.add_argument("--queue", metavar="N", type=int, default=64, help="requests that may wait (%(default)s)")
+    batch.add_argument(
+        "--chunk", metavar="N", type=options.positive, default=256, help="tokens of a prompt read between steps (256)"
+    )
+    batch.add_argument("--max-prompt", metavar="N", type=options.positive, help="tokens (default: the context)")
+    batch.add_argument(
+        "--cache-memory",
+        metavar="MB",
+        type=options.positive,
+        help="megabytes for caches (default: all rows with full context, and as much for kept prompts)",
+    )
+    batch.add_argument("--no-prefix-reuse", action="store_true", help="keep no prompts for those that begin alike")
+    batch.add_argument("--penalties", action="store_true", help="take presence, frequency and repetition penalties")
+    batch.add_argument("--no-warm-up", action="store_true", help="compile at the first use, not at the start")
+
+
+def run(args: argparse.Namespace) -> None:
+    try:
+        from hydrajax.serve.app import Interface, Settings
+        from hydrajax.serve.server import LOOPBACK, listening, server
+    except ImportError as error:
+        if not error.name or error.name.startswith("hydrajax"):
+            raise
+        raise HydrajaxError(needs("starlette")) from None
+    from hydrajax.serve.batcher import Batcher
+    from hydrajax.serve.programs import Programs, Sizes
+    from hydrajax.serve.prompts import Encoder
+
+    if args.grace < 0:
+        raise HydrajaxError(f"grace: must be at least 0, found {args.grace}")
+    tree = options.tree_from(args)
+    listener = listening(args.host, args.port)  # refused before a model is loaded
+    loaded = options.load_from(args)
+    sizes = Sizes(rows=args.slots, chunk=args.chunk, penalties=args.penalties)
+    programs = Programs(loaded, sizes, None if tree is None else lambda rows: tree)
+    memory = None if args.cache_memory is None else args.cache_memory * 1_000_000
+    batcher = Batcher(programs, queue=args.queue, cache_memory=memory, keep=not args.no_prefix_reuse)
+    encoder = Encoder(loaded, args.template, args.max_prompt)
+    settings = Settings(
+        model=args.name,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        api_key=args.api_key or os.environ.get(KEY) or None,
+        max_body=args.max_body,
+        timeout=args.timeout,
+        hosts=LOOPBACK if args.host in LOOPBACK else None,
+    )
+    batcher.request([0], temperature=args.temperature)  # refuses one that is out of range
+    if not args.no_warm_up:
+        with Console(stderr=True).status("compiling") as line:
+            programs.warm(line.update)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"{loaded!r}\nserving on http://{shown}:{port}/v1, {batcher.memory / 1e6:.0f} MB for caches", file=sys.stderr)
+    sys.stderr.flush()
+    app = Interface(batcher.start(), encoder, settings).app()
+    try:
+        server(app, batcher, grace=args.grace, quiet=args.quiet).run(sockets=[listener])
+    finally:
+        batcher.close()

@@ -1,0 +1,52 @@
+"""The process that serves: a socket, uvicorn, and an orderly end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import uvicorn
+from starlette.applications import Starlette
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.serve.batcher import Batcher
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 takes a free one. Raises `HydrajaxError` where that cannot be had."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise HydrajaxError(f"port: cannot listen on {host} port {port}: {error}") from None
+
+
+class _Server(uvicorn.Server):
+    """Tells the batcher of a signal at once, so that it finishes what runs while uvicorn waits for the connections."""
+
+    def __init__(self, config: uvicorn.Config, batcher: Batcher, grace: float):
+        super().__init__(config)
+        self._ending = threading.Thread(target=batcher.close, args=(grace,), daemon=True)
+
+    def handle_exit(self, sig: int, frame) -> None:
+        super().handle_exit(sig, frame)
+        if self._ending.ident is None:
+            self._ending.start()
+
+
+def server(app: Starlette, batcher: Batcher, *, grace: float, quiet: bool = False) -> uvicorn.Server:
+    """What answers when it is ``run(sockets=[listener])``, until SIGTERM or Ctrl-C.
+
+    It then finishes what runs within ``grace`` seconds; a second Ctrl-C ends it at once.
+    """
+    config = uvicorn.Config(
+        app,
+        log_level="warning" if quiet else "info",
+        timeout_graceful_shutdown=int(grace) + 5,  # what was broken off is still to be written
+        timeout_keep_alive=30,
+        h11_max_incomplete_event_size=1 << 16,
+        server_header=False,
+    )
+    return _Server(config, batcher, grace)

@@ -1,0 +1,40 @@
+"""Server-sent events to clients of any speed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+
+class EventStream(Response):
+    """Events as they come. Whatever ends it, the generator of events is closed at once and not when it is collected.
+
+    write_timeout: seconds that a client may take for one event; its connection is then cut. on_end: called at the end.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None], write_timeout: float, on_end: Callable[[], None]):
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._write_timeout, self._on_end = events, write_timeout, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(content: str, more: bool) -> None:
+            async with asyncio.timeout(self._write_timeout):
+                await send({"type": "http.response.body", "body": content.encode(), "more_body": more})
+
+        try:
+            async with aclosing(self._events) as events:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for event in events:
+                    await write(event, True)
+                await write("", False)
+        except (OSError, TimeoutError):
+            return  # nobody reads; the server closes a connection that is left in the middle of an answer
+        finally:
+            self._on_end()

@@ -1,0 +1,294 @@
+"""The interface over a socket, asked by OpenAI's own client and by clients that behave badly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from letters import TREE
+
+from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.generation import generate
+from hydrajax.serve.batcher import Batcher
+from hydrajax.serve.prompts import Encoder
+
+for package in ("starlette", "uvicorn", "prometheus_client", "openai", "httpx"):
+    pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve], hydrajax[test])")
+
+import httpx  # noqa: E402
+import openai  # noqa: E402
+
+from hydrajax.serve.app import Interface, Settings  # noqa: E402
+from hydrajax.serve.server import listening, server  # noqa: E402
+
+KEY, SECONDS = "a secret", 300
+PROMPTS = ["abc", "a bad cafe", "deaf", "no one can go"]
+
+
+@contextmanager
+def running(programs, queue: int = 100, **settings):
+    """``(address, batcher)`` of a server in this process."""
+    batcher = Batcher(programs, queue=queue).start()
+    interface = Interface(batcher, Encoder(programs.loaded), Settings(**settings))
+    listener = listening("127.0.0.1", 0)
+    uvicorn = server(interface.app(), batcher, grace=1, quiet=True)
+    thread = threading.Thread(target=uvicorn.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", batcher
+    finally:
+        batcher.close()
+        uvicorn.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def address(small):
+    with running(small, model="letters", api_key=KEY, max_body=5000, body_timeout=0.5, hosts=("127.0.0.1",)) as (at, _):
+        yield at
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, timeout=SECONDS)
+
+
+def expected(served, prompts, rule=None, **settings):
+    return list(generate(served, prompts, tree=TREE, rule=rule or Greedy(), batch_size=8, **settings))
+
+
+def test_completions_are_those_of_generate(served, client):
+    wanted = expected(served, PROMPTS * 2, max_new_tokens=30)
+    answer = client.completions.create(model="letters", prompt=PROMPTS, max_tokens=30, logprobs=0)
+    assert [choice.text for choice in answer.choices] == [result.text for result in wanted[:4]]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for choice, result in zip(answer.choices, wanted, strict=False):
+        assert choice.finish_reason == {"eos": "stop", "length": "length"}[result.finish_reason]
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == result.new_tokens
+        assert all(logprob <= 0 for logprob in choice.logprobs.token_logprobs)
+        assert "".join(choice.logprobs.tokens).removesuffix("</s>") == choice.text
+    tokens, steps = (sum(getattr(result, name) for result in wanted[:4]) for name in ("new_tokens", "steps"))
+    usage = answer.usage
+    assert (usage.completion_tokens, usage.prompt_tokens) == (tokens, sum(map(len, PROMPTS)))
+    assert usage.total_tokens == usage.prompt_tokens + tokens
+    assert usage.completion_tokens_details.accepted_prediction_tokens == tokens - steps > 0
+    ids = [served.tokenizer.encode(prompt) for prompt in PROMPTS]
+    again = client.completions.create(model="letters", prompt=ids, max_tokens=30)
+    assert [choice.text for choice in again.choices] == [choice.text for choice in answer.choices]
+
+
+def test_streamed_choices_join_to_what_their_seed_draws(served, client):
+    messages = [{"role": "system", "content": "be a"}, {"role": "user", "content": "bad cafe"}]
+    rule = ExactSampling(1.1, top_p=0.95)
+    ids = served.tokenizer.encode("be a bad cafe ")
+    wanted = expected(served, [ids] * 8, rule=rule, max_new_tokens=25, seed=5)[:3]
+    settings = {"model": "letters", "messages": messages, "max_completion_tokens": 25, "n": 3, "seed": 5}
+    settings |= {"temperature": 1.1, "top_p": 0.95, "logprobs": True}
+    whole = client.chat.completions.create(**settings)
+    assert [choice.message.content for choice in whole.choices] == [result.text for result in wanted]
+    texts, reasons, logprobs, usage = [""] * 3, [None] * 3, [0.0] * 3, None
+    for event in client.chat.completions.create(**settings, stream=True, stream_options={"include_usage": True}):
+        usage = event.usage
+        for choice in event.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason
+            for token in choice.logprobs.content if choice.logprobs else ():
+                logprobs[choice.index] += token.logprob
+    assert texts == [result.text for result in wanted]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    for found, choice in zip(logprobs, whole.choices, strict=True):
+        assert found == pytest.approx(sum(token.logprob for token in choice.logprobs.content), abs=1e-3)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(ids), sum(result.new_tokens for result in wanted))
+
+
+def test_stop_strings_end_a_text_before_them(served, client):
+    (full,) = expected(served, ["abc"], max_new_tokens=30)[:1]
+    stop = [full.text[7:9], "never said"]
+    answer = client.completions.create(model="letters", prompt="abc", max_tokens=30, stop=stop)
+    assert answer.choices[0].text == full.text[: full.text.index(stop[0])]
+    assert answer.choices[0].finish_reason == "stop"
+    pieces = client.completions.create(model="letters", prompt="abc", max_tokens=30, stop=stop[0], stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == answer.choices[0].text
+
+
+def test_many_clients_at_once_get_what_each_would_get_alone(served, address):
+    async def ask(number: int) -> str:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=KEY, timeout=SECONDS) as own:
+            prompt, settings = PROMPTS[number % 4], {"model": "letters", "max_tokens": 20}
+            if number % 3:
+                return (await own.completions.create(prompt=prompt, **settings)).choices[0].text
+            events = await own.completions.create(prompt=prompt, stream=True, **settings)
+            return "".join([event.choices[0].text async for event in events if event.choices])
+
+    async def everybody():
+        return await asyncio.gather(*(ask(number) for number in range(24)))
+
+    wanted = [result.text for result in expected(served, PROMPTS * 2, max_new_tokens=20)[:4]]
+    assert asyncio.run(everybody()) == wanted * 6
+
+
+def test_models_health_and_metrics(address, client):
+    assert [model.id for model in client.models.list()] == ["letters"]
+    assert client.models.retrieve("letters").owned_by == "hydrajax"
+    with pytest.raises(openai.NotFoundError, match="model: found 'other', there is letters"):
+        client.models.retrieve("other")
+    assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+    client.completions.create(model="letters", prompt="abc", max_tokens=9)
+    lines = dict(
+        line.rsplit(" ", 1) for line in httpx.get(f"{address}/metrics").text.splitlines() if line[:1] not in "#"
+    )
+    values = {name: float(value) for name, value in lines.items()}
+    assert values["hydrajax_tokens_total"] >= 9
+    assert values["hydrajax_tokens_per_step"] == values["hydrajax_tokens_total"] / values["hydrajax_steps_total"] > 1
+    assert values["hydrajax_time_to_first_token_seconds_count"] == values["hydrajax_ended_total"] > 0
+    assert 0 < values['hydrajax_cache_bytes{use="kept"}'] < values['hydrajax_cache_bytes{use="limit"}']
+    assert values["hydrajax_waiting"] == values["hydrajax_running"] == 0
+
+
+HELLO = {"messages": [{"role": "user", "content": "a"}]}
+GOOD = {"prompt": "abc", "max_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("completions", b"{", 400, "the body is not JSON"),
+        ("completions", b"\xff\xfe", 400, "the body is not JSON"),
+        ("completions", b"[1]", 400, "Input should be an object"),
+        ("completions", {}, 400, "prompt: Field required"),
+        ("completions", {"prompt": ""}, 400, "prompt: must be a text, a list of token ids, or"),
+        ("completions", {"prompt": []}, 400, "prompt: must be a text, a list of token ids, or"),
+        ("completions", {"prompt": [True]}, 400, "prompt: must be a text, a list of token ids, or"),
+        ("completions", {"prompt": ["a", [1]]}, 400, "prompt: must be a text, a list of token ids, or"),
+        ("completions", {"prompt": [99]}, 400, "prompt: token id 99 is outside the vocabulary"),
+        ("completions", {"prompt": [10**30]}, 400, "prompt: token id 1000000000000000000000000000000 is outside"),
+        ("completions", {"prompt": "a" * 96}, 400, "prompt: has 96 tokens, which leaves no room"),
+        ("completions", {"prompt": "a" * 5000}, 413, "the body has more than 5000 bytes"),
+        ("completions", GOOD | {"max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
+        ("completions", GOOD | {"temperature": -1}, 400, "temperature: Input should be greater"),
+        ("completions", GOOD | {"temperature": "nan"}, 400, "temperature: Input should be a finite number"),
+        ("completions", GOOD | {"top_p": 0}, 400, "top_p: Input should be greater than 0"),
+        ("completions", GOOD | {"seed": -1}, 400, "seed: Input should be greater"),
+        ("completions", GOOD | {"n": 1000}, 400, "n: Input should be less than or equal to 128"),
+        ("completions", GOOD | {"stop": [""]}, 400, "stop"),
+        ("completions", GOOD | {"logprobs": 3}, 400, "logprobs: Input should be less than or equal to 0"),
+        ("completions", GOOD | {"presence_penalty": 1}, 400, "presence_penalty: penalties are not counted here"),
+        ("completions", GOOD | {"beam": 3}, 400, "beam: is not known here"),
+        ("chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),
+        ("chat/completions", {"messages": [{"role": "x", "content": "a"}]}, 400, "messages.0.role: Input should be"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a</s>"}]}, 400, "messages.0: holds the text"),
+        ("chat/completions", HELLO | {"tools": [{}]}, 400, "tools: List should"),
+        ("chat/completions", HELLO | {"response_format": {"type": "json_object"}}, 400, "response_format.type: Input"),
+        ("nowhere", {}, 404, "Not Found"),
+    ],
+)
+def test_bad_requests_get_a_status_and_one_line(address, path, body, status, message):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    answer = httpx.post(f"{address}/v1/{path}", content=content, headers=headers)
+    error = answer.json()["error"]
+    assert answer.status_code == status, error
+    assert error["message"].startswith(message)
+    assert "\n" not in error["message"]
+
+
+def test_who_may_ask_and_how(address):
+    json_type = {"content-type": "application/json"}
+    content = json.dumps(GOOD)
+    for headers, status in (
+        (json_type, 401),
+        (json_type | {"authorization": "Bearer a guess"}, 401),
+        ({"authorization": f"Bearer {KEY}", "content-type": "text/plain"}, 415),
+        (json_type | {"authorization": f"Bearer {KEY}", "host": "evil.example"}, 400),
+        (json_type | {"authorization": f"Bearer {KEY}"}, 200),
+    ):
+        assert httpx.post(f"{address}/v1/completions", content=content, headers=headers).status_code == status
+    assert httpx.get(f"{address}/v1/completions", headers={"authorization": f"Bearer {KEY}"}).status_code == 405
+    assert httpx.get(f"{address}/v1/models").status_code == 401
+
+
+def raw(address: str, content_length: int, body: bytes = b"", **settings) -> socket.socket:
+    """A connection on which a request was begun by hand."""
+    host, port = address.removeprefix("http://").split(":")
+    connection = socket.socket()
+    for name, value in settings.items():
+        connection.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
+    connection.settimeout(60)
+    connection.connect((host, int(port)))
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {KEY}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {content_length}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(address):
+    with raw(address, 100, b'{"prompt"') as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def until(found, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_client_that_goes_away_frees_its_rows(small):
+    """In the middle of a stream, while it waits for the whole answer, and while it waits in the queue."""
+    with running(small) as (address, batcher):
+        body = json.dumps({"prompt": "abc", "max_tokens": 90, "n": 6, "stream": True, "temperature": 2.0}).encode()
+        waits = json.dumps({"prompt": "abc", "max_tokens": 90, "n": 3, "temperature": 2.0}).encode()
+        first, second = raw(address, len(body), body), raw(address, len(waits), waits)
+        assert first.recv(4000).startswith(b"HTTP/1.1 200")
+        until(lambda: batcher.stats().requests == 9)
+        second.close()
+        first.close()
+        until(lambda: batcher.stats().running == 0 and batcher.stats().waiting == 0)
+        stats = batcher.stats()
+        assert stats.cancelled > 0
+        assert stats.cancelled + stats.ended == 9
+        assert httpx.post(f"{address}/v1/completions", json=GOOD, timeout=SECONDS).status_code == 200
+
+
+def test_a_full_queue_is_said_and_the_client_comes_again(small):
+    with running(small, queue=0) as (address, batcher):
+        many = {"prompt": "abc", "n": 3, "max_tokens": 5}
+        answer = httpx.post(f"{address}/v1/completions", json=many)
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        batcher.close()
+        answer = httpx.post(f"{address}/v1/completions", json=GOOD)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server is shutting down")
+
+
+def test_an_answer_that_takes_too_long_is_broken_off(small, monkeypatch):
+    bursts = small.bursts[1]
+    advance = bursts.advance
+    monkeypatch.setattr(type(bursts), "advance", lambda *args: (time.sleep(0.1), advance.__func__(*args))[1])
+    with running(small, timeout=0.5) as (address, batcher):
+        answer = httpx.post(f"{address}/v1/completions", json=GOOD | {"max_tokens": 90}, timeout=SECONDS).json()
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] < 90
+        assert batcher.stats().cancelled == 1
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_read_delays_nobody_and_is_cut_off(small):
+    """Its answer is larger than what the sockets on the way hold."""
+    with running(small, queue=2000, write_timeout=1.0) as (address, batcher):
+        body = json.dumps({"prompt": "a", "max_tokens": 90, "n": 128, "stream": True, "temperature": 3.0}).encode()
+        with raw(address, len(body), body, SO_RCVBUF=2048) as lazy:
+            until(lambda: batcher.stats().requests == 128)
+            answer = httpx.post(f"{address}/v1/completions", json=GOOD, timeout=SECONDS)
+            assert answer.status_code == 200
+            until(lambda: batcher.stats().running + batcher.stats().waiting == 0, SECONDS)
+            total, lazy_end = 0, b""
+            while piece := lazy.recv(1 << 16):
+                total, lazy_end = total + len(piece), piece
+        assert b"[DONE]" not in lazy_end
