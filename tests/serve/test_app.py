@@ -10,10 +10,9 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from letters import TREE
+from letters import answers
 
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
-from hydrajax.generation import generate
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.prompts import Encoder
 
@@ -58,21 +57,22 @@ def client(address):
     return openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, timeout=SECONDS)
 
 
-def expected(served, prompts, rule=None, **settings):
-    return list(generate(served, prompts, tree=TREE, rule=rule or Greedy(), batch_size=8, **settings))
+def expected(served, prompts, rule=Greedy(), *, limit: int, seeds: int = 0):  # noqa: B008 (it is frozen)
+    n = len(prompts)
+    return answers(served, prompts, [rule] * n, [limit] * n, seeds)
 
 
 def test_completions_are_those_of_generate(served, client):
-    wanted = expected(served, PROMPTS * 2, max_new_tokens=30)
+    wanted = expected(served, PROMPTS, limit=30)
     answer = client.completions.create(model="letters", prompt=PROMPTS, max_tokens=30, logprobs=0)
-    assert [choice.text for choice in answer.choices] == [result.text for result in wanted[:4]]
+    assert [choice.text for choice in answer.choices] == [result.text for result in wanted]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    for choice, result in zip(answer.choices, wanted, strict=False):
+    for choice, result in zip(answer.choices, wanted, strict=True):
         assert choice.finish_reason == {"eos": "stop", "length": "length"}[result.finish_reason]
         assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == result.new_tokens
         assert all(logprob <= 0 for logprob in choice.logprobs.token_logprobs)
         assert "".join(choice.logprobs.tokens).removesuffix("</s>") == choice.text
-    tokens, steps = (sum(getattr(result, name) for result in wanted[:4]) for name in ("new_tokens", "steps"))
+    tokens, steps = (sum(getattr(result, name) for result in wanted) for name in ("new_tokens", "steps"))
     usage = answer.usage
     assert (usage.completion_tokens, usage.prompt_tokens) == (tokens, sum(map(len, PROMPTS)))
     assert usage.total_tokens == usage.prompt_tokens + tokens
@@ -86,7 +86,7 @@ def test_streamed_choices_join_to_what_their_seed_draws(served, client):
     messages = [{"role": "system", "content": "be a"}, {"role": "user", "content": "bad cafe"}]
     rule = ExactSampling(1.1, top_p=0.95)
     ids = served.tokenizer.encode("be a bad cafe ")
-    wanted = expected(served, [ids] * 8, rule=rule, max_new_tokens=25, seed=5)[:3]
+    wanted = expected(served, [ids] * 3, rule, limit=25, seeds=5)
     settings = {"model": "letters", "messages": messages, "max_completion_tokens": 25, "n": 3, "seed": 5}
     settings |= {"temperature": 1.1, "top_p": 0.95, "logprobs": True}
     whole = client.chat.completions.create(**settings)
@@ -107,7 +107,7 @@ def test_streamed_choices_join_to_what_their_seed_draws(served, client):
 
 
 def test_stop_strings_end_a_text_before_them(served, client):
-    (full,) = expected(served, ["abc"], max_new_tokens=30)[:1]
+    (full,) = expected(served, ["abc"], limit=30)
     stop = [full.text[7:9], "never said"]
     answer = client.completions.create(model="letters", prompt="abc", max_tokens=30, stop=stop)
     assert answer.choices[0].text == full.text[: full.text.index(stop[0])]
@@ -128,7 +128,7 @@ def test_many_clients_at_once_get_what_each_would_get_alone(served, address):
     async def everybody():
         return await asyncio.gather(*(ask(number) for number in range(24)))
 
-    wanted = [result.text for result in expected(served, PROMPTS * 2, max_new_tokens=20)[:4]]
+    wanted = [result.text for result in expected(served, PROMPTS, limit=20)]
     assert asyncio.run(everybody()) == wanted * 6
 
 

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from letters import TREE
+from letters import TREE, answers
 
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.loop import Bursts
@@ -38,23 +38,11 @@ def start():
 def prompts_and_limits(count: int, seed: int) -> tuple[list[np.ndarray], list[int]]:
     """Of any length; a third of them begin like another one."""
     random = np.random.default_rng(seed)
-    prompts = [random.integers(0, 16, random.integers(1, 80), dtype=np.int32) for _ in range(count)]
+    prompts = [random.integers(0, 16, random.integers(1, 75), dtype=np.int32) for _ in range(count)]
     for at in range(2, count, 3):
         shared = prompts[at - 2][: random.integers(1, len(prompts[at - 2]) + 1)]
         prompts[at] = np.concatenate([shared, prompts[at][:12]])
     return prompts, random.integers(1, 60, count).tolist()
-
-
-def expected(served, prompts, limits, rules, seeds):
-    """What `generate` says, greedy and sampled prompts each in one batch of their own."""
-    found = [None] * len(prompts)
-    for kind in (Greedy, ExactSampling):
-        some = [at for at, rule in enumerate(rules) if type(rule) is kind]
-        of = [[values[at] for at in some] for values in (prompts, limits, rules, seeds)]
-        settings = {"rule": of[2], "max_new_tokens": of[1], "seed": of[3], "batch_size": len(some), "logprobs": True}
-        for at, result in zip(some, generate(served, of[0], tree=TREE, **settings), strict=True):
-            found[at] = result
-    return found
 
 
 def request(batcher, prompt, limit=20, rule=None, seed=None):
@@ -71,7 +59,7 @@ def check_random_arrivals(served, batcher, count: int, pause: float) -> None:
     for prompt, limit, rule, seed in zip(prompts, limits, rules, seeds, strict=True):
         tickets += batcher.submit([request(batcher, prompt, limit, rule, seed)])
         time.sleep(random.exponential(pause))
-    for ticket, wanted in zip(tickets, expected(served, prompts, limits, rules, seeds), strict=True):
+    for ticket, wanted in zip(tickets, answers(served, prompts, rules, limits, seeds), strict=True):
         result = ticket.wait(SECONDS)
         assert (result.output_ids, result.finish_reason) == (wanted.output_ids, wanted.finish_reason)
         assert sum(result.step_lengths) == result.new_tokens

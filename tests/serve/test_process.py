@@ -1,0 +1,94 @@
+"""``hydrajax serve`` as a process of its own: its end, its refusals, and the shipped model behind it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+import hydrajax
+from hydrajax import assets
+from hydrajax.cli import main
+from hydrajax.extras import needs
+from hydrajax.trees import presets
+
+PACKAGES = ("starlette", "uvicorn", "prometheus_client", "openai")
+NEW = 60
+
+
+@contextmanager
+def serving(*options: str):
+    """``(process, address)`` of a server of the shipped model on a free port."""
+    command = [sys.executable, "-m", "hydrajax", "serve", "--base", "shipped", "--draft", "hydra++", "--port", "0"]
+    command += ["--tree", "chain-2", "--slots", "2", "--no-warm-up", "--template", "plain", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"HYDRAJAX_API_KEY": "k"})
+    try:
+        for line in process.stderr:
+            if found := re.match(r"serving on (http://127\.0\.0\.1:\d+/v1), \d+ MB for caches", line):
+                break
+        # What it logs is read on, or it would have to wait for it.
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield process, found[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_answers_of_the_shipped_model_and_an_orderly_end():
+    """What runs when the signal comes is finished."""
+    for package in PACKAGES:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    import openai
+
+    loaded = hydrajax.load("shipped", "hydra++")
+    prompts = ["def quicksort(items):\n", "import os\n\nclass Walker:\n    def __init__(self"]
+    wanted = loaded.generate(prompts, tree=presets.chain(2), max_new_tokens=NEW, batch_size=2)
+    with serving("--grace", "60") as (process, address):
+        client = openai.OpenAI(base_url=address, api_key="k", timeout=300, max_retries=0)
+        answer = client.completions.create(model="hydrajax", prompt=prompts, max_tokens=NEW)
+        assert [choice.text for choice in answer.choices] == [result.text for result in wanted]
+        assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
+        events = client.completions.create(model="hydrajax", prompt=prompts[0], max_tokens=NEW, stream=True)
+        text = next(events).choices[0].text
+        process.send_signal(signal.SIGTERM)
+        text += "".join(event.choices[0].text for event in events)
+        assert text == wanted[0].text
+        assert process.wait(60) == 0
+    with serving("--grace", "0") as (process, address):
+        client = openai.OpenAI(base_url=address, api_key="k", timeout=300, max_retries=0)
+        events = client.completions.create(model="hydrajax", prompt=prompts[0], max_tokens=900, stream=True)
+        pieces = [next(events).choices[0]]
+        process.send_signal(signal.SIGINT)
+        pieces += [event.choices[0] for event in events]
+        assert pieces[-1].finish_reason == "length"  # handed back with what was there
+        assert process.wait(60) in (0, -signal.SIGINT)
+
+
+def test_a_port_that_is_taken_and_bad_numbers_are_refused_before_a_model_is_loaded(capfd):
+    pytest.importorskip("starlette", reason="starlette is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for options, message in (
+            (["--port", str(port)], f"--port: cannot listen on 127.0.0.1 port {port}: "),
+            (["--port", "99999"], "--port: cannot listen on 127.0.0.1 port 99999"),
+            (["--grace", "-1"], "--grace: must be at least 0, found -1"),
+            (["--slots", "0"], "argument --slots: must be an integer from 1 up, found '0'"),
+        ):
+            assert main(["serve", "--base", "nowhere", *options]) == 2
+            assert message in capfd.readouterr().err
+
+
+def test_missing_packages_are_named(monkeypatch, capfd):
+    for module in [name for name in sys.modules if name.startswith(("hydrajax.serve.app", "hydrajax.serve.stream"))]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
+    assert main(["serve", "--base", str(assets.base())]) == 2
+    assert needs("starlette") in capfd.readouterr().err
