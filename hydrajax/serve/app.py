@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.metrics import Metrics
 from hydrajax.serve.prompts import Encoder
-from hydrajax.serve.protocol import ChatBody, Common, CompletionBody, parsed
+from hydrajax.serve.protocol import MOST_CHOICES, ChatBody, Common, CompletionBody, parsed
 from hydrajax.serve.replies import ChatCompletion, Choice, Completion, Form, usage
 from hydrajax.serve.requests import Closed, Refused
 from hydrajax.serve.stream import EventStream
@@ -139,6 +140,10 @@ class Interface:
         }
         if numbers["temperature"] and body.seed is None:
             settings["seed"] = secrets.randbits(32)  # one for all choices, which are numbered
+        if len(prompts) * n > MOST_CHOICES:
+            raise HydrajaxError(
+                f"n: at most {MOST_CHOICES} answers can be had at once, found {len(prompts)} prompts x {n}"
+            )
         requests = [self._batcher.request(ids, number=number, **settings) for ids in prompts for number in range(n)]
         answer = _Answer(self._batcher, self._metrics, request, self._settings.timeout)
         try:
@@ -170,7 +175,7 @@ class _Answer:
 
     def changed(self) -> None:
         """On the batcher's thread: there is something new."""
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: the server is gone, and nobody waits
             self._loop.call_soon_threadsafe(self._news.set)
 
     async def _until_gone(self) -> None:

@@ -57,10 +57,15 @@ class Stats:
 
 
 class _Reading:
-    """A prompt that is being read, piece by piece, in a state of one row."""
+    """A prompt that is being read, piece by piece, from token ``at`` on.
 
-    def __init__(self, ticket: Ticket, state: DecodeState, places: int, at: int):
-        self.ticket, self.state, self.places, self.at = ticket, state, places, at
+    state: of one row, None before the first piece. places: of its cache. kept: the text whose first ``at`` tokens it
+    takes over, if there is one.
+    """
+
+    def __init__(self, ticket: Ticket, places: int, at: int, kept: Kept | None):
+        self.ticket, self.places, self.at, self.kept = ticket, places, at, kept
+        self.state: DecodeState | None = None
 
 
 class _Running:
@@ -70,8 +75,6 @@ class _Running:
         self.ticket, self.end = ticket, end
         self.text = growing_text(loaded, ticket.request.stop)
         self.held = len(ticket.request.ids)
-        self.emitted: list[int] = []
-        self.steps = 0
 
 
 class Batcher:
@@ -106,7 +109,8 @@ class Batcher:
         self._places, self._too_large = 0, 0
         self._reading: _Reading | None = None
         self._waiting: deque[Ticket] = deque()
-        self._changed = threading.Condition()  # guards the queue, the counts and what follows
+        # Guards what other threads read. It is never held while the device works: a compilation may take a minute.
+        self._changed = threading.Condition()
         self._closing, self._failed, self._burst = False, False, 1
         self._counts = dict.fromkeys(
             ("requests", "ended", "cancelled", "refused", "prompt_tokens", "cached", "tokens", "steps"), 0
@@ -186,7 +190,7 @@ class Batcher:
         with self._changed:
             running = sum(row is not None for row in self._rows)
             reading = self._reading
-            nbytes = self._programs.shapes.nbytes(len(self._rows), self._places) if self._rows else 0
+            nbytes = self._held()
             if reading is not None:
                 nbytes += self._programs.shapes.nbytes(1, reading.places)
             return Stats(
@@ -210,14 +214,16 @@ class Batcher:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._thread.ident is None:
-            return
-        self._thread.join(grace)
+        if self._thread.ident is not None:
+            self._thread.join(grace)
         with self._changed:
             for ticket in self._tickets():
                 ticket.cancel()
             self._changed.notify()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
+        else:
+            self._let_go()
 
     # --- the thread -------------------------------------------------------------------------------------------
 
@@ -273,6 +279,10 @@ class Batcher:
         """As many tokens as its text can come to have."""
         return min(len(request.ids) + request.max_new_tokens, self._programs.context)
 
+    def _held(self) -> int:
+        """Bytes of the batch in its present shape, which may still be larger than it must be."""
+        return self._programs.shapes.nbytes(len(self._rows), self._places) if self._rows else 0
+
     def _memory_for(self, ends: Sequence[int], prompt: int) -> int:
         """Bytes for a batch of rows that end with so many tokens, and to read a prompt of so many beside it."""
         return self._programs.nbytes(len(ends), max(ends)) + self._programs.nbytes_to_read(prompt)
@@ -283,7 +293,9 @@ class Batcher:
         if self._reading is not None or not self._waiting or len(ends) == self._sizes.rows:
             return False
         request = self._waiting[0].request
-        return self._memory_for([*ends, self._end_of(request)], len(request.ids)) <= self.memory
+        to_read = self._programs.nbytes_to_read(len(request.ids))
+        needed = self._memory_for([*ends, self._end_of(request)], len(request.ids))
+        return max(needed, self._held() + to_read) <= self.memory
 
     def _admit(self) -> None:
         """Begin to read the next prompt."""
@@ -291,36 +303,37 @@ class Batcher:
             if not self._fits():
                 return
             ticket = self._waiting.popleft()
-            self._reading = self._begun(ticket)
-            self._counts["prompt_tokens"] += len(ticket.request.ids)
+            ids, ticket.began = ticket.request.ids, time.perf_counter()
+            kept, ticket.cached = self._kept.best(ids) or (None, 0)
+            self._reading = _Reading(
+                ticket, self._programs.places_to_read(ticket.cached, len(ids)), ticket.cached, kept
+            )
+            self._counts["prompt_tokens"] += len(ids)
             self._counts["cached"] += ticket.cached
-        self._leave_room()
+            self._leave_room()
 
     def _leave_room(self) -> None:
         """What is kept may take the memory that is not needed by those that run, up to their ends."""
-        ends, prompt = [row.end for row in self._rows if row is not None], 1
+        ends, prompt, needed = [row.end for row in self._rows if row is not None], 1, self._held()
         if self._reading is not None:
             request = self._reading.ticket.request
             ends, prompt = [*ends, self._end_of(request)], len(request.ids)
-        needed = self._memory_for(ends, prompt) if ends else 0
+        if ends:
+            needed = max(self._memory_for(ends, prompt), needed + self._programs.nbytes_to_read(prompt))
         self._kept.shrink(max(self.memory - needed, 0) if self._keeps else 0)
 
-    def _begun(self, ticket: Ticket) -> _Reading:
+    def _begun(self, reading: _Reading) -> DecodeState:
         """From a kept text that begins alike, or from nothing."""
-        ids = ticket.request.ids
-        found = self._kept.best(ids)
-        ticket.began = time.perf_counter()
-        if found is None:
-            places = self._programs.places_to_read(0, len(ids))
-            return _Reading(ticket, self._programs.empty_row(places), places, 0)
-        kept, ticket.cached = found
-        places = self._programs.places_to_read(ticket.cached, len(ids))
-        state = self._programs.shapes.moved(kept.state, [0], places)
-        if ticket.cached < len(kept.ids):
-            state = self._programs.rewound(state, ticket.cached)
+        if (kept := reading.kept) is None:
+            return self._programs.empty_row(reading.places)
+        state = self._programs.shapes.moved(kept.state, [0], reading.places)
+        if reading.at < len(kept.ids):
+            state = self._programs.rewound(state, reading.at)
         if self._sizes.penalties:
-            state = state._replace(output=state.output._replace(seen=self._seen(ids[: ticket.cached])))
-        return _Reading(ticket, state, places, ticket.cached)
+            seen = self._seen(reading.ticket.request.ids[: reading.at])
+            state = state._replace(output=state.output._replace(seen=seen))
+        reading.kept = None  # it may have been given up
+        return state
 
     def _seen(self, ids: np.ndarray) -> Seen:
         """A prompt's tokens, as a penalty wants them."""
@@ -335,6 +348,8 @@ class Batcher:
             return
         request, programs = reading.ticket.request, self._programs
         ids, chunk = request.ids, programs.chunk
+        if reading.state is None:
+            reading.state = self._begun(reading)
         if len(ids) - reading.at > chunk:
             until = reading.at + chunk
             reading.state = programs.feed(reading.state, ids[reading.at : until], int(ids[until]))
@@ -356,7 +371,7 @@ class Batcher:
             self._set_rows([running] + [None] * (batch - 1), places)
             return
         if batch > len(self._rows) or places > self._places:
-            self._reshape(max(batch, len(self._rows)), max(places, self._places))
+            self._reshape(batch, places)
         at = self._rows.index(None)
         self._state = put_row(self._state, np.int32(at), row)
         with self._changed:
@@ -380,11 +395,11 @@ class Batcher:
             self._rows, self._places, self._too_large = rows, places, 0
 
     def _fit(self, steps: int) -> None:
-        """A larger batch or cache at once where it is needed, a smaller one when that has been enough for a while."""
+        """A larger cache at once where it is needed, a smaller batch or cache when that has been enough for a while."""
         live = [row for row in self._rows if row is not None]
         batch, places = self._wanted(live, steps)
         if places > self._places:
-            self._reshape(len(self._rows), places)
+            self._reshape(batch, places)
         self._too_large = self._too_large + 1 if (batch, places) != (len(self._rows), self._places) else 0
         if self._too_large >= TURNS_BEFORE_SHRINKING:
             self._reshape(batch, places)
@@ -417,9 +432,9 @@ class Batcher:
     def _deliver(self, at: int, row: _Running, now) -> None:
         request, ticket = row.ticket.request, row.ticket
         over = bool(now.done[at])
-        row.emitted = now.tokens[at, : now.lengths[at]].tolist()
-        row.text.grow(row.emitted, final=over)
-        row.held = len(request.ids) + len(row.emitted)
+        emitted = now.tokens[at, : now.lengths[at]]
+        row.text.grow(emitted.tolist(), final=over)
+        row.held = len(request.ids) + len(emitted)
         over |= row.text.stopped
         seconds = time.perf_counter() - ticket.arrived
         limit = request.max_new_tokens
@@ -435,7 +450,7 @@ class Batcher:
             self._rows[at] = None
             self._counts["ended"] += 1
         ticket.end()
-        ids = np.concatenate([request.ids, np.array(row.emitted, np.int32)])
+        ids = np.concatenate([request.ids, emitted])
         places = self._programs.places_for(len(ids) + self._programs.spare)
         self._keep(ids, places, lambda places: self._programs.shapes.moved(self._state, [at], places))
 

@@ -175,6 +175,7 @@ GOOD = {"prompt": "abc", "max_tokens": 3}
         ("completions", GOOD | {"top_p": 0}, 400, "top_p: Input should be greater than 0"),
         ("completions", GOOD | {"seed": -1}, 400, "seed: Input should be greater"),
         ("completions", GOOD | {"n": 1000}, 400, "n: Input should be less than or equal to 128"),
+        ("completions", {"prompt": ["a"] * 3, "n": 50}, 400, "n: at most 128 answers can be had at once"),
         ("completions", GOOD | {"stop": [""]}, 400, "stop"),
         ("completions", GOOD | {"logprobs": 3}, 400, "logprobs: Input should be less than or equal to 0"),
         ("completions", GOOD | {"presence_penalty": 1}, 400, "presence_penalty: penalties are not counted here"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 
 import numpy as np
@@ -81,6 +82,22 @@ def test_so_it_is_with_several_shapes_and_a_tree_for_each_batch(served, start):
     programs = Programs(served, Sizes(rows=5, chunk=32, places=32), trees.get)
     assert (programs.batches, len(programs.places)) == ((1, 2, 5), 3)
     check_random_arrivals(served, start(programs), 60, 0.03)
+    # And in hardly more memory than one long row takes, which is never exceeded.
+    memory = programs.nbytes(1, 90) + programs.nbytes_to_read(90)
+    batcher, stop, seen = start(programs, cache_memory=memory), threading.Event(), []
+
+    def watch():
+        while not stop.is_set():
+            seen.append(batcher.stats())
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    check_random_arrivals(served, batcher, 40, 0.0)
+    stop.set()
+    watcher.join()
+    assert max(stats.nbytes + stats.kept_nbytes for stats in seen) <= memory
+    assert max(stats.running for stats in seen) > 1
 
 
 @pytest.mark.slow
