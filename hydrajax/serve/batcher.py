@@ -69,12 +69,12 @@ class _Reading:
 
 
 class _Running:
-    """A row of the batch. held: tokens in its cache. end: as many as it can ever come to hold."""
+    """A row of the batch. held: tokens in its cache. end: as many as it can ever come to hold. steps: taken so far."""
 
     def __init__(self, ticket: Ticket, loaded: Bundle, end: int):
         self.ticket, self.end = ticket, end
         self.text = growing_text(loaded, ticket.request.stop)
-        self.held = len(ticket.request.ids)
+        self.held, self.steps = len(ticket.request.ids), 0
 
 
 class Batcher:
@@ -417,7 +417,9 @@ class Batcher:
         bursts = self._programs.bursts[len(self._rows)]
         self._state, now = bursts.advance(self.loaded.params, self._state, stopped, steps)
         if not prompts_wait:
-            self._burst = next_burst(steps, time.perf_counter() - asked)
+            # A burst is over early where all rows come to their ends, so the steps are counted that were taken.
+            taken = max(int(now.steps[at]) - row.steps for at, row in enumerate(self._rows) if row is not None)
+            self._burst = next_burst(max(taken, 1), time.perf_counter() - asked)
         for at, row in enumerate(self._rows):
             if row is not None:
                 self._deliver(at, row, now)
@@ -432,7 +434,7 @@ class Batcher:
     def _deliver(self, at: int, row: _Running, now) -> None:
         request, ticket = row.ticket.request, row.ticket
         over = bool(now.done[at])
-        emitted = now.tokens[at, : now.lengths[at]]
+        emitted, row.steps = now.tokens[at, : now.lengths[at]], int(now.steps[at])
         row.text.grow(emitted.tolist(), final=over)
         row.held = len(request.ids) + len(emitted)
         over |= row.text.stopped

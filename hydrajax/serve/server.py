@@ -46,6 +46,7 @@ def server(app: Starlette, batcher: Batcher, *, grace: float, quiet: bool = Fals
         log_level="warning" if quiet else "info",
         timeout_graceful_shutdown=int(grace) + 5,  # what was broken off is still to be written
         timeout_keep_alive=30,
+        http="h11",  # whichever others are installed: this one bounds the size of headers
         h11_max_incomplete_event_size=1 << 16,
         server_header=False,
     )

@@ -146,6 +146,14 @@ def test_a_cancelled_row_is_free_and_the_others_go_on(small, start):
     assert len(seen) > 2
 
 
+def test_bursts_that_are_over_early_do_not_make_the_next_ones_longer(small, start):
+    batcher = start(small)
+    for _ in range(20):
+        (ticket,) = batcher.submit([request(batcher, [1, 2], 1)])
+        assert ticket.wait(SECONDS).new_tokens == 1
+    assert batcher._burst <= 4
+
+
 def test_what_comes_again_is_read_once(small, start):
     batcher = start(small, cache_memory=20 * small.nbytes(1, 90))
     system = np.arange(40, dtype=np.int32) % 16
