@@ -213,12 +213,10 @@ def test_who_may_ask_and_how(address):
     assert httpx.get(f"{address}/v1/models").status_code == 401
 
 
-def raw(address: str, content_length: int, body: bytes = b"", **settings) -> socket.socket:
+def raw(address: str, content_length: int, body: bytes = b"") -> socket.socket:
     """A connection on which a request was begun by hand."""
     host, port = address.removeprefix("http://").split(":")
     connection = socket.socket()
-    for name, value in settings.items():
-        connection.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
     connection.settimeout(60)
     connection.connect((host, int(port)))
     head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {KEY}\r\n"
@@ -277,19 +275,3 @@ def test_an_answer_that_takes_too_long_is_broken_off(small, monkeypatch):
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["completion_tokens"] < 90
         assert batcher.stats().cancelled == 1
-
-
-@pytest.mark.slow
-def test_a_client_that_does_not_read_delays_nobody_and_is_cut_off(small):
-    """Its answer is larger than what the sockets on the way hold."""
-    with running(small, queue=2000, write_timeout=1.0) as (address, batcher):
-        body = json.dumps({"prompt": "a", "max_tokens": 90, "n": 128, "stream": True, "temperature": 3.0}).encode()
-        with raw(address, len(body), body, SO_RCVBUF=2048) as lazy:
-            until(lambda: batcher.stats().requests == 128)
-            answer = httpx.post(f"{address}/v1/completions", json=GOOD, timeout=SECONDS)
-            assert answer.status_code == 200
-            until(lambda: batcher.stats().running + batcher.stats().waiting == 0, SECONDS)
-            total, lazy_end = 0, b""
-            while piece := lazy.recv(1 << 16):
-                total, lazy_end = total + len(piece), piece
-        assert b"[DONE]" not in lazy_end
