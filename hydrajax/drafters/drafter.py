@@ -132,6 +132,8 @@ class Drafter(Protocol):
         """Back to the first ``lengths[b]`` tokens of row b's text, to take in another text from there on (`begin`).
 
         It need not be what it was there: what a token that is gone has left behind may make the next guesses worse.
+        The arrays may have been cut, or filled up with zeros, to the shapes that `init_state` gives for another number
+        of slots, in which the text has room: what depends on that number is mended here.
         """
 
     def propose(

@@ -75,7 +75,7 @@ class PromptLookup(SeesAcceptedOnly, CostsNothing):
         return ngrams.append(state, tokens, counts, self.sizes)
 
     def rewind(self, state, lengths):
-        return state._replace(lengths=jnp.minimum(state.lengths, lengths))
+        return ngrams.rewound(state, lengths, self.sizes)
 
     def propose(self, params, state, root, tree, base, draw=None):
         # With one leaf below every node only the best match is ever asked.

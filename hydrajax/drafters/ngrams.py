@@ -86,6 +86,16 @@ def append(history: History, tokens: Int[Array, "B T"], counts: Int[Array, " B"]
     return History(text, lengths + counts, latest, previous)
 
 
+def rewound(history: History, lengths: Int[Array, " B"], sizes: range) -> History:
+    """Back to the first ``lengths[b]`` tokens of row b, at most those that are there; the tables are made anew.
+
+    A table entry may point to a token that is gone, and so may the links behind it. The old tables are not read, so
+    the arrays may also have been cut, or filled up, to another number of slots.
+    """
+    nothing = empty(*history.tokens.shape, sizes)
+    return append(nothing, history.tokens, jnp.minimum(history.lengths, lengths), sizes)
+
+
 def end_of(history: History, last: Int[Array, " B"], sizes: range) -> Int[Array, "B 1 longest"]:
     """The last tokens of each row, going back, of the text and one more token, ``last``."""
     before = _going_back(history.tokens, history.lengths[:, None] - 1, sizes[-1] - 1)

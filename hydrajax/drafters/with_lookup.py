@@ -90,6 +90,9 @@ class WithLookup:
             self.lookup.begin({}, state.history, features, tokens, counts, next_root, base),
         )
 
+    def rewind(self, state, lengths):
+        return BothStates(self.drafter.rewind(state.drafter, lengths), self.lookup.rewind(state.history, lengths))
+
     def propose(self, params, state, root, tree, base, draw=None):
         proposal = self.drafter.propose(params, state.drafter, root, tree, base, draw)
         found = self.lookup.look_up(state.history, root, tree.depth + self.nodes_added)

@@ -13,6 +13,7 @@ from hydrajax.decoding.prompts import right_padded
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
+from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.trees import presets
 
 WIDTH, NEW, SLOTS = 8, 10, 48
@@ -27,7 +28,10 @@ DRAFTERS = [
     "windowed model",
     "lookup",
     "lookahead",
+    "lookup beside heads",
+    "lookup beside a model",
 ]
+BESIDE = {"lookup beside heads": "hydra++", "lookup beside a model": "model"}
 TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9]]
 OTHER = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 11, 12, 0], [2, 7, 1, 16, 15, 14]]
 
@@ -36,8 +40,10 @@ OTHER = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 11, 12, 0], [2, 7, 1, 16, 15, 14]]
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_pieces_and_rewound_texts_go_on_as_whole_ones(lab, name):
     made = {"lookup": PromptLookup(depth=4), "lookahead": Lookahead(4, 3, 4)}
-    drafter = made[name] if name in made else lab.drafters[name]
-    draft = {} if name in made else lab.draft(name, 0)
+    inner = BESIDE.get(name, name)
+    drafter = made[name] if name in made else lab.drafters[inner]
+    drafter = WithLookup(drafter, 3) if name in BESIDE else drafter
+    draft = {} if name in made else lab.draft(inner, 0)
     tree = presets.root() if name == "none" else presets.chain(2)
     rule, params, key = Greedy(presence_penalty=0.5), Params(lab.base(0), draft), jax.random.key(0)
     engine = make_decode_fn(lab.model, drafter, tree, rule, max_new_tokens=NEW).engine
@@ -67,7 +73,7 @@ def test_pieces_and_rewound_texts_go_on_as_whole_ones(lab, name):
     expected = whole(TEXTS)
     assert expected.lengths.tolist() == [NEW, NEW]
     np.testing.assert_array_equal(state.output.tokens[:, :NEW], expected.tokens[:, :NEW])
-    if name not in ("lookup", "lookahead"):  # which guess by what they met, piece by piece
+    if name != "lookahead":  # which guesses by what it met, piece by piece
         np.testing.assert_array_equal(state.output.accept_lengths, expected.accept_lengths)
     common = np.array([10, 3], np.int32)
     state = lab.quick_jit(engine.rewind)(state, common)

@@ -183,6 +183,33 @@ def test_rows_without_new_tokens_stay_as_they_are():
             np.testing.assert_array_equal(new[..., : lengths[row]], old[..., : lengths[row]])
 
 
+@pytest.mark.parametrize("slots", [2 * SLOTS, 3 * SLOTS])
+def test_a_rewound_text_goes_on_as_if_the_rest_had_never_been(slots):
+    """Also where its arrays were filled up for more slots, of which the hashes are others."""
+    drafter, tree = DRAFTERS["default"], TREES["wide"]
+    texts, lengths = random_texts(1, 3)
+    others, other_lengths = random_texts(2, 3)
+    cuts = np.random.default_rng(3).integers(0, lengths + 1)
+    shapes = jax.eval_shape(lambda: drafter.init_state(BATCH, slots))
+
+    @quick_jit
+    def propose(texts, lengths, cuts, others, counts, root):
+        state = drafter.advance({}, drafter.init_state(BATCH, 2 * SLOTS), None, texts, lengths, None, None)
+        state = jax.tree.map(
+            lambda x, like: jnp.pad(x, [(0, b - a) for a, b in zip(x.shape, like.shape, strict=True)]), state, shapes
+        )
+        state = drafter.rewind(state, cuts)
+        state = drafter.advance({}, state, None, others, counts, None, None)
+        return drafter.propose({}, state, root, tree, None).tokens
+
+    counts = np.minimum(other_lengths, SLOTS - cuts) - 1  # the last one is the root
+    roots = others[np.arange(BATCH), counts]
+    found = propose(texts, lengths, cuts, others, counts, roots)
+    for row in range(BATCH):
+        whole = [*texts[row, : cuts[row]].tolist(), *others[row, : counts[row] + 1].tolist()]
+        assert found[row].tolist() == fill(tree, whole, drafter), row
+
+
 def test_a_repeated_line_is_proposed_whole():
     """By hand: the end was seen twice, the later time followed by 5 6, the earlier time by 7."""
     text = [1, 2, 7, 0, 1, 2, 5, 6, 0, 1]
