@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> None:
             programs.warm(line.update)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    print(f"{loaded!r}\nserving on http://{shown}:{port}/v1, {batcher.memory / 1e6:.0f} MB for caches", file=sys.stderr)
-    sys.stderr.flush()
+    memory = batcher.stats().limit_nbytes / 1e6
+    print(f"{loaded!r}\nserving on http://{shown}:{port}/v1, {memory:.0f} MB for caches", file=sys.stderr, flush=True)
     app = Interface(batcher.start(), encoder, settings).app()
     try:
         server(app, batcher, grace=args.grace, quiet=args.quiet).run(sockets=[listener])

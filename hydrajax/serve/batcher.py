@@ -14,19 +14,17 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.bundle import Bundle
 from hydrajax.decoding.either import GreedyOrExact
 from hydrajax.decoding.loop import next_burst
 from hydrajax.decoding.penalties import Seen
 from hydrajax.decoding.state import DecodeState
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.generation import SEED_BITS, growing_text, row_result
-from hydrajax.serve.kept import Kept, KeptTexts
+from hydrajax.serve.batch import Batch, Running
+from hydrajax.serve.kept import Kept
+from hydrajax.serve.memory import Memory
 from hydrajax.serve.programs import Programs
 from hydrajax.serve.requests import Closed, Refused, Request, Ticket
-from hydrajax.serve.rows import put_row
-
-TURNS_BEFORE_SHRINKING = 8  # a smaller shape must have been enough for so many
 
 
 @dataclass(frozen=True)
@@ -68,15 +66,6 @@ class _Reading:
         self.state: DecodeState | None = None
 
 
-class _Running:
-    """A row of the batch. held: tokens in its cache. end: as many as it can ever come to hold. steps: taken so far."""
-
-    def __init__(self, ticket: Ticket, loaded: Bundle, end: int):
-        self.ticket, self.end = ticket, end
-        self.text = growing_text(loaded, ticket.request.stop)
-        self.held, self.steps = len(ticket.request.ids), 0
-
-
 class Batcher:
     """Answers many requests at a time. Methods may be called from any thread; one thread of its own runs the device.
 
@@ -98,19 +87,12 @@ class Batcher:
             raise HydrajaxError(f"queue: must be at least 0, found {queue}")
         self.loaded, self._programs = programs.loaded, programs
         self._sizes, self._queue = programs.sizes, queue
-        whole = programs.nbytes(programs.sizes.rows, programs.context)
-        self.memory = 2 * whole if cache_memory is None else cache_memory
-        self._keeps, self._kept = keep, KeptTexts(self.memory if keep else 0)
-        least = self._memory_for([1], 1)
-        if least > self.memory:
-            raise HydrajaxError(f"cache_memory: must be at least {least} bytes, for one row, found {self.memory}")
-        self._state: DecodeState | None = None
-        self._rows: list[_Running | None] = []  # of the batch; None where a place is free
-        self._places, self._too_large = 0, 0
-        self._reading: _Reading | None = None
-        self._waiting: deque[Ticket] = deque()
+        self._memory = Memory(programs, cache_memory, keep=keep)
         # Guards what other threads read. It is never held while the device works: a compilation may take a minute.
         self._changed = threading.Condition()
+        self._batch = Batch(programs, self._changed)
+        self._reading: _Reading | None = None
+        self._waiting: deque[Ticket] = deque()
         self._closing, self._failed, self._burst = False, False, 1
         self._counts = dict.fromkeys(
             ("requests", "ended", "cancelled", "refused", "prompt_tokens", "cached", "tokens", "steps"), 0
@@ -157,10 +139,7 @@ class Batcher:
         growing_text(self.loaded, found.stop)  # refuses an empty stop string
         if found.stop and self.loaded.tokenizer is None:
             raise HydrajaxError("stop: the base has no tokenizer, so there is no text to stop")
-        if (needed := self._memory_for([self._end_of(found)], len(ids))) > self.memory:
-            raise HydrajaxError(
-                f"max_new_tokens: prompt and answer would need {needed} bytes of cache, there are {self.memory}"
-            )
+        self._memory.check(found)
         return found
 
     def submit(self, requests: Sequence[Request], on_change: Callable[[], None] | None = None) -> list[Ticket]:
@@ -171,7 +150,7 @@ class Batcher:
                 raise Closed("the server has failed; its log says why")
             if self._closing:
                 raise Closed("the server is shutting down")
-            free = sum(row is None for row in self._rows) + self._sizes.rows - len(self._rows)
+            free = self._sizes.rows - len(self._batch.live)
             room = self._queue + max(free - (self._reading is not None), 0) - len(self._waiting)
             if len(tickets) > room:
                 self._counts["refused"] += len(tickets)
@@ -188,21 +167,18 @@ class Batcher:
 
     def stats(self) -> Stats:
         with self._changed:
-            running = sum(row is not None for row in self._rows)
-            reading = self._reading
-            nbytes = self._held()
-            if reading is not None:
-                nbytes += self._programs.shapes.nbytes(1, reading.places)
+            batch, reading, kept = self._batch, self._reading, self._memory.kept
+            to_read = 0 if reading is None else self._programs.shapes.nbytes(1, reading.places)
             return Stats(
                 **self._counts,
                 waiting=len(self._waiting),
-                running=running + (reading is not None),
-                rows=len(self._rows),
-                places=self._places,
-                nbytes=nbytes,
-                kept_nbytes=self._kept.nbytes,
-                kept_texts=len(self._kept),
-                limit_nbytes=self.memory,
+                running=len(batch.live) + (reading is not None),
+                rows=len(batch.rows),
+                places=batch.places,
+                nbytes=batch.nbytes + to_read,
+                kept_nbytes=kept.nbytes,
+                kept_texts=len(kept),
+                limit_nbytes=self._memory.limit,
                 failed=self._failed,
             )
 
@@ -231,7 +207,7 @@ class Batcher:
         try:
             while True:
                 with self._changed:
-                    while not (self._waiting or self._reading or any(self._rows) or self._closing):
+                    while not (self._waiting or self._reading or any(self._batch.rows) or self._closing):
                         self._changed.wait()
                     if self._closing and not self._tickets():
                         return
@@ -241,7 +217,8 @@ class Batcher:
             with self._changed:
                 self._failed = True
                 tickets = self._tickets()
-                self._state, self._rows, self._reading = None, [], None
+                self._batch.clear()
+                self._reading = None
                 self._waiting.clear()
             for ticket in tickets:
                 ticket.end(Closed(f"the server has failed: {one_line(error)}"))
@@ -249,7 +226,7 @@ class Batcher:
     def _tickets(self) -> list[Ticket]:
         """All that are not over."""
         reading = [] if self._reading is None else [self._reading.ticket]
-        return [*(row.ticket for row in self._rows if row is not None), *reading, *self._waiting]
+        return [*(row.ticket for _, row in self._batch.live), *reading, *self._waiting]
 
     def _turn(self) -> None:
         self._let_go()
@@ -266,36 +243,20 @@ class Batcher:
             if self._reading is not None and self._reading.ticket.cancelled:
                 gone.append(self._reading.ticket)
                 self._reading = None
-            for at, row in enumerate(self._rows):
-                if row is not None and row.ticket.cancelled:
+            for at, row in self._batch.live:
+                if row.ticket.cancelled:
                     gone.append(row.ticket)
-                    self._rows[at] = None
+                    self._batch.remove(at)
             self._counts["cancelled"] += len(gone)
-        self._drop_if_empty()
+        self._batch.drop_if_empty()
         for ticket in gone:
             ticket.end()
 
-    def _end_of(self, request: Request) -> int:
-        """As many tokens as its text can come to have."""
-        return min(len(request.ids) + request.max_new_tokens, self._programs.context)
-
-    def _held(self) -> int:
-        """Bytes of the batch in its present shape, which may still be larger than it must be."""
-        return self._programs.shapes.nbytes(len(self._rows), self._places) if self._rows else 0
-
-    def _memory_for(self, ends: Sequence[int], prompt: int) -> int:
-        """Bytes for a batch of rows that end with so many tokens, and to read a prompt of so many beside it."""
-        return self._programs.nbytes(len(ends), max(ends)) + self._programs.nbytes_to_read(prompt)
-
     def _fits(self) -> bool:
-        """Whether the next request that waits can be taken in, and will have room to its end."""
-        ends = [row.end for row in self._rows if row is not None]
-        if self._reading is not None or not self._waiting or len(ends) == self._sizes.rows:
+        """Whether the next request that waits can be taken in. They come in one after the other: nobody is passed."""
+        if self._reading is not None or not self._waiting:
             return False
-        request = self._waiting[0].request
-        to_read = self._programs.nbytes_to_read(len(request.ids))
-        needed = self._memory_for([*ends, self._end_of(request)], len(request.ids))
-        return max(needed, self._held() + to_read) <= self.memory
+        return self._memory.fits(self._batch.ends, self._batch.nbytes, self._waiting[0].request)
 
     def _admit(self) -> None:
         """Begin to read the next prompt."""
@@ -303,32 +264,19 @@ class Batcher:
             if not self._fits():
                 return
             ticket = self._waiting.popleft()
-            ids, ticket.began = ticket.request.ids, time.perf_counter()
-            kept, ticket.cached = self._kept.best(ids) or (None, 0)
-            self._reading = _Reading(
-                ticket, self._programs.places_to_read(ticket.cached, len(ids)), ticket.cached, kept
-            )
-            self._counts["prompt_tokens"] += len(ids)
-            self._counts["cached"] += ticket.cached
-            self._leave_room()
-
-    def _leave_room(self) -> None:
-        """What is kept may take the memory that is not needed by those that run, up to their ends."""
-        ends, prompt, needed = [row.end for row in self._rows if row is not None], 1, self._held()
-        if self._reading is not None:
-            request = self._reading.ticket.request
-            ends, prompt = [*ends, self._end_of(request)], len(request.ids)
-        if ends:
-            needed = max(self._memory_for(ends, prompt), needed + self._programs.nbytes_to_read(prompt))
-        self._kept.shrink(max(self.memory - needed, 0) if self._keeps else 0)
+            request, ticket.began = ticket.request, time.perf_counter()
+            kept, at = self._memory.beginning_of(request, self._batch.nbytes)
+            self._reading = _Reading(ticket, self._programs.places_to_read(at, len(request.ids)), at, kept)
+            ticket.cached = at
+            self._counts["prompt_tokens"] += len(request.ids)
+            self._counts["cached"] += at
+            self._memory.leave_room(self._batch.ends, self._batch.nbytes, request)
 
     def _begun(self, reading: _Reading) -> DecodeState:
         """From a kept text that begins alike, or from nothing."""
         if (kept := reading.kept) is None:
             return self._programs.empty_row(reading.places)
-        state = self._programs.shapes.moved(kept.state, [0], reading.places)
-        if reading.at < len(kept.ids):
-            state = self._programs.rewound(state, reading.at)
+        state = self._programs.rewound(self._programs.row_of(kept.state, 0, reading.places), reading.at)
         if self._sizes.penalties:
             seen = self._seen(reading.ticket.request.ids[: reading.at])
             state = state._replace(output=state.output._replace(seen=seen))
@@ -339,7 +287,7 @@ class Batcher:
         """A prompt's tokens, as a penalty wants them."""
         prompt = np.zeros((1, self.loaded.model.config.vocab_size), bool)
         prompt[0, ids] = True
-        return Seen(jnp.asarray(prompt), jnp.zeros(prompt.shape, jnp.int32))
+        return Seen(jnp.asarray(prompt), jnp.asarray(np.zeros(prompt.shape, np.int32)))  # which compiles nothing
 
     def _read(self) -> None:
         """One piece of the prompt that is being read; after the last its row joins the batch."""
@@ -357,81 +305,29 @@ class Batcher:
             return
         key = programs.key(request.seed or 0, request.number)
         row = programs.end(reading.state, ids[reading.at :], key, request.rule, request.max_new_tokens)
-        self._join(row, _Running(reading.ticket, self.loaded, self._end_of(request)))
+        self._batch.join(row, Running(reading.ticket, self.loaded, self._memory.end_of(request)))
         with self._changed:
             self._reading = None
-        self._keep(ids, reading.places, lambda places: row)
-
-    def _join(self, row: DecodeState, running: _Running) -> None:
-        """Put a row that has read its prompt into the batch, which may grow for it."""
-        live = [row for row in self._rows if row is not None]
-        batch, places = self._wanted([*live, running], 1)
-        if self._state is None:
-            self._state = self._programs.shapes.moved(row, [0] * batch, places)
-            self._set_rows([running] + [None] * (batch - 1), places)
-            return
-        if batch > len(self._rows) or places > self._places:
-            self._reshape(batch, places)
-        at = self._rows.index(None)
-        self._state = put_row(self._state, np.int32(at), row)
-        with self._changed:
-            self._rows[at] = running
-
-    def _wanted(self, rows: Sequence[_Running], steps: int) -> tuple[int, int]:
-        """The smallest batch and cache for these rows and so many steps."""
-        grown = steps * self._programs.longest_path
-        longest = max(min(row.held + grown, row.end) for row in rows)
-        return self._programs.batch_for(len(rows)), self._programs.places_for(longest + self._programs.spare)
-
-    def _reshape(self, batch: int, places: int) -> None:
-        """Live rows move to the front; a free one is a copy of the first, which takes no step."""
-        live = [at for at, row in enumerate(self._rows) if row is not None]
-        order = live + [live[0] if live else 0] * (batch - len(live))
-        self._state = self._programs.shapes.reshaped(self._state, order, places)
-        self._set_rows([self._rows[at] for at in live] + [None] * (batch - len(live)), places)
-
-    def _set_rows(self, rows: list[_Running | None], places: int) -> None:
-        with self._changed:
-            self._rows, self._places, self._too_large = rows, places, 0
-
-    def _fit(self, steps: int) -> None:
-        """A larger cache at once where it is needed, a smaller batch or cache when that has been enough for a while."""
-        live = [row for row in self._rows if row is not None]
-        batch, places = self._wanted(live, steps)
-        if places > self._places:
-            self._reshape(batch, places)
-        self._too_large = self._too_large + 1 if (batch, places) != (len(self._rows), self._places) else 0
-        if self._too_large >= TURNS_BEFORE_SHRINKING:
-            self._reshape(batch, places)
+        self._keep(ids, reading.places, lambda: row)
 
     def _advance(self) -> None:
         """Some steps of all rows, and what they have emitted to those who wait for it."""
-        if not any(self._rows):
+        batch = self._batch
+        if not batch.live:
             return
         with self._changed:
             prompts_wait = self._reading is not None or self._fits()
-        steps = 1 if prompts_wait else self._burst
-        self._fit(steps)
-        stopped = np.array([row is None for row in self._rows])
-        asked = time.perf_counter()
-        bursts = self._programs.bursts[len(self._rows)]
-        self._state, now = bursts.advance(self.loaded.params, self._state, stopped, steps)
+        steps, asked = 1 if prompts_wait else self._burst, time.perf_counter()
+        now = batch.advance(steps)
         if not prompts_wait:
             # A burst is over early where all rows come to their ends, so the steps are counted that were taken.
-            taken = max(int(now.steps[at]) - row.steps for at, row in enumerate(self._rows) if row is not None)
+            taken = max(int(now.steps[at]) - row.steps for at, row in batch.live)
             self._burst = next_burst(max(taken, 1), time.perf_counter() - asked)
-        for at, row in enumerate(self._rows):
-            if row is not None:
-                self._deliver(at, row, now)
-        self._drop_if_empty()
+        for at, row in batch.live:
+            self._deliver(at, row, now)
+        batch.drop_if_empty()
 
-    def _drop_if_empty(self) -> None:
-        """A batch without rows takes no memory."""
-        if self._state is not None and not any(self._rows):
-            self._state = None
-            self._set_rows([], 0)
-
-    def _deliver(self, at: int, row: _Running, now) -> None:
+    def _deliver(self, at: int, row: Running, now) -> None:
         request, ticket = row.ticket.request, row.ticket
         over = bool(now.done[at])
         emitted, row.steps = now.tokens[at, : now.lengths[at]], int(now.steps[at])
@@ -448,17 +344,17 @@ class Batcher:
         ticket.grow(result if over else replace(result, finish_reason=None))
         if not over:
             return
+        self._batch.remove(at)
         with self._changed:
-            self._rows[at] = None
             self._counts["ended"] += 1
         ticket.end()
         ids = np.concatenate([request.ids, emitted])
         places = self._programs.places_for(len(ids) + self._programs.spare)
-        self._keep(ids, places, lambda places: self._programs.shapes.moved(self._state, [at], places))
+        self._keep(ids, places, lambda: self._batch.copy_of(at, places))
 
-    def _keep(self, ids: np.ndarray, places: int, copied: Callable[[int], DecodeState]) -> None:
-        """Keep a text's cache for others that begin alike; ``copied(places)`` is a state of its row alone."""
-        self._leave_room()
+    def _keep(self, ids: np.ndarray, places: int, copied: Callable[[], DecodeState]) -> None:
+        """Keep a text's cache for others that begin alike; ``copied`` gives a state of its row alone."""
+        self._memory.leave_room(self._batch.ends, self._batch.nbytes, None)
         nbytes = self._programs.shapes.nbytes(1, places)
-        if self._kept.worth(ids, nbytes):
-            self._kept.add(Kept(ids, copied(places), nbytes))
+        if self._memory.kept.worth(ids, nbytes):
+            self._memory.kept.add(Kept(ids, copied(), nbytes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -19,6 +19,7 @@ from hydrajax.decoding.state import DecodeState
 from hydrajax.drafters.drafter import nodes_fed
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.rows import Shapes, put_row
+from hydrajax.ssd.decode import are_apart
 from hydrajax.trees.dynamic import CandidateTree
 
 
@@ -47,6 +48,8 @@ class Programs:
         for name in ("rows", "chunk", "places"):
             if getattr(sizes, name) < 1:
                 raise HydrajaxError(f"{name}: must be at least 1, found {getattr(sizes, name)}")
+        if are_apart(loaded.params):
+            raise HydrajaxError("draft_devices: requests that share a batch need base and draft on the same devices")
         self.loaded, self.sizes = loaded, sizes
         config = loaded.model.config
         self.context = config.max_positions
@@ -65,13 +68,15 @@ class Programs:
         self._reads = max(bursts.values(), key=lambda some: some.engine.tree.depth)
         engine = self._reads.engine
         self.shapes = Shapes(engine, rule)
-        self.longest_path = engine.tree.depth + 1
+        self.longest_path = engine.depth + 1
         self.spare = max(nodes_fed(loaded.drafter, tree) for tree in bursts)
         most = self.context + max(self.spare, self.chunk)
         self.places = _growing(min(sizes.places, most), most, 2)
         self._empty = jax.jit(lambda slots: engine.empty(1, slots, rule), static_argnums=0)
         self._feed = jax.jit(engine.feed, donate_argnums=1)
         self._rewind = jax.jit(engine.rewind, donate_argnums=0)
+        # What a drafter holds may depend on the number of places (`Drafter.rewind`).
+        self._stay = jax.jit(lambda state: engine.rewind(state, state.target.cache.lengths), donate_argnums=0)
 
     def batch_for(self, rows: int) -> int:
         """The smallest batch that holds so many rows."""
@@ -126,13 +131,36 @@ class Programs:
         """Of prompt ``number`` of those with this seed, ``[1]``: the key that it has in `hydrajax.generate`."""
         return self._key_program()(np.uint32(seed), np.int32(number))
 
+    # --- states on the move -----------------------------------------------------------------------------------
+
+    def row_of(self, state: DecodeState, at: int, places: int) -> DecodeState:
+        """A copy of one row in a state of its own, to be `rewound` before it goes on."""
+        return self.shapes.moved(state, [at], places)
+
+    def copies(self, row: DecodeState, batch: int, places: int) -> DecodeState:
+        """A batch of copies of one row."""
+        return self._stay(self.shapes.moved(row, [0] * batch, places))
+
+    def put(self, state: DecodeState, at: int, row: DecodeState, places: int) -> DecodeState:
+        """``state``, which has so many ``places`` and is donated, with its row ``at`` replaced by a copy of ``row``."""
+        return put_row(state, at, self._stay(self.shapes.moved(row, [0], places)))
+
+    def reshaped(self, state: DecodeState, rows: Sequence[int], places: int) -> DecodeState:
+        """The given rows of ``state``, which is deleted, in a batch of so many places."""
+        return self._stay(self.shapes.reshaped(state, rows, places))
+
     # --- ahead of time ----------------------------------------------------------------------------------------
 
     def warm(self, on_status: Callable[[str], None] = lambda text: None) -> None:
-        """Compile everything, by running it on nothing."""
+        """Compile everything, by running it on nothing: no request waits for a program then.
+
+        For p sizes of caches, b of batches and w of last pieces these are at most p * (w + 2) programs that read, p * b
+        that decode and p * (b + 1) that rewind; and of those that move one array (`hydrajax.serve.rows`), for every
+        kind of array, p * b that put a row in, as many that take one out and that copy one, p * (p - 1) that fit one.
+        """
         rule = GreedyOrExact.in_full(self.loaded.model.config.vocab_size, penalties=self.sizes.penalties)
         piece = np.zeros(self.chunk, np.int32)
-        total = len(self.places) * (len(self.widths) + len(self.batches) + 1)
+        total = len(self.places) * (len(self.widths) + len(self.batches) + 2)
         done = 0
 
         def say():
@@ -149,10 +177,14 @@ class Programs:
                 if width <= places:
                     say()
                     row = self.rewound(self.end(row, piece[:width], self.key(0, 0), rule, 1), 0)
+            say()
+            for wanted in self.places:
+                self.row_of(row, 0, wanted)
             for batch in self.batches:
                 say()
-                state = put_row(self.shapes.moved(row, [0] * batch, places), np.int32(0), row)
-                self.bursts[batch].advance(self.loaded.params, state, np.ones(batch, bool), 1)
+                state = self.copies(row, batch, places)
+                state, _ = self.bursts[batch].advance(self.loaded.params, state, np.ones(batch, bool), 1)
+                self.row_of(self.put(state, 0, row, places), batch - 1, places)
 
 
 def _growing(first: int, last: int, factor: int) -> tuple[int, ...]:

@@ -1,6 +1,9 @@
 """Rows of a decode state on the move: joining a batch, leaving it, and the batch in another shape.
 
-Every array of a state has the rows as its first axis, and those that hold text also an axis of cache places.
+Every array of a state has the rows as its first axis, and those that hold text also an axis of cache places. An array
+is moved row by row, in programs of one array each: a row is taken out, fitted to other places, put in. So there is no
+program for every pair of shapes that a batch may change between, but a few small ones for every shape, and all of them
+can be compiled ahead of time.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.state import DecodeState
@@ -20,7 +22,11 @@ from hydrajax.decoding.step import Engine
 
 
 class Shapes:
-    """Of an engine's states: so many rows, so many places in the cache."""
+    """Of an engine's states: so many rows, so many places in the cache.
+
+    What has been given other places must be rewound (`hydrajax.drafters.drafter.Drafter.rewind`), if only to where it
+    is.
+    """
 
     def __init__(self, engine: Engine, rule: AcceptanceRule):
         self._made = functools.cache(lambda batch, slots: jax.eval_shape(lambda: engine.empty(batch, slots, rule)))
@@ -30,47 +36,60 @@ class Shapes:
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self._made(batch, slots)))
 
     def moved(self, state: DecodeState, rows: Sequence[int], slots: int) -> DecodeState:
-        """A new state of the given rows, in that order; one may occur several times. The old one is left as it is."""
-        wanted = tuple(like.shape for like in jax.tree.leaves(self._made(len(rows), slots)))
-        return _moved_together(state, np.asarray(rows, np.int32), wanted)
+        """A new state of the given rows, in that order; the first may occur several times. The old one stays."""
+        return jax.tree.map(lambda x, like: _moved(x, rows, like.shape), state, self._made(len(rows), slots))
 
     def reshaped(self, state: DecodeState, rows: Sequence[int], slots: int) -> DecodeState:
         """The same, array by array: each of the old ones is gone as soon as the new one is there, so that no more than
         one exists twice.
         """
-        rows, wanted = np.asarray(rows, np.int32), jax.tree.leaves(self._made(len(rows), slots))
         leaves, treedef = jax.tree.flatten(state)
-        for number, like in enumerate(wanted):
+        for number, like in enumerate(jax.tree.leaves(self._made(len(rows), slots))):
             old, leaves[number] = leaves[number], _moved(leaves[number], rows, like.shape)
             old.delete()
         return jax.tree.unflatten(treedef, leaves)
 
 
+def put_row(state: DecodeState, at: int, row: DecodeState) -> DecodeState:
+    """``state``, which is donated, with row ``at`` replaced by a state of one row and the same places."""
+    return jax.tree.map(lambda x, new: _put(x, np.int32(at), new), state, row)
+
+
+def _moved(x: jax.Array, rows: Sequence[int], shape: tuple[int, ...]) -> jax.Array:
+    def fitted(row: int) -> jax.Array:
+        taken = x if len(x) == 1 else _taken(x, np.int32(row))
+        return taken if taken.shape[1:] == shape[1:] else _fitted(taken, shape[1:])
+
+    new = _spread(fitted(rows[0]), len(rows))
+    for at, row in enumerate(rows):
+        if row != rows[0]:
+            new = _put(new, np.int32(at), fitted(row))
+    return new
+
+
+@jax.jit
+def _taken(x: jax.Array, row: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(x, row)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _spread(row: jax.Array, count: int) -> jax.Array:
+    """So many copies of a row. A single one is a copy, too: what it is made of may be donated to another program."""
+    return jnp.broadcast_to(row, (count, *row.shape[1:])) if count > 1 else jnp.array(row, copy=True)
+
+
 @functools.partial(jax.jit, donate_argnums=0)
-def put_row(state: DecodeState, at: Int[np.ndarray, ""], row: DecodeState) -> DecodeState:
-    """``state``, which is donated, with row ``at`` replaced by a state of one row, whatever its cache places.
-
-    Those that the state has not must be empty.
-    """
-    return jax.tree.map(lambda x, new: x.at[at].set(_fitted(new, (1, *x.shape[1:]))[0]), state, row)
+def _put(x: jax.Array, at: jax.Array, row: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(x, row, at, axis=0)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _moved(x: jax.Array, rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return _fitted(x[rows], shape)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _moved_together(state: DecodeState, rows: jax.Array, shapes: tuple[tuple[int, ...], ...]) -> DecodeState:
-    leaves, treedef = jax.tree.flatten(state)
-    return jax.tree.unflatten(treedef, [_fitted(x[rows], shape) for x, shape in zip(leaves, shapes, strict=True)])
-
-
-def _fitted(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=1)
+def _fitted(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Cut at the ends, or filled up with zeros."""
-    for axis, (found, wanted) in enumerate(zip(x.shape, shape, strict=True)):
+    for axis, wanted in enumerate(shape, start=1):
+        found = row.shape[axis]
         if wanted < found:
-            x = jax.lax.slice_in_dim(x, 0, wanted, axis=axis)
+            row = jax.lax.slice_in_dim(row, 0, wanted, axis=axis)
         elif wanted > found:
-            x = jnp.pad(x, [(0, (wanted - found) * (number == axis)) for number in range(x.ndim)])
-    return x
+            row = jnp.pad(row, [(0, (wanted - found) * (number == axis)) for number in range(row.ndim)])
+    return row

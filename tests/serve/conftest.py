@@ -15,5 +15,7 @@ def served():
 
 @pytest.fixture(scope="session")
 def small(served):
-    """Two rows, caches of one size: five programs."""
-    return Programs(served, Sizes(rows=2, chunk=16, places=128), lambda rows: letters.TREE)
+    """Two rows, caches of one size: four large programs."""
+    programs = Programs(served, Sizes(rows=2, chunk=16, places=128), lambda rows: letters.TREE)
+    programs.warm()
+    return programs

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from contextlib import contextmanager
 
+import jax
 import numpy as np
 import pytest
 from letters import TREE, answers
@@ -46,45 +48,26 @@ def prompts_and_limits(count: int, seed: int) -> tuple[list[np.ndarray], list[in
     return prompts, random.integers(1, 60, count).tolist()
 
 
-def request(batcher, prompt, limit=20, rule=None, seed=None):
-    numbers = {"temperature": rule.temperature, "top_p": rule.top_p} if isinstance(rule, ExactSampling) else {}
-    return batcher.request(np.asarray(prompt, np.int32), max_new_tokens=limit, seed=seed, **numbers)
+@contextmanager
+def no_compilation():
+    found = []
+
+    def listen(event: str, seconds: float, **about) -> None:
+        if event.endswith("backend_compile_duration"):
+            found.append(about)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not found
 
 
-def check_random_arrivals(served, batcher, count: int, pause: float) -> None:
-    random = np.random.default_rng(7)
-    prompts, limits = prompts_and_limits(count, 3)
-    rules = [Greedy() if at % 2 else ExactSampling(1.2, top_p=0.9) for at in range(count)]
-    seeds = random.integers(0, 1000, count).tolist()
-    tickets = []
-    for prompt, limit, rule, seed in zip(prompts, limits, rules, seeds, strict=True):
-        tickets += batcher.submit([request(batcher, prompt, limit, rule, seed)])
-        time.sleep(random.exponential(pause))
-    for ticket, wanted in zip(tickets, answers(served, prompts, rules, limits, seeds), strict=True):
-        result = ticket.wait(SECONDS)
-        assert (result.output_ids, result.finish_reason) == (wanted.output_ids, wanted.finish_reason)
-        assert sum(result.step_lengths) == result.new_tokens
-        np.testing.assert_allclose(result.logprobs, wanted.logprobs, atol=1e-4)
-    assert {ticket.result.finish_reason for ticket in tickets} >= {"length", "eos"}
-    stats = batcher.stats()
-    assert (stats.ended, stats.running, stats.waiting) == (count, 0, 0)
-    assert 0 < stats.cached < stats.prompt_tokens
-    assert stats.tokens == sum(ticket.result.new_tokens for ticket in tickets) > stats.steps
-
-
-def test_under_random_arrivals_every_request_gets_what_it_gets_alone(served, small, start):
-    check_random_arrivals(served, start(small), 16, 0.01)
-
-
-@pytest.mark.slow
-def test_so_it_is_with_several_shapes_and_a_tree_for_each_batch(served, start):
-    trees = {1: TREE, 2: TREE, 5: presets.chain(2)}
-    programs = Programs(served, Sizes(rows=5, chunk=32, places=32), trees.get)
-    assert (programs.batches, len(programs.places)) == ((1, 2, 5), 3)
-    check_random_arrivals(served, start(programs), 60, 0.03)
-    # And in hardly more memory than one long row takes, which is never exceeded.
-    memory = programs.nbytes(1, 90) + programs.nbytes_to_read(90)
-    batcher, stop, seen = start(programs, cache_memory=memory), threading.Event(), []
+@contextmanager
+def watched(batcher):
+    """What the batcher says of itself all the while."""
+    stop, seen = threading.Event(), []
 
     def watch():
         while not stop.is_set():
@@ -93,9 +76,84 @@ def test_so_it_is_with_several_shapes_and_a_tree_for_each_batch(served, start):
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    check_random_arrivals(served, batcher, 40, 0.0)
-    stop.set()
-    watcher.join()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        watcher.join()
+
+
+@contextmanager
+def every_turn_gets_on(programs):
+    """In no turn of a batcher nothing is read, decoded or dropped. As texts and answers are finite, so is the number of
+    turns that a request can wait.
+    """
+    done, idle = [], []
+
+    def noted(function):
+        return lambda *args: (done.append(1), function(*args))[1]
+
+    def turn(batcher, original=Batcher._turn):
+        before = len(done), batcher.stats().cancelled
+        original(batcher)
+        if before == (len(done), batcher.stats().cancelled):
+            idle.append(batcher.stats())
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((programs, "feed"), (programs, "end"), (Bursts, "advance")):
+            patch.setattr(owner, name, noted(getattr(owner, name)))
+        patch.setattr(Batcher, "_turn", turn)
+        yield
+    assert done
+    assert not idle
+
+
+def request(batcher, prompt, limit=20, rule=None, seed=None):
+    numbers = {"temperature": rule.temperature, "top_p": rule.top_p} if isinstance(rule, ExactSampling) else {}
+    return batcher.request(np.asarray(prompt, np.int32), max_new_tokens=limit, seed=seed, **numbers)
+
+
+def check_random_arrivals(served, batcher, count: int, pause: float) -> None:
+    """Whose programs are compiled before."""
+    random = np.random.default_rng(7)
+    prompts, limits = prompts_and_limits(count, 3)
+    rules = [Greedy() if at % 2 else ExactSampling(1.2, top_p=0.9) for at in range(count)]
+    seeds = random.integers(0, 1000, count).tolist()
+    tickets = []
+    with no_compilation():
+        for prompt, limit, rule, seed in zip(prompts, limits, rules, seeds, strict=True):
+            tickets += batcher.submit([request(batcher, prompt, limit, rule, seed)])
+            time.sleep(random.exponential(pause))
+        results = [ticket.wait(SECONDS) for ticket in tickets]
+    for result, wanted in zip(results, answers(served, prompts, rules, limits, seeds), strict=True):
+        assert (result.output_ids, result.finish_reason) == (wanted.output_ids, wanted.finish_reason)
+        assert sum(result.step_lengths) == result.new_tokens
+        np.testing.assert_allclose(result.logprobs, wanted.logprobs, atol=1e-4)
+    assert {ticket.result.finish_reason for ticket in tickets} >= {"length", "eos"}
+    stats = batcher.stats()
+    assert (stats.ended, stats.running, stats.waiting) == (count, 0, 0)
+    assert stats.tokens == sum(ticket.result.new_tokens for ticket in tickets) > stats.steps
+
+
+def test_under_random_arrivals_every_request_gets_what_it_gets_alone(served, small, start):
+    batcher = start(small)
+    check_random_arrivals(served, batcher, 16, 0.01)
+    stats = batcher.stats()
+    assert 0 < stats.cached < stats.prompt_tokens
+
+
+@pytest.mark.slow
+def test_so_it_is_with_several_shapes_and_a_tree_for_each_batch(served, start):
+    trees = {1: TREE, 2: TREE, 5: presets.chain(2)}
+    programs = Programs(served, Sizes(rows=5, chunk=32, places=32), trees.get)
+    assert (programs.batches, len(programs.places)) == ((1, 2, 5), 3)
+    programs.warm()
+    check_random_arrivals(served, start(programs), 60, 0.03)
+    # And in hardly more memory than one long row takes, which is never exceeded.
+    memory = programs.nbytes(1, 90) + programs.nbytes_to_read(90)
+    batcher = start(programs, cache_memory=memory)
+    with watched(batcher) as seen, every_turn_gets_on(programs):
+        check_random_arrivals(served, batcher, 40, 0.0)
     assert max(stats.nbytes + stats.kept_nbytes for stats in seen) <= memory
     assert max(stats.running for stats in seen) > 1
 
@@ -177,14 +235,13 @@ def test_memory_bounds_what_runs_and_what_is_kept(served, small, start):
     """Room for one row and a prompt beside it: the second row waits although there is a place for it."""
     memory = small.nbytes(1, 90) + small.nbytes_to_read(90)
     assert memory < small.nbytes(2, 90) + small.nbytes_to_read(1)
-    batcher, most = start(small, cache_memory=memory), 0
-    tickets = batcher.submit([request(batcher, [*range(at, at + 10)] * 2, 30) for at in range(4)])
-    while not all(ticket.done for ticket in tickets):
-        stats = batcher.stats()
-        most = max(most, stats.running)
-        assert stats.nbytes + stats.kept_nbytes <= memory
-        time.sleep(0.001)
-    assert most == 1
+    batcher = start(small, cache_memory=memory)
+    with watched(batcher) as seen, every_turn_gets_on(small):
+        tickets = batcher.submit([request(batcher, [*range(at, at + 10)] * 2, 30) for at in range(4)])
+        for ticket in tickets:
+            ticket.wait(SECONDS)
+    assert max(stats.running for stats in seen) == 1
+    assert max(stats.nbytes + stats.kept_nbytes for stats in seen) <= memory
     assert {ticket.result.finish_reason for ticket in tickets} <= {"length", "eos"}
     with pytest.raises(HydrajaxError, match=r"cache_memory: must be at least \d+ bytes, for one row, found 9"):
         Batcher(small, cache_memory=9)
