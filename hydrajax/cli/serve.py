@@ -49,10 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch.add_argument("--no-warm-up", action="store_true", help="compile at the first use, not at the start")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     try:
         from hydrajax.serve.app import Interface, Settings
-        from hydrajax.serve.server import LOOPBACK, listening, server
+        from hydrajax.serve.server import LOOPBACK, listening, serve, server
     except ImportError as error:
         if not error.name or error.name.startswith("hydrajax"):
             raise
@@ -90,6 +90,6 @@ def run(args: argparse.Namespace) -> None:
     print(f"{loaded!r}\nserving on http://{shown}:{port}/v1, {memory:.0f} MB for caches", file=sys.stderr, flush=True)
     app = Interface(batcher.start(), encoder, settings).app()
     try:
-        server(app, batcher, grace=args.grace, quiet=args.quiet).run(sockets=[listener])
+        return serve(server(app, batcher, grace=args.grace, quiet=args.quiet), batcher, listener)
     finally:
         batcher.close()

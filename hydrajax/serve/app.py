@@ -28,7 +28,7 @@ from hydrajax.serve.replies import ChatCompletion, Choice, Completion, Form, usa
 from hydrajax.serve.requests import Closed, Refused
 from hydrajax.serve.stream import EventStream
 
-KINDS = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 @dataclass(frozen=True)
@@ -233,10 +233,8 @@ def _event(content: dict[str, Any]) -> str:
 
 
 def _error(message: str, status: int) -> dict[str, Any]:
-    error = HydrajaxError(message)
-    return {
-        "error": {"message": message, "type": KINDS.get(status, "server_error"), "param": error.field, "code": None}
-    }
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": HydrajaxError(message).field, "code": None}}
 
 
 async def _refusal(request: Request, error: Exception) -> Response:

@@ -93,7 +93,7 @@ class Batcher:
         self._batch = Batch(programs, self._changed)
         self._reading: _Reading | None = None
         self._waiting: deque[Ticket] = deque()
-        self._closing, self._failed, self._burst = False, False, 1
+        self._closing, self._failed, self._finished, self._burst = False, False, True, 1
         self._counts = dict.fromkeys(
             ("requests", "ended", "cancelled", "refused", "prompt_tokens", "cached", "tokens", "steps"), 0
         )
@@ -182,10 +182,10 @@ class Batcher:
                 failed=self._failed,
             )
 
-    def close(self, grace: float = 0.0) -> None:
+    def close(self, grace: float = 0.0) -> bool:
         """Take nothing more, finish what was taken within so many seconds, then break off the rest.
 
-        What is broken off keeps what it has of an answer.
+        What is broken off keeps what it has of an answer. Returns whether there never was any.
         """
         with self._changed:
             self._closing = True
@@ -194,12 +194,14 @@ class Batcher:
             self._thread.join(grace)
         with self._changed:
             for ticket in self._tickets():
+                self._finished &= ticket.cancelled  # by its client
                 ticket.cancel()
             self._changed.notify()
         if self._thread.ident is not None:
             self._thread.join()
         else:
             self._let_go()
+        return self._finished
 
     # --- the thread -------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 
@@ -24,19 +25,24 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Tells the batcher of a signal at once, so that it finishes what runs while uvicorn waits for the connections."""
+    """Tells the batcher of a signal at once, so that it finishes what runs while uvicorn waits for the connections.
+
+    signal: the last one that came. Unlike uvicorn's own it is not raised again after an orderly end.
+    """
 
     def __init__(self, config: uvicorn.Config, batcher: Batcher, grace: float):
         super().__init__(config)
+        self.signal = 0
         self._ending = threading.Thread(target=batcher.close, args=(grace,), daemon=True)
 
     def handle_exit(self, sig: int, frame) -> None:
-        super().handle_exit(sig, frame)
+        self.force_exit |= self.should_exit and sig == signal.SIGINT
+        self.should_exit, self.signal = True, sig
         if self._ending.ident is None:
             self._ending.start()
 
 
-def server(app: Starlette, batcher: Batcher, *, grace: float, quiet: bool = False) -> uvicorn.Server:
+def server(app: Starlette, batcher: Batcher, *, grace: float, quiet: bool = False) -> _Server:
     """What answers when it is ``run(sockets=[listener])``, until SIGTERM or Ctrl-C.
 
     It then finishes what runs within ``grace`` seconds; a second Ctrl-C ends it at once.
@@ -51,3 +57,12 @@ def server(app: Starlette, batcher: Batcher, *, grace: float, quiet: bool = Fals
         server_header=False,
     )
     return _Server(config, batcher, grace)
+
+
+def serve(server: _Server, batcher: Batcher, listener: socket.socket) -> int:
+    """Answer until a signal comes.
+
+    Returns the exit code: 0, or 128 and the signal's number where an answer was broken off.
+    """
+    server.run(sockets=[listener])
+    return 0 if batcher.close() else 128 + server.signal

@@ -8,6 +8,7 @@ from lab import CONFIG, VOCAB, WIDTH, shared_lab
 
 from hydrajax.api import Loaded
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.either import GreedyOrExact
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.prefix import WithPrefix
@@ -42,25 +43,27 @@ def model() -> Loaded:
 
 
 def answers(served: Loaded, prompts, rules, limits, seeds, **settings) -> list[Generation]:
-    """What `generate` says to each prompt, greedy and sampled ones in batches of their own.
+    """What `generate` says to each prompt, greedy or sampled.
 
     seeds: one for each prompt, or one for all, of which the prompts then have their numbers. Every batch is of one
-    shape, filled up with a long text, so that all tests share two programs.
+    shape, filled up with a long text, and greedy rows stand beside sampled ones (which `test_either` compares with
+    the rules themselves), so that all tests share one program.
     """
-    found: list = [None] * len(prompts)
-    filler = np.zeros(70, np.int32), 60
-    for kind, example in ((Greedy, Greedy()), (ExactSampling, ExactSampling(0.9, top_p=0.9))):
-        some = [at for at, rule in enumerate(rules) if type(rule) is kind]
-        for start in range(0, len(some), ROWS - 1):
-            batch = some[start : start + ROWS - 1]
-            empty = ROWS - len(batch)
-            texts, most = (
-                [values[at] for at in batch] + [of] * empty
-                for values, of in zip((prompts, limits), filler, strict=True)
-            )
-            own = seeds if isinstance(seeds, int) else [seeds[at] for at in batch] + [0] * empty
-            wanted = {"rule": [rules[at] for at in batch] + [example] * empty, "max_new_tokens": most, "seed": own}
-            results = generate(served, texts, tree=TREE, batch_size=ROWS, logprobs=True, **wanted, **settings)
-            for at, result in zip(batch, results, strict=False):
-                found[at] = result
+    found, filler = [], (np.zeros(70, np.int32), 60)
+    for start in range(0, len(prompts), ROWS - 1):
+        batch = range(start, min(start + ROWS - 1, len(prompts)))
+        empty = ROWS - len(batch)
+        texts, most = (
+            [values[at] for at in batch] + [of] * empty for values, of in zip((prompts, limits), filler, strict=True)
+        )
+        own = seeds if isinstance(seeds, int) else [seeds[at] for at in batch] + [0] * empty
+        rule = [either(rules[at]) for at in batch] + [either(Greedy())] * empty
+        wanted = {"rule": rule, "max_new_tokens": most, "seed": own, "logprobs": True}
+        found += list(generate(served, texts, tree=TREE, batch_size=ROWS, **wanted, **settings))[: len(batch)]
     return found
+
+
+def either(rule: Greedy | ExactSampling) -> GreedyOrExact:
+    """The same rule in the kind that a server has."""
+    numbers = {} if isinstance(rule, Greedy) else {"temperature": rule.temperature, "top_p": rule.top_p}
+    return GreedyOrExact.in_full(VOCAB, penalties=False, **numbers)

@@ -256,7 +256,7 @@ def test_beyond_the_queue_requests_are_refused_all_or_none(small, start):
     with pytest.raises(Refused):
         batcher.submit([request(batcher, [1])])
     assert batcher.stats().refused == 5
-    batcher.close(grace=SECONDS)
+    assert batcher.close(grace=SECONDS)
     assert all(ticket.result.finish_reason for ticket in tickets)
     with pytest.raises(Closed, match="shutting down"):
         batcher.submit([request(batcher, [1])])
@@ -267,7 +267,7 @@ def test_closing_without_grace_hands_back_what_is_there(small, start):
     running, *_ = tickets = batcher.submit([request(batcher, [1], 90)] * 5)
     while running.result is None:
         time.sleep(0.001)
-    batcher.close()
+    assert not batcher.close()
     assert all(ticket.done for ticket in tickets)
     assert running.wait(0).new_tokens >= 1
     assert tickets[-1].wait(0) is None

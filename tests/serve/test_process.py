@@ -61,7 +61,7 @@ def test_answers_of_the_shipped_model_and_an_orderly_end():
         process.send_signal(signal.SIGTERM)
         text += "".join(event.choices[0].text for event in events)
         assert text == wanted[0].text
-        assert process.wait(60) in (0, -signal.SIGTERM)
+        assert process.wait(60) == 0
     with serving("--grace", "0") as (process, address):
         client = openai.OpenAI(base_url=address, api_key="k", timeout=300, max_retries=0)
         events = client.completions.create(model="hydrajax", prompt=prompts[0], max_tokens=900, stream=True)
@@ -69,7 +69,7 @@ def test_answers_of_the_shipped_model_and_an_orderly_end():
         process.send_signal(signal.SIGINT)
         pieces += [event.choices[0] for event in events]
         assert pieces[-1].finish_reason == "length"  # handed back with what was there
-        assert process.wait(60) in (130, -signal.SIGINT)
+        assert process.wait(60) == 130
 
 
 def test_a_port_that_is_taken_and_bad_numbers_are_refused_before_a_model_is_loaded(capfd):

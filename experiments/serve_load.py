@@ -1,0 +1,337 @@
+"""What `hydrajax serve` gives to many clients at once: throughput and waiting times, or a soak with broken connections.
+
+    python experiments/serve_load.py --output runs/experiments/serve_load.json
+    python experiments/serve_load.py --requests 10000 --disconnect 0.1
+
+The server is a process of its own on the loopback address, the clients share the machine with it. Every client asks
+again as soon as it is answered; prompts are stretches of source that the shipped model has not seen. Beside it stand
+`generate` with one prompt at a time, and the same server without a drafter. Every answer that was not broken off is
+compared with what `generate` gives for its prompt and seed.
+
+A token's latency is, of every answer, the time from its first piece to its last by the tokens in between; a pause is
+the time between two pieces, of one step's tokens or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import numpy as np
+from common import held_out_stretches
+
+import hydrajax
+from hydrajax.cli import options, run_command
+from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.errors import HydrajaxError
+from hydrajax.files import WholeFile
+from hydrajax.generation import generate
+from hydrajax.measure.machine import machine
+from hydrajax.trees import presets
+
+PERCENTILES = 50, 95, 99
+TEMPERATURE, TOP_P = 0.8, 0.95
+SOAK_QUESTIONS, SOAK_CLIENTS = 64, 16
+BATCH = 16  # rows in which `generate` says what is expected
+SAMPLES = 200  # of the server's memory, at most
+
+
+class Question(NamedTuple):
+    """A request, and what `generate` answers."""
+
+    ids: list[int]
+    limit: int
+    seed: int | None
+    answer: str
+
+
+@dataclass
+class Asked:
+    """What became of a request. pieces: when each came. tokens: of the answer. text: None if it was broken off."""
+
+    began: float
+    pieces: list[float] = field(default_factory=list)
+    tokens: int = 0
+    text: str | None = None
+
+
+def main() -> int:
+    return run_command(Path(sys.argv[0]).name, __doc__.splitlines()[0], add_arguments, run, sys.argv[1:])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", metavar="DIR|NAME", default="shipped")
+    parser.add_argument("--draft", metavar="DIR|NAME", default="hydra++")
+    parser.add_argument("--tree", metavar="NAME", help="default: the one searched for the draft")
+    parser.add_argument("--clients", type=options.positives, metavar="N,N,...", help="default 1,2,4,8,16,32; soak 16")
+    parser.add_argument("--requests", type=options.positive, metavar="N", help="of each number of clients (default 64)")
+    parser.add_argument("--disconnect", type=float, default=0.0, metavar="P", help="soak: share of broken connections")
+    parser.add_argument("--prompt-tokens", type=options.positive, default=64, metavar="N")
+    parser.add_argument("--new-tokens", type=options.positive, default=64, metavar="N")
+    parser.add_argument("--slots", type=options.positive, default=8, metavar="B", help="rows of the server's batch")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="default: print only")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 0 <= args.disconnect < 1:
+        raise HydrajaxError(f"disconnect: must be at least 0 and below 1, found {args.disconnect}")
+    soaks = args.disconnect > 0
+    args.requests = args.requests or 64
+    args.clients = args.clients or ([SOAK_CLIENTS] if soaks else [1, 2, 4, 8, 16, 32])
+    if args.output is None:
+        return 0 if (soak if soaks else load)(args)["right"] else 1
+    with WholeFile(args.output, "--output") as file:
+        found = (soak if soaks else load)(args)
+        settings = {name: getattr(args, name) for name in ("base", "draft", "tree", "slots", "prompt_tokens", "seed")}
+        file.write_text(json.dumps({"machine": machine(), "settings": settings} | found, indent=1) + "\n")
+    return 0 if found["right"] else 1
+
+
+# --- what is expected -------------------------------------------------------------------------------------------------
+
+
+def questions_for(args, loaded, count: int, *, mixed: bool) -> list[Question]:
+    """Greedy ones of one length; or mixed ones, of many lengths, of which every other one is sampled."""
+    random, most = np.random.default_rng(args.seed), args.new_tokens
+    prompts = held_out_stretches(loaded.tokenizer, count, args.prompt_tokens)
+    limits, seeds = [most] * count, [None] * count
+    if mixed:
+        prompts = [ids[: random.integers(1, len(ids) + 1)] for ids in prompts]
+        limits = random.integers(1, most + 1, count).tolist()
+        seeds = [at if at % 2 else None for at in range(count)]
+    tree, found = tree_of(args, loaded), [""] * count
+    for rule in (Greedy(), ExactSampling(TEMPERATURE, top_p=TOP_P)):
+        some = [at for at in range(count) if (seeds[at] is None) == isinstance(rule, Greedy)]
+        settings = {"tree": tree, "rule": rule, "batch_size": BATCH}
+        if not isinstance(rule, Greedy):
+            settings["seed"] = [seeds[at] for at in some]
+        texts, ends = [prompts[at] for at in some], [limits[at] for at in some]
+        for at, result in zip(
+            some, generate(loaded, texts, max_new_tokens=ends, **settings) if some else (), strict=True
+        ):
+            found[at] = result.text
+    return [Question(ids.tolist(), *rest) for ids, *rest in zip(prompts, limits, seeds, found, strict=True)]
+
+
+def tree_of(args, loaded):
+    return presets.by_name(args.tree) if args.tree else loaded.default_tree()
+
+
+# --- a server, and clients --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(args, draft: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """The process and its address; at the end it is told to go, and must say that it has finished."""
+    command = [
+        sys.executable,
+        "-m",
+        "hydrajax",
+        "serve",
+        "--base",
+        args.base,
+        "--draft",
+        draft,
+        "--port",
+        "0",
+        "--quiet",
+    ]
+    command += ["--slots", str(args.slots), "--queue", "1000", "--dtype", "float32"]
+    if args.tree and draft != "none":
+        command += ["--tree", args.tree]
+    process, log, address = subprocess.Popen(command, stderr=subprocess.PIPE, text=True), [], None
+    try:
+        for line in process.stderr:
+            log.append(line)
+            if found := re.search(r"serving on (http://\S+)/v1", line):
+                address = found[1]
+                break
+        if address is None:
+            raise HydrajaxError(f"the server has not started: {log[-1].strip() if log else 'without a word'}")
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield process, address
+        process.send_signal(signal.SIGTERM)
+        if code := process.wait(60):
+            raise HydrajaxError(f"the server has ended with {code}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def ask(client: httpx.AsyncClient, question: Question, pieces: int | None = None) -> Asked:
+    """Stream one answer. pieces: break the connection off after so many."""
+    body = {"prompt": question.ids, "max_tokens": question.limit, "stream": True, "temperature": 0}
+    body |= {"model": "hydrajax", "stream_options": {"include_usage": True}}
+    if question.seed is not None:
+        body |= {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": question.seed}
+    asked, text, ended = Asked(time.perf_counter()), "", False
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            raise HydrajaxError(f"the server says {response.status_code}: {(await response.aread()).decode()[:200]}")
+        if pieces == 0:
+            return asked
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            for choice in event["choices"]:
+                asked.pieces.append(time.perf_counter())
+                text, ended = text + choice["text"], choice["finish_reason"] is not None
+            if event.get("usage"):
+                asked.tokens = event["usage"]["completion_tokens"]
+            if len(asked.pieces) == pieces and not ended:
+                return asked
+    if ended:
+        asked.text = text
+    return asked
+
+
+async def ask_all(
+    address: str, n_clients: int, questions: Sequence[Question], cuts: Sequence[int | None] | None = None, progress=None
+) -> tuple[list[Asked], float]:
+    """All questions, by so many clients who take the next one when they are answered; and the seconds it took."""
+    cuts, found = cuts or [None] * len(questions), [None] * len(questions)
+    left = iter(range(len(questions)))
+
+    async def client(http: httpx.AsyncClient):
+        for at in left:
+            found[at] = await ask(http, questions[at], cuts[at])
+            if progress:
+                progress(at)
+
+    limits = httpx.Limits(max_connections=n_clients + 4)
+    async with httpx.AsyncClient(base_url=address, timeout=600, limits=limits) as http:
+        began = time.perf_counter()
+        await asyncio.gather(*(client(http) for _ in range(n_clients)))
+    return found, time.perf_counter() - began
+
+
+# --- load -------------------------------------------------------------------------------------------------------------
+
+
+def load(args) -> dict:
+    loaded = hydrajax.load(args.base, args.draft, dtype="float32")
+    most = max(args.requests, 2 * max(args.clients))
+    questions = questions_for(args, loaded, most, mixed=False)
+    rows, right = [], True
+    alone = [question.ids for question in questions[: min(args.requests, 32)]]
+    for name, tree in (("drafted", tree_of(args, loaded)), ("plain", presets.root())):
+        settings = {"tree": tree, "max_new_tokens": args.new_tokens}
+        list(generate(loaded, alone[:1], **settings))
+        began = time.perf_counter()
+        tokens = sum(result.new_tokens for result in generate(loaded, alone, **settings))
+        rate = tokens / (time.perf_counter() - began)
+        rows.append({"way": f"generate, one at a time, {name}", "clients": 1, "tokens_per_second": rate})
+        print(f"{rows[-1]['way']:36} {rate:8.1f} tokens/s", flush=True)
+    for draft in (args.draft, "none"):
+        with serving(args, draft) as (_, address):
+            for n_clients in args.clients:
+                some = questions[: max(args.requests, 2 * n_clients)]
+                found, seconds = asyncio.run(ask_all(address, n_clients, some))
+                wrong = sum(asked.text != question.answer for asked, question in zip(found, some, strict=True))
+                right &= not wrong
+                row = {"way": f"server, {draft}", "clients": n_clients, "wrong": wrong} | figures(found, seconds)
+                rows.append(row)
+                print(line_of(row), flush=True)
+    return {"rows": rows, "right": right}
+
+
+def figures(found: Sequence[Asked], seconds: float) -> dict:
+    def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+        at = np.percentile(values, PERCENTILES) if len(values) else [float("nan")] * len(PERCENTILES)
+        return {f"{name}_ms_{which}": 1000 * float(value) for which, value in zip(PERCENTILES, at, strict=True)}
+
+    pauses = [
+        later - earlier for asked in found for earlier, later in zip(asked.pieces, asked.pieces[1:], strict=False)
+    ]
+    each = [(a.pieces[-1] - a.pieces[0]) / (a.tokens - 1) for a in found if a.tokens > 1]
+    return (
+        {"requests": len(found), "tokens_per_second": sum(asked.tokens for asked in found) / seconds}
+        | spread("first_token", [asked.pieces[0] - asked.began for asked in found])
+        | spread("token", each)
+        | spread("pause", pauses)
+    )
+
+
+def line_of(row: dict) -> str:
+    times = []
+    for name in ("first_token", "token", "pause"):
+        found = "/".join(f"{row[f'{name}_ms_{at}']:.0f}" for at in PERCENTILES)
+        times.append(f"{name.replace('_', ' ')} {found} ms")
+    rate = f"{row['way']:20} {row['clients']:3} clients {row['tokens_per_second']:8.1f} tokens/s"
+    return ", ".join([rate, *times, f"{row['wrong']} wrong"])
+
+
+# --- soak -------------------------------------------------------------------------------------------------------------
+
+
+def soak(args) -> dict:
+    """Every complete answer is right, none is lost, what was broken off is over, and the server's memory stays."""
+    loaded = hydrajax.load(args.base, args.draft, dtype="float32")
+    pool = questions_for(args, loaded, SOAK_QUESTIONS, mixed=True)
+    random = np.random.default_rng(args.seed + 1)
+    questions = [pool[at] for at in random.integers(len(pool), size=args.requests)]
+    cuts = [int(random.integers(0, 6)) if random.random() < args.disconnect else None for _ in questions]
+    every, samples = max(1, args.requests // SAMPLES), []
+    with serving(args, args.draft) as (process, address):
+
+        def sample(at: int) -> None:
+            if at % every == 0:
+                samples.append((at, resident(process.pid)))
+
+        found, seconds = asyncio.run(ask_all(address, args.clients[0], questions, cuts, sample))
+        counts = settled_counts(address)
+    whole = [(asked, question) for asked, question in zip(found, questions, strict=True) if asked.text is not None]
+    lost = sum(asked.text is None and cut is None for asked, cut in zip(found, cuts, strict=True))
+    wrong = sum(asked.text != question.answer for asked, question in whole)
+    left = counts["requests"] - counts["ended"] - counts["cancelled"]
+    begun = [megabytes for at, megabytes in samples if at >= args.requests // 5] or [samples[-1][1]]
+    slope = 1000 * float(np.polyfit(range(len(begun)), begun, 1)[0]) / every if len(begun) > 2 else 0.0
+    broken_off = len(questions) - len(whole) - lost
+    print(
+        f"{len(questions)} requests in {seconds:.0f} s: {len(whole)} whole, {broken_off} broken off, {lost} lost, "
+        f"{wrong} wrong, {left} left in the server\n"
+        f"memory of the server: {begun[0]:.0f} MB after a fifth, {begun[-1]:.0f} MB at the end, "
+        f"{max(begun):.0f} MB at most, {slope:+.2f} MB for 1000 requests"
+    )
+    row = {"requests": len(questions), "whole": len(whole), "lost": lost, "wrong": wrong, "left": left}
+    row |= {"seconds": seconds, "megabytes_per_1000_requests": slope, "memory": samples}
+    return {"rows": [row], "counts": counts, "right": not (lost or wrong or left)}
+
+
+def resident(pid: int) -> float:
+    """Megabytes of a process's memory."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1000
+
+
+def settled_counts(address: str) -> dict[str, int]:
+    """The server's own counts, once it has noticed who has gone."""
+    for _ in range(100):
+        page = httpx.get(f"{address}/metrics").text
+        counts = {
+            name: int(float(re.search(rf"^hydrajax_{name}_total (\S+)", page, re.MULTILINE)[1]))
+            for name in ("requests", "ended", "cancelled")
+        }
+        if counts["requests"] == counts["ended"] + counts["cancelled"]:
+            break
+        time.sleep(0.1)
+    return counts
+
+
+if __name__ == "__main__":
+    sys.exit(main())
