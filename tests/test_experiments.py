@@ -289,6 +289,29 @@ def test_lookup_and_heads(in_process, tmp_path):
         assert steps[f"lookup+hydra, {tree}"] >= max(steps[f"hydra, {tree}"], steps["lookup, chain-5"])
 
 
+@pytest.mark.slow
+def test_serving_under_load_and_with_broken_connections(tmp_path):
+    """Every answer is compared there with that of `generate`: a wrong one ends the script with 1."""
+    for package in ("starlette", "uvicorn", "prometheus_client", "httpx"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    sizes = ["--slots", "2", "--tree", "chain-2", "--prompt-tokens", "24", "--new-tokens", "12"]
+    output = tmp_path / "load.json"
+    done = run("serve_load", tmp_path, *sizes, "--clients", "1,3", "--requests", "6", "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    *alone, first, last = json.loads(output.read_text())["rows"][:4]
+    assert {row["way"].split(",")[0] for row in alone} == {"generate"}
+    assert (first["clients"], last["clients"], last["requests"], last["wrong"]) == (1, 3, 6, 0)
+    assert 0 < last["first_token_ms_50"] <= last["first_token_ms_99"]
+    sizes += ["--clients", "4", "--requests", "40", "--disconnect", "0.3"]
+    done = run("serve_load", tmp_path, *sizes, "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(output.read_text())["rows"]
+    assert (row["requests"], row["lost"], row["wrong"], row["left"]) == (40, 0, 0, 0)
+    assert 10 < row["whole"] < 40
+    done = run("serve_load", tmp_path, "--disconnect", "1")
+    assert (done.returncode, done.stderr) == (2, "hydrajax: --disconnect: must be at least 0 and below 1, found 1.0\n")
+
+
 def test_prompts_of_edits_and_summaries(monkeypatch):
     monkeypatch.syspath_prepend(EXPERIMENTS)
     script = module(EXPERIMENTS / "lookup_and_heads.py")

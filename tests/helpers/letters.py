@@ -34,11 +34,16 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>", chat_template=TEMPLATE)
 
 
-def model() -> Loaded:
-    """Hydra++ on the tests' tiny base, with a longer context."""
+def model(heads: str = "medusa") -> Loaded:
+    """Heads on the tests' tiny base, with a longer context: those that compile fastest, or others.
+
+    Hydra++ has a cache of its own.
+    """
     lab, config = shared_lab(), CONFIG.replace(max_positions=CONTEXT)
-    drafter = WithPrefix(HydraHeads(4, WIDTH, VOCAB, n_layers=2), config)
-    params = Params(lab.base(0), lab.draft("hydra++", 0))
+    drafter = lab.drafters["medusa"]
+    if heads == "hydra++":
+        drafter = WithPrefix(HydraHeads(4, WIDTH, VOCAB, n_layers=2), config)
+    params = Params(lab.base(0), lab.draft(heads, 0))
     return Loaded(Llama(config, jnp.dtype("float32")), drafter, params, tokenizer=tokenizer(), eos_ids=(END,))
 
 

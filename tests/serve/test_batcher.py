@@ -6,14 +6,18 @@ import itertools
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from letters import TREE, answers
+from lab import NEW, shared_lab
+from letters import END, TREE, answers, model
 
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.loop import Bursts
+from hydrajax.drafters.lookup import PromptLookup
+from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate
 from hydrajax.serve.batcher import Batcher
@@ -142,8 +146,18 @@ def test_under_random_arrivals_every_request_gets_what_it_gets_alone(served, sma
     assert 0 < stats.cached < stats.prompt_tokens
 
 
+def test_greedy_answers_are_what_the_base_alone_goes_on_with(small, start):
+    """Without a cache, a tree, a batch or a loop of the package."""
+    lab, batcher, prompts = shared_lab(), start(small), [[3, 1, 4, 1, 5], [2], [9, 2, 6, 5, 3, 5, 8]]
+    tickets = batcher.submit([request(batcher, prompt, NEW) for prompt in prompts])
+    texts, _ = lab.references(0, prompts)
+    for text, prompt, ticket in zip(texts, prompts, tickets, strict=True):
+        assert list(ticket.wait(SECONDS).output_ids) == lab.expected(text, len(prompt), NEW, (END,))
+
+
 @pytest.mark.slow
-def test_so_it_is_with_several_shapes_and_a_tree_for_each_batch(served, start):
+def test_so_it_is_with_several_shapes_a_tree_for_each_batch_and_a_cache_of_the_draft(start):
+    served = model("hydra++")
     trees = {1: TREE, 2: TREE, 5: presets.chain(2)}
     programs = Programs(served, Sizes(rows=5, chunk=32, places=32), trees.get)
     assert (programs.batches, len(programs.places)) == ((1, 2, 5), 3)
@@ -156,6 +170,21 @@ def test_so_it_is_with_several_shapes_and_a_tree_for_each_batch(served, start):
         check_random_arrivals(served, batcher, 40, 0.0)
     assert max(stats.nbytes + stats.kept_nbytes for stats in seen) <= memory
     assert max(stats.running for stats in seen) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["lookup", "lookup beside heads"])
+def test_so_it_is_with_tables_of_the_text(start, draft):
+    """Which are made anew where a row comes to have other places, and where a text is taken over."""
+    inner = model()
+    drafter = PromptLookup(depth=4) if draft == "lookup" else WithLookup(inner.drafter, 3)
+    params = inner.params._replace(draft={}) if draft == "lookup" else inner.params
+    served = replace(inner, drafter=drafter, params=params)
+    programs = Programs(served, Sizes(rows=2, chunk=32, places=32), lambda rows: TREE)
+    programs.warm()
+    batcher = start(programs)
+    check_random_arrivals(served, batcher, 40, 0.0)
+    assert batcher.stats().cached > 0
 
 
 @pytest.mark.slow
