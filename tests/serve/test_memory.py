@@ -19,6 +19,12 @@ def programs(served):
     return Programs(served, Sizes(rows=5, chunk=32, places=32), lambda rows: TREE)
 
 
+def test_a_draft_on_devices_of_its_own_is_refused(served, monkeypatch):
+    monkeypatch.setattr("hydrajax.serve.programs.are_apart", lambda params: params is served.params)
+    with pytest.raises(HydrajaxError, match="draft_devices: requests that share a batch"):
+        Programs(served, Sizes())
+
+
 def request(length: int, limit: int) -> Request:
     return Request(np.zeros(length, np.int32), limit, GreedyOrExact())
 
