@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 
@@ -11,6 +12,8 @@ from rich.console import Console
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
 from hydrajax.extras import needs
+from hydrajax.trees import presets
+from hydrajax.trees.dynamic import CandidateTree
 
 HELP = "answer requests over HTTP, many at a time, in the words of OpenAI's interface"
 KEY = "HYDRAJAX_API_KEY"
@@ -24,6 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     web.add_argument("--port", type=int, default=8000, help="0 takes a free one (default %(default)s)")
     web.add_argument("--api-key", metavar="KEY", help=f"ask for this key below /v1 (default: that in {KEY}, or none)")
     web.add_argument("--name", default="hydrajax", help="of the model (default %(default)s)")
+    web.add_argument(
+        "--also",
+        metavar="DRAFT[@TREE]",
+        action="append",
+        default=[],
+        help="another draft for the same base, or none; a model of its own, called NAME:DRAFT[@TREE]; repeatable",
+    )
     web.add_argument("--timeout", metavar="S", type=options.positive, default=600, help="seconds an answer may take")
     web.add_argument("--grace", metavar="S", type=int, default=30, help="seconds to finish what runs at the end")
     web.add_argument("--max-body", metavar="BYTES", type=options.positive, default=4 << 20, help="default %(default)s")
@@ -60,19 +70,27 @@ def run(args: argparse.Namespace) -> int:
     from hydrajax.serve.batcher import Batcher
     from hydrajax.serve.programs import Programs, Sizes
     from hydrajax.serve.prompts import Encoder
+    from hydrajax.serve.served import Served, close_all, plain_step_seconds
 
     if args.grace < 0:
         raise HydrajaxError(f"grace: must be at least 0, found {args.grace}")
     tree = options.tree_from(args)
+    others = [also.rpartition("@") if "@" in also else (also, "", None) for also in args.also]
+    trees = [tree, *(None if name is None else presets.by_name(name) for *_, name in others)]
     listener = listening(args.host, args.port)  # refused before a model is loaded
     loaded = options.load_from(args)
+    drafted = [loaded, *(loaded.with_draft(draft) for draft, *_ in others)]
+    names = [args.name, *(f"{args.name}:{also}" for also in args.also)]
     sizes = Sizes(rows=args.slots, chunk=args.chunk, penalties=args.penalties)
-    programs = Programs(loaded, sizes, None if tree is None else lambda rows: tree)
+    programs = [
+        Programs(one, sizes, None if tree is None else functools.partial(_always, tree))
+        for one, tree in zip(drafted, trees, strict=True)
+    ]
     memory = None if args.cache_memory is None else args.cache_memory * 1_000_000
-    batcher = Batcher(programs, queue=args.queue, cache_memory=memory, keep=not args.no_prefix_reuse)
+    settings_of = {"queue": args.queue, "cache_memory": memory, "keep": not args.no_prefix_reuse}
+    batchers = [Batcher(some, **settings_of) for some in programs]
     encoder = Encoder(loaded, args.template, args.max_prompt)
     settings = Settings(
-        model=args.name,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         api_key=args.api_key or os.environ.get(KEY) or None,
@@ -80,16 +98,32 @@ def run(args: argparse.Namespace) -> int:
         timeout=args.timeout,
         hosts=LOOPBACK if args.host in LOOPBACK else None,
     )
-    batcher.request([0], temperature=args.temperature)  # refuses one that is out of range
+    batchers[0].request([0], temperature=args.temperature)  # refuses one that is out of range
+    shared = {"conversations": encoder.takes_conversations}
     if not args.no_warm_up:
         with Console(stderr=True).status("compiling") as line:
-            programs.warm(line.update)
+            for some in programs:
+                some.warm(line.update)
+            shared["plain_step_seconds"] = plain_step_seconds(loaded)
+    given = [(options.draft_of(args) or "none", args.tree), *((draft, name) for draft, _, name in others)]
+    served = [
+        Served(name, batcher, shared | {"draft": str(draft), "tree": tree or f"{some.nodes} nodes"})
+        for name, batcher, some, (draft, tree) in zip(names, batchers, programs, given, strict=True)
+    ]
+    app = Interface(served, encoder, settings).app()
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    memory = batcher.stats().limit_nbytes / 1e6
-    print(f"{loaded!r}\nserving on http://{shown}:{port}/v1, {memory:.0f} MB for caches", file=sys.stderr, flush=True)
-    app = Interface(batcher.start(), encoder, settings).app()
+    shown = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    memory = sum(batcher.stats().limit_nbytes for batcher in batchers) / 1e6
+    print(
+        f"{loaded!r}\nserving on {shown}/v1, {memory:.0f} MB for caches; to chat: {shown}", file=sys.stderr, flush=True
+    )
+    for batcher in batchers:
+        batcher.start()
     try:
-        return serve(server(app, batcher, grace=args.grace, quiet=args.quiet), batcher, listener)
+        return serve(server(app, batchers, grace=args.grace, quiet=args.quiet), batchers, listener)
     finally:
-        batcher.close()
+        close_all(batchers)
+
+
+def _always(tree: CandidateTree, rows: int) -> CandidateTree:
+    return tree

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,31 +17,36 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.serve.batcher import Batcher
+from hydrajax.serve.batcher import Batcher, Stats
 from hydrajax.serve.metrics import Metrics
 from hydrajax.serve.prompts import Encoder
 from hydrajax.serve.protocol import MOST_CHOICES, ChatBody, Common, CompletionBody, parsed
 from hydrajax.serve.replies import ChatCompletion, Choice, Completion, Form, usage
 from hydrajax.serve.requests import Closed, Refused
+from hydrajax.serve.served import Served, together
 from hydrajax.serve.stream import EventStream
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+# Nothing from elsewhere is loaded, and no other page may show this one.
+POLICY = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
 @dataclass(frozen=True)
 class Settings:
     """Of the interface.
 
-    model: the name it answers to. max_new_tokens, temperature: of requests that do not say. api_key: asked for below
+    max_new_tokens, temperature: of requests that do not say. api_key: asked for below
     /v1 where it is given. max_body: bytes. body_timeout, timeout, write_timeout: seconds for a body to come, for an
     answer to be made and for one piece of it to be taken. hosts: names by which clients may call it, None for any.
     """
 
-    model: str = "hydrajax"
     max_new_tokens: int = 256
     temperature: float = 0.0
     api_key: str | None = None
@@ -52,11 +58,19 @@ class Settings:
 
 
 class Interface:
-    """The routes. Requests that cannot be answered get a status and one line in OpenAI's form."""
+    """The routes. Requests that cannot be answered get a status and one line in OpenAI's form.
 
-    def __init__(self, batcher: Batcher, encoder: Encoder, settings: Settings):
-        self._batcher, self._encoder, self._settings = batcher, encoder, settings
-        self._metrics = Metrics(batcher.stats)
+    served: what clients choose from by the name of the model. Where there is only one, it answers to any name.
+    """
+
+    def __init__(self, served: Sequence[Served], encoder: Encoder, settings: Settings):
+        self._served, self._encoder, self._settings = {one.name: one for one in served}, encoder, settings
+        if len(self._served) < len(served):
+            raise HydrajaxError(f"name: two models are called the same, found {[one.name for one in served]}")
+        self._metrics = Metrics(self._stats)
+
+    def _stats(self) -> Stats:
+        return together([one.batcher.stats() for one in self._served.values()])
 
     def app(self) -> Starlette:
         hosts = self._settings.hosts
@@ -68,6 +82,7 @@ class Interface:
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/health", self.health),
                 Route("/metrics", self.metrics),
+                *(Route(path, _page(name)) for path, name in PAGE.items()),
             ],
             # A page from elsewhere, in a browser on this machine, could otherwise call it by a name of its own.
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))] if hosts else [],
@@ -76,16 +91,26 @@ class Interface:
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
-        model = {"id": self._settings.model, "object": "model", "created": 0, "owned_by": "hydrajax"}
+        models = {
+            name: {"id": name, "object": "model", "created": 0, "owned_by": "hydrajax", "hydrajax": dict(one.about)}
+            for name, one in self._served.items()
+        }
         name = request.path_params.get("name")
         if name is None:
-            return JSONResponse({"object": "list", "data": [model]})
-        if name != self._settings.model:
-            raise HTTPException(404, f"model: found '{name}', there is {self._settings.model}")
-        return JSONResponse(model)
+            return JSONResponse({"object": "list", "data": list(models.values())})
+        if name not in models:
+            raise HTTPException(404, f"model: found '{name}', there is {', '.join(models)}")
+        return JSONResponse(models[name])
+
+    def _chosen(self, name: str) -> Served:
+        if len(self._served) == 1 or not name:
+            return next(iter(self._served.values()))
+        if name not in self._served:
+            raise HTTPException(404, f"model: found '{name}', there is {', '.join(self._served)}")
+        return self._served[name]
 
     async def health(self, request: Request) -> Response:
-        failed = self._batcher.stats().failed
+        failed = self._stats().failed
         return JSONResponse({"status": "failed" if failed else "ok"}, status_code=503 if failed else 200)
 
     async def metrics(self, request: Request) -> Response:
@@ -94,13 +119,13 @@ class Interface:
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, CompletionBody)
         prompts = await run_in_threadpool(lambda: [self._encoder.prompt(content) for content in body.prompts()])
-        return await self._answer(request, body, prompts, Completion(self._settings.model))
+        return await self._answer(request, body, prompts, Completion)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatBody)
         messages = [message.plain() for message in body.messages]
         prompts = [await run_in_threadpool(self._encoder.conversation, messages)]
-        return await self._answer(request, body, prompts, ChatCompletion(self._settings.model))
+        return await self._answer(request, body, prompts, ChatCompletion)
 
     # --- a request --------------------------------------------------------------------------------------------
 
@@ -128,7 +153,9 @@ class Interface:
             raise HTTPException(408, f"the body did not come within {self._settings.body_timeout} seconds") from None
         return await run_in_threadpool(parsed, kind, bytes(body))
 
-    async def _answer(self, request: Request, body: Common, prompts: list, form: Form) -> Response:
+    async def _answer(self, request: Request, body: Common, prompts: list, kind: type[Form]) -> Response:
+        chosen = self._chosen(body.model)
+        batcher, form = chosen.batcher, kind(chosen.name)
         n, numbers = body.n or 1, body.numbers()
         if numbers["temperature"] is None:
             numbers["temperature"] = self._settings.temperature
@@ -144,11 +171,12 @@ class Interface:
             raise HydrajaxError(
                 f"n: at most {MOST_CHOICES} answers can be had at once, found {len(prompts)} prompts x {n}"
             )
-        requests = [self._batcher.request(ids, number=number, **settings) for ids in prompts for number in range(n)]
-        answer = _Answer(self._batcher, self._metrics, request, self._settings.timeout)
+        requests = [batcher.request(ids, number=number, **settings) for ids in prompts for number in range(n)]
+        answer = _Answer(batcher, self._metrics, request, self._settings.timeout)
         try:
-            tickets = self._batcher.submit(requests, answer.changed)
+            tickets = batcher.submit(requests, answer.changed)
             shown = {"token_text": self._encoder.token_text, "logprobs": body.wants_logprobs()}
+            shown["drafts"] = body.includes_drafts
             answer.choices = [Choice(index, ticket, **shown) for index, ticket in enumerate(tickets)]
             if body.stream:
                 events = answer.events(form, n if body.includes_usage else None)
@@ -158,6 +186,15 @@ class Interface:
         finally:
             if not body.stream or not answer.choices:
                 answer.close()
+
+
+def _page(name: str) -> Callable[[Request], Awaitable[Response]]:
+    """A file of the chat page."""
+
+    async def answer(request: Request) -> Response:
+        return FileResponse(Path(__file__).with_name("page") / name, headers={"content-security-policy": POLICY})
+
+    return answer
 
 
 class _Answer:

@@ -78,6 +78,11 @@ class Programs:
         # What a drafter holds may depend on the number of places (`Drafter.rewind`).
         self._stay = jax.jit(lambda state: engine.rewind(state, state.target.cache.lengths), donate_argnums=0)
 
+    @property
+    def nodes(self) -> int:
+        """That a step of one row feeds, the root counted."""
+        return nodes_fed(self.loaded.drafter, self.bursts[1].engine.tree)
+
     def batch_for(self, rows: int) -> int:
         """The smallest batch that holds so many rows."""
         return next(batch for batch in self.batches if batch >= rows)

@@ -36,6 +36,10 @@ class Encoder:
                 raise
             self._no_template = str(error)
 
+    @property
+    def takes_conversations(self) -> bool:
+        return self._chat is not None
+
     def prompt(self, content: str | list[int]) -> np.ndarray:
         """Of a text or token ids, int32 ``[P]``."""
         with self._lock:

@@ -18,10 +18,13 @@ Text = Annotated[StrictStr, Field(min_length=1)]
 
 
 class StreamOptions(BaseModel):
-    """``include_obfuscation`` pads OpenAI's own streams; there is nothing to hide here."""
+    """``include_obfuscation`` pads OpenAI's own streams; there is nothing to hide here. ``include_drafts``, beyond
+    OpenAI's, tells of every piece which of its tokens were drafted.
+    """
 
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
+    include_drafts: bool = False
     include_obfuscation: bool = False
 
 
@@ -70,6 +73,10 @@ class Common(BaseModel):
 
     def wants_logprobs(self) -> bool:
         raise NotImplementedError
+
+    @property
+    def includes_drafts(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_drafts
 
     @property
     def includes_usage(self) -> bool:

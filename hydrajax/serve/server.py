@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+from collections.abc import Sequence
 
 import uvicorn
 from starlette.applications import Starlette
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.batcher import Batcher
+from hydrajax.serve.served import close_all
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -25,15 +27,15 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Tells the batcher of a signal at once, so that it finishes what runs while uvicorn waits for the connections.
+    """Tells the batchers of a signal at once, so that they finish what runs while uvicorn waits for the connections.
 
     signal: the last one that came. Unlike uvicorn's own it is not raised again after an orderly end.
     """
 
-    def __init__(self, config: uvicorn.Config, batcher: Batcher, grace: float):
+    def __init__(self, config: uvicorn.Config, batchers: Sequence[Batcher], grace: float):
         super().__init__(config)
         self.signal = 0
-        self._ending = threading.Thread(target=batcher.close, args=(grace,), daemon=True)
+        self._ending = threading.Thread(target=close_all, args=(batchers, grace), daemon=True)
 
     def handle_exit(self, sig: int, frame) -> None:
         self.force_exit |= self.should_exit and sig == signal.SIGINT
@@ -42,7 +44,7 @@ class _Server(uvicorn.Server):
             self._ending.start()
 
 
-def server(app: Starlette, batcher: Batcher, *, grace: float, quiet: bool = False) -> _Server:
+def server(app: Starlette, batchers: Sequence[Batcher], *, grace: float, quiet: bool = False) -> _Server:
     """What answers when it is ``run(sockets=[listener])``, until SIGTERM or Ctrl-C.
 
     It then finishes what runs within ``grace`` seconds; a second Ctrl-C ends it at once.
@@ -56,13 +58,13 @@ def server(app: Starlette, batcher: Batcher, *, grace: float, quiet: bool = Fals
         h11_max_incomplete_event_size=1 << 16,
         server_header=False,
     )
-    return _Server(config, batcher, grace)
+    return _Server(config, batchers, grace)
 
 
-def serve(server: _Server, batcher: Batcher, listener: socket.socket) -> int:
+def serve(server: _Server, batchers: Sequence[Batcher], listener: socket.socket) -> int:
     """Answer until a signal comes.
 
     Returns the exit code: 0, or 128 and the signal's number where an answer was broken off.
     """
     server.run(sockets=[listener])
-    return 0 if batcher.close() else 128 + server.signal
+    return 0 if close_all(batchers) else 128 + server.signal

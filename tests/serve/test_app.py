@@ -5,45 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 import time
-from contextlib import contextmanager
 
 import pytest
-from letters import answers
 
-from hydrajax.decoding.acceptance import ExactSampling, Greedy
-from hydrajax.serve.batcher import Batcher
-from hydrajax.serve.prompts import Encoder
+from hydrajax.decoding.acceptance import ExactSampling
 
 for package in ("starlette", "uvicorn", "prometheus_client", "openai", "httpx"):
     pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve], hydrajax[test])")
 
 import httpx  # noqa: E402
 import openai  # noqa: E402
+from serving import SECONDS, expected, running  # noqa: E402
 
-from hydrajax.serve.app import Interface, Settings  # noqa: E402
-from hydrajax.serve.server import listening, server  # noqa: E402
-
-KEY, SECONDS = "a secret", 300
+KEY = "a secret"
 PROMPTS = ["abc", "a bad cafe", "deaf", "no one can go"]
-
-
-@contextmanager
-def running(programs, queue: int = 100, **settings):
-    """``(address, batcher)`` of a server in this process."""
-    batcher = Batcher(programs, queue=queue).start()
-    interface = Interface(batcher, Encoder(programs.loaded), Settings(**settings))
-    listener = listening("127.0.0.1", 0)
-    uvicorn = server(interface.app(), batcher, grace=1, quiet=True)
-    thread = threading.Thread(target=uvicorn.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", batcher
-    finally:
-        batcher.close()
-        uvicorn.should_exit = True
-        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +31,6 @@ def address(small):
 @pytest.fixture(scope="module")
 def client(address):
     return openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, timeout=SECONDS)
-
-
-def expected(served, prompts, rule=Greedy(), *, limit: int, seeds: int = 0):  # noqa: B008 (it is frozen)
-    n = len(prompts)
-    return answers(served, prompts, [rule] * n, [limit] * n, seeds)
 
 
 def test_completions_are_those_of_generate(served, client):

@@ -1,0 +1,88 @@
+"""The chat page and what it lives on: models to choose from, and which tokens were drafted."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+for package in ("starlette", "uvicorn", "prometheus_client", "httpx"):
+    pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve], hydrajax[test])")
+
+import httpx  # noqa: E402
+from serving import SECONDS, expected, running  # noqa: E402
+
+from hydrajax.serve.batcher import Batcher  # noqa: E402
+from hydrajax.serve.served import plain_step_seconds, together  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def address(small):
+    with running(small, model="letters", api_key="k", about={"draft": "hydra++", "tree": "small"}) as (address, _):
+        yield address
+
+
+def test_the_page_asks_nothing_of_anybody_else(address):
+    page = httpx.get(f"{address}/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"].startswith("default-src 'self';")
+    linked = re.findall(r'(?:src|href)="([^"]*)"', page.text)
+    assert sorted(linked) == ["data:,", "page.css", "page.js"]
+    for name, kind in (("page.css", "text/css"), ("page.js", "javascript")):
+        assert kind in httpx.get(f"{address}/{name}").headers["content-type"]
+    assert not re.search(r"https?://|innerHTML", page.text + httpx.get(f"{address}/page.js").text)
+    assert httpx.get(f"{address}/app.py").status_code == 404
+    assert httpx.get(f"{address}/../app.py").status_code == 404
+
+
+def test_models_say_what_they_are(address):
+    (model,) = httpx.get(f"{address}/v1/models", headers={"authorization": "Bearer k"}).json()["data"]
+    assert model["id"] == "letters"
+    assert model["hydrajax"] == {"draft": "hydra++", "tree": "small"}
+
+
+def test_every_piece_says_which_tokens_were_drafted(address, served):
+    """Those after the first of each step, as `generate` counts the steps; together they are the text."""
+    (wanted,) = expected(served, ["a bad cafe"], limit=30)
+    options = {"include_drafts": True, "include_usage": True}
+    body = {"prompt": "a bad cafe", "max_tokens": 30, "stream": True, "stream_options": options}
+    found = []
+    with httpx.stream(
+        "POST", f"{address}/v1/completions", json=body, headers={"authorization": "Bearer k"}, timeout=SECONDS
+    ) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                found += json.loads(line.removeprefix("data: ")).get("hydrajax", {}).get("tokens", [])
+    roots = {sum(wanted.step_lengths[:step]) for step in range(wanted.steps)}
+    assert [token["drafted"] for token in found] == [number not in roots for number in range(wanted.new_tokens)]
+    assert "".join(token["text"] for token in found).removesuffix("</s>") == wanted.text
+    assert 0 < sum(token["drafted"] for token in found) == wanted.new_tokens - wanted.steps
+
+
+def test_several_models_are_chosen_by_name(small):
+    """Each has its own counts; a name that there is not is refused."""
+    with running(small, others={"second": small}) as (address, _):
+        for name, status in (("hydrajax", 200), ("second", 200), ("", 200), ("third", 404)):
+            body = {"model": name, "prompt": "abc", "max_tokens": 2}
+            answer = httpx.post(f"{address}/v1/completions", json=body, timeout=SECONDS)
+            assert answer.status_code == status
+            if status == 200:
+                assert answer.json()["model"] == (name or "hydrajax")
+            else:
+                assert answer.json()["error"]["message"] == "model: found 'third', there is hydrajax, second"
+        assert "hydrajax_ended_total 3.0" in httpx.get(f"{address}/metrics").text
+
+
+def test_counts_are_added_up(small):
+    batchers = [Batcher(small), Batcher(small)]
+    batchers[0].submit([batchers[0].request([1, 2], max_new_tokens=3)])
+    stats = together([batcher.stats() for batcher in batchers])
+    assert (stats.requests, stats.waiting) == (1, 1)
+    assert stats.limit_nbytes == 2 * batchers[1].stats().limit_nbytes
+    assert stats.failed is False
+
+
+@pytest.mark.slow
+def test_a_plain_step_takes_time(served):
+    assert 1e-6 < plain_step_seconds(served) < 1
