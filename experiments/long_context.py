@@ -1,0 +1,160 @@
+"""What a long text costs where it is served: reading it in pieces, a step behind it, memory; and tau over its length.
+
+    python experiments/long_context.py --output experiments/results/long_context.json
+    python experiments/long_context.py --quick
+
+Times and memory are those of a small model with random weights and room for 32k tokens, with Hydra++ heads, in the
+programs of ``hydrajax serve``: caches that are as long as the text at the moment, in a few sizes. The step is timed in
+the cache of its text's size and in the largest. Tokens per step are those of the shipped model, whose context is 1024.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import CONSOLE, held_out_stretches
+
+import hydrajax
+from hydrajax.api import Loaded
+from hydrajax.cli import options, run_command
+from hydrajax.decoding.either import GreedyOrExact
+from hydrajax.decoding.prompts import batches
+from hydrajax.drafters.registry import without_weights
+from hydrajax.files import WholeFile
+from hydrajax.measure.machine import machine
+from hydrajax.measure.random_models import random_base, random_draft
+from hydrajax.measure.way import Way
+from hydrajax.models.config import LlamaConfig
+from hydrajax.serve.programs import Programs, Sizes
+from hydrajax.trees import presets
+
+CHUNK, STEPS, TREE, MOST = 512, 16, "cartesian-2x2", 33_024
+CONFIG = LlamaConfig(4096, 256, 768, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=64, max_positions=MOST)
+DRAFTS, NEW = ("hydra++", "draft-model", "lookup", "lookup+hydra++"), 96
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    lengths = [1000, 2000, 4000, 8000, 16_000, 32_000]
+    parser.add_argument("--lengths", type=options.positives, metavar="S,S,...", help=f"default {lengths}")
+    parser.add_argument("--contexts", type=options.positives, metavar="S,S,...", help="of tau; default 64 to 896")
+    parser.add_argument("--count", type=options.positive, help="texts for tau (default 16)")
+    parser.add_argument("--repeats", type=options.positive, help="of a time, of which the median counts (default 5)")
+    parser.add_argument("--quick", action="store_true", help="up to 2000 tokens, 4 texts, once")
+    parser.add_argument("--output", type=Path, metavar="FILE.json")
+    parser.set_defaults(full={"lengths": lengths, "contexts": [64, 128, 256, 512, 896], "count": 16, "repeats": 5})
+
+
+def run(args: argparse.Namespace) -> None:
+    quick = {"lengths": [500, 2000], "contexts": [64, 512], "count": 4, "repeats": 1}
+    for name, value in (quick if args.quick else args.full).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if max(args.lengths) + CHUNK > MOST or max(args.contexts) + NEW > 1024:
+        raise hydrajax.HydrajaxError(
+            f"lengths, contexts: at most {MOST - CHUNK} and {1024 - NEW}, found {args.lengths}, {args.contexts}"
+        )
+    costs = list(measured(args.lengths, args.repeats))
+    taus = tokens_per_step(args.contexts, args.count)
+    if args.output:
+        with WholeFile(args.output, "--output") as file:
+            content = {"command": "python experiments/long_context.py", "machine": machine()}
+            file.write_text(json.dumps(content | {"costs": costs, "tokens_per_step": taus}, indent=1) + "\n")
+
+
+def measured(lengths: list[int], repeats: int):
+    """Of one row, for each length: milliseconds of 1000 tokens of a prompt and of a step, and megabytes."""
+    model, base = random_base(CONFIG)
+    drafter, params = random_draft(model, base, "hydra++")
+    tree = presets.by_name(TREE)
+    programs = Programs(Loaded(model, drafter, params), Sizes(rows=1, chunk=CHUNK), lambda rows: tree)
+    rule = GreedyOrExact.in_full(CONFIG.vocab_size, penalties=False)
+    text = np.random.default_rng(0).integers(0, CONFIG.vocab_size, MOST).astype(np.int32)
+    columns = {"tokens": 7, "places": 7, "read ms/1000": 13, "last piece": 11, "step ms": 8, "in the largest": 15}
+    columns |= {"cache MB": 9, "beside MB": 10}
+    print(" ".join(name.rjust(width) for name, width in columns.items()))
+
+    def read(length: int, pieces: list[float]):
+        state, at = programs.empty_row(programs.places_to_read(0, length)), 0
+        while length - at > CHUNK:
+            began = time.perf_counter()
+            state = jax.block_until_ready(programs.feed(state, text[at : at + CHUNK], int(text[at + CHUNK])))
+            pieces.append(time.perf_counter() - began)
+            at += CHUNK
+        return programs.end(state, text[at:length], programs.key(0, 0), rule, MOST - length)
+
+    def step(state) -> float:
+        """Milliseconds; the least of several, as other work can only add to it."""
+        times, before = [], 0
+        for number in range(repeats + 1):  # the first compiles
+            began = time.perf_counter()
+            state, now = programs.bursts[1].advance(programs.loaded.params, state, np.zeros(1, bool), STEPS)
+            if number:
+                times.append((time.perf_counter() - began) / (int(now.steps[0]) - before))
+            before = int(now.steps[0])
+        return 1e3 * min(times)
+
+    for length in lengths:
+        with CONSOLE.status(f"{length} tokens"):
+            pieces: list[float] = []
+            read(length, [])  # compiles
+            began = time.perf_counter()
+            state = jax.block_until_ready(read(length, pieces))
+            seconds = time.perf_counter() - began
+            places = programs.places_for(length + (repeats + 1) * STEPS * programs.longest_path + programs.spare)
+            found = {"tokens": length, "places": places, "read_ms_per_1000": 1e6 * seconds / length}
+            found["last_piece_ms"] = 1e3 * statistics.median(pieces[-3:]) if pieces else None
+            found["step_ms"] = step(programs.copies(state, 1, places))
+            found["step_ms_in_the_largest"] = step(programs.copies(state, 1, programs.places[-1]))
+            found["cache_mb"] = programs.shapes.nbytes(1, places) / 1e6
+            found["beside_mb"] = beside(programs, rule, places) / 1e6
+        last = "" if found["last_piece_ms"] is None else f"{found['last_piece_ms']:.1f}"
+        print(
+            f"{length:7} {places:7} {found['read_ms_per_1000']:13.1f} {last:>11} {found['step_ms']:8.2f} "
+            f"{found['step_ms_in_the_largest']:15.2f} {found['cache_mb']:9.1f} {found['beside_mb']:10.1f}",
+            flush=True,
+        )
+        yield found
+
+
+def beside(programs: Programs, rule: GreedyOrExact, places: int) -> int:
+    """Bytes that reading a piece takes beside parameters and state, as XLA plans it."""
+    engine = programs.bursts[1].engine
+    state = jax.eval_shape(lambda: engine.empty(1, places, rule))
+    tokens, ones = jnp.zeros((1, CHUNK), jnp.int32), jnp.zeros(1, jnp.int32)
+    compiled = jax.jit(engine.feed, donate_argnums=1).lower(programs.loaded.params, state, tokens, ones, ones).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def tokens_per_step(contexts: list[int], count: int) -> list[dict]:
+    """Of the shipped model behind so many tokens of files that it has not seen, `NEW` more tokens each, greedily."""
+    base = hydrajax.load("shipped")
+    texts = held_out_stretches(base.tokenizer, count, max(contexts))
+    found = []
+    print(f"\n{'tau behind':20} " + " ".join(f"{context:6}" for context in contexts))
+    for draft in DRAFTS:
+        loaded = base.with_draft(draft)
+        tree = presets.by_name("chain-5") if without_weights(draft) else None
+        way = Way.of(loaded, draft, tree, max_new_tokens=NEW)
+        row = {"draft": draft}
+        for context in contexts:
+            tokens = steps = 0
+            for prompt, lengths, n_real in batches([text[-context:] for text in texts], count):
+                out = way.decode(prompt, lengths)
+                tokens += int(out.lengths[:n_real].sum())
+                steps += int(out.steps[:n_real].sum())
+            row[str(context)] = tokens / steps
+        found.append(row)
+        print(f"{draft:20} " + " ".join(f"{row[str(context)]:6.2f}" for context in contexts), flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(Path(sys.argv[0]).name, __doc__.splitlines()[0], add_arguments, run, sys.argv[1:]))
