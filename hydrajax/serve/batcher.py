@@ -319,9 +319,11 @@ class Batcher:
             return
         with self._changed:
             prompts_wait = self._reading is not None or self._fits()
-        steps, asked = 1 if prompts_wait else self._burst, time.perf_counter()
-        now = batch.advance(steps)
-        if not prompts_wait:
+        # Nobody waits for a prompt to be read, or for the first token, longer than one step of the others.
+        is_new = any(row.ticket.result is None for _, row in batch.live)
+        whole_burst, asked = not (prompts_wait or is_new), time.perf_counter()
+        now = batch.advance(self._burst if whole_burst else 1)
+        if whole_burst:
             # A burst is over early where all rows come to their ends, so the steps are counted that were taken.
             taken = max(int(now.steps[at]) - row.steps for at, row in batch.live)
             self._burst = next_burst(max(taken, 1), time.perf_counter() - asked)

@@ -236,8 +236,8 @@ def test_a_cancelled_row_is_free_and_the_others_go_on(small, start):
 def test_bursts_that_are_over_early_do_not_make_the_next_ones_longer(small, start):
     batcher = start(small)
     for _ in range(20):
-        (ticket,) = batcher.submit([request(batcher, [1, 2], 1)])
-        assert ticket.wait(SECONDS).new_tokens == 1
+        (ticket,) = batcher.submit([request(batcher, [1, 2], 3)])  # a step of its own, and at most two more
+        assert ticket.wait(SECONDS).new_tokens == 3
     assert batcher._burst <= 4
 
 
