@@ -28,6 +28,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.prompts import batches
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
+from hydrajax.locking import in_use
 from hydrajax.measure.benchmark import step_timer
 from hydrajax.measure.calibration import Calibration, calibrate
 from hydrajax.measure.contest import Measured, contest, measure_trees
@@ -79,10 +80,11 @@ def program(
         if args.output is None:
             args.output = Path("runs/experiments") / f"{Path(sys.argv[0]).stem}.json"
             args.output.parent.mkdir(parents=True, exist_ok=True)
-        with WholeFile(args.output, "--output") as args.file:  # refused before anything is measured
-            args.parts = Parts(Path(f"{args.output}.parts"), settings_of(args) | {"machine": machine()})
-            run(args)
-        args.parts.remove()
+        with in_use(args.output, "--output"):
+            with WholeFile(args.output, "--output") as args.file:  # refused before anything is measured
+                args.parts = Parts(Path(f"{args.output}.parts"), settings_of(args) | {"machine": machine()})
+                run(args)
+            args.parts.remove()
         print(f"written: {args.output}")
 
     return run_command(Path(sys.argv[0]).name, doc.splitlines()[0], add_arguments, settled, sys.argv[1:])

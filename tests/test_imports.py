@@ -23,6 +23,7 @@ ORDER = (
     "errors",
     "extras",
     "files",
+    "locking",
     "assets",
     "processes",
     "compilation",

@@ -13,6 +13,7 @@ import numpy as np
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import whole_directory
+from hydrajax.locking import is_lock
 
 WHAT = "export"
 MARK = "hydrajax_export"  # in config.json: the files of the directory, by which a later export knows its own
@@ -36,7 +37,7 @@ def exported(directory: str | Path, overwrite: bool, what: str = WHAT) -> Iterat
 def _check_replaceable(target: Path, overwrite: bool, what: str) -> None:
     if os.path.exists(target) and not os.path.isdir(target):
         raise HydrajaxError(f"{what}: {target} is a file, the name of a directory is needed")
-    present = {str(path.relative_to(target)) for path in target.rglob("*") if not path.is_dir()}
+    present = {str(path.relative_to(target)) for path in target.rglob("*") if not (path.is_dir() or is_lock(path))}
     if not present or overwrite:
         return
     try:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hydrajax.cli import run_command
 from hydrajax.cli.options import add_model_arguments, draft_of, positive, seed, tree_from
 from hydrajax.errors import HydrajaxError
+from hydrajax.locking import in_use
 
 if TYPE_CHECKING:
     from hydrajax.api import Loaded
@@ -118,10 +119,11 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     check_room(args, seeds, writing, loaded)
-    file = RecordFile(args.output, settings_of(args, config, seeds, writing, sha256))
-    if len(file):
-        print(f"{args.output} holds {len(file)} records of this run", file=sys.stderr)
-    outcome = write_all(loaded, seeds, encoder, writing, file)
+    with in_use(args.output):
+        file = RecordFile(args.output, settings_of(args, config, seeds, writing, sha256))
+        if len(file):
+            print(f"{args.output} holds {len(file)} records of this run", file=sys.stderr)
+        outcome = write_all(loaded, seeds, encoder, writing, file)
     report(outcome, seeds, file, loaded.model.config.max_positions)
 
 

@@ -22,10 +22,11 @@ from hydrajax.cli.scores import add_score_arguments, choose_score, scores_of, sh
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
+from hydrajax.locking import in_use
 from hydrajax.measure.machine import machine
 from hydrajax.measure.way import promises_same_output
 from hydrajax.questions import sets as question_sets
-from hydrajax.questions.answer_files import AnswerFiles
+from hydrajax.questions.answer_files import AnswerFiles, answer_directory
 from hydrajax.questions.asking import Prompter, evaluate
 from hydrajax.questions.contenders import TextWay, contenders
 from hydrajax.questions.sets import Question
@@ -91,14 +92,15 @@ def run(args: argparse.Namespace) -> None:
         raise HydrajaxError(f"--tree: found '{args.tree[0]}', but without --draft there is nothing to put in a tree")
     made_for = None if args.force else base
     ways = contenders(loaded, args.base, drafts, trees, rule, args.max_new_tokens, base_directory=made_for)
-    files = AnswerFiles(args.output, [way.model_id for way in ways], settings_of(args, base, everything, ways))
-    ask(questions, ways, prompter, files, args)
-
     baseline, same_outputs = ways[0].model_id, promises_same_output(rule)
-    results = summarise(files.answers, questions, baseline, same_outputs)
-    cut = files.cut_prompts(questions)
-    scores = scores_of(args, choice, questions, files.answers, baseline, loaded.tokenizer)
-    write_summary(args, results, baseline, cut, scores)
+    settings = settings_of(args, base, everything, ways)
+    with in_use(answer_directory(args.output)):
+        files = AnswerFiles(args.output, [way.model_id for way in ways], settings)
+        ask(questions, ways, prompter, files, args)
+        results = summarise(files.answers, questions, baseline, same_outputs)
+        cut = files.cut_prompts(questions)
+        scores = scores_of(args, choice, questions, files.answers, baseline, loaded.tokenizer)
+        write_summary(args, results, baseline, cut, scores)
     show(results, baseline)
     show_scores(choice, scores, results, baseline, len(questions))
     if most := max(cut.values()):

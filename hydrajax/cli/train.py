@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from hydrajax import processes
 from hydrajax.cli import run_command
 from hydrajax.cli.options import positive
 from hydrajax.errors import HydrajaxError
+from hydrajax.locking import in_use
 from hydrajax.train.config import TrainConfig, load_config
 
 PROG = "python -m hydrajax.train"
@@ -63,7 +65,9 @@ def run(args: argparse.Namespace) -> None:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise HydrajaxError(f"output: cannot make the directory {output}: {error.strerror}") from None
-    train(config, make_task(config, mesh, console), mesh, console)
+    with ExitStack() as held:
+        processes.main_does(lambda: held.enter_context(in_use(output)))  # the processes of one run share the output
+        train(config, make_task(config, mesh, console), mesh, console)
 
 
 def start_devices(config: TrainConfig) -> None:

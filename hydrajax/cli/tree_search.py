@@ -19,6 +19,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.drafters.drafter import AddsBranch, HasDistribution, LooksAhead
 from hydrajax.drafters.registry import title_of
 from hydrajax.errors import HydrajaxError
+from hydrajax.locking import in_use
 from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.files import content_of
@@ -95,8 +96,10 @@ def run(args: argparse.Namespace) -> None:
         raise HydrajaxError("--sizes: a dynamic tree has at least 2 nodes")
     path = _destination(args, loaded.draft_directory)
     prompts = list(loaded.ids_of_prompts(texts))
-    with ExitStack() as stack:  # an unwritable file is refused before anything is measured
-        file = stack.enter_context(WholeFile(path, "--output" if args.output else "--save"))
+    flag = "--output" if args.output else "--save"
+    with ExitStack() as stack:  # an unwritable file, or one in use, is refused before anything is measured
+        stack.enter_context(in_use(path, flag))
+        file = stack.enter_context(WholeFile(path, flag))
         if args.picture:
             new_figure(1, 1)  # refuses where matplotlib is missing
             picture_file = stack.enter_context(WholeFile(args.picture, "--picture"))

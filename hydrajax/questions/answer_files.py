@@ -21,6 +21,17 @@ SETTINGS = "settings.json"
 PER_TURN = ("turns", "decoding_steps", "new_tokens", "wall_time", "output_ids", "cut_tokens")
 
 
+def answer_directory(directory: str | Path) -> Path:
+    """The directory, made if there is none. Raises `HydrajaxError` where that cannot be done."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise HydrajaxError(f"output: {directory} is a file, the name of a directory is needed") from None
+    except OSError as error:
+        raise HydrajaxError(f"output: cannot make {directory}: {error.strerror}") from None
+    return Path(directory)
+
+
 class AnswerFiles:
     """``MODEL_ID.jsonl`` per contender in a directory, each line on disk when its question is done.
 
@@ -28,19 +39,15 @@ class AnswerFiles:
     with it a line that was being written when the run was killed. ``answers[model_id][question_id]`` are the records,
     ``done`` the ids of questions answered by all.
 
+    One run at a time: hold the directory with `hydrajax.locking.in_use`.
+
     Raises `HydrajaxError` where the directory holds answers made with other ``settings`` (a JSON object), whose times
     and texts would not belong together, or a damaged file.
     """
 
     def __init__(self, directory: str | Path, model_ids: Sequence[str], settings: dict[str, Any]):
-        self._directory = Path(directory)
+        self._directory = answer_directory(directory)
         self._paths = {model_id: self._directory / f"{model_id}.jsonl" for model_id in model_ids}
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise HydrajaxError(f"output: {directory} is a file, the name of a directory is needed") from None
-        except OSError as error:
-            raise HydrajaxError(f"output: cannot make {directory}: {error.strerror}") from None
         begun = any(file.stat().st_size for file in self._directory.glob("*.jsonl"))
         otherwise = "take another directory, or remove its files to begin again"
         holder = f"{self._directory} holds answers"

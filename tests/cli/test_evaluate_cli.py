@@ -22,6 +22,7 @@ from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.rules import RULES
 from hydrajax.decoding.sampling import numbers_as_arrays
+from hydrajax.locking import in_use
 from hydrajax.questions.contenders import TextWay, contenders
 from hydrajax.trees import presets
 
@@ -150,6 +151,10 @@ def test_interrupted_grown_and_refused(program, arguments, monkeypatch, tmp_path
     result = program(*arguments, "--output", part, "--tree", "root")
     assert result.code == 2
     assert "other settings: contenders was " in result.err
+    with in_use(part):
+        result = program(*arguments, "--output", part)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert f"--output: {part} is in use by process {os.getpid()} on " in result.err
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 
@@ -12,6 +13,7 @@ import pytest
 
 import hydrajax
 from hydrajax import assets
+from hydrajax.locking import in_use
 from hydrajax.measure import tree_search
 from hydrajax.measure.calibration import Calibration
 from hydrajax.report.outputs import find_results
@@ -55,6 +57,10 @@ def test_a_search_writes_the_fastest_tree(program, base, heads, prompts, tmp_pat
     loaded = hydrajax.load(base, heads)
     assert loaded.default_tree() == TreeTopology.from_json(heads / "tree_b1.json")
     assert loaded.default_tree().size == 2
+    with in_use(heads / "tree_b1.json"):
+        refused = program("tree", "search", *model, *search, "--save")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert f"--save: {heads / 'tree_b1.json'} is in use by process {os.getpid()} on " in refused.err
 
 
 def test_a_tree_slower_than_none_is_not_saved(program, base, heads, prompts, tmp_path, monkeypatch):

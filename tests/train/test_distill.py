@@ -7,6 +7,7 @@ import copy
 import functools
 import itertools
 import json
+import os
 import runpy
 import sys
 
@@ -21,6 +22,7 @@ from hydrajax.distill.records import RecordFile
 from hydrajax.distill.seeds import Seed
 from hydrajax.distill.talks import Writing, next_batch, write
 from hydrajax.errors import HydrajaxError
+from hydrajax.locking import in_use
 from hydrajax.models.attention import causal_mask
 from hydrajax.text.templates import make_encoder
 from hydrajax.train.config import DataConfig
@@ -288,6 +290,10 @@ def test_the_program_continues_text_and_refuses_to_mix_runs(program, config_file
     assert result.err.count("\n") == 1
     assert "--output: " in result.err
     assert "made with other settings: seed was 0, now it is 1" in result.err
+    with in_use(output):
+        result = program(*common, "--count", 6, main=command.main)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert f"--output: {output} is in use by process {os.getpid()} on " in result.err
     assert output.read_bytes() == before
 
 

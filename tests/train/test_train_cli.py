@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 
@@ -17,6 +18,7 @@ from hydrajax import load
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
+from hydrajax.locking import in_use
 from hydrajax.models.config import LlamaConfig
 from hydrajax.trees import presets
 
@@ -69,6 +71,15 @@ def test_settings_that_do_not_fit_the_base_or_the_data(program, config_file):
     assert "batch_size: must be from 1 to the" in refused(program("--config", config, "batch_size=4000"))
     assert "draft.hidden_state_offset" in refused(program("--config", config, "draft.hidden_state_offset=9"))
     assert "mesh: data=64" in refused(program("--config", config, "mesh.data=64", "batch_size=64"))
+
+
+@pytest.mark.parametrize("task", ["heads", "base", "joint"])
+def test_a_second_run_in_one_output(program, config_file, tmp_path, task):
+    (tmp_path / "run").mkdir()
+    with in_use(tmp_path / "run"):
+        line = refused(program("--config", config_file(task=task)))
+    assert line.startswith(f"output: {tmp_path / 'run'} is in use by process {os.getpid()} on ")
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_output_that_cannot_be_written(program, config_file, tmp_path):

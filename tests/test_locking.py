@@ -1,0 +1,134 @@
+"""A lock on what one run at a time may write: refused while it is held, free when its process ends in whatever way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from hydrajax.checkpoints.exported import exported
+from hydrajax.errors import HydrajaxError
+from hydrajax.locking import NAME, in_use
+
+fcntl = pytest.importorskip("fcntl")
+
+HOLD = """
+import sys, time
+from hydrajax.locking import in_use
+with in_use(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_one_at_a_time_by_name_and_no_litter(tmp_path):
+    with in_use(tmp_path):
+        assert os.listdir(tmp_path) == [NAME]
+        with pytest.raises(HydrajaxError) as error, in_use(tmp_path):
+            raise AssertionError("held twice")
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
+        assert str(error.value) == (
+            f"output: {tmp_path} is in use by {holder}: wait until it ends, or name another output"
+        )
+        with in_use(tmp_path / "answers.jsonl"), in_use(tmp_path / "others.jsonl"):  # each file has its own
+            assert len(os.listdir(tmp_path)) == 3
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(KeyError), in_use(tmp_path):
+        raise KeyError
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_name_of_a_directory_is_the_same(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    with in_use(tmp_path / "link"), pytest.raises(HydrajaxError), in_use(tmp_path / "run"):
+        pass
+
+
+def test_killed_holder(tmp_path):
+    """What a killed process leaves names nobody."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(HydrajaxError, match=f"in use by process {holder.pid} on"), in_use(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert os.listdir(tmp_path) == [NAME]
+    with in_use(tmp_path):
+        assert f"process {os.getpid()} on" in (tmp_path / NAME).read_text()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_process_started_by_the_holder_does_not_hold_it(tmp_path):
+    with in_use(tmp_path):
+        child = subprocess.Popen(["sleep", "600"], close_fds=False)
+    try:
+        with in_use(tmp_path):
+            pass
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_removed_while_it_is_held(tmp_path):
+    """Then a second process can hold it, and the first leaves that one's file alone."""
+    with in_use(tmp_path):
+        (tmp_path / NAME).unlink()
+        second = in_use(tmp_path)
+        second.__enter__()
+    assert os.listdir(tmp_path) == [NAME]
+    second.__exit__(None, None, None)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 9, b"\xff" * 3000, b"two\nlines"])
+def test_whatever_stands_in_the_file_the_refusal_is_one_line(tmp_path, content):
+    (tmp_path / NAME).write_bytes(content)
+    file = os.open(tmp_path / NAME, os.O_RDWR)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    with pytest.raises(HydrajaxError, match="is in use by ") as error, in_use(tmp_path):
+        pass
+    os.close(file)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_that_cannot_lock_is_said_and_used(tmp_path, monkeypatch, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    said = rf"hydrajax: output: .* cannot be locked \({os.strerror(number)}\)"
+    with pytest.warns(UserWarning, match=said), in_use(tmp_path):
+        pass
+
+
+def test_where_no_lock_can_be_made_nothing_is_said(tmp_path):
+    """What is to be written there has its own message."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken" / NAME).mkdir(parents=True)
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / NAME).symlink_to(tmp_path / "file")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("nowhere/answers.jsonl", "file/answers.jsonl", "taken", "linked"):
+            with in_use(tmp_path / name):
+                pass
+    assert sorted(os.listdir(tmp_path)) == ["file", "linked", "taken"]
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_a_lock_left_behind_is_no_foreign_file_to_an_export(tmp_path):
+    for _ in range(2):
+        with exported(tmp_path / "heads", overwrite=False) as (folder, config):
+            (folder / "x").write_text("")
+            config["y"] = 1
+        (tmp_path / "heads" / f".searched.json{NAME}").write_text("process 1 on nowhere")
