@@ -37,7 +37,10 @@ from hydrajax.measure.timing import in_rounds
 from hydrajax.measure.way import Way
 from hydrajax.questions.held_out import held_out_files
 from hydrajax.report.results import Result, write_result
+from hydrajax.text.appended import whole_lines
+from hydrajax.text.jsonl import json_value
 from hydrajax.text.prompt import read_prompts
+from hydrajax.text.records import OBJECT, TEXT, Kind, list_of
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.search import Proposals, expected_tokens_per_step, simulated
 
@@ -103,6 +106,13 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return settings | {name: found for name in ("draft", "prompts") if (found := getattr(args, name))}
 
 
+# A line of them: a key and its rows.
+IS_PART = Kind(
+    "a key and rows",
+    lambda part: isinstance(part, list) and len(part) == 2 and TEXT.holds(part[0]) and list_of(OBJECT).holds(part[1]),
+)
+
+
 class Parts:
     """What a script has measured so far, so that the same command goes on after an interruption: a file of JSON lines
     beside the result, gone when that is written. One with other settings, or of another machine, is begun anew.
@@ -111,11 +121,13 @@ class Parts:
     def __init__(self, path: Path, settings: dict[str, Any]):
         self._path, self._rows = path, {}
         header = json.dumps(settings)
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []  # the last may be cut off
-        if lines[:1] == [header]:
-            self._rows = dict(map(json.loads, lines[1:]))
+        lines = whole_lines(path)
+        if lines[:1] == [header.encode()]:
+            found = [json_value(line) for line in lines[1:]]
+            self._rows = dict(part for part in found if IS_PART.holds(part))  # a damaged one is measured again
             print(f"{len(self._rows)} parts were measured before: {path}")
-        path.write_text("".join(f"{line}\n" for line in [header, *map(json.dumps, self._rows.items())]))
+        with WholeFile(path, "--output") as file:
+            file.write_text("".join(f"{line}\n" for line in [header, *map(json.dumps, self._rows.items())]))
 
     def rows(self, key: str, measure: Callable[[], list[dict]]) -> list[dict]:
         """Those measured before under this key, or now."""

@@ -79,8 +79,11 @@ class WholeFile:
             raise self._cannot_write(error) from None
 
     def write_text(self, text: str) -> None:
-        """Add text, in UTF-8; it is on disk when this returns."""
-        self.write_bytes(text.encode("utf-8"))
+        """Add text, in UTF-8; it is on disk when this returns.
+
+        Half of a surrogate pair, which is no text but which JSON can name, becomes an escape that JSON knows.
+        """
+        self.write_bytes(text.encode("utf-8", errors="backslashreplace"))
 
     def write_bytes(self, content: bytes) -> None:
         """Add bytes; they are on disk when this returns."""

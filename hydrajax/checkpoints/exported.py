@@ -14,6 +14,7 @@ import numpy as np
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import whole_directory
 from hydrajax.locking import is_lock
+from hydrajax.text.records import OBJECT, TEXT, checked, list_of, read_record
 
 WHAT = "export"
 MARK = "hydrajax_export"  # in config.json: the files of the directory, by which a later export knows its own
@@ -41,9 +42,9 @@ def _check_replaceable(target: Path, overwrite: bool, what: str) -> None:
     if not present or overwrite:
         return
     try:
-        config = json.loads((target / "config.json").read_text())
-        own = set(config[MARK]) | set(config.get("files", ()))
-    except (OSError, ValueError, KeyError, TypeError):
+        config = read_record(target / "config.json", {MARK: list_of(TEXT)}, what)
+        own = set(config[MARK]) | set(checked(config, {"files": OBJECT}, what)["files"] if "files" in config else ())
+    except HydrajaxError:
         own = set()
     foreign = sorted(present - own)
     if foreign:

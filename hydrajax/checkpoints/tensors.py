@@ -29,7 +29,7 @@ NOTHING = re.compile(r"(?!)")
 def read_json(path: Path, what: str) -> dict:
     """A JSON object from a file, or one clear line."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise HydrajaxError(f"{what}: no such file: {path}") from None
     except (OSError, ValueError, RecursionError) as error:

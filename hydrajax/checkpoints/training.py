@@ -12,9 +12,11 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import jax
@@ -27,10 +29,12 @@ from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import checksums, size_and_checksum
 from hydrajax.models.layout import named_leaves
 from hydrajax.processes import anywhere, is_main, main_does
+from hydrajax.text.records import FLOAT, INTEGER, OBJECT, TEXT, Kind, checked, list_of, object_of, or_null, read_record
 
 WHAT = "checkpoint"
 RECORD = "hydrajax.json"
 STATE, UNFINISHED = "state", ".orbax-checkpoint-tmp"  # orbax's names
+FIELDS = {"meta": OBJECT, "metric": or_null(FLOAT), "tree": object_of(TEXT), "files": object_of(list_of(INTEGER, 2))}
 MOST_ERRORS_OF_A_SAVE = 16  # more than the files that orbax writes with threads of their own
 
 # Orbax logs every failure with its traceback through absl; here it becomes one line of a HydrajaxError.
@@ -48,16 +52,26 @@ class TrainCheckpoints:
     with metric None (or NaN) is never the best. Use the class as a context manager: leaving it waits for the save under
     way. What a killed run left unfinished is removed at the start, so only one run may use a directory at a time.
 
+    meta_fields: what every ``meta`` holds besides what may be in it; a checkpoint with another is damaged.
+
     `save`, `wait` and `close` raise `HydrajaxError` for a save that failed, also when it did so in the background; the
     checkpoints before it stay intact.
     """
 
-    def __init__(self, directory: str | Path, *, keep: int, higher_is_better: bool):
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int,
+        higher_is_better: bool,
+        meta_fields: Mapping[str, Kind] = MappingProxyType({}),
+    ):
         if type(keep) is not int or keep < 1:
             raise HydrajaxError(f"{WHAT}: keep is {keep!r}, allowed is an integer from 1 up")
         self.directory = Path(os.path.abspath(directory))
         self._saving: int | None = None
         self._record: dict = {}  # of the step being saved
+        self._meta_fields = meta_fields
         self._damaged: set[int] = set()
         self._metrics: dict[int, float] = {}
         policies = ocp.training.preservation_policies
@@ -102,7 +116,8 @@ class TrainCheckpoints:
                 raise HydrajaxError(f"{WHAT}: {name} is of type {found}, allowed are jax Arrays of plain numbers")
         tree = {name: _describe(leaf) for name, leaf in leaves.items()}
         metric = None if metric is None else float(metric)
-        self._record = {"meta": json.loads(json.dumps(meta)), "metric": metric, "tree": tree}
+        self._record = {"meta": checked(json.loads(json.dumps(meta)), self._meta_fields, "meta")}
+        self._record |= {"metric": metric, "tree": tree}
         self._remember_metric(step, metric)
         self._saving = step
         try:
@@ -215,16 +230,20 @@ class TrainCheckpoints:
         if not is_main():
             return
         directory = self.directory / f"{self._saving}{UNFINISHED}"
-        (directory / RECORD).write_text(json.dumps(self._record | {"files": checksums(directory, STATE)}))
+        record = self._record | {"files": checksums(directory, STATE)}
+        (directory / RECORD).write_text(json.dumps(record | {"checksum": _checksum(record)}), encoding="utf-8")
 
     def _read_record(self, step: int) -> dict:
+        path = self.directory / str(step) / RECORD
         try:
-            record = json.loads((self.directory / str(step) / RECORD).read_text())
-            return {field: record[field] for field in ("meta", "metric", "tree", "files")}
-        except OSError as error:
-            raise Damaged(f"cannot read {RECORD}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError):
-            raise Damaged(f"{RECORD} is not what was written") from None
+            record = read_record(path, FIELDS, WHAT)
+            checked(record["meta"], self._meta_fields, f"{WHAT}: {path}: meta")
+        except HydrajaxError as error:
+            raise Damaged(str(error).removeprefix(f"{WHAT}: ").replace(str(path), RECORD)) from None
+        checksum = record.pop("checksum", None)  # older versions wrote none
+        if checksum is not None and checksum != _checksum(record):
+            raise Damaged(f"{RECORD} is not what was written")
+        return record
 
     def _check_tree(self, step: int, saved: dict[str, str], wanted: dict[str, str]) -> None:
         what = f"{WHAT}: {self.directory}: step {step} was saved by another configuration"
@@ -299,6 +318,10 @@ class _Best:
         ranked = [(self._sign * self._metrics[c.step], c.step) for c in checkpoints if c.step in self._metrics]
         best = max(ranked, default=(0, None))[1]
         return [c.step == best for c in checkpoints]
+
+
+def _checksum(record: dict) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def _describe(leaf) -> str:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +27,7 @@ from hydrajax.files import WholeFile
 from hydrajax.measure.contest import contest
 from hydrajax.measure.machine import machine
 from hydrajax.measure.way import Way, baseline_rule
+from hydrajax.text.records import BOOL, NUMBER, OBJECT, TEXT, checked, list_of, read_record
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 from hydrajax.trees.files import content_of, read_tree, tree_from
@@ -35,6 +35,7 @@ from hydrajax.trees.files import content_of, read_tree, tree_from
 CANDIDATES = ("chain-2", "chain-4", "cartesian-2x2")  # beside the drafter's own; each costs a compilation
 GROWN = "dynamic-60-7-10"  # where the drafter can grow trees: the numbers of EAGLE-2
 NEW_TOKENS, REPEATS = 48, 3
+REMEMBERED = {"taken": BOOL, "name": TEXT, "speedup": NUMBER, "date": TEXT}
 OFF = "HYDRAJAX_MEASURE_TREES"  # set to 0: take the drafter's own tree and measure nothing
 
 
@@ -104,15 +105,17 @@ def _searched_here(loaded: Bundle, batch_size: int) -> Choice | None:
     grown = isinstance(tree, DynamicTree)
     name = tree.name if grown else str(tree.size)  # as the search calls it
     try:
-        origin = json.loads(path.read_text(encoding="utf-8"))["provenance"]
-        (row,) = (row for row in origin["measured"] if row["name"] == name)
-        here = machine()
-        if all(origin["machine"][fact] == here[fact] for fact in ("device", "cores")):
-            shown = f"the searched {name}" if grown else f"the searched one of {name} nodes"
-            return Choice(tree, shown, float(row["speedup"]), origin.get("date"))
-    except (KeyError, TypeError, ValueError):
-        pass  # written by hand, or elsewhere
-    return None
+        found = read_record(path, {"provenance": OBJECT}, "tree")["provenance"]
+        origin = checked(found, {"measured": list_of(OBJECT), "machine": OBJECT}, str(path))
+        rows = [row for row in origin["measured"] if row.get("name") == name]
+        row = checked(rows[0] if len(rows) == 1 else None, {"speedup": NUMBER}, str(path))
+    except HydrajaxError:
+        return None  # written by hand
+    here = machine()
+    if any(origin["machine"].get(fact) != here[fact] for fact in ("device", "cores")):
+        return None  # measured elsewhere
+    shown, date = f"the searched {name}" if grown else f"the searched one of {name} nodes", origin.get("date")
+    return Choice(tree, shown, row["speedup"], date if isinstance(date, str) else None)
 
 
 def _measure(loaded: Bundle, prompts, rule, batch_size: int, on_status) -> Choice:
@@ -161,11 +164,11 @@ def _key(loaded: Bundle, rule: AcceptanceRule, batch_size: int) -> str:
 
 def _read(path: Path) -> Choice | None:
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        tree = tree_from(content["tree"], str(path)) if content["taken"] else None
-        return Choice(tree, str(content["name"]), float(content["speedup"]), str(content["date"]))
-    except (OSError, ValueError, KeyError, TypeError, HydrajaxError):
+        content = read_record(path, REMEMBERED, "cache")
+        tree = tree_from(content.get("tree"), str(path)) if content["taken"] else None
+    except HydrajaxError:
         return None
+    return Choice(tree, content["name"], content["speedup"], content["date"])
 
 
 def _write(path: Path, choice: Choice) -> None:

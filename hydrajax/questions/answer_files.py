@@ -15,10 +15,17 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.questions.sets import Question
 from hydrajax.text.appended import append, json_line, keep_settings, whole_lines
-from hydrajax.text.jsonl import json_value
+from hydrajax.text.jsonl import json_value, shown
+from hydrajax.text.records import BOOL, INTEGER, NUMBER, OBJECT, TEXT, checked, either, list_of
 
 SETTINGS = "settings.json"
-PER_TURN = ("turns", "decoding_steps", "new_tokens", "wall_time", "output_ids", "cut_tokens")
+# What is read back of a line, and of its choice; lists have an item per turn, but for `accept_lengths`.
+LINE = {"question_id": either(INTEGER, TEXT), "category": TEXT, "model_id": TEXT, "choices": list_of(OBJECT, 1)}
+PER_TURN = {
+    "turns": list_of(TEXT), "decoding_steps": list_of(INTEGER), "new_tokens": list_of(INTEGER),
+    "wall_time": list_of(NUMBER), "output_ids": list_of(list_of(INTEGER)), "cut_tokens": list_of(INTEGER),
+}  # fmt: skip
+CHOICE = PER_TURN | {"accept_lengths": list_of(INTEGER), "repeats_agree": BOOL}
 
 
 def answer_directory(directory: str | Path) -> Path:
@@ -81,17 +88,26 @@ class AnswerFiles:
 
 def _read(path: Path) -> list[dict]:
     """The whole lines of an answer file."""
-    records = []
+    records: dict[int | str, dict] = {}
     for number, line in enumerate(whole_lines(path), start=1):
-        record = json_value(line)
         try:
-            choice = record["choices"][0]
-            turns = {len(choice[field]) for field in PER_TURN}
-            fine = len(turns) == 1 and sum(choice["decoding_steps"]) == len(choice["accept_lengths"])
-            fine = fine and {"question_id", "category"} <= set(record) and record["model_id"] == path.stem
-        except (LookupError, TypeError):  # also where the line is not JSON, and `json_value` returned an error
-            fine = False
-        if not fine:
-            raise HydrajaxError(f"{path} line {number}: is damaged, or no answer of this program; remove the line")
-        records.append(record)
-    return records
+            record = _answer(json_value(line), path.stem, f"{path} line {number}")
+            if record["question_id"] in records:
+                found = shown(record["question_id"])
+                raise HydrajaxError(f"{path} line {number}: question_id: {found} occurs a second time")
+        except HydrajaxError as error:
+            raise HydrajaxError(f"{error}; it is damaged, or no answer of this program: remove the line") from None
+        records[record["question_id"]] = record
+    return list(records.values())
+
+
+def _answer(line: Any, model_id: str, where: str) -> dict:
+    record = checked(line, LINE, where)
+    if record["model_id"] != model_id:
+        raise HydrajaxError(f"{where}: model_id: must be as the file is called, found {shown(record['model_id'])}")
+    choice = checked(record["choices"][0], CHOICE, f"{where}: choices[0]")
+    if len({len(choice[field]) for field in PER_TURN}) != 1:
+        raise HydrajaxError(f"{where}: choices[0]: {', '.join(PER_TURN)} must have an item for each turn")
+    if sum(choice["decoding_steps"]) != len(choice["accept_lengths"]):
+        raise HydrajaxError(f"{where}: choices[0].accept_lengths: must have an item for each of the decoding_steps")
+    return record

@@ -15,7 +15,7 @@ from typing import Any
 from hydrajax.errors import HydrajaxError
 from hydrajax.questions.summary import OVERALL
 from hydrajax.report.results import KINDS, Result, check, result_from
-from hydrajax.train.metrics import read_metrics
+from hydrajax.train.metrics import FILE, read_metrics
 
 TOPS = ("top1", "top2", "top3", "top4", "top5")
 
@@ -55,15 +55,20 @@ def _results(path: Path) -> Iterator[Result]:
             results = list(reader(path, content))
             for result in results:
                 check(vars(result), str(path))
-        except (LookupError, TypeError, AttributeError, ValueError, HydrajaxError):
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, HydrajaxError):
             continue  # another program's file with fields of the same names
         yield from results
 
 
 def _metrics(path: Path) -> dict[str, Any] | None:
     """The last evaluation in a training run's metrics.jsonl."""
-    lines = [line for line in read_metrics(path) if isinstance(line, dict)]
-    evals = [line for line in lines if line.get("kind") == "eval" and TOPS[0] in line]
+    try:
+        lines = read_metrics(path)
+    except HydrajaxError:
+        if path.name == FILE:
+            raise
+        return None  # JSON lines of something else
+    evals = [line for line in lines if line["kind"] == "eval" and TOPS[0] in line]
     return {"metrics": evals[-1]} if evals else None
 
 

@@ -14,10 +14,13 @@ from typing import Any
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.text.jsonl import shown
+from hydrajax.text.records import INTEGER
+from hydrajax.text.records import NUMBER as FINITE
 
 FORMAT = 1
 TEXT, WHOLE, NUMBER, BOOL, NUMBERS = "text", "integer", "number", "true or false", "list of numbers"
 OR_NULL = " or null"
+INTERVALS = (("low", "high"), ("difference_low", "difference_high"))
 
 _RATE = {"tokens_per_step": NUMBER, "tokens_per_second": NUMBER, "low": NUMBER + OR_NULL, "high": NUMBER + OR_NULL}
 _RATE |= {"speedup": NUMBER}
@@ -64,7 +67,6 @@ KINDS: dict[str, dict[str, str]] = {
     | {"kernels_per_layer": NUMBER, "gigabytes": NUMBER, "floor_gigabytes": NUMBER, "copies": WHOLE}
     | {"copied_megabytes": NUMBER, "temporary_megabytes": NUMBER, "one_graph": BOOL},
 }
-TYPES = {TEXT: str, WHOLE: int, NUMBER: (int, float), BOOL: bool, NUMBERS: list}
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,8 @@ def write_result(file: WholeFile, result: Result) -> None:
 def result_from(content: Mapping[str, Any], where: str) -> Result:
     """A result file's content. Raises `HydrajaxError` naming what is missing or wrong in it."""
     if content["hydrajax_result"] != FORMAT:
-        raise HydrajaxError(
-            f"{where}: hydrajax_result: this version reads {FORMAT}, found {content['hydrajax_result']}"
-        )
+        found = shown(content["hydrajax_result"])
+        raise HydrajaxError(f"{where}: hydrajax_result: this version reads {FORMAT}, found {found}")
     check(content, where)
     return Result(**{name: content[name] for name in Result.__dataclass_fields__ if name in content})
 
@@ -119,6 +120,9 @@ def check(content: Mapping[str, Any], where: str) -> None:
                 raise HydrajaxError(f"{where}: rows[{number}]: field {name} is missing")
             if not _fits(row[name], wanted):
                 raise HydrajaxError(f"{where}: rows[{number}].{name}: must be {wanted}, found {shown(row[name])}")
+        for low, high in INTERVALS:
+            if (row.get(low) is None) != (row.get(high) is None):
+                raise HydrajaxError(f"{where}: rows[{number}]: {low} and {high} must be numbers both, or both null")
 
 
 def _fits(value: Any, wanted: str) -> bool:
@@ -129,5 +133,6 @@ def _fits(value: Any, wanted: str) -> bool:
         return wanted == BOOL and isinstance(value, bool)
     if wanted == NUMBERS:
         return isinstance(value, list) and all(_fits(item, NUMBER) for item in value)
-    finite = not isinstance(value, float) or abs(value) < float("inf")  # not NaN either
-    return isinstance(value, TYPES[wanted]) and finite
+    if wanted == TEXT:
+        return isinstance(value, str)
+    return (INTEGER if wanted == WHOLE else FINITE).holds(value)

@@ -11,6 +11,7 @@ from typing import Any
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.text.jsonl import shown
+from hydrajax.text.records import read_record
 
 
 def json_line(record: dict[str, Any]) -> str:
@@ -53,11 +54,10 @@ def keep_settings(
             file.write_text(json.dumps(settings, indent=1) + "\n")
         return
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        before = None
-    if not isinstance(before, dict):
-        raise HydrajaxError(f"{what}: {holder}, but no readable {path.name}; {otherwise}")
+        before = read_record(path, {}, what)
+    except HydrajaxError as error:
+        reason = str(error).removeprefix(f"{what}: ")
+        raise HydrajaxError(f"{what}: {holder}, but no readable {path.name} ({reason}); {otherwise}") from None
     for key in dict.fromkeys([*settings, *before]):
         if settings.get(key) != before.get(key):
             raise HydrajaxError(

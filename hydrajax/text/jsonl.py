@@ -95,5 +95,8 @@ def _list_of(kind: str, value: Any, where: str, fits: Callable[[Any], bool]) -> 
 
 def shown(value: Any, most: int = 60) -> str:
     """A value of a file as it stands in a message: as JSON, cut short."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError:  # what could just be read nests too deeply to be written from further down the stack
+        text = f"{type(value).__name__} that nests too deeply to be shown"
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hydrajax.drafters import registry
-from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.errors import HydrajaxError, not_allowed, one_line
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.config import LlamaConfig
 from hydrajax.train.data.conversations import FORMATS as CONVERSATION_FORMATS
@@ -377,8 +377,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise HydrajaxError(f"config: cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise HydrajaxError(f"config: {path} is not YAML: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2026-13-01, digits
+        raise HydrajaxError(f"config: {path} is not YAML: {one_line(error)}") from None
     if not isinstance(raw, dict):
         raise HydrajaxError(f"config: {path} must hold settings by name, found {type(raw).__name__}")
     for override in overrides:
@@ -387,7 +387,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
             raise HydrajaxError(f"override: must look like key.sub=value, found '{override}'")
         try:
             _set(raw, key.split("."), yaml.safe_load(value), key)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             raise HydrajaxError(f"{key}: the value is not YAML: {value}") from None
     return config_from(raw)
 

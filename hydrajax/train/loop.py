@@ -24,6 +24,7 @@ from hydrajax.checkpoints.training import TrainCheckpoints
 from hydrajax.errors import HydrajaxError
 from hydrajax.processes import anywhere, is_main, main_does, same_everywhere, to_host
 from hydrajax.sharding import replicated
+from hydrajax.text.records import OBJECT
 from hydrajax.train.config import TrainConfig
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.data.feed import Feed
@@ -121,7 +122,10 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
 
     with (
         TrainCheckpoints(
-            output / "checkpoints", keep=config.keep_checkpoints, higher_is_better=task.higher_is_better
+            output / "checkpoints",
+            keep=config.keep_checkpoints,
+            higher_is_better=task.higher_is_better,
+            meta_fields={"settings": OBJECT},
         ) as checkpoints,
         Interrupts() as interrupts,
     ):
@@ -129,7 +133,8 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
             state = init_state(task.init_params(jax.random.fold_in(rng, 2**31)), optimizer, shardings)
             start = 0
         else:
-            check_settings(checkpoints.meta(), fingerprint)
+            if (meta := checkpoints.meta()) is not None:  # else no checkpoint is whole, as `restore` says
+                check_settings(meta, fingerprint)
             abstract = abstract_state(task.abstract_params, optimizer, shardings)
             start, state, _ = checkpoints.restore(abstract, on_warning=console.print)
             console.print(f"resumed at step {start} of {steps}")
@@ -218,7 +223,7 @@ def check_settings(meta: dict, wanted: dict) -> None:
     One that an older version began may lack settings; it had what is now the default.
     """
     defaults = _flat(settings_of(TrainConfig(output="", model="", steps=1)))
-    found, wanted = defaults | _flat(meta.get("settings", {})), _flat(wanted)
+    found, wanted = defaults | _flat(meta["settings"]), _flat(wanted)
     changed = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
     if changed:
         name = changed[0]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.jsonl import json_lines
+from hydrajax.text.jsonl import file_content, json_lines
+from hydrajax.text.records import INTEGER, TEXT, checked
 
 FILE = "metrics.jsonl"
+FIELDS = {"step": INTEGER, "kind": TEXT}  # of every line
 
 
 class Metrics:
@@ -32,7 +34,8 @@ class Metrics:
 
         path = directory / FILE
         # A run that starts anew also repeats the evaluation of step 0.
-        kept = [line for line in read_metrics(path) if line["step"] <= resumed_at] if resumed_at else []
+        found = read_metrics(path, lambda reason: console.print(f"{reason}; it is left out")) if resumed_at else []
+        kept = [line for line in found if line["step"] <= resumed_at]
         partial = path.with_suffix(".tmp")
         self._path = path
         with self._written():
@@ -106,8 +109,22 @@ class Silent:
     def __exit__(self, *_) -> None: ...
 
 
-def read_metrics(path: str | Path) -> list[dict]:
-    """The lines of a ``metrics.jsonl``; none if there is no such file, and not a last line that was cut off."""
-    content = Path(path).read_bytes() if Path(path).exists() else b""
-    values = (value for _, value in json_lines(content, path))
-    return list(itertools.takewhile(lambda value: not isinstance(value, HydrajaxError), values))
+def read_metrics(path: str | Path, on_damage: Callable[[str], None] | None = None) -> list[dict]:
+    """The lines of a ``metrics.jsonl``; none if there is no such file, and not a last line that was cut off.
+
+    Raises `HydrajaxError` that names a damaged line; with ``on_damage``, that hears of it and the line is left out.
+    """
+    if not os.path.exists(path):
+        return []
+    content, found = file_content(path, "metrics"), []
+    whole_lines = content.count(b"\n")
+    for where, value in json_lines(content, path):
+        try:
+            found.append(checked(value, FIELDS, where))
+        except HydrajaxError as error:
+            if where == f"{path} line {whole_lines + 1}":
+                break  # it has no end: the run was killed while it was written
+            if on_damage is None:
+                raise
+            on_damage(str(error))
+    return found

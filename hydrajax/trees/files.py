@@ -7,7 +7,7 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
-from hydrajax.trees.tree import TreeTopology, read_json
+from hydrajax.trees.tree import TreeTopology, named, read_json
 
 NUMBERS = {"nodes": "size", "expansions": "expansions", "top_k": "top_k"}  # in files: in a `DynamicTree`
 ALLOWED = (
@@ -41,7 +41,8 @@ def tree_from(content: Any, where: str) -> CandidateTree:
     choices = content.get("choices") if isinstance(content, dict) else content
     if not isinstance(choices, list):
         raise HydrajaxError(f"tree: {where} must hold {ALLOWED}")
-    return TreeTopology.from_choices(choices)
+    with named(where):
+        return TreeTopology.from_choices(choices)
 
 
 def _dynamic(numbers: Any, where: str) -> DynamicTree:
@@ -51,4 +52,5 @@ def _dynamic(numbers: Any, where: str) -> DynamicTree:
     for name, number in found.items():
         if isinstance(number, bool) or not isinstance(number, int):
             raise HydrajaxError(f"tree: {where}: dynamic.{name} must be an integer, found {str(number)[:60]!r}")
-    return DynamicTree(**{field: found[name] for name, field in NUMBERS.items()})
+    with named(where):
+        return DynamicTree(**{field: found[name] for name, field in NUMBERS.items()})

@@ -7,7 +7,8 @@ children of rank 0 and 1 (the drafter's best and second-best guess) and that the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,15 +54,34 @@ def read_json(path: str | Path) -> Any:
         raise HydrajaxError(f"tree: {path} is not a JSON tree file: {error}") from None
 
 
+@contextmanager
+def named(where: str) -> Iterator[None]:
+    """Within, an error that says what is wrong with a tree also says where that tree stands."""
+    try:
+        yield
+    except HydrajaxError as error:
+        raise HydrajaxError(f"tree: {where}: {str(error).removeprefix('tree: ')}") from None
+
+
+def _cut(value: object) -> str:
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} that nests too deeply to be shown"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def canonical(choices: Iterable[Sequence[int]]) -> tuple[Choice, ...]:
     """Rank paths, validated and sorted by (length, lexicographic); see `TreeTopology` for what is refused."""
     paths = []
     for choice in choices:
         if not isinstance(choice, (list, tuple)) or not choice:
-            raise HydrajaxError(f"tree: every choice must be a non-empty list of ranks, found {choice!r}")
+            raise HydrajaxError(f"tree: every choice must be a non-empty list of ranks, found {_cut(choice)}")
         for rank in choice:
             if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or rank < 0:
-                raise HydrajaxError(f"tree: ranks must be integers from 0 up, found {rank!r} in {list(choice)}")
+                raise HydrajaxError(
+                    f"tree: ranks must be integers from 0 up, found {_cut(rank)} in {_cut(list(choice))}"
+                )
         paths.append(tuple(int(rank) for rank in choice))
         if len(paths) >= MAX_NODES:
             raise HydrajaxError(f"tree: more than {MAX_NODES} nodes, root included, are not supported")
@@ -107,7 +127,8 @@ class TreeTopology:
             content = content.get("choices")
         if not isinstance(content, list):
             raise HydrajaxError(f"tree: {path} must hold a JSON list of choices such as [[0], [0, 0], [1]]")
-        return cls.from_choices(content)
+        with named(str(path)):
+            return cls.from_choices(content)
 
     @classmethod
     def from_text(cls, text: str) -> TreeTopology:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from hydrajax.questions.scores.score import Score, Scored
 from hydrajax.questions.sets import Question
 from hydrajax.text.appended import append, json_line, whole_lines
 from hydrajax.text.jsonl import json_value
+from hydrajax.text.records import INTEGER, NUMBER, OBJECT, TEXT, checked, either, object_of
 
 FOLDER = "scores"
+LINE = {"question_id": either(INTEGER, TEXT), "digest": TEXT, "values": object_of(NUMBER), "detail": OBJECT}
 Values = dict[str, dict[int | str, dict[str, float]]]  # [model_id][question_id][metric]
 
 
@@ -77,8 +80,8 @@ class _ScoreFile:
             raise HydrajaxError(f"output: cannot make {folder}: {error.strerror}") from None
         for text in whole_lines(self._path):
             line = json_value(text)
-            if _is_whole(line):
-                self._lines[line["question_id"]] = line
+            with suppress(HydrajaxError):
+                self._lines[checked(line, LINE, "")["question_id"]] = line
         with WholeFile(self._path, "output") as file:
             file.write_text("".join(map(json_line, self._lines.values())))
 
@@ -93,8 +96,3 @@ class _ScoreFile:
         line |= {"detail": scored.detail, "digest": digest}
         self._lines[question_id] = line
         append(self._path, [line])
-
-
-def _is_whole(line: Any) -> bool:
-    types = {"question_id": (int, str), "digest": str, "values": dict, "detail": dict}
-    return isinstance(line, dict) and all(isinstance(line.get(name), kind) for name, kind in types.items())

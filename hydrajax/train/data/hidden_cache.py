@@ -18,6 +18,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.base import BaseModel
 from hydrajax.models.rows import run_base
 from hydrajax.sharding import replicated
+from hydrajax.text.records import read_record
 from hydrajax.train.config import TrainConfig
 from hydrajax.train.data.rows import Rows, digest
 from hydrajax.train.step import batch_sharding
@@ -70,8 +71,8 @@ def hidden_states(
 
 def _known(record: Path) -> dict | None:
     try:
-        return json.loads(record.read_text())
-    except (OSError, ValueError):
+        return read_record(record, {}, "data.hidden_cache_gb")
+    except HydrajaxError:
         return None
 
 

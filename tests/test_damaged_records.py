@@ -1,0 +1,369 @@
+"""Whatever stands in a record that is read back: it is used, done without, or refused in one line that names its file.
+
+Checkpoints of models and heads have their own tests (`tests/checkpoints/test_fuzz.py`).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import answering
+import jax.numpy as jnp
+import pytest
+from report_examples import RATE, result, write_to
+from rich.console import Console
+from wrong_records import wrong_fields, wrong_texts
+
+from hydrajax.checkpoints.exported import exported
+from hydrajax.checkpoints.training import RECORD, TrainCheckpoints
+from hydrajax.distill.records import RecordFile
+from hydrajax.drafters.lookup import PromptLookup
+from hydrajax.errors import HydrajaxError
+from hydrajax.measure import fastest
+from hydrajax.measure.machine import machine
+from hydrajax.questions.scores.score import Scored
+from hydrajax.questions.scores.scoring import score_answers
+from hydrajax.questions.summary import summarise
+from hydrajax.report.markdown import write_report
+from hydrajax.report.outputs import find_results
+from hydrajax.text.answers import read_answers
+from hydrajax.text.records import OBJECT
+from hydrajax.train.config import TrainConfig, load_config
+from hydrajax.train.data import hidden_cache
+from hydrajax.train.loop import check_settings, settings_of
+from hydrajax.train.metrics import Metrics, read_metrics
+from hydrajax.trees import TreeTopology, presets
+from hydrajax.trees.dynamic import guesses_of
+from hydrajax.trees.files import read_tree
+
+
+class Record(NamedTuple):
+    """make: writes the record, and what belongs to it, into a directory and returns its path. read: the directory."""
+
+    make: Callable[[Path], Path]
+    read: Callable[[Path], object]
+
+
+def text_at(path: Path, *lines) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+# --- answers and texts ------------------------------------------------------------------------------------------------
+
+GENERATED = {
+    "prompt_ids": [1, 2], "output_ids": [3, 4, 5], "text": "x", "steps": 2, "accept_lengths": [1, 2], "new_tokens": 3,
+    "wall_time": 0.5, "finish_reason": "length", "logprobs": [-0.1, -0.2, -0.3],
+}  # fmt: skip
+WRITTEN = {"conversation": 0, "turn": 0, "prompt_ids": [1, 2], "output_ids": [3]}
+
+
+def evaluated(folder: Path) -> Path:
+    answering.run(folder)
+    return folder / f"{answering.FAST}.jsonl"
+
+
+def taken_up(folder: Path):
+    files = answering.run(folder)
+    return summarise(files.answers, answering.QUESTIONS, answering.PLAIN, same_outputs=True)
+
+
+def distilled(folder: Path) -> Path:
+    RecordFile(folder / "out.jsonl", {"seed": 1, "temperatures": [0, 1]}).add([WRITTEN, WRITTEN | {"turn": 1}])
+    return folder / "out.jsonl"
+
+
+def gone_on_with(folder: Path) -> None:
+    file = RecordFile(folder / "out.jsonl", {"seed": 1, "temperatures": [0, 1]})
+    file.output((0, 0), [1, 2])
+    file.add([WRITTEN])
+
+
+class Length:
+    """Of an answer's text."""
+
+    def of(self, question, texts):
+        return Scored({"length": float(len(texts[0]))}, {"texts": list(texts)})
+
+    def identity(self):
+        return {"score": "length"}
+
+
+def scored(folder: Path) -> Path:
+    rescored(folder)
+    return folder / "scores" / "length" / "plain.jsonl"
+
+
+def rescored(folder: Path):
+    answers = {"plain": {q.question_id: {"choices": [{"output_ids": [[1, 2]]}]} for q in answering.QUESTIONS}}
+    return score_answers("length", Length(), answering.QUESTIONS, answers, folder, lambda ids: "ab")
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+SETTINGS = settings_of(TrainConfig(output="", model="", steps=1))
+
+
+def logged(folder: Path) -> Path:
+    lines = [{"step": step, "kind": "train", "loss": 0.5, "top1": [0.1, 0.2]} for step in range(1, 4)]
+    return text_at(folder / "metrics.jsonl", *lines)
+
+
+def resumed(folder: Path) -> None:
+    with Metrics(folder, 2, 9, Console(file=io.StringIO())) as metrics:
+        metrics.log(3, "train", {"loss": 0.1})
+    assert read_metrics(folder / "metrics.jsonl")[-1]["step"] == 3
+
+
+def opened(folder: Path) -> TrainCheckpoints:
+    return TrainCheckpoints(folder, keep=3, higher_is_better=True, meta_fields={"settings": OBJECT})
+
+
+def saved(folder: Path) -> Path:
+    if not (folder / "2" / RECORD).exists():
+        with opened(folder) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, {"x": jnp.arange(3.0)}, {"settings": SETTINGS}, 0.5)
+    return folder / "2" / RECORD
+
+
+def without_checksum(folder: Path) -> Path:
+    """As older versions wrote it: then nothing but the fields themselves can tell."""
+    path = saved(folder)
+    record = json.loads(path.read_text())
+    record.pop("checksum", None)
+    return text_at(path, record)
+
+
+def restored(folder: Path) -> None:
+    warnings: list[str] = []
+    with opened(folder) as checkpoints:
+        check_settings(checkpoints.meta(), SETTINGS)
+        step, _, _ = checkpoints.restore({"x": jnp.zeros(3)}, on_warning=warnings.append)
+    assert step == (1 if warnings else 2)
+    assert all("step 2 is damaged: " in line and "\n" not in line for line in warnings)
+
+
+CONFIG = {
+    "task": "heads", "model": "x", "output": "y", "steps": 3, "draft": {"heads": "hydra", "n_heads": 2},
+    "data": {"files": ["a.txt"], "format": "text"}, "optimizer": {"lr": 3e-3},
+}  # fmt: skip
+
+
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+DYNAMIC = {"dynamic": {"nodes": 6, "expansions": 1, "top_k": 3}}
+
+
+def read_every_way(folder: Path) -> None:
+    path = folder / "tree_b1.json"
+    with suppress(HydrajaxError):
+        TreeTopology.from_json(path)
+    tree = read_tree(path)
+    assert tree == presets.by_name(str(path))
+    with suppress(HydrajaxError):  # deeper or wider than a drafter is, which this file cannot know
+        tree.check(4, 300)
+        guesses_of(tree)  # makes the arrays of a static one
+
+
+def searched(folder: Path) -> Path:
+    rows = [{"name": "3", "nodes": 3, "speedup": 1.3, "expected_tokens_per_step": 1.5, **RATE}]
+    here = {"machine": machine(), "measured": rows, "date": "2026-01-02", "arguments": {"draft": "d", "batch_size": 1}}
+    return text_at(folder / "tree_b1.json", {"choices": [[0], [0, 0]], "provenance": here})
+
+
+def searched_here(folder: Path) -> None:
+    choice = fastest._searched_here(SimpleNamespace(draft_directory=folder, drafter=PromptLookup(2, 4)), 1)
+    str(choice)
+
+
+def remembered(folder: Path) -> Path:
+    fastest._write(folder / "m.json", fastest.Choice(presets.chain(2), "chain-2", 1.2, None))
+    return folder / "m.json"
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+def reported(folder: Path) -> None:
+    found, _ = find_results(folder)
+    write_report(found, folder / "REPORT.md")
+
+
+def result_file(folder: Path) -> Path:
+    write_to(folder / "r.json", result("speed", "hydra figure 2", remarks=["one"]))
+    return folder / "r.json"
+
+
+def summary(folder: Path) -> Path:
+    figures = {"questions": 3, **RATE, "equal": True}
+    content = {
+        "machine": {},
+        "arguments": {"set": "mt_bench", "rule": "greedy"},
+        "results": {"a": {"overall": figures}},
+    }
+    score = {"questions": 3, "mean": 0.25, "low": 0.0, "high": 0.5, "difference": -0.01}
+    score |= {"difference_low": None, "difference_high": None}
+    return text_at(
+        folder / "summary.json",
+        content | {"scores": {"metrics": {"rouge": 100}, "results": {"a": {"overall": {"rouge": score}}}}},
+    )
+
+
+def exported_before(folder: Path) -> Path:
+    replaced(folder)
+    return folder / "heads" / "config.json"
+
+
+def replaced(folder: Path) -> None:
+    with exported(folder / "heads", overwrite=False) as (new, config):
+        (new / "x").write_text("")
+        config["y"] = 1
+
+
+RECORDS = {
+    "answers of generate": Record(
+        lambda folder: text_at(folder / "a.jsonl", *[GENERATED] * 3), lambda folder: read_answers(folder / "a.jsonl")
+    ),
+    "answers of evaluate": Record(evaluated, taken_up),
+    "settings of evaluate": Record(lambda folder: evaluated(folder).with_name("settings.json"), taken_up),
+    "records of distill": Record(distilled, gone_on_with),
+    "settings of distill": Record(lambda f: distilled(f).with_name("out.jsonl.settings.json"), gone_on_with),
+    "scores": Record(scored, rescored),
+    "metrics": Record(logged, lambda folder: read_metrics(folder / "metrics.jsonl")),
+    "metrics of a resumed run": Record(logged, resumed),
+    "metrics in a report": Record(
+        lambda folder: text_at(
+            folder / "metrics.jsonl", {"step": 3, "kind": "eval", **{f"top{n}": [0.5] for n in range(1, 6)}}
+        ),
+        reported,
+    ),
+    "training settings": Record(
+        lambda folder: text_at(folder / "c.yaml", CONFIG), lambda folder: load_config(folder / "c.yaml", ["seed=1"])
+    ),
+    "hidden states": Record(
+        lambda folder: text_at(folder / "hidden.json", {"shape": [1, 2], "dtype": "float32", "rows": "abc"}),
+        lambda folder: hidden_cache._known(folder / "hidden.json"),
+    ),
+    "tree": Record(lambda folder: text_at(folder / "tree_b1.json", [[0], [0, 0], [1]]), read_every_way),
+    "dynamic tree": Record(lambda folder: text_at(folder / "tree_b1.json", DYNAMIC), read_every_way),
+    "searched tree": Record(searched, searched_here),
+    "searched tree in a report": Record(searched, reported),
+    "tree that was measured here": Record(remembered, lambda folder: str(fastest._read(folder / "m.json"))),
+    "result": Record(result_file, reported),
+    "summary of evaluate": Record(summary, reported),
+    "export": Record(exported_before, replaced),
+}
+
+
+def one_line_about(error: HydrajaxError, path: Path) -> None:
+    assert "\n" not in str(error)
+    assert len(str(error)) < 1000
+    assert path.name in str(error) or str(path.parent) in str(error)
+
+
+def read_whatever(record: Record, folder: Path, path: Path, text: bytes, what: str) -> HydrajaxError | None:
+    """Anything but `HydrajaxError` fails the test, naming what was wrong."""
+    path.write_bytes(text)
+    try:
+        record.read(folder)
+    except HydrajaxError as error:
+        return error
+    except Exception as error:
+        raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+    return None
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """They take a second each, and draw what the tables say."""
+    monkeypatch.setattr("hydrajax.report.markdown.can_draw", lambda: False)
+    monkeypatch.setattr("hydrajax.text.appended.os.fsync", lambda file: None)
+    monkeypatch.setattr("hydrajax.questions.summary.RESAMPLES", 9)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_any_field_may_be_wrong(name, tmp_path):
+    record, refused = RECORDS[name], 0
+    path = record.make(tmp_path)
+    record.read(tmp_path)
+    record.make(tmp_path)
+    whole = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    lines = path.read_text(encoding="utf-8").split("\n")
+    in_lines = path.suffix == ".jsonl"
+    chosen = 1 if in_lines and len(lines) > 2 else 0
+    few = name in ("training settings", "answers of evaluate")  # PyYAML takes its time, and so does asking anew
+    for what, text in wrong_fields(lines[chosen] if in_lines else path.read_text(encoding="utf-8"), few):
+        changed = "\n".join([*lines[:chosen], text, *lines[chosen + 1 :]]) if in_lines else text
+        error = read_whatever(record, tmp_path, path, changed.encode(), what)
+        if error is not None:
+            refused += 1
+            if name != "training settings":  # whose messages name the setting alone
+                one_line_about(error, path)
+        restore(tmp_path, whole)
+    assert refused or name in DONE_WITHOUT
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_whole_text_may_be_wrong(name, tmp_path):
+    record = RECORDS[name]
+    path = record.make(tmp_path)
+    whole = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    for what, text in wrong_texts(path.read_text(encoding="utf-8")):
+        error = read_whatever(record, tmp_path, path, text, what)
+        if error is not None:
+            one_line_about(error, path)
+        restore(tmp_path, whole)
+
+
+# Of these a damaged one is made anew, with or without a word.
+DONE_WITHOUT = {"scores", "metrics of a resumed run", "hidden states", "tree that was measured here"}
+DONE_WITHOUT |= {"searched tree in a report", "summary of evaluate", "metrics in a report"}
+
+
+def restore(folder: Path, whole: dict[Path, bytes]) -> None:
+    for file in [file for file in folder.rglob("*") if file.is_file() and file not in whole]:
+        file.unlink()
+    for file, content in whole.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["with its checksum", "of an older version"])
+def test_a_checkpoint_with_a_wrong_record_is_as_good_as_the_one_before(tmp_path, older):
+    path = saved(tmp_path)
+    (without_checksum if older else saved)(tmp_path)
+    restored(tmp_path)
+    whole, before, told = path.read_text(), (tmp_path / "1" / RECORD).read_text(), 0
+    with opened(tmp_path) as checkpoints:
+        for what, text in [*wrong_fields(whole), *wrong_texts(whole)]:
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+            meta = checkpoints.meta()
+            told += meta == json.loads(before)["meta"]
+            assert isinstance(meta["settings"], dict), what
+            with suppress(HydrajaxError):
+                check_settings(meta, SETTINGS)
+    assert told > 50
+    for text in ("[]", json.dumps(json.loads(whole) | {"meta": {"settings": []}})):  # the whole way for a few
+        path.write_text(text)
+        restored(tmp_path)
+
+
+def test_no_checkpoint_with_a_readable_record(tmp_path):
+    saved(tmp_path)
+    for step in (1, 2):
+        (tmp_path / str(step) / RECORD).write_text("[1]")
+    with opened(tmp_path) as checkpoints:
+        assert checkpoints.meta() is None
+        with pytest.raises(HydrajaxError, match=r"is whole: step 2 is damaged: hydrajax.json: must be a JSON object"):
+            checkpoints.restore({"x": jnp.zeros(3)})
