@@ -386,9 +386,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         if not equals or not all(key.split(".")):
             raise HydrajaxError(f"override: must look like key.sub=value, found '{override}'")
         try:
-            _set(raw, key.split("."), yaml.safe_load(value), key)
+            parsed = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError, RecursionError):
             raise HydrajaxError(f"{key}: the value is not YAML: {value}") from None
+        _set(raw, key.split("."), parsed, key)
     return config_from(raw)
 
 
