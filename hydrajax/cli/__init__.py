@@ -11,9 +11,12 @@ import argparse
 import importlib
 import os
 import platform
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 
 from hydrajax.compilation import use_compilation_cache
@@ -83,8 +86,39 @@ def run_command(prog: str, module_help: str, add_arguments: Callable, run: Calla
     return guarded(lambda: parser.parse_args(argv))
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: what Ctrl-C leaves tidy (half-written files, the terminal, a word about what is kept) this does, too."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Within, SIGTERM raises `Terminated` where it would end the process; training has a handler of its own."""
+
+    def terminate(number, frame):
+        signal.signal(number, signal.SIG_IGN)  # once: the second of an impatient system must not break the tidying off
+        raise Terminated
+
+    main = threading.current_thread() is threading.main_thread()
+    ours = main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def guarded(parse: Callable[[], argparse.Namespace]) -> int:
-    """Run what was parsed and return its exit code, None for 0. Bad input prints one line and returns 2, Ctrl-C 130."""
+    """Run what was parsed and return its exit code, None for 0.
+
+    Bad input prints one line and returns 2, Ctrl-C 130, SIGTERM 143.
+    """
+    with terminable():
+        return _guarded(parse)
+
+
+def _guarded(parse: Callable[[], argparse.Namespace]) -> int:
     flags: frozenset[str] = frozenset()
     try:
         args = parse()
@@ -97,6 +131,9 @@ def guarded(parse: Callable[[], argparse.Namespace]) -> int:
     except HydrajaxError as error:
         print(f"hydrajax: {' '.join(error.as_flag(flags).split())}", file=sys.stderr)  # libraries indent theirs
         return 2
+    except Terminated:
+        print("hydrajax: terminated", file=sys.stderr)
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         print("hydrajax: interrupted", file=sys.stderr)
         return 130

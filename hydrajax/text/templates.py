@@ -77,7 +77,14 @@ class Encoder:
         )
 
     def tokenize(self, text: str) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, "n 2"]]:
-        """Token ids of rendered text, int32, and where in the text each token begins and ends."""
+        """Token ids of rendered text, int32, and where in the text each token begins and ends.
+
+        Raises `HydrajaxError` for text that no tokenizer reads.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise HydrajaxError("is not valid Unicode text (it holds a lone surrogate)") from None
         encoded = self.tokenizer(text, add_special_tokens=not self.own, return_offsets_mapping=True, verbose=False)
         ids, offsets = np.asarray(encoded["input_ids"], np.int32), np.asarray(encoded["offset_mapping"])
         length = int(np.flatnonzero(offsets[:, 1])[-1]) + 1  # without an EOS added to the one our templates write

@@ -420,6 +420,8 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
     if type(value) is not kind:
         what = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[kind]
         raise HydrajaxError(f"{name}: must be {what}, found {value!r}")
+    if kind is str and "\0" in value:  # no path holds it, and every function that takes one would fail in its own way
+        raise HydrajaxError(f"{name}: must be without the character NUL, found {value!r}")
     return value
 
 

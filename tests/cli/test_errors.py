@@ -343,6 +343,19 @@ def test_ctrl_c_leaves_no_file(program, base, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_sigterm_leaves_no_file(program, base, tmp_path, monkeypatch):
+    def generate(*_, **__):
+        yield Generation([1], [2], "a", 1, [1], 1, 0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield Generation([1], [2], "a", 1, [1], 1, 0.1)
+
+    monkeypatch.setattr(command, "generate", generate)
+    result = program("generate", "--base", base, *TEXT, "--output", tmp_path / "out.jsonl")
+    assert (result.code, result.err) == (143, "hydrajax: terminated\n")
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # what called the program has its own again
+
+
 def test_a_crash_leaves_the_old_file_alone(program, base, tmp_path, monkeypatch):
     output = tmp_path / "out.jsonl"
     output.write_text("old\n")

@@ -133,6 +133,8 @@ REFUSED = [
     ("steps", "override: must look like key.sub=value"),
     ("steps.x=3", "steps.x goes through 'steps', which is a value and not a section"),
     ("steps=[", "steps: the value is not YAML"),
+    ("steps=2026-13-41", "steps: the value is not YAML"),
+    ('output="a\\0b"', "output: must be without the character NUL"),
 ]
 
 
