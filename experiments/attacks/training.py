@@ -1,0 +1,172 @@
+"""Attacks on a training run: killed, doubled, without room, without leave to write. It must end as if undisturbed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+from attacks.commands import done, mounted, start, training_config, unmount
+from attacks.registry import Fell, Place, attack
+
+STEPS, EVERY = 30, 2
+CLOCK = {"tokens_per_second", "tflops_per_second"}  # what differs from run to run
+UNFINISHED = "*.orbax-checkpoint-tmp*"
+KILLS = 10  # of one run
+
+
+def metrics(run: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in CLOCK} for line in lines]
+
+
+def heads(run: Path) -> bytes:
+    (path,) = (run / "heads").glob("*.safetensors")
+    return path.read_bytes()
+
+
+def undisturbed(place: Place) -> tuple[Path, float]:
+    """A run that nothing happens to, and the seconds that it takes."""
+
+    def make(folder: Path) -> tuple[Path, float]:
+        config = training_config(place, STEPS, EVERY)
+        done(start("train", "--config", config, f"output={folder / 'first'}"), place)  # what is compiled stays cached
+        began = time.monotonic()
+        done(start("train", "--config", config, f"output={folder / 'run'}"), place)
+        return folder / "run", time.monotonic() - began
+
+    return place.once("undisturbed", make)
+
+
+def check_equal(run: Path, whole: Path) -> None:
+    if heads(run) != heads(whole):
+        raise Fell("the heads are others than those of an undisturbed run")
+    found, wanted = metrics(run), metrics(whole)
+    if found != wanted:
+        steps = [(line["step"], line["kind"]) for line in found]
+        doubled = sorted({step for step in steps if steps.count(step) > 1})
+        lost = sorted({(line["step"], line["kind"]) for line in wanted} - set(steps))
+        raise Fell(f"metrics.jsonl differs: doubled {doubled[:3]}, lost {lost[:3]}")
+
+
+@attack("training is killed", count=10)
+def killed(place: Place) -> int:
+    """SIGKILL at any moment, every other time inside a checkpoint's writing, again and again, and then to the end."""
+    whole, seconds = undisturbed(place)
+    config, run = training_config(place, STEPS, EVERY), place.folder / "run"
+    for kill in range(KILLS):
+        process = start("train", "--config", config)
+        until = time.monotonic() + place.random.uniform(0, seconds)
+        if kill % 2:
+            while process.poll() is None and not any((run / "checkpoints").glob(UNFINISHED)):
+                time.sleep(0.001)
+            time.sleep(place.random.choice((0, 0.002, 0.01, 0.05)))
+        else:
+            while process.poll() is None and time.monotonic() < until:
+                time.sleep(0.005)
+        process.kill()
+        process.communicate()
+    done(start("train", "--config", config), place)
+    check_equal(run, whole)
+    return KILLS
+
+
+@attack("training is stopped", count=4)
+def stopped(place: Place) -> None:
+    """SIGTERM or Ctrl-C at any moment. Once training has begun it saves and ends with code 0."""
+    import signal
+
+    whole, seconds = undisturbed(place)
+    config = training_config(place, STEPS, EVERY)
+    process = start("train", "--config", config)
+    time.sleep(place.random.uniform(0.3 * seconds, seconds))
+    number = place.random.choice((signal.SIGTERM, signal.SIGINT))
+    process.send_signal(number)
+    done(process, place, (0, 128 + number))
+    done(start("train", "--config", config), place)
+    check_equal(place.folder / "run", whole)
+
+
+@attack("two trainers", count=3)
+def two(place: Place) -> None:
+    """The second is refused with the first's number; the first does not notice."""
+    whole, seconds = undisturbed(place)
+    config, run = training_config(place, STEPS, EVERY), place.folder / "run"
+    first = start("train", "--config", config)
+    while first.poll() is None and not list(run.glob("*")):
+        time.sleep(0.01)
+    time.sleep(place.random.uniform(0, seconds / 4))
+    second = start("train", "--config", config)
+    code, _, err = done(second, place, (0, 2))
+    if code == 2 and f"is in use by process {first.pid} on " not in err:
+        raise Fell(f"refused for another reason: {err[-200:]}")
+    if code == 0 and first.poll() is None:
+        raise Fell("the second ran while the first did")
+    done(first, place)
+    check_equal(run, whole)
+
+
+@attack("training on a disk that fills up", count=4)
+def full(place: Place) -> None:
+    """No room at any size; then the same command with room."""
+    whole, _ = undisturbed(place)
+    config, small = training_config(place, STEPS, EVERY), place.folder / "small"
+    kilobytes = place.random.choice((8, 50, 200, 800, 1600))
+    mounted(small, f"size={kilobytes}k")
+    try:
+        code, _, _ = done(start("train", "--config", config, f"output={small / 'run'}"), place, (0, 2))
+        shutil.copytree(small / "run", place.folder / "run", dirs_exist_ok=True)
+    finally:
+        unmount(small)
+    if code == 2:
+        done(start("train", "--config", config), place)
+    check_equal(place.folder / "run", whole)
+
+
+@attack("training with a limit on files", count=4)
+def limited(place: Place) -> None:
+    """As a full disk, but of every file: parts of what orbax writes with many threads fail."""
+    whole, _ = undisturbed(place)
+    config = training_config(place, STEPS, EVERY)
+    size = place.random.choice((100, 1000, 5000, 20_000, 60_000))
+    code, _, _ = done(start("train", "--config", config, file_size=size), place, (0, 2))
+    if code == 2:
+        done(start("train", "--config", config), place)
+    check_equal(place.folder / "run", whole)
+
+
+@attack("training without leave to write", count=1)
+def read_only(place: Place) -> None:
+    disk = mounted(place.folder / "disk", "ro")
+    try:
+        done(start("train", "--config", training_config(place, 2, 1), f"output={disk}"), place, (2,))
+    finally:
+        unmount(disk)
+
+
+@attack("newest checkpoint damaged", count=5)
+def damaged(place: Place) -> None:
+    """A file of it cut, emptied, overwritten or gone, or its record of another kind: the one before is used."""
+    whole, _ = undisturbed(place)
+    config, run = training_config(place, STEPS, EVERY), place.folder / "run"
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "heads")
+    newest = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    files = sorted(path for path in newest.rglob("*") if path.is_file())
+    path = place.random.choice([newest / "hydrajax.json", place.random.choice(files)])
+    match place.random.randrange(5):
+        case 0:
+            path.unlink()
+        case 1:
+            path.write_bytes(b"")
+        case 2:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        case 3:
+            path.write_bytes(place.random.randbytes(100))
+        case _:
+            path.write_text(place.random.choice(("[]", '{"meta": []}', "null", "[" * 100_000)))
+    _, out, _ = done(start("train", "--config", config), place)
+    if f"step {newest.name} is damaged" not in out:
+        raise Fell(f"not said that step {newest.name} is damaged ({path.name})")
+    check_equal(run, whole)
