@@ -40,7 +40,7 @@ def attack(args) -> int:
     for name in args.only or []:
         if name not in ATTACKS:
             raise not_allowed("only", name, ATTACKS)
-    table, failed, said = figure_table("attack", "tried", "failed", "first seed", "seconds", left="attack"), 0, []
+    table, failed = figure_table("attack", "tried", "failed", "first seed", "seconds", left="attack"), 0
     with (
         tempfile.TemporaryDirectory(prefix="attack", dir=args.folder) as folder,
         Console(stderr=True).status("") as line,
@@ -54,10 +54,10 @@ def attack(args) -> int:
             first = "" if found.first is None else str(found.first)
             table.add_row(name, str(found.tried), str(found.failed), first, f"{time.monotonic() - began:.0f}")
             failed += found.failed
-            if found.said:
-                said.append(f"{name}: {found.said}")
+            print(
+                f"{name}: {found.tried} tried, {found.failed} failed. {found.said}".strip(), file=sys.stderr, flush=True
+            )
     wide_console().print(table)
-    print("\n".join(said))
     return 1 if failed else 0
 
 

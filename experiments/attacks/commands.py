@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +14,13 @@ import numpy as np
 from attacks.registry import CannotTry, Fell, Place
 
 ROOT = Path(__file__).resolve().parents[2]
+# The program with a limit on the size of files, set by itself: a process with threads must not run code between fork
+# and exec.
+LIMITED = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)), resource.RLIM_INFINITY))
+runpy.run_module("hydrajax", run_name="__main__", alter_sys=True)
+"""
 VOCAB, WIDTH, CONTEXT = 300, 32, 128
 
 
@@ -98,16 +104,15 @@ def start(
 ) -> subprocess.Popen:
     """``hydrajax`` with these arguments. file_size: that no file may exceed, as on a disk that fills up."""
 
-    def prepare() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs, and their children, ignore
-        if file_size is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, resource.RLIM_INFINITY))
-
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "HYDRAJAX_MEASURE_TREES": "0", **(environment or {})}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = [sys.executable, "-m", "hydrajax", *map(str, arguments)]
-    return subprocess.Popen(command, env=env, preexec_fn=prepare, **pipes | popen)
+    program = ["-m", "hydrajax"] if file_size is None else ["-c", LIMITED, str(file_size)]
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs, and their children, ignore
+    try:
+        return subprocess.Popen([sys.executable, *program, *map(str, arguments)], env=env, **pipes | popen)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def finish(process: subprocess.Popen, place: Place) -> tuple[int, str, str]:

@@ -37,7 +37,7 @@ def check(found: SimpleNamespace, what: str) -> None:
     if found.code not in (0, 2):
         raise Fell(f"{what}: exit code {found.code}")
     lines = [line for line in found.err.splitlines() if line.startswith("hydrajax: ")]
-    if found.code == 2 and (len(lines) != 1 or len(lines[0]) > 10_000):
+    if found.code == 2 and (len(lines) != 1 or len(lines[0]) > 20_000):
         raise Fell(f"{what}: code 2 with {len(lines)} lines of ours, {max(map(len, lines), default=0)} characters")
     if "Traceback" in found.err:
         raise Fell(f"{what}: a traceback")

@@ -16,7 +16,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.penalties import Penalties
 from hydrajax.decoding.rules import RULES, make_rule
 from hydrajax.drafters.registry import WITHOUT_WEIGHTS
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import WholeFile
 from hydrajax.generation import SEED_BITS
 from hydrajax.text.prompt import Prompt, read_prompts
@@ -133,6 +133,7 @@ def add_decoding_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: i
     return group
 
 
+LARGEST = 2**31 - 1  # of what is counted: numbers of tokens, rows and nodes are int32
 RULE_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "epsilon", "alpha", *Penalties.NEUTRAL)
 
 
@@ -164,8 +165,11 @@ def rule_from(args: argparse.Namespace) -> AcceptanceRule:
 
 
 def positive(text: str) -> int:
-    """An argparse type: an integer from 1 up."""
-    return _integer(text, 1, None)
+    """An argparse type: an integer from 1 up, as far as arrays count."""
+    value = _integer(text, 1, None)
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"must be at most {LARGEST}, found '{one_line(text, 20)}'")
+    return value
 
 
 def positives(text: str) -> list[int]:

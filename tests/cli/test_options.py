@@ -7,6 +7,7 @@ import pytest
 
 from hydrajax.checkpoints.base import export_llama, load_llama
 from hydrajax.cli import bench, build_parser, options
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.backend import Platform, traced_for
 
 LOADING = {
@@ -49,3 +50,12 @@ def test_random_weights_are_float32_unless_told_otherwise(monkeypatch, flags, dt
         bench._model(args)
     assert [jnp.dtype(arguments[2]) for arguments in found] == [dtype]
     assert options.recorded(args)["dtype"] == dtype
+
+
+@pytest.mark.parametrize("text", ["2147483648", "9" * 400])
+def test_numbers_that_no_array_counts(text):
+    with pytest.raises(
+        HydrajaxError, match=r"--batch-size: must be at most 2147483647, found '[0-9]+( \.\.\.)?' \(see"
+    ) as error:
+        parsed("generate", "--base", "B", "--prompt", "x", "--batch-size", text)
+    assert len(str(error.value)) < 200
