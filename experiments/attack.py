@@ -61,6 +61,9 @@ def attack(args) -> int:
     return 1 if failed else 0
 
 
+def main(argv: list[str]) -> int:
+    return run_command("attack.py", __doc__.splitlines()[0], add_arguments, attack, argv)
+
+
 if __name__ == "__main__":
-    doc = __doc__.splitlines()[0]
-    sys.exit(run_command(Path(sys.argv[0]).name, doc, add_arguments, attack, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -338,6 +338,55 @@ def test_quality_says_what_is_missing(in_process, tmp_path):
     assert not list((tmp_path / "runs" / "experiments").glob("*.json"))
 
 
+@pytest.fixture
+def attacks(monkeypatch):
+    """The attacks by name, to add one to."""
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    from attacks.registry import ATTACKS
+
+    monkeypatch.setattr("attacks.registry.ATTACKS", known := dict(ATTACKS))
+    return known
+
+
+def test_what_an_attack_finds_is_counted_with_its_first_seed(attacks, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    from attacks import registry
+
+    def falls(place):
+        number = place.random.random()
+        if len(drawn) in (2, 3):
+            drawn.append(number)
+            raise registry.Fell("it gave way")
+        if len(drawn) == 5:
+            raise ZeroDivisionError("a bug of the attack")
+        drawn.append(number)
+        return 10
+
+    def lacks(place):
+        raise registry.CannotTry("no disk")
+
+    drawn: list[float] = []
+    attacks["it falls"], attacks["it lacks"] = registry.Attack(falls, 6), registry.Attack(lacks, 1)
+    found = registry.run("it falls", range(7, 13), 60, 60, tmp_path, {})
+    assert (found.tried, found.failed, found.first, found.said) == (33, 3, 9, "it gave way")
+    drawn, before = [], drawn
+    registry.run("it falls", range(9, 10), 60, 60, tmp_path, {})
+    assert drawn == before[2:3]  # a seed is the same attack again
+    found = registry.run("it lacks", range(3), 60, 60, tmp_path, {})
+    assert (found.tried, found.failed, found.said) == (0, 0, "not tried: no disk")
+
+
+def test_attacks_by_settings_and_command_lines(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    script = module(EXPERIMENTS / "attack.py")
+    only = ["--only", "training settings", "--only", "command lines", "--seeds", "1", "--folder", str(tmp_path)]
+    assert script.main(only) == 0
+    assert "training settings: 17 tried, 0 failed." in capsys.readouterr().err
+    assert script.main(["--only", "wind"]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_script_is_listed_with_its_command():
     """In the README of the folder: which figure it is, and what was run for the committed results."""
     text = (EXPERIMENTS / "README.md").read_text()

@@ -125,7 +125,8 @@ def stopped(place: Place) -> None:
     code, _, err = finish(process, place)
     if code not in (0, 128 + number):
         raise Fell(f"{name}, signal {number} after {at:.2f} of {seconds:.2f} s: exit code {code}: {err[-200:]}")
-    if "Traceback" in err:
+    # While Python still imports, nobody of ours can catch it: then it is Python's own words, and the same code.
+    if "Traceback" in err and "<frozen importlib._bootstrap>" not in err:
         raise Fell(f"{name}, signal {number} after {at:.2f} of {seconds:.2f} s: a traceback: {err.strip()[-100:]!r}")
     folders = [place.folder, *filter(Path.is_dir, [output(name, place)])]
     if litter := [file for folder in folders for file in os.listdir(folder) if file.startswith(".")]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydrajax.errors import one_line
+
 
 class Fell(Exception):
     """What gave way, in a line."""
@@ -91,5 +93,6 @@ def run(name: str, seeds: range, seconds: float, command_seconds: float, shared:
             outcome.failed += 1
             if outcome.first is None:
                 outcome.first = seed
-                outcome.said = str(error) if isinstance(error, Fell) else f"{type(error).__name__}: {error}"
+                said = str(error) if isinstance(error, Fell) else f"{type(error).__name__}: {error}"
+                outcome.said = one_line(said)
     return outcome
