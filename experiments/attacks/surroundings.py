@@ -21,7 +21,6 @@ SURROUNDINGS = {
     "NO_COLOR": {"NO_COLOR": "1"},
     "a device that is not there": {"JAX_PLATFORMS": "cuda"},
     "a platform that does not exist": {"JAX_PLATFORMS": "abacus"},
-    "flags that XLA does not know": {"XLA_FLAGS": "--xla_no_such_flag=1"},
     "a coordinator that makes no sense": {"JAX_COORDINATOR_ADDRESS": "x"},
     "temporary folder is missing": {"TMPDIR": "/nonexistent"},
     "closed stdin and no variables to speak of": {"PATH": "", "USER": "", "LOGNAME": ""},

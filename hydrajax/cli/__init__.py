@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import platform
 import signal
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 
 from hydrajax.compilation import use_compilation_cache
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, one_line
 
 EPILOG = 'Tab completion in this shell: eval "$(register-python-argcomplete hydrajax)"'
 COMMANDS = (
@@ -126,6 +127,8 @@ def _guarded(parse: Callable[[], argparse.Namespace]) -> int:
         use_compilation_cache()
         warnings.formatwarning = _as_one_line
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing: tokenizers need none
+        if isinstance(sys.stdout, io.TextIOWrapper):  # text that the terminal's encoding lacks is escaped, and no crash
+            sys.stdout.reconfigure(errors="backslashreplace")
         code = args.run(args)
         sys.stdout.flush()
     except HydrajaxError as error:
@@ -146,7 +149,27 @@ def _guarded(parse: Callable[[], argparse.Namespace]) -> int:
         # Where no check foresaw it: such as a directory that may not be entered, or a name that is too long.
         print(f"hydrajax: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
+    except Exception:
+        trouble = _no_such_platform()
+        if trouble is None:
+            raise
+        print(f"hydrajax: {trouble}", file=sys.stderr)
+        return 2
     return code or 0
+
+
+def _no_such_platform() -> str | None:
+    """What is wrong with ``JAX_PLATFORMS``, where JAX cannot start what it names: it raises many types then."""
+    named = os.environ.get("JAX_PLATFORMS")
+    if not named:
+        return None
+    import jax
+
+    try:
+        jax.devices()
+    except Exception as error:
+        return f"JAX_PLATFORMS: found '{named}', which JAX cannot start here: {one_line(error)}"
+    return None
 
 
 _FORMATWARNING = warnings.formatwarning

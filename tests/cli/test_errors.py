@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import time
 
 import pytest
 
+from hydrajax import cli
 from hydrajax.cli import generate as command
 from hydrajax.cli import run_command
 from hydrajax.text.answers import Generation
@@ -354,6 +356,30 @@ def test_sigterm_leaves_no_file(program, base, tmp_path, monkeypatch):
     assert (result.code, result.err) == (143, "hydrajax: terminated\n")
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # what called the program has its own again
+
+
+def test_text_that_the_terminal_s_encoding_lacks_is_escaped(base, monkeypatch):
+    def generate(*_, **__):
+        yield Generation([1], [2], "a café \ufffd", 1, [1], 1, 0.1)
+
+    monkeypatch.setattr(command, "generate", generate)
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert cli.main(["generate", "--base", str(base), *TEXT]) == 0
+    terminal.flush()
+    assert b"a caf\\xe9 \\ufffd\n" in terminal.buffer.getvalue()
+
+
+def test_a_platform_that_is_not_there(program, base, monkeypatch):
+    def no_devices():
+        raise RuntimeError("Unable to initialize backend 'cuda':\nno devices")
+
+    monkeypatch.setattr(command, "generate", results_then(AssertionError()))
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr("jax.devices", no_devices)
+    result = program("generate", "--base", base, *TEXT)
+    assert result.code == 2
+    assert "hydrajax: JAX_PLATFORMS: found 'cuda', which JAX cannot start here: Unable to initialize" in result.err
 
 
 def test_a_crash_leaves_the_old_file_alone(program, base, tmp_path, monkeypatch):
