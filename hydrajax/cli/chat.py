@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="chat template: auto (the tokenizer's own), vicuna, plain or raw",
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
-    parser.add_argument("--max-new-tokens", metavar="N", type=options.positive, default=512, help="default %(default)s")
+    parser.add_argument(
+        "--max-new-tokens", metavar="N", type=options.most_tokens, default=512, help="default %(default)s"
+    )
     parser.add_argument("--seed", metavar="S", type=options.seed, default=0, help="default %(default)s")
     options.add_rule_arguments(parser)
 

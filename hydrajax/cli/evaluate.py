@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     decoding.add_argument(
         "--max-new-tokens",
         metavar="N",
-        type=options.positive,
+        type=options.most_tokens,
         default=256,
         help="of each turn (default %(default)s; published figures: 1024); a prompt too long to leave room for them in "
         "the context loses its beginning",

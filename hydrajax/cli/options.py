@@ -126,7 +126,7 @@ def add_decoding_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: i
     """``--max-new-tokens, --batch-size, --seed``. Returns the group, for a command's own decoding flags."""
     group = parser.add_argument_group("decoding")
     group.add_argument(
-        "--max-new-tokens", metavar="N", type=positive, default=max_new_tokens, help="default %(default)s"
+        "--max-new-tokens", metavar="N", type=most_tokens, default=max_new_tokens, help="default %(default)s"
     )
     group.add_argument("--batch-size", metavar="B", type=positive, default=1, help="default %(default)s")
     group.add_argument("--seed", metavar="S", type=seed, default=0, help="default %(default)s")
@@ -170,6 +170,11 @@ def positive(text: str) -> int:
     if value > LARGEST:
         raise argparse.ArgumentTypeError(f"must be at most {LARGEST}, found '{one_line(text, 20)}'")
     return value
+
+
+def most_tokens(text: str) -> int:
+    """An argparse type: an integer from 1 up, of which no text can have as many as arrays count."""
+    return min(_integer(text, 1, None), LARGEST)
 
 
 def positives(text: str) -> list[int]:

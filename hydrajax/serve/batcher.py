@@ -135,7 +135,8 @@ class Batcher:
             seed = None
         elif seed is None:
             seed = secrets.randbits(SEED_BITS)
-        found = Request(np.asarray(ids, np.int32), max_new_tokens, rule, seed, number, tuple(stop))
+        most = min(max_new_tokens, context)  # whoever asks for more than a number of 32 bits means all there is
+        found = Request(np.asarray(ids, np.int32), most, rule, seed, number, tuple(stop))
         growing_text(self.loaded, found.stop)  # refuses an empty stop string
         if found.stop and self.loaded.tokenizer is None:
             raise HydrajaxError("stop: the base has no tokenizer, so there is no text to stop")

@@ -315,6 +315,13 @@ def test_a_failure_reaches_all_who_wait(small, start, monkeypatch, capfd):
         batcher.submit([request(batcher, [1])])
 
 
+def test_whoever_asks_for_more_than_numbers_hold_gets_what_there_is(small, start):
+    batcher = start(small)
+    (ticket,) = batcher.submit([request(batcher, [1, 2], 10**12)])
+    assert ticket.wait(SECONDS).finish_reason in ("context", "eos")
+    assert not batcher.stats().failed
+
+
 def test_bad_requests_are_refused(served, small, start):
     batcher = start(small)
     for match, ids, settings in (
