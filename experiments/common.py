@@ -23,6 +23,7 @@ from rich.console import Console
 
 import hydrajax
 from hydrajax import api, assets
+from hydrajax.bundle import Bundle
 from hydrajax.cli import options, run_command
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.prompts import batches
@@ -146,6 +147,24 @@ def name_of(directory: str | Path) -> str:
 
 
 # --- models and prompts -----------------------------------------------------------------------------------------------
+
+
+def draft_model_of(args: argparse.Namespace) -> str | Path:
+    """For a script that measures one draft model: the one named, or the shipped one for the shipped base."""
+    if len(args.draft) > 1:
+        raise HydrajaxError("--draft: one draft model is measured")
+    if args.base and not args.draft:
+        raise HydrajaxError("--draft: a draft model for this base is needed")
+    return args.draft[0] if args.draft else assets.path("draft_model")
+
+
+def prompts_of(args: argparse.Namespace, loaded: Bundle) -> list[np.ndarray]:
+    """The first ``args.count`` of the prompts named, or as many stretches of held-out files."""
+    if args.prompts:
+        return list(loaded.ids_of_prompts(read_prompts(args.prompts)[: args.count]))
+    if loaded.tokenizer is None:
+        raise HydrajaxError("--prompts: are needed, as this base has no tokenizer")
+    return held_out_stretches(loaded.tokenizer, args.count, args.prompt_tokens)
 
 
 class Setup:

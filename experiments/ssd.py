@@ -36,12 +36,11 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-from common import CONSOLE, held_out_stretches, program, speed_rows, write
+from common import CONSOLE, draft_model_of, program, prompts_of, speed_rows, write
 
 import hydrajax
 from hydrajax import assets
 from hydrajax.decoding.prompts import right_padded
-from hydrajax.errors import HydrajaxError
 from hydrajax.measure.apart import apart_contest, joined, part_seconds, recorded, round_seconds, times_of
 from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS, LlamaConfig
@@ -49,12 +48,11 @@ from hydrajax.roofline.devices import DEVICES
 from hydrajax.roofline.pairs import pair_times
 from hydrajax.ssd.fan_out import even, nothing
 from hydrajax.ssd.simulator import Outcomes, Speed, Times, best, predict
-from hydrajax.text.prompt import read_prompts
 from hydrajax.trees.presets import chain
 
 FULL = {"count": 8, "prompt_tokens": 128, "new_tokens": 128, "repeats": 5, "depth": 4, "ranks": 8}
-QUICK = {"count": 2, "prompt_tokens": 32, "new_tokens": 32, "repeats": 1, "depth": 2, "ranks": 4}
-FAN_OUTS, QUICK_FAN_OUTS = [2, 4, 8, 12, 16], [4]
+FULL |= {"fan_outs": [2, 4, 8, 12, 16]}
+QUICK = {"count": 2, "prompt_tokens": 32, "new_tokens": 32, "repeats": 1, "depth": 2, "ranks": 4, "fan_outs": [4]}
 
 # A pair of H200: what a small message takes from GPU to GPU and a layer's kernels to be launched are assumed, not
 # measured. 12 kernels a layer (docs/gpu.md) at a microsecond each inside a CUDA graph.
@@ -68,17 +66,8 @@ ACCEPTANCES, DEPTHS = (0.6, 0.7, 0.8), range(1, 11)
 BUDGETS, WITHIN = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128), 0.01
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--fan-outs", help=f"default {','.join(map(str, FAN_OUTS))}")
-
-
 def run(args: argparse.Namespace) -> None:
-    if len(args.draft) > 1:
-        raise HydrajaxError("--draft: one draft model is measured")
-    fan_outs = QUICK_FAN_OUTS if args.quick else FAN_OUTS
-    if args.fan_outs:
-        fan_outs = [int(part) for part in args.fan_outs.split(",")]
-    args.settings |= {"fan_outs": fan_outs, "devices": len(jax.devices())}
+    args.settings["devices"] = len(jax.devices())
     way, prompts = pair(args)
     remarks = [cores(way, prompts[0])]
 
@@ -86,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     wide = replace(way, name="wide", fan_out=even(args.depth, args.ranks))
     counted = joined(recorded(wide.decode_fn, way.params, prompts, 1)).outcomes()
     outcomes = Outcomes.counted(counted)
-    told = {0: nothing(args.depth)} | {total: outcomes.best(total) for total in fan_outs}
+    told = {0: nothing(args.depth)} | {total: outcomes.best(total) for total in args.fan_outs}
     told = {fan_out.total: fan_out for fan_out in told.values()}
     rows = []
     with CONSOLE.status("contest"):
@@ -137,16 +126,9 @@ def run(args: argparse.Namespace) -> None:
 
 def pair(args: argparse.Namespace) -> tuple[Way, list[np.ndarray]]:
     """Base and draft on devices of their own, and prompts."""
-    if args.base and not args.draft:
-        raise HydrajaxError("--draft: a draft model for this base is needed")
-    draft = args.draft[0] if args.draft else assets.path("draft_model")
-    loaded = hydrajax.load(args.base or assets.base(), draft, dtype=args.dtype, draft_devices=1)
+    loaded = hydrajax.load(args.base or assets.base(), draft_model_of(args), dtype=args.dtype, draft_devices=1)
     way = Way.of(loaded, "pair", chain(args.depth), max_new_tokens=args.new_tokens)
-    if args.prompts:
-        return way, list(loaded.ids_of_prompts(read_prompts(args.prompts)[: args.count]))
-    if loaded.tokenizer is None:
-        raise HydrajaxError("--prompts: are needed, as this base has no tokenizer")
-    return way, held_out_stretches(loaded.tokenizer, args.count, args.prompt_tokens)
+    return way, prompts_of(args, loaded)
 
 
 def cores(way: Way, prompt: np.ndarray) -> str:
@@ -217,4 +199,4 @@ def extrapolation(exponent: float) -> tuple[list[dict], list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(program(__doc__, run, FULL, QUICK, add))
+    sys.exit(program(__doc__, run, FULL, QUICK))

@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from common import CONSOLE, held_out_stretches, program, speed_rows, write
+from common import CONSOLE, draft_model_of, program, prompts_of, speed_rows, write
 
 import hydrajax
 from hydrajax import assets
@@ -44,47 +44,28 @@ from hydrajax.measure.way import Way
 from hydrajax.ssd.decode import MISS, ApartFn, Record, make_apart_fn
 from hydrajax.ssd.fan_out import FanOut, even, nothing
 from hydrajax.ssd.simulator import Outcomes, predict
-from hydrajax.text.prompt import read_prompts
 from hydrajax.trees.presets import chain
 
 FULL = {"count": 8, "prompt_tokens": 128, "new_tokens": 128, "repeats": 5, "depth": 4, "ranks": 8}
-QUICK = {"count": 2, "prompt_tokens": 32, "new_tokens": 32, "repeats": 1, "depth": 2, "ranks": 4}
-FAN_OUTS, QUICK_FAN_OUTS = [1, 2, 4, 8, 12, 16], [4]
+FULL |= {"fan_outs": [1, 2, 4, 8, 12, 16]}
+QUICK = {"count": 2, "prompt_tokens": 32, "new_tokens": 32, "repeats": 1, "depth": 2, "ranks": 4, "fan_outs": [4]}
 PINGS = 500
 PATIENCE = 0.02  # seconds; several rounds
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--fan-outs", help=f"default {','.join(map(str, FAN_OUTS))}")
-
-
 def run(args: argparse.Namespace) -> None:
-    if len(args.draft) > 1:
-        raise HydrajaxError("--draft: one draft model is measured")
-    if args.base and not args.draft:
-        raise HydrajaxError("--draft: a draft model for this base is needed")
-    fan_outs = QUICK_FAN_OUTS if args.quick else FAN_OUTS
-    if args.fan_outs:
-        fan_outs = [int(part) for part in args.fan_outs.split(",")]
-    args.settings["fan_outs"] = fan_outs
-    mine, other = two_cores()
-    pair = Pair(
-        args.base or str(assets.base()),
-        args.draft[0] if args.draft else str(assets.path("draft_model")),
-        args.dtype,
-        args.depth,
-        args.new_tokens,
-    )
+    draft, (mine, other) = str(draft_model_of(args)), two_cores()
+    pair = Pair(args.base or str(assets.base()), draft, args.dtype, args.depth, args.new_tokens)
     os.sched_setaffinity(0, {mine})  # before JAX starts its threads, which are as many as there are cores
     loaded = pair.load()
     prompts = prompts_of(args, loaded)
     drafting = Worker(draft_side, {other}, pair, awake=True)
     whole = Worker(whole_machine, {mine, other}, pair, awake=False)  # it has work for both cores
     with drafting, whole:
-        measure(args, pair, loaded, prompts, drafting, whole, fan_outs)
+        measure(args, pair, loaded, prompts, drafting, whole)
 
 
-def measure(args, pair: Pair, loaded: Bundle, prompts, drafting: Worker, whole: Worker, fan_outs: list[int]) -> None:
+def measure(args, pair: Pair, loaded: Bundle, prompts, drafting: Worker, whole: Worker) -> None:
     one_core, together = (pair.ways(loaded)[name] for name in WAYS)
     ways = [
         one_core,
@@ -99,7 +80,7 @@ def measure(args, pair: Pair, loaded: Bundle, prompts, drafting: Worker, whole: 
             wide.decode(prompt, lengths)
     counted = wide.record().outcomes()
     outcomes = Outcomes.counted(counted)
-    told = {fan_out.total: fan_out for fan_out in map(outcomes.best, fan_outs) if fan_out.total}
+    told = {fan_out.total: fan_out for fan_out in map(outcomes.best, args.fan_outs) if fan_out.total}
     ahead = {0: apart("in turn", nothing(args.depth))}
     ahead |= {total: apart(f"ahead, {total} outcomes", fan_out) for total, fan_out in told.items()}
     with CONSOLE.status("") as line:
@@ -145,14 +126,6 @@ def two_cores() -> tuple[int, int]:
     if len(found) < 2:
         raise HydrajaxError(f"two processes: need a core each, found {len(found)}")
     return found[0], found[1]
-
-
-def prompts_of(args: argparse.Namespace, loaded: Bundle) -> list[np.ndarray]:
-    if args.prompts:
-        return list(loaded.ids_of_prompts(read_prompts(args.prompts)[: args.count]))
-    if loaded.tokenizer is None:
-        raise HydrajaxError("--prompts: are needed, as this base has no tokenizer")
-    return held_out_stretches(loaded.tokenizer, args.count, args.prompt_tokens)
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -395,4 +368,4 @@ def median(values: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(program(__doc__, run, FULL, QUICK, add))
+    sys.exit(program(__doc__, run, FULL, QUICK))
