@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -70,22 +72,18 @@ def run(args: argparse.Namespace) -> int:
     from hydrajax.serve.batcher import Batcher
     from hydrajax.serve.programs import Programs, Sizes
     from hydrajax.serve.prompts import Encoder
-    from hydrajax.serve.served import Served, close_all, plain_step_seconds
+    from hydrajax.serve.served import Served, check_names, close_all, plain_step_seconds
 
     if args.grace < 0:
         raise HydrajaxError(f"grace: must be at least 0, found {args.grace}")
-    tree = options.tree_from(args)
-    others = [also.rpartition("@") if "@" in also else (also, "", None) for also in args.also]
-    trees = [tree, *(None if name is None else presets.by_name(name) for *_, name in others)]
+    ways = [_Way(args.name, options.draft_of(args) or "none", args.tree, options.tree_from(args))]
+    ways += [_also(args.name, text) for text in args.also]
+    check_names([way.name for way in ways])
     listener = listening(args.host, args.port)  # refused before a model is loaded
     loaded = options.load_from(args)
-    drafted = [loaded, *(loaded.with_draft(draft) for draft, *_ in others)]
-    names = [args.name, *(f"{args.name}:{also}" for also in args.also)]
+    drafted = [loaded, *(loaded.with_draft(way.draft) for way in ways[1:])]
     sizes = Sizes(rows=args.slots, chunk=args.chunk, penalties=args.penalties)
-    programs = [
-        Programs(one, sizes, None if tree is None else functools.partial(_always, tree))
-        for one, tree in zip(drafted, trees, strict=True)
-    ]
+    programs = [Programs(one, sizes, way.tree_for) for one, way in zip(drafted, ways, strict=True)]
     memory = None if args.cache_memory is None else args.cache_memory * 1_000_000
     settings_of = {"queue": args.queue, "cache_memory": memory, "keep": not args.no_prefix_reuse}
     batchers = [Batcher(some, **settings_of) for some in programs]
@@ -105,10 +103,9 @@ def run(args: argparse.Namespace) -> int:
             for some in programs:
                 some.warm(line.update)
             shared["plain_step_seconds"] = plain_step_seconds(loaded)
-    given = [(options.draft_of(args) or "none", args.tree), *((draft, name) for draft, _, name in others)]
     served = [
-        Served(name, batcher, shared | {"draft": str(draft), "tree": tree or f"{some.nodes} nodes"})
-        for name, batcher, some, (draft, tree) in zip(names, batchers, programs, given, strict=True)
+        Served(way.name, batcher, shared | {"draft": str(way.draft), "tree": way.tree_name or f"{some.nodes} nodes"})
+        for way, batcher, some in zip(ways, batchers, programs, strict=True)
     ]
     app = Interface(served, encoder, settings).app()
     host, port = listener.getsockname()[:2]
@@ -125,5 +122,21 @@ def run(args: argparse.Namespace) -> int:
         close_all(batchers)
 
 
-def _always(tree: CandidateTree, rows: int) -> CandidateTree:
-    return tree
+class _Way(NamedTuple):
+    """A model that is served: the name that clients call it by, its draft, and its tree, None for the draft's own."""
+
+    name: str
+    draft: str | Path
+    tree_name: str | None
+    tree: CandidateTree | None
+
+    @property
+    def tree_for(self) -> Callable[[int], CandidateTree] | None:
+        """For so many rows."""
+        return None if self.tree is None else lambda rows: self.tree
+
+
+def _also(name: str, text: str) -> _Way:
+    """What ``--also DRAFT[@TREE]`` names."""
+    draft, at, tree = text.rpartition("@") if "@" in text else (text, "", "")
+    return _Way(f"{name}:{text}", draft, tree or None, presets.by_name(tree) if at else None)

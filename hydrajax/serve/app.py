@@ -27,7 +27,7 @@ from hydrajax.serve.prompts import Encoder
 from hydrajax.serve.protocol import MOST_CHOICES, ChatBody, Common, CompletionBody, parsed
 from hydrajax.serve.replies import ChatCompletion, Choice, Completion, Form, usage
 from hydrajax.serve.requests import Closed, Refused
-from hydrajax.serve.served import Served, together
+from hydrajax.serve.served import Served, check_names, together
 from hydrajax.serve.stream import EventStream
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
@@ -64,9 +64,8 @@ class Interface:
     """
 
     def __init__(self, served: Sequence[Served], encoder: Encoder, settings: Settings):
+        check_names([one.name for one in served])
         self._served, self._encoder, self._settings = {one.name: one for one in served}, encoder, settings
-        if len(self._served) < len(served):
-            raise HydrajaxError(f"name: two models are called the same, found {[one.name for one in served]}")
         self._metrics = Metrics(self._stats)
 
     def _stats(self) -> Stats:
@@ -91,23 +90,21 @@ class Interface:
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
-        models = {
-            name: {"id": name, "object": "model", "created": 0, "owned_by": "hydrajax", "hydrajax": dict(one.about)}
-            for name, one in self._served.items()
-        }
         name = request.path_params.get("name")
-        if name is None:
-            return JSONResponse({"object": "list", "data": list(models.values())})
-        if name not in models:
-            raise HTTPException(404, f"model: found '{name}', there is {', '.join(models)}")
-        return JSONResponse(models[name])
+        if name is not None:
+            return JSONResponse(_listed(self._named(name)))
+        return JSONResponse({"object": "list", "data": [_listed(one) for one in self._served.values()]})
 
-    def _chosen(self, name: str) -> Served:
-        if len(self._served) == 1 or not name:
-            return next(iter(self._served.values()))
+    def _named(self, name: str) -> Served:
         if name not in self._served:
             raise HTTPException(404, f"model: found '{name}', there is {', '.join(self._served)}")
         return self._served[name]
+
+    def _chosen(self, name: str) -> Served:
+        """By the ``model`` of a request."""
+        if len(self._served) == 1 or not name:
+            return next(iter(self._served.values()))
+        return self._named(name)
 
     async def health(self, request: Request) -> Response:
         failed = self._stats().failed
@@ -186,6 +183,12 @@ class Interface:
         finally:
             if not body.stream or not answer.choices:
                 answer.close()
+
+
+def _listed(served: Served) -> dict[str, Any]:
+    """As the list of models shows it."""
+    shown = {"id": served.name, "object": "model", "created": 0, "owned_by": "hydrajax"}
+    return shown | {"hydrajax": dict(served.about)}
 
 
 def _page(name: str) -> Callable[[Request], Awaitable[Response]]:

@@ -24,7 +24,7 @@ class Choice:
     ):
         self.index, self.ticket = index, ticket
         self._token_text, self._logprobs, self._drafts = token_text, logprobs, drafts
-        self._shown, self.tokens_shown, self._offset = 0, 0, 0
+        self._shown, self._tokens, self._offset = 0, 0, 0
         self.ended = False  # and that has been shown
 
     @property
@@ -40,17 +40,17 @@ class Choice:
         # Without a tokenizer the ids are the text.
         text = " ".join(map(str, result.output_ids)) if result.text is None else result.text
         piece, self._shown = text[self._shown :], len(text)
-        first, self.tokens_shown = self.tokens_shown, result.new_tokens
+        first, self._tokens = self._tokens, result.new_tokens
         return piece, result.output_ids[first:], (result.logprobs or [])[first:]
 
-    def drafts(self, first: int, ids: list[int]) -> list[dict[str, Any]] | None:
-        """Of tokens from number ``first`` on whether they were drafted: all of a step but the first, its root."""
+    def drafts(self, ids: list[int]) -> list[dict[str, Any]] | None:
+        """Of the last tokens that were shown whether they were drafted: all of a step but the first, its root."""
         if not self._drafts or self.ticket.result is None:
             return None
         roots = set(itertools.accumulate(self.ticket.result.step_lengths, initial=0))
         return [
             {"text": self._token_text(token), "drafted": number not in roots}
-            for number, token in enumerate(ids, start=first)
+            for number, token in enumerate(ids, start=self._tokens - len(ids))
         ]
 
     def completion_logprobs(self, ids: list[int], logprobs: list[float]) -> dict[str, Any] | None:
@@ -97,11 +97,10 @@ class Form:
     def pieces(self, choice: Choice) -> list[dict[str, Any]]:
         """The events for what is new of a choice; none where nothing is."""
         found, ended = [], choice.ticket.done  # asked first: then whatever there is comes before the end
-        first = choice.tokens_shown
         text, ids, logprobs = choice.more()
         if text or ids:
             found.append(self._chunk([self._piece(choice, text, ids, logprobs)]))
-            if (drafts := choice.drafts(first, ids)) is not None:
+            if (drafts := choice.drafts(ids)) is not None:
                 found[-1]["hydrajax"] = {"tokens": drafts}
         if ended and not choice.ended:
             choice.ended = True

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hydrajax.bundle import Bundle
+from hydrajax.errors import HydrajaxError
 from hydrajax.measure.benchmark import step_timer
 from hydrajax.measure.timing import interleaved_ms
 from hydrajax.measure.way import Way
@@ -25,20 +26,22 @@ class Served:
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Raises `HydrajaxError` where clients could not tell two models apart."""
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise HydrajaxError(f"name: two models are called the same, found {twice[0]}")
+
+
 def together(stats: Sequence[Stats]) -> Stats:
     """The counts of several batchers as if they were one."""
-    first = stats[0]
-    for more in stats[1:]:
-        first = replace(
-            first, **{one.name: getattr(first, one.name) + getattr(more, one.name) for one in fields(Stats)}
-        )
-    return replace(first, failed=bool(first.failed))
+    found = {one.name: sum(getattr(some, one.name) for some in stats) for one in fields(Stats)}
+    return Stats(**found | {"failed": any(some.failed for some in stats)})
 
 
 def close_all(batchers: Sequence[Batcher], grace: float = 0.0) -> bool:
     """`Batcher.close` of all at once; whether none had to break an answer off."""
-    with ThreadPoolExecutor(len(batchers)) as pool:
-        return all(list(pool.map(lambda batcher: batcher.close(grace), batchers)))
+    with ThreadPoolExecutor(len(batchers)) as pool:  # it waits for all
+        return all(pool.map(lambda batcher: batcher.close(grace), batchers))
 
 
 def plain_step_seconds(loaded: Bundle) -> float:

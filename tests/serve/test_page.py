@@ -13,8 +13,9 @@ for package in ("starlette", "uvicorn", "prometheus_client", "httpx"):
 import httpx  # noqa: E402
 from serving import SECONDS, expected, running  # noqa: E402
 
+from hydrajax.errors import HydrajaxError  # noqa: E402
 from hydrajax.serve.batcher import Batcher  # noqa: E402
-from hydrajax.serve.served import plain_step_seconds, together  # noqa: E402
+from hydrajax.serve.served import check_names, plain_step_seconds, together  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,11 @@ def test_several_models_are_chosen_by_name(small):
             else:
                 assert answer.json()["error"]["message"] == "model: found 'third', there is hydrajax, second"
         assert "hydrajax_ended_total 3.0" in httpx.get(f"{address}/metrics").text
+
+
+def test_two_models_of_one_name_are_refused():
+    with pytest.raises(HydrajaxError, match="^name: two models are called the same, found a$"):
+        check_names(["a", "b", "a"])
 
 
 def test_counts_are_added_up(small):
