@@ -42,8 +42,8 @@ def _check_replaceable(target: Path, overwrite: bool, what: str) -> None:
     if not present or overwrite:
         return
     try:
-        config = read_record(target / "config.json", {MARK: list_of(TEXT)}, what)
-        own = set(config[MARK]) | set(checked(config, {"files": OBJECT}, what)["files"] if "files" in config else ())
+        config = {"files": {}} | read_record(target / "config.json", {MARK: list_of(TEXT)}, what)
+        own = {*config[MARK], *checked(config, {"files": OBJECT}, what)["files"]}
     except HydrajaxError:
         own = set()
     foreign = sorted(present - own)
