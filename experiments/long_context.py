@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=options.positives, metavar="S,S,...", help=f"default {lengths}")
     parser.add_argument("--contexts", type=options.positives, metavar="S,S,...", help="of tau; default 64 to 896")
     parser.add_argument("--count", type=options.positive, help="texts for tau (default 16)")
-    parser.add_argument("--repeats", type=options.positive, help="of a time, of which the median counts (default 5)")
+    parser.add_argument(
+        "--repeats", type=options.positive, help="of a step's time, of which the least counts (default 5)"
+    )
     parser.add_argument("--quick", action="store_true", help="up to 2000 tokens, 4 texts, once")
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     parser.set_defaults(full={"lengths": lengths, "contexts": [64, 128, 256, 512, 896], "count": 16, "repeats": 5})

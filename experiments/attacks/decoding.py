@@ -18,41 +18,12 @@ COMMANDS = ("generate", "evaluate", "distill")
 
 def command(name: str, place: Place) -> list:
     """A command whose output is ``place.folder / "out"``, with or without an ending."""
+    model = ["--base", base(place), "--draft", "lookup", "--tree", "chain-2", "--dtype", "float32"]
+    written = ["--max-new-tokens", 24, "--output", output(name, place)]
     if name == "generate":
-        model = ["--base", base(place), "--draft", "lookup", "--tree", "chain-2", "--dtype", "float32"]
-        return [
-            "generate",
-            *model,
-            "--prompts",
-            prompts(place, COUNT),
-            "--max-new-tokens",
-            24,
-            "--output",
-            output(name, place),
-        ]
+        return ["generate", *model, "--prompts", prompts(place, COUNT), *written]
     if name == "evaluate":
-        model = [
-            "--base",
-            base(place),
-            "--draft",
-            "lookup",
-            "--tree",
-            "chain-2",
-            "--dtype",
-            "float32",
-            "--template",
-            "plain",
-        ]
-        return [
-            "evaluate",
-            *model,
-            "--set",
-            questions(place, COUNT),
-            "--max-new-tokens",
-            24,
-            "--output",
-            output(name, place),
-        ]
+        return ["evaluate", *model, "--template", "plain", "--set", questions(place, COUNT), *written]
     flags = ["--count", COUNT, "--prompt-tokens", 8, "--new-tokens", 16, "--batch-size", 2]
     return ["distill", "--config", training_config(place, 2, 1), *flags, "--output", output(name, place)]
 
@@ -123,14 +94,15 @@ def stopped(place: Place) -> None:
     time.sleep(at)
     process.send_signal(number)
     code, _, err = finish(process, place)
+    what = f"{name}, signal {number} after {at:.2f} of {seconds:.2f} s"
     if code not in (0, 128 + number):
-        raise Fell(f"{name}, signal {number} after {at:.2f} of {seconds:.2f} s: exit code {code}: {err[-200:]}")
+        raise Fell(f"{what}: exit code {code}: {err[-200:]}")
     # While Python still imports, nobody of ours can catch it: then it is Python's own words, and the same code.
     if "Traceback" in err and "<frozen importlib._bootstrap>" not in err:
-        raise Fell(f"{name}, signal {number} after {at:.2f} of {seconds:.2f} s: a traceback: {err.strip()[-100:]!r}")
+        raise Fell(f"{what}: a traceback: {err.strip()[-100:]!r}")
     folders = [place.folder, *filter(Path.is_dir, [output(name, place)])]
     if litter := [file for folder in folders for file in os.listdir(folder) if file.startswith(".")]:
-        raise Fell(f"{name}, signal {number} after {at:.2f} of {seconds:.2f} s: {litter[0]} is left")
+        raise Fell(f"{what}: {litter[0]} is left")
     done(start(*command(name, place)), place)
     check_equal(name, place)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -75,8 +76,6 @@ def killed(place: Place) -> int:
 @attack("training is stopped", count=4)
 def stopped(place: Place) -> None:
     """SIGTERM or Ctrl-C at any moment. Once training has begun it saves and ends with code 0."""
-    import signal
-
     whole, seconds = undisturbed(place)
     config = training_config(place, STEPS, EVERY)
     process = start("train", "--config", config)
