@@ -1,10 +1,7 @@
-"""The scripts of ``experiments/``: one for each figure and table, run at tiny sizes and without timing asserts; those
-that need a GPU on a CPU; the one that measures the memory of loading at full size.
-"""
+"""The scripts of ``experiments/``: one for each figure and table, run at tiny sizes and without timing asserts."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -15,12 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scripts import EXPERIMENTS, module
 
 from hydrajax import assets
 from hydrajax.report.outputs import find_results
-
-EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
-GPU = EXPERIMENTS / "gpu"
 
 # The figures and tables that have a script, with settings that take seconds, and the kind of their results.
 PAPERS = {
@@ -183,13 +178,6 @@ def test_scripts_that_compare_heads_which_they_train(name, which, kind, names, t
         assert full / 4 < small[0] < 40
 
 
-def module(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
 def test_an_interrupted_script_keeps_its_parts(tmp_path):
     parts, path = module(EXPERIMENTS / "common.py").Parts, tmp_path / "r.json.parts"
     measured: list[str] = []
@@ -312,6 +300,25 @@ def test_serving_under_load_and_with_broken_connections(tmp_path):
     assert (done.returncode, done.stderr) == (2, "hydrajax: --disconnect: must be at least 0 and below 1, found 1.0\n")
 
 
+@pytest.mark.slow
+def test_long_contexts(tmp_path):
+    """A longer text takes a longer cache, and memory in proportion; what does not fit is refused."""
+    output = tmp_path / "long.json"
+    settings = ("--lengths", "200,2000", "--contexts", "40", "--count", "2", "--repeats", "1")
+    done = run("long_context", tmp_path, *settings, "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(output.read_text())
+    short, long = found["costs"]
+    assert short["places"] * 4 == long["places"]
+    assert short["cache_mb"] * 3 < long["cache_mb"] < short["cache_mb"] * 5
+    assert short["step_ms"] > 0 < long["step_ms"]
+    assert {row["draft"] for row in found["tokens_per_step"]} >= {"hydra++", "draft-model", "lookup"}
+    assert all(1 <= row["40"] <= 20 for row in found["tokens_per_step"])
+    refused = run("long_context", tmp_path, "--lengths", "99999")
+    assert refused.returncode == 2
+    assert "lengths, contexts: at most 32512 and 928" in refused.stderr
+
+
 def test_prompts_of_edits_and_summaries(monkeypatch):
     monkeypatch.syspath_prepend(EXPERIMENTS)
     script = module(EXPERIMENTS / "lookup_and_heads.py")
@@ -410,93 +417,3 @@ def test_the_committed_report_is_that_of_the_committed_results(tmp_path):
     }
     write_report(results, tmp_path / "REPORT.md")
     assert (tmp_path / "REPORT.md").read_text() == (EXPERIMENTS / "results" / "REPORT.md").read_text()
-
-
-@pytest.mark.slow
-def test_train_bench(tmp_path):
-    bench = module(GPU / "train_bench.py")
-    out = tmp_path / "bench.jsonl"
-    sizes = ["--length", "16", "--batches", "2", "--repeats", "1", "--chunk-tokens", "32"]
-    assert bench.main(["--shape", "tiny", "--dtype", "float32", *sizes, "--out", str(out)]) == 0
-    header, line = (json.loads(text) for text in out.read_text().splitlines())
-    assert header["base_parameters"] == 3 * (4 * 64 * 64 + 3 * 64 * 172 + 2 * 64) + 2 * 64 * 512 + 64
-    assert header["peak_flops"] is None  # of a CPU, so no utilisation either
-    assert line["mfu"] is None
-    for part in ("step", "base_forward", "heads_loss_and_gradient", "optimizer"):
-        assert line[f"{part}_milliseconds"] > 0
-    assert line["tokens_per_second"] == pytest.approx(2 * 16 / line["step_milliseconds"] * 1e3)
-    assert line["tflops_per_second"] == pytest.approx(line["tokens_per_second"] * header["flops_per_token"] / 1e12)
-    assert line["peak_memory_bytes"] > 0
-
-
-def script(name: str, *argv: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(GPU / f"{name}.py"), *argv], capture_output=True, text=True)
-
-
-def test_the_half_hour_keeps_what_is_done(tmp_path):
-    """Each part's result, log and exit code; a second call goes on with what is left."""
-    begin = ["--tiny", "--out", str(tmp_path)]
-    done = script("half_hour", *begin, "--only", "trace_one_token")
-    assert done.returncode == 0, done.stdout + (tmp_path / "trace_one_token.log").read_text()
-    trace = json.loads((tmp_path / "trace_one_token.json").read_text())
-    assert 0 < trace["busy_share"] <= 1
-    assert trace["kernels"][0]["milliseconds"] >= trace["kernels"][-1]["milliseconds"] >= 0
-    kept = (tmp_path / "parts.json").read_text()
-    assert json.loads(kept)["trace_one_token"]["exit_code"] == 0
-    assert script("half_hour", *begin, "--only", "trace_one_token").stdout == ""  # nothing is left
-    assert "no time left" in script("half_hour", *begin, "--only", "check", "--minutes", "0").stdout
-    assert (tmp_path / "parts.json").read_text() == kept
-    assert "there is no lunch" in script("half_hour", *begin, "--only", "lunch").stderr
-
-
-@pytest.mark.slow
-def test_every_part_of_the_half_hour(tmp_path):
-    done = script("half_hour", "--tiny", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout
-    parts = json.loads((tmp_path / "parts.json").read_text())
-    assert len(parts) == 13
-    check = json.loads((tmp_path / "check.json").read_text())
-    assert check["kernels"] == "agree with NumPy"
-    assert len(check["cells"]) == 4  # two dtypes, with and without our kernels
-    header, *lines = map(json.loads, (tmp_path / "shared_lm_head.jsonl").read_text().splitlines())
-    assert header["lm_head"] == "shared"
-    assert [line["what"] for line in lines] == ["autoregressive", "verify", "step hydra++", "step medusa"]
-
-
-@pytest.mark.slow
-def test_a_gpu_s_program_holds_what_it_should(tmp_path):
-    """Two layers of a 7B, compiled for a GPU that need not be there."""
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        pytest.skip("XLA's CUDA compiler is not installed: pip install 'jax[cuda12]'")
-    argv = [
-        "--layers",
-        "2",
-        "--what",
-        "ar,ar-step,verify,hydra++",
-        "--contexts",
-        "512",
-        "--json",
-        str(tmp_path / "p.json"),
-    ]
-    done = script("compile_report", *argv)
-    assert done.returncode == 0, done.stderr
-    ((_, result),), _ = find_results(tmp_path)
-    for row in result.rows:
-        assert row["one_graph"], row
-        assert row["copies"] == 0, row
-        assert row["kernels_per_layer"] <= 13, row
-        assert row["gigabytes"] / row["floor_gigabytes"] < (1.01 if row["nodes"] == 1 else 1.2), row
-
-
-@pytest.mark.slow
-def test_loading_holds_little_more_than_the_device_copy(tmp_path):
-    """2 GB in four shards: beside the device copy at most 1.3 shards, also cast, quantised and over eight devices."""
-    script = [sys.executable, str(EXPERIMENTS / "load_memory.py"), "--directory", str(tmp_path)]
-    subprocess.run([*script, "--output", str(tmp_path / "report.json")], check=True, capture_output=True)
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["checkpoint_bytes"] > 1.9e9
-    assert report["largest_shard_bytes"] < report["checkpoint_bytes"] / 3
-    assert len(report["cases"]) == 4
-    for case in report["cases"]:
-        assert case["device_bytes"] > report["checkpoint_bytes"] / 5  # it really holds the model
-        assert 0 < case["beside_device_copy_in_largest_shards"] < 1.3

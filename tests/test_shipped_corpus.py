@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from email.message import Message
-from pathlib import Path
 
 import pytest
+from scripts import EXPERIMENTS, module
 
 from hydrajax.train.data.corpus import SourceFile
 
-SCRIPT = Path(__file__).resolve().parents[1] / "experiments" / "shipped_corpus.py"
-spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-shipped_corpus = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(shipped_corpus)
+shipped_corpus = module(EXPERIMENTS / "shipped_corpus.py")
 
 
 @pytest.mark.parametrize(
