@@ -76,7 +76,7 @@ def test_several_models_are_chosen_by_name(small):
 
 
 def test_two_models_of_one_name_are_refused():
-    with pytest.raises(HydrajaxError, match="^name: two models are called the same, found a$"):
+    with pytest.raises(HydrajaxError, match=r"^name: two models are called the same, found a$"):
         check_names(["a", "b", "a"])
 
 
