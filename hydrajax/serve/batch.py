@@ -1,118 +1,55 @@
-"""The rows that run together, in a state whose shape follows them."""
+"""All rows that run: in one group, or where that would not fit into the memory in several, by the length of their texts.
+
+All rows of a group have caches of the same length, that of its longest text. So a group is one pass through the model,
+and several groups are several passes, but rows of short texts do not take the memory of long ones.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
-import numpy as np
-
-from hydrajax.bundle import Bundle
-from hydrajax.decoding.loop import Snapshot
-from hydrajax.decoding.state import DecodeState
-from hydrajax.generation import growing_text
+from hydrajax.serve.group import Group, Running
+from hydrajax.serve.memory import Use
 from hydrajax.serve.programs import Programs
-from hydrajax.serve.requests import Ticket
-
-TURNS_BEFORE_SHRINKING = 8  # a smaller shape must have been enough for so many
-
-
-class Running:
-    """A row of the batch. held: tokens in its cache. end: as many as it can ever come to hold. steps: taken so far."""
-
-    def __init__(self, ticket: Ticket, loaded: Bundle, end: int):
-        self.ticket, self.end = ticket, end
-        self.text = growing_text(loaded, ticket.request.stop)
-        self.held, self.steps = len(ticket.request.ids), 0
 
 
 class Batch:
-    """One thread changes it. Others may read ``rows``, ``places`` and ``nbytes`` while they hold ``guard``.
-
-    rows: None where a place is free; empty where nothing runs, and then it takes no memory.
-    """
+    """One thread changes it. Others may read it while they hold ``guard``."""
 
     def __init__(self, programs: Programs, guard: threading.Condition):
         self._programs, self._guard = programs, guard
-        self._state: DecodeState | None = None
-        self.rows: list[Running | None] = []
-        self.places, self._too_large = 0, 0
+        self.groups: list[Group] = []
 
     @property
-    def live(self) -> list[tuple[int, Running]]:
-        """The rows that run, with their places in the batch."""
-        return [(at, row) for at, row in enumerate(self.rows) if row is not None]
+    def live(self) -> list[tuple[Group, int, Running]]:
+        """The rows that run, with their groups and places there."""
+        return [(group, at, row) for group in self.groups for at, row in group.live]
 
     @property
-    def ends(self) -> list[int]:
-        return [row.end for _, row in self.live]
+    def uses(self) -> list[Use]:
+        """Of each group."""
+        return [group.use for group in self.groups]
 
     @property
     def nbytes(self) -> int:
-        """In its present shape, which may still be larger than it must be."""
-        return self._programs.shapes.nbytes(len(self.rows), self.places) if self.rows else 0
+        """In their present shapes."""
+        return sum(group.nbytes for group in self.groups)
 
-    def join(self, row: DecodeState, running: Running) -> None:
-        """Put in a row that has read its prompt. It is copied; the batch may grow for it."""
-        batch, places = self._wanted([*(row for _, row in self.live), running], 1)
-        if self._state is None:
-            self._state = self._programs.copies(row, batch, places)
-            self._set_rows([running] + [None] * (batch - 1), places)
-            return
-        if batch > len(self.rows) or places > self.places:
-            self._reshape(batch, places)
-        at = self.rows.index(None)
-        self._state = self._programs.put(self._state, at, row, self.places)
+    def expect(self, number: int, end: int) -> Group:
+        """The group with this number, or a new one for the next number, in which a row with such an end will run."""
         with self._guard:
-            self.rows[at] = running
+            if number == len(self.groups):
+                self.groups.append(Group(self._programs, self._guard))
+            self.groups[number].coming = end
+            return self.groups[number]
 
-    def advance(self, steps: int) -> Snapshot:
-        """At most so many steps of all rows."""
-        self._fit(steps)
-        stopped = np.array([row is None for row in self.rows])
-        bursts = self._programs.bursts[len(self.rows)]
-        self._state, now = bursts.advance(self._programs.loaded.params, self._state, stopped, steps)
-        return now
-
-    def remove(self, at: int) -> None:
+    def drop_empty(self) -> None:
+        """Groups in which nothing runs or will run."""
+        for group in self.groups:
+            group.drop_if_empty()
         with self._guard:
-            self.rows[at] = None
-
-    def drop_if_empty(self) -> None:
-        if self._state is not None and not any(self.rows):
-            self._state = None
-            self._set_rows([], 0)
-
-    def copy_of(self, at: int, places: int) -> DecodeState:
-        """Of one row, in a state of its own."""
-        return self._programs.row_of(self._state, at, places)
+            self.groups = [group for group in self.groups if group.rows or group.coming is not None]
 
     def clear(self) -> None:
         """Without a word to anybody: something has failed."""
-        self._state, self.rows, self.places = None, [], 0
-
-    def _wanted(self, rows: Sequence[Running], steps: int) -> tuple[int, int]:
-        """The smallest batch and cache for these rows and so many steps."""
-        grown = steps * self._programs.longest_path
-        longest = max(min(row.held + grown, row.end) for row in rows)
-        return self._programs.batch_for(len(rows)), self._programs.places_for(longest + self._programs.spare)
-
-    def _fit(self, steps: int) -> None:
-        """A larger cache at once where it is needed, a smaller batch or cache when that has been enough for a while."""
-        batch, places = self._wanted([row for _, row in self.live], steps)
-        if places > self.places:
-            self._reshape(batch, places)
-        self._too_large = self._too_large + 1 if (batch, places) != (len(self.rows), self.places) else 0
-        if self._too_large >= TURNS_BEFORE_SHRINKING:
-            self._reshape(batch, places)
-
-    def _reshape(self, batch: int, places: int) -> None:
-        """Live rows move to the front; a free one is a copy of the first, which takes no step."""
-        live = [at for at, _ in self.live]
-        order = live + [live[0] if live else 0] * (batch - len(live))
-        self._state = self._programs.reshaped(self._state, order, places)
-        self._set_rows([self.rows[at] for at in live] + [None] * (batch - len(live)), places)
-
-    def _set_rows(self, rows: list[Running | None], places: int) -> None:
-        with self._guard:
-            self.rows, self.places, self._too_large = rows, places, 0
+        self.groups = []

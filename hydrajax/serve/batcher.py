@@ -20,7 +20,8 @@ from hydrajax.decoding.penalties import Seen
 from hydrajax.decoding.state import DecodeState
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.generation import SEED_BITS, growing_text, row_result
-from hydrajax.serve.batch import Batch, Running
+from hydrajax.serve.batch import Batch
+from hydrajax.serve.group import Group, Running
 from hydrajax.serve.kept import Kept
 from hydrajax.serve.memory import Memory
 from hydrajax.serve.programs import Programs
@@ -31,8 +32,9 @@ from hydrajax.serve.requests import Closed, Refused, Request, Ticket
 class Stats:
     """Counts since the beginning (the first eight) and what is there now. Bytes are those of cache memory.
 
-    tokens, steps: of rows, so that their quotient is tau. cached: of ``prompt_tokens``. nbytes: of the batch in its
-    shape and the prompt being read.
+    tokens, steps: of rows, so that their quotient is tau. cached: of ``prompt_tokens``. groups: in which rows run, by
+    the length of their texts. rows: of all groups in their shapes. places: of the longest cache. nbytes: of the groups
+    in their shapes and of the prompt being read.
     """
 
     requests: int = 0
@@ -45,6 +47,7 @@ class Stats:
     steps: int = 0
     waiting: int = 0
     running: int = 0
+    groups: int = 0
     rows: int = 0
     places: int = 0
     nbytes: int = 0
@@ -55,14 +58,14 @@ class Stats:
 
 
 class _Reading:
-    """A prompt that is being read, piece by piece, from token ``at`` on.
+    """A prompt that is being read, piece by piece, from token ``at`` on. Its row will run in ``group``.
 
     state: of one row, None before the first piece. places: of its cache. kept: the text whose first ``at`` tokens it
     takes over, if there is one.
     """
 
-    def __init__(self, ticket: Ticket, places: int, at: int, kept: Kept | None):
-        self.ticket, self.places, self.at, self.kept = ticket, places, at, kept
+    def __init__(self, ticket: Ticket, group: Group, places: int, at: int, kept: Kept | None):
+        self.ticket, self.group, self.places, self.at, self.kept = ticket, group, places, at, kept
         self.state: DecodeState | None = None
 
 
@@ -93,7 +96,7 @@ class Batcher:
         self._batch = Batch(programs, self._changed)
         self._reading: _Reading | None = None
         self._waiting: deque[Ticket] = deque()
-        self._closing, self._failed, self._finished, self._burst = False, False, True, 1
+        self._closing, self._failed, self._finished = False, False, True
         self._counts = dict.fromkeys(
             ("requests", "ended", "cancelled", "refused", "prompt_tokens", "cached", "tokens", "steps"), 0
         )
@@ -174,8 +177,9 @@ class Batcher:
                 **self._counts,
                 waiting=len(self._waiting),
                 running=len(batch.live) + (reading is not None),
-                rows=len(batch.rows),
-                places=batch.places,
+                groups=sum(bool(group.rows) for group in batch.groups),
+                rows=sum(len(group.rows) for group in batch.groups),
+                places=max((group.places for group in batch.groups), default=0),
                 nbytes=batch.nbytes + to_read,
                 kept_nbytes=kept.nbytes,
                 kept_texts=len(kept),
@@ -210,7 +214,7 @@ class Batcher:
         try:
             while True:
                 with self._changed:
-                    while not (self._waiting or self._reading or any(self._batch.rows) or self._closing):
+                    while not (self._waiting or self._reading or self._batch.live or self._closing):
                         self._changed.wait()
                     if self._closing and not self._tickets():
                         return
@@ -229,7 +233,7 @@ class Batcher:
     def _tickets(self) -> list[Ticket]:
         """All that are not over."""
         reading = [] if self._reading is None else [self._reading.ticket]
-        return [*(row.ticket for _, row in self._batch.live), *reading, *self._waiting]
+        return [*(row.ticket for _, _, row in self._batch.live), *reading, *self._waiting]
 
     def _turn(self) -> None:
         self._let_go()
@@ -245,35 +249,37 @@ class Batcher:
                 self._waiting.remove(ticket)
             if self._reading is not None and self._reading.ticket.cancelled:
                 gone.append(self._reading.ticket)
-                self._reading = None
-            for at, row in self._batch.live:
+                self._reading.group.coming = self._reading = None
+            for group, at, row in self._batch.live:
                 if row.ticket.cancelled:
                     gone.append(row.ticket)
-                    self._batch.remove(at)
+                    group.remove(at)
             self._counts["cancelled"] += len(gone)
-        self._batch.drop_if_empty()
+        self._batch.drop_empty()
         for ticket in gone:
             ticket.end()
 
-    def _fits(self) -> bool:
-        """Whether the next request that waits can be taken in. They come in one after the other: nobody is passed."""
+    def _group(self) -> int | None:
+        """For the next request that waits, if it can be let in. They come in one after the other: nobody is passed."""
         if self._reading is not None or not self._waiting:
-            return False
-        return self._memory.fits(self._batch.ends, self._batch.nbytes, self._waiting[0].request)
+            return None
+        return self._memory.group_for(self._batch.uses, self._waiting[0].request)
 
     def _admit(self) -> None:
         """Begin to read the next prompt."""
         with self._changed:
-            if not self._fits():
+            if (number := self._group()) is None:
                 return
             ticket = self._waiting.popleft()
             request, ticket.began = ticket.request, time.perf_counter()
+            group = self._batch.expect(number, self._memory.end_of(request))
             kept, at = self._memory.beginning_of(request, self._batch.nbytes)
-            self._reading = _Reading(ticket, self._programs.places_to_read(at, len(request.ids)), at, kept)
+            places = self._programs.places_to_read(at, len(request.ids))
+            self._reading = _Reading(ticket, group, places, at, kept)
             ticket.cached = at
             self._counts["prompt_tokens"] += len(request.ids)
             self._counts["cached"] += at
-            self._memory.leave_room(self._batch.ends, self._batch.nbytes, request)
+            self._memory.leave_room(self._batch.uses, request)
 
     def _begun(self, reading: _Reading) -> DecodeState:
         """From a kept text that begins alike, or from nothing."""
@@ -308,31 +314,30 @@ class Batcher:
             return
         key = programs.key(request.seed or 0, request.number)
         row = programs.end(reading.state, ids[reading.at :], key, request.rule, request.max_new_tokens)
-        self._batch.join(row, Running(reading.ticket, self.loaded, self._memory.end_of(request)))
+        reading.group.join(row, Running(reading.ticket, self.loaded, self._memory.end_of(request)))
         with self._changed:
             self._reading = None
         self._keep(ids, reading.places, lambda: row)
 
     def _advance(self) -> None:
         """Some steps of all rows, and what they have emitted to those who wait for it."""
-        batch = self._batch
-        if not batch.live:
-            return
         with self._changed:
-            prompts_wait = self._reading is not None or self._fits()
+            prompts_wait = self._reading is not None or self._group() is not None
+        groups = [group for group in self._batch.groups if group.live]
         # Nobody waits for a prompt to be read, or for the first token, longer than one step of the others.
-        is_new = any(row.ticket.result is None for _, row in batch.live)
-        whole_burst, asked = not (prompts_wait or is_new), time.perf_counter()
-        now = batch.advance(self._burst if whole_burst else 1)
-        if whole_burst:
-            # A burst is over early where all rows come to their ends, so the steps are counted that were taken.
-            taken = max(int(now.steps[at]) - row.steps for at, row in batch.live)
-            self._burst = next_burst(max(taken, 1), time.perf_counter() - asked)
-        for at, row in batch.live:
-            self._deliver(at, row, now)
-        batch.drop_if_empty()
+        whole_bursts = not (prompts_wait or any(row.ticket.result is None for _, _, row in self._batch.live))
+        for group in groups:
+            asked = time.perf_counter()
+            now = group.advance(group.burst if whole_bursts else 1)
+            if whole_bursts:
+                # A burst is over early where all rows come to their ends, so the steps are counted that were taken.
+                taken = max(int(now.steps[at]) - row.steps for at, row in group.live)
+                group.burst = next_burst(max(taken, 1), (time.perf_counter() - asked) * len(groups))
+            for at, row in group.live:
+                self._deliver(group, at, row, now)
+        self._batch.drop_empty()
 
-    def _deliver(self, at: int, row: Running, now) -> None:
+    def _deliver(self, group: Group, at: int, row: Running, now) -> None:
         request, ticket = row.ticket.request, row.ticket
         over = bool(now.done[at])
         emitted, row.steps = now.tokens[at, : now.lengths[at]], int(now.steps[at])
@@ -349,17 +354,18 @@ class Batcher:
         ticket.grow(result if over else replace(result, finish_reason=None))
         if not over:
             return
-        self._batch.remove(at)
+        group.remove(at)
         with self._changed:
             self._counts["ended"] += 1
         ticket.end()
         ids = np.concatenate([request.ids, emitted])
         places = self._programs.places_for(len(ids) + self._programs.spare)
-        self._keep(ids, places, lambda: self._batch.copy_of(at, places))
+        self._keep(ids, places, lambda: group.copy_of(at, places))
 
     def _keep(self, ids: np.ndarray, places: int, copied: Callable[[], DecodeState]) -> None:
         """Keep a text's cache for others that begin alike; ``copied`` gives a state of its row alone."""
-        self._memory.leave_room(self._batch.ends, self._batch.nbytes, None)
+        reading = None if self._reading is None else self._reading.ticket.request
+        self._memory.leave_room(self._batch.uses, reading)
         nbytes = self._programs.shapes.nbytes(1, places)
         if self._memory.kept.worth(ids, nbytes):
             self._memory.kept.add(Kept(ids, copied(), nbytes))

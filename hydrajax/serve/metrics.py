@@ -23,8 +23,9 @@ COUNTERS = {
 GAUGES = {
     "waiting": "Texts that wait",
     "running": "Texts that are being read or continued",
-    "rows": "Rows of the batch in its present shape",
-    "places": "Places of each row's cache in its present shape",
+    "groups": "Groups in which texts of different lengths run",
+    "rows": "Rows of all groups in their present shapes",
+    "places": "Places of the longest cache in its present shape",
     "kept_texts": "Texts whose caches are kept",
 }
 BYTES = {"nbytes": "running", "kept_nbytes": "kept", "limit_nbytes": "limit"}

@@ -21,6 +21,7 @@ from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate
 from hydrajax.serve.batcher import Batcher
+from hydrajax.serve.group import Group
 from hydrajax.serve.programs import Programs, Sizes
 from hydrajax.serve.requests import Closed, Refused
 from hydrajax.trees import presets
@@ -163,13 +164,15 @@ def test_so_it_is_with_several_shapes_a_tree_for_each_batch_and_a_cache_of_the_d
     assert (programs.batches, len(programs.places)) == ((1, 2, 5), 3)
     programs.warm()
     check_random_arrivals(served, start(programs), 60, 0.03)
-    # And in hardly more memory than one long row takes, which is never exceeded.
-    memory = programs.nbytes(1, 90) + programs.nbytes_to_read(90)
-    batcher = start(programs, cache_memory=memory)
-    with watched(batcher) as seen, every_turn_gets_on(programs):
-        check_random_arrivals(served, batcher, 40, 0.0)
-    assert max(stats.nbytes + stats.kept_nbytes for stats in seen) <= memory
-    assert max(stats.running for stats in seen) > 1
+    # And in hardly more memory than one long row takes, or in what short rows need beside it, which is never exceeded.
+    for memory, groups in ((programs.nbytes(1, 90), 1), (programs.nbytes(1, 90) + programs.nbytes(2, 20), 2)):
+        memory += programs.nbytes_to_read(90)
+        batcher = start(programs, cache_memory=memory)
+        with watched(batcher) as seen, every_turn_gets_on(programs):
+            check_random_arrivals(served, batcher, 40, 0.0)
+        assert max(stats.nbytes + stats.kept_nbytes for stats in seen) <= memory
+        assert max(stats.running for stats in seen) > 1
+        assert max(stats.groups for stats in seen) >= groups
 
 
 @pytest.mark.slow
@@ -233,12 +236,14 @@ def test_a_cancelled_row_is_free_and_the_others_go_on(small, start):
     assert len(seen) > 2
 
 
-def test_bursts_that_are_over_early_do_not_make_the_next_ones_longer(small, start):
+def test_bursts_that_are_over_early_do_not_make_the_next_ones_longer(small, start, monkeypatch):
+    """And so delay others: rows of three tokens have a step of their own, and at most two more."""
+    asked, advance = [], Group.advance
+    monkeypatch.setattr(Group, "advance", lambda group, steps: (asked.append(steps), advance(group, steps))[1])
     batcher = start(small)
-    for _ in range(20):
-        (ticket,) = batcher.submit([request(batcher, [1, 2], 3)])  # a step of its own, and at most two more
-        assert ticket.wait(SECONDS).new_tokens == 3
-    assert batcher._burst <= 4
+    tickets = batcher.submit([request(batcher, [1, 2], 3) for _ in range(20)])  # so that the group is never empty
+    assert all(ticket.wait(SECONDS).new_tokens == 3 for ticket in tickets)
+    assert max(asked) <= 4
 
 
 def test_what_comes_again_is_read_once(small, start):

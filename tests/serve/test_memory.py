@@ -8,7 +8,7 @@ from letters import CONTEXT, TREE
 
 from hydrajax.decoding.either import GreedyOrExact
 from hydrajax.errors import HydrajaxError
-from hydrajax.serve.memory import Memory
+from hydrajax.serve.memory import Memory, Use
 from hydrajax.serve.programs import Programs, Sizes
 from hydrajax.serve.requests import Request
 
@@ -44,25 +44,51 @@ def test_what_is_not_refused_is_let_in_once_nothing_runs(programs):
                     refused += 1
                     continue
                 taken += 1
-                assert memory.fits([], 0, asked)
+                assert memory.group_for([], asked) == 0
     assert min(taken, refused) > 20
 
 
-def test_those_who_run_have_room_to_their_ends_whatever_shape_that_takes(programs):
-    """Random arrivals and departures: the shape that all need at their ends, and a prompt beside it, always fits."""
-    random, together = np.random.default_rng(0), set()
-    memory = Memory(programs, programs.nbytes(5, 20) + programs.nbytes_to_read(CONTEXT), keep=True)
-    ends: list[int] = []
+@pytest.mark.parametrize("seed", range(3))
+def test_those_who_run_have_room_to_their_ends_whatever_shapes_that_takes(programs, seed):
+    """Random arrivals, shapes on the way and departures: never more than the limit, and several groups where needed."""
+    random, together, groups_seen = np.random.default_rng(seed), set(), set()
+    memory = Memory(programs, programs.nbytes(2, CONTEXT) + programs.nbytes_to_read(CONTEXT), keep=True)
+    groups: list[Use] = []
     for _ in range(400):
         asked = request(*(2 ** random.uniform(0, 6, 2)).astype(int).tolist())
-        held = programs.nbytes(len(ends), max(ends)) if ends else 0
-        if memory.fits(ends, held, asked):
-            ends.append(memory.end_of(asked))
-            needed = programs.nbytes(len(ends), max(ends)) + programs.nbytes_to_read(len(asked.ids))
-            assert max(needed, held + programs.nbytes_to_read(len(asked.ids))) <= memory.limit
-            memory.leave_room(ends[:-1], held, asked)
-        elif ends:
-            ends.pop(int(random.integers(len(ends))))
-        together.add(len(ends))
-        assert len(ends) <= 5
+        number = memory.group_for(groups, asked)
+        if number is not None:
+            groups += [Use((), 0)] * (number == len(groups))
+            groups[number] = Use((*groups[number].ends, memory.end_of(asked)), groups[number].nbytes)
+            memory.leave_room(groups, asked)
+        else:
+            leaves = int(random.integers(len(groups)))
+            at = int(random.integers(len(groups[leaves].ends)))
+            groups[leaves] = Use((*groups[leaves].ends[:at], *groups[leaves].ends[at + 1 :]), groups[leaves].nbytes)
+        # Each may be in the shape that it needs at its end, in one that it still has from before, or on the way.
+        groups = [
+            Use(use.ends, int(random.choice([use.nbytes, programs.nbytes(len(use.ends), max(use.ends))])))
+            for use in groups
+            if use.ends
+        ]
+        reads = 0 if number is None else programs.nbytes_to_read(len(asked.ids))
+        assert sum(use.nbytes for use in groups) + reads <= memory.limit
+        together.add(sum(len(use.ends) for use in groups))
+        groups_seen.add(len(groups))
     assert together >= {1, 2, 3, 5}
+    assert max(together) == 5
+    assert groups_seen >= {1, 2}
+
+
+def test_a_long_text_has_a_group_of_its_own_only_where_the_others_would_not_fit_beside_it(programs):
+    short, long = request(4, 8), request(20, 70)
+    three = [Use((12,) * 3, programs.nbytes(3, 12))]
+    reads = programs.nbytes_to_read(20)
+    together, apart = programs.nbytes(4, 90), programs.nbytes(3, 12) + programs.nbytes(1, 90)
+    assert apart < together
+    assert Memory(programs, together + reads, keep=False).group_for(three, long) == 0
+    assert Memory(programs, together + reads - 1, keep=False).group_for(three, long) == 1
+    assert Memory(programs, apart + reads, keep=False).group_for(three, long) == 1
+    assert Memory(programs, apart + reads - 1, keep=False).group_for(three, long) is None
+    both = [*three, Use((90,), programs.nbytes(1, 90))]
+    assert Memory(programs, apart + reads, keep=False).group_for(both, short) == 0  # the cheapest that it can join
