@@ -180,8 +180,22 @@ class TrainCheckpoints:
         """Wait for a save under way and stop orbax's threads."""
         try:
             self.wait()
-        finally:
-            self._checkpointer.close()
+        except HydrajaxError:
+            self._close()
+            raise
+        if (error := self._close()) is not None:
+            raise HydrajaxError(f"{WHAT}: writing in {self.directory} failed: {one_line(error)}")
+
+    def _close(self) -> Exception | None:
+        """The first error that orbax had left over, if there was one: it raises each before it closes."""
+        first = None
+        for _ in range(MOST_ERRORS_OF_A_SAVE):
+            try:
+                self._checkpointer.close()
+                break
+            except Exception as error:
+                first = first or error
+        return first
 
     def __enter__(self) -> Self:
         return self

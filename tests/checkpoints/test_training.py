@@ -282,10 +282,10 @@ def test_training_goes_on_from_the_checkpoint_before_the_damage(tmp_path):
 
 
 @contextmanager
-def full_disk():
-    """No file may grow beyond 1 KB: the system refuses the write as it does on a full disk, only with another code."""
+def full_disk(room: int = 1024):
+    """No file may have more bytes: the system refuses the write as it does on a full disk, only with another code."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limit[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit[1]))
     try:
         yield
     finally:
@@ -315,6 +315,13 @@ def test_failed_write(tmp_path, call, capfd):
         assert newest(tmp_path) == (3, [])
     assert newest(tmp_path)[1] == []
     assert capfd.readouterr() == ("", "")
+
+
+def test_no_space_for_any_file(tmp_path):
+    """Then orbax has errors left over when it is closed."""
+    with full_disk(0), pytest.raises(HydrajaxError, match="saving step 1 .* failed"), opened(tmp_path) as checkpoints:
+        checkpoints.save(1, small(1), {}, wait=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_space_for_the_last_file(tmp_path, monkeypatch):
