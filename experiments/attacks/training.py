@@ -153,7 +153,10 @@ def damaged(place: Place) -> None:
     shutil.rmtree(run / "heads")
     newest = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
     files = sorted(path for path in newest.rglob("*") if path.is_file())
-    path = place.random.choice([newest / "hydrajax.json", place.random.choice(files)])
+    record = newest / "hydrajax.json"
+    path = place.random.choice([record, place.random.choice(files)])
+    # What orbax keeps for itself, such as the time, may go without a word, as long as the run ends as it must.
+    needed = path == record or str(path.relative_to(newest)) in json.loads(record.read_text())["files"]
     match place.random.randrange(5):
         case 0:
             path.unlink()
@@ -166,6 +169,6 @@ def damaged(place: Place) -> None:
         case _:
             path.write_text(place.random.choice(("[]", '{"meta": []}', "null", "[" * 100_000)))
     _, out, _ = done(start("train", "--config", config), place)
-    if f"step {newest.name} is damaged" not in out:
+    if needed and f"step {newest.name} is damaged" not in out:
         raise Fell(f"not said that step {newest.name} is damaged ({path.name})")
     check_equal(run, whole)

@@ -14,12 +14,11 @@ import os
 import platform
 import signal
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import version
 
+from hydrajax.cli.signals import Terminated, terminable
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.errors import HydrajaxError, one_line
 
@@ -85,29 +84,6 @@ def run_command(prog: str, module_help: str, add_arguments: Callable, run: Calla
     add_arguments(parser)
     parser.set_defaults(run=run, flags=flags_of(parser))
     return guarded(lambda: parser.parse_args(argv))
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: what Ctrl-C leaves tidy (half-written files, the terminal, a word about what is kept) this does, too."""
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Within, SIGTERM raises `Terminated` where it would end the process; training has a handler of its own."""
-
-    def terminate(number, frame):
-        signal.signal(number, signal.SIG_IGN)  # once: the second of an impatient system must not break the tidying off
-        raise Terminated
-
-    main = threading.current_thread() is threading.main_thread()
-    ours = main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if ours:
-        signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def guarded(parse: Callable[[], argparse.Namespace]) -> int:

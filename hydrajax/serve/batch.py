@@ -1,4 +1,4 @@
-"""All rows that run: in one group, or where that would not fit into the memory in several, by the length of their texts.
+"""All rows that run: in one group, or where that would not fit into the memory in several, by their texts' lengths.
 
 All rows of a group have caches of the same length, that of its longest text. So a group is one pass through the model,
 and several groups are several passes, but rows of short texts do not take the memory of long ones.

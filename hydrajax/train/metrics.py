@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.jsonl import file_content, json_lines
 from hydrajax.text.records import INTEGER, TEXT, checked
+from hydrajax.train.curves import Curves
 
 FILE = "metrics.jsonl"
 FIELDS = {"step": INTEGER, "kind": TEXT}  # of every line
@@ -30,8 +31,6 @@ class Metrics:
     """
 
     def __init__(self, directory: Path, resumed_at: int, total_steps: int, console: Console):
-        from tensorboardX import SummaryWriter  # slow to import
-
         path = directory / FILE
         # A run that starts anew also repeats the evaluation of step 0.
         found = read_metrics(path, lambda reason: console.print(f"{reason}; it is left out")) if resumed_at else []
@@ -42,7 +41,7 @@ class Metrics:
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
             partial.replace(path)
             self._file = path.open("a", encoding="utf-8")
-            self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed_at + 1)
+            self._curves = Curves(directory / "tensorboard", resumed_at + 1)
         self._console = console
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -61,10 +60,11 @@ class Metrics:
         with self._written():
             self._file.write(json.dumps({"step": step, "kind": kind} | values) + "\n")
             self._file.flush()
-        for name, value in values.items():
-            for i, element in enumerate(value if isinstance(value, list) else [value]):
-                suffix = f"_{i}" if isinstance(value, list) else ""
-                self._events.add_scalar(f"{kind}/{name}{suffix}", element, step)
+            for name, value in values.items():
+                for i, element in enumerate(value if isinstance(value, list) else [value]):
+                    suffix = f"_{i}" if isinstance(value, list) else ""
+                    self._curves.add(f"{kind}/{name}{suffix}", element, step)
+            self._curves.flush()
 
     def progress(self, step: int, note: str) -> None:
         self._bar.update(self._task, completed=step, note=note)
@@ -79,10 +79,11 @@ class Metrics:
 
     def __exit__(self, error_type, *_) -> None:
         self._bar.stop()
-        for writer in (self._file, self._events):
+        for writer in (self._file, self._curves):
             try:
-                writer.close()
-            except OSError:
+                with self._written():
+                    writer.close()
+            except HydrajaxError:
                 if error_type is None:  # else the first error is the one to show
                     raise
 

@@ -319,7 +319,7 @@ def test_failed_write(tmp_path, call, capfd):
 
 def test_no_space_for_any_file(tmp_path):
     """Then orbax has errors left over when it is closed."""
-    with full_disk(0), pytest.raises(HydrajaxError, match="saving step 1 .* failed"), opened(tmp_path) as checkpoints:
+    with full_disk(0), pytest.raises(HydrajaxError, match="saving step 1"), opened(tmp_path) as checkpoints:
         checkpoints.save(1, small(1), {}, wait=True)
     assert not list(tmp_path.iterdir())
 

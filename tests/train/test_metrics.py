@@ -95,3 +95,13 @@ def test_nan_is_kept(tmp_path):
     with opened(tmp_path, 0) as metrics:
         metrics.log(1, "train", {"loss": float("nan")})
     assert np.isnan(read_metrics(tmp_path / "metrics.jsonl")[0]["loss"])
+
+
+@pytest.mark.parametrize("file", ["lines", "curves"])
+def test_a_full_disk_is_one_line_and_nothing_waits(tmp_path, monkeypatch, file):
+    """Whichever of the two files finds no room."""
+    metrics = opened(tmp_path, 0)
+    owner, name, mode = (metrics, "_file", "w") if file == "lines" else (metrics._curves._file, "_writer", "wb")
+    monkeypatch.setattr(owner, name, open("/dev/full", mode))  # noqa: SIM115
+    with pytest.raises(HydrajaxError, match=r"output: cannot write .*: No space left on device"), metrics:
+        metrics.log(1, "train", {"x": 1.0})

@@ -1,0 +1,58 @@
+"""Ctrl-C and SIGTERM reach the command, also while Python runs what throws exceptions away."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from hydrajax.cli.signals import Terminated, terminable
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_signal_during_a_callback_of_the_garbage_collector_is_not_lost(number, raised):
+    """As JAX hangs one there, and a command that compiles collects garbage much of its time."""
+    calls = []
+
+    def callback(phase, info):
+        calls.append(phase)
+        if len(calls) == 1:
+            os.kill(os.getpid(), number)
+        if len(calls) == 2:
+            time.sleep(0.1)  # and the one that is sent again hits it, too
+
+    def collect_for_seconds():
+        with terminable():
+            for _ in range(500):
+                gc.collect()
+                time.sleep(0.01)
+
+    hook = sys.unraisablehook
+    gc.callbacks.append(callback)
+    try:
+        with pytest.raises(KeyboardInterrupt) as found:
+            collect_for_seconds()
+    finally:
+        gc.callbacks.remove(callback)
+    assert found.type is raised
+    assert 2 <= len(calls) < 500
+    assert sys.unraisablehook is hook
+
+
+def test_other_errors_of_callbacks_are_told_as_ever(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+
+    class Broken:
+        def __del__(self):
+            raise ZeroDivisionError
+
+    with terminable():
+        Broken()
+    assert [one.exc_type for one in told] == [ZeroDivisionError]
