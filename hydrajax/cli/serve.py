@@ -83,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
     loaded = options.load_from(args)
     drafted = [loaded, *(loaded.with_draft(way.draft) for way in ways[1:])]
     sizes = Sizes(rows=args.slots, chunk=args.chunk, penalties=args.penalties)
-    programs = [Programs(one, sizes, way.tree_for) for one, way in zip(drafted, ways, strict=True)]
+    programs = [
+        Programs(one, sizes, way.tree_for, drops_draft=way.tree is None) for one, way in zip(drafted, ways, strict=True)
+    ]
     memory = None if args.cache_memory is None else args.cache_memory * 1_000_000
     settings_of = {"queue": args.queue, "cache_memory": memory, "keep": not args.no_prefix_reuse}
     batchers = [Batcher(some, **settings_of) for some in programs]

@@ -21,6 +21,7 @@ from hydrajax.decoding.state import DecodeState
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.generation import SEED_BITS, growing_text, row_result
 from hydrajax.serve.batch import Batch
+from hydrajax.serve.drafting import Drafting
 from hydrajax.serve.group import Group, Running
 from hydrajax.serve.kept import Kept
 from hydrajax.serve.memory import Memory
@@ -30,11 +31,11 @@ from hydrajax.serve.requests import Closed, Refused, Request, Ticket
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts since the beginning (the first eight) and what is there now. Bytes are those of cache memory.
+    """Counts since the beginning (the first nine) and what is there now. Bytes are those of cache memory.
 
-    tokens, steps: of rows, so that their quotient is tau. cached: of ``prompt_tokens``. groups: in which rows run, by
-    the length of their texts. rows: of all groups in their shapes. places: of the longest cache. nbytes: of the groups
-    in their shapes and of the prompt being read.
+    tokens, steps: of rows, so that their quotient is tau. drafted: of the steps. cached: of ``prompt_tokens``. groups:
+    in which rows run, by the length of their texts. rows: of all groups in their shapes. places: of the longest cache.
+    nbytes: of the groups in their shapes and of the prompt being read.
     """
 
     requests: int = 0
@@ -45,6 +46,7 @@ class Stats:
     cached: int = 0
     tokens: int = 0
     steps: int = 0
+    drafted: int = 0
     waiting: int = 0
     running: int = 0
     groups: int = 0
@@ -94,11 +96,12 @@ class Batcher:
         # Guards what other threads read. It is never held while the device works: a compilation may take a minute.
         self._changed = threading.Condition()
         self._batch = Batch(programs, self._changed)
+        self._drafting = Drafting()
         self._reading: _Reading | None = None
         self._waiting: deque[Ticket] = deque()
         self._closing, self._failed, self._finished = False, False, True
         self._counts = dict.fromkeys(
-            ("requests", "ended", "cancelled", "refused", "prompt_tokens", "cached", "tokens", "steps"), 0
+            ("requests", "ended", "cancelled", "refused", "prompt_tokens", "cached", "tokens", "steps", "drafted"), 0
         )
         self._thread = threading.Thread(target=self._run, name="hydrajax batcher", daemon=True)
 
@@ -328,11 +331,17 @@ class Batcher:
         whole_bursts = not (prompts_wait or any(row.ticket.result is None for _, _, row in self._batch.live))
         for group in groups:
             asked = time.perf_counter()
-            now = group.advance(group.burst if whole_bursts else 1)
+            drafted = self._programs.plain is None or self._drafting.is_worth_it(len(group.rows))
+            now = group.advance(group.burst if whole_bursts else 1, drafted)
+            seconds = time.perf_counter() - asked
+            # A burst is over early where all rows come to their ends, so the steps are counted that were taken.
+            taken = [int(now.steps[at]) - row.steps for at, row in group.live]
+            emitted = sum(int(now.lengths[at]) - row.emitted for at, row in group.live)
+            self._drafting.saw(len(group.rows), drafted, max(*taken, 1), seconds, max(sum(taken), 1), emitted)
             if whole_bursts:
-                # A burst is over early where all rows come to their ends, so the steps are counted that were taken.
-                taken = max(int(now.steps[at]) - row.steps for at, row in group.live)
-                group.burst = next_burst(max(taken, 1), (time.perf_counter() - asked) * len(groups))
+                group.burst = next_burst(max(*taken, 1), seconds * len(groups))
+            with self._changed:
+                self._counts["drafted"] += sum(taken) * drafted
             for at, row in group.live:
                 self._deliver(group, at, row, now)
         self._batch.drop_empty()
@@ -342,7 +351,7 @@ class Batcher:
         over = bool(now.done[at])
         emitted, row.steps = now.tokens[at, : now.lengths[at]], int(now.steps[at])
         row.text.grow(emitted.tolist(), final=over)
-        row.held = len(request.ids) + len(emitted)
+        row.emitted = len(emitted)
         over |= row.text.stopped
         seconds = time.perf_counter() - ticket.arrived
         limit = request.max_new_tokens

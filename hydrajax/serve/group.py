@@ -19,12 +19,17 @@ TURNS_BEFORE_SHRINKING = 8  # a smaller shape must have been enough for so many
 
 
 class Running:
-    """A row. held: tokens in its cache. end: as many as it can ever come to hold. steps: taken so far."""
+    """A row. end: tokens that it can ever come to hold. emitted, steps: so far."""
 
     def __init__(self, ticket: Ticket, loaded: Bundle, end: int):
         self.ticket, self.end = ticket, end
         self.text = growing_text(loaded, ticket.request.stop)
-        self.held, self.steps = len(ticket.request.ids), 0
+        self.emitted, self.steps = 0, 0
+
+    @property
+    def held(self) -> int:
+        """Tokens in its cache."""
+        return len(self.ticket.request.ids) + self.emitted
 
 
 class Group:
@@ -72,11 +77,11 @@ class Group:
         with self._guard:
             self.rows[at] = running
 
-    def advance(self, steps: int) -> Snapshot:
-        """At most so many steps of all rows."""
+    def advance(self, steps: int, drafted: bool = True) -> Snapshot:
+        """At most so many steps of all rows, with their draft or without."""
         self._fit(steps)
         stopped = np.array([row is None for row in self.rows])
-        bursts = self._programs.bursts[len(self.rows)]
+        bursts = self._programs.bursts[len(self.rows)] if drafted else self._programs.plain
         self._state, now = bursts.advance(self._programs.loaded.params, self._state, stopped, steps)
         return now
 

@@ -19,6 +19,7 @@ COUNTERS = {
     "cached": "Tokens of prompts that were kept from before",
     "tokens": "Tokens that were generated",
     "steps": "Decode steps, of all rows together",
+    "drafted": "Decode steps that had a draft",
 }
 GAUGES = {
     "waiting": "Texts that wait",

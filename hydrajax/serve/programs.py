@@ -20,6 +20,7 @@ from hydrajax.drafters.drafter import nodes_fed
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.rows import Shapes, put_row
 from hydrajax.ssd.decode import are_apart
+from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 
 
@@ -40,11 +41,18 @@ class Sizes:
 class Programs:
     """Of one model; each is compiled when it is first used.
 
-    tree_for: the tree for so many rows. Raises `HydrajaxError` for a tree that the drafter cannot fill, and for sizes
-    that make no sense.
+    tree_for: the tree for so many rows. drops_draft: whether there are also programs for steps without a draft. Raises
+    `HydrajaxError` for a tree that the drafter cannot fill, and for sizes that make no sense.
     """
 
-    def __init__(self, loaded: Bundle, sizes: Sizes, tree_for: Callable[[int], CandidateTree] | None = None):
+    def __init__(
+        self,
+        loaded: Bundle,
+        sizes: Sizes,
+        tree_for: Callable[[int], CandidateTree] | None = None,
+        *,
+        drops_draft: bool = False,
+    ):
         for name in ("rows", "chunk", "places"):
             if getattr(sizes, name) < 1:
                 raise HydrajaxError(f"{name}: must be at least 1, found {getattr(sizes, name)}")
@@ -59,11 +67,14 @@ class Programs:
         self.batches = _growing(1, sizes.rows, 2)
         self.widths = _growing(min(SMALLEST_BUCKET, self.chunk), self.chunk, 4)  # of a prompt's last piece
         trees = {batch: (tree_for or loaded.default_tree)(batch) for batch in self.batches}
+        plain = [presets.root()] if drops_draft else []
         bursts = {
             tree: Bursts(make_engine(loaded.model, loaded.drafter, tree, rule, **settings))
-            for tree in dict.fromkeys(trees.values())
+            for tree in dict.fromkeys([*trees.values(), *plain])
         }
         self.bursts = {batch: bursts[tree] for batch, tree in trees.items()}
+        # The drafter goes on reading what is emitted, so that it can be asked again.
+        self.plain = bursts[presets.root()] if drops_draft and len(bursts) > 1 else None
         # Prompts are read into states that have room for the paths of every tree.
         self._reads = max(bursts.values(), key=lambda some: some.engine.tree.depth)
         engine = self._reads.engine
@@ -160,8 +171,9 @@ class Programs:
         """Compile everything, by running it on nothing: no request waits for a program then.
 
         For p sizes of caches, b of batches and w of last pieces these are at most p * (w + 2) programs that read, p * b
-        that decode and p * (b + 1) that rewind; and of those that move one array (`hydrajax.serve.rows`), for every
-        kind of array, p * b that put a row in, as many that take one out and that copy one, p * (p - 1) that fit one.
+        that decode, as many that decode without the draft, and p * (b + 1) that rewind; and of those that move one
+        array (`hydrajax.serve.rows`), for every kind of array, p * b that put a row in, as many that take one out and
+        that copy one, p * (p - 1) that fit one.
         """
         rule = GreedyOrExact.in_full(self.loaded.model.config.vocab_size, penalties=self.sizes.penalties)
         piece = np.zeros(self.chunk, np.int32)
@@ -188,7 +200,8 @@ class Programs:
             for batch in self.batches:
                 say()
                 state = self.copies(row, batch, places)
-                state, _ = self.bursts[batch].advance(self.loaded.params, state, np.ones(batch, bool), 1)
+                for bursts in filter(None, (self.bursts[batch], self.plain)):
+                    state, _ = bursts.advance(self.loaded.params, state, np.ones(batch, bool), 1)
                 self.row_of(self.put(state, 0, row, places), batch - 1, places)
 
 

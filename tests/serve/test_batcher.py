@@ -160,10 +160,13 @@ def test_greedy_answers_are_what_the_base_alone_goes_on_with(small, start):
 def test_so_it_is_with_several_shapes_a_tree_for_each_batch_and_a_cache_of_the_draft(start):
     served = model("hydra++")
     trees = {1: TREE, 2: TREE, 5: presets.chain(2)}
-    programs = Programs(served, Sizes(rows=5, chunk=32, places=32), trees.get)
+    programs = Programs(served, Sizes(rows=5, chunk=32, places=32), trees.get, drops_draft=True)
     assert (programs.batches, len(programs.places)) == ((1, 2, 5), 3)
     programs.warm()
-    check_random_arrivals(served, start(programs), 60, 0.03)
+    batcher = start(programs)
+    check_random_arrivals(served, batcher, 60, 0.03)
+    stats = batcher.stats()
+    assert 0 < stats.drafted < stats.steps
     # And in hardly more memory than one long row takes, or in what short rows need beside it, which is never exceeded.
     for memory, groups in ((programs.nbytes(1, 90), 1), (programs.nbytes(1, 90) + programs.nbytes(2, 20), 2)):
         memory += programs.nbytes_to_read(90)
@@ -183,11 +186,13 @@ def test_so_it_is_with_tables_of_the_text(start, draft):
     drafter = PromptLookup(depth=4) if draft == "lookup" else WithLookup(inner.drafter, 3)
     params = inner.params._replace(draft={}) if draft == "lookup" else inner.params
     served = replace(inner, drafter=drafter, params=params)
-    programs = Programs(served, Sizes(rows=2, chunk=32, places=32), lambda rows: TREE)
+    programs = Programs(served, Sizes(rows=2, chunk=32, places=32), lambda rows: TREE, drops_draft=True)
     programs.warm()
     batcher = start(programs)
     check_random_arrivals(served, batcher, 40, 0.0)
-    assert batcher.stats().cached > 0
+    stats = batcher.stats()
+    assert stats.cached > 0
+    assert 0 < stats.drafted < stats.steps
 
 
 @pytest.mark.slow
@@ -239,7 +244,7 @@ def test_a_cancelled_row_is_free_and_the_others_go_on(small, start):
 def test_bursts_that_are_over_early_do_not_make_the_next_ones_longer(small, start, monkeypatch):
     """And so delay others: rows of three tokens have a step of their own, and at most two more."""
     asked, advance = [], Group.advance
-    monkeypatch.setattr(Group, "advance", lambda group, steps: (asked.append(steps), advance(group, steps))[1])
+    monkeypatch.setattr(Group, "advance", lambda *args: (asked.append(args[1]), advance(*args))[1])
     batcher = start(small)
     tickets = batcher.submit([request(batcher, [1, 2], 3) for _ in range(20)])  # so that the group is never empty
     assert all(ticket.wait(SECONDS).new_tokens == 3 for ticket in tickets)
