@@ -1,7 +1,11 @@
-"""A server in the process of a test. Needs the packages of hydrajax[serve]."""
+"""A server in the process of a test, or in one of its own. Needs the packages of hydrajax[serve]."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 
@@ -34,6 +38,31 @@ def running(programs, queue: int = 100, model: str = "hydrajax", about=(), other
         close_all(list(batchers.values()))
         uvicorn.should_exit = True
         thread.join()
+
+
+@contextmanager
+def serving(*options: object, api_key: str | None = None):
+    """``(process, address, said)`` of ``hydrajax serve`` with these options on a free port.
+
+    said: the lines on stderr before that one with the address.
+    """
+    command = [sys.executable, "-m", "hydrajax", "serve", "--port", "0", *map(str, options)]
+    given = {} if api_key is None else {"HYDRAJAX_API_KEY": api_key}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | given)
+    said = []
+    try:
+        for line in process.stderr:
+            if found := re.match(r"serving on (http://127\.0\.0\.1:\d+)/v1, \d+ MB for caches", line):
+                break
+            said.append(line.rstrip("\n"))
+        else:
+            raise AssertionError("\n".join(said))
+        # What it logs is read on, or it would have to wait for it.
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield process, found[1], said
+    finally:
+        process.kill()
+        process.wait()
 
 
 def expected(served, prompts, rule=Greedy(), *, limit: int, seeds: int = 0):  # noqa: B008 (it is frozen)

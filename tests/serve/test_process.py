@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import socket
-import subprocess
 import sys
-import threading
-from contextlib import contextmanager
 
 import pytest
 
@@ -21,24 +16,7 @@ from hydrajax.trees import presets
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client", "openai")
 NEW = 60
-
-
-@contextmanager
-def serving(*options: str):
-    """``(process, address)`` of a server of the shipped model on a free port."""
-    command = [sys.executable, "-m", "hydrajax", "serve", "--base", "shipped", "--draft", "hydra++", "--port", "0"]
-    command += ["--tree", "chain-2", "--slots", "2", "--no-warm-up", "--template", "plain", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"HYDRAJAX_API_KEY": "k"})
-    try:
-        for line in process.stderr:
-            if found := re.match(r"serving on (http://127\.0\.0\.1:\d+/v1), \d+ MB for caches", line):
-                break
-        # What it logs is read on, or it would have to wait for it.
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield process, found[1]
-    finally:
-        process.kill()
-        process.wait()
+OPTIONS = ("--base", "shipped", "--draft", "hydra++", "--tree", "chain-2", "--slots", "2", "--no-warm-up")
 
 
 @pytest.mark.slow
@@ -47,12 +25,13 @@ def test_answers_of_the_shipped_model_and_an_orderly_end():
     for package in PACKAGES:
         pytest.importorskip(package, reason=f"{package} is not installed")
     import openai
+    from serving import serving
 
     loaded = hydrajax.load("shipped", "hydra++")
     prompts = ["def quicksort(items):\n", "import os\n\nclass Walker:\n    def __init__(self"]
     wanted = loaded.generate(prompts, tree=presets.chain(2), max_new_tokens=NEW, batch_size=2)
-    with serving("--grace", "60") as (process, address):
-        client = openai.OpenAI(base_url=address, api_key="k", timeout=300, max_retries=0)
+    with serving(*OPTIONS, "--grace", 60, "--template", "plain", api_key="k") as (process, address, said):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="k", timeout=300, max_retries=0)
         answer = client.completions.create(model="hydrajax", prompt=prompts, max_tokens=NEW)
         assert [choice.text for choice in answer.choices] == [result.text for result in wanted]
         assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
@@ -62,8 +41,8 @@ def test_answers_of_the_shipped_model_and_an_orderly_end():
         text += "".join(event.choices[0].text for event in events)
         assert text == wanted[0].text
         assert process.wait(60) == 0
-    with serving("--grace", "0") as (process, address):
-        client = openai.OpenAI(base_url=address, api_key="k", timeout=300, max_retries=0)
+    with serving(*OPTIONS, "--grace", 0, "--template", "plain", api_key="k") as (process, address, _):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="k", timeout=300, max_retries=0)
         events = client.completions.create(model="hydrajax", prompt=prompts[0], max_tokens=900, stream=True)
         pieces = [next(events).choices[0]]
         process.send_signal(signal.SIGINT)

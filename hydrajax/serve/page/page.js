@@ -16,6 +16,11 @@ async function refusal(response) {
   return new Error(words || `status ${response.status}`);
 }
 
+function titleOf(id, about) {
+  if (!about) return id;
+  return about.draft === "none" ? "no draft" : `${about.draft}, ${about.tree}`;
+}
+
 async function findModels() {
   const response = await fetch("v1/models", { headers: headers() });
   at("key_label").hidden = response.status !== 401 && !at("key").value;
@@ -23,7 +28,7 @@ async function findModels() {
   const { data } = await response.json();
   state.models = new Map(data.map((model) => [model.id, model.hydrajax ?? {}]));
   at("model").replaceChildren(
-    ...data.map(({ id, hydrajax }) => new Option(hydrajax ? `${hydrajax.draft}, ${hydrajax.tree}` : id, id)),
+    ...data.map(({ id, hydrajax }) => new Option(titleOf(id, hydrajax), id)),
   );
   const conversations = data[0]?.hydrajax?.conversations ?? true;
   at("form").querySelector("[value=chat]").disabled = !conversations;
@@ -103,7 +108,8 @@ function figures(place, run) {
 async function answer(prompt) {
   const chat = at("form").value === "chat";
   const body = asked();
-  if (chat) body.messages = [...state.conversation, { role: "user", content: prompt }];
+  const conversation = state.conversation; // this one, also when a new one has been begun meanwhile
+  if (chat) body.messages = [...conversation, { role: "user", content: prompt }];
   else body.prompt = prompt;
   const abort = new AbortController();
   state.running = abort;
@@ -142,7 +148,7 @@ async function answer(prompt) {
   } finally {
     state.running = null;
     if (line && run.first !== undefined) figures(line, run);
-    if (chat && said) state.conversation.push({ role: "user", content: prompt }, { role: "assistant", content: said });
+    if (chat && said) conversation.push({ role: "user", content: prompt }, { role: "assistant", content: said });
   }
 }
 
@@ -179,8 +185,11 @@ at("clear").addEventListener("click", () => {
   at("error").textContent = "";
 });
 
+// What is hidden is not checked either: nobody could see what is wrong with it.
 function shownForRule() {
-  for (const label of document.querySelectorAll(".sampled")) label.hidden = at("rule").value === "greedy";
+  for (const label of document.querySelectorAll(".sampled")) {
+    label.hidden = label.querySelector("input").disabled = at("rule").value === "greedy";
+  }
 }
 
 at("rule").addEventListener("change", shownForRule);
