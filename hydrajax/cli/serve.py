@@ -12,6 +12,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from hydrajax.cli import options
+from hydrajax.decoding.either import GreedyOrExact
 from hydrajax.errors import HydrajaxError
 from hydrajax.extras import needs
 from hydrajax.trees import presets
@@ -76,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.grace < 0:
         raise HydrajaxError(f"grace: must be at least 0, found {args.grace}")
+    GreedyOrExact(temperature=args.temperature)  # refuses one that is out of range
     ways = [_Way(args.name, options.draft_of(args) or "none", args.tree, options.tree_from(args))]
     ways += [_also(args.name, text) for text in args.also]
     check_names([way.name for way in ways])
@@ -98,7 +100,6 @@ def run(args: argparse.Namespace) -> int:
         timeout=args.timeout,
         hosts=LOOPBACK if args.host in LOOPBACK else None,
     )
-    batchers[0].request([0], temperature=args.temperature)  # refuses one that is out of range
     shared = {"conversations": encoder.takes_conversations}
     if not args.no_warm_up:
         with Console(stderr=True).status("compiling") as line:

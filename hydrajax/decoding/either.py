@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, penalised, walk
 from hydrajax.decoding.penalties import Penalties, Seen
 from hydrajax.decoding.sampling import Sampling, effective, numbers_as_arrays, sample
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.ranking import best_token
 
@@ -31,6 +32,8 @@ class GreedyOrExact(ExactSampling):
     temperature: float = 0.0
 
     def __post_init__(self):
+        if not 0 <= self.temperature < float("inf"):
+            raise HydrajaxError(f"temperature: must be at least 0 and finite, found {self.temperature}")
         numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         ExactSampling(**numbers | {"temperature": self.temperature or 1.0})  # refuses what it refuses
 

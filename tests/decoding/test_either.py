@@ -54,8 +54,9 @@ def test_numbers_without_effect_change_no_bit():
 
 
 def test_numbers_out_of_range_are_refused():
-    with pytest.raises(HydrajaxError, match="temperature: must be positive, found -1"):
-        GreedyOrExact(-1.0)
+    for number in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(HydrajaxError, match=f"temperature: must be at least 0 and finite, found {number}"):
+            GreedyOrExact(number)
     with pytest.raises(HydrajaxError, match="top_p: must be above 0 and at most 1, found 3"):
         GreedyOrExact(top_p=3)
     with pytest.raises(HydrajaxError, match="repetition_penalty: must be positive"):

@@ -337,7 +337,7 @@ def test_bad_requests_are_refused(served, small, start):
     for match, ids, settings in (
         ("max_new_tokens: must be at least 1, found 0", [1], {"max_new_tokens": 0}),
         ("prompt: has 96 tokens, which leaves no room in the model's context of 96", [1] * 96, {}),
-        ("temperature: must be positive, found -1", [1], {"temperature": -1}),
+        ("temperature: must be at least 0 and finite, found -1", [1], {"temperature": -1}),
         ("top_p: must be above 0", [1], {"top_p": 0.0}),
         ("presence_penalty: penalties are not counted here", [1], {"presence_penalty": 1.0}),
         ("stop: found an empty string", [1], {"stop": [""]}),
