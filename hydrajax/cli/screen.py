@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
@@ -42,6 +45,30 @@ def bar() -> Progress:
         transient=True,
         disable=not sys.stderr.isatty(),
     )
+
+
+@contextmanager
+def status(what: str, every: float = 10.0) -> Iterator[Callable[[str], None]]:
+    """What is going on, on stderr, and a function to say something else.
+
+    On a terminal one line that changes and leaves no trace; in a log a line at once, and later at most one in so many
+    seconds.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(what) as line:
+            yield line.update
+        return
+    last = -math.inf
+
+    def say(text: str) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= every:
+            last = now
+            print(f"{text} ...", file=sys.stderr, flush=True)
+
+    say(what)
+    yield say
 
 
 def write_marked(console: Console, marked: Iterable[tuple[str, bool]]) -> None:

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
-
 from hydrajax.cli import options
+from hydrajax.cli.screen import status
 from hydrajax.decoding.either import GreedyOrExact
 from hydrajax.errors import HydrajaxError
 from hydrajax.extras import needs
@@ -82,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     ways += [_also(args.name, text) for text in args.also]
     check_names([way.name for way in ways])
     listener = listening(args.host, args.port)  # refused before a model is loaded
-    loaded = options.load_from(args)
+    with status("loading") as say:
+        loaded = options.load_from(args, say)
     drafted = [loaded, *(loaded.with_draft(way.draft) for way in ways[1:])]
     sizes = Sizes(rows=args.slots, chunk=args.chunk, penalties=args.penalties)
     programs = [
@@ -102,9 +102,10 @@ def run(args: argparse.Namespace) -> int:
     )
     shared = {"conversations": encoder.takes_conversations}
     if not args.no_warm_up:
-        with Console(stderr=True).status("compiling") as line:
-            for some in programs:
-                some.warm(line.update)
+        with status("compiling") as say:
+            for way, some in zip(ways, programs, strict=True):
+                some.warm(lambda text, name=way.name: say(f"{name}: {text}"))
+            say("timing a step without a draft")
             shared["plain_step_seconds"] = plain_step_seconds(loaded)
     served = [
         Served(way.name, batcher, shared | {"draft": str(way.draft), "tree": way.tree_name or f"{some.nodes} nodes"})

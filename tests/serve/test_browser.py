@@ -51,6 +51,7 @@ def address(tmp_path_factory):
     (base / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
     options = ["--base", base, "--draft", "hydra++", "--tree", "chain-2", "--also", "none", "--template", "plain"]
     with serving(*options, "--slots", 1, "--chunk", 16) as (_, address, said):
+        assert said[:2] == ["loading ...", "compiling ..."]
         yield address
 
 

@@ -32,6 +32,8 @@ def test_answers_of_the_shipped_model_and_an_orderly_end():
     wanted = loaded.generate(prompts, tree=presets.chain(2), max_new_tokens=NEW, batch_size=2)
     with serving(*OPTIONS, "--grace", 60, "--template", "plain", api_key="k") as (process, address, said):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="k", timeout=300, max_retries=0)
+        assert said[0] == "loading ..."
+        assert said[-1] == repr(loaded)
         answer = client.completions.create(model="hydrajax", prompt=prompts, max_tokens=NEW)
         assert [choice.text for choice in answer.choices] == [result.text for result in wanted]
         assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
