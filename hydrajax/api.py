@@ -66,6 +66,7 @@ class Settings(Numbers, total=False):
     batch_size: int
     seed: int | Sequence[int] | None
     logprobs: bool
+    top_logprobs: int
     on_status: Callable[[str], None] | None
 
 
@@ -105,6 +106,7 @@ class Loaded(Bundle):
         batch_size: int = 1,
         seed: int | Sequence[int] | None = None,
         logprobs: bool = False,
+        top_logprobs: int = 0,
         on_status: Callable[[str], None] | None = None,
         **numbers: Unpack[Numbers],
     ) -> Generation | list[Generation]:
@@ -113,7 +115,8 @@ class Loaded(Bundle):
         prompts: one text, or a list of prompts: texts, lists of token ids, or conversations (lists of messages with
             ``role`` and ``content``, in the tokenizer's chat template).
         batch_size: prompts that are decoded at once.
-        logprobs: whether results have their tokens' log-probabilities under the base.
+        logprobs: whether results have their tokens' log-probabilities under the base; top_logprobs: of how many of its
+            likeliest tokens, besides.
         rule, max_new_tokens, seed, numbers: for all prompts, or a list with one for each (``temperature=[0.2, 1.0]``).
 
         For the others see `Loaded` and `hydrajax.generate`, which also gives the results one by one. Raises
@@ -132,7 +135,8 @@ class Loaded(Bundle):
         found = list(
             generate(
                 bundle, several, tree=tree, rule=rules, max_new_tokens=max_new_tokens, stop=stop,
-                batch_size=batch_size, seed=seed, logprobs=logprobs, on_status=on_status,
+                batch_size=batch_size, seed=seed, logprobs=logprobs, top_logprobs=top_logprobs,
+                on_status=on_status,
             )
         )  # fmt: skip
         return found[0] if single else found
@@ -148,6 +152,7 @@ class Loaded(Bundle):
         stop: Sequence[str] = (),
         seed: int | None = None,
         logprobs: bool = False,
+        top_logprobs: int = 0,
         on_status: Callable[[str], None] | None = None,
         **numbers: Unpack[Numbers],
     ) -> Stream:
@@ -157,7 +162,8 @@ class Loaded(Bundle):
         """
         rule = one_rule(rule, **numbers)
         bundle, tree, rule = self._settled([prompt], draft, tree, rule, 1, on_status)
-        settings = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed, "logprobs": logprobs}
+        settings = {"max_new_tokens": max_new_tokens, "stop": stop, "seed": seed}
+        settings |= {"logprobs": logprobs, "top_logprobs": top_logprobs}
         return stream(bundle, prompt, tree=tree, rule=rule, on_status=on_status, **settings)
 
     def chat(
@@ -295,6 +301,7 @@ def make_decode_fn(
     max_new_tokens: int = 256,
     eos_ids: Sequence[int] | None = None,
     logprobs: bool = False,
+    top_logprobs: int = 0,
     fan_out: FanOut | Sequence[int] | int | None = None,
 ) -> Callable[..., DecodeResult]:
     """Build ``decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None) -> DecodeResult``, jitted.
@@ -302,7 +309,8 @@ def make_decode_fn(
     model: what `load` gave, and then its drafter, tree and EOS ids are the defaults: ``make_decode_fn(m)``. Or a base
         model by itself, with a drafter and a tree; generation then ends at no id unless ``eos_ids`` names some.
     tree, rule: also by name, ``"chain-2"`` and ``"greedy"``.
-    logprobs: whether results have the tokens' log-probabilities.
+    logprobs: whether results have the tokens' log-probabilities; top_logprobs: of how many of the base's likeliest
+        tokens, besides.
     fan_out: of what was loaded with ``draft_devices``: how many outcomes of a verification the draft prepares for
         (`hydrajax.ssd.decode.make_apart_fn`); 0 for base and draft in turn. The function is then driven by the host.
 
@@ -318,7 +326,8 @@ def make_decode_fn(
     if drafter is None or tree is None:
         missing = "drafter" if drafter is None else "tree"
         raise HydrajaxError(f"{missing}: is needed with a base model alone; what hydrajax.load gives brings its own")
-    settings = {"max_new_tokens": max_new_tokens, "eos_ids": tuple(eos_ids or ()), "logprobs": logprobs}
+    settings = {"max_new_tokens": max_new_tokens, "eos_ids": tuple(eos_ids or ())}
+    settings |= {"logprobs": logprobs, "top_logprobs": top_logprobs}
     if apart:
         return make_apart_fn(model, drafter, presets.tree_of(tree), one_rule(rule), fan_out=fan_out, **settings)
     if fan_out is not None:

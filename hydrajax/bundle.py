@@ -56,7 +56,12 @@ class Bundle:
         return f"<{type(self).__name__}: {'; '.join(parts)}>"
 
     def bursts(
-        self, tree: CandidateTree, rule: AcceptanceRule, max_new_tokens: int, logprobs: bool = False
+        self,
+        tree: CandidateTree,
+        rule: AcceptanceRule,
+        max_new_tokens: int,
+        logprobs: bool = False,
+        top_logprobs: int = 0,
     ) -> Bursts | ApartFn:
         """An engine for this tree, this *kind* of rule and at least as many new tokens, made once and kept.
 
@@ -64,9 +69,10 @@ class Bundle:
         `HydrajaxError` for what does not fit together.
         """
         room = bucket(max_new_tokens, self.model.config.max_positions)
-        key = (tree, jax.tree.structure(rule), room, logprobs)
+        key = (tree, jax.tree.structure(rule), room, logprobs, top_logprobs)
         if key not in self._bursts:
-            settings = {"max_new_tokens": room, "eos_ids": self.eos_ids, "logprobs": logprobs}
+            settings = {"max_new_tokens": room, "eos_ids": self.eos_ids}
+            settings |= {"logprobs": logprobs, "top_logprobs": top_logprobs}
             if are_apart(self.params):
                 self._bursts[key] = make_apart_fn(self.model, self.drafter, tree, rule, **settings)
             else:

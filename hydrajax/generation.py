@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -39,6 +39,7 @@ def generate(
     batch_size: int = 1,
     seed: int | Sequence[int] | None = None,
     logprobs: bool = False,
+    top_logprobs: int = 0,
     on_status: Callable[[str], None] | None = None,
 ) -> Iterator[Generation]:
     """Generate for texts, lists of token ids, conversations or `Prompt`s, in order, ``batch_size`` prompts at a time.
@@ -51,7 +52,8 @@ def generate(
 
     rule, max_new_tokens: for all prompts, or one for each; rules are then of one kind. stop: strings that end a text:
     it is cut before one, see `hydrajax.text.stopping.GrowingText`; ``output_ids`` end with the token that completed
-    it. logprobs: whether to report each token's log-probability under the base, see `Generation`. ``on_status`` is
+    it. logprobs: whether to report each token's log-probability under the base, see `Generation`. top_logprobs: of how
+    many of the base's likeliest tokens to report it besides; then each token's own is reported, too. ``on_status`` is
     called with ``"compiling"`` before a new shape is compiled and with ``"decoding"`` before each batch. Raises
     `HydrajaxError` for every bad prompt before any is run.
     """
@@ -64,7 +66,7 @@ def generate(
         return iter(())
     own = one_each("seed", seed, len(encoded)) if isinstance(seed, (Sequence, np.ndarray)) else None
     one = seed if own is None else 0
-    request = _request(loaded, tree, rules, max(limits), min(limits), stop, one, on_status, logprobs)
+    request = _request(loaded, tree, rules, max(limits), min(limits), stop, one, on_status, logprobs, top_logprobs)
     return _generate(request, encoded, limits, min(batch_size, len(encoded)), own)
 
 
@@ -79,6 +81,7 @@ def stream(
     seed: int | None = None,
     number: int = 0,
     logprobs: bool = False,
+    top_logprobs: int = 0,
     on_status: Callable[[str], None] | None = None,
 ) -> Stream:
     """`generate` for one prompt, piece by piece: iterate over what this returns, then read its ``result``.
@@ -88,9 +91,8 @@ def stream(
     for the prompt of this ``number``. Arguments and errors: `generate`.
     """
     ids = loaded.prompt_ids(prompt, "prompt")
-    request = _request(
-        loaded, tree, [rule or Greedy()], max_new_tokens, max_new_tokens, stop, seed, on_status, logprobs
-    )
+    rules, most = [rule or Greedy()], max_new_tokens
+    request = _request(loaded, tree, rules, most, most, stop, seed, on_status, logprobs, top_logprobs)
     return Stream(request, ids, number)
 
 
@@ -128,12 +130,14 @@ class Request(NamedTuple):
     seed: int | None  # None for rules that draw nothing
     on_status: Callable[[str], None]
     logprobs: bool
+    top_logprobs: int
 
     def growing_text(self) -> GrowingText:
         return growing_text(self.loaded, self.stop)
 
     def bursts(self) -> Bursts:
-        return self.loaded.bursts(self.tree, self.rules[0], self.max_new_tokens, self.logprobs)
+        kept = self.logprobs, self.top_logprobs
+        return self.loaded.bursts(self.tree, self.rules[0], self.max_new_tokens, *kept)
 
     def keys(self, count: int, first: int) -> jax.Array:
         """For so many prompts, of which the first has this number."""
@@ -164,6 +168,7 @@ def _request(
     seed,
     on_status,
     logprobs: bool,
+    top_logprobs: int,
 ) -> Request:
     if least < 1:
         raise HydrajaxError(f"max_new_tokens: must be at least 1, found {least}")
@@ -175,7 +180,7 @@ def _request(
     most = min(most, loaded.model.config.max_positions)
     request = Request(
         loaded, tree or loaded.default_tree(), like_one_another(rules), most, tuple(stop), seed_for(rules[0], seed),
-        on_status or (lambda status: None), logprobs,
+        on_status or (lambda status: None), logprobs, top_logprobs,
     )  # fmt: skip
     request.growing_text()  # refuses an empty stop string
     request.bursts()  # refuses a tree that the drafter cannot fill
@@ -274,5 +279,17 @@ def row_result(
         wall_time=seconds,
         finish_reason=reason,
         seed=seed,
-        logprobs=None if now.logprobs is None else now.logprobs[row, : text.used].tolist(),
+        **_logprobs(now, row, text.used),
     )
+
+
+def _logprobs(now: Snapshot, row: int, used: int) -> dict[str, Any]:
+    """Of a row's first tokens, as `Generation` has them."""
+    if now.logprobs is None:
+        return {}
+    chosen, top = now.logprobs
+    found = {"logprobs": chosen[row, :used].tolist()}
+    if top is not None:
+        places = zip(top.ids[row, :used].tolist(), top.logprobs[row, :used].tolist(), strict=True)
+        found["top_logprobs"] = [list(zip(ids, logprobs, strict=True)) for ids, logprobs in places]
+    return found

@@ -61,6 +61,7 @@ def text_at(path: Path, *lines) -> Path:
 GENERATED = {
     "prompt_ids": [1, 2], "output_ids": [3, 4, 5], "text": "x", "steps": 2, "accept_lengths": [1, 2], "new_tokens": 3,
     "wall_time": 0.5, "finish_reason": "length", "logprobs": [-0.1, -0.2, -0.3],
+    "top_logprobs": [[[3, -0.1]], [[4, -0.2]], [[5, -0.3]]],
 }  # fmt: skip
 WRITTEN = {"conversation": 0, "turn": 0, "prompt_ids": [1, 2], "output_ids": [3]}
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from log_probabilities import check_answer
 
 import hydrajax
 from hydrajax import assets
 from hydrajax.decoding import loop
 from hydrajax.decoding.loop import Bursts
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.plain_pass import all_logits
 from hydrajax.text.stopping import first_stop
 from hydrajax.trees import presets
 
@@ -130,7 +130,7 @@ def test_with_a_seed_of_its_own_a_prompt_draws_as_if_it_were_alone(loaded):
 def test_logprobs_of_the_tokens_that_are_left(loaded, whole):
     """Cut by a stop string, by limits and by a stream that is not read to its end; each against a plain pass."""
     stop = [whole[0].text[40:48]]
-    settings = {"tree": SETTINGS["tree"], "stop": stop, "logprobs": True}
+    settings = {"tree": SETTINGS["tree"], "stop": stop, "top_logprobs": 3}
     found = list(hydrajax.generate(loaded, PROMPTS, max_new_tokens=[NEW, NEW, 7], batch_size=2, **settings))
     assert found[0].finish_reason == "stop"
     stream = hydrajax.stream(loaded, PROMPTS[1], number=1, max_new_tokens=NEW, **settings)
@@ -138,11 +138,8 @@ def test_logprobs_of_the_tokens_that_are_left(loaded, whole):
     for result, without in zip((*found, stream.result), (*whole, whole[1]), strict=True):
         assert len(result.logprobs) == result.new_tokens <= NEW
         assert result.output_ids == without.output_ids[: result.new_tokens]
-        text, start = np.array(result.prompt_ids + result.output_ids, np.int32), len(result.prompt_ids)
-        logits = all_logits(loaded.model, loaded.params.base, text).astype(np.float64)[start - 1 : -1]
-        chosen = logits[np.arange(result.new_tokens), result.output_ids]
-        np.testing.assert_allclose(result.logprobs, chosen - np.log(np.exp(logits).sum(axis=-1)), atol=1e-4)
-    assert {result.logprobs for result in whole} == {None}
+        check_answer(loaded.model, loaded.params.base, result, top=3)
+    assert {result.logprobs for result in whole} == {result.top_logprobs for result in whole} == {None}
 
 
 def test_every_prompt_may_have_its_own_limit(loaded, whole):

@@ -17,6 +17,7 @@ from hydrajax.cli.options import (
     add_model_arguments,
     add_rule_arguments,
     load_from,
+    positive,
     rule_from,
     tree_from,
 )
@@ -40,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument(
         "--logprobs", action="store_true", help="write to --output each token's log-probability under the base, too"
     )
+    files.add_argument(
+        "--top-logprobs", metavar="K", type=positive, help="and of the base's K likeliest tokens in the place of each"
+    )
     add_model_arguments(parser, apart=True)
     decoding = add_decoding_arguments(parser)
     decoding.add_argument(
@@ -53,8 +57,9 @@ def run(args: argparse.Namespace) -> None:
     tree, rule = tree_from(args), rule_from(args)
     if args.stream and (args.output or args.batch_size > 1):
         raise HydrajaxError("--stream: prints one prompt at a time, it goes with neither --output nor --batch-size")
-    if args.logprobs and args.output is None:
-        raise HydrajaxError("--logprobs: is written to the lines of --output FILE.jsonl, which is not given")
+    if (args.logprobs or args.top_logprobs) and args.output is None:
+        flag = "--logprobs" if args.logprobs else "--top-logprobs"
+        raise HydrajaxError(f"{flag}: is written to the lines of --output FILE.jsonl, which is not given")
     prompts = read_prompts(args.prompts) if args.prompt is None else [Prompt(args.prompt, "--prompt")]
     totals = Totals()
     with ExitStack() as stack:
@@ -68,7 +73,8 @@ def run(args: argparse.Namespace) -> None:
             progress.hide()
         screen = Screen(loaded, len(prompts), drafted=longest_path(loaded.drafter, tree) > 0)
         settings = {"tree": tree, "rule": rule, "max_new_tokens": args.max_new_tokens, "stop": args.stop}
-        settings |= {"seed": args.seed, "logprobs": args.logprobs, "on_status": progress.status}
+        settings |= {"seed": args.seed, "on_status": progress.status}
+        settings |= {"logprobs": args.logprobs, "top_logprobs": args.top_logprobs or 0}
         if args.stream:
             results = streamed(loaded, prompts, settings, progress)
         else:

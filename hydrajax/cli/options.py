@@ -187,6 +187,13 @@ def seed(text: str) -> int:
     return _integer(text, 0, 2**SEED_BITS - 1)
 
 
+def alternatives(text: str) -> int:
+    """An argparse type: of how many of the likeliest tokens to keep log-probabilities, as many as OpenAI's interface
+    can ask for.
+    """
+    return _integer(text, 0, 20)
+
+
 def _integer(text: str, least: int, most: int | None) -> int:
     try:
         value = int(text)

@@ -58,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     batch.add_argument("--no-prefix-reuse", action="store_true", help="keep no prompts for those that begin alike")
     batch.add_argument("--penalties", action="store_true", help="take presence, frequency and repetition penalties")
+    batch.add_argument(
+        "--top-logprobs",
+        metavar="K",
+        type=options.alternatives,
+        default=0,
+        help="alternatives to every token that requests can ask for, up to 20 (default 0)",
+    )
     batch.add_argument("--no-warm-up", action="store_true", help="compile at the first use, not at the start")
 
 
@@ -84,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     with status("loading") as say:
         loaded = options.load_from(args, say)
     drafted = [loaded, *(loaded.with_draft(way.draft) for way in ways[1:])]
-    sizes = Sizes(rows=args.slots, chunk=args.chunk, penalties=args.penalties)
+    sizes = Sizes(rows=args.slots, chunk=args.chunk, penalties=args.penalties, top_logprobs=args.top_logprobs)
     programs = [
         Programs(one, sizes, way.tree_for, drops_draft=way.tree is None) for one, way in zip(drafted, ways, strict=True)
     ]

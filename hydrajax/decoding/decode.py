@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
+from hydrajax.decoding.logprobs import TopTokens
 from hydrajax.decoding.loop import run_steps
 from hydrajax.decoding.prompts import bucket, check_prompts
 from hydrajax.decoding.sampling import Sampling, per_row
@@ -39,6 +40,9 @@ class DecodeResult(NamedTuple):
     logprobs:       float32 ``[B, max_new_tokens]`` the natural logarithm of each token's probability in the base's own
                     distribution given all before it: without penalties, temperature and cuts, whatever the rule, as
                     vLLM reports it by default. 0 beyond each row's length. None unless they were asked for.
+    top:            the base's K likeliest tokens at each place, the likeliest first, and their log-probabilities: int32
+                    ``ids`` and float32 ``logprobs`` ``[B, max_new_tokens, K]``, -1 and 0 beyond each row's length.
+                    None unless they were asked for.
     """
 
     tokens: Int[Array, "B max_new"]
@@ -46,6 +50,7 @@ class DecodeResult(NamedTuple):
     accept_lengths: Int[Array, "B max_new"]
     steps: Int[Array, " B"]
     logprobs: Float[Array, "B max_new"] | None = None
+    top: TopTokens | None = None
 
     def ids(self) -> list[list[int]]:
         """Each row's generated token ids, without the -1 beyond them."""
@@ -62,8 +67,14 @@ def result_of(output: OutputState) -> DecodeResult:
     max_new = output.accept_lengths.shape[1] - 1
     valid = jnp.arange(max_new) < output.lengths[:, None]
     tokens = jnp.where(valid, output.tokens[:, :max_new], -1)
-    logprobs = None if output.logprobs is None else jnp.where(valid, output.logprobs[:, :max_new], 0.0)
-    return DecodeResult(tokens, output.lengths, output.accept_lengths[:, :max_new], output.steps, logprobs)
+    result = DecodeResult(tokens, output.lengths, output.accept_lengths[:, :max_new], output.steps)
+    if output.logprobs is None:
+        return result
+    chosen, top = jax.tree.map(lambda x: x[:, :max_new], output.logprobs)
+    if top is not None:
+        there = valid[:, :, None]
+        top = TopTokens(jnp.where(there, top.ids, -1), jnp.where(there, top.logprobs, 0.0))
+    return result._replace(logprobs=jnp.where(valid, chosen, 0.0), top=top)
 
 
 def check_fit(drafter: Drafter, tree: CandidateTree, rule: AcceptanceRule, vocab_size: int) -> None:
@@ -85,6 +96,7 @@ def make_engine(
     max_new_tokens: int,
     eos_ids: Sequence[int] = (),
     logprobs: bool = False,
+    top_logprobs: int = 0,
 ) -> Engine:
     """An `Engine` whose parts fit each other. Raises `HydrajaxError` where they do not."""
     if max_new_tokens < 1:
@@ -93,7 +105,10 @@ def make_engine(
     context = model.config.max_positions
     if isinstance(drafter, LooksAhead) and drafter.reach >= context:
         raise HydrajaxError(f"draft: looks {drafter.reach} tokens ahead, which a context of {context} has no room for")
-    return Engine(model, drafter, tree, max_new_tokens, tuple(eos_ids), logprobs)
+    if not 0 <= top_logprobs <= model.config.vocab_size:
+        vocab_size = model.config.vocab_size
+        raise HydrajaxError(f"top_logprobs: must be from 0 to the vocabulary's {vocab_size}, found {top_logprobs}")
+    return Engine(model, drafter, tree, max_new_tokens, tuple(eos_ids), logprobs, top_logprobs)
 
 
 class Inputs(NamedTuple):
@@ -152,6 +167,7 @@ def make_decode_fn(
     max_new_tokens: int = 256,
     eos_ids: tuple[int, ...] = (),
     logprobs: bool = False,
+    top_logprobs: int = 0,
 ) -> Callable[..., DecodeResult]:
     """Build ``decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None) -> DecodeResult``.
 
@@ -164,7 +180,8 @@ def make_decode_fn(
     limits:  int32 ``[B]`` most tokens of each row, default (and at most) ``max_new_tokens``.
     rule:    the same kind of rule with other numbers, or a list of such rules, one for each row. Compiles nothing.
 
-    With ``logprobs`` the result has the tokens' log-probabilities, see `DecodeResult`.
+    With ``logprobs`` the result has the tokens' log-probabilities, with ``top_logprobs=K`` also the base's K likeliest
+    tokens at each place, see `DecodeResult`.
 
     The function is pure, compiled once per (B, bucket) and may itself be called under `jax.jit`. Row b's output does
     not depend on the other rows. Generation ends per row at the first of ``eos_ids``, after ``max_new_tokens``, or
@@ -173,6 +190,7 @@ def make_decode_fn(
     """
     default_rule = rule or Greedy()
     settings = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids, "logprobs": logprobs}
+    settings["top_logprobs"] = top_logprobs
     engine = make_engine(model, drafter, tree, default_rule, **settings)
     config = model.config
 
@@ -201,7 +219,9 @@ def make_autoregressive_fn(
     max_new_tokens: int = 256,
     eos_ids: tuple[int, ...] = (),
     logprobs: bool = False,
+    top_logprobs: int = 0,
 ) -> Callable[..., DecodeResult]:
     """The baseline: the same engine with the root-only tree. Pass `Params(base, {})`; see `make_decode_fn`."""
     settings = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids, "logprobs": logprobs}
+    settings["top_logprobs"] = top_logprobs
     return make_decode_fn(model, NoDrafter(), presets.root(), rule, **settings)

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.logprobs import Logprobs
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
 from hydrajax.models import backend
@@ -59,7 +60,7 @@ class Snapshot(NamedTuple):
     accept_lengths: Int[np.ndarray, "B max_steps"]
     steps: Int[np.ndarray, " B"]
     done: Bool[np.ndarray, " B"]
-    logprobs: Float[np.ndarray, "B room"] | None
+    logprobs: Logprobs | None
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
+from hydrajax.decoding.logprobs import Logprobs
 from hydrajax.decoding.penalties import Seen
 from hydrajax.models.arrays import Array
 from hydrajax.models.cache import KVCache
@@ -28,12 +29,13 @@ class TargetState(NamedTuple):
 
     cache: keys and values of prompt and emitted tokens.
     root:  int32 ``[B]`` the token the base has chosen and the next step emits.
-    root_logprob: float32 ``[B]`` its log-probability, None where none are wanted (`OutputState.logprobs`).
+    root_logprobs: its log-probability and the alternatives to it ``[B]``, None where none are wanted
+           (`OutputState.logprobs`).
     """
 
     cache: KVCache
     root: Int[Array, " B"]
-    root_logprob: Float[Array, " B"] | None = None
+    root_logprobs: Logprobs | None = None
 
 
 class OutputState(NamedTuple):
@@ -50,7 +52,7 @@ class OutputState(NamedTuple):
     keys:           ``[B]`` each row's random key; what it draws depends on it and on the place in the row's output.
     rule:           the acceptance rule, its numbers arrays ``[B]``.
     seen:           the tokens of prompt and output, counted; None where the rule has no penalties.
-    logprobs:       float32, shaped as ``tokens``: their log-probabilities; None where none are wanted.
+    logprobs:       of ``tokens``, and shaped like them; None where none are wanted.
     """
 
     tokens: Int[Array, "B room"]
@@ -62,7 +64,7 @@ class OutputState(NamedTuple):
     keys: Array
     rule: Any
     seen: Seen | None = None
-    logprobs: Float[Array, "B room"] | None = None
+    logprobs: Logprobs | None = None
 
 
 class DecodeState(NamedTuple):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from hydrajax.decoding.acceptance import Acceptance, AcceptanceRule
+from hydrajax.decoding.logprobs import Logprobs
 from hydrajax.decoding.penalties import Seen
 from hydrajax.decoding.sampling import per_row, position_keys, row_keys
 from hydrajax.decoding.state import DecodeState, OutputState, Params, TargetState
@@ -21,7 +22,7 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BaseModel, BoundBase, Forward
 from hydrajax.models.cache import KVCache, append, cut_caches, write_tokens
-from hydrajax.models.ranking import best_token, log_probability
+from hydrajax.models.ranking import best_token
 from hydrajax.trees.dynamic import CandidateTree
 
 
@@ -54,6 +55,8 @@ class Engine:
     max_new_tokens: most tokens a row may emit; also limited by the context, prompt + emitted <= max_positions.
     eos_ids:        a row ends with the first of these it emits.
     logprobs:       whether to keep every emitted token's log-probability (`hydrajax.decoding.decode.DecodeResult`).
+    top_logprobs:   of how many of the base's likeliest tokens to keep it besides, at every place; then those of the
+                    emitted tokens are kept in any case.
     """
 
     model: BaseModel
@@ -62,6 +65,7 @@ class Engine:
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
     logprobs: bool = False
+    top_logprobs: int = 0
 
     @property
     def depth(self) -> int:
@@ -117,7 +121,9 @@ class Engine:
         lengths = out.lengths + counts
         step_record = jnp.where(out.done, -1, counts - 1)
         cache = append(target.cache, forward.block, counts, index=accepted.path, after=accepted.next_root)
-        logprobs, root_logprob = self._logprobs(state, logits, tokens, accepted)
+        logprobs, root_logprobs = out.logprobs, target.root_logprobs
+        if logprobs is not None:
+            logprobs, root_logprobs = logprobs.after_step(root_logprobs, logits, tokens, accepted, out.lengths)
         output = out._replace(
             tokens=write_tokens(out.tokens, tokens, out.lengths),
             lengths=lengths,
@@ -129,22 +135,7 @@ class Engine:
         )
         # A drafter that does not ask for the base's choices costs nothing by them: XLA drops what is not used.
         outcome = Outcome(accepted.path, tokens, counts, accepted.next_root, forward.features, best_token(logits))
-        return DecodeState(TargetState(cache, accepted.next_root, root_logprob), state.draft, output), outcome
-
-    def _logprobs(self, state: DecodeState, logits, tokens: Int[Array, "B path"], accepted: Acceptance):
-        """The output's log-probabilities with those of a path's ``tokens``, and the next root's; None and None if off.
-
-        The base chose each token at the node before it, and the root of the path in the step before.
-        """
-        if not self.logprobs:
-            return None, None
-        # Beyond its last node a path repeats it, and what follows there is the next root.
-        accepts = jnp.arange(tokens.shape[1]) < accepted.accept_length[:, None]
-        following = jnp.where(accepts, jnp.roll(tokens, -1, axis=1), accepted.next_root[:, None])
-        along_path = jnp.take_along_axis(logits, accepted.path[:, :, None], axis=1)
-        found = log_probability(along_path, following)
-        emitted = jnp.concatenate([state.target.root_logprob[:, None], found[:, :-1]], axis=1)
-        return write_tokens(state.output.logprobs, emitted, state.output.lengths), found[:, -1]
+        return DecodeState(TargetState(cache, accepted.next_root, root_logprobs), state.draft, output), outcome
 
     @exact
     def observe(self, params: Params, state: DecodeState, proposal: Proposal, outcome: Outcome) -> DecodeState:
@@ -189,8 +180,8 @@ class Engine:
         # The barrier keeps XLA from folding the first pass over an empty draft cache at compile time, which is slow.
         draft = jax.lax.optimization_barrier(self.drafter.init_state(batch, slots))
         seen = Seen.of_prompt(prompt, lengths, self.model.config.vocab_size) if rule.penalises else None
-        keys, root, logprob = self._first_root(params, forward, lengths, rng, rule, seen)
-        target = TargetState(cache, root, logprob)
+        keys, root, logprobs = self._first_root(params, forward, lengths, rng, rule, seen)
+        target = TargetState(cache, root, logprobs)
         return self._ready(params, target, draft, forward, prompt, lengths, keys, rule, seen, limits)
 
     @exact
@@ -221,10 +212,10 @@ class Engine:
             raise HydrajaxError("rule: has penalties, but the tokens before were not counted: their rule had none")
         positions = cache.lengths[:, None] + jnp.arange(width)
         forward = self.bind(params).forward(more, positions, causal_mask(width), cache, self.drafter.reads)
-        keys, root, logprob = self._first_root(params, forward, counts, rng, rule, seen)
+        keys, root, logprobs = self._first_root(params, forward, counts, rng, rule, seen)
         # The root comes from the last hidden state, which has read every layer's cache.
         cache = append(cache, forward.block, counts, after=root)
-        target = TargetState(cache, root, logprob)
+        target = TargetState(cache, root, logprobs)
         return self._ready(params, target, state.draft, forward, more, counts, keys, rule, seen, limits)
 
     def empty(self, batch: int, slots: int, rule: AcceptanceRule) -> DecodeState:
@@ -236,9 +227,7 @@ class Engine:
         nothing = jnp.zeros(batch, jnp.int32)
         rule = per_row(rule, batch)
         seen = Seen.of_prompt(nothing[:, None], nothing, self.model.config.vocab_size) if rule.penalises else None
-        target = TargetState(
-            self.model.init_cache(batch, slots), nothing, jnp.zeros(batch, jnp.float32) if self.logprobs else None
-        )
+        target = TargetState(self.model.init_cache(batch, slots), nothing, self._no_logprobs(batch))
         keys = row_keys(jax.random.key(0), batch)
         return DecodeState(target, self.drafter.init_state(batch, slots), self._output(keys, rule, seen, nothing))
 
@@ -275,14 +264,14 @@ class Engine:
 
     def _first_root(
         self, params: Params, forward: Forward, counts, rng, rule, seen
-    ) -> tuple[Array, Int[Array, " B"], Float[Array, " B"] | None]:
-        """Every row's random key, the token that follows the last of its ``counts[b]`` tokens, and its logprob."""
+    ) -> tuple[Array, Int[Array, " B"], Logprobs | None]:
+        """Every row's random key, the token that follows the last of its ``counts[b]`` tokens, and its logprobs."""
         keys = row_keys(rng, len(counts))
         last_hidden = jnp.take_along_axis(forward.hidden, (counts - 1)[:, None, None], axis=1)[:, 0]
         first_place = position_keys(keys, jnp.zeros(len(counts), jnp.int32))
         logits = self.bind(params).logits(last_hidden)
         root = rule.first_root(logits, first_place, seen)
-        return keys, root, log_probability(logits, root) if self.logprobs else None
+        return keys, root, Logprobs.of(logits, root, self.top_logprobs) if self._keeps_logprobs else None
 
     def _ready(
         self, params, target: TargetState, draft, forward, tokens, counts, keys, rule, seen, limits
@@ -308,8 +297,15 @@ class Engine:
             keys=keys,
             rule=rule,
             seen=seen,
-            logprobs=jnp.zeros(room, jnp.float32) if self.logprobs else None,
+            logprobs=self._no_logprobs(*room),
         )
+
+    @property
+    def _keeps_logprobs(self) -> bool:
+        return self.logprobs or self.top_logprobs > 0
+
+    def _no_logprobs(self, *places: int) -> Logprobs | None:
+        return Logprobs.nothing(places, self.top_logprobs) if self._keeps_logprobs else None
 
     def cache_slots(self, prompt_width: int) -> int:
         """Slots for the longest text plus the nodes of one step, so that no slice update is ever clamped."""

@@ -103,6 +103,9 @@ def cut_caches(state: Any, lengths: Int[Array, " B"]) -> Any:
     )
 
 
-def write_tokens(rows: Num[Array, "B S"], tokens: Num[Array, "B T"], starts: Int[Array, " B"]) -> Num[Array, "B S"]:
-    """``rows`` with ``tokens``, or a number for each, written over them from place ``starts[b]`` of each row on."""
-    return jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(rows, tokens, starts)
+def write_tokens(
+    rows: Num[Array, "B S *k"], tokens: Num[Array, "B T *k"], starts: Int[Array, " B"]
+) -> Num[Array, "B S *k"]:
+    """``rows`` with ``tokens``, or numbers for each, written over them from place ``starts[b]`` of each row on."""
+    rest = (0,) * (rows.ndim - 2)
+    return jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at, *rest)))(rows, tokens, starts)

@@ -168,12 +168,14 @@ class Interface:
             raise HydrajaxError(
                 f"n: at most {MOST_CHOICES} answers can be had at once, found {len(prompts)} prompts x {n}"
             )
+        if (asked := body.alternatives()) > (kept := batcher.top_logprobs):
+            raise HydrajaxError(f"{body.ALTERNATIVES}: found {asked}, this server keeps {kept} (--top-logprobs)")
         requests = [batcher.request(ids, number=number, **settings) for ids in prompts for number in range(n)]
         answer = _Answer(batcher, self._metrics, request, self._settings.timeout)
         try:
             tickets = batcher.submit(requests, answer.changed)
             shown = {"token_text": self._encoder.token_text, "logprobs": body.wants_logprobs()}
-            shown["drafts"] = body.includes_drafts
+            shown |= {"alternatives": asked, "drafts": body.includes_drafts}
             answer.choices = [Choice(index, ticket, **shown) for index, ticket in enumerate(tickets)]
             if body.stream:
                 events = answer.events(form, n if body.includes_usage else None)

@@ -107,6 +107,11 @@ class Batcher:
 
     # --- for everybody ----------------------------------------------------------------------------------------
 
+    @property
+    def top_logprobs(self) -> int:
+        """Of how many tokens, besides its own, every token of an answer has log-probabilities."""
+        return self._sizes.top_logprobs
+
     def start(self) -> Batcher:
         """Begin to answer."""
         self._thread.start()

@@ -29,13 +29,15 @@ class Sizes:
     """What a batcher may use.
 
     rows: most requests that run at once. chunk: tokens of a prompt that are read between two steps. places: of the
-    smallest cache; larger ones have twice as many, and again. penalties: whether requests may have some.
+    smallest cache; larger ones have twice as many, and again. penalties: whether requests may have some. top_logprobs:
+    of how many of the base's likeliest tokens a row keeps the log-probabilities, at every place of its output.
     """
 
     rows: int = 8
     chunk: int = 256
     places: int = 256
     penalties: bool = False
+    top_logprobs: int = 0
 
 
 class Programs:
@@ -64,6 +66,7 @@ class Programs:
         self.chunk = bucket(min(sizes.chunk, self.context), self.context)
         rule = GreedyOrExact.in_full(config.vocab_size, penalties=sizes.penalties)
         settings = {"max_new_tokens": self.context, "eos_ids": loaded.eos_ids, "logprobs": True}
+        settings["top_logprobs"] = sizes.top_logprobs
         self.batches = _growing(1, sizes.rows, 2)
         self.widths = _growing(min(SMALLEST_BUCKET, self.chunk), self.chunk, 4)  # of a prompt's last piece
         trees = {batch: (tree_for or loaded.default_tree)(batch) for batch in self.batches}

@@ -5,7 +5,7 @@ What would change an answer and is not done here is refused, so that nobody is l
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, StrictStr
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictStr
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import SEED_BITS
 
-MOST_CHOICES, MOST_STOPS, MOST_PROMPTS = 128, 16, 128
+MOST_CHOICES, MOST_STOPS, MOST_PROMPTS, MOST_ALTERNATIVES = 128, 16, 128, 20
 Text = Annotated[StrictStr, Field(min_length=1)]
 
 
@@ -71,8 +71,14 @@ class Common(BaseModel):
         found |= {name: None for name, value in neutral.items() if found[name] == value}
         return found | {"top_k": self.top_k if self.top_k and self.top_k > 0 else None}
 
+    ALTERNATIVES: ClassVar[str]  # the field that asks for the likeliest tokens beside each
+
     def wants_logprobs(self) -> bool:
         raise NotImplementedError
+
+    def alternatives(self) -> int:
+        """How many of the likeliest tokens are to be shown beside each."""
+        return getattr(self, self.ALTERNATIVES) or 0
 
     @property
     def includes_drafts(self) -> bool:
@@ -86,8 +92,10 @@ class Common(BaseModel):
 class CompletionBody(Common):
     """``POST /v1/completions``."""
 
+    ALTERNATIVES = "logprobs"
+
     prompt: Any
-    logprobs: int | None = Field(None, ge=0, le=0)
+    logprobs: int | None = Field(None, ge=0, le=5)
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: int | None = None
@@ -140,10 +148,12 @@ class TextFormat(BaseModel):
 class ChatBody(Common):
     """``POST /v1/chat/completions``."""
 
+    ALTERNATIVES = "top_logprobs"
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=0)
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
@@ -155,6 +165,12 @@ class ChatBody(Common):
 
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
+
+    @pydantic.model_validator(mode="after")
+    def _alternatives_are_of_logprobs(self):
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs to be true")
+        return self
 
 
 def parsed(kind: type[Common], body: bytes) -> Common:

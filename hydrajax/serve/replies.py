@@ -6,24 +6,41 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydrajax.serve.requests import Ticket
 
 ENDS = {"eos": "stop", "stop": "stop"}  # every other end is "length": the limit, the context, or broken off
 
 
+class Piece(NamedTuple):
+    """Of an answer: its text and tokens, and for each token its log-probability and the likeliest in its place."""
+
+    text: str
+    ids: list[int]
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]]
+
+
 class Choice:
     """A ticket's answer, and how much of it has been shown.
 
-    logprobs, drafts: whether to tell of the tokens' log-probabilities, and of which were drafted.
+    logprobs, drafts: whether to tell of the tokens' log-probabilities, and of which were drafted. alternatives: of how
+    many of the likeliest tokens to tell beside each.
     """
 
     def __init__(
-        self, index: int, ticket: Ticket, token_text: Callable[[int], str], logprobs: bool, drafts: bool = False
+        self,
+        index: int,
+        ticket: Ticket,
+        token_text: Callable[[int], str],
+        logprobs: bool,
+        alternatives: int = 0,
+        drafts: bool = False,
     ):
         self.index, self.ticket = index, ticket
         self._token_text, self._logprobs, self._drafts = token_text, logprobs, drafts
+        self._alternatives = alternatives
         self._shown, self._tokens, self._offset = 0, 0, 0
         self.ended = False  # and that has been shown
 
@@ -32,16 +49,18 @@ class Choice:
         result = self.ticket.result
         return ENDS.get((result and result.finish_reason) or "", "length")
 
-    def more(self) -> tuple[str, list[int], list[float]]:
-        """Text, tokens and log-probabilities that have not been shown."""
+    def more(self) -> Piece:
+        """What has not been shown."""
         result = self.ticket.result  # once: another thread may replace it
         if result is None:
-            return "", [], []
+            return Piece("", [], [], [])
         # Without a tokenizer the ids are the text.
         text = " ".join(map(str, result.output_ids)) if result.text is None else result.text
         piece, self._shown = text[self._shown :], len(text)
         first, self._tokens = self._tokens, result.new_tokens
-        return piece, result.output_ids[first:], (result.logprobs or [])[first:]
+        ids, top = result.output_ids[first:], (result.top_logprobs or [])[first:]
+        top = [place[: self._alternatives] for place in top] or [[]] * len(ids)
+        return Piece(piece, ids, (result.logprobs or [])[first:], top)
 
     def drafts(self, ids: list[int]) -> list[dict[str, Any]] | None:
         """Of the last tokens that were shown whether they were drafted: all of a step but the first, its root."""
@@ -53,26 +72,37 @@ class Choice:
             for number, token in enumerate(ids, start=self._tokens - len(ids))
         ]
 
-    def completion_logprobs(self, ids: list[int], logprobs: list[float]) -> dict[str, Any] | None:
+    def completion_logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        tokens, offsets = [self._token_text(token) for token in ids], []
+        tokens, offsets = [self._token_text(token) for token in piece.ids], []
         for token in tokens:
             offsets.append(self._offset)
             self._offset += len(token)
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+        top = None
+        if self._alternatives:
+            top = list(map(self._by_text, piece.top, tokens, piece.logprobs))
+        return {"tokens": tokens, "token_logprobs": piece.logprobs, "top_logprobs": top, "text_offset": offsets}
 
-    def chat_logprobs(self, ids: list[int], logprobs: list[float]) -> dict[str, Any] | None:
+    def _by_text(self, place: list[tuple[int, float]], token: str, logprob: float) -> dict[str, float]:
+        """The likeliest tokens in a place and the one that is there. Of tokens of one text the likeliest counts."""
+        found: dict[str, float] = {}
+        for other, its_own in place:
+            found.setdefault(self._token_text(other), its_own)
+        return {token: logprob} | found if token not in found else found
+
+    def chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        tokens = [self._token_text(token) for token in ids]
-        return {
-            "content": [
-                {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-                for token, logprob in zip(tokens, logprobs, strict=True)
-            ],
-            "refusal": None,
-        }
+        content = []
+        for token, logprob, place in zip(piece.ids, piece.logprobs, piece.top, strict=True):
+            top = [self._chat_token(other, its_own) for other, its_own in place]
+            content.append(self._chat_token(token, logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._token_text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 class Form:
@@ -97,10 +127,10 @@ class Form:
     def pieces(self, choice: Choice) -> list[dict[str, Any]]:
         """The events for what is new of a choice; none where nothing is."""
         found, ended = [], choice.ticket.done  # asked first: then whatever there is comes before the end
-        text, ids, logprobs = choice.more()
-        if text or ids:
-            found.append(self._chunk([self._piece(choice, text, ids, logprobs)]))
-            if (drafts := choice.drafts(ids)) is not None:
+        piece = choice.more()
+        if piece.text or piece.ids:
+            found.append(self._chunk([self._piece(choice, piece)]))
+            if (drafts := choice.drafts(piece.ids)) is not None:
                 found[-1]["hydrajax"] = {"tokens": drafts}
         if ended and not choice.ended:
             choice.ended = True
@@ -120,7 +150,7 @@ class Form:
     def _whole(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _piece(self, choice: Choice, text: str, ids: list[int], logprobs: list[float]) -> dict[str, Any]:
+    def _piece(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         raise NotImplementedError
 
     def _end(self, choice: Choice) -> dict[str, Any]:
@@ -132,12 +162,11 @@ class Completion(Form):
     prefix = "cmpl"
 
     def _whole(self, choice):
-        text, ids, logprobs = choice.more()
-        return self._piece(choice, text, ids, logprobs) | {"finish_reason": choice.reason}
+        return self._piece(choice, choice.more()) | {"finish_reason": choice.reason}
 
-    def _piece(self, choice, text, ids, logprobs):
-        logprobs = choice.completion_logprobs(ids, logprobs)
-        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
+    def _piece(self, choice, piece):
+        logprobs = choice.completion_logprobs(piece)
+        return {"index": choice.index, "text": piece.text, "logprobs": logprobs, "finish_reason": None}
 
     def _end(self, choice):
         return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.reason}
@@ -152,14 +181,14 @@ class ChatCompletion(Form):
         return [self._chunk([{"index": choice.index, "delta": delta, "finish_reason": None}]) for choice in choices]
 
     def _whole(self, choice):
-        text, ids, logprobs = choice.more()
-        message = {"role": "assistant", "content": text, "refusal": None}
-        logprobs = choice.chat_logprobs(ids, logprobs)
+        piece = choice.more()
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        logprobs = choice.chat_logprobs(piece)
         return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason}
 
-    def _piece(self, choice, text, ids, logprobs):
-        logprobs = choice.chat_logprobs(ids, logprobs)
-        return {"index": choice.index, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
+    def _piece(self, choice, piece):
+        logprobs = choice.chat_logprobs(piece)
+        return {"index": choice.index, "delta": {"content": piece.text}, "logprobs": logprobs, "finish_reason": None}
 
     def _end(self, choice):
         return {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": choice.reason}

@@ -250,6 +250,7 @@ def make_apart_fn(
     max_new_tokens: int = 256,
     eos_ids: tuple[int, ...] = (),
     logprobs: bool = False,
+    top_logprobs: int = 0,
 ) -> ApartFn:
     """Build a decode function for a base and a draft model on devices of their own; see `hydrajax.make_decode_fn`.
 
@@ -279,6 +280,7 @@ def make_apart_fn(
     if not tree.depth or getattr(tree, "choices", None) != chain(tree.depth).choices:
         raise HydrajaxError("tree: must be a chain with draft_devices, such as chain-4")
     settings = {"max_new_tokens": max_new_tokens, "eos_ids": tuple(eos_ids), "logprobs": logprobs}
+    settings["top_logprobs"] = top_logprobs
     engine = Engine(model, NoDrafter(), tree, **settings)
     make_engine(model, drafter, tree, rule, **settings)  # refuses what it refuses
     return ApartFn(engine, drafter, rule, _settled(fan_out, tree.depth))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ class Generation:
     logprobs:      the natural logarithm of the probability of each of ``output_ids`` in the base's own distribution,
                    without penalties, temperature and cuts (`hydrajax.DecodeResult`); None if it was not asked for, and
                    then no field of the line.
+    top_logprobs:  for each of ``output_ids`` the base's likeliest tokens in its place, the likeliest first: pairs of an
+                   id and its log-probability. None, and no field, if they were not asked for.
     seed:          of what the rule drew, None for a rule that draws nothing; not in files, whose command says it.
     """
 
@@ -44,14 +47,16 @@ class Generation:
     wall_time: float
     finish_reason: str | None = None
     logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
     seed: int | None = None
 
 
 def line_of(answer: Generation) -> dict[str, Any]:
     """The output line of a generation, in the names of the file."""
     line = {_in_file(name): value for name, value in dataclasses.asdict(answer).items() if name != "seed"}
-    if answer.logprobs is None:
-        del line["logprobs"]
+    for name in ("logprobs", "top_logprobs"):
+        if line[name] is None:
+            del line[name]
     return line
 
 
@@ -76,7 +81,8 @@ def read_answers(path: str | Path, what: str = "answers") -> list[Generation]:
     No command reads its own output: this is for who analyses it in Python.
 
     Raises `HydrajaxError` naming file, line and field if one is missing, has the wrong type or contradicts another
-    (`accept_lengths` must be one per step and sum to `new_tokens`, the number of `output_ids` and of `logprobs`).
+    (`accept_lengths` must be one per step and sum to `new_tokens`, the number of `output_ids`, of `logprobs` and of
+    `top_logprobs`).
     """
     return [_answer(where, line) for where, line in read_jsonl(path, what)]
 
@@ -111,13 +117,29 @@ def _answer(where: str, line: dict) -> Generation:
         wall_time=number("wall_time", (int, float), "a number"),
         finish_reason=reason,
         logprobs=None if line.get("logprobs") is None else numbers(line["logprobs"], f"{where}: logprobs"),
+        top_logprobs=_alternatives(line.get("top_logprobs"), f"{where}: top_logprobs"),
     )
     counts = {"output_ids holds": len(answer.output_ids), "accept_lengths sum to": sum(answer.step_lengths)}
-    if answer.logprobs is not None:
-        counts["logprobs holds"] = len(answer.logprobs)
+    for name in ("logprobs", "top_logprobs"):
+        if getattr(answer, name) is not None:
+            counts[f"{name} holds"] = len(getattr(answer, name))
     for what, count in counts.items():
         if count != answer.new_tokens:
             raise HydrajaxError(f"{where}: {what} {count} tokens, new_tokens is {answer.new_tokens}")
     if len(answer.step_lengths) != answer.steps:
         raise HydrajaxError(f"{where}: accept_lengths has {len(answer.step_lengths)} items, steps is {answer.steps}")
     return answer
+
+
+def _alternatives(value: Any, where: str) -> list[list[tuple[int, float]]] | None:
+    """For each token a list of pairs, each of an id and a number."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(place, list) for place in value):
+        raise HydrajaxError(f"{where}: must be a list of lists of pairs, found {shown(value)}")
+    for pair in itertools.chain.from_iterable(value):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise HydrajaxError(f"{where}: must be a list of lists of pairs, found {shown(pair)}")
+        integers(pair[:1], where)
+        numbers(pair[1:], where)
+    return [[(token, logprob) for token, logprob in place] for place in value]

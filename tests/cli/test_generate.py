@@ -248,7 +248,8 @@ def test_penalties_and_logprobs_are_those_of_transformers(program, base, heads, 
     from transformers import LlamaForCausalLM
 
     output, common = tmp_path / "out.jsonl", ["generate", "--base", base, "--max-new-tokens", NEW]
-    flags = ["--draft", heads, "--tree", wide_tree, "--batch-size", 3, "--repetition-penalty", 1.3, "--logprobs"]
+    flags = ["--draft", heads, "--tree", wide_tree, "--batch-size", 3, "--repetition-penalty", 1.3]
+    flags += ["--logprobs", "--top-logprobs", 3]
     result = program(*common, "--prompts", prompt_file, "--output", output, *flags)
     assert result.code == 0, result.err
     model = LlamaForCausalLM.from_pretrained(base)
@@ -261,10 +262,15 @@ def test_penalties_and_logprobs_are_those_of_transformers(program, base, heads, 
         assert answer.output_ids == found.sequences[0, len(ids) :].tolist()
         log_p = torch.log_softmax(torch.cat(found.logits), dim=-1)
         np.testing.assert_allclose(answer.logprobs, log_p[torch.arange(NEW), answer.output_ids].numpy(), atol=1e-4)
+        likeliest = torch.topk(log_p, 3, dim=-1)
+        alternatives = np.array(answer.top_logprobs)
+        np.testing.assert_array_equal(alternatives[..., 0], likeliest.indices.numpy())
+        np.testing.assert_allclose(alternatives[..., 1], likeliest.values.numpy(), atol=1e-4)
 
-    result = program(*common, "--prompt", "a", "--logprobs")
-    assert result.code == 2
-    assert "--logprobs: is written to the lines of --output FILE.jsonl, which is not given" in result.err
+    for flag in (["--logprobs"], ["--top-logprobs", 2]):
+        result = program(*common, "--prompt", "a", *flag)
+        assert result.code == 2
+        assert f"{flag[0]}: is written to the lines of --output FILE.jsonl, which is not given" in result.err
 
 
 def test_rejection_needs_a_drafter_and_a_tree_without_gaps(program, base, heads, tmp_path):

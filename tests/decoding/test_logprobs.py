@@ -1,17 +1,18 @@
-"""Log-probabilities of emitted tokens against whole texts through the base, for every rule, with a tree and without."""
+"""Log-probabilities against whole texts through the base, for every rule, with a tree and without."""
 
 from __future__ import annotations
 
 import jax
 import numpy as np
 import pytest
-from lab import NEW
+from lab import NEW, VOCAB
+from log_probabilities import check_top, of_whole_text
 
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
-from hydrajax.measure.plain_pass import all_logits
+from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 
 PROMPTS = [[3, 1, 4, 1, 5], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
@@ -24,41 +25,44 @@ RULES = [
 ]
 
 
-def from_whole_text(lab, prompt: list[int], output: list[int]) -> np.ndarray:
-    """Of each token of the output: log softmax in float64 of what a plain pass says there."""
-    text = np.array([*prompt, *output], np.int32)
-    logits = all_logits(lab.model, lab.base(0), text).astype(np.float64)[len(prompt) - 1 : -1]
-    p = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.log(p[np.arange(len(output)), output] / p.sum(axis=-1))
-
-
-def check(lab, out) -> None:
+def check(lab, out, top: int = 0) -> None:
     assert out.logprobs.dtype == np.float32
     assert out.logprobs.shape == out.tokens.shape
+    assert (out.top is None) == (top == 0)
     for row, prompt in enumerate(PROMPTS):
         length = out.lengths[row]
-        expected = from_whole_text(lab, prompt, out.tokens[row, :length].tolist())
-        np.testing.assert_allclose(out.logprobs[row, :length], expected, atol=1e-4)
+        ids = np.asarray(out.tokens[row, :length])
+        log_p = of_whole_text(lab.model, lab.base(0), prompt, ids.tolist())
+        np.testing.assert_allclose(out.logprobs[row, :length], log_p[np.arange(length), ids], atol=1e-4)
         assert (out.logprobs[row, length:] == 0).all()
+        if top:
+            top_ids, top_logprobs = (np.asarray(part[row]) for part in out.top)
+            assert (top_ids.dtype, top_logprobs.dtype) == (np.int32, np.float32)
+            assert top_ids.shape == top_logprobs.shape == (NEW, top)
+            check_top(log_p, top_ids[:length], top_logprobs[:length])
+            assert (top_ids[length:] == -1).all()
+            assert (top_logprobs[length:] == 0).all()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 @pytest.mark.quick("ExactSampling", "Typical")
 def test_every_rule_with_a_tree(lab, rule):
     """Rows end by an EOS and by a limit within a path, too."""
-    settings = {"max_new_tokens": NEW, "eos_ids": (0,), "logprobs": True}
+    settings = {"max_new_tokens": NEW, "eos_ids": (0,), "top_logprobs": 4}
     decode = make_decode_fn(lab.model, lab.drafters["hydra"], TREE, rule, **settings)
     out = lab.decode(decode, 0, lab.draft("hydra", 0), PROMPTS, rule=rule, limits=[NEW, 17, 9], seed=1)
     assert out.accept_lengths.max() >= 1
-    check(lab, out)
+    check(lab, out, top=4)
 
 
 @pytest.mark.slow
-def test_without_a_draft(lab):
-    rule = ExactSampling(1.4, top_k=9)
-    decode = make_decode_fn(lab.model, lab.drafters["none"], presets.root(), rule, max_new_tokens=NEW, logprobs=True)
+@pytest.mark.parametrize("top", [0, 1, VOCAB])
+@pytest.mark.parametrize("rule", [Greedy(), ExactSampling(1.4, top_k=9)], ids=lambda rule: type(rule).__name__)
+def test_without_a_draft(lab, rule, top):
+    settings = {"max_new_tokens": NEW, "logprobs": True, "top_logprobs": top}
+    decode = make_decode_fn(lab.model, lab.drafters["none"], presets.root(), rule, **settings)
     out = lab.decode(decode, 0, {}, PROMPTS, rule=rule, seed=1)
-    check(lab, out)
+    check(lab, out, top)
     # Asking for them changes nothing of the text.
     np.testing.assert_array_equal(out.tokens, lab.plainly(PROMPTS, rule, seed=1).tokens)
 
@@ -81,5 +85,11 @@ def test_nothing_is_kept_unless_asked_for(lab):
         Params(lab.base(0), {}), np.zeros((1, 16), np.int32), np.ones(1, np.int32), jax.random.key(0), Greedy(),
     )  # fmt: skip
     assert state.output.logprobs is None
-    assert state.target.root_logprob is None
+    assert state.target.root_logprobs is None
     assert lab.plainly(PROMPTS).logprobs is None
+
+
+def test_no_more_alternatives_than_there_are_tokens(lab):
+    for k in (-1, VOCAB + 1):
+        with pytest.raises(HydrajaxError, match=f"top_logprobs: must be from 0 to the vocabulary's {VOCAB}, found {k}"):
+            make_decode_fn(lab.model, lab.drafters["none"], presets.root(), max_new_tokens=NEW, top_logprobs=k)

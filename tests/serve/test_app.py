@@ -122,6 +122,7 @@ def test_models_health_and_metrics(address, client):
 
 
 HELLO = {"messages": [{"role": "user", "content": "a"}]}
+WITH_TOP = {"logprobs": True, "top_logprobs": 2}
 GOOD = {"prompt": "abc", "max_tokens": 3}
 
 
@@ -148,12 +149,15 @@ GOOD = {"prompt": "abc", "max_tokens": 3}
         ("completions", GOOD | {"n": 1000}, 400, "n: Input should be less than or equal to 128"),
         ("completions", {"prompt": ["a"] * 3, "n": 50}, 400, "n: at most 128 answers can be had at once"),
         ("completions", GOOD | {"stop": [""]}, 400, "stop"),
-        ("completions", GOOD | {"logprobs": 3}, 400, "logprobs: Input should be less than or equal to 0"),
+        ("completions", GOOD | {"logprobs": 3}, 400, "logprobs: found 3, this server keeps 0 (--top-logprobs)"),
+        ("completions", GOOD | {"logprobs": 6}, 400, "logprobs: Input should be less than or equal to 5"),
         ("completions", GOOD | {"presence_penalty": 1}, 400, "presence_penalty: penalties are not counted here"),
         ("completions", GOOD | {"beam": 3}, 400, "beam: is not known here"),
         ("chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),
         ("chat/completions", {"messages": [{"role": "x", "content": "a"}]}, 400, "messages.0.role: Input should be"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a</s>"}]}, 400, "messages.0: holds the text"),
+        ("chat/completions", HELLO | {"top_logprobs": 0}, 400, "top_logprobs: needs logprobs to be true"),
+        ("chat/completions", HELLO | WITH_TOP, 400, "top_logprobs: found 2, this server keeps 0 (--top-logprobs)"),
         ("chat/completions", HELLO | {"tools": [{}]}, 400, "tools: List should"),
         ("chat/completions", HELLO | {"response_format": {"type": "json_object"}}, 400, "response_format.type: Input"),
         ("nowhere", {}, 404, "Not Found"),

@@ -8,9 +8,9 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
+from compilations import no_compilation
 from lab import NEW, shared_lab
 from letters import END, TREE, answers, model
 
@@ -51,22 +51,6 @@ def prompts_and_limits(count: int, seed: int) -> tuple[list[np.ndarray], list[in
         shared = prompts[at - 2][: random.integers(1, len(prompts[at - 2]) + 1)]
         prompts[at] = np.concatenate([shared, prompts[at][:12]])
     return prompts, random.integers(1, 60, count).tolist()
-
-
-@contextmanager
-def no_compilation():
-    found = []
-
-    def listen(event: str, seconds: float, **about) -> None:
-        if event.endswith("backend_compile_duration"):
-            found.append(about)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert not found
 
 
 @contextmanager

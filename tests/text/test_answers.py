@@ -15,6 +15,7 @@ ANSWERS = [
     Generation([1, 5], [7, 8, 9], "tree 🌳\n\u2028é", 2, [2, 1], 3, 0.25, "stop"),
     Generation([4], [], None, 0, [], 0, 0.5),
     Generation([4], [9, 2], None, 1, [2], 2, 0.5, "length", [-0.25, -3.0e-7]),
+    Generation([4], [9], None, 1, [1], 1, 0.5, "length", [-0.25], [[(9, -0.25), (3, -1.5)]]),
 ]
 
 
@@ -138,6 +139,11 @@ def test_paths_that_cannot_be_written(tmp_path):
         ({"logprobs": -0.5}, r"logprobs: must be a list of numbers, found -0\.5"),
         ({"logprobs": [-0.5, True, -1]}, "logprobs: must be a list of numbers, found true at index 1"),
         ({"logprobs": [-0.5, 0, float("nan")]}, "logprobs: must be a list of numbers, found NaN at index 2"),
+        ({"top_logprobs": [[1]]}, "top_logprobs: must be a list of lists of pairs, found 1"),
+        ({"top_logprobs": [[], 5, []]}, r"top_logprobs: must be a list of lists of pairs, found \[\[\], 5, \[\]\]"),
+        ({"top_logprobs": [[["a", -1]], [], []]}, 'top_logprobs: must be a list of integers, found "a" at index 0'),
+        ({"top_logprobs": [[[7, "b"]], [], []]}, 'top_logprobs: must be a list of numbers, found "b" at index 0'),
+        ({"top_logprobs": [[[7, -1.0]]]}, "top_logprobs holds 1 tokens, new_tokens is 3"),
         ({"logprobs": [-0.5, -0.5]}, "logprobs holds 2 tokens, new_tokens is 3"),
     ],
 )

@@ -1,0 +1,124 @@
+"""The likeliest tokens beside each token of an answer, where a server keeps them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.slow  # programs of their own are compiled
+for package in ("starlette", "uvicorn", "prometheus_client", "openai"):
+    pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve], hydrajax[test])")
+
+import letters  # noqa: E402
+import openai  # noqa: E402
+from compilations import no_compilation  # noqa: E402
+from log_probabilities import check_answer  # noqa: E402
+from serving import SECONDS, running  # noqa: E402
+
+from hydrajax.api import Loaded  # noqa: E402
+from hydrajax.errors import HydrajaxError  # noqa: E402
+from hydrajax.serve.batcher import Batcher  # noqa: E402
+from hydrajax.serve.programs import Programs, Sizes  # noqa: E402
+
+TOP = 5
+CHAT = {"model": "letters", "messages": [{"role": "user", "content": "a bad cafe"}], "max_completion_tokens": 25}
+SAMPLED = {"temperature": 1.3, "seed": 4}
+
+
+@pytest.fixture(scope="module")
+def programs(served):
+    """Rows and caches of several sizes, so that rows move."""
+    found = Programs(served, Sizes(rows=2, chunk=16, places=64, top_logprobs=TOP), lambda rows: letters.TREE)
+    found.warm()
+    return found
+
+
+@pytest.fixture(scope="module")
+def client(programs):
+    with running(programs, model="letters") as (address, _):
+        yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=SECONDS)
+
+
+@pytest.fixture(scope="module")
+def wanted(served: Loaded):
+    """``wanted(prompt, **numbers)``: the answer of `generate`, whose alternatives a plain pass has said."""
+
+    def answer(prompt: str, **numbers):
+        rule = "exact" if numbers else "greedy"
+        settings = {"tree": letters.TREE, "max_new_tokens": 25, "top_logprobs": TOP}
+        found = served.generate(prompt, rule=rule, **settings, **numbers)
+        check_answer(served.model, served.params.base, found, TOP)
+        return found
+
+    return answer
+
+
+def test_rows_that_come_and_go_keep_their_own(served, programs):
+    """Greedy and sampled, short and long, more of them than rows; and nothing is compiled for it."""
+    random = np.random.default_rng(0)
+    batcher = Batcher(programs).start()
+    try:
+        with no_compilation():
+            requests = [
+                batcher.request(
+                    random.integers(0, 16, random.integers(1, 50), dtype=np.int32),
+                    max_new_tokens=int(random.integers(1, 40)), temperature=1.2 * (number % 2), seed=number,
+                )
+                for number in range(12)
+            ]  # fmt: skip
+            answers = [ticket.wait(SECONDS) for ticket in batcher.submit(requests)]
+    finally:
+        batcher.close()
+    for answer in answers:
+        check_answer(served.model, served.params.base, answer, TOP)
+
+
+@pytest.mark.parametrize("numbers", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_chat_completions(served, client, wanted, numbers):
+    expected = wanted("a bad cafe ", **numbers)
+    text = [served.tokenizer.decode([token]) for token in range(letters.VOCAB)]
+    for k in (0, 2, TOP):
+        settings = CHAT | numbers | {"logprobs": True, "top_logprobs": k}
+        whole = client.chat.completions.create(**settings).choices[0].logprobs.content
+        pieces = client.chat.completions.create(**settings, stream=True)
+        streamed = [token for found in of_pieces(pieces) for token in found.content]
+        for found in (whole, streamed):
+            assert [token.token for token in found] == [text[token] for token in expected.output_ids]
+            for token, place in zip(found, expected.top_logprobs, strict=True):
+                assert [one.token for one in token.top_logprobs] == [text[other] for other, _ in place[:k]]
+                assert [one.logprob for one in token.top_logprobs] == pytest.approx([p for _, p in place[:k]], abs=1e-3)
+                assert all(bytes(one.bytes).decode() == one.token for one in token.top_logprobs)
+
+
+def of_pieces(events) -> list:
+    return [choice.logprobs for event in events for choice in event.choices if choice.logprobs]
+
+
+def test_completions(served, client, wanted):
+    """As in OpenAI's, the token itself is there in any case."""
+    expected = wanted("abc", **SAMPLED)
+    text = [served.tokenizer.decode([token]) for token in range(letters.VOCAB)]
+    settings = {"model": "letters", "prompt": "abc", "max_tokens": 25, "logprobs": 2} | SAMPLED
+    whole = client.completions.create(**settings).choices[0].logprobs.top_logprobs
+    pieces = client.completions.create(**settings, stream=True)
+    streamed = [place for found in of_pieces(pieces) for place in found.top_logprobs]
+    sizes = set()
+    for found in (whole, streamed):
+        for place, token, logprob, likeliest in zip(
+            found, expected.output_ids, expected.logprobs, expected.top_logprobs, strict=True
+        ):
+            its = {text[other]: p for other, p in likeliest[:2]} | {text[token]: logprob}
+            assert place == pytest.approx(its, abs=1e-3)
+            sizes.add(len(place))
+    assert sizes == {2, 3}
+
+
+def test_more_than_are_kept_is_refused(client):
+    message = "top_logprobs: found 6, this server keeps 5"
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=6)
+
+
+def test_more_than_there_are_tokens_cannot_be_kept(served):
+    with pytest.raises(HydrajaxError, match="top_logprobs: must be from 0 to the vocabulary's 17, found 18"):
+        Programs(served, Sizes(rows=1, top_logprobs=18))
