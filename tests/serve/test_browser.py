@@ -18,6 +18,7 @@ for package in ("starlette", "uvicorn", "prometheus_client", "httpx", "playwrigh
 
 import httpx  # noqa: E402
 import letters  # noqa: E402
+from contrast import colours, contrast, luminance  # noqa: E402
 from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
 from serving import SECONDS, running, serving  # noqa: E402
 
@@ -314,28 +315,3 @@ def test_everything_is_in_sight_and_can_be_read(opened, address, tmp_path, width
         assert contrast(page, place) >= 4.5, place
     dark = luminance(colours(page, "body")[1]) < 0.5
     assert dark == (scheme == "dark")
-
-
-def colours(page: Page, place: str) -> list[list[float]]:
-    """Of the text of the first such element, and of what lies behind it: red, green and blue from 0 to 255."""
-    found = page.locator(place).first.evaluate(
-        """(element) => {
-            const style = (at) => getComputedStyle(at);
-            let behind = element;
-            while (style(behind).backgroundColor === "rgba(0, 0, 0, 0)") behind = behind.parentElement;
-            return [style(element).color, style(behind).backgroundColor];
-        }"""
-    )
-    return [[float(part) for part in re.findall(r"[\d.]+", colour)[:3]] for colour in found]
-
-
-def luminance(colour: list[float]) -> float:
-    """Relative, as WCAG 2 defines it."""
-    parts = [part / 255 for part in colour]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def contrast(page: Page, place: str) -> float:
-    darker, lighter = sorted(map(luminance, colours(page, place)))
-    return (lighter + 0.05) / (darker + 0.05)

@@ -1,0 +1,31 @@
+"""How well text on a page can be read."""
+
+from __future__ import annotations
+
+import re
+
+
+def contrast(page, place: str) -> float:
+    """Of the text of the first such element and what lies behind it, as WCAG 2 defines it: from 1 to 21."""
+    darker, lighter = sorted(map(luminance, colours(page, place)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def colours(page, place: str) -> list[list[float]]:
+    """Of the text and of what lies behind it: red, green and blue from 0 to 255."""
+    found = page.locator(place).first.evaluate(
+        """(element) => {
+            const style = (at) => getComputedStyle(at);
+            let behind = element;
+            while (style(behind).backgroundColor === "rgba(0, 0, 0, 0)") behind = behind.parentElement;
+            return [style(element).color, style(behind).backgroundColor];
+        }"""
+    )
+    return [[float(part) for part in re.findall(r"[\d.]+", colour)[:3]] for colour in found]
+
+
+def luminance(colour: list[float]) -> float:
+    """Relative, from 0 to 1."""
+    parts = [part / 255 for part in colour]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
