@@ -5,7 +5,8 @@ The official code writes ``config.json`` with ``hydra_num_heads``, ``hydra_num_l
 ``hydra_mlp.{head}.{block}.linear.*``, in the first block of grounded heads ``.res_connection.*`` too, and
 ``hydra_lm_head.{head}.*``. Behind a prefix layer a dropout precedes every block and lm head and is counted, and the
 layer itself is a one-layer LLaMA without its embedding under ``prefix_embeding_layer.`` (as it is spelt there). The
-files also hold copies of the base's embedding, which are not read.
+files also hold copies of the base's embedding, which are not read. ``prefix_window`` is ours: in the official code that
+layer sees all tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hydrajax.drafters.heads_files import (
 )
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix, heads_of
+from hydrajax.drafters.prefix import WithPrefix, heads_of, window_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family import decoder_layer
 from hydrajax.models.config import LlamaConfig
@@ -62,7 +63,8 @@ class Hydra(StackFormat):
         sizes |= {"share_blocks": False, "hidden_state_offset": offset}
         grounded = config.get("grounded_heads", False)
         heads = HydraHeads(**sizes) if grounded else MedusaHeads(**sizes, lm_head_bias=True)
-        return self.check_files(heads if arch == "mlp" else WithPrefix(heads, base), files, base)
+        window = integer(config, "prefix_window", 1) if "prefix_window" in config else None
+        return self.check_files(heads if arch == "mlp" else WithPrefix(heads, base, window), files, base)
 
     def layout(self, drafter, config):
         heads = heads_of(drafter)
@@ -83,7 +85,7 @@ class Hydra(StackFormat):
             "hydra_head_arch": ARCHITECTURES[heads is not drafter],
             "grounded_heads": grounded,
             "hidden_state_offset": heads.hidden_state_offset,
-        }
+        } | ({} if (window := window_of(drafter)) is None else {"prefix_window": window})
 
 
 def prefix_layout(base: LlamaConfig, path: Path = ("prefix",)) -> Layout:

@@ -16,7 +16,7 @@ from hydrajax.drafters.heads import Trained
 from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import DType
-from hydrajax.models.attention import causal_mask, rope_table
+from hydrajax.models.attention import causal_mask, rope_table, windowed
 from hydrajax.models.cache import KVCache, append, init_cache
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer, RMSNorm
@@ -34,7 +34,8 @@ class PrefixLayer(nn.Module):
         """Refined features ``[B, T, D]`` and the layer's keys and values for the T tokens."""
         layer = DecoderLayer(self.config, self.dtype, name="layer")
         rope = rope_table(self.config, positions)
-        past = () if cache is None else cache.parts(0)
+        block_mask, first_seen = windowed(block_mask, positions, self.config.sliding_window)
+        past = () if cache is None else cache.parts(0, first_seen)
         x, added, block = layer(features.astype(self.dtype), None, rope, block_mask, past)
         return RMSNorm(self.config.norm_eps, self.dtype, name="norm").of_sum(x, added)[1], (block,)
 
@@ -51,11 +52,16 @@ class WithPrefix(Trained):
     """``heads`` reading the prefix layer's output in place of h_t; Hydra++ is ``WithPrefix(HydraHeads(...))``.
 
     The layer runs once per decode step, over the root and the accepted tokens at their true positions, so its cache
-    never holds a rejected token. ``config`` is the base's. Methods: `hydrajax.drafters.drafter.Trainable`.
+    never holds a rejected token. Methods: `hydrajax.drafters.drafter.Trainable`.
+
+    config: the base's. window: the tokens that the layer sees, itself included, or None for all, as in the paper.
+    Behind a longer context than the rows it was trained on it guesses worse and worse; a window of their length keeps
+    it where it was.
     """
 
     heads: Any
     config: LlamaConfig
+    window: int | None = None
 
     @property
     def depth(self) -> int:
@@ -87,7 +93,7 @@ class WithPrefix(Trained):
 
     @property
     def layer(self) -> PrefixLayer:
-        return PrefixLayer(self.config.plain_layer, self.heads.dtype)
+        return PrefixLayer(self.config.plain_layer.replace(sliding_window=self.window), self.heads.dtype)
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 
@@ -144,6 +150,18 @@ class WithPrefix(Trained):
 def heads_of(drafter):
     """The heads, out from behind a prefix layer."""
     return drafter.heads if isinstance(drafter, WithPrefix) else drafter
+
+
+def window_of(drafter) -> int | None:
+    """Of the prefix layer, None for all tokens or where there is no such layer."""
+    return drafter.window if isinstance(drafter, WithPrefix) else None
+
+
+def read_window(value: Any) -> int | None:
+    """A window from a file. Raises `ValueError` for what is none."""
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"prefix_window is {value!r}")
+    return value
 
 
 def replace_in_heads(drafter, **changes):

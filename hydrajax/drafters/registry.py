@@ -121,21 +121,25 @@ def beside_lookup(draft: Any) -> BesideLookup | None:
     return beside
 
 
-def heads_for(name: str, config: LlamaConfig, dtype, *, prefix: bool = False, **settings) -> Trainable:
-    """Draft heads for a base of this shape, any of them behind a prefix layer if that is wanted.
+def heads_for(
+    name: str, config: LlamaConfig, dtype, *, prefix: bool = False, prefix_window: int | None = None, **settings
+) -> Trainable:
+    """Draft heads for a base of this shape, any of them behind a prefix layer (with a window) if that is wanted.
 
     settings: fields of the class in `HEADS`, over its defaults. Raises `HydrajaxError` for a prefix layer before heads
     that have none.
     """
     if prefix and not FILES[name].prefixed:
         raise HydrajaxError(f"draft.prefix: {name} has no prefix layer, found true")
-    return _heads(HEADS[name], config, dtype, prefix=prefix, **settings)
+    return _heads(HEADS[name], config, dtype, prefix=prefix, prefix_window=prefix_window, **settings)
 
 
-def _heads(drafter: Any, config: LlamaConfig, dtype, *, prefix: bool = False, **settings) -> Any:
+def _heads(
+    drafter: Any, config: LlamaConfig, dtype, *, prefix: bool = False, prefix_window: int | None = None, **settings
+) -> Any:
     if not prefix:
         return drafter.for_base(config, dtype, **settings)
-    return WithPrefix(drafter.for_base(config, dtype, behind_prefix=True, **settings), config)
+    return WithPrefix(drafter.for_base(config, dtype, behind_prefix=True, **settings), config, prefix_window)
 
 
 def title_of(drafter: Drafter) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -63,6 +63,20 @@ class SamePlace:
 
 
 Mask = Bool[Array, "..."] | Causal
+
+
+def windowed(
+    block_mask: Mask, positions: Int[Array, "B T"], window: int | None
+) -> tuple[Mask, Int[Array, "B T"] | None]:
+    """What is left of a mask where a token sees the last ``window`` tokens, itself included, and the first position
+    that each token still sees; None for no window, and then for all.
+    """
+    if window is None:
+        return block_mask, None
+    first_seen = positions - window + 1
+    if isinstance(block_mask, Causal):  # of a text, whose positions follow each other
+        return replace(block_mask, window=window), first_seen
+    return block_mask & (positions[:, None, :] >= first_seen[:, :, None])[:, None, None], first_seen
 
 
 class Filled(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float, Int
@@ -11,7 +9,7 @@ from jaxtyping import Float, Int
 from hydrajax.models import backend
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.attention import Causal, Mask, rope_table
+from hydrajax.models.attention import Mask, rope_table, windowed
 from hydrajax.models.base import Forward
 from hydrajax.models.cache import Ahead, KVCache, init_cache
 from hydrajax.models.config import LlamaConfig
@@ -80,13 +78,7 @@ class Llama(nn.Module):
         """Run T tokens per row through the model; see `hydrajax.models.base.BaseModel` for the arguments."""
         x = self.embed(tokens)
         rope = rope_table(self.config, positions)
-        window, first_seen = self.config.sliding_window, None
-        if window is not None:
-            first_seen = positions - window + 1
-            if isinstance(block_mask, Causal):  # of a text, whose positions follow each other
-                block_mask = replace(block_mask, window=window)
-            else:
-                block_mask = block_mask & (positions[:, None, :] >= first_seen[:, :, None])[:, None, None]
+        block_mask, first_seen = windowed(block_mask, positions, self.config.sliding_window)
         inputs, block, added = [], [], None
         for i, layer in enumerate(self.layers):
             inputs.append(x if added is None else x + added)

@@ -44,14 +44,15 @@ class DraftConfig:
     ``amphista``. ``eagle`` and ``eagle3`` are drafts of one layer, which are told ``unroll`` and ``init``, EAGLE-3 also
     ``vocabulary`` and ``reads``.
 
-    init: a directory of released or exported heads to start from, in place of fresh ones. ``share_blocks``: blocks
-    2..n are one block applied again, as in the released code (docs/design.md 4). lm_head: each head's own, ``full`` or
-    a product of rank ``lm_rank`` (``low_rank``), or the base's (``shared``); heads with the latter two are saved in
-    hydrajax's own format. ``vocabulary``: how many tokens the draft can say, the most frequent ones of the training
-    text's targets, or those of the heads to start from; null for all. ``unroll``: how many guesses one after the other
-    EAGLE learns to make from a place of the text; null for 1 (``eagle``) and 7 (``eagle3``), as released. ``reads``:
-    the layers, counted from 0, whose inputs EAGLE-3 reads; the number after the last means the base's last hidden
-    states. By default 2, L // 2 and L - 3 of L.
+    init: a directory of released or exported heads to start from, in place of fresh ones. ``share_blocks``: blocks 2..n
+    are one block applied again, as in the released code (docs/design.md 4). lm_head: each head's own, ``full`` or a
+    product of rank ``lm_rank`` (``low_rank``), or the base's (``shared``); heads with the latter two are saved in
+    hydrajax's own format. ``prefix_window``: how many tokens the prefix layer sees, null for all; best the length of
+    the rows, where texts will be longer. ``vocabulary``: how many tokens the draft can say, the most frequent ones of
+    the training text's targets, or those of the heads to start from; null for all. ``unroll``: how many guesses one
+    after the other EAGLE learns to make from a place of the text; null for 1 (``eagle``) and 7 (``eagle3``), as
+    released. ``reads``: the layers, counted from 0, whose inputs EAGLE-3 reads; the number after the last means the
+    base's last hidden states. By default 2, L // 2 and L - 3 of L.
 
     Amphista alone: ``adaptation_layers``, the stages, 1 and 0 being ablations; ``auto_embedding_layers``, 2 in
     Amphista-α and 0 in an ablation; ``position_encoding`` of its auto-embedding block; ``reads_token``, whether the
@@ -63,6 +64,7 @@ class DraftConfig:
     n_layers: int = 1
     share_blocks: bool = True
     prefix: bool = False
+    prefix_window: int | None = None
     dropout: float = 0.0
     hidden_state_offset: int = 0
     init: str | None = None
@@ -86,6 +88,9 @@ class DraftConfig:
         at_least("draft.lm_rank", self.lm_rank, 1)
         at_least("draft.n_heads", self.n_heads, 1)
         at_least("draft.n_layers", self.n_layers, 1)
+        at_least("draft.prefix_window", self.prefix_window, 1)
+        if self.prefix_window is not None and not self.prefix:
+            raise HydrajaxError("draft.prefix_window: means nothing without draft.prefix, leave it out")
         at_least("draft.hidden_state_offset", self.hidden_state_offset, 0)
         below("draft.dropout", self.dropout, 1)
         at_least("draft.vocabulary", self.vocabulary, 1)
@@ -104,7 +109,7 @@ class DraftConfig:
         if "small_lm_head" in taken:
             taken |= {"lm_head", "lm_rank", "vocabulary"}
         if registry.FILES[self.heads].prefixed:
-            taken |= {"prefix"}
+            taken |= {"prefix", "prefix_window"}
         for f in dataclasses.fields(self):
             if f.name not in taken and getattr(self, f.name) != f.default:
                 raise HydrajaxError(f"draft.{f.name}: means nothing for draft.heads {self.heads}, leave it out")

@@ -121,23 +121,29 @@ def after_layer(config, layer, x: np.ndarray, own: np.ndarray, seen: list[np.nda
     return x + (silu(gate) * up) @ layer["down"]
 
 
-def decoder_layer_in_numpy(config, layer, rows: Iterable[np.ndarray], *, causal: bool) -> list[np.ndarray]:
-    """A LLaMA layer over vectors, in their order and rotated by it; not ``causal``: as a set, each seeing all."""
+def decoder_layer_in_numpy(
+    config, layer, rows: Iterable[np.ndarray], *, causal: bool, window: int | None = None
+) -> list[np.ndarray]:
+    """A LLaMA layer over vectors, in their order and rotated by it; not ``causal``: as a set, each seeing all.
+
+    window: that many vectors are seen, the own one included; None for all.
+    """
     rows, scale = list(rows), layer["attention_norm"]["scale"]
     made = [
         attention_inputs(config, layer, rms_norm(x, scale, config.norm_eps), place if causal else None)
         for place, x in enumerate(rows)
     ]
+    first = [0 if window is None else max(0, place + 1 - window) for place in range(len(rows))]
     return [
-        after_layer(config, layer, x, made[place], made[: place + 1] if causal else made)
+        after_layer(config, layer, x, made[place], made[first[place] : place + 1] if causal else made)
         for place, x in enumerate(rows)
     ]
 
 
-def prefix_layer_in_numpy(config, params, features: np.ndarray) -> np.ndarray:
+def prefix_layer_in_numpy(drafter, params, features: np.ndarray) -> np.ndarray:
     """The prefix layer over a whole text ``[T, D]`` from position 0."""
-    params = to_float64(params)
-    rows = decoder_layer_in_numpy(config, params["layer"], np.asarray(features, np.float64), causal=True)
+    config, params, features = drafter.config, to_float64(params), np.asarray(features, np.float64)
+    rows = decoder_layer_in_numpy(config, params["layer"], features, causal=True, window=drafter.window)
     return np.stack([rms_norm(x, params["norm"]["scale"], config.norm_eps) for x in rows])
 
 

@@ -33,9 +33,12 @@ quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimizati
 
 @pytest.fixture(scope="session", params=["hydra", "medusa"])
 def prefixed(request, base, oracle):
-    """``(drafter, params, advance, propose, heads in NumPy)``: what it does with text, and its proposal's tokens."""
+    """``(drafter, params, advance, propose, heads in NumPy)``: what it does with text, and its proposal's tokens.
+
+    With a window that is shorter than the texts, and without.
+    """
     heads = {"hydra": HydraHeads(3, WIDTH, VOCAB), "medusa": MedusaHeads(3, WIDTH, VOCAB)}[request.param]
-    drafter = WithPrefix(heads, base.config)
+    drafter = WithPrefix(heads, base.config, {"hydra": None, "medusa": 5}[request.param])
     params = oracle.random_draft_params(drafter, base, seed=11)
     advance = quick_jit(lambda *arrays: drafter.advance(params, *arrays, None, base))
     propose = quick_jit(lambda *arrays: drafter.propose(params, *arrays, TREE, base).tokens)
@@ -59,7 +62,7 @@ def test_a_prompt_at_once_matches_numpy(prefixed, base, oracle, batch):
     root = np.array([3, 5, 60][:batch], np.int32)
     candidates = np.asarray(propose(state, root))
     for row, length in enumerate(lengths):
-        refined = oracle.prefix_layer(base.config, params["prefix"], features[row, :length])
+        refined = oracle.prefix_layer(drafter, params["prefix"], features[row, :length])
         np.testing.assert_allclose(state.heads[row], refined[-1], **TOLERANCE)
         in_numpy.check_proposal(TREE, refined[-1], int(root[row]), candidates[row])
 
@@ -86,7 +89,7 @@ def test_ragged_chunks_give_the_state_of_the_whole(prefixed, base, oracle, data)
     at_once = advance(drafter.init_state(batch, SLOTS), features, tokens, taken.astype(np.int32))
     np.testing.assert_allclose(state.heads, at_once.heads, **TOLERANCE)
     for row, length in enumerate(taken):
-        refined = oracle.prefix_layer(base.config, params["prefix"], features[row, :length])
+        refined = oracle.prefix_layer(drafter, params["prefix"], features[row, :length])
         np.testing.assert_allclose(state.heads[row], refined[-1], **TOLERANCE)
         for mine, whole in zip(state.cache.layers[0], at_once.cache.layers[0], strict=True):
             np.testing.assert_allclose(mine[row, :, :length], whole[row, :, :length], **TOLERANCE)
@@ -152,7 +155,7 @@ def test_after_decode_steps_the_state_is_that_of_the_accepted_text(prefixed, bas
     hidden = forward(base.params, texts).hidden
     for row, length in enumerate(lengths + state.output.lengths):
         assert state.draft.cache.lengths[row] == length
-        refined = oracle.prefix_layer(base.config, params["prefix"], hidden[row, :length])
+        refined = oracle.prefix_layer(drafter, params["prefix"], hidden[row, :length])
         np.testing.assert_allclose(state.draft.heads[row], refined[-1], **TOLERANCE)
 
 
@@ -162,7 +165,7 @@ def test_teacher_forced_matches_numpy(prefixed, base, oracle):
     logits = np.asarray(quick_jit(lambda *arrays: forced_logits(drafter, *arrays, base))(params, features, tokens))
     assert logits.shape == (3, 2, LENGTH, VOCAB)
     for row in range(2):
-        refined = oracle.prefix_layer(base.config, params["prefix"], features[row])
+        refined = oracle.prefix_layer(drafter, params["prefix"], features[row])
         for k in range(drafter.depth):
             for t in range(LENGTH - k - 1):
                 expected = in_numpy.logits(k, refined[t], tokens[row, t + 1 : t + 2 + k].tolist())
@@ -187,7 +190,7 @@ def test_packed_documents_do_not_see_each_other(prefixed, base, oracle):
     k = drafter.depth - 1
     for row, (first, _) in enumerate(lengths):
         for start, end in ((0, first), (first, LENGTH)):
-            refined = oracle.prefix_layer(base.config, params["prefix"], features[row, start:end])
+            refined = oracle.prefix_layer(drafter, params["prefix"], features[row, start:end])
             for t in range(start, end - k - 1):
                 expected = in_numpy.logits(k, refined[t - start], tokens[row, t + 1 : t + 2 + k].tolist())
                 np.testing.assert_allclose(logits[row, t], expected, atol=1e-3, rtol=1e-3)

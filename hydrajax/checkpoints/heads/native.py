@@ -18,7 +18,7 @@ import numpy as np
 
 from hydrajax.checkpoints.tensors import FLOATS
 from hydrajax.drafters.drafter import abstract_draft
-from hydrajax.drafters.prefix import WithPrefix, heads_of, replace_in_heads
+from hydrajax.drafters.prefix import WithPrefix, heads_of, read_window, replace_in_heads, window_of
 from hydrajax.drafters.registry import FILES, kind_of
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import checksums, size_and_checksum
@@ -48,10 +48,13 @@ def save_native(folder: Path, drafter, params: Any) -> dict[str, Any]:
     ocp.save(folder / PARAMS, jax.tree.map(np.asarray, params))
     # orbax needs none to load, and it names a path of this machine.
     (folder / PARAMS / COMMITTED).unlink(missing_ok=True)
+    described = {"heads": kind, "prefix": heads is not drafter, "settings": settings}
+    if (window := window_of(drafter)) is not None:
+        described["prefix_window"] = window
     return {
         MARK: VERSION,
         "tensors": _shapes(params),
-        "drafter": {"heads": kind, "prefix": heads is not drafter, "settings": settings},
+        "drafter": described,
         "files": checksums(folder, PARAMS),
     }
 
@@ -117,11 +120,14 @@ def _drafter(described: Any, base: LlamaConfig):
             raise ValueError(f"prefix is {prefix!r}")
         if prefix and not files.prefixed:
             raise ValueError(f"prefix is true, {described['heads']} has no prefix layer")
+        window = read_window(described.get("prefix_window"))
+        if window is not None and not prefix:
+            raise ValueError(f"prefix_window is {window}, there is no prefix layer")
     except HydrajaxError as error:
         raise HydrajaxError(f"{WHAT}: {error}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise HydrajaxError(f"{WHAT}: config.json: 'drafter' is not what was written: {error}") from None
-    return WithPrefix(heads, base) if prefix else heads
+    return WithPrefix(heads, base, window) if prefix else heads
 
 
 def _is_of_type(value: Any, annotation: str) -> bool:

@@ -79,7 +79,8 @@ def make_drafter(
     elif draft.lm_head != "full" or vocabulary is not None:
         shared = draft.lm_head == "shared"
         settings["small_lm_head"] = LmHead(shared=shared, rank=draft.lm_rank, vocabulary=vocabulary)
-    return registry.heads_for(draft.heads, base, dtype, prefix=draft.prefix, **settings)
+    prefix = {"prefix": draft.prefix, "prefix_window": draft.prefix_window}
+    return registry.heads_for(draft.heads, base, dtype, **prefix, **settings)
 
 
 @dataclass(frozen=True)

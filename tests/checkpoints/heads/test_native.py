@@ -92,6 +92,14 @@ def test_round_trip(tiny_model, tmp_path, kind, share, dtype):
     identical(params, ours)
 
 
+@pytest.mark.parametrize("format", ["native", "hydra"])
+def test_the_prefix_layers_window(tiny_model, tmp_path, format):
+    config = tiny_model[0].config
+    drafter = dataclasses.replace(heads_of("hydra++", config), window=5)
+    export_heads(tmp_path / "heads", drafter, random_params(drafter), format=format, dtype=None)
+    assert load_draft(tmp_path / "heads", config, None)[0].window == 5
+
+
 AMPHISTA = {
     "": {},
     "alpha": {"auto_embedding_layers": 2, "mlp_width": 20, "small_lm_head": LmHead(rank=5)},
@@ -342,6 +350,7 @@ def test_fields_of_the_wrong_type(tiny_model, copied, field, to):
         ("heads", [ABSENT, None, "eagle", "swan", "Hydra", ["hydra"], {}, 3]),
         ("settings", [ABSENT, None, {}, [], "n_heads", 3]),
         ("prefix", [ABSENT, None, "yes", 1, [], {}]),
+        ("prefix_window", [0, -1, True, 2.0, "5", [5], {}]),
     ],
 )
 def test_the_drafter_of_the_wrong_type(tiny_model, copied, field, values):
