@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from hydrajax.checkpoints.pickles import check_torch_file, starts_as_zip
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.extras import needs
 from hydrajax.models.layout import ADAPTER, MODEL, Shape
@@ -147,10 +148,13 @@ class TorchFiles(TensorFiles):
         if not path.is_file():
             raise HydrajaxError(f"{self._what}: no such file: {path}")
         try:
+            check_torch_file(path)
             # Files of torch before 1.6 cannot be mapped and are read whole.
-            mapped = _starts_as_zip(path)
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=starts_as_zip(path))
             tensors, odd = self._plain(state, torch)
+            storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors.values()}
+            if sum(storages.values()) > path.stat().st_size:
+                odd = ", of no more bytes than the file has"
         except Exception as error:  # torch raises many types for a damaged or unsafe file
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise HydrajaxError(f"{self._what}: {path} is damaged or holds more than tensors: {reason}") from None
@@ -195,11 +199,6 @@ def torch_module():
     except ImportError:
         return None
     return torch
-
-
-def _starts_as_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
 
 
 TORCH_FILES = {MODEL: "pytorch_model.bin", ADAPTER: "adapter_model.bin"}  # transformers' and PEFT's names
