@@ -94,6 +94,10 @@ class Chat:
         """
         if not message.strip():
             raise HydrajaxError("message: is empty")
+        try:
+            message.encode()
+        except UnicodeEncodeError:  # of a terminal or a pipe whose bytes are no text
+            raise HydrajaxError("message: is not valid Unicode text") from None
         self.messages.append({"role": "user", "content": message})
         try:
             ids = self._written_out()

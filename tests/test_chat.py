@@ -161,13 +161,16 @@ def test_in_the_terminal(loaded, monkeypatch, capfd, tmp_path):
     monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     common = ["chat", "--base", str(assets.base()), "--draft", str(assets.path("hydra_pp")), "--tree", "chain-2"]
     common += ["--max-new-tokens", str(NEW)]
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{MESSAGES[0]}\n\n{MESSAGES[1]}\n/reset\n{MESSAGES[0]}\n/exit\nno\n"))
+    lines = [MESSAGES[0], "", "no text \udcff", MESSAGES[1], "/reset", MESSAGES[0], "/exit", "no", ""]
+    given = io.BytesIO("\n".join(lines).encode(errors="surrogateescape"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(given, "utf-8"))
     assert main([*common, "--template", "plain"]) == 0
     out, err = capfd.readouterr()
     chat = make(loaded)
     first, second = ("".join(chat.say(message)) for message in MESSAGES[:2])
     assert out == f"{first}\n{second}\n{first}\n"
     assert err.count("τ ") == 3
+    assert err.count("message: is not valid Unicode text\n") == 1
     assert "prompt tokens were in the cache" in err
     monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
     assert main(common) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from contextlib import suppress
 
@@ -50,7 +51,9 @@ def run(args: argparse.Namespace) -> None:
     )
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     chat.messages = list(system)
-    if sys.stdin.isatty():
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a line that is no text is refused by itself, and no crash
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if at_terminal():
         edit_lines()
         console.print(", ".join(f"{name}: {what}" for name, what in COMMANDS.items()), style="dim")
     while (line := read_line()) is not None:
@@ -63,6 +66,10 @@ def run(args: argparse.Namespace) -> None:
             answer(chat, line, console)
 
 
+def at_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()  # there is none in a process that was started without
+
+
 def edit_lines() -> None:
     """Let `input` move within a line and bring back earlier ones, which are kept in memory only."""
     with suppress(ImportError):  # there is none on Windows, whose terminal does it
@@ -71,8 +78,10 @@ def edit_lines() -> None:
 
 def read_line() -> str | None:
     """A message, None at the end of the input. Ctrl-C at the prompt ends the program, as everywhere."""
+    if sys.stdin is None:
+        return None
     try:
-        return input("> " if sys.stdin.isatty() else "")
+        return input("> " if at_terminal() else "")
     except EOFError:
         return None
 

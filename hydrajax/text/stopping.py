@@ -31,22 +31,27 @@ class GrowingText:
         """Take all ids so far, and return the text that became certain; with ``final`` no more will come."""
         if self.stopped:
             return ""
-        before, full = self.text, self._decode(ids)
+        before, full = self.text, self._certain(ids, final)
         cut = first_stop(full, self._stop)
         if cut is not None:
             self.stopped, self.text = True, full[:cut]
-            self.used = next(n for n in range(self.used, len(ids) + 1) if self._stops_within(ids[:n]))
+            self.used = next(n for n in range(self.used, len(ids) + 1) if self._stops_within(ids, n, final))
             return self.text[len(before) :]
         self.used = len(ids)
         if not final:
-            full = full.rstrip(INCOMPLETE)
             full = full[: len(full) - self._begun(full)]
         if full.startswith(before):
             self.text = full
         return self.text[len(before) :]
 
-    def _stops_within(self, ids: Sequence[int]) -> bool:
-        return first_stop(self._decode(ids), self._stop) is not None
+    def _certain(self, ids: Sequence[int], final: bool) -> str:
+        """The text of these ids that more of them leave as it is."""
+        text = self._decode(ids)
+        return text if final else text.rstrip(INCOMPLETE)
+
+    def _stops_within(self, ids: Sequence[int], n: int, final: bool) -> bool:
+        """Whether a stop string is complete in the first ``n`` ids."""
+        return first_stop(self._certain(ids[:n], final and n == len(ids)), self._stop) is not None
 
     def _begun(self, text: str) -> int:
         """How many characters at the end may be the beginning of a stop string."""

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from hydrajax.cli.chat import at_terminal, read_line
+
 pytest.importorskip("readline")
 pty = pytest.importorskip("pty")
 
@@ -47,3 +49,9 @@ def test_lines_are_edited_and_remembered(tmp_path):
     assert process.wait(timeout=60) == 0
     os.close(terminal)
     assert list(tmp_path.iterdir()) == []  # no file of what was said
+
+
+def test_a_process_without_standard_input_is_told_nothing(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)  # as Python has it then
+    assert not at_terminal()
+    assert read_line() is None

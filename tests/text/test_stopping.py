@@ -80,3 +80,13 @@ def test_the_stop_string_that_is_complete_first_counts_and_of_those_the_longest(
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(HydrajaxError, match="stop: found an empty string"):
         GrowingText(decode, ["a", ""])
+
+
+@pytest.mark.parametrize("sizes", [[1] * 6, [6], [2, 4], [3, 3]])
+def test_a_character_that_is_not_complete_is_no_stop_string(sizes):
+    """What decoders show for it, U+FFFD, is found where a byte is wrong, whose text no later byte changes."""
+    ids, growing, end = "é".encode() + b"a\xffbc", GrowingText(decode, ["\ufffd"]), 0
+    for size in sizes:
+        end += size
+        growing.grow(ids[:end], final=end == len(ids))
+    assert (growing.text, growing.used) == ("éa", 5)  # the b behind the wrong byte makes it certain
