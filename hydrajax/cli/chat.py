@@ -11,6 +11,7 @@ from rich.console import Console
 
 from hydrajax.chat import Chat
 from hydrajax.cli import options
+from hydrajax.cli.signals import Terminated
 from hydrajax.errors import HydrajaxError
 
 HELP = "talk with a model; the cache is kept between turns"
@@ -87,7 +88,8 @@ def read_line() -> str | None:
 
 
 def answer(chat, line: str, console: Console) -> None:
-    """Print the answer as it comes; Ctrl-C breaks it off and leaves the conversation as far as it went."""
+    """Print the answer as it comes; Ctrl-C breaks it off and leaves the conversation as far as it went, SIGTERM ends
+    the program."""
     pieces = chat.say(line)
     try:
         for piece in pieces:
@@ -96,9 +98,11 @@ def answer(chat, line: str, console: Console) -> None:
     except HydrajaxError as error:
         console.print(f"{error}", style="red", markup=False)
         return
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         pieces.close()
         print(flush=True)
+        if isinstance(interrupt, Terminated):
+            raise
         console.print("broken off", style="dim")
     turn = chat.turn
     rate = turn.new_tokens / turn.seconds if turn.seconds else 0.0

@@ -6,10 +6,14 @@ import os
 import select
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
-from hydrajax.cli.chat import at_terminal, read_line
+from hydrajax.chat import Turn
+from hydrajax.cli.chat import answer, at_terminal, read_line
+from hydrajax.cli.signals import Terminated
 
 pytest.importorskip("readline")
 pty = pytest.importorskip("pty")
@@ -55,3 +59,24 @@ def test_a_process_without_standard_input_is_told_nothing(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)  # as Python has it then
     assert not at_terminal()
     assert read_line() is None
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, Terminated])
+def test_ctrl_c_breaks_an_answer_off_and_sigterm_ends_the_program(signal, capsys):
+    closed = []
+
+    def say(message):
+        try:
+            yield "the "
+            raise signal
+        finally:
+            closed.append(message)
+
+    talk, said = SimpleNamespace(say=say, turn=Turn()), None
+    try:
+        answer(talk, "a", Console(stderr=True))
+    except KeyboardInterrupt as raised:
+        said = type(raised)
+    out, err = capsys.readouterr()
+    assert (said, out, closed) == (Terminated if signal is Terminated else None, "the \n", ["a"])
+    assert ("broken off" in err) == (signal is KeyboardInterrupt)
