@@ -165,9 +165,8 @@ class ApartFn:
         base, run = Params(params.base, {}), self.programs(*(len(home.device_set) for home in (base_home, draft_home)))
         given = given._replace(rng=jax.device_put(given.rng, base_home))
         state = run.start(base, *given)
-        draft_state = run.read(
-            params.draft, given.prompt, given.lengths, self.engine.cache_slots(given.prompt.shape[1])
-        )
+        text = jax.device_put((given.prompt, given.lengths), draft_home)  # the caller may have put it beside the base
+        draft_state = run.read(params.draft, *text, self.engine.cache_slots(given.prompt.shape[1]))
         told = state.target.root, state.output.keys, state.output.rule, state.output.done
         carry = run.first(params.draft, draft_state, *jax.device_put(told, draft_home))
         while True:

@@ -55,7 +55,7 @@ for case in filter(None, cases.split(",")):
     fan_out = [int(number) for number in numbers[0].split("-")] if numbers else None
     rule = {"greedy": hydrajax.Greedy(), "exact": hydrajax.ExactSampling(0.7), "rejection":
             hydrajax.RejectionSampling(0.7)}[rule]
-    prompt, lengths = right_padded(settings["prompts"][: int(rows)], 8)
+    prompt, lengths = right_padded(settings["prompts"][: int(rows)], 16)
     arguments, key = (prompt, lengths), jax.random.key(3)
     shared = {"rule": rule, "max_new_tokens": settings["new"], "eos_ids": eos}
     fn = hydrajax.make_decode_fn(m, tree=tree, fan_out=fan_out, **shared)
@@ -66,6 +66,8 @@ for case in filter(None, cases.split(",")):
         plain = hydrajax.make_decode_fn(m.model, m.drafter, tree, **shared)
         out = plain(beside, *arguments, rng=key, limits=limits[: int(rows)])
         answer["in one program"] = [out.tokens.tolist(), out.accept_lengths.tolist()]
+        beside_base = jax.device_put(arguments, homes(m.params)[0])
+        answer["beside the base"] = fn(m.params, *beside_base, key, limits=limits[: int(rows)]).tokens.tolist()
     found[case] = answer
 if settings["generate"]:
     texts = [[2, 3, 4], [9, 9]]
@@ -149,6 +151,7 @@ def test_every_rule_gives_the_tokens_and_steps_of_the_ordinary_engine(rule, run)
     for case in CASES[rule]:
         answer = found[case]
         assert [answer["tokens"], answer["accept_lengths"]] == answer["in one program"], case
+        assert answer["beside the base"] == answer["tokens"], case  # a prompt that was put there
         assert (answer["hits"] > 0) == ("0-0-0" not in case), case
         assert answer["hits"] < answer["rounds"], case
 
