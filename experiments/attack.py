@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from attacks import decoding, inputs, surroundings, training  # noqa: F401 (each registers its attacks)
+from attacks import decoding, drafted, going_on, inputs, lasting, placed, surroundings, talking, training  # noqa: F401 (each registers its attacks)
 from attacks.registry import ATTACKS, run
 from rich.console import Console
 

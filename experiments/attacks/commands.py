@@ -21,6 +21,10 @@ import resource, runpy, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)), resource.RLIM_INFINITY))
 runpy.run_module("hydrajax", run_name="__main__", alter_sys=True)
 """
+EXEC = """
+import os, sys
+os.execv(sys.executable, [sys.executable, "-m", "hydrajax", *sys.argv[1:]])
+"""
 VOCAB, WIDTH, CONTEXT = 300, 32, 128
 
 
@@ -100,14 +104,21 @@ def training_config(place: Place, steps: int, checkpoint_every: int) -> Path:
 
 
 def start(
-    *arguments: object, environment: Mapping[str, str] | None = None, file_size: int | None = None, **popen
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+    file_size: int | None = None,
+    first: str = "",
+    **popen,
 ) -> subprocess.Popen:
-    """``hydrajax`` with these arguments. file_size: that no file may exceed, as on a disk that fills up."""
+    """``hydrajax`` with these arguments. file_size: that no file may exceed, as on a disk that fills up. first: what
+    Python is to do before, in the process that becomes the program.
+    """
 
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "HYDRAJAX_MEASURE_TREES": "0", **(environment or {})}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     program = ["-m", "hydrajax"] if file_size is None else ["-c", LIMITED, str(file_size)]
+    program = ["-c", first + EXEC] if first else program
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs, and their children, ignore
     try:
         return subprocess.Popen([sys.executable, *program, *map(str, arguments)], env=env, **pipes | popen)
