@@ -96,18 +96,10 @@ def prompts(place: Place) -> int:
         path, output = place.folder / "prompts.jsonl", place.folder / "out.jsonl"
         path.write_bytes(content)
         output.unlink(missing_ok=True)
-        to_file = place.random.random() < 0.5
-        found = hydrajax(
-            *(
-                "generate",
-                "--base",
-                base(place),
-                "--prompts",
-                path,
-                *SETTINGS,
-                *(["--output", output] if to_file else []),
-            )
-        )
+        arguments = ["--base", base(place), "--prompts", path, *SETTINGS]
+        if place.random.random() < 0.5:
+            arguments += ["--output", output]
+        found = hydrajax("generate", *arguments)
         check(found, what)
         if found.code == 2 and output.exists():
             raise Fell(f"{what}: refused, but there is an output")
@@ -126,6 +118,7 @@ def places(place: Place) -> int:
     (folder / "file").write_text("")
     os.mkfifo(folder / "full pipe")
     (folder / "good.jsonl").write_bytes(line({"prompt": "the tree"}))
+    model = ("--base", base(place), *SETTINGS)
     names = ["directory", "nowhere", "circle", "file/below", "x" * 300, "x/" * 3000, "full pipe"]
 
     def fill() -> None:
@@ -134,12 +127,10 @@ def places(place: Place) -> int:
     for name in names:
         if name == "full pipe":
             threading.Thread(target=fill, daemon=True).start()
-        check(
-            hydrajax("generate", "--base", base(place), "--prompts", folder / name, *SETTINGS), f"prompts {name[:20]!r}"
-        )
+        found = hydrajax("generate", *model, "--prompts", folder / name)
+        check(found, f"prompts {name[:20]!r}")
     for name in [*names, "/dev/null", "/dev/full", "/proc/self/mem"]:
-        arguments = ("--prompts", folder / "good.jsonl", *SETTINGS, "--output", folder / name)
-        found = hydrajax("generate", "--base", base(place), *arguments)
+        found = hydrajax("generate", *model, "--prompts", folder / "good.jsonl", "--output", folder / name)
         check(found, f"output {name[:20]!r}")
     return 2 * len(names) + 3
 
@@ -152,19 +143,8 @@ def questions(place: Place) -> int:
         path = place.folder / "questions.jsonl"
         path.write_bytes(content.replace(b"prompt_ids", b"turns"))
         output = place.folder / f"answers{number}"
-        arguments = (
-            "--set",
-            path,
-            "--output",
-            output,
-            "--template",
-            "plain",
-            "--max-new-tokens",
-            4,
-            "--dtype",
-            "float32",
-        )
-        check(hydrajax("evaluate", "--base", base(place), *arguments, "--limit", 2), what)
+        arguments = ["--base", base(place), "--set", path, "--output", output, "--template", "plain", "--limit", 2]
+        check(hydrajax("evaluate", *arguments, "--max-new-tokens", 4, "--dtype", "float32"), what)
     return len(files)
 
 
@@ -206,20 +186,8 @@ def settings(place: Place) -> int:
 @attack("command lines", count=30)
 def lines(place: Place) -> None:
     """Flags at random with values of the wrong kind."""
-    values = (
-        "",
-        "-1",
-        "0",
-        "1e999",
-        "nan",
-        "9" * 400,
-        "\ud800",
-        "a\nb",
-        "[[0]]",
-        "chain-99999999",
-        "dynamic-9-9-9",
-        "x" * 5000,
-    )
+    values = ["", "-1", "0", "1e999", "nan", "9" * 400, "\ud800", "a\nb", "[[0]]"]
+    values += ["chain-99999999", "dynamic-9-9-9", "x" * 5000]
     flags = ("--tree", "--rule", "--temperature", "--top-k", "--top-p", "--min-p", "--epsilon", "--seed", "--stop")
     flags += ("--max-new-tokens", "--batch-size", "--dtype", "--draft", "--repetition-penalty", "--quantize", "--alpha")
     arguments = ["generate", "--base", base(place), "--prompt", "the tree", "--draft", "lookup", "--max-new-tokens", 4]
