@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,39 @@ from typing import Self
 from hydrajax.errors import HydrajaxError, one_line
 
 CHUNK = 1 << 22  # bytes read at a time for a checksum
+TEXTS = (".json", ".jinja", ".txt", ".model", ".py")  # of a model's files, those that are read whole
+LONGEST_TEXT = 64 << 20  # bytes: twice the largest tokenizer that is known
+
+
+def check_directory(directory: str | Path, what: str) -> None:
+    """Refuse what is not a directory, or one with a file that cannot be read to its end.
+
+    Such are a pipe that nobody writes to, a device, a link to one of them, and a text of more than `LONGEST_TEXT`
+    bytes. Files are looked at in the directory itself and in its folders, so by every library that reads there.
+    """
+    # By os.path: pathlib raises for a name too long or a directory one may not enter.
+    if not os.path.isdir(directory):
+        raise HydrajaxError(f"{what}: no such directory: {directory}")
+    folders = [str(directory)]
+    try:
+        folders += [entry.path for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False)]
+        paths = [entry.path for folder in folders for entry in os.scandir(folder)]
+    except OSError as error:
+        raise HydrajaxError(f"{what}: cannot read {directory}: {error.strerror}") from None
+    for path in paths:
+        check_file(path, what)
+
+
+def check_file(path: str | Path, what: str) -> None:
+    """Refuse a file that cannot be read to its end, as `check_directory` does of each; there may be none."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):  # a link to nowhere: whoever needs it says so
+        return
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise HydrajaxError(f"{what}: {path} is no regular file, but a pipe or a device")
+    if found.st_size > LONGEST_TEXT and os.path.splitext(path)[1] in TEXTS:
+        raise HydrajaxError(f"{what}: {path} has {found.st_size} bytes, allowed are {LONGEST_TEXT} of such a file")
 
 
 def size_and_checksum(path: Path) -> list[int]:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hydrajax.checkpoints.tensors import check_directory, expect_tensors, open_tensors, read_json, save_safetensors
+from hydrajax.checkpoints.tensors import expect_tensors, open_tensors, read_json, save_safetensors
 from hydrajax.errors import HydrajaxError
-from hydrajax.files import whole_directory
+from hydrajax.files import check_directory, whole_directory
 from hydrajax.models.adapter import KERNELS, TARGETS, Adapter, check_adapter
 from hydrajax.models.base import abstract_base
 from hydrajax.models.config import LlamaConfig

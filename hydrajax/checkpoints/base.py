@@ -22,7 +22,6 @@ from hydrajax.checkpoints import exported
 from hydrajax.checkpoints.adapter import load_adapter
 from hydrajax.checkpoints.tensors import (
     TensorFiles,
-    check_directory,
     expect_tensors,
     open_tensors,
     read_json,
@@ -30,6 +29,7 @@ from hydrajax.checkpoints.tensors import (
 )
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.registry import base_layout, from_llama_config, to_llama_config
+from hydrajax.files import check_directory
 from hydrajax.models import backend
 from hydrajax.models.adapter import MARK as ADAPTER_MARK
 from hydrajax.models.adapter import with_adapter

@@ -11,11 +11,12 @@ import jax
 
 from hydrajax.checkpoints.base import load_llama, read_config
 from hydrajax.checkpoints.heads import native
-from hydrajax.checkpoints.tensors import check_directory, holds, open_tensors, read_json
+from hydrajax.checkpoints.tensors import holds, open_tensors, read_json
 from hydrajax.drafters.draft_model import DraftModel, check_confidence
 from hydrajax.drafters.registry import FORMATS
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.registry import FAMILIES
+from hydrajax.files import check_directory
 from hydrajax.models.base import BaseModel
 from hydrajax.models.layout import MODEL
 from hydrajax.text.tokenizer import difference, load_tokenizer, token_ids

@@ -21,14 +21,17 @@ from safetensors.numpy import save_file
 from hydrajax.checkpoints.pickles import check_torch_file, starts_as_zip
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.extras import needs
+from hydrajax.files import check_file
 from hydrajax.models.layout import ADAPTER, MODEL, Shape
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names, NumPy's
+LONGEST_HEADER = 16 << 20  # bytes of a safetensors file that name its tensors: 100,000 of them
 NOTHING = re.compile(r"(?!)")
 
 
 def read_json(path: Path, what: str) -> dict:
     """A JSON object from a file, or one clear line."""
+    check_file(path, what)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -38,12 +41,6 @@ def read_json(path: Path, what: str) -> dict:
     if not isinstance(content, dict):
         raise HydrajaxError(f"{what}: {path} must hold a JSON object")
     return content
-
-
-def check_directory(directory: Path, what: str) -> None:
-    """Refuse what is not a directory (by `os.path`: pathlib raises for a name too long or one may not enter)."""
-    if not os.path.isdir(directory):
-        raise HydrajaxError(f"{what}: no such directory: {directory}")
 
 
 class Description(NamedTuple):
@@ -118,6 +115,10 @@ class SafetensorFiles(TensorFiles):
 
     def _open(self, path):
         try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+            if length > LONGEST_HEADER:
+                raise SafetensorError(f"its header has {length} bytes, allowed are {LONGEST_HEADER}")
             return safe_open(path, framework="np")
         except FileNotFoundError:
             raise HydrajaxError(f"{self._what}: no such file: {path}") from None

@@ -12,6 +12,7 @@ from hydrajax.report.results import Result
 
 TAU = "tokens_per_step (τ)"
 RATE = "tokens/s, all rows"
+LONGEST_LABEL = 60
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 MARKERS = {"searched": "o", "dynamic": "^", "chain": "+", "released": "x", "dense": "."}
 LINES = {"searched": "-", "dynamic": "--"}  # of trees that were searched here, over their sizes
@@ -19,7 +20,14 @@ LINES = {"searched": "-", "dynamic": "--"}  # of trees that were searched here, 
 
 def draw(result: Result) -> Any:
     """The result as a `matplotlib.figure.Figure`."""
-    return DRAWN[result.kind](result.rows)
+    return DRAWN[result.kind]([{name: _label(value) for name, value in row.items()} for row in result.rows])
+
+
+def _label(value: Any) -> Any:
+    """Texts short enough for a picture, in which a dollar is a dollar: matplotlib takes two for a formula."""
+    if not isinstance(value, str):
+        return value
+    return (value if len(value) <= LONGEST_LABEL else f"{value[:LONGEST_LABEL]}...").replace("$", r"\$")
 
 
 def distinct(rows: Sequence[dict], field: str) -> list:

@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.extras import needs
 from hydrajax.files import WholeFile
 from hydrajax.report.drawing import can_draw, save_png
@@ -45,12 +46,19 @@ def write_report(
                 raise HydrajaxError(f"{flag}: cannot make {folder}: {error.strerror}") from None
         names: set[str] = set()
         for source, result in sorted(results, key=lambda found: _place(*found)):
-            name = _unused(source.stem if source.suffix == ".json" else result.kind, names)
+            stem = source.stem if source.suffix == ".json" else result.kind
+            name = _unused(re.sub(r"[^\w.-]+", "-", stem)[:100], names)
             on_result(name)
-            if pictures:
-                written.append(folder / f"{name}.png")
-                save_png(draw(result), written[-1], flag)
-            parts.append(section(result, f"{PICTURES}/{name}.png" if pictures else None, source.name))
+            try:
+                parts.append(section(result, f"{PICTURES}/{name}.png" if pictures else None, source.name))
+                if pictures:
+                    written.append(folder / f"{name}.png")
+                    save_png(draw(result), written[-1], flag)
+            except (ArithmeticError, ValueError, LookupError, TypeError, RuntimeError) as error:
+                if isinstance(error, HydrajaxError):
+                    raise
+                # Numbers that nobody measures, of which matplotlib and its tables raise many types.
+                raise HydrajaxError(f"report: {source} cannot be drawn: {one_line(error)}") from None
         file.write_text("\n".join(parts))
     return [Path(path), *written]
 
@@ -75,7 +83,8 @@ def _unused(name: str, taken: set[str]) -> str:
 
 
 def section(result: Result, picture: str | None, file: str) -> str:
-    """One result in Markdown, without a picture where there is none."""
+    """One result in Markdown, without a picture where there is none. Its texts become no links and no HTML."""
+    command, file, result = _code(result.command), _code(file), Result(**_escaped(vars(result)))
     source = result.source[:1].upper() + result.source[1:]
     heading = f"{source}: {result.title}" if source else result.title[:1].upper() + result.title[1:]
     lines = [f"## {heading}", "", *([f"![{heading}]({picture})", ""] if picture else [])]
@@ -85,8 +94,22 @@ def section(result: Result, picture: str | None, file: str) -> str:
         lines.append("- " + ", ".join(f"{name} {_plain(value)}" for name, value in result.settings.items()))
     if result.machine:
         lines.append("- " + ", ".join(f"{name} {value}" for name, value in result.machine.items()))
-    made = f", made by `{result.command}`" if result.command else ""
+    made = f", made by `{command}`" if command else ""
     return "\n".join([*lines, f"- all figures: `{file}`{made}", ""])
+
+
+def _escaped(value: Any) -> Any:
+    """The same with texts in which Markdown finds no link, picture or HTML."""
+    if isinstance(value, str):
+        return re.sub(r"\](?=[(\[:])", r"]\\", value.replace("\\", "\\\\").replace("<", "&lt;"))
+    if isinstance(value, dict):
+        return {_escaped(name): _escaped(item) for name, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list) else value
+
+
+def _code(text: str) -> str:
+    """A text to stand between backquotes, on one line."""
+    return re.sub(r"\s", " ", text).replace("`", "'")
 
 
 def _plain(value: object) -> str:

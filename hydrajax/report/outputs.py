@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.files import check_file
 from hydrajax.questions.summary import OVERALL
-from hydrajax.report.results import KINDS, Result, check, result_from
+from hydrajax.report.results import KINDS, Result, check, in_lines, result_from
 from hydrajax.train.metrics import FILE, read_metrics
 
 TOPS = ("top1", "top2", "top3", "top4", "top5")
@@ -31,8 +32,9 @@ def find_results(directory: str | Path) -> tuple[list[tuple[Path, Result]], list
         raise HydrajaxError(f"report: {directory} is not a directory")
     found, others = [], []
     for path in sorted((*folder.rglob("*.json"), *folder.rglob("*.jsonl"))):
+        check_file(path, "report")
         results = list(_results(path))
-        found += [(path, result) for result in results]
+        found += [(path, Result(**in_lines(vars(result)))) for result in results]
         if not results:
             others.append(path)
     return _merged(found), others

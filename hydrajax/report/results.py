@@ -20,6 +20,7 @@ from hydrajax.text.records import NUMBER as FINITE
 FORMAT = 1
 TEXT, WHOLE, NUMBER, BOOL, NUMBERS = "text", "integer", "number", "true or false", "list of numbers"
 OR_NULL = " or null"
+LONGEST, MOST_ROWS, MOST_NUMBERS = 1000, 1000, 64  # characters of a text, rows of a file, numbers of a row's list
 INTERVALS = (("low", "high"), ("difference_low", "difference_high"))
 
 _RATE = {"tokens_per_step": NUMBER, "tokens_per_second": NUMBER, "low": NUMBER + OR_NULL, "high": NUMBER + OR_NULL}
@@ -103,6 +104,16 @@ def result_from(content: Mapping[str, Any], where: str) -> Result:
     return Result(**{name: content[name] for name in Result.__dataclass_fields__ if name in content})
 
 
+def in_lines(value: Any) -> Any:
+    """The same with every text on one line of at most `LONGEST`, without control characters."""
+    if isinstance(value, str):
+        line = "".join(letter if letter.isprintable() else " " for letter in value[:LONGEST])
+        return line if len(value) <= LONGEST else f"{line}..."
+    if isinstance(value, dict):
+        return {in_lines(name): in_lines(item) for name, item in value.items()}
+    return [in_lines(item) for item in value] if isinstance(value, list) else value
+
+
 def check(content: Mapping[str, Any], where: str) -> None:
     """Raises `HydrajaxError` unless these are the fields of a `Result`."""
     types = {"kind": str, "source": str, "title": str, "rows": list, "command": str}
@@ -112,8 +123,8 @@ def check(content: Mapping[str, Any], where: str) -> None:
             raise HydrajaxError(f"{where}: {name}: must be of type {wanted.__name__}, found {shown(content.get(name))}")
     if content["kind"] not in KINDS:
         raise HydrajaxError(f"{where}: kind: found {shown(content['kind'])}, known are {', '.join(KINDS)}")
-    if not content["rows"]:
-        raise HydrajaxError(f"{where}: rows: there are none")
+    if not 1 <= len(content["rows"]) <= MOST_ROWS:
+        raise HydrajaxError(f"{where}: rows: there are {len(content['rows'])}, allowed are 1 to {MOST_ROWS}")
     for number, row in enumerate(content["rows"]):
         for name, wanted in KINDS[content["kind"]].items():
             if not isinstance(row, dict) or name not in row:
@@ -132,7 +143,7 @@ def _fits(value: Any, wanted: str) -> bool:
     if isinstance(value, bool) or wanted == BOOL:
         return wanted == BOOL and isinstance(value, bool)
     if wanted == NUMBERS:
-        return isinstance(value, list) and all(_fits(item, NUMBER) for item in value)
+        return isinstance(value, list) and len(value) <= MOST_NUMBERS and all(_fits(item, NUMBER) for item in value)
     if wanted == TEXT:
         return isinstance(value, str)
     return (INTEGER if wanted == WHOLE else FINITE).holds(value)

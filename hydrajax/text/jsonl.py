@@ -7,6 +7,7 @@ the value's place; a tolerant one puts it aside and goes on. All files are UTF-8
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import zlib
@@ -15,24 +16,38 @@ from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.files import CHUNK
 
+UNPACKED, PACKED_TO = 64 << 20, 100  # bytes that any packed file may have, and more for each byte of the packed one
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which some editors put before UTF-8 text
 
 
 def file_content(path: str | Path, what: str) -> bytes:
     """The bytes of a text file, unpacked where its name ends in ``.gz``, without a byte order mark.
 
-    Raises `HydrajaxError` where the file cannot be read; ``what`` says in the message which option or setting named it.
+    Raises `HydrajaxError` where the file cannot be read, or unpacks to more than any text does; ``what`` says in the
+    message which option or setting named it.
     """
     path = Path(path)
     try:
         content = path.read_bytes()
-        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        content = _unpacked(content, f"{what}: {path}") if path.suffix == ".gz" else content
     except FileNotFoundError:
         raise HydrajaxError(f"{what}: no such file: {path}") from None
     except (OSError, EOFError, zlib.error) as error:  # gzip's own errors have no strerror
         raise HydrajaxError(f"{what}: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     return content.removeprefix(BYTE_ORDER_MARK)
+
+
+def _unpacked(packed: bytes, where: str) -> bytes:
+    most, parts, size = UNPACKED + PACKED_TO * len(packed), [], 0
+    with gzip.open(io.BytesIO(packed)) as file:
+        while part := file.read(CHUNK):
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                raise HydrajaxError(f"{where}: {len(packed)} bytes unpack to more than {most}, which no text does")
+    return b"".join(parts)
 
 
 def json_value(text: str | bytes, within: str = "line") -> Any:

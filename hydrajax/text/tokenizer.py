@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.files import check_directory
 
 
 def load_tokenizer(directory: str | Path, field: str = "base") -> Any | None:
@@ -18,12 +19,13 @@ def load_tokenizer(directory: str | Path, field: str = "base") -> Any | None:
     directory = Path(directory)
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         return None
+    check_directory(directory, field)
     from transformers import AutoTokenizer  # slow to import, and a prompt of ids needs none
 
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many types for a damaged tokenizer
-        raise HydrajaxError(f"{field}: cannot read the tokenizer in {directory}: {error}") from None
+        raise HydrajaxError(f"{field}: cannot read the tokenizer in {directory}: {one_line(error)}") from None
 
 
 def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -31,7 +31,7 @@ def named(value: bytes) -> bytes:
 
 MORE, TWICE = "damaged or holds more than tensors", "uses a value twice"
 TWO = struct.pack("<2f", 1.5, -2.0)
-LAUGHS = b"".join(b"q%c\x86" % n if n == 0 else b"h%ch%c\x86q%c" % (n - 1, n - 1, n) for n in range(1, 60))
+LAUGHS = b"".join(b"h%c\x86q%c" % (n, n + 1) for n in range(60))  # ((x, x), (x, x)) and so on
 PICKLES = {
     "laughs as a key": (b"\x80\x02}K\x01\x85q\0" + LAUGHS + b"K\x01s.", TWICE),
     "laughs as a set": (b"\x80\x02cbuiltins\nset\nK\x01\x85q\0" + LAUGHS + b"R.", "it names builtins set,"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import struct
 import time
 import tracemalloc
 from pathlib import Path
@@ -258,6 +259,13 @@ def test_missing_shard(state, save):
     folder = save(state, "3 shards")
     (folder / "pytorch_model-00002-of-00003.bin").unlink()
     refused(folder, "pytorch_model-00002-of-00003.bin", "pytorch_model.bin.index.json", "missing from", str(folder))
+
+
+def test_a_header_that_names_more_tensors_than_any_model_has(state, save):
+    folder = save(state, "safetensors")
+    path = folder / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", 2**24 + 8) + b" " * (2**24 + 6) + b"{}")
+    refused(folder, str(path), "its header has 16777224 bytes, allowed are 16777216")
 
 
 @pytest.mark.parametrize("name", ["../evil.bin", "{folder}/../evil.bin", "sub/evil.bin", "evil.bin\0", ".."])

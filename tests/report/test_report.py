@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import numpy as np
 import pytest
 from report_examples import ROWS, result, write_to
 
+from hydrajax.errors import HydrajaxError
 from hydrajax.report.figures import draw, front
 from hydrajax.report.markdown import section, table, write_report
 from hydrajax.report.outputs import find_results
+from hydrajax.report.results import Result
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
@@ -208,11 +213,40 @@ def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
     assert before == {path: path.read_bytes() for path in written}  # the same again, to the byte
 
 
+def test_what_a_file_says_becomes_no_link_and_no_html(tmp_path):
+    """Texts of a result that somebody else wrote, of one line and many, in every place that is shown."""
+    evil = "x](javascript:a)\n# <b>$\\frac{$ | `\x1b[2J" + "y" * 5000
+    row = ROWS["speed"][0] | {"name": evil}
+    said = {"title": evil, "command": evil, "remarks": [evil], "machine": {evil: evil}, "settings": {evil: [evil]}}
+    write_to(tmp_path / "x](y).json", Result("speed", evil, rows=[row], **said))
+    (_, picture) = write_report(find_results(tmp_path)[0], tmp_path / "REPORT.md")
+    assert picture.name == "x-y-.png"
+    lines = (tmp_path / "REPORT.md").read_text().splitlines()
+    assert max(map(len, lines)) < 10_000
+    shown = [re.sub(r"`[^`]*`", "", line) for line in lines]
+    assert sum("](" in line for line in shown) == 1  # the picture
+    assert not any("<b" in line or "\x1b" in line or line.startswith("# <") for line in shown)
+    assert sum(line.startswith("# ") for line in lines) == 1
+
+
+def test_numbers_that_cannot_be_drawn_and_rows_without_end(tmp_path):
+    row = ROWS["prediction"][0]
+    for rows, said in [
+        ([row | {"step": 0.0}], "cannot be drawn: "),
+        ([row] * 1001, "rows: there are 1001, allowed are"),
+    ]:
+        content = {"hydrajax_result": 1} | vars(result("prediction")) | {"rows": rows}
+        (tmp_path / "r.json").write_text(json.dumps(content))
+        with pytest.raises(HydrajaxError, match=said):
+            write_report(find_results(tmp_path)[0], tmp_path / "REPORT.md")
+    assert not (tmp_path / "REPORT.md").exists()
+
+
 def test_a_report_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "REPORT.md"
     path.write_text("old")
     monkeypatch.setattr("hydrajax.report.markdown.draw", lambda result: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(HydrajaxError, match=r"^report: .*r\.json cannot be drawn: division by zero$"):
         write_report([(tmp_path / "r.json", result("speed"))], path)
     assert path.read_text() == "old"
     assert not list(tmp_path.glob(".*"))

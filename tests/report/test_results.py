@@ -39,7 +39,7 @@ def broken(kind: str, change) -> dict:
         ("speed", lambda c: c.update(hydrajax_result=2), "hydrajax_result: this version reads 1, found 2"),
         ("speed", lambda c: c.update(kind="pie"), 'kind: found "pie", known are speed, trees'),
         ("speed", lambda c: c.pop("machine"), "machine: must be of type dict, found null"),
-        ("speed", lambda c: c.update(rows=[]), "rows: there are none"),
+        ("speed", lambda c: c.update(rows=[]), "rows: there are 0, allowed are 1 to 1000"),
         ("speed", lambda c: c["rows"].append("x"), "rows[2]: field name is missing"),
         ("speed", lambda c: c["rows"][1].pop("batch"), "rows[1]: field batch is missing"),
         ("speed", lambda c: c["rows"][0].update(batch=1.5), "rows[0].batch: must be integer, found 1.5"),

@@ -55,6 +55,13 @@ def test_files_that_cannot_be_read(tmp_path):
             read_jsonl(packed, "--x")
 
 
+def test_a_packed_file_that_no_text_packs_to(tmp_path):
+    packed = tmp_path / "f.gz"
+    packed.write_bytes(gzip.compress(bytes(2**26 + 2**24)))
+    with pytest.raises(HydrajaxError, match=r"^--x: .*f\.gz: \d+ bytes unpack to more than \d+, which no text does$"):
+        read_jsonl(packed, "--x")
+
+
 def test_values():
     assert json_value(b"[1, 2]") == [1, 2]
     assert "(byte 1 of the file)" in str(json_value(b"\xff", "file"))

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from hydrajax.checkpoints.fingerprint import check_fingerprint
 from hydrajax.checkpoints.heads import native
 from hydrajax.checkpoints.heads.released import find_format, load_released
-from hydrajax.checkpoints.tensors import check_directory, read_json
+from hydrajax.checkpoints.tensors import read_json
+from hydrajax.files import check_directory
 from hydrajax.models.config import LlamaConfig
 
 WHAT = "draft"

@@ -21,7 +21,7 @@ from hydrajax.drafters.drafter import abstract_draft
 from hydrajax.drafters.prefix import WithPrefix, heads_of, read_window, replace_in_heads, window_of
 from hydrajax.drafters.registry import FILES, kind_of
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.files import checksums, size_and_checksum
+from hydrajax.files import check_file, checksums, size_and_checksum
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import named_leaves
 from hydrajax.models.llama import Llama
@@ -140,11 +140,13 @@ def _is_of_type(value: Any, annotation: str) -> bool:
 def _check_files(directory: Path, files: Any) -> None:
     if not isinstance(files, dict) or not files:
         raise HydrajaxError(f"{WHAT}: config.json: 'files' is not what was written")
-    present = {str(path.relative_to(directory)) for path in (directory / PARAMS).rglob("*") if path.is_file()}
+    folders = {path for path in (directory / PARAMS).rglob("*") if path.is_dir() and not path.is_symlink()}
+    present = {str(path.relative_to(directory)) for path in {*(directory / PARAMS).rglob("*")} - folders}
     for name in sorted(files.keys() | present):
         if name not in files:
             raise HydrajaxError(f"{WHAT}: {directory} holds {name}, which was not written with it")
         if name not in present:
             raise HydrajaxError(f"{WHAT}: {name} is missing from {directory}")
+        check_file(directory / name, WHAT)
         if size_and_checksum(directory / name) != files[name]:
             raise HydrajaxError(f"{WHAT}: {directory / name} is damaged: it is not what was written")
