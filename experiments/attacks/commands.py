@@ -14,11 +14,12 @@ import numpy as np
 from attacks.registry import CannotTry, Fell, Place
 
 ROOT = Path(__file__).resolve().parents[2]
-# The program with a limit on the size of files, set by itself: a process with threads must not run code between fork
-# and exec.
+# The program with limits of its own, such as on the size of files, set by itself: a process with threads must not run
+# code between fork and exec.
 LIMITED = """
-import resource, runpy, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)), resource.RLIM_INFINITY))
+import json, resource, runpy, sys
+for name, most in json.loads(sys.argv.pop(1)).items():
+    resource.setrlimit(getattr(resource, name), (most, resource.RLIM_INFINITY))
 runpy.run_module("hydrajax", run_name="__main__", alter_sys=True)
 """
 EXEC = """
@@ -107,17 +108,22 @@ def start(
     *arguments: object,
     environment: Mapping[str, str] | None = None,
     file_size: int | None = None,
+    memory: int | None = None,
     first: str = "",
     **popen,
 ) -> subprocess.Popen:
-    """``hydrajax`` with these arguments. file_size: that no file may exceed, as on a disk that fills up. first: what
-    Python is to do before, in the process that becomes the program.
+    """``hydrajax`` with these arguments.
+
+    file_size: bytes that no file may exceed, as on a disk that fills up. memory: bytes of addresses that it may have.
+    first: what Python is to do before, in the process that becomes the program.
     """
+    limits = {"RLIMIT_FSIZE": file_size, "RLIMIT_AS": memory}
+    limits = {name: most for name, most in limits.items() if most is not None}
 
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "HYDRAJAX_MEASURE_TREES": "0", **(environment or {})}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    program = ["-m", "hydrajax"] if file_size is None else ["-c", LIMITED, str(file_size)]
+    program = ["-c", LIMITED, json.dumps(limits)] if limits else ["-m", "hydrajax"]
     program = ["-c", first + EXEC] if first else program
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs, and their children, ignore
     try:
@@ -143,8 +149,14 @@ def finish(process: subprocess.Popen, place: Place) -> tuple[int, str, str]:
 
 
 def done(process: subprocess.Popen, place: Place, codes: Sequence[int] = (0,)) -> tuple[int, str, str]:
-    """`finish` with one of these codes and no traceback; of code 2 with one line of ours."""
+    """`finish`, and `check_said` of it."""
     code, out, err = finish(process, place)
+    check_said(code, err, codes)
+    return code, out, err
+
+
+def check_said(code: int, err: str, codes: Sequence[int] = (0,)) -> None:
+    """One of these codes and no traceback; of code 2 with one line of ours."""
     last = " / ".join(err.strip().splitlines()[-3:])
     if code not in codes:
         raise Fell(f"exit code {code}, allowed are {', '.join(map(str, codes))}: {last[-300:]}")
@@ -152,7 +164,6 @@ def done(process: subprocess.Popen, place: Place, codes: Sequence[int] = (0,)) -
         raise Fell(f"a traceback with code {code}: {last[-300:]}")
     if code == 2 and sum(line.startswith("hydrajax: ") for line in err.splitlines()) != 1:
         raise Fell(f"not one line of ours with code 2: {last[-300:]}")
-    return code, out, err
 
 
 def mounted(folder: Path, options: str) -> Path:
