@@ -12,7 +12,22 @@ import tempfile
 import time
 from pathlib import Path
 
-from attacks import decoding, drafted, going_on, inputs, lasting, placed, surroundings, talking, training  # noqa: F401 (each registers its attacks)
+from attacks import (  # noqa: F401 (each registers its attacks)
+    amounts,
+    decoding,
+    drafted,
+    going_on,
+    hostile,
+    inputs,
+    lasting,
+    pickles,
+    placed,
+    programs,
+    reports,
+    surroundings,
+    talking,
+    training,
+)
 from attacks.registry import ATTACKS, run
 from rich.console import Console
 

@@ -7,14 +7,16 @@ anything. All functions but `is_main` must be called by every process, in the sa
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, one_line
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 # How long a process that ends waits for the others: they may be waiting for it in the middle of a step.
@@ -51,6 +53,27 @@ def _number(name: str) -> int | None:
     if not text.isdecimal():
         raise HydrajaxError(f"{name}: must be an integer from 0 up, found {text!r}")
     return int(text)
+
+
+@contextmanager
+def or_end() -> Iterator[None]:
+    """Within, a process that cannot reach the others any more says so in one line and ends at once, with code 2.
+
+    At once: whatever would be tidied off, such as a checkpoint that all of them write, waits for the one that is gone.
+    What is left unfinished the next start removes.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        print(
+            f"hydrajax: another process of this run has ended or cannot be reached: {one_line(error)}; "
+            "the same command in all of them goes on from the last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(2)
 
 
 def is_main() -> bool:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import socket
+import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from attacks.commands import done, mounted, start, training_config, unmount
+import numpy as np
+from attacks.commands import base, done, finish, mounted, start, training_config, unmount
 from attacks.registry import Fell, Place, attack
 
 STEPS, EVERY = 30, 2
@@ -142,6 +146,95 @@ def read_only(place: Place) -> None:
         done(start("train", "--config", training_config(place, 2, 1), f"output={disk}"), place, (2,))
     finally:
         unmount(disk)
+
+
+def both(place: Place, output: Path) -> list[subprocess.Popen]:
+    """One run by two processes, which meet at a port that is free."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        meeting = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{found.getsockname()[1]}", "JAX_NUM_PROCESSES": "2"}
+    config = training_config(place, STEPS, EVERY)
+    arguments = ("train", "--config", config, "mesh.data=2", "mesh.cpu_devices=1", f"output={output}")
+    return [start(*arguments, environment=meeting | {"JAX_PROCESS_ID": str(i)}) for i in range(2)]
+
+
+@attack("one of two processes is killed", count=4)
+def one_of_two(place: Place) -> None:
+    """Either, at any moment once both have met. The other ends, and says why; together they go on."""
+
+    def make(folder: Path) -> Path:
+        for process in both(replace(place, folder=folder), folder / "run"):
+            done(process, place)
+        return folder / "run"
+
+    whole, run = place.once("undisturbed two", make), place.folder / "run"
+    processes, victim = both(place, run), place.random.randrange(2)
+    step = place.random.randrange(STEPS)
+    while processes[0].poll() is None and not at_step(run, step):
+        time.sleep(0.01)
+    processes[victim].kill()
+    processes[victim].communicate()
+    began = time.monotonic()
+    code, _, err = finish(processes[1 - victim], place)
+    what = f"process {victim} was killed at step {step}, the other ended after {time.monotonic() - began:.0f} s"
+    if code not in (0, 2, 128 + signal.SIGABRT):  # the last where JAX itself notices first
+        raise Fell(f"{what} with code {code}: {err[-200:]}")
+    if code and "another process of this run has ended" not in err and "another task died" not in err:
+        raise Fell(f"{what} and did not say why: {err[-200:]}")
+    if code == 2 and "Traceback" in err:
+        raise Fell(f"{what} with a traceback: {err[-200:]}")
+    for process in both(place, run):
+        done(process, place)
+    check_equal(run, whole)
+
+
+def at_step(run: Path, step: int) -> bool:
+    path = run / "metrics.jsonl"
+    return path.exists() and any(json.loads(line)["step"] >= step for line in path.read_text().splitlines(True)[:-1])
+
+
+@attack("training that diverges", count=4)
+def diverges(place: Place) -> None:
+    """Learning rates without measure: one line, and no checkpoint or heads with a number that is none."""
+    config, run = training_config(place, STEPS, EVERY), place.folder / "run"
+    rate = place.random.choice(("1e3", "1e10", "1e30", "3e38"))
+    arguments = ("train", "--config", config, f"optimizer.lr={rate}", "max_bad_steps=5", "optimizer.clip_norm=null")
+    for _ in range(2):  # the second goes on from what the first has left
+        code, _, err = done(start(*arguments), place, (0, 2))
+        if code == 2 and "max_bad_steps: " not in err and "max-bad-steps: " not in err:
+            raise Fell(f"refused for another reason: {err[-200:]}")
+    check_finite(run)
+
+
+@attack("training on a base with numbers that are none", count=2)
+def not_numbers(place: Place) -> None:
+    """NaN in one row of the embedding, or in all: the steps with it are left out, or training ends in one line."""
+    from safetensors.numpy import load_file, save_file
+
+    spoilt, run = place.folder / "model", place.folder / "run"
+    shutil.copytree(base(place), spoilt)
+    tensors = load_file(spoilt / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding[place.random.choice((slice(None), slice(100, 101), slice(280, 281)))] = np.nan
+    save_file(tensors, spoilt / "model.safetensors")
+    arguments = ("train", "--config", training_config(place, STEPS, EVERY), f"model={spoilt}", "max_bad_steps=5")
+    done(start(*arguments), place, (0, 2))
+    check_finite(run)
+    done(start("generate", "--base", spoilt, "--prompt", "the tree", "--dtype", "float32"), place, (0, 2))
+
+
+def check_finite(run: Path) -> None:
+    """All numbers that a run goes on from, and that it has exported."""
+    from orbax.checkpoint import v1 as ocp
+    from safetensors.numpy import load_file
+
+    for path in (run / "checkpoints").iterdir():
+        for name, array in ocp.load(path).items():
+            if not np.isfinite(np.asarray(array, np.float64)).all():
+                raise Fell(f"checkpoint {path.name} has numbers in {name} that are none")
+    for path in (run / "heads").glob("*.safetensors"):
+        if any(not np.isfinite(array.astype(np.float64)).all() for array in load_file(path).values()):
+            raise Fell("the heads have numbers that are none")
 
 
 @attack("newest checkpoint damaged", count=5)

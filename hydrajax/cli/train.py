@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> None:
         raise HydrajaxError(f"output: cannot make the directory {output}: {error.strerror}") from None
     with ExitStack() as held:
         processes.main_does(lambda: held.enter_context(in_use(output)))  # the processes of one run share the output
-        train(config, make_task(config, mesh, console), mesh, console)
+        with processes.or_end():
+            train(config, make_task(config, mesh, console), mesh, console)
 
 
 def start_devices(config: TrainConfig) -> None:

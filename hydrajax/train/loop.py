@@ -22,7 +22,7 @@ from rich.console import Console
 
 from hydrajax.checkpoints.training import TrainCheckpoints
 from hydrajax.errors import HydrajaxError
-from hydrajax.processes import anywhere, is_main, main_does, same_everywhere, to_host
+from hydrajax.processes import anywhere, is_main, main_does, or_end, same_everywhere, to_host
 from hydrajax.sharding import replicated
 from hydrajax.text.records import OBJECT
 from hydrajax.train.config import TrainConfig
@@ -128,6 +128,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
             meta_fields={"settings": OBJECT},
         ) as checkpoints,
         Interrupts() as interrupts,
+        or_end(),
     ):
         if checkpoints.latest() is None:
             state = init_state(task.init_params(jax.random.fold_in(rng, 2**31)), optimizer, shardings)
