@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 MOMENT = 0.01  # seconds
+# What asyncio says where the second of orbax's files fails on a full disk: the error of the first has been raised.
+LATE = "Event loop is closed"
 
 
 class Terminated(KeyboardInterrupt):
@@ -34,6 +36,8 @@ def terminable() -> Iterator[None]:
         raise Terminated
 
     def send_again(lost) -> None:
+        if str(lost.exc_value) == LATE:
+            return
         if not issubclass(lost.exc_type, KeyboardInterrupt):
             hook(lost)
             return
