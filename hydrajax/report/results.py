@@ -21,6 +21,7 @@ FORMAT = 1
 TEXT, WHOLE, NUMBER, BOOL, NUMBERS = "text", "integer", "number", "true or false", "list of numbers"
 OR_NULL = " or null"
 LONGEST, MOST_ROWS, MOST_NUMBERS = 1000, 1000, 64  # characters of a text, rows of a file, numbers of a row's list
+DEEPEST = 8  # of what is said beside the rows
 INTERVALS = (("low", "high"), ("difference_low", "difference_high"))
 
 _RATE = {"tokens_per_step": NUMBER, "tokens_per_second": NUMBER, "low": NUMBER + OR_NULL, "high": NUMBER + OR_NULL}
@@ -104,14 +105,16 @@ def result_from(content: Mapping[str, Any], where: str) -> Result:
     return Result(**{name: content[name] for name in Result.__dataclass_fields__ if name in content})
 
 
-def in_lines(value: Any) -> Any:
-    """The same with every text on one line of at most `LONGEST`, without control characters."""
+def in_lines(value: Any, depth: int = 0) -> Any:
+    """The same with every text on one line of at most `LONGEST`, without control characters, nested `DEEPEST` deep."""
+    if depth == DEEPEST and isinstance(value, dict | list):
+        return "..."
     if isinstance(value, str):
         line = "".join(letter if letter.isprintable() else " " for letter in value[:LONGEST])
         return line if len(value) <= LONGEST else f"{line}..."
     if isinstance(value, dict):
-        return {in_lines(name): in_lines(item) for name, item in value.items()}
-    return [in_lines(item) for item in value] if isinstance(value, list) else value
+        return {in_lines(name): in_lines(item, depth + 1) for name, item in value.items()}
+    return [in_lines(item, depth + 1) for item in value] if isinstance(value, list) else value
 
 
 def check(content: Mapping[str, Any], where: str) -> None:
