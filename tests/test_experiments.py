@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -392,6 +393,41 @@ def test_attacks_by_settings_and_command_lines(tmp_path, capsys, monkeypatch):
     assert "training settings: 17 tried, 0 failed." in capsys.readouterr().err
     assert script.main(["--only", "wind"]) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("indexes of shards", 20),
+        ("headers of safetensors", 29),
+        ("PyTorch files", 49),
+        ("standard input", 8),
+        ("results that somebody else wrote", 3),
+        ("one of two processes is killed", 1),
+        ("training that diverges", 1),
+    ],
+)
+def test_attacks_by_what_is_downloaded_and_by_what_training_meets(tmp_path, capsys, monkeypatch, name, count):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    script, seeds = module(EXPERIMENTS / "attack.py"), "3" if count == 3 else "1"
+    assert script.main(["--only", name, "--seeds", seeds, "--folder", str(tmp_path)]) == 0
+    assert f"{name}: {count} tried, 0 failed." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_a_command_with_limits_did_is_told(tmp_path, monkeypatch):
+    """Its exit code and what it said; that it took too much memory, and too long."""
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    from attacks import forked, registry
+
+    monkeypatch.setattr("attacks.forked.CONTEXT", multiprocessing.get_context("spawn"))  # nothing is imported before
+    code, err = forked.run(["report", tmp_path / "none"], 4 << 30, 60, tmp_path)
+    assert code == 2
+    assert err.startswith("hydrajax: report: ")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(registry.Fell, match=r"^did not end within 0\.5 seconds$"):
+        forked.run(["train", "--config", tmp_path / "pipe"], 4 << 30, 0.5, tmp_path)
 
 
 def test_every_script_is_listed_with_its_command():

@@ -60,6 +60,12 @@ def torch_files(place: Place) -> int:
     found |= {what: zipped(content, zipfile.ZIP_DEFLATED) for what, content in bombs.items()}
     found["200,000 members"] = zipped({f"x/data/{n}": b"" for n in range(200_000)})
 
+    # Python's zipfile reads the second of two zips, and torch the first, of the same length.
+    other = pickles()["laughs as a key"]
+    harmless = b"\x80\x02}.".ljust(len(other))
+    other, harmless = (zipped({"x/data.pkl": program, "x/version": b"3\n"}) for program in (other, harmless))
+    found["two in one"] = other[: other.rindex(b"PK\x05\x06")] + harmless
+
     def spoilt(content: bytes) -> tuple:
         folder = copy(place)
         (folder / "model.safetensors").unlink()

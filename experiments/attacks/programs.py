@@ -159,7 +159,7 @@ def tokenizers(place: Place) -> int:
     def growing() -> tuple:
         folder = copy(place)
         twice = {"type": "Replace", "pattern": {"String": "e"}, "content": "eeeeeeeeee"}
-        edited(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [twice] * 12})
+        edited(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [twice] * 4})
         return generated(folder)
 
     def damaged(seed: float) -> tuple:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import io
 import pickletools
+import struct
 import zipfile
 from pathlib import Path
 from typing import BinaryIO
 
 LONGEST = 2 << 20  # bytes of a program; a tensor takes about 200
 MOST_MEMBERS = 100_000  # of a zip: one for each storage, and a few more
+TAIL = 56 + 20 + 22  # bytes of the records that end a zip as torch writes it
 LEGACY = 5  # programs of a file of torch before 1.6: three about the file, the state dict, and the storages' names
 NAMES = {
     "collections OrderedDict",
@@ -42,16 +44,45 @@ def check_torch_file(path: Path) -> None:
             for _ in range(LEGACY):
                 _check(file)
         return
+    _check_directory(path)
     with zipfile.ZipFile(path) as members:
         found = members.infolist()
-        programs = [member for member in found if member.filename.endswith("/data.pkl")]
-        if len(found) > MOST_MEMBERS or len(programs) != 1 or len({member.filename for member in found}) != len(found):
+        # As torch looks for them: whole, and by small letters.
+        names = {member.orig_filename.lower() for member in found}
+        programs = [member for member in found if member.orig_filename.lower().endswith("/data.pkl")]
+        if len(found) > MOST_MEMBERS or len(names) != len(found) or len(programs) != 1 or programs[0].extra:
             raise Refused("it is a zip, but not as torch writes one")
         if any(member.compress_type != zipfile.ZIP_STORED for member in found):
             raise Refused("it is a zip with compressed members, which torch does not write")
         if programs[0].file_size > LONGEST:
             raise Refused(f"its pickle has {programs[0].file_size} bytes, allowed are {LONGEST}")
         _check(io.BytesIO(members.read(programs[0])))
+
+
+def _check_directory(path: Path) -> None:
+    """Refuse a zip of which two readers may see different members, Python's here and torch's own afterwards.
+
+    Its directory must lie right before the records that end the file, where Python looks, and where they say, which is
+    where torch does; in the longer records (of zips beyond 4 GB, which torch always writes) and in the short one alike.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(size - TAIL, 0))
+        tail = file.read().rjust(TAIL)
+    long, locator, short = tail[:56], tail[56:76], tail[76:]
+    _, *numbers, comment = struct.unpack("<4s4H2LH", short)
+    ends = size - len(short)
+    entries, length, begins = numbers[3:]
+    same = short.startswith(b"PK\x05\x06") and comment == 0
+    if locator.startswith(b"PK\x06\x07"):
+        ends = size - TAIL
+        _, rest, *_, wide_entries, wide_length, wide_begins = struct.unpack("<4sQ2H2L4Q", long)
+        same &= long.startswith(b"PK\x06\x06") and rest == 44 and struct.unpack("<Q", locator[8:16])[0] == ends
+        same &= entries in (wide_entries, 2**16 - 1) and length in (wide_length, 2**32 - 1)
+        same &= begins in (wide_begins, 2**32 - 1)
+        length, begins = wide_length, wide_begins
+    if not same or begins + length != ends:
+        raise Refused("it is a zip, but its directory is not where torch writes it")
 
 
 def _check(file: BinaryIO) -> None:

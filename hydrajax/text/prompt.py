@@ -10,6 +10,7 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.jsonl import BYTE_ORDER_MARK, file_content, integers, json_lines, objects, shown
+from hydrajax.text.tokenizer import run_tokenizer
 
 FIELDS = ("prompt_ids", "prompt", "turns")
 STDIN = "-"
@@ -53,7 +54,8 @@ class Prompt:
             raise HydrajaxError(f"{self.where}: is text, but the base has no tokenizer; give token ids (prompt_ids)")
         if self.chat and tokenizer.chat_template:
             return self._chat_ids(tokenizer, [{"role": "user", "content": self.content}])
-        return tokenizer.encode(self.content, verbose=False)  # verbose would warn of long texts; they are refused later
+        # verbose would warn of long texts; they are refused later
+        return run_tokenizer(tokenizer.encode, self.content, where=f"{self.where}: ", verbose=False)
 
     def _conversation_ids(self, tokenizer: Any) -> list[int]:
         for number, message in enumerate(self.content):

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax.errors import HydrajaxError, not_allowed, one_line
+from hydrajax.text.tokenizer import run_tokenizer
 
 # What Vicuna was trained with where a conversation brings no system message of its own.
 VICUNA_SYSTEM = (
@@ -85,7 +86,8 @@ class Encoder:
             text.encode()
         except UnicodeEncodeError:
             raise HydrajaxError("is not valid Unicode text (it holds a lone surrogate)") from None
-        encoded = self.tokenizer(text, add_special_tokens=not self.own, return_offsets_mapping=True, verbose=False)
+        settings = {"add_special_tokens": not self.own, "return_offsets_mapping": True, "verbose": False}
+        encoded = run_tokenizer(self.tokenizer, text, **settings)
         ids, offsets = np.asarray(encoded["input_ids"], np.int32), np.asarray(encoded["offset_mapping"])
         length = int(np.flatnonzero(offsets[:, 1])[-1]) + 1  # without an EOS added to the one our templates write
         if length > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:

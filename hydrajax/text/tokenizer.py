@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,16 @@ def load_tokenizer(directory: str | Path, field: str = "base") -> Any | None:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many types for a damaged tokenizer
         raise HydrajaxError(f"{field}: cannot read the tokenizer in {directory}: {one_line(error)}") from None
+
+
+def run_tokenizer(call: Callable, *args, where: str = "", **settings) -> Any:
+    """``call(...)``, with whatever the tokenizer's files make it raise as a `HydrajaxError` that ``where`` begins."""
+    try:
+        return call(*args, **settings)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the tokenizers library, as of a pattern without end, is no Exception
+        raise HydrajaxError(f"{where}the tokenizer failed: {one_line(error)}") from None
 
 
 def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -100,6 +100,32 @@ def test_zips_that_are_not_as_torch_writes_them(tmp_path):
         refused(zipped(tmp_path / "x.pt", members, kind), said)
 
 
+def test_a_zip_that_is_another_to_torch(tmp_path):
+    """Python takes the directory before the end, torch the one where the end says: here two zips of one length."""
+    harmless, other = (
+        zipped(tmp_path / name, [("x/data.pkl", named(value)), ("x/version", b"3\n")]).read_bytes()
+        for name, value in (("harmless", b"K\x05"), ("other", b"K\x07"))
+    )
+    path = tmp_path / "x.pt"
+    path.write_bytes(other[: other.rindex(b"PK\x05\x06")] + harmless)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.read("x/data.pkl") == named(b"K\x05")
+    assert torch.load(path, weights_only=True) == {"a": 7}  # the trap is a trap
+    refused(path, "its directory is not where torch writes it")
+
+
+def test_zips_with_longer_records_that_disagree(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    content = path.read_bytes()
+    assert TorchFiles([path], "base").read("a").tolist() == [1.0, 1.0]
+    for place in (-98 + 40, -98 + 48, -42 + 8, -22 + 12, -22 + 16, -2):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        path.write_bytes(changed)
+        refused(path, "its directory is not where")
+
+
 def test_files_before_torch_1_6(tmp_path):
     path = tmp_path / "x.pt"
     torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)

@@ -182,3 +182,24 @@ def test_empty_and_damaged_text(tmp_path, stdin):
     stdin('{"prompt": ')
     with pytest.raises(HydrajaxError, match=r"^standard input line 1: is not JSON"):
         read_prompts("-")
+
+
+class Panics:
+    """A tokenizer that fails as the tokenizers library does of a pattern without end: with no `Exception`."""
+
+    chat_template = None
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+    def encode(self, text, **_):
+        raise self.error
+
+
+def test_a_tokenizer_that_fails():
+    prompt = Prompt("a", "--prompt")
+    for error in (BaseException("Regex search error"), TypeError("Regex search error")):
+        with pytest.raises(HydrajaxError, match=r"^--prompt: the tokenizer failed: Regex search error$"):
+            prompt.ids(Panics(error))
+    with pytest.raises(KeyboardInterrupt):
+        prompt.ids(Panics(KeyboardInterrupt()))

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,24 @@ def test_stopping_either_process_stops_both_and_they_resume(two, launch, tmp_pat
     finish(other)
     assert f"step {stopped_at} is damaged: " in out
     assert "resumed at step " in out
+    assert heads_file(output).read_bytes() == heads_file(two).read_bytes()
+    assert without_clock(output) == without_clock(two)
+
+
+@pytest.mark.slow
+def test_one_that_is_killed_ends_the_other_at_once_and_they_resume(two, launch, tmp_path):
+    output = tmp_path / "run"
+    main, other = launch(output, 2)
+    wait_for_step(main, output, 6)
+    other.kill()
+    other.communicate()
+    began = time.monotonic()
+    err = finish(main, 2)
+    assert time.monotonic() - began < 60  # JAX alone takes 100 seconds to notice
+    assert "hydrajax: another process of this run has ended or cannot be reached: " in err
+    assert "Traceback" not in err
+    for process in launch(output, 2):
+        finish(process)
     assert heads_file(output).read_bytes() == heads_file(two).read_bytes()
     assert without_clock(output) == without_clock(two)
 
