@@ -13,7 +13,7 @@ from attacks.commands import base, check_said
 from attacks.forked import run
 from attacks.registry import Fell, Place, attack
 
-MEMORY, SECONDS = 4 << 30, 60  # of one command: addresses (a good one takes 2.3 GB of them), and time
+MEMORY, SECONDS = 4 << 30, 120  # of one command: addresses (a good one takes 2.3 GB of them), and time
 DECODING = ("--dtype", "float32", "--tree", "chain-2", "--max-new-tokens", 4)
 
 

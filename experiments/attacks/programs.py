@@ -53,7 +53,7 @@ WRONG = {
 }
 ENDLESS = {
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "powers": "{{ 9**9**9 }}",
+    "powers": "{{ 9 ** (9 ** 9) }}",
 }
 OTHERS = (3, None, True, [], {}, [{"name": "default"}], [{"name": 3, "template": 4}], {"default": 3}, ["x"], "")
 
@@ -88,7 +88,7 @@ def endless(place: Place) -> int:
     for what, template in ENDLESS.items():
         for number in (signal.SIGINT, signal.SIGTERM):
             process = start(*asked(place, template))
-            time.sleep(10)
+            time.sleep(30)
             process.send_signal(number)
             code, _, err = finish(process, place)
             if code != 128 + number or "Traceback" in err:

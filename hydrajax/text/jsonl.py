@@ -34,6 +34,8 @@ def file_content(path: str | Path, what: str) -> bytes:
         content = _unpacked(content, f"{what}: {path}") if path.suffix == ".gz" else content
     except FileNotFoundError:
         raise HydrajaxError(f"{what}: no such file: {path}") from None
+    except MemoryError:
+        raise HydrajaxError(f"{what}: cannot read {path}: it takes more memory than there is") from None
     except (OSError, EOFError, zlib.error) as error:  # gzip's own errors have no strerror
         raise HydrajaxError(f"{what}: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     return content.removeprefix(BYTE_ORDER_MARK)

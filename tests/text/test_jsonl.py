@@ -55,6 +55,15 @@ def test_files_that_cannot_be_read(tmp_path):
             read_jsonl(packed, "--x")
 
 
+def test_a_file_larger_than_memory(tmp_path, monkeypatch):
+    def read_bytes(self):
+        raise MemoryError
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", read_bytes)
+    with pytest.raises(HydrajaxError, match=r"^--x: cannot read .*: it takes more memory than there is$"):
+        read_jsonl(tmp_path / "f.jsonl", "--x")
+
+
 def test_a_packed_file_that_no_text_packs_to(tmp_path):
     packed = tmp_path / "f.gz"
     packed.write_bytes(gzip.compress(bytes(2**26 + 2**24)))
