@@ -83,6 +83,7 @@ def test_counts_of_vicuna_7b(no_compilation, dry_run):
     assert "extrapolated from 2 and 4 layers" in text
 
 
+@pytest.mark.slow
 def test_counts_of_an_adapter_on_vicuna_7b(no_compilation, dry_run):
     """Rank r costs r numbers for every input and output of a linear layer, the lm head too. The int8 base is a byte
     for a weight and 4 for the scale of an output.

@@ -245,6 +245,7 @@ def test_heads_alone_leave_the_adapter_bitwise_as_it_is(steps):
     np.testing.assert_allclose(np.median(np.abs(heads)), 4 * RATE, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_add_up_to_it(steps):
     """The rows differ in how many targets they have, so that means of means would not."""
     whole, parts = steps(1), steps(2)
