@@ -76,10 +76,7 @@ def templates(place: Place) -> int:
     commands = {what: lambda x=text: asked(place, x) for what, text in found.items()}
     commands |= {f"{what}, a file": lambda x=text: asked(place, x, file=True) for what, text in WRONG.items()}
     commands |= {repr(other): lambda x=other: asked(place, x) for other in OTHERS}
-    count = tried(place, commands)
-    if (place.folder / "created").exists():
-        raise Fell("a template has run a command")
-    return count
+    return tried(place, commands)
 
 
 @attack("chat templates without end", count=1)
@@ -179,7 +176,4 @@ def tokenizers(place: Place) -> int:
     commands |= {f"damaged {seed}": lambda x=seed: damaged(x) for seed in (place.random.random() for _ in range(20))}
     contents = (b"", place.random.randbytes(500), b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x80\x02}.")
     commands |= {f"tokenizer.model {content[:6]!r}": lambda x=content: model(x) for content in contents}
-    count = tried(place, commands)
-    if (place.folder / "created").exists():
-        raise Fell("code beside a model was run")
-    return count
+    return tried(place, commands)
