@@ -25,7 +25,8 @@ NAMES = {
     *(f"torch._utils _rebuild_{what}" for what in ("tensor", "tensor_v2", "tensor_v3")),
     *(f"torch._utils _rebuild_{what}" for what in ("parameter", "parameter_with_state")),
 }
-MAKES_A_NAME_OR_TEXT = {"GLOBAL", "BINUNICODE", "SHORT_BINUNICODE", "BINPERSID", "REDUCE"}
+# By the instruction that makes it: a name or text, a storage, and what was called, such as a tensor.
+MAY_BE_USED_AGAIN = {"GLOBAL", "BINUNICODE", "SHORT_BINUNICODE", "BINPERSID", "REDUCE"}
 
 
 class Refused(Exception):
@@ -100,7 +101,7 @@ def _check(file: BinaryIO) -> None:
             )
         if "PUT" in name:
             kinds[value] = before
-        elif name in ("DUP", "MEMOIZE") or ("GET" in name and kinds.get(value) not in MAKES_A_NAME_OR_TEXT):
+        elif name in ("DUP", "MEMOIZE") or ("GET" in name and kinds.get(value) not in MAY_BE_USED_AGAIN):
             raise Refused("it uses a value twice that is neither a name nor a tensor")
         before = name
 

@@ -157,13 +157,6 @@ def window_of(drafter) -> int | None:
     return drafter.window if isinstance(drafter, WithPrefix) else None
 
 
-def read_window(value: Any) -> int | None:
-    """A window from a file. Raises `ValueError` for what is none."""
-    if value is not None and (type(value) is not int or value < 1):
-        raise ValueError(f"prefix_window is {value!r}")
-    return value
-
-
 def replace_in_heads(drafter, **changes):
     """`dataclasses.replace`, of the heads behind a prefix layer."""
     changed = dataclasses.replace(heads_of(drafter), **changes)

@@ -6,14 +6,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.extras import needs
 from hydrajax.files import WholeFile
 from hydrajax.report.drawing import can_draw, save_png
 from hydrajax.report.figures import distinct, draw, fastest
-from hydrajax.report.results import Result
+from hydrajax.report.results import Result, each_text
 
 PAPERS = ("hydra", "medusa", "amphista")
 PICTURES = "figures"  # the folder beside the report
@@ -84,7 +83,7 @@ def _unused(name: str, taken: set[str]) -> str:
 
 def section(result: Result, picture: str | None, file: str) -> str:
     """One result in Markdown, without a picture where there is none. Its texts become no links and no HTML."""
-    command, file, result = _code(result.command), _code(file), Result(**_escaped(vars(result)))
+    command, file, result = _code(result.command), _code(file), Result(**each_text(vars(result), _escaped))
     source = result.source[:1].upper() + result.source[1:]
     heading = f"{source}: {result.title}" if source else result.title[:1].upper() + result.title[1:]
     lines = [f"## {heading}", "", *([f"![{heading}]({picture})", ""] if picture else [])]
@@ -98,13 +97,9 @@ def section(result: Result, picture: str | None, file: str) -> str:
     return "\n".join([*lines, f"- all figures: `{file}`{made}", ""])
 
 
-def _escaped(value: Any) -> Any:
-    """The same with texts in which Markdown finds no link, picture or HTML."""
-    if isinstance(value, str):
-        return re.sub(r"\](?=[(\[:])", r"]\\", value.replace("\\", "\\\\").replace("<", "&lt;"))
-    if isinstance(value, dict):
-        return {_escaped(name): _escaped(item) for name, item in value.items()}
-    return [_escaped(item) for item in value] if isinstance(value, list) else value
+def _escaped(text: str) -> str:
+    """The same, in which Markdown finds no link, picture or HTML."""
+    return re.sub(r"\](?=[(\[:])", r"]\\", text.replace("\\", "\\\\").replace("<", "&lt;"))
 
 
 def _code(text: str) -> str:

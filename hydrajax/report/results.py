@@ -7,7 +7,7 @@ settings, remarks, rows}``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -105,16 +105,27 @@ def result_from(content: Mapping[str, Any], where: str) -> Result:
     return Result(**{name: content[name] for name in Result.__dataclass_fields__ if name in content})
 
 
-def in_lines(value: Any, depth: int = 0) -> Any:
-    """The same with every text on one line of at most `LONGEST`, without control characters, nested `DEEPEST` deep."""
+def in_lines(value: Any) -> Any:
+    """The same with every text on one line of at most `LONGEST`, without control characters."""
+    return each_text(value, _line)
+
+
+def each_text(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
+    """A value of JSON with another text for each, the names of fields included; what is nested deeper than `DEEPEST` is
+    left out.
+    """
+    if isinstance(value, str):
+        return change(value)
     if depth == DEEPEST and isinstance(value, dict | list):
         return "..."
-    if isinstance(value, str):
-        line = "".join(letter if letter.isprintable() else " " for letter in value[:LONGEST])
-        return line if len(value) <= LONGEST else f"{line}..."
     if isinstance(value, dict):
-        return {in_lines(name): in_lines(item, depth + 1) for name, item in value.items()}
-    return [in_lines(item, depth + 1) for item in value] if isinstance(value, list) else value
+        return {each_text(name, change): each_text(item, change, depth + 1) for name, item in value.items()}
+    return [each_text(item, change, depth + 1) for item in value] if isinstance(value, list) else value
+
+
+def _line(text: str) -> str:
+    line = "".join(letter if letter.isprintable() else " " for letter in text[:LONGEST])
+    return line if len(text) <= LONGEST else f"{line}..."
 
 
 def check(content: Mapping[str, Any], where: str) -> None:

@@ -18,7 +18,8 @@ import numpy as np
 
 from hydrajax.checkpoints.tensors import FLOATS
 from hydrajax.drafters.drafter import abstract_draft
-from hydrajax.drafters.prefix import WithPrefix, heads_of, read_window, replace_in_heads, window_of
+from hydrajax.drafters.formats import integer
+from hydrajax.drafters.prefix import WithPrefix, heads_of, replace_in_heads, window_of
 from hydrajax.drafters.registry import FILES, kind_of
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import check_file, checksums, size_and_checksum
@@ -120,7 +121,7 @@ def _drafter(described: Any, base: LlamaConfig):
             raise ValueError(f"prefix is {prefix!r}")
         if prefix and not files.prefixed:
             raise ValueError(f"prefix is true, {described['heads']} has no prefix layer")
-        window = read_window(described.get("prefix_window"))
+        window = integer(described, "prefix_window", 1) if "prefix_window" in described else None
         if window is not None and not prefix:
             raise ValueError(f"prefix_window is {window}, there is no prefix layer")
     except HydrajaxError as error:
