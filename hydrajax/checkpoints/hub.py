@@ -92,7 +92,8 @@ def push(directory: str | Path, repository: str, *, private: bool = False, messa
 
     The repository is created if need be, with ``private`` or else the owner's default visibility. Only files that an
     export holds are uploaded; others that lie in the directory stay here, and files on the Hub that are not in the
-    directory stay there. Raises `HydrajaxError` if anything fails, also if a ``private`` repository exists as public.
+    directory stay there. Raises `HydrajaxError` if anything fails, also if a ``private`` repository exists as public or
+    a file is a link that leads out of the directory.
     """
     directory = Path(directory)
     if not os.path.isdir(directory):
@@ -107,7 +108,10 @@ def push(directory: str | Path, repository: str, *, private: bool = False, messa
 
     try:
         found = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-        files = filter_repo_objects(found, allow_patterns=list(WRITTEN), ignore_patterns=list(NEVER))
+        files = list(filter_repo_objects(found, allow_patterns=list(WRITTEN), ignore_patterns=list(NEVER)))
+        for file in files:  # a directory from elsewhere may name a file of this machine that nobody should see
+            if not (directory / file).resolve().is_relative_to(directory.resolve()):
+                raise HydrajaxError(f"{WHAT}: {directory / file} is a link that leads out of {directory}, copy its file")
         if get_token() is None:
             raise HydrajaxError(f"{WHAT}: not logged in to the Hub: run `hf auth login` or set HF_TOKEN")
         api = HfApi()

@@ -334,6 +334,20 @@ def test_nothing_private_goes_into_a_public_repository(hub, export):
     assert not any("preupload" in line or "commit" in line for line in hub.log)
 
 
+@pytest.mark.usefixtures("logged_in")
+def test_push_follows_no_link_that_leads_out(hub, export, tmp_path):
+    (export / "hydra_lm_head.safetensors").rename(export / "weights")
+    (export / "hydra_lm_head.safetensors").symlink_to("weights")
+    push(export, NAME)  # a link within the directory
+    (tmp_path / "secret").write_text("of this machine")
+    (export / "config.json").unlink()
+    (export / "config.json").symlink_to(tmp_path / "secret")
+    hub.log.clear()
+    message = f"push: {export / 'config.json'} is a link that leads out of {export}, copy its file"
+    refused(message, push, export, NAME)
+    assert not hub.log
+
+
 def test_push_needs_a_login(hub, export):
     refused("push: not logged in to the Hub: run `hf auth login` or set HF_TOKEN", push, export, NAME)
     assert not hub.log
