@@ -111,7 +111,7 @@ def push(directory: str | Path, repository: str, *, private: bool = False, messa
         files = list(filter_repo_objects(found, allow_patterns=list(WRITTEN), ignore_patterns=list(NEVER)))
         for file in files:  # a directory from elsewhere may name a file of this machine that nobody should see
             if not (directory / file).resolve().is_relative_to(directory.resolve()):
-                raise HydrajaxError(f"{WHAT}: {directory / file} is a link that leads out of {directory}, copy its file")
+                raise HydrajaxError(f"{WHAT}: {directory / file} is a link that leads out of {directory}")
         if get_token() is None:
             raise HydrajaxError(f"{WHAT}: not logged in to the Hub: run `hf auth login` or set HF_TOKEN")
         api = HfApi()

@@ -343,7 +343,7 @@ def test_push_follows_no_link_that_leads_out(hub, export, tmp_path):
     (export / "config.json").unlink()
     (export / "config.json").symlink_to(tmp_path / "secret")
     hub.log.clear()
-    message = f"push: {export / 'config.json'} is a link that leads out of {export}, copy its file"
+    message = f"push: {export / 'config.json'} is a link that leads out of {export}"
     refused(message, push, export, NAME)
     assert not hub.log
 
