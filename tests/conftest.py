@@ -35,13 +35,20 @@ from hydrajax.models.llama import Llama
 from hydrajax.models.base import init_base
 
 PROJECT = Path(__file__).resolve().parents[1]
+QUICK = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
 
 
 def pytest_configure(config):
     """Make the tests' compilations cheap, which are nearly all of their time.
 
     Compiled programs are kept for the other tests of the run and for the processes that tests start. In the default run
-    they are compiled without LLVM's optimisation; what XLA makes of a program is the same. Slow tests get it.
+    they are compiled without LLVM's optimisation, by the shorter of XLA's two ways from a fusion to LLVM, as one
+    module; what XLA makes of a program before that is the same. Slow tests get what users get.
     """
     if hasattr(config, "workerinput"):  # of xdist: it has the environment of the process that started it
         return
@@ -52,7 +59,7 @@ def pytest_configure(config):
         os.environ[name.upper()] = str(value)
         jax.config.update(name, value)  # jax has read the environment already
     if config.option.markexpr == "not slow":
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+        os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *QUICK)).strip()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow

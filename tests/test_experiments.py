@@ -99,6 +99,7 @@ def check_accuracies(rows: list[dict], drafters: Sequence[str]) -> None:
         assert shares == sorted(shares)
 
 
+@pytest.mark.slow
 def test_accuracies_grow_with_the_guesses(in_process, tmp_path):
     model = ["--base", str(assets.base()), "--draft", str(assets.path("hydra")), "--prompts", "code.jsonl"]
     texts = [f"def read_{word}(path):\n    with open(" for word in ["lines", "words", "pages", "names"]]
