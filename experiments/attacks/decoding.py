@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from attacks.commands import base, done, finish, prompts, questions, start, training_config
@@ -51,7 +52,7 @@ def undisturbed(name: str, place: Place) -> tuple[list, float]:
     """What a command says that nothing happens to, and the seconds that it takes."""
 
     def make(folder: Path) -> tuple[list, float]:
-        own = Place(folder, place.shared, place.random, place.seconds, place.made)
+        own = replace(place, folder=folder)
         arguments = command(name, own)
         done(start(*arguments), own)  # what is compiled stays cached
         began = time.monotonic()

@@ -25,12 +25,13 @@ class CannotTry(Exception):
 class Place:
     """Where an attack is tried.
 
-    folder: its own, empty at every try. shared: for what all tries need and make once (`once`). random: drawn from the
-    seed. seconds: that one command may take.
+    folder: its own, empty at every try. shared: for what all tries need and make once (`once`). seed: of this try.
+    random: drawn from the seed and the attack's name. seconds: that one command may take.
     """
 
     folder: Path
     shared: Path
+    seed: int
     random: random.Random
     seconds: float
     made: dict[str, Any] = field(default_factory=dict)
@@ -82,7 +83,7 @@ def run(name: str, seeds: range, seconds: float, command_seconds: float, shared:
         folder = shared / "tries" / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        place = Place(folder, shared, random.Random(f"{name} {seed}"), command_seconds, made)
+        place = Place(folder, shared, seed, random.Random(f"{name} {seed}"), command_seconds, made)
         try:
             outcome.tried += ATTACKS[name].run(place) or 1
         except CannotTry as error:

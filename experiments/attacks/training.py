@@ -19,6 +19,7 @@ STEPS, EVERY = 30, 2
 CLOCK = {"tokens_per_second", "tflops_per_second"}  # what differs from run to run
 UNFINISHED = "*.orbax-checkpoint-tmp*"
 KILLS = 10  # of one run
+LONG = 600  # steps of a run that is not over after a hundred
 
 
 def metrics(run: Path) -> list[dict]:
@@ -31,17 +32,17 @@ def heads(run: Path) -> bytes:
     return path.read_bytes()
 
 
-def undisturbed(place: Place) -> tuple[Path, float]:
+def undisturbed(place: Place, steps: int = STEPS) -> tuple[Path, float]:
     """A run that nothing happens to, and the seconds that it takes."""
 
     def make(folder: Path) -> tuple[Path, float]:
-        config = training_config(place, STEPS, EVERY)
+        config = training_config(place, steps, EVERY)
         done(start("train", "--config", config, f"output={folder / 'first'}"), place)  # what is compiled stays cached
         began = time.monotonic()
         done(start("train", "--config", config, f"output={folder / 'run'}"), place)
         return folder / "run", time.monotonic() - began
 
-    return place.once("undisturbed", make)
+    return place.once(f"undisturbed for {steps} steps", make)
 
 
 def check_equal(run: Path, whole: Path) -> None:
@@ -55,26 +56,52 @@ def check_equal(run: Path, whole: Path) -> None:
         raise Fell(f"metrics.jsonl differs: doubled {doubled[:3]}, lost {lost[:3]}")
 
 
+def unfinished(place: Place) -> bool:
+    return any((place.folder / "run" / "checkpoints").glob(UNFINISHED))
+
+
+def kill(place: Place, process: subprocess.Popen, seconds: float, writing: bool) -> bool:
+    """SIGKILL at a moment of these seconds, or while a checkpoint is written. Whether the run had not ended before."""
+    until = time.monotonic() + place.random.uniform(0, seconds)
+    if writing:
+        for there in (False, True):  # what the last kill has left goes first
+            while process.poll() is None and unfinished(place) != there:
+                time.sleep(0.001)
+        time.sleep(place.random.choice((0, 0.002, 0.01, 0.05)))
+    else:
+        while process.poll() is None and time.monotonic() < until:
+            time.sleep(0.005)
+    process.kill()
+    _, err = process.communicate()
+    if process.returncode not in (0, -signal.SIGKILL):
+        raise Fell(f"ended by itself with code {process.returncode}: {err[-200:]}")
+    return process.returncode != 0
+
+
+def killed_and_whole(place: Place, steps: int, kills: int) -> int:
+    """Kill one run again and again, every other time inside a checkpoint's writing, and let it go on to the end."""
+    whole, _ = undisturbed(place, steps)
+    _, seconds = undisturbed(place)
+    config, count = training_config(place, steps, EVERY), 0
+    for number in range(kills):
+        count += kill(place, start("train", "--config", config), seconds, writing=number % 2 == 1)
+    done(start("train", "--config", config), place)
+    check_equal(place.folder / "run", whole)
+    return count
+
+
 @attack("training is killed", count=10)
 def killed(place: Place) -> int:
     """SIGKILL at any moment, every other time inside a checkpoint's writing, again and again, and then to the end."""
-    whole, seconds = undisturbed(place)
-    config, run = training_config(place, STEPS, EVERY), place.folder / "run"
-    for kill in range(KILLS):
-        process = start("train", "--config", config)
-        until = time.monotonic() + place.random.uniform(0, seconds)
-        if kill % 2:
-            while process.poll() is None and not any((run / "checkpoints").glob(UNFINISHED)):
-                time.sleep(0.001)
-            time.sleep(place.random.choice((0, 0.002, 0.01, 0.05)))
-        else:
-            while process.poll() is None and time.monotonic() < until:
-                time.sleep(0.005)
-        process.kill()
-        process.communicate()
-    done(start("train", "--config", config), place)
-    check_equal(run, whole)
-    return KILLS
+    return killed_and_whole(place, STEPS, KILLS)
+
+
+@attack("one training run is killed a hundred times", count=1)
+def killed_often(place: Place) -> int:
+    """A run so long that every kill meets it before its end."""
+    if (count := killed_and_whole(place, LONG, 100)) < 100:
+        raise Fell(f"the run of {LONG} steps was over after {count} kills")
+    return count
 
 
 @attack("training is stopped", count=4)
