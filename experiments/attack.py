@@ -20,6 +20,7 @@ from attacks import (  # noqa: F401 (each registers its attacks)
     hostile,
     inputs,
     lasting,
+    networks,
     pickles,
     placed,
     programs,

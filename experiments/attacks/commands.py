@@ -110,12 +110,13 @@ def start(
     file_size: int | None = None,
     memory: int | None = None,
     first: str = "",
+    within: Sequence[str] = (),
     **popen,
 ) -> subprocess.Popen:
     """``hydrajax`` with these arguments.
 
     file_size: bytes that no file may exceed, as on a disk that fills up. memory: bytes of addresses that it may have.
-    first: what Python is to do before, in the process that becomes the program.
+    first: what Python is to do before, in the process that becomes the program. within: a command that runs it.
     """
     limits = {"RLIMIT_FSIZE": file_size, "RLIMIT_AS": memory}
     limits = {name: most for name, most in limits.items() if most is not None}
@@ -127,7 +128,7 @@ def start(
     program = ["-c", first + EXEC] if first else program
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs, and their children, ignore
     try:
-        return subprocess.Popen([sys.executable, *program, *map(str, arguments)], env=env, **pipes | popen)
+        return subprocess.Popen([*within, sys.executable, *program, *map(str, arguments)], env=env, **pipes | popen)
     finally:
         signal.signal(signal.SIGINT, before)
 

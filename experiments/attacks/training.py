@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -175,26 +176,29 @@ def read_only(place: Place) -> None:
         unmount(disk)
 
 
-def both(place: Place, output: Path) -> list[subprocess.Popen]:
-    """One run by two processes, which meet at a port that is free."""
+def both(place: Place, output: Path, host: str = "127.0.0.1", within: Callable = lambda number: ()) -> list:
+    """One run by two processes, which meet at a port of this host that is free; ``within`` begins their commands."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        meeting = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{found.getsockname()[1]}", "JAX_NUM_PROCESSES": "2"}
+        meeting = {"JAX_COORDINATOR_ADDRESS": f"{host}:{found.getsockname()[1]}", "JAX_NUM_PROCESSES": "2"}
     config = training_config(place, STEPS, EVERY)
     arguments = ("train", "--config", config, "mesh.data=2", "mesh.cpu_devices=1", f"output={output}")
-    return [start(*arguments, environment=meeting | {"JAX_PROCESS_ID": str(i)}) for i in range(2)]
+    return [start(*arguments, environment=meeting | {"JAX_PROCESS_ID": str(i)}, within=within(i)) for i in range(2)]
 
 
-@attack("one of two processes is killed", count=4)
-def one_of_two(place: Place) -> None:
-    """Either, at any moment once both have met. The other ends, and says why; together they go on."""
-
+def undisturbed_two(place: Place) -> Path:
     def make(folder: Path) -> Path:
         for process in both(replace(place, folder=folder), folder / "run"):
             done(process, place)
         return folder / "run"
 
-    whole, run = place.once("undisturbed two", make), place.folder / "run"
+    return place.once("undisturbed two", make)
+
+
+@attack("one of two processes is killed", count=4)
+def one_of_two(place: Place) -> None:
+    """Either, at any moment once both have met. The other ends, and says why; together they go on."""
+    whole, run = undisturbed_two(place), place.folder / "run"
     processes, victim = both(place, run), place.random.randrange(2)
     step = place.random.randrange(STEPS)
     while processes[0].poll() is None and not at_step(run, step):

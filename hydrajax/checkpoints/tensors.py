@@ -122,6 +122,8 @@ class SafetensorFiles(TensorFiles):
             return safe_open(path, framework="np")
         except FileNotFoundError:
             raise HydrajaxError(f"{self._what}: no such file: {path}") from None
+        except MemoryError:  # it is mapped, and addresses may be limited
+            raise HydrajaxError(f"{self._what}: cannot map {path}: it takes more memory than there is") from None
         except (SafetensorError, OSError) as error:
             raise HydrajaxError(f"{self._what}: {path} is damaged or not a safetensors file: {error}") from None
 

@@ -261,6 +261,15 @@ def test_missing_shard(state, save):
     refused(folder, "pytorch_model-00002-of-00003.bin", "pytorch_model.bin.index.json", "missing from", str(folder))
 
 
+def test_a_file_with_more_bytes_than_there_are_addresses(state, save, monkeypatch):
+    def safe_open(path, framework):
+        raise MemoryError("Cannot allocate memory (os error 12)")
+
+    directory = save(state, "safetensors")
+    monkeypatch.setattr("hydrajax.checkpoints.tensors.safe_open", safe_open)
+    refused(directory, "cannot map ", "model.safetensors: it takes more memory than there is")
+
+
 def test_a_header_that_names_more_tensors_than_any_model_has(state, save):
     folder = save(state, "safetensors")
     path = folder / "model.safetensors"
