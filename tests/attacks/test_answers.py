@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
+from scripts import EXPERIMENTS
 
 from hydrajax.decoding import acceptance
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.trees import presets
 
-EXPERIMENTS = Path(__file__).resolve().parents[1] / "experiments"
 pytestmark = pytest.mark.slow
 
 
