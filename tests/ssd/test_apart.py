@@ -58,14 +58,17 @@ for case in filter(None, cases.split(",")):
     prompt, lengths = right_padded(settings["prompts"][: int(rows)], 16)
     arguments, key = (prompt, lengths), jax.random.key(3)
     shared = {"rule": rule, "max_new_tokens": settings["new"], "eos_ids": eos}
+    shared["top_logprobs"] = 3 if settings["compare"] else 0
     fn = hydrajax.make_decode_fn(m, tree=tree, fan_out=fan_out, **shared)
     out, record = fn.recorded(m.params, *arguments, key, limits=limits[: int(rows)])
-    answer = {"tokens": out.tokens.tolist(), "accept_lengths": out.accept_lengths.tolist(),
+    answer = {"log-probabilities": [x.tolist() for x in jax.tree.leaves((out.logprobs, out.top))],
+              "tokens": out.tokens.tolist(), "accept_lengths": out.accept_lengths.tolist(),
               "hits": record.hits, "rounds": record.rounds, "crossings": crossings(fn, arguments, key)}
     if settings["compare"]:
         plain = hydrajax.make_decode_fn(m.model, m.drafter, tree, **shared)
         out = plain(beside, *arguments, rng=key, limits=limits[: int(rows)])
         answer["in one program"] = [out.tokens.tolist(), out.accept_lengths.tolist()]
+        answer["log-probabilities in one program"] = [x.tolist() for x in jax.tree.leaves((out.logprobs, out.top))]
         beside_base = jax.device_put(arguments, homes(m.params)[0])
         answer["beside the base"] = fn(m.params, *beside_base, key, limits=limits[: int(rows)]).tokens.tolist()
     found[case] = answer
@@ -152,6 +155,10 @@ def test_every_rule_gives_the_tokens_and_steps_of_the_ordinary_engine(rule, run)
         answer = found[case]
         assert [answer["tokens"], answer["accept_lengths"]] == answer["in one program"], case
         assert answer["beside the base"] == answer["tokens"], case  # a prompt that was put there
+        pairs = zip(answer["log-probabilities"], answer["log-probabilities in one program"], strict=True)
+        for number, (found_there, wanted) in enumerate(pairs):
+            np.testing.assert_allclose(found_there, wanted, rtol=1e-4, atol=1e-4, err_msg=f"{case} {number}")
+        assert np.shape(answer["log-probabilities"][1])[2] == 3, case
         assert (answer["hits"] > 0) == ("0-0-0" not in case), case
         assert answer["hits"] < answer["rounds"], case
 
