@@ -149,5 +149,9 @@ def _check_files(directory: Path, files: Any) -> None:
         if name not in present:
             raise HydrajaxError(f"{WHAT}: {name} is missing from {directory}")
         check_file(directory / name, WHAT)
-        if size_and_checksum(directory / name) != files[name]:
+        try:
+            found = size_and_checksum(directory / name)
+        except OSError as error:  # such as a link in a circle
+            raise HydrajaxError(f"{WHAT}: cannot read {directory / name}: {error.strerror}") from None
+        if found != files[name]:
             raise HydrajaxError(f"{WHAT}: {directory / name} is damaged: it is not what was written")

@@ -281,6 +281,13 @@ def test_truncated_longer_and_missing_files(tiny_model, copied):
     load_draft(copied, config)
 
 
+def test_a_link_in_a_circle_for_a_file(tiny_model, copied):
+    path = files_of(copied)[0]
+    path.unlink()
+    path.symlink_to(path)
+    refused(copied, tiny_model[0].config, "draft", f"cannot read {path}: Too many levels of symbolic links")
+
+
 @pytest.mark.parametrize("name", ["params/notes.txt", "params/d/0a1b", "params/.hidden"])
 def test_file_that_was_not_written(tiny_model, copied, name):
     (copied / name).parent.mkdir(exist_ok=True)
