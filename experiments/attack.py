@@ -23,6 +23,7 @@ from attacks import (  # noqa: F401 (each registers its attacks)
     networks,
     pickles,
     placed,
+    power,
     programs,
     reports,
     surroundings,

@@ -1,7 +1,12 @@
-"""Writing a file or a directory whole or not at all, and telling whether a file is what was written."""
+"""Writing a file or a directory whole or not at all, and telling whether a file is what was written.
+
+Whole also after a power cut: a name is given to what has reached the disk. That a rename is not overtaken by what was
+done after it is left to the file system, as journals keep their order.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -16,6 +21,7 @@ from hydrajax.errors import HydrajaxError, one_line
 CHUNK = 1 << 22  # bytes read at a time for a checksum
 TEXTS = (".json", ".jinja", ".txt", ".model", ".py")  # of a model's files, those that are read whole
 LONGEST_TEXT = 64 << 20  # bytes: twice the largest tokenizer that is known
+NO_SUCH_CALL = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # of file systems that cannot be told to write something now
 
 
 def check_directory(directory: str | Path, what: str) -> None:
@@ -64,6 +70,29 @@ def checksums(folder: Path, inside: str) -> dict[str, list[int]]:
     return {str(path.relative_to(folder)): size_and_checksum(path) for path in files}
 
 
+def sync(number: int) -> None:
+    """Return when what was written to this open file or directory is on its disk, where the file system can say so."""
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in NO_SUCH_CALL:
+            raise
+
+
+def sync_all(folder: Path) -> None:
+    """`sync` of every file in a folder and in its folders, and of these."""
+    if os.name == "nt":  # which can do this only for files that are open for writing
+        return
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_symlink():
+            continue
+        number = os.open(path, os.O_RDONLY)
+        try:
+            sync(number)
+        finally:
+            os.close(number)
+
+
 @contextmanager
 def whole_directory(directory: str | Path, what: str) -> Iterator[Path]:
     """A context manager that gives a temporary sibling of ``directory`` to fill.
@@ -76,6 +105,7 @@ def whole_directory(directory: str | Path, what: str) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
+        sync_all(partial)
         if target.is_dir():
             target.rename(old)
         partial.rename(target)
@@ -113,14 +143,14 @@ class WholeFile:
             raise self._cannot_write(error) from None
 
     def write_text(self, text: str) -> None:
-        """Add text, in UTF-8; it is on disk when this returns.
+        """Add text, in UTF-8; the system has it when this returns.
 
         Half of a surrogate pair, which is no text but which JSON can name, becomes an escape that JSON knows.
         """
         self.write_bytes(text.encode("utf-8", errors="backslashreplace"))
 
     def write_bytes(self, content: bytes) -> None:
-        """Add bytes; they are on disk when this returns."""
+        """Add bytes; the system has them when this returns, and the disk when the file has its name."""
         try:
             self._file.write(content)
             self._file.flush()
@@ -132,6 +162,8 @@ class WholeFile:
 
     def __exit__(self, error_type, *_) -> None:
         try:
+            if error_type is None:
+                sync(self._file.fileno())
             self._file.close()
             if error_type is None:
                 self._partial.replace(self._target)

@@ -26,7 +26,7 @@ from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.files import checksums, size_and_checksum
+from hydrajax.files import checksums, size_and_checksum, sync_all
 from hydrajax.models.layout import named_leaves
 from hydrajax.processes import anywhere, is_main, main_does
 from hydrajax.text.records import FLOAT, INTEGER, OBJECT, TEXT, Kind, checked, list_of, object_of, or_null, read_record
@@ -246,6 +246,7 @@ class TrainCheckpoints:
         directory = self.directory / f"{self._saving}{UNFINISHED}"
         record = self._record | {"files": checksums(directory, STATE)}
         (directory / RECORD).write_text(json.dumps(record | {"checksum": _checksum(record)}), encoding="utf-8")
+        sync_all(directory)  # an older checkpoint is deleted once this one has its name
 
     def _read_record(self, step: int) -> dict:
         path = self.directory / str(step) / RECORD

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.files import WholeFile
+from hydrajax.files import WholeFile, sync
 from hydrajax.text.jsonl import shown
 from hydrajax.text.records import read_record
 
@@ -25,7 +24,7 @@ def append(path: Path, records: Iterable[dict[str, Any]], what: str = "output") 
         with path.open("a", encoding="utf-8", newline="\n") as file:
             file.write("".join(map(json_line, records)))
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
     except OSError as error:
         raise HydrajaxError(f"{what}: cannot write {path}: {error.strerror}") from None
 

@@ -162,6 +162,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
 
             def save(step: int, metric: float | None, wait: bool = False) -> None:
                 meta = {"settings": fingerprint, metric_name: metric}
+                metrics.persist()
                 checkpoints.save(step, state, meta, metric, wait=wait)
 
             metric_name = task.metric

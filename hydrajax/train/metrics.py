@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.files import WholeFile, sync
 from hydrajax.text.jsonl import file_content, json_lines
 from hydrajax.text.records import INTEGER, TEXT, checked
 from hydrajax.train.curves import Curves
@@ -35,11 +36,10 @@ class Metrics:
         # A run that starts anew also repeats the evaluation of step 0.
         found = read_metrics(path, lambda reason: console.print(f"{reason}; it is left out")) if resumed_at else []
         kept = [line for line in found if line["step"] <= resumed_at]
-        partial = path.with_suffix(".tmp")
         self._path = path
+        with WholeFile(path, "output") as file:
+            file.write_text("".join(json.dumps(line) + "\n" for line in kept))
         with self._written():
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            partial.replace(path)
             self._file = path.open("a", encoding="utf-8")
             self._curves = Curves(directory / "tensorboard", resumed_at + 1)
         self._console = console
@@ -65,6 +65,11 @@ class Metrics:
                     suffix = f"_{i}" if isinstance(value, list) else ""
                     self._curves.add(f"{kind}/{name}{suffix}", element, step)
             self._curves.flush()
+
+    def persist(self) -> None:
+        """Have all lines on the disk: those up to a checkpoint must be there when it is."""
+        with self._written():
+            sync(self._file.fileno())
 
     def progress(self, step: int, note: str) -> None:
         self._bar.update(self._task, completed=step, note=note)
@@ -99,6 +104,8 @@ class Silent:
     """`Metrics` of a process that leaves them to the main one."""
 
     def log(self, *_) -> None: ...
+
+    def persist(self) -> None: ...
 
     def progress(self, *_) -> None: ...
 

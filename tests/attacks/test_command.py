@@ -80,6 +80,15 @@ def test_attacks_by_what_is_downloaded_and_by_what_training_meets(tmp_path, caps
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["the power is cut while training", "the network between two hosts breaks"])
+def test_attacks_that_only_root_can_try(tmp_path, capsys, name):
+    assert module(EXPERIMENTS / "attack.py").main(["--only", name, "--seeds", "1", "--folder", str(tmp_path)]) == 0
+    if "not tried: " in (err := capsys.readouterr().err):
+        pytest.skip(err)
+    assert " tried, 0 failed." in err
+
+
+@pytest.mark.slow
 def test_what_a_command_with_limits_did_is_told(tmp_path, monkeypatch):
     """Its exit code and what it said; that it took too much memory, and too long."""
     from attacks import forked, registry

@@ -16,8 +16,9 @@ import yaml
 from runs import finish, heads_file, start, wait_for_step, without_clock
 from safetensors.numpy import load_file
 
+from hydrajax.checkpoints.training import TrainCheckpoints
 from hydrajax.cli.train import main
-from hydrajax.train.metrics import read_metrics
+from hydrajax.train.metrics import Metrics, read_metrics
 
 STEPS = 60
 TWO_DEVICES = ("mesh.data=2", "mesh.cpu_devices=2")
@@ -39,10 +40,22 @@ def launch(config):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(config, tmp_path_factory) -> Path:
+def order() -> list[str]:
+    """What `uninterrupted` did, of what must be done in an order."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(config, tmp_path_factory, order) -> Path:
     """The output of a run in this process, which compiles what the other processes find in the cache."""
     output = tmp_path_factory.mktemp("uninterrupted")
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+
+    def noted(name, call):
+        return lambda *args, **settings: (order.append(name), call(*args, **settings))[1]
+
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((Metrics, "persist"), (Metrics, "log"), (TrainCheckpoints, "save")):
+            patch.setattr(owner, name, noted(name, getattr(owner, name)))
         assert main(["--config", str(config), f"output={output}"]) == 0
     assert f"finished {STEPS} steps: --draft {output / 'heads'}" in out.getvalue()
     return output
@@ -86,6 +99,13 @@ def test_killed_and_stopped_run_ends_bitwise_where_the_uninterrupted_one_ends(
     assert heads_file(output).read_bytes() == heads_file(uninterrupted).read_bytes(), (kill_at, stop_at)
     # No line twice, none missing, and the same figures: losses, gradients, evaluations.
     assert without_clock(output) == without_clock(uninterrupted)
+
+
+def test_the_lines_up_to_a_checkpoint_are_on_the_disk_before_it(uninterrupted, order):
+    """A power cut then takes none of them from the run that goes on there."""
+    before = [order[:at] for at, name in enumerate(order) if name == "save"]
+    assert before
+    assert all(done[-1] == "persist" for done in before)
 
 
 @pytest.mark.slow

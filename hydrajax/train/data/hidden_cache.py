@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.files import WholeFile, sync
 from hydrajax.models.base import BaseModel
 from hydrajax.models.rows import run_base
 from hydrajax.sharding import replicated
@@ -62,10 +63,14 @@ def hidden_states(
     record.unlink(missing_ok=True)  # the record says that the file is whole
     try:
         write(path, dtype, config, model, base_params, rows, mesh)
-        record.write_text(json.dumps(wanted))
+        with WholeFile(record, "data.hidden_cache_gb") as file:
+            file.write_text(json.dumps(wanted))
     except OSError as error:
         path.unlink(missing_ok=True)
         raise HydrajaxError(f"data.hidden_cache_gb: cannot write {path}: {error.strerror}") from None
+    except HydrajaxError:
+        path.unlink(missing_ok=True)
+        raise
     return {"hidden": np.memmap(path, dtype, "r", shape=shape)}
 
 
@@ -93,6 +98,8 @@ def write(path: Path, dtype: np.dtype, config: TrainConfig, model: BaseModel, ba
             )
             hidden = jax.device_put(forward(base_params, tokens, segments), replicated(mesh))
             file.write(np.asarray(hidden)[: n_rows - start].tobytes())
+        file.flush()
+        sync(file.fileno())
 
 
 def fingerprint(rows: Rows, base_params) -> str:
