@@ -162,9 +162,9 @@ class WholeFile:
 
     def __exit__(self, error_type, *_) -> None:
         try:
-            if error_type is None:
-                sync(self._file.fileno())
-            self._file.close()
+            with self._file:
+                if error_type is None:
+                    sync(self._file.fileno())
             if error_type is None:
                 self._partial.replace(self._target)
         except OSError as error:

@@ -39,9 +39,9 @@ class Hosts:
 
 
 def ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CannotTry(f"ip {' '.join(arguments)}: {one_line(done.stderr)}")
+    found = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise CannotTry(f"ip {' '.join(arguments)}: {one_line(found.stderr)}")
 
 
 @contextmanager

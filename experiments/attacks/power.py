@@ -22,7 +22,7 @@ COPIES = 50  # that may be tried for two which are equal
 
 
 @contextmanager
-def mounted(image: Path, folder: Path) -> Iterator[None]:
+def disk(image: Path, folder: Path) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
     if subprocess.run(["mount", "-o", "loop", str(image), str(folder)], capture_output=True, check=False).returncode:
         raise CannotTry("no loop device can be mounted by this user")
@@ -66,7 +66,7 @@ def cut(
     own = replace(place, folder=place.folder / "disk")
     new_disk(place.folder / "image")
     left = []
-    with mounted(place.folder / "image", own.folder):
+    with disk(place.folder / "image", own.folder):
         arguments = command(own)
         os.sync()  # what it reads was there long before
         began, process = time.monotonic(), start(*arguments)
@@ -77,7 +77,7 @@ def cut(
                 left.append(path)
         done(process, place)
     for path in left:
-        with mounted(path, own.folder):
+        with disk(path, own.folder):
             check_left(own)
             done(start(*arguments), place)
             check(own)

@@ -187,6 +187,8 @@ def both(place: Place, output: Path, host: str = "127.0.0.1", within: Callable =
 
 
 def undisturbed_two(place: Place) -> Path:
+    """`undisturbed`, of two processes."""
+
     def make(folder: Path) -> Path:
         for process in both(replace(place, folder=folder), folder / "run"):
             done(process, place)
