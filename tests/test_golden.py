@@ -279,6 +279,7 @@ def test_pt_and_safetensors_are_the_same(golden, arch, loaded, tmp_path):
         pytest.param("hydra_mlp", "small", marks=pytest.mark.slow),
         pytest.param("hydra_pp", "mc63", marks=pytest.mark.slow),
     ],
+    indirect=True,  # else pytest would leave what the fixtures above have made for another arch and tree
     scope="module",
 )
 def test_typical_acceptance_equals_the_official_code(golden, arch, loaded, tree, tree_name):
