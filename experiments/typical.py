@@ -52,7 +52,7 @@ def _sweep(setup: Setup, rules: Sequence[Rule], heads: str) -> list[dict]:
     @cache  # two sweeps meet in one rule
     def measured(rule: AcceptanceRule) -> dict[str, float]:
         way = setup.way(heads, setup.released(heads), rule)
-        out = jax.device_get(way.decode(prompt, lengths))
+        out = jax.device_get(way.decode(prompt, lengths, jax.random.key(0)))
         outputs = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
         nats = nats_per_token(setup.base, setup.measured, outputs)
         return {"tokens_per_step": out.tokens_per_step(), "nats": nats}
