@@ -15,6 +15,7 @@ import pytest
 from scripts import EXPERIMENTS, module
 
 from hydrajax import assets
+from hydrajax.errors import HydrajaxError
 from hydrajax.report.outputs import find_results
 
 # The figures and tables that have a script, with settings that take seconds, and the kind of their results.
@@ -31,7 +32,7 @@ PAPERS = {
         ["--count", "4", "--calibration", "8", "--repeats", "1", "--sizes", "1,4", "--batch-sizes", "1,2"],
         "trees",
     ),
-    "hydra_table_1": (["--context", "128", "--rounds", "1", "--repeats", "1"], "overhead"),
+    "hydra_table_1": (["--context", "128", "--rounds", "1"], "overhead"),
     "hydra_table_2": (["--data", "DATA", "--max-new-tokens", "4"], "categories"),
     "amphista_tables_1_and_2": (["--data", "DATA", "--max-new-tokens", "4", "--questions", "1"], "categories"),
     "medusa_figure_4": (
@@ -96,6 +97,18 @@ def check_accuracies(rows: list[dict], drafters: Sequence[str]) -> None:
         shares = [row["accuracy"] for row in rows if (row["drafter"], row["head"]) == (drafter, 0)]
         assert 0.2 < shares[0] <= shares[-1] <= 1
         assert shares == sorted(shares)
+
+
+# The others have a program of their own.
+@pytest.mark.parametrize("name", [name for name in PAPERS if "FULL = " in (EXPERIMENTS / f"{name}.py").read_text()])
+def test_scripts_know_the_settings_that_the_slow_tests_give(in_process, monkeypatch, name):
+    """Up to where they would begin to measure."""
+
+    def begun(*_):
+        raise HydrajaxError("begun")
+
+    monkeypatch.setattr("common.Parts", begun)
+    assert in_process(name, *PAPERS[name][0]) == (2, "hydrajax: begun\n")
 
 
 @pytest.mark.slow
