@@ -286,7 +286,7 @@ def read_whatever(record: Record, folder: Path, path: Path, text: bytes, what: s
 def no_pictures(monkeypatch):
     """They take a second each, and draw what the tables say."""
     monkeypatch.setattr("hydrajax.report.markdown.can_draw", lambda: False)
-    monkeypatch.setattr("hydrajax.text.appended.os.fsync", lambda file: None)
+    monkeypatch.setattr("hydrajax.files.os.fsync", lambda file: None)
     monkeypatch.setattr("hydrajax.questions.summary.RESAMPLES", 9)
 
 
