@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -167,13 +168,14 @@ def check_said(code: int, err: str, codes: Sequence[int] = (0,)) -> None:
         raise Fell(f"not one line of ours with code 2: {last[-300:]}")
 
 
-def mounted(folder: Path, options: str) -> Path:
-    """A small disk in memory, where this user may mount one."""
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True).returncode:
-        raise CannotTry("no tmpfs can be mounted by this user")
-    return folder
-
-
-def unmount(folder: Path) -> None:
-    subprocess.run(["umount", "-l", str(folder)], check=True, capture_output=True)
+@contextmanager
+def mounted(folder: Path, options: str, image: Path | None = None) -> Iterator[None]:
+    """A small disk, in memory or of an image, where this user may mount one."""
+    folder.mkdir(exist_ok=True)
+    disk = ["-t", "tmpfs", "tmpfs"] if image is None else [str(image)]
+    if subprocess.run(["mount", "-o", options, *disk, str(folder)], capture_output=True, check=False).returncode:
+        raise CannotTry(f"no {'tmpfs' if image is None else 'image'} can be mounted by this user")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True, capture_output=True)

@@ -7,29 +7,17 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from attacks import decoding, training
-from attacks.commands import done, start, training_config, unmount
+from attacks.commands import done, mounted, start, training_config
 from attacks.registry import CannotTry, Place, attack
 
 SIZE = 24 << 20  # bytes of a disk
 CUTS = 5  # of one run
 COPIES = 50  # that may be tried for two which are equal
-
-
-@contextmanager
-def disk(image: Path, folder: Path) -> Iterator[None]:
-    folder.mkdir(exist_ok=True)
-    if subprocess.run(["mount", "-o", "loop", str(image), str(folder)], capture_output=True, check=False).returncode:
-        raise CannotTry("no loop device can be mounted by this user")
-    try:
-        yield
-    finally:
-        unmount(folder)
 
 
 def new_disk(image: Path) -> None:
@@ -66,7 +54,7 @@ def cut(
     own = replace(place, folder=place.folder / "disk")
     new_disk(place.folder / "image")
     left = []
-    with disk(place.folder / "image", own.folder):
+    with mounted(own.folder, "loop", place.folder / "image"):
         arguments = command(own)
         os.sync()  # what it reads was there long before
         began, process = time.monotonic(), start(*arguments)
@@ -77,7 +65,7 @@ def cut(
                 left.append(path)
         done(process, place)
     for path in left:
-        with disk(path, own.folder):
+        with mounted(own.folder, "loop", path):
             check_left(own)
             done(start(*arguments), place)
             check(own)

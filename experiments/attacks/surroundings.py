@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attacks.commands import base, done, mounted, prompts, start, unmount
+from attacks.commands import base, done, mounted, prompts, start
 from attacks.registry import Fell, Place, attack
 
 SURROUNDINGS = {
@@ -45,12 +45,10 @@ def surroundings(place: Place) -> int:
 
 @attack("outputs that may not be written", count=1)
 def read_only(place: Place) -> int:
-    disk = mounted(place.folder / "disk", "ro")
-    try:
+    disk = place.folder / "disk"
+    with mounted(disk, "ro"):
         model = ("--base", base(place), "--dtype", "float32", "--max-new-tokens", 4)
         done(start("generate", *model, "--prompts", prompts(place, 2), "--output", disk / "x.jsonl"), place, (2,))
         asked = ("--set", prompts(place, 2), "--template", "plain")
         done(start("evaluate", *model, *asked, "--output", disk), place, (2,))
-    finally:
-        unmount(disk)
     return 2

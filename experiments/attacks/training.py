@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from attacks.commands import base, done, finish, mounted, start, training_config, unmount
+from attacks.commands import base, done, finish, mounted, start, training_config
 from attacks.registry import Fell, Place, attack
 
 STEPS, EVERY = 30, 2
@@ -144,12 +144,9 @@ def full(place: Place) -> None:
     whole, _ = undisturbed(place)
     config, small = training_config(place, STEPS, EVERY), place.folder / "small"
     kilobytes = place.random.choice((8, 50, 200, 800, 1600))
-    mounted(small, f"size={kilobytes}k")
-    try:
+    with mounted(small, f"size={kilobytes}k"):
         code, _, _ = done(start("train", "--config", config, f"output={small / 'run'}"), place, (0, 2))
         shutil.copytree(small / "run", place.folder / "run", dirs_exist_ok=True)
-    finally:
-        unmount(small)
     if code == 2:
         done(start("train", "--config", config), place)
     check_equal(place.folder / "run", whole)
@@ -169,11 +166,9 @@ def limited(place: Place) -> None:
 
 @attack("training without leave to write", count=1)
 def read_only(place: Place) -> None:
-    disk = mounted(place.folder / "disk", "ro")
-    try:
+    disk = place.folder / "disk"
+    with mounted(disk, "ro"):
         done(start("train", "--config", training_config(place, 2, 1), f"output={disk}"), place, (2,))
-    finally:
-        unmount(disk)
 
 
 def both(place: Place, output: Path, host: str = "127.0.0.1", within: Callable = lambda number: ()) -> list:
