@@ -208,7 +208,7 @@ class Setup:
 
     def released(self, heads: str) -> TreeTopology:
         """The released 63-choice tree, as deep as the heads go."""
-        return cut(presets.by_name(RELEASED), self.heads[heads].drafter.depth)
+        return cut(presets.by_name(RELEASED), self.heads[heads].drafter.spec.depth)
 
     def calibrated(self, heads: str) -> Calibration:
         """What the heads know of the base's own continuations of the calibration prompts."""

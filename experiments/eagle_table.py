@@ -63,7 +63,7 @@ def measure(setup: common.Setup, heads: str, args) -> list[dict]:
 
 def dynamic(setup: common.Setup, heads: str, size: int) -> DynamicTree:
     """The dynamic tree of this size that gives the longest steps on the calibration prompts."""
-    depth = setup.heads[heads].drafter.depth
+    depth = setup.heads[heads].drafter.spec.depth
     expansions = [n for n in (3, 5, 7) if n < depth] or [depth - 1]
     trees = [usable(size, n, k) for n, k in itertools.product(expansions, (6, 10))]
     return max(trees, key=lambda tree: setup.tokens_per_step(setup.way(heads, tree), setup.calibration))

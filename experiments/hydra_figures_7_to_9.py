@@ -42,7 +42,7 @@ def run(args) -> None:
 def candidates(setup: common.Setup, heads: str, sizes: list[int]) -> Trees:
     grown = setup.grown_trees(heads, sizes)
     trees = {(family_of(tree.size), name): tree for name, tree in grown.items()}
-    depth = setup.heads[heads].drafter.depth
+    depth = setup.heads[heads].drafter.spec.depth
     trees |= {("chain", f"chain-{d}"): presets.chain(d) for d in range(1, depth + 1)}
     return trees | {("released", common.RELEASED): setup.released(heads)}
 

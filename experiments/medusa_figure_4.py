@@ -22,7 +22,7 @@ def run(args) -> None:
 def measure(setup: common.Setup, heads: str) -> list[dict]:
     args = setup.args
     searched = setup.grown_trees(heads, args.sizes)
-    trees = searched | random_dense(args.dense, args.largest, setup.heads[heads].drafter.depth)
+    trees = searched | random_dense(args.dense, args.largest, setup.heads[heads].drafter.spec.depth)
     rows = []
     for rate in setup.measure_trees(heads, trees, setup.measured, 1, args.repeats):
         family = "searched" if rate.name in searched else "dense"

@@ -19,7 +19,7 @@ def run(args) -> None:
     heads, loaded = next(iter(setup.heads.items()))
     proposals = setup.grown(heads, args.nodes)
     searched = proposals.tree(min(args.nodes, proposals.largest))
-    depth = loaded.drafter.depth
+    depth = loaded.drafter.spec.depth
     ways = [
         setup.autoregressive(),
         setup.way(heads, presets.chain(depth), name=f"{heads} without tree attention"),

@@ -81,7 +81,7 @@ class Bundle:
 
     def default_tree(self, batch_size: int = 1) -> CandidateTree:
         """The tree that was searched for these heads, else the drafter's own choice."""
-        return presets.searched(self.draft_directory, batch_size) or presets.by_name(self.drafter.default_tree)
+        return presets.searched(self.draft_directory, batch_size) or presets.by_name(self.drafter.spec.default_tree)
 
     def prompt_ids(self, prompt: str | Sequence[int] | Sequence[dict] | Prompt, where: str) -> np.ndarray:
         """Token ids of one prompt, int32 ``[P]``, checked against the model.

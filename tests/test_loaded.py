@@ -53,7 +53,7 @@ def test_another_draft_says_the_same_and_is_loaded_once(m):
 
 def test_heads_with_lookup_beside_them_by_name(m):
     both = m.with_draft("lookup-3+hydra")
-    assert (both.drafter.nodes_added, both.draft_directory.name) == (3, "hydra")
+    assert (both.drafter.branch_nodes, both.draft_directory.name) == (3, "hydra")
     assert both.default_tree() == m.with_draft("hydra").default_tree()
     assert "Hydra with lookup with 4.1M;" in repr(both)
     refused(lambda: hydrajax.load("shipped", "lookup+nowhere"), "draft: no such directory: nowhere")

@@ -74,9 +74,9 @@ class Case(NamedTuple):
         alone = Alone(random_config(random))
         name = name or random.choice(DRAFTS)
         drafter, config = drafter_of(name, alone, random), alone.config
-        tree = random_tree(random, drafter.depth, config.vocab_size, drafter.grows)
+        tree = random_tree(random, drafter.spec.depth, config.vocab_size, drafter.spec.supports_dynamic_tree)
         batch = random.choice((1, 3, 4, 6))
-        rule = rules_of(random, drafter.draws, 1)[0]
+        rule = rules_of(random, drafter.spec.supports_sampling, 1)[0]
         if isinstance(rule, RejectionSampling) and not hasattr(tree, "expansions"):
             try:
                 rule.check(tree)
@@ -98,7 +98,7 @@ class Case(NamedTuple):
     def rules(self, random: random.Random) -> Any:
         """The rule with other numbers in every row, as arrays."""
         while True:
-            found = rules_of(random, self.drafter.draws, self.batch)
+            found = rules_of(random, self.drafter.spec.supports_sampling, self.batch)
             if jax.tree.structure(found[0]) == jax.tree.structure(self.rule):
                 return per_row(found, self.batch)
 

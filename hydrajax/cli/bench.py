@@ -98,7 +98,7 @@ def run_apart(args: argparse.Namespace) -> None:
         model, drafter, params, texts = _model(args)
         if not texts:
             raise HydrajaxError("--prompts: are needed with --draft-devices, as the base has no tokenizer")
-        name = args.tree or drafter.default_tree
+        name = args.tree or drafter.spec.default_tree
         way = Way(name, model, drafter, params, presets.by_name(name), options.rule_from(args), args.max_new_tokens)
         table = figure_table("batch", "way", "τ", "tok/s", "speed-up", "hits", "ready", "equal", left="way")
         report = []
@@ -126,7 +126,7 @@ def _ways(args: argparse.Namespace) -> tuple[list[Way], list[np.ndarray]]:
     if args.draft_settings:
         return _settings(args, rule)
     model, drafter, params, texts = _model(args)
-    name = args.tree or drafter.default_tree
+    name = args.tree or drafter.spec.default_tree
     tree = presets.by_name(name)
     trees: Mapping[str, CandidateTree] = first_nodes(tree, args.tree_sizes) if args.tree_sizes else {name: tree}
     first = Way(name, model, drafter, params, tree, rule, args.max_new_tokens)

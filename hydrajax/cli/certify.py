@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         exact = loaded if args.dtype == "float32" else options.load_from(args, dtype="float32")
         prompts = options.prompts_from(args.prompts, loaded, args.limit)
         tree = tree or loaded.default_tree()
-        tree.check(loaded.drafter.depth, loaded.model.config.vocab_size)
+        tree.check(loaded.drafter.spec.depth, loaded.model.config.vocab_size)
         name = args.tree or f"{tree.size} nodes"
         way, exact_way = (Way.of(m, name, tree, rule, max_new_tokens=args.max_new_tokens) for m in (loaded, exact))
         print(f"base {args.base}, draft {args.draft}, tree {name}, {rule}, {args.dtype}", flush=True)

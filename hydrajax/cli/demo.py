@@ -23,7 +23,6 @@ from rich.table import Table
 from hydrajax import assets
 from hydrajax.api import Loaded, load
 from hydrajax.cli.screen import bar, write_marked
-from hydrajax.drafters.drafter import LooksAhead
 from hydrajax.drafters.registry import WITHOUT_WEIGHTS, title_of
 from hydrajax.measure.contest import Measured, contest
 from hydrajax.measure.way import AUTOREGRESSIVE, Way
@@ -132,8 +131,8 @@ def load_shipped() -> tuple[Loaded, dict[str, Loaded]]:
         plain = load(assets.base(), dtype="float32")  # outputs must be equal, also where bfloat16 has ties
         phase.advance()
         # A lookahead window pays where many nodes cost as much as one, which on a CPU they do not.
-        named = [loaded for loaded in map(plain.with_draft, WITHOUT_WEIGHTS) if loaded.drafter.depth]
-        free = [loaded for loaded in named if not isinstance(loaded.drafter, LooksAhead)]
+        named = [loaded for loaded in map(plain.with_draft, WITHOUT_WEIGHTS) if loaded.drafter.spec.depth]
+        free = [loaded for loaded in named if not loaded.drafter.spec.window_nodes]
         drafted = {title_of(loaded.drafter): loaded for loaded in free}
         for name in assets.DRAFTS:
             loaded = plain.with_draft(assets.path(name))

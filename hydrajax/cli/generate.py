@@ -22,7 +22,6 @@ from hydrajax.cli.options import (
     tree_from,
 )
 from hydrajax.cli.screen import write_marked
-from hydrajax.drafters.drafter import longest_path
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate, stream
 from hydrajax.text.answers import AnswerWriter, Generation
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
             ids = loaded.ids_of_prompts(prompts)  # as far as needed
             loaded, tree, rule = loaded.fastest(ids, rule, args.batch_size, progress.status)
             progress.hide()
-        screen = Screen(loaded, len(prompts), drafted=longest_path(loaded.drafter, tree) > 0)
+        screen = Screen(loaded, len(prompts), drafted=loaded.drafter.spec.longest_path(tree) > 0)
         settings = {"tree": tree, "rule": rule, "max_new_tokens": args.max_new_tokens, "stop": args.stop}
         settings |= {"seed": args.seed, "on_status": progress.status}
         settings |= {"logprobs": args.logprobs, "top_logprobs": args.top_logprobs or 0}

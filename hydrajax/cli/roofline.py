@@ -149,14 +149,14 @@ def _drafter(args: argparse.Namespace, config: LlamaConfig, dtype) -> Drafter:
         args.draft_kind = "model"
     else:
         drafter = KINDS[args.draft_kind].build(config, dtype)
-    if args.acceptance is not None and not isinstance(drafter, DraftModel):
+    if args.acceptance is not None and not drafter.spec.has_distribution:
         title = title_of(drafter)
         raise HydrajaxError(f"--acceptance: is for draft models, --draft or --draft-kind model, found {title}")
     return drafter
 
 
 def _trees(args: argparse.Namespace, drafter, config: LlamaConfig) -> dict[str, CandidateTree]:
-    tree = presets.by_name(args.tree or drafter.default_tree)
+    tree = presets.by_name(args.tree or drafter.spec.default_tree)
     check_fit(drafter, tree, Greedy(), config.vocab_size)
     if isinstance(tree, DynamicTree) and not args.tree_sizes:
         return {tree.name: tree}

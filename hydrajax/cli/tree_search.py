@@ -16,7 +16,6 @@ from hydrajax import api
 from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.decoding.acceptance import AcceptanceRule
-from hydrajax.drafters.drafter import AddsBranch, HasDistribution, LooksAhead
 from hydrajax.drafters.registry import title_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.locking import in_use
@@ -82,14 +81,14 @@ def run(args: argparse.Namespace) -> None:
         raise HydrajaxError(f"--sizes: must be at most --largest {args.largest}, found {max(args.sizes)}")
     texts = read_prompts(args.prompts)[: args.limit]
     loaded = options.load_from(args)
-    if isinstance(loaded.drafter, LooksAhead):
+    if loaded.drafter.spec.window_nodes:
         raise HydrajaxError(
             f"--draft: what {title_of(loaded.drafter)} guesses depends on the steps before, so no tree is searched for "
             "it; compare its settings by 'hydrajax bench --draft lookahead --draft-settings 5-3-5,15-5-15'"
         )
-    if args.save and isinstance(loaded.drafter, AddsBranch):
+    if args.save and loaded.drafter.spec.branch_nodes:
         raise HydrajaxError("--save: the tree would be taken for the draft without lookup, too; use --output")
-    if args.how == "chains" and not isinstance(loaded.drafter, HasDistribution):
+    if args.how == "chains" and not loaded.drafter.spec.has_distribution:
         raise HydrajaxError(f"--how: chains are of draft models, found {title_of(loaded.drafter)}")
     grows = _grows(args, loaded, rule)
     if args.shapes == DYNAMIC and max(sizes) < 2:
@@ -187,16 +186,16 @@ def _proposals(args: argparse.Namespace, way, prompts, sizes: list[int], on_stat
         on_progress=lambda done, total: on_status(f"calibrating, {done} of {total} prompts"),
     )
     chain = None
-    if isinstance(way.drafter, HasDistribution):
+    if way.drafter.spec.has_distribution:
         on_status("timing a pass of the draft")
         context = max(map(len, prompts)) + args.max_new_tokens
         cost = draft_cost(way, args.batch_size, context)
-        chain = estimate(found.acceptance, cost, way.drafter.depth)
+        chain = estimate(found.acceptance, cost, way.drafter.spec.depth)
     on_status("growing trees")
     if args.how == "simulated":
         proposals = search.simulated(found.ranks, found.spans, args.largest)
     elif args.how == "chains":
-        proposals = search.chains(found.acceptance, way.drafter.depth, args.largest)
+        proposals = search.chains(found.acceptance, way.drafter.spec.depth, args.largest)
     elif args.how == "joint":
         proposals = search.joint(found.at_every_step(), args.largest)
     else:

@@ -17,7 +17,7 @@ from hydrajax.decoding.prompts import bucket, check_prompts
 from hydrajax.decoding.sampling import Sampling, per_row
 from hydrajax.decoding.state import OutputState, Params
 from hydrajax.decoding.step import Engine
-from hydrajax.drafters.drafter import Drafter, LooksAhead, longest_path
+from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
@@ -79,11 +79,11 @@ def result_of(output: OutputState) -> DecodeResult:
 
 def check_fit(drafter: Drafter, tree: CandidateTree, rule: AcceptanceRule, vocab_size: int) -> None:
     """Refuse a tree that the drafter cannot fill or the rule cannot judge, and a rule that the drafter cannot serve."""
-    if isinstance(tree, DynamicTree) and not drafter.grows:
+    if isinstance(tree, DynamicTree) and not drafter.spec.supports_dynamic_tree:
         raise HydrajaxError(f"tree: {tree.name} needs a drafter that can grow trees, not {type(drafter).__name__}")
-    tree.check(drafter.depth, vocab_size)
+    tree.check(drafter.spec.depth, vocab_size)
     rule.check(tree)
-    if rule.needs_draws and longest_path(drafter, tree) and not drafter.draws:
+    if rule.needs_draws and drafter.spec.longest_path(tree) and not drafter.spec.supports_sampling:
         raise HydrajaxError(f"rule: {type(rule).__name__} needs a drafter that samples, not {type(drafter).__name__}")
 
 
@@ -103,8 +103,10 @@ def make_engine(
         raise HydrajaxError(f"max_new_tokens: must be at least 1, found {max_new_tokens}")
     check_fit(drafter, tree, rule, model.config.vocab_size)
     context = model.config.max_positions
-    if isinstance(drafter, LooksAhead) and drafter.reach >= context:
-        raise HydrajaxError(f"draft: looks {drafter.reach} tokens ahead, which a context of {context} has no room for")
+    if drafter.spec.reach >= context:
+        raise HydrajaxError(
+            f"draft: looks {drafter.spec.reach} tokens ahead, which a context of {context} has no room for"
+        )
     if not 0 <= top_logprobs <= model.config.vocab_size:
         vocab_size = model.config.vocab_size
         raise HydrajaxError(f"top_logprobs: must be from 0 to the vocabulary's {vocab_size}, found {top_logprobs}")

@@ -33,9 +33,9 @@ class RejectionSampling(Sampling):
     A node that was given and not drawn, as those of prompt lookup beside heads, comes after its drawn siblings. There
     was no chance in it, so its q is all on its own token: it is accepted with what p by then has left for it.
 
-    draft_temperature: of q, None for ``temperature``. The drafter must be one that draws (`Drafter.draws`), a static
-    tree have no gaps between the ranks of siblings. Why a dynamic tree, which depends on what was drawn, does not
-    change the distribution is said at `hydrajax.drafters.growing.grow`.
+    draft_temperature: of q, None for ``temperature``. The drafter must be one that draws
+    (`DrafterSpec.supports_sampling`), a static tree have no gaps between the ranks of siblings. Why a dynamic tree,
+    which depends on what was drawn, does not change the distribution is said at `hydrajax.drafters.growing.grow`.
     """
 
     draft_temperature: float | None = None

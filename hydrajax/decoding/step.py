@@ -16,7 +16,7 @@ from hydrajax.decoding.logprobs import Logprobs
 from hydrajax.decoding.penalties import Seen
 from hydrajax.decoding.sampling import per_row, position_keys, row_keys
 from hydrajax.decoding.state import DecodeState, OutputState, Params, TargetState
-from hydrajax.drafters.drafter import Drafter, Outcome, Proposal, longest_path, nodes_fed
+from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
@@ -70,7 +70,12 @@ class Engine:
     @property
     def depth(self) -> int:
         """K, the most tokens after the root that a step may accept."""
-        return longest_path(self.drafter, self.tree)
+        return self.drafter.spec.longest_path(self.tree)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The hidden states of the base that the drafter reads."""
+        return self.drafter.spec.aux_hidden_layers
 
     def bind(self, params: Params) -> BoundBase:
         return BoundBase(self.model, params.base)
@@ -88,7 +93,7 @@ class Engine:
         """One forward pass of the base over the N nodes under the tree's mask, and logits at every node."""
         tree, base = proposal.tree, self.bind(params)
         positions = cache.lengths[:, None] + tree.depths
-        forward = base.forward(proposal.tokens, positions, tree.attention_mask, cache, self.drafter.reads)
+        forward = base.forward(proposal.tokens, positions, tree.attention_mask, cache, self.reads)
         return forward, base.logits(forward.hidden)
 
     def accept(self, state: DecodeState, logits: Float[Array, "B N V"], proposal: Proposal) -> Acceptance:
@@ -175,7 +180,7 @@ class Engine:
         rule = per_row(rule, batch)
         slots = self.cache_slots(width) if slots is None else slots
         positions = jnp.broadcast_to(jnp.arange(width), prompt.shape)
-        forward = self.bind(params).forward(prompt, positions, causal_mask(width), reads=self.drafter.reads)
+        forward = self.bind(params).forward(prompt, positions, causal_mask(width), reads=self.reads)
         cache = append(self.model.init_cache(batch, slots), forward.block, lengths)
         # The barrier keeps XLA from folding the first pass over an empty draft cache at compile time, which is slow.
         draft = jax.lax.optimization_barrier(self.drafter.init_state(batch, slots))
@@ -211,7 +216,7 @@ class Engine:
         elif rule.penalises:
             raise HydrajaxError("rule: has penalties, but the tokens before were not counted: their rule had none")
         positions = cache.lengths[:, None] + jnp.arange(width)
-        forward = self.bind(params).forward(more, positions, causal_mask(width), cache, self.drafter.reads)
+        forward = self.bind(params).forward(more, positions, causal_mask(width), cache, self.reads)
         keys, root, logprobs = self._first_root(params, forward, counts, rng, rule, seen)
         # The root comes from the last hidden state, which has read every layer's cache.
         cache = append(cache, forward.block, counts, after=root)
@@ -221,8 +226,9 @@ class Engine:
     def empty(self, batch: int, slots: int, rule: AcceptanceRule) -> DecodeState:
         """Rows without any text, to begin a prompt that comes in pieces: `feed` all but the last, `extend` by that.
 
-        Their rows are done: a step changes nothing in them. slots: of the cache; they hold at least `nodes_fed` more
-        than the longest text, and never less than a piece that is written into them, padding included.
+        Their rows are done: a step changes nothing in them. slots: of the cache; they hold at least
+        `DrafterSpec.verified_nodes` more than the longest text, and never less than a piece that is written into them,
+        padding included.
         """
         nothing = jnp.zeros(batch, jnp.int32)
         rule = per_row(rule, batch)
@@ -247,7 +253,7 @@ class Engine:
         cache, base = state.target.cache, self.bind(params)
         width = more.shape[1]
         positions = cache.lengths[:, None] + jnp.arange(width)
-        forward = base.forward(more, positions, causal_mask(width), cache, self.drafter.reads)
+        forward = base.forward(more, positions, causal_mask(width), cache, self.reads)
         cache = append(cache, forward.block, counts, after=forward.hidden[:, -1, 0])
         draft = self.drafter.begin(params.draft, state.draft, forward.features, more, counts, following, base)
         seen = state.output.seen
@@ -310,7 +316,7 @@ class Engine:
     def cache_slots(self, prompt_width: int) -> int:
         """Slots for the longest text plus the nodes of one step, so that no slice update is ever clamped."""
         longest = min(prompt_width + self.max_new_tokens, max(self.model.config.max_positions, prompt_width))
-        return longest + nodes_fed(self.drafter, self.tree)
+        return longest + self.drafter.spec.verified_nodes(self.tree)
 
     def _keys_below(self, state: DecodeState) -> Array:
         """Random keys ``[B, K+1]`` of the places after a node of depth 0 .. K."""

@@ -117,6 +117,7 @@ class AmphistaHeads(AtOnce):
     share_blocks: ClassVar[bool] = False
     hidden_state_offset: ClassVar[int] = 0
     dropout: ClassVar[float] = 0.0
+    prefix: ClassVar[None] = None
 
     def __post_init__(self):
         if not 0 <= self.adaptation_layers <= self.n_heads:

@@ -33,11 +33,5 @@ def about(heads: AmphistaHeads) -> About:
     return About("Amphista heads", "amphista", rows)
 
 
-FILES = Files(
-    AmphistaHeads,
-    (),
-    check,
-    about,
-    {"config": CONFIG_CODEC, "small_lm_head": (lm_head_to_json, lm_head_from_json)},
-    prefixed=False,
-)
+CODECS = {"config": CONFIG_CODEC, "small_lm_head": (lm_head_to_json, lm_head_from_json)}
+FILES = Files(AmphistaHeads, (), check, about, CODECS)

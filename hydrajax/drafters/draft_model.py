@@ -9,7 +9,7 @@ the first pass of the next proposal. So K tokens cost K passes of the draft, nev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul, Ranking
-from hydrajax.drafters.drafter import Draw, Outcome
+from hydrajax.drafters.drafter import DrafterSpec, Draw, Outcome
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import Beam
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
@@ -102,10 +102,6 @@ class DraftModel:
     vocab_size: int
     depth: int = DEPTH
     confidence: float = 0.0
-    reads: ClassVar[tuple[int, ...]] = (0,)
-    draws: ClassVar[bool] = True
-    grows: ClassVar[bool] = True
-    default_tree: ClassVar[str] = "chain-5"
 
     def __post_init__(self):
         if self.depth < 1:
@@ -117,6 +113,17 @@ class DraftModel:
         """With an eighth of the base's layers."""
         small = config.replace(n_layers=-(-config.n_layers // 8))
         return cls(Llama(small, jnp.dtype(dtype)), config.vocab_size)
+
+    @property
+    def spec(self) -> DrafterSpec:
+        return DrafterSpec(
+            depth=self.depth,
+            default_tree="chain-5",
+            supports_sampling=True,
+            supports_dynamic_tree=True,
+            has_distribution=True,
+            independent=True,
+        )
 
     @property
     def config(self) -> LlamaConfig:

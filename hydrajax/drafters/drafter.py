@@ -8,6 +8,7 @@ and state are passed in and returned. What it needs to decode (`Drafter`) and wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import flax.linen as nn
@@ -65,7 +66,7 @@ class Outcome(NamedTuple):
     counts:    int32 ``[B]`` how many of them were emitted, the root counted; 0 in a row that has finished, whose state
                no longer matters.
     next_root: int32 ``[B]`` the token that the base has chosen to follow.
-    features:  ``[B, N, D]`` what the drafter reads of the base (`Drafter.reads`), at *every* node.
+    features:  ``[B, N, D]`` what the drafter reads of the base (`DrafterSpec.aux_hidden_layers`), at *every* node.
     chosen:    int32 ``[B, N]`` the base's best token at every node: rejected nodes teach n-gram drafters, too.
     """
 
@@ -81,31 +82,60 @@ class Outcome(NamedTuple):
         return jnp.take_along_axis(self.features, self.path[:, :, None], axis=1)
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """What decoding needs of a drafter.
+@dataclass(frozen=True)
+class DrafterSpec:
+    """What a drafter can do. The decode step, tree search and the commands ask this and never for a class.
 
-    depth:        K, how many tokens ahead it can propose.
-    reads:        which hidden states of the base it reads, see `hydrajax.models.base.BaseModel.__call__`.
-    draws:        whether it can draw candidates from distributions of its own.
-    grows:        whether it can fill a `hydrajax.trees.dynamic.DynamicTree`. It is handed none otherwise.
-    default_tree: the name of the tree it is used with where the user names none.
+    A wrapper changes what it changes: ``replace(inner.spec, branch_nodes=5)``.
+
+    depth:                 K, the most tokens after the root that it can propose.
+    default_tree:          the name of the tree that it is used with where the user names none.
+    aux_hidden_layers:     the hidden states of the base that it reads, see `hydrajax.models.base.BaseModel.__call__`.
+    supports_sampling:     it can draw candidates from distributions of its own, which fills `Proposal.log_q`.
+    supports_dynamic_tree: it can fill a `hydrajax.trees.dynamic.DynamicTree`; otherwise it is handed none.
+    has_distribution:      it defines a distribution over all tokens after any text, as a model does, and has the method
+                           ``next_logits(params, tokens [B, T]) -> float32 [B, T, V]``, -inf for tokens that it cannot
+                           propose.
+    independent:           it never reads the base, so it can run on devices of its own (`hydrajax.ssd`).
+    num_draft_heads:       heads that training updates; 0 for a drafter that is not `Trainable`.
+    window_nodes:          nodes that it appends behind the tree which are verified and never accepted: the base's
+                           choices there (`Outcome.chosen`) are its next guesses (`hydrajax.drafters.lookahead`).
+    reach:                 with ``window_nodes``, how many positions after the root the furthest node stands.
+    branch_nodes:          nodes that it appends behind the tree as one more branch. They can be accepted, and paths may
+                           become longer by as many nodes.
     """
 
-    @property
-    def depth(self) -> int: ...
+    depth: int
+    default_tree: str
+    aux_hidden_layers: tuple[int, ...] = (0,)
+    supports_sampling: bool = False
+    supports_dynamic_tree: bool = False
+    has_distribution: bool = False
+    independent: bool = False
+    num_draft_heads: int = 0
+    window_nodes: int = 0
+    reach: int = 0
+    branch_nodes: int = 0
+
+    def candidate_nodes(self, tree: CandidateTree) -> int:
+        """Count the nodes that a step may accept, root included."""
+        return tree.size + self.branch_nodes
+
+    def verified_nodes(self, tree: CandidateTree) -> int:
+        """Count the nodes that a step feeds to the base: the candidates and the window."""
+        return self.candidate_nodes(tree) + self.window_nodes
+
+    def longest_path(self, tree: CandidateTree) -> int:
+        """Count the tokens after the root that a step may accept: the K of its proposals."""
+        return tree.depth + self.branch_nodes
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """What decoding needs of a drafter: its spec, and methods that are pure functions of parameters and state."""
 
     @property
-    def reads(self) -> tuple[int, ...]: ...
-
-    @property
-    def draws(self) -> bool: ...
-
-    @property
-    def grows(self) -> bool: ...
-
-    @property
-    def default_tree(self) -> str: ...
+    def spec(self) -> DrafterSpec: ...
 
     def init(self, rng: Array, base: BoundBase) -> DraftParams:
         """Fresh parameters for this base; an empty dict where the drafter has none."""
@@ -183,13 +213,11 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class Trainable(Drafter, Protocol):
-    """What training needs besides: a drafter with parameters.
+    """What training needs in addition: a drafter with parameters.
 
-    n_heads:    how many heads are trained; head k predicts token t + 2 + k.
-    vocabulary: of the tokens that the heads know; None for all.
+    Head k < `DrafterSpec.num_draft_heads` predicts token t + 2 + k. vocabulary: the tokens that the heads can propose,
+    None for all.
     """
-
-    n_heads: int
 
     @property
     def vocabulary(self) -> Vocabulary | None: ...
@@ -197,7 +225,7 @@ class Trainable(Drafter, Protocol):
     def reaching(self, depth: int) -> Trainable:
         """The same drafter with at least ``depth`` heads, where it is to be asked for more than it is trained for.
 
-        depth: at most `Drafter.depth`.
+        depth: at most `DrafterSpec.depth`.
         """
 
     def trained_on(self, found: Drafter) -> Trainable:
@@ -220,7 +248,7 @@ class Trainable(Drafter, Protocol):
         positions: Int[Array, "B T"] | None = None,
         mask: Bool[Array, "B 1 1 T T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], ...]:
-        """First half of the training forward: what the lm head of each of the ``n_heads`` reads.
+        """First half of the training forward: what the lm head of each draft head reads.
 
         With an ``rng`` key dropout is applied, everywhere but at the lm head. Where several documents share a row,
         ``positions`` are those inside each document and ``mask[b, 0, 0, i, j]`` says whether token i sees token j; by
@@ -234,57 +262,6 @@ class Trainable(Drafter, Protocol):
 
         Over the tokens that it knows. With an ``rng`` key the dropout before the lm head is applied.
         """
-
-
-@runtime_checkable
-class HasDistribution(Protocol):
-    """What a drafter can tell that has a distribution over all tokens after any text, as a model has."""
-
-    def next_logits(self, params: DraftParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-        """Float32 logits over the base's tokens of what follows each token; -inf for those it cannot say."""
-
-
-@runtime_checkable
-class LooksAhead(Protocol):
-    """What a drafter says of itself whose proposals hold more than the tree it is handed: nodes behind it, never to be
-    accepted (`hydrajax.trees.topology.Topology.parents`), and fed for what the base chooses there (`Outcome.chosen`).
-
-    nodes_beside: how many. reach: how many places after the root the furthest node stands, of these and of any tree.
-    """
-
-    @property
-    def nodes_beside(self) -> int: ...
-
-    @property
-    def reach(self) -> int: ...
-
-
-@runtime_checkable
-class AddsBranch(Protocol):
-    """What a drafter says of itself whose proposals hold a branch more than the tree it is handed: nodes behind it that
-    can be accepted as the others can.
-
-    nodes_added: how many. Paths may become longer by as many nodes.
-    """
-
-    @property
-    def nodes_added(self) -> int: ...
-
-
-def nodes_fed(drafter: Drafter, tree: CandidateTree) -> int:
-    """How many nodes a step feeds to the base: the tree's, and those beside it."""
-    beside = drafter.nodes_beside if isinstance(drafter, LooksAhead) else 0
-    return candidate_nodes(drafter, tree) + beside
-
-
-def candidate_nodes(drafter: Drafter, tree: CandidateTree) -> int:
-    """How many nodes a step may accept, the root counted: the tree's, and those of a branch that was added to it."""
-    return tree.size + (drafter.nodes_added if isinstance(drafter, AddsBranch) else 0)
-
-
-def longest_path(drafter: Drafter, tree: CandidateTree) -> int:
-    """How many tokens after the root a step may accept: the K of its proposals, which is the tree's or larger."""
-    return tree.depth + (drafter.nodes_added if isinstance(drafter, AddsBranch) else 0)
 
 
 class SeesAcceptedOnly:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -18,7 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul, Ranking
-from hydrajax.drafters.drafter import following_tokens, last_observed
+from hydrajax.drafters.drafter import DrafterSpec, following_tokens, last_observed
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import Beam
 from hydrajax.drafters.heads import Trained
@@ -105,17 +106,18 @@ class FeatureDrafter(Trained):
     guesses one after the other it is trained for. Methods: `hydrajax.drafters.drafter.Trainable`.
     """
 
-    draws: ClassVar[bool] = True
-    grows: ClassVar[bool] = True
+    prefix: ClassVar[None] = None
 
-    @property
-    def n_heads(self) -> int:
-        """In training each further guess is a head, all of one set of parameters."""
-        return self.unroll
-
-    @property
-    def default_tree(self) -> str:
-        return presets.default_name(self.depth, self.lm_head.size(self.config.vocab_size), "eagle_26")
+    @cached_property
+    def spec(self) -> DrafterSpec:
+        return DrafterSpec(
+            depth=self.depth,
+            default_tree=presets.default_name(self.depth, self.lm_head.size(self.config.vocab_size), "eagle_26"),
+            aux_hidden_layers=self.reads,
+            supports_sampling=True,
+            supports_dynamic_tree=True,
+            num_draft_heads=self.unroll,  # each further guess is a head in training, all of one set of parameters
+        )
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 

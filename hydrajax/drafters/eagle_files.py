@@ -248,12 +248,11 @@ VOCABULARY_CODEC = (
     lambda found: Vocabulary(numbers_from_json(found)),
 )
 EAGLE, EAGLE_3, VLLM_EAGLE_3 = EagleFormat(), Eagle3Format(), VLLMEagle3()
-EAGLE_FILES = Files(Eagle, (EAGLE,), check, about, {"config": CONFIG_CODEC}, prefixed=False)
+EAGLE_FILES = Files(Eagle, (EAGLE,), check, about, {"config": CONFIG_CODEC})
 EAGLE_3_FILES = Files(
     Eagle3,
     (EAGLE_3, VLLM_EAGLE_3, SPECULATORS),
     check,
     about,
     {"config": CONFIG_CODEC, "reads": READS_CODEC, "vocabulary": VOCABULARY_CODEC},
-    prefixed=False,
 )

@@ -121,7 +121,6 @@ class Files:
     about:   ``drafter -> About``.
     codecs:  for settings that are no plain values, by their names, how they become JSON and how they are read again.
              The latter raises KeyError, TypeError or ValueError for what the former does not write.
-    prefixed: whether it may stand behind a prefix layer (`hydrajax.drafters.prefix.WithPrefix`).
     """
 
     drafter: type
@@ -129,7 +128,6 @@ class Files:
     check: Callable[[Any, LlamaConfig], None]
     about: Callable[[Any], About]
     codecs: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = field(default_factory=dict)
-    prefixed: bool = True
 
 
 def integer(config: dict, field: str, least: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from functools import cached_property
 
 import flax.linen as nn
 import jax
@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from hydrajax.drafters.costs import Cost, Matmul, Ranking
-from hydrajax.drafters.drafter import Draw, Proposal, SeesAcceptedOnly, last_observed
+from hydrajax.drafters.drafter import DrafterSpec, Draw, Proposal, SeesAcceptedOnly, last_observed
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
+from hydrajax.drafters.prefix import Prefix
 from hydrajax.drafters.ranks import head_ranks
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
@@ -179,65 +180,95 @@ class Trained(SeesAcceptedOnly):
 
 
 class HeadStack(Trained):
-    """What Medusa, Hydra and Amphista share: parameters ``{"head_0": ...}``, K heads, how they are trained.
+    """What Medusa, Hydra and Amphista share: K heads with parameters ``{"head_0": ...}``, and how they are trained.
 
     A subclass is a frozen dataclass with ``n_heads``, ``width``, ``vocab_size``, ``dtype``, ``dropout``,
-    ``hidden_state_offset`` and ``lm_head``; ``head(k)`` says what head k is, ``teacher_inputs`` what it reads in
-    training, ``propose`` and ``propose_costs`` how it drafts. State: the last hidden state ``[B, D]``. For the methods
-    see `hydrajax.drafters.drafter.Trainable`.
+    ``hidden_state_offset``, ``lm_head`` and ``prefix``; ``head(k)`` describes head k, ``teacher_inputs`` what it reads
+    in training, ``propose`` and ``propose_costs`` how it drafts. For the methods see
+    `hydrajax.drafters.drafter.Trainable`.
+
+    State: the last hidden state ``[B, D]``; with a prefix layer its `hydrajax.drafters.prefix.PrefixState`. The
+    parameters are then ``{"prefix": ..., "heads": {"head_0": ...}}``.
     """
 
-    draws: ClassVar[bool] = True
-    grows: ClassVar[bool] = True
+    prefix: Prefix | None
 
     def __post_init__(self):
         check_dropout(self.dropout)
 
     @classmethod
-    def for_base(cls, config: LlamaConfig, dtype, *, behind_prefix: bool = False, n_heads: int = 4, **settings):
-        """Heads for a base of this shape, four of them as released unless told otherwise.
+    def for_base(
+        cls,
+        config: LlamaConfig,
+        dtype,
+        *,
+        n_heads: int = 4,
+        prefix: bool = False,
+        prefix_window: int | None = None,
+        **settings,
+    ):
+        """Return heads for a base of this shape, four of them as released by default.
 
-        behind_prefix: whether they will stand behind a prefix layer, which some kinds need to know.
+        prefix, prefix_window: a prefix layer in front of the heads, and its `Prefix.window`.
         """
         sizes = {"n_heads": n_heads, "width": config.width, "vocab_size": config.vocab_size}
-        return cls(**sizes, dtype=jnp.dtype(dtype), **settings)
+        heads = cls(**sizes, dtype=jnp.dtype(dtype), **settings)
+        return heads.with_prefix(config, prefix_window) if prefix else heads
 
-    @property
-    def depth(self) -> int:
-        return self.n_heads
+    def with_prefix(self, config: LlamaConfig, window: int | None = None):
+        """Return these heads behind a prefix layer for a base of this shape, see `Prefix`."""
+        return dataclasses.replace(self, prefix=Prefix(config, window))
 
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return (self.hidden_state_offset,)
+    @cached_property
+    def spec(self) -> DrafterSpec:
+        return DrafterSpec(
+            depth=self.n_heads,
+            default_tree=presets.default_name(self.n_heads, self.lm_head.size(self.vocab_size)),
+            aux_hidden_layers=(self.hidden_state_offset,),
+            supports_sampling=True,
+            supports_dynamic_tree=True,
+            num_draft_heads=self.n_heads,
+        )
 
     @property
     def vocabulary(self) -> Vocabulary | None:
         return self.lm_head.vocabulary
 
-    @property
-    def default_tree(self) -> str:
-        return presets.default_name(self.depth, self.lm_head.size(self.vocab_size))
-
     # --- decoding -----------------------------------------------------------------------------------------------------
 
     def init_state(self, batch, slots):
+        if self.prefix is not None:
+            return self.prefix.init_state(batch, slots, self.dtype)
         return jnp.zeros((batch, self.width), self.dtype)
 
     def advance(self, params, state, features, tokens, counts, next_root, base):
+        if self.prefix is not None:
+            return self.prefix.advance(params["prefix"], state, features, counts, self.dtype)
         return last_observed(features, counts)
+
+    def hidden_in(self, state) -> Float[Array, "B D"]:
+        """Return what the heads read of a state."""
+        return state if self.prefix is None else state.hidden
 
     # --- costs --------------------------------------------------------------------------------------------------------
 
     def observe_costs(self, batch, tokens, slots):
-        return ()
+        return () if self.prefix is None else self.prefix.costs(batch, tokens, slots)
 
     def teacher_costs(self, length):
-        return [cost for k in range(self.n_heads) for cost in head_costs(f"head {k}", self.head(k), length, length)]
+        heads = [cost for k in range(self.n_heads) for cost in head_costs(f"head {k}", self.head(k), length, length)]
+        return heads if self.prefix is None else [*self.prefix.costs(1, length), *heads]
 
     # --- training -----------------------------------------------------------------------------------------------------
 
     def init_boxed(self, rng, base):
         """Every lm head starts as a copy of the base's (medusa 2.1.1)."""
+        if self.prefix is None:
+            return self._init_heads(rng, base)
+        prefix = self.prefix.init_boxed(jax.random.fold_in(rng, 1), self.dtype)
+        return {"prefix": prefix, "heads": self._init_heads(jax.random.fold_in(rng, 2), base)}
+
+    def _init_heads(self, rng, base):
         params = {}
         for k in range(self.n_heads):
             head = self.head(k)
@@ -251,6 +282,8 @@ class HeadStack(Trained):
         return params
 
     def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
+        if self.prefix is not None:
+            features = self.prefix.refine_rows(params["prefix"], features, tokens, self.dtype, positions, mask)
         inputs = self.teacher_inputs(features, tokens, base)
         keys = [None if rng is None else jax.random.fold_in(rng, k) for k in range(self.n_heads)]
         return tuple(self.apply_head(params, k, *inputs[k], rng=keys[k], method="hidden") for k in range(self.n_heads))
@@ -268,6 +301,8 @@ class HeadStack(Trained):
                 wanted = dataclasses.replace(self, small_lm_head=lm_head)
             if found.dropout != self.dropout:
                 found = dataclasses.replace(found, dropout=self.dropout)
+            if found.prefix and self.prefix and found.prefix.config == self.prefix.config:
+                found = dataclasses.replace(found, prefix=self.prefix)  # files need not hold the window
         if found != wanted:
             raise HydrajaxError(f"the heads are {found}, the settings ask for {self}")
         return wanted
@@ -275,7 +310,8 @@ class HeadStack(Trained):
     # --- one head -----------------------------------------------------------------------------------------------------
 
     def apply_head(self, params, k: int, *inputs, method: str, **settings):
-        return self.head(k).apply({"params": params[f"head_{k}"]}, *inputs, method=method, **settings)
+        heads = params if self.prefix is None else params["heads"]
+        return self.head(k).apply({"params": heads[f"head_{k}"]}, *inputs, method=method, **settings)
 
 
 class AtOnce(HeadStack):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,6 @@ import numpy as np
 
 from hydrajax.drafters.formats import Files, HeadFormat, Tensors, cannot_write
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
-from hydrajax.drafters.prefix import heads_of, replace_in_heads
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import Entry, Layout, Path, same, transposed, zeros
@@ -44,18 +44,17 @@ class StackFormat(HeadFormat):
         """Blocks that are copies of one another in every head are one shared block."""
         naming = self.naming(drafter)
         own = jnp.dtype(files.dtype(f"{naming.lm_head(0)}.weight")) if dtype is None else jnp.dtype(dtype)
-        shared = _blocks_are_copies(heads_of(drafter), naming, files)
-        return replace_in_heads(drafter, share_blocks=shared, dtype=own)
+        return dataclasses.replace(drafter, share_blocks=_blocks_are_copies(drafter, naming, files), dtype=own)
 
     def check_files(self, drafter, files: Tensors, base: LlamaConfig):
         """The drafter itself, if its files may be compared with it key by key: else the message says what is wrong."""
-        heads, name = heads_of(drafter), f"{self.naming(drafter).lm_head(0)}.weight"
+        name = f"{self.naming(drafter).lm_head(0)}.weight"
         if name not in files:
             raise HydrajaxError(f"missing tensor '{name}'")
         check_sizes(files.shape(name), base)
-        if heads.n_heads * heads.n_layers > len(files):  # or a slip in a number would have us list millions of names
+        if drafter.n_heads * drafter.n_layers > len(files):  # or a slip in a number would list millions of names
             raise HydrajaxError(
-                f"the file has {len(files)} tensors, too few for {heads.n_heads} heads x {heads.n_layers} blocks"
+                f"the file has {len(files)} tensors, too few for {drafter.n_heads} heads x {drafter.n_layers} blocks"
             )
         return drafter
 
@@ -183,8 +182,7 @@ def stack_rows(heads) -> dict[str, str]:
     return {"heads": f"{heads.n_heads} of {blocks}", "width, vocabulary": f"{heads.width}, {heads.vocab_size}"}
 
 
-def drafter_name(drafter: Any, heads: str = "") -> str:
-    """A drafter's class for messages, with the prefix layer that it is behind. heads: what to call the heads."""
-    inner = heads_of(drafter)
-    heads = heads or type(inner).__name__
-    return heads if inner is drafter else f"{type(drafter).__name__}({heads})"
+def drafter_name(drafter: Any) -> str:
+    """Return a drafter's class for messages, and its prefix layer."""
+    name = type(drafter).__name__
+    return f"{name} with a prefix layer" if getattr(drafter, "prefix", None) else name

@@ -10,6 +10,7 @@ from hydrajax.drafters.costs import Cost, Ranking
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.heads import Head, HeadStack, head_costs
 from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.prefix import Prefix
 from hydrajax.models.arrays import DType
 from hydrajax.trees.dynamic import guesses_of
 
@@ -18,7 +19,7 @@ from hydrajax.trees.dynamic import guesses_of
 class HydraHeads(HeadStack):
     """Head k sees [h_t, E(x_{t+1}), E(x̂_{t+2}) ... E(x̂_{t+1+k})], so it knows the tokens before it on its path.
 
-    ``n_layers`` 1 is Hydra, 4 (with a prefix layer, `hydrajax.drafters.prefix`) is Hydra++ (hydra 3.1).
+    ``n_layers`` 1 is Hydra, 4 with a ``prefix`` layer is Hydra++ (hydra 3.1).
     """
 
     n_heads: int
@@ -30,6 +31,7 @@ class HydraHeads(HeadStack):
     dtype: DType = jnp.float32
     dropout: float = 0.0
     small_lm_head: LmHead | None = None
+    prefix: Prefix | None = None
 
     @property
     def lm_head(self) -> LmHead:
@@ -50,8 +52,10 @@ class HydraHeads(HeadStack):
     def propose(self, params, state, root, tree, base, draw=None):
         """One head call for all parents of a level."""
 
+        last = self.hidden_in(state)
+
         def guess(nothing, beam):
-            inputs = self._inputs_after(state, beam.paths, base)
+            inputs = self._inputs_after(last, beam.paths, base)
             hidden = self.apply_head(params, beam.depth, *inputs, method="hidden")
             return nothing, self.head_logits(params, beam.depth, hidden, base)
 
@@ -66,11 +70,11 @@ class HydraHeads(HeadStack):
             costs.append(Ranking(f"head {k} top-{width}", rows, self.lm_head.size(self.vocab_size)))
         return costs
 
-    def _inputs_after(self, state, paths, base):
+    def _inputs_after(self, hidden, paths, base):
         """[h, E(root)], and the embeddings of the tokens from there to the end of each path ``[B, n, k + 1]``, which
         begins with the root.
         """
-        shared = jnp.concatenate([state, base.embed(paths[:, 0, 0]).astype(self.dtype)], axis=-1)[:, None]
+        shared = jnp.concatenate([hidden, base.embed(paths[:, 0, 0]).astype(self.dtype)], axis=-1)[:, None]
         path = base.embed(paths[:, :, 1:]).astype(self.dtype)
         return shared, path.reshape(*paths.shape[:2], -1)
 

@@ -23,7 +23,6 @@ from hydrajax.drafters.heads_files import (
 )
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix, heads_of, window_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family import decoder_layer
 from hydrajax.models.config import LlamaConfig
@@ -46,7 +45,7 @@ class Hydra(StackFormat):
     ignored = r"input_embed_fn\.weight|prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq)"
 
     def naming(self, drafter):
-        return PLAIN if heads_of(drafter) is drafter else BEHIND_PREFIX
+        return BEHIND_PREFIX if drafter.prefix else PLAIN
 
     def recognises(self, config, names):
         return "hydra_num_heads" in config
@@ -61,31 +60,31 @@ class Hydra(StackFormat):
             raise HydrajaxError(f"config.json: hidden_state_offset {offset} exceeds the base's {base.n_layers} layers")
         sizes = {"n_heads": n_heads, "width": base.width, "vocab_size": base.vocab_size, "n_layers": n_layers}
         sizes |= {"share_blocks": False, "hidden_state_offset": offset}
+        window = integer(config, "prefix_window", 1) if "prefix_window" in config else None
         grounded = config.get("grounded_heads", False)
         heads = HydraHeads(**sizes) if grounded else MedusaHeads(**sizes, lm_head_bias=True)
-        window = integer(config, "prefix_window", 1) if "prefix_window" in config else None
-        return self.check_files(heads if arch == "mlp" else WithPrefix(heads, base, window), files, base)
+        return self.check_files(heads if arch == "mlp" else heads.with_prefix(base, window), files, base)
 
     def layout(self, drafter, config):
-        heads = heads_of(drafter)
-        if heads is drafter:
-            return heads_layout(heads, PLAIN)
-        return prefix_layout(drafter.config) + heads_layout(heads, BEHIND_PREFIX, ("heads",))
+        if drafter.prefix is None:
+            return heads_layout(drafter, PLAIN)
+        return prefix_layout(drafter.prefix.config) + heads_layout(drafter, BEHIND_PREFIX, ("heads",))
 
     def config(self, drafter, made_for):
-        heads = heads_of(drafter)
-        grounded = isinstance(heads, HydraHeads)
-        if not grounded and not getattr(heads, "lm_head_bias", False):
-            found = drafter_name(drafter, f"{type(heads).__name__} without lm_head_bias")
-            raise cannot_write(f"drafter is {found}", "Hydra heads, for format hydra")
-        check_full_lm_head(heads)
+        grounded = isinstance(drafter, HydraHeads)
+        if not grounded and not getattr(drafter, "lm_head_bias", False):
+            raise cannot_write(
+                f"drafter is {drafter_name(drafter)} without lm_head_bias", "Hydra heads, for format hydra"
+            )
+        check_full_lm_head(drafter)
+        window = drafter.prefix and drafter.prefix.window
         return {
-            "hydra_num_heads": heads.n_heads,
-            "hydra_num_layers": heads.n_layers,
-            "hydra_head_arch": ARCHITECTURES[heads is not drafter],
+            "hydra_num_heads": drafter.n_heads,
+            "hydra_num_layers": drafter.n_layers,
+            "hydra_head_arch": ARCHITECTURES[drafter.prefix is not None],
             "grounded_heads": grounded,
-            "hidden_state_offset": heads.hidden_state_offset,
-        } | ({} if (window := window_of(drafter)) is None else {"prefix_window": window})
+            "hidden_state_offset": drafter.hidden_state_offset,
+        } | ({} if window is None else {"prefix_window": window})
 
 
 def prefix_layout(base: LlamaConfig, path: Path = ("prefix",)) -> Layout:

@@ -26,6 +26,7 @@ node by node find all of them; and a candidate that is right to the end counts w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import jax
@@ -34,7 +35,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from hydrajax.drafters.costs import CostsNothing
-from hydrajax.drafters.drafter import Proposal
+from hydrajax.drafters.drafter import DrafterSpec, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.trees.topology import Topology, from_parents
@@ -75,8 +76,8 @@ class Lookahead(CostsNothing):
     nothing to say, nor has a node whose candidate begins like an earlier one that far: it is that one's node then.
 
     The rules that can judge it are those for given candidates (greedy, exact sampling, typical): it draws nothing.
-    Methods: `hydrajax.drafters.drafter.Drafter`; nodes beside the tree: `hydrajax.drafters.drafter.LooksAhead`. Raises
-    `HydrajaxError` for numbers that make no sense or more nodes than a tree may have.
+    Methods: `hydrajax.drafters.drafter.Drafter`. The window is `DrafterSpec.window_nodes`. Raises `HydrajaxError` for
+    numbers that make no sense or more nodes than a tree may have.
     """
 
     window: int = 15
@@ -84,9 +85,6 @@ class Lookahead(CostsNothing):
     guesses: int = 15
     from_text: bool = True
     buckets: int = 4096
-    reads: tuple[int, ...] = (0,)
-    draws: bool = False
-    grows: bool = False
 
     def __post_init__(self):
         if self.window < 1 or self.ngram < 2 or not 1 <= self.guesses <= MOST_GUESSES or self.buckets < 1:
@@ -106,21 +104,15 @@ class Lookahead(CostsNothing):
         """What ``--draft`` calls it."""
         return f"lookahead-{self.window}-{self.ngram}-{self.guesses}"
 
-    @property
-    def depth(self) -> int:
-        return self.ngram - 1
-
-    @property
-    def default_tree(self) -> str:
-        return "cartesian-" + "x".join(map(str, [self.guesses] + [1] * (self.ngram - 2)))
-
-    @property
-    def nodes_beside(self) -> int:
-        return (self.ngram - 1) * self.window - 1
-
-    @property
-    def reach(self) -> int:
-        return max(self.window + self.ngram - 3, self.depth)
+    @cached_property
+    def spec(self) -> DrafterSpec:
+        depth = self.ngram - 1
+        return DrafterSpec(
+            depth=depth,
+            default_tree="cartesian-" + "x".join(map(str, [self.guesses] + [1] * (depth - 1))),
+            window_nodes=depth * self.window - 1,
+            reach=max(self.window + self.ngram - 3, depth),
+        )
 
     def init(self, rng, base):
         return {}
@@ -154,9 +146,9 @@ class Lookahead(CostsNothing):
         return Proposal(jnp.concatenate([root[:, None], tokens, window], axis=1), topology)
 
     def observe(self, params, state, proposal, outcome, base):
-        root, n_nodes = proposal.tokens[:, 0], proposal.tokens.shape[1]
+        root, window = proposal.tokens[:, 0], proposal.tokens.shape[1] - self.spec.window_nodes
         # The root is a cell of the window as well: the newest level where it is the only one.
-        of_window = jnp.concatenate([outcome.chosen[:, :1], outcome.chosen[:, n_nodes - self.nodes_beside :]], axis=1)
+        of_window = jnp.concatenate([outcome.chosen[:, :1], outcome.chosen[:, window:]], axis=1)
         guessed = of_window[:, -self.window :]
         columns = jnp.concatenate([_with_root(state.window, root), guessed[:, None]], axis=1)  # [B, N, W]
         ngrams = jnp.swapaxes(columns, 1, 2)
@@ -184,15 +176,16 @@ class Lookahead(CostsNothing):
     def _beside_window(self, parents: Int[Array, "B nodes"], tree: TreeTopology) -> Topology:
         """The trees with these parents, and the window behind them: the same for all rows, and nobody's child."""
         batch, n_nodes = parents.shape
-        alone = jnp.full((batch, self.nodes_beside), -1, jnp.int32)
+        window_nodes = self.spec.window_nodes
+        alone = jnp.full((batch, window_nodes), -1, jnp.int32)
         # A node has the children of all candidates that go along it, and its own that no candidate has a place in.
         branches = any(any(path[1:]) for path in tree.choices)
         most_children = max((tree.max_rank + 1) * (1 + branches), 1)
         found = from_parents(jnp.concatenate([parents, alone], axis=1), tree.depth, most_children)
         of_window = sees(self.window, self.ngram - 1)[1:]
-        mask = np.zeros((self.nodes_beside, n_nodes + self.nodes_beside), bool)
+        mask = np.zeros((window_nodes, n_nodes + window_nodes), bool)
         mask[:, 0], mask[:, n_nodes:] = of_window[:, 0], of_window[:, 1:]
-        level, column = np.divmod(np.arange(1, self.nodes_beside + 1), self.window)
+        level, column = np.divmod(np.arange(1, window_nodes + 1), self.window)
         return found._replace(
             depths=found.depths.at[:, n_nodes:].set((level + column).astype(np.int32)),
             mask=found.mask.at[:, n_nodes:].set(mask),

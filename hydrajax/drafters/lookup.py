@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 
 from hydrajax.drafters import ngrams
 from hydrajax.drafters.costs import CostsNothing
-from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly
+from hydrajax.drafters.drafter import DrafterSpec, Proposal, SeesAcceptedOnly
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 
@@ -49,16 +49,16 @@ class PromptLookup(SeesAcceptedOnly, CostsNothing):
     longest: int = 4
     shortest: int = 1
     matches: int = 8
-    reads: tuple[int, ...] = (0,)
-    draws: bool = False
-    grows: bool = False
-    default_tree: str = "chain-5"
 
     def __post_init__(self):
         if min(self.depth, self.shortest, self.matches) < 1:
             raise HydrajaxError("lookup: depth, shortest and matches must be at least 1")
         if self.longest < self.shortest:
             raise HydrajaxError(f"lookup: longest must be at least shortest, {self.shortest}, found {self.longest}")
+
+    @property
+    def spec(self) -> DrafterSpec:
+        return DrafterSpec(depth=self.depth, default_tree="chain-5")
 
     def init(self, rng, base):
         return {}

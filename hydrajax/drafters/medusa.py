@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from hydrajax.drafters.heads import AtOnce, Head, block_costs
 from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.prefix import Prefix
 from hydrajax.models.arrays import DType
 from hydrajax.trees.dynamic import guesses_of
 
@@ -29,11 +30,12 @@ class MedusaHeads(AtOnce):
     dtype: DType = jnp.float32
     dropout: float = 0.0
     small_lm_head: LmHead | None = None
+    prefix: Prefix | None = None
 
     @classmethod
-    def for_base(cls, config, dtype, *, behind_prefix=False, **settings):
-        # Behind a prefix layer the released layout knows only heads whose lm head has a bias.
-        return super().for_base(config, dtype, **{"lm_head_bias": behind_prefix} | settings)
+    def for_base(cls, config, dtype, *, prefix=False, **settings):
+        # Behind a prefix layer the released layout has only heads whose lm head has a bias.
+        return super().for_base(config, dtype, prefix=prefix, **{"lm_head_bias": prefix} | settings)
 
     @property
     def lm_head(self) -> LmHead:
@@ -53,7 +55,8 @@ class MedusaHeads(AtOnce):
 
     def propose(self, params, state, root, tree, base, draw=None):
         levels = range(len(guesses_of(tree)))
-        hidden = [self.apply_head(params, k, state[:, None], method="hidden") for k in levels]
+        last = self.hidden_in(state)[:, None]
+        hidden = [self.apply_head(params, k, last, method="hidden") for k in levels]
         return self.filled(params, hidden, root, tree, base, draw)
 
     def propose_costs(self, tree, batch, slots):

@@ -21,7 +21,6 @@ from hydrajax.drafters.heads_files import (
     stack_rows,
 )
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import heads_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import MODEL
@@ -149,15 +148,14 @@ def separate_heads(n_heads: int, n_layers: int, base: LlamaConfig) -> MedusaHead
 
 def check_plain(drafter) -> None:
     """Refuse what Medusa's formats cannot say: grounded heads, biases of lm heads, a prefix layer, another layer."""
-    heads = heads_of(drafter)
-    if heads is not drafter or not isinstance(heads, MedusaHeads) or heads.lm_head_bias:
-        bias = " with lm_head_bias" if getattr(heads, "lm_head_bias", False) else ""
+    if not isinstance(drafter, MedusaHeads) or drafter.prefix or drafter.lm_head_bias:
+        bias = " with lm_head_bias" if getattr(drafter, "lm_head_bias", False) else ""
         raise cannot_write(
             f"drafter is {drafter_name(drafter)}{bias}", "MedusaHeads without lm_head_bias, for Medusa's formats"
         )
-    if heads.hidden_state_offset:
-        raise cannot_write(f"hidden_state_offset of Medusa heads is {heads.hidden_state_offset}", "0")
-    check_full_lm_head(heads)
+    if drafter.hidden_state_offset:
+        raise cannot_write(f"hidden_state_offset of Medusa heads is {drafter.hidden_state_offset}", "0")
+    check_full_lm_head(drafter)
 
 
 def about(heads: MedusaHeads) -> About:

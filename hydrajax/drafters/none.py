@@ -7,22 +7,20 @@ the one-node acceptance compile to nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax.numpy as jnp
 
 from hydrajax.drafters.costs import CostsNothing
-from hydrajax.drafters.drafter import Proposal
+from hydrajax.drafters.drafter import DrafterSpec, Proposal
 
 
 @dataclass(frozen=True)
 class NoDrafter(CostsNothing):
     """See `hydrajax.drafters.drafter.Drafter` for the methods."""
 
-    depth: int = 0
-    reads: tuple[int, ...] = (0,)
-    draws: bool = True  # nothing, from any distribution
-    grows: bool = False
-    default_tree: str = "root"
+    # It samples nothing, from any distribution.
+    spec: ClassVar[DrafterSpec] = DrafterSpec(depth=0, default_tree="root", supports_sampling=True)
 
     def init(self, rng, base):
         return {}

@@ -1,21 +1,18 @@
-"""The Hydra++ prefix layer: one decoder layer over the base's hidden states, in front of any heads (hydra 3.1)."""
+"""The Hydra++ prefix layer (hydra 3.1): a decoder layer over the base's hidden states, in front of the draft heads."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int
 
 from hydrajax.drafters.costs import DecoderLayers
-from hydrajax.drafters.heads import Trained
-from hydrajax.drafters.lm_head import Vocabulary
-from hydrajax.errors import HydrajaxError
-from hydrajax.models.arrays import DType
+from hydrajax.drafters.drafter import last_observed
+from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask, rope_table, windowed
 from hydrajax.models.cache import KVCache, append, init_cache
 from hydrajax.models.config import LlamaConfig
@@ -31,7 +28,7 @@ class PrefixLayer(nn.Module):
 
     @nn.compact
     def __call__(self, features, positions, block_mask, cache: KVCache | None = None):
-        """Refined features ``[B, T, D]`` and the layer's keys and values for the T tokens."""
+        """Return refined features ``[B, T, D]`` and the layer's keys and values for the T tokens."""
         layer = DecoderLayer(self.config, self.dtype, name="layer")
         rope = rope_table(self.config, positions)
         block_mask, first_seen = windowed(block_mask, positions, self.config.sliding_window)
@@ -41,123 +38,67 @@ class PrefixLayer(nn.Module):
 
 
 class PrefixState(NamedTuple):
-    """The prefix layer's own cache (committed tokens only) and the state of the heads behind it."""
+    """The prefix layer's own cache, of accepted tokens only, and its output ``[B, D]`` at the last of them."""
 
     cache: KVCache
-    heads: Any
+    hidden: Float[Array, "B D"]
 
 
 @dataclass(frozen=True)
-class WithPrefix(Trained):
-    """``heads`` reading the prefix layer's output in place of h_t; Hydra++ is ``WithPrefix(HydraHeads(...))``.
+class Prefix:
+    """The prefix layer of draft heads, which then read its output in place of h_t; Hydra++ is Hydra with one.
 
     The layer runs once per decode step, over the root and the accepted tokens at their true positions, so its cache
-    never holds a rejected token. Methods: `hydrajax.drafters.drafter.Trainable`.
+    never holds a rejected token.
 
-    config: the base's. window: the tokens that the layer sees, itself included, or None for all, as in the paper.
-    Behind a longer context than the rows it was trained on it guesses worse and worse; a window of their length keeps
-    it where it was.
+    config: the base's. window: tokens that the layer attends to, itself included; None for all, as in the paper. Behind
+    a longer context than its training rows the layer's guesses get worse; a window of their length prevents that.
     """
 
-    heads: Any
     config: LlamaConfig
     window: int | None = None
 
     @property
-    def depth(self) -> int:
-        return self.heads.depth
+    def layer_config(self) -> LlamaConfig:
+        return self.config.plain_layer.replace(sliding_window=self.window)
 
-    @property
-    def n_heads(self) -> int:
-        return self.heads.n_heads
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.heads.reads
-
-    @property
-    def vocabulary(self) -> Vocabulary | None:
-        return self.heads.vocabulary
-
-    @property
-    def draws(self) -> bool:
-        return self.heads.draws
-
-    @property
-    def grows(self) -> bool:
-        return self.heads.grows
-
-    @property
-    def default_tree(self) -> str:
-        return self.heads.default_tree
-
-    @property
-    def layer(self) -> PrefixLayer:
-        return PrefixLayer(self.config.plain_layer.replace(sliding_window=self.window), self.heads.dtype)
+    def layer(self, dtype: DType) -> PrefixLayer:
+        return PrefixLayer(self.layer_config, dtype)
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 
-    def init_state(self, batch, slots):
-        cache = init_cache(self.layer.config, batch, slots, self.heads.dtype)
-        return PrefixState(cache, self.heads.init_state(batch, slots))
+    def init_state(self, batch: int, slots: int, dtype: DType) -> PrefixState:
+        cache = init_cache(self.layer_config, batch, slots, dtype)
+        return PrefixState(cache, jnp.zeros((batch, self.config.width), dtype))
 
-    def advance(self, params, state, features, tokens, counts, next_root, base):
-        cache = state.cache
-        positions = cache.lengths[:, None] + jnp.arange(tokens.shape[1])
-        refined, block = self.layer.apply(
-            {"params": params["prefix"]}, features, positions, causal_mask(tokens.shape[1]), cache
-        )
-        heads = self.heads.advance(params["heads"], state.heads, refined, tokens, counts, next_root, base)
-        return PrefixState(append(cache, block, counts, after=refined[:, 0, 0]), heads)
-
-    def propose(self, params, state, root, tree, base, draw=None):
-        return self.heads.propose(params["heads"], state.heads, root, tree, base, draw)
-
-    # --- costs --------------------------------------------------------------------------------------------------------
-
-    def propose_costs(self, tree, batch, slots):
-        return self.heads.propose_costs(tree, batch, slots)
-
-    def observe_costs(self, batch, tokens, slots):
-        return [DecoderLayers("prefix", self.layer.config, batch, tokens, slots)]
-
-    def teacher_costs(self, length):
-        return [DecoderLayers("prefix", self.layer.config, 1, length), *self.heads.teacher_costs(length)]
+    def advance(
+        self,
+        params,
+        state: PrefixState,
+        features: Float[Array, "B T D"],
+        counts: Int[Array, " B"],
+        dtype: DType,
+    ) -> PrefixState:
+        """Run the layer over the first ``counts[b]`` of T more tokens."""
+        cache, n_tokens = state.cache, features.shape[1]
+        positions = cache.lengths[:, None] + jnp.arange(n_tokens)
+        refined, block = self.layer(dtype).apply({"params": params}, features, positions, causal_mask(n_tokens), cache)
+        hidden = last_observed(refined, counts)
+        return PrefixState(append(cache, block, counts, after=refined[:, 0, 0]), hidden)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    def init_boxed(self, rng, base):
-        example = jnp.zeros((1, 1, self.config.width), self.heads.dtype)
+    def init_boxed(self, rng: Array, dtype: DType):
+        """Fresh parameters with their logical axes attached."""
+        example = jnp.zeros((1, 1, self.config.width), dtype)
         position = jnp.zeros((1, 1), jnp.int32)
-        layer_params = self.layer.init(jax.random.fold_in(rng, 1), example, position, np.ones((1, 1), bool))["params"]
-        return {"prefix": layer_params, "heads": self.heads.init_boxed(jax.random.fold_in(rng, 2), base)}
+        return self.layer(dtype).init(rng, example, position, np.ones((1, 1), bool))["params"]
 
-    def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
+    def refine_rows(self, params, features, tokens, dtype: DType, positions=None, mask=None) -> Float[Array, "B T D"]:
+        """Run the layer over whole rows without a cache; see `hydrajax.drafters.drafter.Trainable.teacher_hidden`."""
         if positions is None:
             positions, mask = row_layout(tokens)
-        refined, _ = self.layer.apply({"params": params["prefix"]}, features, positions, mask)
-        return self.heads.teacher_hidden(params["heads"], refined, tokens, base, rng, positions, mask)
+        return self.layer(dtype).apply({"params": params}, features, positions, mask)[0]
 
-    def head_logits(self, params, k, hidden, base, rng=None):
-        return self.heads.head_logits(params["heads"], k, hidden, base, rng)
-
-    def trained_on(self, found):
-        if not isinstance(found, WithPrefix) or found.config != self.config:
-            raise HydrajaxError(f"the heads are {found}, the settings ask for {self}")
-        return dataclasses.replace(self, heads=self.heads.trained_on(found.heads))
-
-
-def heads_of(drafter):
-    """The heads, out from behind a prefix layer."""
-    return drafter.heads if isinstance(drafter, WithPrefix) else drafter
-
-
-def window_of(drafter) -> int | None:
-    """Of the prefix layer, None for all tokens or where there is no such layer."""
-    return drafter.window if isinstance(drafter, WithPrefix) else None
-
-
-def replace_in_heads(drafter, **changes):
-    """`dataclasses.replace`, of the heads behind a prefix layer."""
-    changed = dataclasses.replace(heads_of(drafter), **changes)
-    return dataclasses.replace(drafter, heads=changed) if isinstance(drafter, WithPrefix) else changed
+    def costs(self, batch: int, tokens: int, slots: int = 0) -> list[DecoderLayers]:
+        return [DecoderLayers("prefix", self.layer_config, batch, tokens, slots)]

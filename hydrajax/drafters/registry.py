@@ -6,7 +6,7 @@ Commands, files, training, benchmarks and costs ask here and never for a class b
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.prefix import WithPrefix, heads_of
 from hydrajax.drafters.with_lookup import NODES, WithLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.config import LlamaConfig
@@ -48,7 +47,7 @@ class Kind:
 
     def build(self, config: LlamaConfig, dtype) -> Drafter:
         """The drafter for a base of this shape, heads at their released size."""
-        return self.drafter(**self.settings) if self.about else _heads(self.drafter, config, dtype, **self.settings)
+        return self.drafter(**self.settings) if self.about else self.drafter.for_base(config, dtype, **self.settings)
 
 
 # Directories of heads are recognised, and formats listed, in this order.
@@ -121,36 +120,31 @@ def beside_lookup(draft: Any) -> BesideLookup | None:
     return beside
 
 
-def heads_for(
-    name: str, config: LlamaConfig, dtype, *, prefix: bool = False, prefix_window: int | None = None, **settings
-) -> Trainable:
-    """Draft heads for a base of this shape, any of them behind a prefix layer (with a window) if that is wanted.
+def heads_for(name: str, config: LlamaConfig, dtype, *, prefix: bool = False, **settings) -> Trainable:
+    """Return draft heads for a base of this shape.
 
-    settings: fields of the class in `HEADS`, over its defaults. Raises `HydrajaxError` for a prefix layer before heads
-    that have none.
+    settings: of the class in `HEADS`, over its defaults. Raises `HydrajaxError` for a prefix layer before heads that
+    have none.
     """
-    if prefix and not FILES[name].prefixed:
+    if prefix and not has_prefix(name):
         raise HydrajaxError(f"draft.prefix: {name} has no prefix layer, found true")
-    return _heads(HEADS[name], config, dtype, prefix=prefix, prefix_window=prefix_window, **settings)
+    layer = {"prefix": True} if prefix else {}
+    return HEADS[name].for_base(config, dtype, **layer, **settings)
 
 
-def _heads(
-    drafter: Any, config: LlamaConfig, dtype, *, prefix: bool = False, prefix_window: int | None = None, **settings
-) -> Any:
-    if not prefix:
-        return drafter.for_base(config, dtype, **settings)
-    return WithPrefix(drafter.for_base(config, dtype, behind_prefix=True, **settings), config, prefix_window)
+def has_prefix(name: str) -> bool:
+    """Tell whether this kind of heads may have a prefix layer (`hydrajax.drafters.prefix`)."""
+    return "prefix" in {field.name for field in fields(HEADS[name])}
 
 
 def title_of(drafter: Drafter) -> str:
-    """What to call a drafter, such as "Medusa" or, of Hydra heads behind a prefix layer, "Hydra++"."""
-    if isinstance(drafter, WithLookup):
+    """Return a drafter's name for people, such as "Medusa" or, of Hydra heads with a prefix layer, "Hydra++"."""
+    if drafter.spec.branch_nodes:
         return f"{title_of(drafter.drafter)} with lookup"
-    heads = heads_of(drafter)
-    title = next((kind.title for kind in KINDS.values() if kind.drafter is type(heads)), type(heads).__name__)
-    return title if heads is drafter else f"{title}++"
+    title = next((kind.title for kind in KINDS.values() if kind.drafter is type(drafter)), type(drafter).__name__)
+    return f"{title}++" if getattr(drafter, "prefix", None) else title
 
 
-def kind_of(heads: Any) -> str | None:
-    """The name in `FILES` of the kind that some heads are of; None if files hold no such drafter."""
-    return next((name for name, kind in HEADS.items() if type(heads) is kind), None)
+def kind_of(drafter: Any) -> str | None:
+    """Return the name in `FILES` of a drafter's kind; None if files hold no such drafter."""
+    return next((name for name, kind in HEADS.items() if type(drafter) is kind), None)

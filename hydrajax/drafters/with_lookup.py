@@ -8,14 +8,15 @@ much as the other drafter alone would have found there, and as lookup alone with
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Int
 
 from hydrajax.drafters import ngrams
-from hydrajax.drafters.drafter import Drafter, Proposal
+from hydrajax.drafters.drafter import Drafter, DrafterSpec, Proposal
 from hydrajax.drafters.lookup import NOTHING, PromptLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
@@ -35,14 +36,14 @@ class BothStates(NamedTuple):
 class WithLookup:
     """``drafter`` with the chain of ``lookup`` as one more branch of its tree.
 
-    nodes_added: L, the nodes of its own that the chain gets behind the tree's. They hold the first L of its tokens that
-    follow the last node shared with the tree, so that it reaches L tokens ahead or more; where nothing is found they
-    hold -1. Parameters are those of the drafter.
+    branch_nodes: L, the nodes of its own that the chain gets behind the tree's. They hold the first L of its tokens
+    that follow the last node shared with the tree, so that it reaches L tokens ahead or more; where nothing is found
+    they hold -1. Parameters are those of the drafter.
 
-    Methods: `hydrajax.drafters.drafter.Drafter`; the branch: `hydrajax.drafters.drafter.AddsBranch`. Every rule can
-    judge it that can judge the drafter. Where the drafter draws, the branch's own nodes are given, last among their
-    siblings (`hydrajax.decoding.rejection.RejectionSampling`). Whether one is there depends on the text and on what the
-    drafter drew for its place and those before it, which has been looked at by then, so the output stays the base's.
+    Methods: `hydrajax.drafters.drafter.Drafter`. Every rule can judge it that can judge the drafter. Where the drafter
+    draws, the branch's own nodes are given, last among their siblings (see `RejectionSampling`). Whether one is there
+    depends on the text and on what the drafter drew for its place and those before it, which has been looked at by
+    then, so the output stays the base's.
 
     What is accepted the drafter reads as it reads a prompt, because lookup's nodes are none that it has run. For heads
     that is the same; a draft model runs the accepted tokens once more. Raises `HydrajaxError` for a number of nodes
@@ -50,33 +51,20 @@ class WithLookup:
     """
 
     drafter: Drafter
-    nodes_added: int = NODES
+    branch_nodes: int = NODES
     lookup: PromptLookup = field(default_factory=PromptLookup)
 
     def __post_init__(self):
-        if not 1 <= self.nodes_added <= MOST_NODES:
-            raise HydrajaxError(f"draft: lookup-L+... adds L nodes, from 1 to {MOST_NODES}, found {self.nodes_added}")
+        if not 1 <= self.branch_nodes <= MOST_NODES:
+            raise HydrajaxError(f"draft: lookup-L+... adds L nodes, from 1 to {MOST_NODES}, found {self.branch_nodes}")
 
-    @property
-    def depth(self) -> int:
-        """Of the trees that the drafter can fill; the branch goes deeper (`hydrajax.drafters.drafter.AddsBranch`)."""
-        return self.drafter.depth
-
-    @property
-    def draws(self) -> bool:
-        return self.drafter.draws
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.drafter.reads
-
-    @property
-    def grows(self) -> bool:
-        return self.drafter.grows
-
-    @property
-    def default_tree(self) -> str:
-        return self.drafter.default_tree
+    @cached_property
+    def spec(self) -> DrafterSpec:
+        """The drafter's, with the branch. It runs accepted tokens as a prompt, needs the base and is not trained."""
+        inner = self.drafter.spec
+        return replace(
+            inner, branch_nodes=self.branch_nodes, independent=False, has_distribution=False, num_draft_heads=0
+        )
 
     def init(self, rng, base):
         return self.drafter.init(rng, base)
@@ -95,13 +83,13 @@ class WithLookup:
 
     def propose(self, params, state, root, tree, base, draw=None):
         proposal = self.drafter.propose(params, state.drafter, root, tree, base, draw)
-        found = self.lookup.look_up(state.history, root, tree.depth + self.nodes_added)
+        found = self.lookup.look_up(state.history, root, tree.depth + self.branch_nodes)
         chain = jnp.where(found.found[:, 0, :1], found.tokens[:, 0, 0], NOTHING)
         last = last_shared(proposal.tokens, proposal.tree, chain)
-        rest = proposal.tree.at(proposal.tree.depths, last)[:, None] + jnp.arange(self.nodes_added)
+        rest = proposal.tree.at(proposal.tree.depths, last)[:, None] + jnp.arange(self.branch_nodes)
         added = jnp.take_along_axis(chain, rest, axis=1)
         tokens = jnp.concatenate([proposal.tokens, added], axis=1)
-        return Proposal(tokens, with_chain(proposal.tree, last, self.nodes_added), proposal.log_q)
+        return Proposal(tokens, with_chain(proposal.tree, last, self.branch_nodes), proposal.log_q)
 
     def observe(self, params, state, proposal, outcome, base):
         features, counts = outcome.along_path(), outcome.counts

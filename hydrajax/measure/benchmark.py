@@ -126,7 +126,7 @@ def run_benchmark(
     on_cpu = jax.devices()[0].platform == "cpu"
     bandwidth = None if on_cpu else copy_bandwidth()
     for way in ways:
-        way.tree.check(way.drafter.depth, config.vocab_size)
+        way.tree.check(way.drafter.spec.depth, config.vocab_size)
     if context > config.max_positions:
         raise HydrajaxError(f"context: must be at most the model's {config.max_positions}, found {context}")
     room = room_for(way.depth for way in ways)

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from hydrajax.decoding.prompts import batches
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.drafters.drafter import HasDistribution
+from hydrajax.drafters.drafter import Drafter
 from hydrajax.measure.way import Way
 from hydrajax.models.arrays import Array
 from hydrajax.models.base import BoundBase
@@ -72,11 +72,13 @@ def calibrate(
 
     @jax.jit
     def rank(params, tokens):
-        forward = run_base(way.model, params.base, tokens, way.drafter.reads)
+        forward = run_base(way.model, params.base, tokens, way.drafter.spec.aux_hidden_layers)
         base = BoundBase(way.model, params.base)
         drafter = way.drafter
-        ranks = drafter.ranks(params.draft, forward.features, {"tokens": tokens}, base, CHUNK_TOKENS, drafter.depth)
-        if not (isinstance(way.rule, RejectionSampling) and isinstance(drafter, HasDistribution)):
+        ranks = drafter.ranks(
+            params.draft, forward.features, {"tokens": tokens}, base, CHUNK_TOKENS, drafter.spec.depth
+        )
+        if not (isinstance(way.rule, RejectionSampling) and drafter.spec.has_distribution):
             return ranks, None
         return ranks, overlaps(way.rule, drafter, params.draft, base, tokens, forward.hidden)
 
@@ -102,7 +104,7 @@ def calibrate(
 
 def overlaps(
     rule: RejectionSampling,
-    drafter: HasDistribution,
+    drafter: Drafter,
     draft_params,
     base: BoundBase,
     tokens: Int[Array, "B T"],

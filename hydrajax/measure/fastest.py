@@ -21,7 +21,6 @@ import numpy as np
 
 from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import AcceptanceRule
-from hydrajax.drafters.drafter import AddsBranch
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.measure.contest import contest
@@ -76,7 +75,7 @@ def choose(
     None where nothing is to be chosen: without a drafter, and where the environment says ``HYDRAJAX_MEASURE_TREES=0``.
     The cache is an offer: one that cannot be read or written is done without.
     """
-    if not loaded.drafter.depth or os.environ.get(OFF) == "0":
+    if not loaded.drafter.spec.depth or os.environ.get(OFF) == "0":
         return None
     found = _searched_here(loaded, batch_size)
     if found is not None and _fits(loaded, found.tree, rule):
@@ -96,7 +95,7 @@ def cache_folder() -> Path:
 
 def _searched_here(loaded: Bundle, batch_size: int) -> Choice | None:
     """What `hydrajax tree search` has found for so many rows, if it was on this device."""
-    if loaded.draft_directory is None or isinstance(loaded.drafter, AddsBranch):
+    if loaded.draft_directory is None or loaded.drafter.spec.branch_nodes:
         return None  # what was searched there is for the draft without the branch
     path = presets.searched_path(loaded.draft_directory, batch_size)
     if not path.is_file():
@@ -121,7 +120,11 @@ def _searched_here(loaded: Bundle, batch_size: int) -> Choice | None:
 def _measure(loaded: Bundle, prompts, rule, batch_size: int, on_status) -> Choice:
     """A contest of the candidates, the drafter's own tree and none. Typical acceptance means another text without a
     draft, so there the fastest tree is taken in any case."""
-    candidates = [*CANDIDATES, *([GROWN] if loaded.drafter.grows else []), loaded.drafter.default_tree]
+    candidates = [
+        *CANDIDATES,
+        *([GROWN] if loaded.drafter.spec.supports_dynamic_tree else []),
+        loaded.drafter.spec.default_tree,
+    ]
     names = [name for name in dict.fromkeys(candidates) if _fits(loaded, presets.by_name(name), rule)]
     settings = {"rule": rule, "max_new_tokens": NEW_TOKENS}
     ways = [Way.of(loaded, name, presets.by_name(name), **settings) for name in names]
@@ -139,7 +142,7 @@ def _measure(loaded: Bundle, prompts, rule, batch_size: int, on_status) -> Choic
 
 def _fits(loaded: Bundle, tree: CandidateTree, rule: AcceptanceRule) -> bool:
     try:
-        tree.check(loaded.drafter.depth, loaded.model.config.vocab_size)
+        tree.check(loaded.drafter.spec.depth, loaded.model.config.vocab_size)
         if isinstance(tree, DynamicTree):
             rule.check(tree)
     except HydrajaxError:

@@ -17,7 +17,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import make_engine
 from hydrajax.decoding.prompts import TokenIds, bucket
 from hydrajax.decoding.step import true_float32
-from hydrajax.drafters.drafter import AddsBranch, LooksAhead, Trainable, candidate_nodes, longest_path
+from hydrajax.drafters.drafter import Trainable
 from hydrajax.models.base import BoundBase
 from hydrajax.models.rows import run_base
 from hydrajax.trees.dynamic import CandidateTree
@@ -50,12 +50,13 @@ def seen_steps(
     Raises `HydrajaxError` for a tree, a draft and a rule that do not fit together.
     """
     # More than these steps can emit, so that it is not this limit that ends the text.
-    room = min((most + 1) * (longest_path(loaded.drafter, tree) + 1), loaded.model.config.max_positions)
+    room = min((most + 1) * (loaded.drafter.spec.longest_path(tree) + 1), loaded.model.config.max_positions)
     engine = make_engine(loaded.model, loaded.drafter, tree, rule, max_new_tokens=room, eos_ids=tuple(loaded.eos_ids))
 
     # Text decides the shape of a grown tree, and of candidates beside a lookahead window who begins like whom.
-    stays = isinstance(tree, TreeTopology) and not isinstance(loaded.drafter, LooksAhead | AddsBranch)
-    shown = candidate_nodes(loaded.drafter, tree)
+    spec = loaded.drafter.spec
+    stays = isinstance(tree, TreeTopology) and not (spec.window_nodes or spec.branch_nodes)
+    shown = spec.candidate_nodes(tree)
 
     @jax.jit
     def step(params, state):
@@ -101,7 +102,7 @@ def likelihoods(loaded: Bundle, step: SeenStep) -> Float[np.ndarray, " N"] | Non
     static trees as well. None for a draft without probabilities, such as looked up text, and for the root alone.
     """
     drafter, tree = loaded.drafter, step.tree
-    if not isinstance(drafter, Trainable) or not tree.depth:
+    if not drafter.spec.num_draft_heads or not tree.depth:
         return None
     leaves = np.setdiff1d(np.arange(tree.size), tree.parents)
     paths, known = tree.node_paths[leaves], len(step.before)
@@ -137,7 +138,7 @@ def _log_probabilities(model, drafter: Trainable, depth: int):
     def run(params, rows, known):
         with true_float32(model.dtype):
             # The rows are one text up to the root, and no guess is made from what the base says of later places.
-            features = run_base(model, params.base, rows[:1], drafter.reads).features
+            features = run_base(model, params.base, rows[:1], drafter.spec.aux_hidden_layers).features
             return jax.lax.map(partial(of_row, params, BoundBase(model, params.base), features, known), rows)
 
     return run

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
-from hydrajax.drafters.heads import HeadStack
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
-from hydrajax.drafters.prefix import heads_of, replace_in_heads
 from hydrajax.drafters.registry import KINDS
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base import BaseModel, BoundBase, init_base
@@ -43,9 +43,9 @@ def drafter_for(model: BaseModel, kind: str, lm_head: str = "full") -> Drafter:
     drafter, chosen = KINDS[kind].build(model.config, model.dtype), LM_HEADS[lm_head]
     if chosen is None:
         return drafter
-    if not isinstance(heads_of(drafter), HeadStack):
+    if "small_lm_head" not in {field.name for field in dataclasses.fields(drafter)}:
         raise HydrajaxError(f"lm_head: found '{lm_head}', {KINDS[kind].title} has none to choose, only full is allowed")
-    return replace_in_heads(drafter, small_lm_head=chosen)
+    return dataclasses.replace(drafter, small_lm_head=chosen)
 
 
 def random_draft(model: BaseModel, base, kind: str, seed: int = 0, lm_head: str = "full"):

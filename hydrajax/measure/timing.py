@@ -21,7 +21,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
-from hydrajax.drafters.drafter import Proposal, candidate_nodes, nodes_fed
+from hydrajax.drafters.drafter import Proposal
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.cache import KVCache, after_reads
@@ -93,8 +93,7 @@ def some_topology(engine: Engine, batch: int) -> Topology:
     something else at every step a shape that it may have, as no time depends on which.
     """
     tree = engine.tree
-    added = candidate_nodes(engine.drafter, tree) - tree.size
-    beside = nodes_fed(engine.drafter, tree) - tree.size - added
+    added, beside = engine.drafter.spec.branch_nodes, engine.drafter.spec.window_nodes
     if isinstance(tree, DynamicTree):
         parents = np.arange(-1, tree.size - 1, dtype=np.int32)  # a chain as long as may be, the rest below the root
         parents[tree.depth + 1 :] = 0

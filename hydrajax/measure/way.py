@@ -12,7 +12,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, 
 from hydrajax.decoding.decode import DecodeResult, make_decode_fn
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.drafter import Drafter, longest_path, nodes_fed
+from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.models.base import BaseModel
 from hydrajax.ssd.decode import are_apart, make_apart_fn
@@ -60,12 +60,12 @@ class Way:
     @property
     def nodes(self) -> int:
         """How many nodes a step feeds to the base, the root counted."""
-        return nodes_fed(self.drafter, self.tree)
+        return self.drafter.spec.verified_nodes(self.tree)
 
     @property
     def depth(self) -> int:
         """The most tokens after the root that a step may accept."""
-        return longest_path(self.drafter, self.tree)
+        return self.drafter.spec.longest_path(self.tree)
 
     @property
     def promises_same_output(self) -> bool:

@@ -28,14 +28,14 @@ class BestChain(ChainEstimate):
 def best_chain(
     device: Device, config: LlamaConfig, drafter, acceptance: float, batch: int, context: int, itemsize: int
 ) -> BestChain:
-    """The chain of 0 to ``drafter.depth`` tokens that is the fastest by the formula, and by the roofline.
+    """The chain of 0 to ``drafter.spec.depth`` tokens that is the fastest by the formula, and by the roofline.
 
     Raises `HydrajaxError` for an acceptance that is no probability.
     """
     work = Workload(config, drafter, batch, context, itemsize)
     plain = milliseconds(device, work.autoregressive_step())
     one = milliseconds(device, work.step(presets.chain(1))["propose"])
-    by_formula = estimate(acceptance, one / plain, drafter.depth)
+    by_formula = estimate(acceptance, one / plain, drafter.spec.depth)
 
     def speedup(k: int) -> float:
         if not k:  # then nothing is drafted at all
@@ -43,7 +43,7 @@ def best_chain(
         parts = work.step(presets.chain(k)).values()
         return expected_tokens(acceptance, k) * plain / sum(milliseconds(device, part) for part in parts)
 
-    best = max(range(drafter.depth + 1), key=lambda k: (speedup(k), -k))
+    best = max(range(drafter.spec.depth + 1), key=lambda k: (speedup(k), -k))
     return BestChain(
         **asdict(by_formula), batch=batch, context=context, roofline_length=best, roofline_speedup=speedup(best)
     )

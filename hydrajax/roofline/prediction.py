@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hydrajax.drafters.drafter import longest_path, nodes_fed
 from hydrajax.models.config import LlamaConfig
 from hydrajax.roofline.devices import Device
 from hydrajax.roofline.operators import (
@@ -43,14 +42,14 @@ class Workload:
     def step(self, tree: CandidateTree) -> Parts:
         """Operators of one step, by the verb they belong to."""
         c, batch, itemsize = self.config, self.batch, self.itemsize
-        nodes = nodes_fed(self.drafter, tree)
+        nodes = self.drafter.spec.verified_nodes(tree)
         slots = self.context + nodes
         return {
             "propose": operators_of(self.drafter.propose_costs(tree, batch, slots), itemsize),
             "verify": forward_operators(c, batch, nodes, slots + nodes, itemsize),
             "accept_commit": [ranking("argmax", batch * nodes, c.vocab_size)],
             "observe": operators_of(
-                self.drafter.observe_costs(batch, longest_path(self.drafter, tree) + 1, slots), itemsize
+                self.drafter.observe_costs(batch, self.drafter.spec.longest_path(tree) + 1, slots), itemsize
             ),
         }
 
@@ -112,7 +111,7 @@ def predict(
     """Every cell, contexts outermost, trees innermost. tokens_per_step: of each tree, or none at all."""
     draft_bytes = draft_parameters(config, drafter) * itemsize
     for tree in trees.values():
-        tree.check(drafter.depth, config.vocab_size)
+        tree.check(drafter.spec.depth, config.vocab_size)
     for context in contexts:
         for batch in batches:
             work = Workload(config, drafter, batch, context, itemsize)
@@ -128,8 +127,8 @@ def predict(
                     batch=batch,
                     context=context,
                     tree=name,
-                    nodes=nodes_fed(drafter, tree),
-                    depth=longest_path(drafter, tree),
+                    nodes=drafter.spec.verified_nodes(tree),
+                    depth=drafter.spec.longest_path(tree),
                     autoregressive_step=autoregressive,
                     step=step,
                     **times,

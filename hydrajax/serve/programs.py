@@ -16,7 +16,6 @@ from hydrajax.decoding.loop import Bursts
 from hydrajax.decoding.prompts import SMALLEST_BUCKET, bucket, right_padded
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import DecodeState
-from hydrajax.drafters.drafter import nodes_fed
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.rows import Shapes, put_row
 from hydrajax.ssd.decode import are_apart
@@ -83,7 +82,7 @@ class Programs:
         engine = self._reads.engine
         self.shapes = Shapes(engine, rule)
         self.longest_path = engine.depth + 1
-        self.spare = max(nodes_fed(loaded.drafter, tree) for tree in bursts)
+        self.spare = max(loaded.drafter.spec.verified_nodes(tree) for tree in bursts)
         most = self.context + max(self.spare, self.chunk)
         self.places = _growing(min(sizes.places, most), most, 2)
         self._empty = jax.jit(lambda slots: engine.empty(1, slots, rule), static_argnums=0)
@@ -95,7 +94,7 @@ class Programs:
     @property
     def nodes(self) -> int:
         """That a step of one row feeds, the root counted."""
-        return nodes_fed(self.loaded.drafter, self.bursts[1].engine.tree)
+        return self.loaded.drafter.spec.verified_nodes(self.bursts[1].engine.tree)
 
     def batch_for(self, rows: int) -> int:
         """The smallest batch that holds so many rows."""

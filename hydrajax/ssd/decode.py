@@ -269,7 +269,7 @@ def make_apart_fn(
     Raises `HydrajaxError` for another drafter or tree, and when called with parameters that share a device.
     """
     rule = rule or Greedy()
-    if not isinstance(drafter, DraftModel):
+    if not drafter.spec.independent:
         raise HydrajaxError(
             f"draft_devices: are for a draft model, which does not read the base, found {title_of(drafter)}"
         )

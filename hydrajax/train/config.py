@@ -108,8 +108,8 @@ class DraftConfig:
         taken = {f.name for f in dataclasses.fields(registry.HEADS[self.heads])} | {"heads", "init"}
         if "small_lm_head" in taken:
             taken |= {"lm_head", "lm_rank", "vocabulary"}
-        if registry.FILES[self.heads].prefixed:
-            taken |= {"prefix", "prefix_window"}
+        if "prefix" in taken:
+            taken.add("prefix_window")
         for f in dataclasses.fields(self):
             if f.name not in taken and getattr(self, f.name) != f.default:
                 raise HydrajaxError(f"draft.{f.name}: means nothing for draft.heads {self.heads}, leave it out")

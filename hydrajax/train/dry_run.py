@@ -229,7 +229,7 @@ def temporaries(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> Temporar
 
 def n_reads(config: TrainConfig, shape: LlamaConfig) -> int:
     """How many of the base's layers the drafter reads, which for EAGLE-3 are fewer in a shallow base."""
-    return len(make_drafter(config.draft, shape, config.dtype).reads)
+    return len(make_drafter(config.draft, shape, config.dtype).spec.aux_hidden_layers)
 
 
 def planned_bytes(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> int:

@@ -201,7 +201,7 @@ def draft_loss(
               then add up to the whole batch's, exactly.
     """
     tokens, labels, segments = batch["tokens"], batch["labels"], batch.get("segments")
-    n_heads = drafter.n_heads
+    n_heads = drafter.spec.num_draft_heads
     if counts is None:
         counts = head_counts(labels, segments, n_heads)
     noise_key, hidden_key, logits_key = (None,) * 3 if rng is None else jax.random.split(rng, 3)

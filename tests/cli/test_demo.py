@@ -16,7 +16,6 @@ from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.cli import demo
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.contest import Measured
 from hydrajax.models.base import BoundBase
@@ -38,7 +37,7 @@ def shipped_folder(base, tmp_path_factory):
     drafters = {
         "medusa": MedusaHeads(*sizes),
         "hydra": HydraHeads(*sizes),
-        "hydra_pp": WithPrefix(HydraHeads(*sizes, n_layers=2), model.config),
+        "hydra_pp": HydraHeads(*sizes, n_layers=2).with_prefix(model.config),
     }
     for name, drafter in drafters.items():
         export_heads(folder / name, drafter, drafter.init(jax.random.key(0), BoundBase(model, params)))

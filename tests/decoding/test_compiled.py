@@ -29,7 +29,6 @@ from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.config import LlamaConfig
@@ -45,11 +44,11 @@ DRAFTERS = {
     "autoregressive": (NoDrafter(), presets.root()),
     "medusa": (MedusaHeads(2, 32, 17), TREE),
     "hydra": (HydraHeads(2, 32, 17), TREE),
-    "hydra++": (WithPrefix(HydraHeads(2, 32, 17, n_layers=2), CONFIG), TREE),
+    "hydra++": (HydraHeads(2, 32, 17, n_layers=2).with_prefix(CONFIG), TREE),
     "amphista": (AmphistaHeads.for_base(CONFIG, jnp.float32), TREE),
     "eagle": (Eagle.for_base(CONFIG, jnp.float32), DynamicTree(8, 2, 3)),
     "eagle3": (Eagle3.for_base(CONFIG, jnp.float32), TREE),
-    "lookup+hydra++": (WithLookup(WithPrefix(HydraHeads(2, 32, 17, n_layers=2), CONFIG)), TREE),
+    "lookup+hydra++": (WithLookup(HydraHeads(2, 32, 17, n_layers=2).with_prefix(CONFIG)), TREE),
     "model": (DraftModel(Llama(CONFIG), 17), TREE),
     "sure model": (DraftModel(Llama(CONFIG), 17, confidence=0.5), TREE),
 }

@@ -34,7 +34,6 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BoundBase, init_base
@@ -74,8 +73,7 @@ class Bigram(Scripted):
 
     astray: float
     depth: int = 3
-    draws: ClassVar[bool] = True
-    grows: ClassVar[bool] = True
+    can: ClassVar[dict[str, bool]] = {"supports_sampling": True, "supports_dynamic_tree": True}
 
     def logits(self, tokens, base):
         table = jnp.asarray(np.random.default_rng(5).standard_normal((VOCAB, VOCAB)).astype(np.float32))
@@ -105,7 +103,7 @@ DRAFTERS = {
     "none": NoDrafter(),
     "medusa": MedusaHeads(2, WIDTH, VOCAB),
     "hydra": HydraHeads(2, WIDTH, VOCAB),
-    "hydra++": WithPrefix(HydraHeads(2, WIDTH, VOCAB, n_layers=2), CONFIG),
+    "hydra++": HydraHeads(2, WIDTH, VOCAB, n_layers=2).with_prefix(CONFIG),
     "amphista, 4 tokens, rank 3": AmphistaHeads(2, CONFIG, small_lm_head=LmHead(rank=3, vocabulary=FOUR)),
     "eagle": Eagle.for_base(CONFIG, jnp.float32),
     "eagle3": Eagle3.for_base(CONFIG, jnp.float32),

@@ -142,8 +142,9 @@ def decoder_layer_in_numpy(
 
 def prefix_layer_in_numpy(drafter, params, features: np.ndarray) -> np.ndarray:
     """The prefix layer over a whole text ``[T, D]`` from position 0."""
-    config, params, features = drafter.config, to_float64(params), np.asarray(features, np.float64)
-    rows = decoder_layer_in_numpy(config, params["layer"], features, causal=True, window=drafter.window)
+    prefix, params, features = drafter.prefix, to_float64(params), np.asarray(features, np.float64)
+    config = prefix.config
+    rows = decoder_layer_in_numpy(config, params["layer"], features, causal=True, window=prefix.window)
     return np.stack([rms_norm(x, params["norm"]["scale"], config.norm_eps) for x in rows])
 
 

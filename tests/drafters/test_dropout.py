@@ -17,7 +17,6 @@ from forced import forced_logits
 from hydrajax.drafters.heads import drop
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.errors import HydrajaxError
 
 WIDTH, VOCAB = 32, 61  # of the `tiny_model` fixture
@@ -82,14 +81,14 @@ def test_the_lm_head_drops_its_own_input(base, prefix):
     drafter = MedusaHeads(1, WIDTH, WIDTH, dropout=RATE)
     params = {"head_0": {"lm_kernel": jnp.eye(WIDTH)}}
     if prefix:
-        drafter, params = WithPrefix(drafter, base.config), {"heads": params}
+        drafter, params = drafter.with_prefix(base.config), {"heads": params}
     np.testing.assert_array_equal(drafter.head_logits(params, 0, ONES, base), ONES)
     dropped = drafter.head_logits(params, 0, ONES, base, jax.random.key(2))
     assert share_kept(dropped, 1 / (1 - RATE)) == pytest.approx(1 - RATE, abs=0.02)
 
 
 def test_decoding_and_evaluation_never_drop(base, oracle):
-    plain, dropping = (WithPrefix(HydraHeads(2, WIDTH, VOCAB, 2, dropout=rate), base.config) for rate in (0.0, 0.9))
+    plain, dropping = (HydraHeads(2, WIDTH, VOCAB, 2, dropout=rate).with_prefix(base.config) for rate in (0.0, 0.9))
     params = oracle.random_draft_params(plain, base, seed=3)
     features = np.random.default_rng(0).standard_normal((1, 5, WIDTH)).astype(np.float32)
 
@@ -109,7 +108,7 @@ def test_bad_rates_are_refused(rate):
 
 def test_fresh_parameters_carry_their_axes(base):
     """Every matrix of a draft can be sharded: its boxes name an axis per dimension, and hold what ``init`` gives."""
-    drafter = WithPrefix(HydraHeads(2, WIDTH, VOCAB, n_layers=2), base.config)
+    drafter = HydraHeads(2, WIDTH, VOCAB, n_layers=2).with_prefix(base.config)
     boxed = quick_jit(lambda rng: drafter.init_boxed(rng, base))(jax.random.key(4))
     is_box = nn.meta.AxisMetadata
     for path, box in jax.tree.leaves_with_path(boxed, is_leaf=lambda x: isinstance(x, is_box)):

@@ -37,7 +37,9 @@ def taught(drafter, base, oracle):
     """
     params, random = oracle.random_draft_params(drafter, base, 1), np.random.default_rng(0)
     lengths, batch = [(7, 3), (4, 1), (1, 4)], 3
-    features = random.normal(size=(2, batch, 7, len(drafter.reads) * base.config.width)).astype(np.float32)
+    features = random.normal(size=(2, batch, 7, len(drafter.spec.aux_hidden_layers) * base.config.width)).astype(
+        np.float32
+    )
     tokens = random.integers(0, base.config.vocab_size, (2, batch, 7), dtype=np.int32)
     roots = random.integers(0, base.config.vocab_size, batch, dtype=np.int32)
     texts = []

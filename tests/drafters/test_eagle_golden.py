@@ -85,7 +85,7 @@ def teacher_forced(loaded: Loaded, ids: np.ndarray):
     @quick_jit
     def forward(params):
         base = BoundBase(loaded.model, params.base)
-        features = run_base(loaded.model, params.base, ids, drafter.reads).features
+        features = run_base(loaded.model, params.base, ids, drafter.spec.aux_hidden_layers).features
         hidden = drafter.teacher_hidden(params.draft, features, ids, base)
         logits = [drafter.head_logits(params.draft, k, rows, base) for k, rows in enumerate(hidden)]
         return features, hidden, logits

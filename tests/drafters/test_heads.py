@@ -134,8 +134,8 @@ def test_teacher_forced_matches_numpy_along_the_true_tokens(heads, base):
     features = random.standard_normal((batch, length, WIDTH)).astype(np.float32)
     tokens = random.integers(VOCAB, size=(batch, length), dtype=np.int32)
     logits = teacher_forced(drafter, params, features, tokens, base)
-    assert logits.shape == (drafter.depth, batch, length, VOCAB)
-    for k in range(drafter.depth):
+    assert logits.shape == (drafter.spec.depth, batch, length, VOCAB)
+    for k in range(drafter.spec.depth):
         for row in range(batch):
             for t in range(length - k - 1):  # later positions have no true token t+1+k
                 expected = in_numpy.logits(k, features[row, t], tokens[row, t + 1 : t + 2 + k].tolist())

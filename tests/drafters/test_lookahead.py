@@ -109,7 +109,7 @@ def paths_of(tokens: np.ndarray, parents: np.ndarray) -> list[tuple[int, ...]]:
 def steps_of(name: str):
     """Engine, prefill and one step that also tells what was proposed, compiled without optimisation."""
     lab, drafter = shared_lab(), DRAFTERS[name]
-    tree = presets.by_name(drafter.default_tree)
+    tree = presets.by_name(drafter.spec.default_tree)
     engine = make_decode_fn(lab.model, drafter, tree, max_new_tokens=NEW).engine
 
     def step(params, state):
@@ -128,7 +128,11 @@ def steps_of(name: str):
 def test_every_step_is_that_of_the_plain_algorithm(lab, name):
     """Window, candidates, accepted tokens, of three rows at once; and that it pays."""
     drafter, (_, prefill, step) = DRAFTERS[name], steps_of(name)
-    params, batch, n_tree = Params(lab.base(0), {}), len(PROMPTS), presets.by_name(DRAFTERS[name].default_tree).size
+    params, batch, n_tree = (
+        Params(lab.base(0), {}),
+        len(PROMPTS),
+        presets.by_name(DRAFTERS[name].spec.default_tree).size,
+    )
     texts, _ = lab.references(0, PROMPTS)
     padded = np.full((batch, CONTEXT), VOCAB - 1, np.int32)
     for row, prompt in enumerate(PROMPTS):
@@ -159,7 +163,7 @@ def test_every_step_is_that_of_the_plain_algorithm(lab, name):
             assert (parents[row, n_tree:] == -1).all()
             model.step(params.base, root, texts[row, at : at + counts[row]].tolist())
             accepted.append(int(counts[row]) - 1)
-    assert max(accepted) == drafter.depth
+    assert max(accepted) == drafter.spec.depth
     assert [len(model.text) - len(prompt) for model, prompt in zip(plain, PROMPTS, strict=True)] == [NEW] * batch
 
 
@@ -194,7 +198,7 @@ FIGURE = """
 
 def test_the_mask_is_the_papers_figure():
     drafter = Lookahead(5, 4, 2)
-    tree = presets.by_name(drafter.default_tree)
+    tree = presets.by_name(drafter.spec.default_tree)
 
     @quick_jit
     def propose(ngrams, root):
@@ -211,7 +215,7 @@ def test_the_mask_is_the_papers_figure():
     np.testing.assert_array_equal(proposal.tree.depths[0], places[in_figure])
     np.testing.assert_array_equal(proposal.tree.mask[0], sees[np.ix_(in_figure, in_figure)])
     assert proposal.tokens[0, : tree.size].tolist() == [7, 4, 1, 5, 2, 6, 3]  # the last one met first
-    assert (drafter.nodes_beside, drafter.reach) == (14, 6)
+    assert (drafter.spec.window_nodes, drafter.spec.reach) == (14, 6)
 
 
 # --- the pool ---------------------------------------------------------------------------------------------------------
@@ -248,7 +252,7 @@ def test_candidates_that_begin_alike_share_nodes():
 @functools.cache
 def decoder(name: str, rule=None):
     drafter = DRAFTERS[name]
-    tree = presets.by_name(drafter.default_tree)
+    tree = presets.by_name(drafter.spec.default_tree)
     return make_decode_fn(shared_lab().model, drafter, tree, rule, max_new_tokens=NEW)
 
 
@@ -315,7 +319,7 @@ def test_a_name_says_the_settings(lab):
     assert without_weights("lookahead").build(*shape) == Lookahead(15, 5, 15)
     drafter = without_weights("lookahead-7-4-3").build(*shape)
     assert (drafter, title_of(drafter)) == (Lookahead(7, 4, 3), "Lookahead")
-    assert (drafter.name, drafter.depth, drafter.default_tree) == ("lookahead-7-4-3", 3, "cartesian-3x1x1")
+    assert (drafter.name, drafter.spec.depth, drafter.spec.default_tree) == ("lookahead-7-4-3", 3, "cartesian-3x1x1")
     assert without_weights("lookahead-of-mine") is None
     for name in ("lookahead-7", "lookahead-7-4-3-2"):
         with pytest.raises(HydrajaxError, match=f"^draft: found '{name}', allowed are lookahead and lookahead-W-N-G$"):

@@ -16,7 +16,6 @@ from hydrajax.decoding.state import Params
 from hydrajax.decoding.step import Engine
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.models.attention import causal_mask
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology
@@ -38,7 +37,7 @@ def prefixed(request, base, oracle):
     With a window that is shorter than the texts, and without.
     """
     heads = {"hydra": HydraHeads(3, WIDTH, VOCAB), "medusa": MedusaHeads(3, WIDTH, VOCAB)}[request.param]
-    drafter = WithPrefix(heads, base.config, {"hydra": None, "medusa": 5}[request.param])
+    drafter = heads.with_prefix(base.config, {"hydra": None, "medusa": 5}[request.param])
     params = oracle.random_draft_params(drafter, base, seed=11)
     advance = quick_jit(lambda *arrays: drafter.advance(params, *arrays, None, base))
     propose = quick_jit(lambda *arrays: drafter.propose(params, *arrays, TREE, base).tokens)
@@ -63,7 +62,7 @@ def test_a_prompt_at_once_matches_numpy(prefixed, base, oracle, batch):
     candidates = np.asarray(propose(state, root))
     for row, length in enumerate(lengths):
         refined = oracle.prefix_layer(drafter, params["prefix"], features[row, :length])
-        np.testing.assert_allclose(state.heads[row], refined[-1], **TOLERANCE)
+        np.testing.assert_allclose(state.hidden[row], refined[-1], **TOLERANCE)
         in_numpy.check_proposal(TREE, refined[-1], int(root[row]), candidates[row])
 
 
@@ -87,10 +86,10 @@ def test_ragged_chunks_give_the_state_of_the_whole(prefixed, base, oracle, data)
     assert state.cache.lengths.tolist() == taken.tolist()
 
     at_once = advance(drafter.init_state(batch, SLOTS), features, tokens, taken.astype(np.int32))
-    np.testing.assert_allclose(state.heads, at_once.heads, **TOLERANCE)
+    np.testing.assert_allclose(state.hidden, at_once.hidden, **TOLERANCE)
     for row, length in enumerate(taken):
         refined = oracle.prefix_layer(drafter, params["prefix"], features[row, :length])
-        np.testing.assert_allclose(state.heads[row], refined[-1], **TOLERANCE)
+        np.testing.assert_allclose(state.hidden[row], refined[-1], **TOLERANCE)
         for mine, whole in zip(state.cache.layers[0], at_once.cache.layers[0], strict=True):
             np.testing.assert_allclose(mine[row, :, :length], whole[row, :, :length], **TOLERANCE)
 
@@ -102,7 +101,7 @@ def test_token_by_token_gives_the_state_of_the_whole(prefixed):
     for t in range(LENGTH):
         state = advance(state, features[:, t : t + 1], tokens[:, t : t + 1], np.ones(2, np.int32))
     at_once = advance(drafter.init_state(2, SLOTS), features, tokens, np.full(2, LENGTH, np.int32))
-    np.testing.assert_allclose(state.heads, at_once.heads, **TOLERANCE)
+    np.testing.assert_allclose(state.hidden, at_once.hidden, **TOLERANCE)
     root = np.array([8, 9], np.int32)
     proposals = [propose(s, root).tolist() for s in (state, at_once)]
     assert proposals[0] == proposals[1]
@@ -123,7 +122,7 @@ def test_uncounted_tokens_never_influence(prefixed):
                 fed[row, count:] = junk.standard_normal(fed[row, count:].shape)
             state = advance(state, fed, tokens, np.array(counts, np.int32))
         histories.append(state)
-    np.testing.assert_array_equal(histories[0].heads, histories[1].heads)
+    np.testing.assert_array_equal(histories[0].hidden, histories[1].hidden)
     root = np.array([8, 9], np.int32)
     proposals = [propose(s, root).tolist() for s in histories]
     assert proposals[0] == proposals[1]
@@ -156,7 +155,7 @@ def test_after_decode_steps_the_state_is_that_of_the_accepted_text(prefixed, bas
     for row, length in enumerate(lengths + state.output.lengths):
         assert state.draft.cache.lengths[row] == length
         refined = oracle.prefix_layer(drafter, params["prefix"], hidden[row, :length])
-        np.testing.assert_allclose(state.draft.heads[row], refined[-1], **TOLERANCE)
+        np.testing.assert_allclose(state.draft.hidden[row], refined[-1], **TOLERANCE)
 
 
 def test_teacher_forced_matches_numpy(prefixed, base, oracle):
@@ -166,7 +165,7 @@ def test_teacher_forced_matches_numpy(prefixed, base, oracle):
     assert logits.shape == (3, 2, LENGTH, VOCAB)
     for row in range(2):
         refined = oracle.prefix_layer(drafter, params["prefix"], features[row])
-        for k in range(drafter.depth):
+        for k in range(drafter.spec.depth):
             for t in range(LENGTH - k - 1):
                 expected = in_numpy.logits(k, refined[t], tokens[row, t + 1 : t + 2 + k].tolist())
                 np.testing.assert_allclose(logits[k, row, t], expected, atol=1e-3, rtol=1e-3)
@@ -184,10 +183,10 @@ def test_packed_documents_do_not_see_each_other(prefixed, base, oracle):
     @quick_jit
     def last_head(params, features, tokens, positions, mask):
         read = drafter.teacher_hidden(params, features, tokens, base, positions=positions, mask=mask)
-        return drafter.head_logits(params, drafter.depth - 1, read[-1], base)
+        return drafter.head_logits(params, drafter.spec.depth - 1, read[-1], base)
 
     logits = np.asarray(last_head(params, features, tokens, positions, mask))
-    k = drafter.depth - 1
+    k = drafter.spec.depth - 1
     for row, (first, _) in enumerate(lengths):
         for start, end in ((0, first), (first, LENGTH)):
             refined = oracle.prefix_layer(drafter, params["prefix"], features[row, start:end])

@@ -19,7 +19,6 @@ from hydrajax.decoding.loop import run_steps
 from hydrajax.decoding.prompts import right_padded
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.drafter import longest_path, nodes_fed
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.registry import beside_lookup, title_of
 from hydrajax.drafters.with_lookup import WithLookup
@@ -236,7 +235,7 @@ def test_names():
 
 def test_sizes_and_costs():
     drafter, tree = WithLookup(DRAFTERS["hydra++"], 7), presets.cartesian([2, 2])
-    assert (nodes_fed(drafter, tree), longest_path(drafter, tree)) == (14, 9)
+    assert (drafter.spec.verified_nodes(tree), drafter.spec.longest_path(tree)) == (14, 9)
     inner = drafter.drafter
     assert drafter.propose_costs(tree, 2, 64) == inner.propose_costs(tree, 2, 64)
     assert drafter.observe_costs(2, 10, 64) == inner.observe_costs(2, 10, 64)

@@ -11,7 +11,6 @@ import numpy as np
 
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.models.base import BoundBase
 
 VOCAB, WIDTH = 61, 32  # of the tiny model
@@ -25,7 +24,7 @@ def heads_of(kind: str, config=None, **settings):
     sizes = {"n_heads": 3, "width": WIDTH, "vocab_size": VOCAB, "n_layers": 1} | settings
     medusa = {"lm_head_bias": kind.startswith("ungrounded")}
     heads = HydraHeads(**sizes) if kind.startswith("hydra") else MedusaHeads(**sizes, **medusa)
-    return WithPrefix(heads, config) if kind.endswith("++") else heads
+    return heads.with_prefix(config) if kind.endswith("++") else heads
 
 
 def random_params(drafter, base) -> dict:

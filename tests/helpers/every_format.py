@@ -22,7 +22,6 @@ from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.models.base import BoundBase, abstract_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
@@ -38,13 +37,13 @@ AMPHISTA = AmphistaHeads.for_base(BASE, np.float32, n_heads=2)
 HEADS = {  # drafter, format, as .pt
     "hydra": (HYDRA, "hydra", False),
     "hydra_pt": (HYDRA, "hydra", True),
-    "prefix": (WithPrefix(HYDRA, BASE), "hydra", False),
-    "prefix_pt": (WithPrefix(HYDRA, BASE), "hydra", True),
+    "prefix": (HYDRA.with_prefix(BASE), "hydra", False),
+    "prefix_pt": (HYDRA.with_prefix(BASE), "hydra", True),
     "medusa": (MEDUSA, "medusa", False),
     "medusa_pt": (MEDUSA, "medusa", True),
     "vllm": (MEDUSA, "vllm-medusa", False),
     "native": (HYDRA, "native", False),
-    "native_prefix": (WithPrefix(MEDUSA, BASE), "native", False),
+    "native_prefix": (MEDUSA.with_prefix(BASE), "native", False),
     "native_amphista": (AMPHISTA, "native", False),
     "eagle": (EAGLE, "eagle", False),
     "speculators": (EAGLE_3, "speculators", False),

@@ -19,14 +19,13 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.costs import CostsNothing
 from hydrajax.drafters.draft_model import DraftModel
-from hydrajax.drafters.drafter import Proposal, SeesAcceptedOnly
+from hydrajax.drafters.drafter import DrafterSpec, Proposal, SeesAcceptedOnly
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.config import LlamaConfig
@@ -48,10 +47,11 @@ quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 class Scripted(SeesAcceptedOnly, CostsNothing):
     """What drafters that exist for tests alone need not write: no parameters of their own, a count as their state."""
 
-    reads: ClassVar[tuple[int, ...]] = (0,)
-    draws: ClassVar[bool] = False
-    grows: ClassVar[bool] = False
-    default_tree: ClassVar[str] = "root"
+    can: ClassVar[dict[str, bool]] = {}  # of `DrafterSpec`
+
+    @property
+    def spec(self):
+        return DrafterSpec(self.depth, "root", **self.can)
 
     def init(self, rng, base):
         return {}
@@ -129,7 +129,7 @@ DRAFTERS = {
     "medusa": MedusaHeads(4, WIDTH, VOCAB, n_layers=2),
     "hydra": HydraHeads(4, WIDTH, VOCAB),
     "hydra on layer -1": HydraHeads(3, WIDTH, VOCAB, hidden_state_offset=1),
-    "hydra++": WithPrefix(HydraHeads(4, WIDTH, VOCAB, n_layers=2), CONFIG),
+    "hydra++": HydraHeads(4, WIDTH, VOCAB, n_layers=2).with_prefix(CONFIG),
     "amphista": AmphistaHeads(4, CONFIG),
     "eagle": Eagle.for_base(CONFIG, jnp.float32),
     "eagle3": Eagle3.for_base(CONFIG, jnp.float32, vocabulary=Vocabulary(range(1, VOCAB, 2))),

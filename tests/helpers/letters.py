@@ -11,7 +11,6 @@ from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.either import GreedyOrExact
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.generation import generate
 from hydrajax.models.llama import Llama
 from hydrajax.text.answers import Generation
@@ -42,7 +41,7 @@ def model(heads: str = "medusa") -> Loaded:
     lab, config = shared_lab(), CONFIG.replace(max_positions=CONTEXT)
     drafter = lab.drafters["medusa"]
     if heads == "hydra++":
-        drafter = WithPrefix(HydraHeads(4, WIDTH, VOCAB, n_layers=2), config)
+        drafter = HydraHeads(4, WIDTH, VOCAB, n_layers=2).with_prefix(config)
     params = Params(lab.base(0), lab.draft(heads, 0))
     return Loaded(Llama(config, jnp.dtype("float32")), drafter, params, tokenizer=tokenizer(), eos_ids=(END,))
 

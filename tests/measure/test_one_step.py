@@ -17,7 +17,6 @@ from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.measure.one_step import SeenStep, likelihoods, seen_steps, shape_of
 from hydrajax.models.base import BoundBase
@@ -33,7 +32,7 @@ def bundle(request, tiny_model):
     config = model.config
     drafter = Eagle.for_base(config, jnp.float32)
     if request.param == "hydra++":
-        drafter = WithPrefix(HydraHeads(3, config.width, config.vocab_size), config)
+        drafter = HydraHeads(3, config.width, config.vocab_size).with_prefix(config)
     shapes = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
     return Bundle(model, drafter, Params(base, noise(shapes, 1)))
 

@@ -23,7 +23,6 @@ from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BoundBase
 from hydrajax.models.weights import Int8, project, quantize
@@ -233,7 +232,7 @@ def test_int8_scales_and_bfloat16_numbers(loaded):
 def hydra(model, params, prefix: bool = False):
     """Untrained heads and their parameters, large enough to disagree."""
     heads = HydraHeads(3, model.config.width, model.config.vocab_size)
-    drafter = WithPrefix(heads, model.config) if prefix else heads
+    drafter = heads.with_prefix(model.config) if prefix else heads
     shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(model, params)))
     random = np.random.default_rng(3)
     return drafter, jax.tree.map(lambda x: 0.3 * random.standard_normal(x.shape).astype(np.float32), shapes)

@@ -95,7 +95,7 @@ def test_what_a_draft_with_a_cache_computes_against_what_xla_counts(kind, tree, 
     params = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
     state = jax.eval_shape(lambda: drafter.init_state(batch, slots))
     whole = jax.ShapeDtypeStruct((batch, 6), jnp.int32)
-    features = jax.ShapeDtypeStruct((batch, 6, len(drafter.reads) * config.width), jnp.float32)
+    features = jax.ShapeDtypeStruct((batch, 6, len(drafter.spec.aux_hidden_layers) * config.width), jnp.float32)
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
 
     def propose(base, params, state, root):

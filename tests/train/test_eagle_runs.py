@@ -94,7 +94,7 @@ def test_every_parameter_learns(tiny_model):
         drafter = make_drafter(draft, model.config, "float32")
 
         def loss(params, drafter=drafter):
-            out = run_base(model, base_params, tokens, drafter.reads)
+            out = run_base(model, base_params, tokens, drafter.spec.aux_hidden_layers)
             batch = {"tokens": tokens, "labels": tokens}
             objective = Objective(reconstruction_weight=1.0)
             return draft_loss(objective, drafter, params, out.features, out.hidden, batch, base)[0]

@@ -55,7 +55,7 @@ def loss_and_gradient(official: Official, objective: Objective, mask: np.ndarray
     base = BoundBase(m.model, m.params.base)
 
     def run(params):
-        out = run_base(m.model, m.params.base, batch["tokens"], m.drafter.reads)
+        out = run_base(m.model, m.params.base, batch["tokens"], m.drafter.spec.aux_hidden_layers)
         inputs = m.drafter, params, out.features, out.hidden, batch, base
         return draft_loss(objective, *inputs, counts=counts)
 
@@ -82,7 +82,7 @@ def test_eagle_1(official, which):
 def test_eagle_3_with_its_training_time_test(official, which):
     run = official("eagle3_mha")
     mask, n_guesses = run.losses[f"{which}_loss_mask"], int(run.losses["length"])
-    assert run.loaded.drafter.n_heads == n_guesses
+    assert run.loaded.drafter.spec.num_draft_heads == n_guesses
     counts = HeadCounts(*[jnp.full(n_guesses, mask.size, jnp.float32)] * 2)
     objective = Objective(head_decay=0.8, chunk_tokens=14)
     (loss, metrics), gradient = loss_and_gradient(run, objective, mask, 2, counts)

@@ -17,7 +17,6 @@ from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.drafters.ranks import head_ranks
 from hydrajax.models.base import BoundBase
 from hydrajax.models.config import LlamaConfig
@@ -79,7 +78,7 @@ SHAPE = LlamaConfig(61, 32, 80, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8,
 DRAFTERS = {
     "hydra": HydraHeads(3, 32, 61, n_layers=2),
     "medusa": MedusaHeads(3, 32, 61),
-    "hydra++": WithPrefix(HydraHeads(3, 32, 61, n_layers=2), SHAPE),
+    "hydra++": HydraHeads(3, 32, 61, n_layers=2).with_prefix(SHAPE),
     "eagle": Eagle.for_base(SHAPE, jnp.float32, depth=3),
     "eagle3": Eagle3.for_base(SHAPE, jnp.float32, depth=3, vocabulary=Vocabulary(range(1, 61, 2))),
 }
@@ -112,7 +111,7 @@ def test_ranks_equal_numpy(tiny_model, name):
 
     @jax.jit
     def ranks_and_logits(draft, tokens):
-        features = run_base(model, base, tokens, drafter.reads).features
+        features = run_base(model, base, tokens, drafter.spec.aux_hidden_layers).features
         ranks = drafter.ranks(draft, features, {"tokens": tokens}, bound, chunk_tokens=8, depth=3)
         return ranks, forced_logits(drafter, draft, features, tokens, bound)
 
@@ -135,7 +134,7 @@ def test_of_equal_logits_the_smaller_id_ranks_first(tiny_model):
 
 
 def tally_of(tree, model, base, drafter, draft, batch) -> Tally:
-    forward = run_base(model, base, batch["tokens"], drafter.reads, batch.get("segments"))
+    forward = run_base(model, base, batch["tokens"], drafter.spec.aux_hidden_layers, batch.get("segments"))
     ranks = drafter.ranks(draft, forward.features, batch, BoundBase(model, base), chunk_tokens=32, depth=3)
     tally = Tally(tree, 3, 5)
     tally.add(np.asarray(ranks), batch["labels"], batch.get("segments"))

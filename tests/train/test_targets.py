@@ -13,7 +13,6 @@ from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.models.base import BoundBase
 from hydrajax.models.rows import run_base
 from hydrajax.train.losses import (
@@ -116,7 +115,7 @@ def drafter_of(kind: str, config):
     if kind == "eagle3":
         return Eagle3.for_base(config, jnp.float32, unroll=HEADS, vocabulary=Vocabulary(range(0, VOCAB, 2)))
     heads = HydraHeads(HEADS, WIDTH, VOCAB)
-    return WithPrefix(heads, config) if kind == "hydra++" else heads
+    return heads.with_prefix(config) if kind == "hydra++" else heads
 
 
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("hydra", "eagle", "eagle3")]
@@ -131,7 +130,9 @@ def test_packed_documents_give_the_sums_of_documents_apart(base, kind):
 
     @jax.jit
     def sums(batch):
-        forward = run_base(base.model, base.params, batch["tokens"], drafter.reads, batch.get("segments"))
+        forward = run_base(
+            base.model, base.params, batch["tokens"], drafter.spec.aux_hidden_layers, batch.get("segments")
+        )
         return draft_loss(objective, drafter, params, *forward[1::-1], batch, base, counts=ones)
 
     packed, apart = packed_and_apart()

@@ -189,7 +189,7 @@ def test_heads_for_a_base_and_conversations_of_others(program, golden, settings,
         c["num_key_value_heads"], c["hidden_size"] // c["num_attention_heads"], c["max_position_embeddings"],
     )  # fmt: skip
     drafter, _ = load_draft(tmp_path / "run" / "heads", shape, jnp.float32)
-    assert drafter.depth == 2
+    assert drafter.spec.depth == 2
     tensors = load_file(next((tmp_path / "run" / "heads").glob("*.safetensors")))
     assert all(np.isfinite(tensor).all() for tensor in tensors.values())
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from hydrajax.checkpoints.hub import REPOSITORY
 from hydrajax.drafters.formats import About
-from hydrajax.drafters.prefix import heads_of
 from hydrajax.drafters.registry import FILES, kind_of
 
 NOT_RECORDED = "not recorded"
@@ -47,7 +46,7 @@ def model_card(drafter, format: str, read_by: str, base_name: str, story: dict[s
             "|---|---|",
             *(f"| {name} | {value} |" for name, value in rows.items()),
             "",
-            f"Read by: {read_by.replace('HEADS', str(drafter.depth))}",
+            f"Read by: {read_by.replace('HEADS', str(drafter.spec.depth))}",
             "",
         ]
     )
@@ -55,9 +54,10 @@ def model_card(drafter, format: str, read_by: str, base_name: str, story: dict[s
 
 def describe(drafter) -> About:
     """What a drafter is, by the file of its kind; a prefix layer in front of it is said in the title."""
-    heads = heads_of(drafter)
-    about = FILES[kind_of(heads)].about(heads)
-    return about if heads is drafter else About(f"{about.title} with a prefix layer", about.tag, about.rows)
+    about = FILES[kind_of(drafter)].about(drafter)
+    if not getattr(drafter, "prefix", None):
+        return about
+    return About(f"{about.title} with a prefix layer", about.tag, about.rows)
 
 
 def _in_a_cell(value: Any) -> str:

@@ -5,6 +5,7 @@ It is the inverse of `hydrajax.checkpoints.heads.load`, bit for bit.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from hydrajax.checkpoints.heads.load import RECORD
 from hydrajax.checkpoints.heads.released import FORMATS as RELEASED
 from hydrajax.checkpoints.tensors import save_safetensors, save_torch
 from hydrajax.drafters.formats import HeadFormat, MadeFor, cannot_write
-from hydrajax.drafters.prefix import heads_of, replace_in_heads
 from hydrajax.drafters.registry import FILES, kind_of
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.models.layout import write
@@ -46,7 +46,7 @@ def export_heads(
 ) -> None:
     """Save draft heads with their ``config.json`` and a model card, ``README.md``.
 
-    drafter: of a kind with trained parameters, also behind a prefix layer (`hydrajax.drafters.prefix.WithPrefix`).
+    drafter: of a kind with trained parameters.
     format: a name of `FORMATS`. ``native`` is our own, an orbax directory, of any drafter. The others are described
         beside the drafters, such as in `hydrajax.drafters.medusa_files`. None takes the first that can say what the
         drafter is, those of its own kind before others, and our own if no other can.
@@ -66,12 +66,12 @@ def export_heads(
     Raises `HydrajaxError` for drafters that the format cannot express, and if the directory may not be replaced or
     cannot be written.
     """
-    kind = kind_of(heads_of(drafter))
+    kind = kind_of(drafter)
     made_for = MadeFor(base_name, ((base_fingerprint or {}).get("shapes") or {}).get("n_layers"))
     try:
         if kind is None:
             allowed = ", ".join(files.drafter.__name__ for files in FILES.values())
-            raise cannot_write(f"drafter is {type(heads_of(drafter)).__name__}", f"{allowed}, also in WithPrefix")
+            raise cannot_write(f"drafter is {type(drafter).__name__}", allowed)
         if format not in (None, *FORMATS):
             raise not_allowed("format", format, FORMATS)
         chosen = _chosen(format, drafter, kind, made_for)
@@ -84,9 +84,9 @@ def export_heads(
 
     with exported(directory, overwrite) as (folder, config):
         if chosen is None:
-            own = heads_of(drafter).dtype if dtype is None else jnp.dtype(dtype)
+            own = drafter.dtype if dtype is None else jnp.dtype(dtype)
             params = jax.tree.map(lambda x: np.asarray(x, own), params)
-            fields |= native.save_native(folder, replace_in_heads(drafter, dtype=own), params)
+            fields |= native.save_native(folder, replace(drafter, dtype=own), params)
         else:
             tensors = cast(write(chosen.layout(drafter, fields), params), dtype)
             if chosen.dtype_field:

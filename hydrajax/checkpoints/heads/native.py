@@ -19,8 +19,7 @@ import numpy as np
 from hydrajax.checkpoints.tensors import FLOATS
 from hydrajax.drafters.drafter import abstract_draft
 from hydrajax.drafters.formats import integer
-from hydrajax.drafters.prefix import WithPrefix, heads_of, replace_in_heads, window_of
-from hydrajax.drafters.registry import FILES, kind_of
+from hydrajax.drafters.registry import FILES, has_prefix, kind_of
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import check_file, checksums, size_and_checksum
 from hydrajax.models.config import LlamaConfig
@@ -36,22 +35,22 @@ PARAMS, COMMITTED = "params", "commit_success.txt"  # the latter is orbax's name
 def save_native(folder: Path, drafter, params: Any) -> dict[str, Any]:
     """Write ``params/`` into a directory and return the fields of ``config.json`` that `load_native` needs.
 
-    drafter: of a kind that checkpoints hold, alone or behind a prefix layer.
+    drafter: of a kind that checkpoints hold.
     """
     from orbax.checkpoint import v1 as ocp  # slow to import, and other formats need none
 
-    heads = heads_of(drafter)
-    kind = kind_of(heads)
-    settings = {field.name: getattr(heads, field.name) for field in dataclasses.fields(heads)}
+    kind = kind_of(drafter)
+    settings = {field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter)}
+    prefix = settings.pop("prefix", None)  # described beside the settings, as version 1 of the format has it
     settings |= {name: to_json(settings[name]) for name, (to_json, _) in FILES[kind].codecs.items()}
-    settings["dtype"] = jnp.dtype(heads.dtype).name
+    settings["dtype"] = jnp.dtype(drafter.dtype).name
     settings = {name: value for name, value in settings.items() if value is not None}  # None is the default then
     ocp.save(folder / PARAMS, jax.tree.map(np.asarray, params))
     # orbax needs none to load, and it names a path of this machine.
     (folder / PARAMS / COMMITTED).unlink(missing_ok=True)
-    described = {"heads": kind, "prefix": heads is not drafter, "settings": settings}
-    if (window := window_of(drafter)) is not None:
-        described["prefix_window"] = window
+    described = {"heads": kind, "prefix": prefix is not None, "settings": settings}
+    if prefix is not None and prefix.window is not None:
+        described["prefix_window"] = prefix.window
     return {
         MARK: VERSION,
         "tensors": _shapes(params),
@@ -74,7 +73,7 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
         raise HydrajaxError(f"{WHAT}: config.json: {MARK} is {config[MARK]!r}, supported is {VERSION}")
     drafter = _drafter(config.get("drafter"), base)
     _check_files(directory, config.get("files"))
-    saved = heads_of(drafter).dtype
+    saved = drafter.dtype
     shapes = nn.unbox(abstract_draft(drafter, Llama(base, saved)))
     if config.get("tensors") != _shapes(shapes):
         raise HydrajaxError(
@@ -91,7 +90,7 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
         reason = one_line(error)
         raise HydrajaxError(f"{WHAT}: {directory / PARAMS} is damaged: {reason}") from None
     dtype = jnp.dtype(saved if dtype is None else dtype)
-    return replace_in_heads(drafter, dtype=dtype), jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), params)
+    return dataclasses.replace(drafter, dtype=dtype), jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), params)
 
 
 def _shapes(params: Any) -> dict[str, list[int]]:
@@ -106,7 +105,7 @@ def _drafter(described: Any, base: LlamaConfig):
         if settings["dtype"] not in FLOATS.values():
             raise ValueError(f"dtype is {settings['dtype']!r}")
         settings["dtype"] = jnp.dtype(settings["dtype"])
-        types = {field.name: field.type for field in dataclasses.fields(files.drafter)}
+        types = {field.name: field.type for field in dataclasses.fields(files.drafter) if field.name != "prefix"}
         for name, value in settings.items():
             if name not in types:
                 raise ValueError(f"its settings are {', '.join(sorted(settings))}")
@@ -114,12 +113,12 @@ def _drafter(described: Any, base: LlamaConfig):
                 raise ValueError(f"{name} is {value!r}")
             if name in files.codecs:
                 settings[name] = files.codecs[name][1](value)
-        heads = files.drafter(**settings)
-        files.check(heads, base)
+        drafter = files.drafter(**settings)
+        files.check(drafter, base)
         prefix = described["prefix"]
         if not isinstance(prefix, bool):
             raise ValueError(f"prefix is {prefix!r}")
-        if prefix and not files.prefixed:
+        if prefix and not has_prefix(described["heads"]):
             raise ValueError(f"prefix is true, {described['heads']} has no prefix layer")
         window = integer(described, "prefix_window", 1) if "prefix_window" in described else None
         if window is not None and not prefix:
@@ -128,7 +127,7 @@ def _drafter(described: Any, base: LlamaConfig):
         raise HydrajaxError(f"{WHAT}: {error}") from None
     except (KeyError, TypeError, ValueError) as error:
         raise HydrajaxError(f"{WHAT}: config.json: 'drafter' is not what was written: {error}") from None
-    return WithPrefix(heads, base, window) if prefix else heads
+    return drafter.with_prefix(base, window) if prefix else drafter
 
 
 def _is_of_type(value: Any, annotation: str) -> bool:

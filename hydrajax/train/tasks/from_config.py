@@ -39,7 +39,7 @@ def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | H
     _check_fit(config, data, model.config)
     if config.task == "joint":
         return JointTask(config, data, model, base_params, mesh)
-    reads = make_drafter(config.draft, model.config, config.dtype).reads
+    reads = make_drafter(config.draft, model.config, config.dtype).spec.aux_hidden_layers
     extras = hidden_states(config, reads, model, base_params, data.train, mesh, console)
     return HeadsTask(config, data, model, base_params, mesh, extras)
 

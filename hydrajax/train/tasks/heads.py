@@ -22,7 +22,6 @@ from hydrajax.checkpoints.hub import resolve
 from hydrajax.drafters import registry
 from hydrajax.drafters.drafter import Trainable, abstract_draft
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
-from hydrajax.drafters.prefix import heads_of, replace_in_heads
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base import BaseModel, BoundBase, abstract_base
 from hydrajax.models.config import LlamaConfig
@@ -79,8 +78,10 @@ def make_drafter(
     elif draft.lm_head != "full" or vocabulary is not None:
         shared = draft.lm_head == "shared"
         settings["small_lm_head"] = LmHead(shared=shared, rank=draft.lm_rank, vocabulary=vocabulary)
-    prefix = {"prefix": draft.prefix, "prefix_window": draft.prefix_window}
-    return registry.heads_for(draft.heads, base, dtype, **prefix, **settings)
+    settings.pop("prefix", None)
+    if draft.prefix:
+        settings |= {"prefix": True, "prefix_window": draft.prefix_window}
+    return registry.heads_for(draft.heads, base, dtype, **settings)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class HeadsLoss:
     objective: Objective
 
     def totals(self, batch: Batch):
-        return head_counts(batch["labels"], batch.get("segments"), self.drafter.n_heads)
+        return head_counts(batch["labels"], batch.get("segments"), self.drafter.spec.num_draft_heads)
 
     def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
         base = BoundBase(self.model, frozen)
@@ -115,7 +116,9 @@ class HeadsLoss:
         if "hidden" in batch:
             hidden = batch["hidden"].astype(self.model.dtype)
             return hidden, hidden
-        forward = run_base(self.model, frozen, batch["tokens"], self.drafter.reads, batch.get("segments"))
+        forward = run_base(
+            self.model, frozen, batch["tokens"], self.drafter.spec.aux_hidden_layers, batch.get("segments")
+        )
         return forward.features, forward.hidden
 
     def reported(self, parts: HeadMetrics) -> dict[str, Any]:
@@ -146,7 +149,7 @@ class HeadsTask:
         self._start: Any = None  # parameters to start from
         if config.draft.init and dataset is not None:
             drafter, self._start = going_on(drafter, config.draft.init, model.config)
-        self.drafter, self.master = drafter, replace_in_heads(drafter, dtype=jnp.dtype(jnp.float32))
+        self.drafter, self.master = drafter, dataclasses.replace(drafter, dtype=jnp.dtype(jnp.float32))
         self.tree = tree_for(config.tree, drafter, model.config.vocab_size)
         self.loss = HeadsLoss(model, drafter, config.objective)
         boxed_base = abstract_base(model)
@@ -158,7 +161,8 @@ class HeadsTask:
         self.tokens_per_step: float | None = None  # as last evaluated
         self._place = batch_placer(mesh)
         self._ranks = jax.jit(self._rank_heads, out_shardings=replicated(mesh))
-        self._depth = min(max(self.tree.depth, drafter.n_heads), drafter.depth)  # how far ahead guesses are evaluated
+        spec = drafter.spec
+        self._depth = min(max(self.tree.depth, spec.num_draft_heads), spec.depth)  # how far ahead guesses are evaluated
 
     def _flops(self, base_params) -> float:
         """The base forward (not its lm head, if nobody asks what it says) and the heads forward and twice back."""
@@ -223,9 +227,9 @@ class HeadsTask:
 def going_on(drafter: Trainable, directory: str, base: LlamaConfig) -> tuple[Trainable, Any]:
     """``(drafter, float32 parameters)`` of the heads in a directory, which are trained as ``drafter`` would be."""
     found, params = load_draft(directory, base, jnp.float32)
-    wanted = replace_in_heads(drafter, dtype=jnp.dtype(jnp.float32))
+    wanted = dataclasses.replace(drafter, dtype=jnp.dtype(jnp.float32))
     try:
-        return replace_in_heads(wanted.trained_on(found), dtype=heads_of(drafter).dtype), params
+        return dataclasses.replace(wanted.trained_on(found), dtype=drafter.dtype), params
     except HydrajaxError as error:
         raise HydrajaxError(f"draft.init: {directory}: {error}") from None
 
@@ -238,5 +242,5 @@ def target_counts(dataset: Dataset, vocab_size: int) -> Int[np.ndarray, " V"]:
 
 def tree_for(name: str, drafter: Trainable, vocab_size: int) -> TreeTopology:
     tree = static(presets.by_name(name), "simulated decoding")
-    tree.check(drafter.depth, vocab_size)
+    tree.check(drafter.spec.depth, vocab_size)
     return tree

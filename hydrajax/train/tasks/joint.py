@@ -23,7 +23,6 @@ from jaxtyping import Array, Float
 from hydrajax.checkpoints.adapter import save_adapter
 from hydrajax.checkpoints.base import export_merged
 from hydrajax.checkpoints.hub import resolve
-from hydrajax.drafters.prefix import heads_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.adapter import check_adapter, split_adapter, with_adapter
 from hydrajax.models.base import BoundBase, abstract_base, init_base
@@ -57,7 +56,7 @@ def check_joint(config: TrainConfig, base: LlamaConfig) -> None:
     `draft_loss` takes the base's lm head as it is.
     """
     check_adapter(config.adapter, base)
-    heads = heads_of(make_drafter(config.draft, base, config.dtype))
+    heads = make_drafter(config.draft, base, config.dtype)
     if heads.lm_head.shared and "lm_head" in config.adapter.targets:
         raise HydrajaxError(
             "adapter.targets: these heads say their tokens by the base's own lm head, whose adapter their loss would "
@@ -90,7 +89,7 @@ class JointLoss:
         alone = jnp.asarray(step) < config.heads_alone_steps
         adapter = jax.tree.map(lambda x: jnp.where(alone, jax.lax.stop_gradient(x), x), params["adapter"])
         base_params, segments = with_adapter(frozen, adapter), batch.get("segments")
-        reads = self.heads.drafter.reads
+        reads = self.heads.drafter.spec.aux_hidden_layers
         forward = run_base(adapted, base_params, batch["tokens"], reads, segments, base_key)
         heads_loss, parts = draft_loss(
             objective, self.heads.drafter, params["draft"], forward.features, forward.hidden, batch,

@@ -23,7 +23,6 @@ from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3, reads_of
 from hydrajax.drafters.lm_head import Vocabulary
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.models.base import BoundBase
 from hydrajax.models.config import LlamaConfig, RopeScaling
 
@@ -88,7 +87,7 @@ def test_a_chain_of_formats_keeps_every_bit_and_setting(small, tmp_path, name, d
         export_heads(tmp_path / str(step), found, kept, format=format, dtype=None)
         found, kept = load_draft(tmp_path / str(step), base, None)
         identical(params, kept)
-        depth = drafter.depth if step == 0 else type(drafter).depth
+        depth = drafter.spec.depth if step == 0 else type(drafter).depth
         assert found == dataclasses.replace(drafter, depth=depth)
     first, last = (load_file(tmp_path / step / "model.safetensors") for step in "13")
     assert first.keys() == last.keys()
@@ -118,7 +117,7 @@ def official_module(drafter, format: str) -> torch.nn.Module:
         return Eagle1(c, drafter.fc_bias, ("fc", "layers") if released else ("fusion_fc", "transformer"))
     known = None if drafter.vocabulary is None else len(drafter.vocabulary)
     variant = {"norm_before_residual": drafter.norm_before_residual}
-    return TorchEagle3(c, len(drafter.reads), known, released, **variant)
+    return TorchEagle3(c, len(drafter.spec.aux_hidden_layers), known, released, **variant)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,7 @@ def test_official_modules_load_it_strictly_and_compute_our_logits(small, tmp_pat
 
     random = np.random.default_rng(5)
     tokens = random.integers(0, VOCAB, (2, 10))
-    features = random.standard_normal((2, 10, len(drafter.reads) * WIDTH)).astype(np.float32)
+    features = random.standard_normal((2, 10, len(drafter.spec.aux_hidden_layers) * WIDTH)).astype(np.float32)
     following = np.asarray(small.params["embedding"])[np.roll(tokens, -1, axis=1)]
     with torch.no_grad():
         theirs = official(torch.tensor(following), torch.tensor(features)).numpy()
@@ -263,8 +262,6 @@ def test_the_default_of_any_base_is_known_without_its_depth(small, tmp_path, n_l
         ("eagle-3", drafter_of("eagle3, normed"), ("norm_before_residual is True", "hold them: speculators, native")),
         ("hydra", drafter_of("eagle"), ("these are EAGLE heads", "hydra cannot")),
         ("medusa", drafter_of("eagle3"), ("these are EAGLE-3 heads", "medusa cannot")),
-        ("eagle", WithPrefix(drafter_of("eagle"), BASE), ("WithPrefix(Eagle)",)),
-        ("speculators", WithPrefix(drafter_of("eagle3"), BASE), ("WithPrefix(Eagle3)",)),
         ("eagle", Eagle(BASE.replace(n_layers=1, qkv_bias=True)), ("qkv_bias=True", "LLaMA's plain layer")),
         ("speculators", Eagle3(BASE.plain_layer, (9, 2)), ("reads is (9, 2)", "unknown depth")),
         ("speculators", Eagle3(BASE.plain_layer, (3, 5)), ("reads is (3, 5)", "unknown depth")),

@@ -117,7 +117,7 @@ def test_other_layouts_hold_the_released_tensors(tmp_path, name):
 )
 def test_layers_are_numbered_as_vllm_or_as_sglang_does(tmp_path, fields, layers):
     drafter, _ = load_draft(save(tmp_path, TINY | {"draft_vocab_size": 20} | fields, THREE), BASE)
-    assert [8 - place for place in drafter.reads] == layers
+    assert [8 - place for place in drafter.spec.aux_hidden_layers] == layers
     assert drafter.vocabulary.tokens.tolist() == list(range(0, 60, 3))
 
 

@@ -243,7 +243,7 @@ def test_published_drafts_are_understood(name):
     else:
         assert drafter.lm_head.size(base.vocab_size) == 32_000
         layers = [1, 46, 90] if name.startswith("speculators") else [2, base.n_layers // 2, base.n_layers - 3]
-        assert [base.n_layers - place for place in drafter.reads] == layers
+        assert [base.n_layers - place for place in drafter.spec.aux_hidden_layers] == layers
         assert drafter.norm_before_residual == name.startswith("RedHatAI")
     whole = sum(
         math.prod(shape) for key, (shape, _) in files.items() if key not in ("embed_tokens.weight", "d2t", "t2d")

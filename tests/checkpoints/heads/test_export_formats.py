@@ -62,9 +62,9 @@ def vllm_module(config: dict) -> VLLMMedusa:
 
 def official_module(drafter, base) -> nn.Module:
     """The torch module of such heads, its weights still to be loaded."""
-    heads, prefix = getattr(drafter, "heads", drafter), None
-    if heads is not drafter:
-        c = drafter.config
+    heads, prefix = drafter, None
+    if drafter.prefix is not None:
+        c = drafter.prefix.config
         config = HFConfig(
             vocab_size=VOCAB,
             hidden_size=c.width,
@@ -316,15 +316,15 @@ def test_vllm_heads_without_biases_get_zeros(tiny_model, tmp_path):
     ("format", "kind", "pieces"),
     [
         ("medusa", "hydra", ("HydraHeads", "MedusaHeads without lm_head_bias")),
-        ("medusa", "hydra++", ("WithPrefix(HydraHeads)",)),
+        ("medusa", "hydra++", ("HydraHeads with a prefix layer",)),
         ("medusa", "ungrounded", ("MedusaHeads with lm_head_bias",)),
-        ("medusa", "medusa++", ("WithPrefix(MedusaHeads)",)),
+        ("medusa", "medusa++", ("MedusaHeads with a prefix layer",)),
         ("vllm-medusa", "hydra", ("HydraHeads",)),
-        ("vllm-medusa", "hydra++", ("WithPrefix(HydraHeads)",)),
-        ("vllm-medusa", "ungrounded++", ("WithPrefix(MedusaHeads) with lm_head_bias",)),
-        ("vllm-medusa", "medusa++", ("WithPrefix(MedusaHeads)",)),
+        ("vllm-medusa", "hydra++", ("HydraHeads with a prefix layer",)),
+        ("vllm-medusa", "ungrounded++", ("MedusaHeads with a prefix layer with lm_head_bias",)),
+        ("vllm-medusa", "medusa++", ("MedusaHeads with a prefix layer",)),
         ("hydra", "medusa", ("MedusaHeads without lm_head_bias", "format hydra")),
-        ("hydra", "medusa++", ("WithPrefix(MedusaHeads without lm_head_bias)",)),
+        ("hydra", "medusa++", ("MedusaHeads with a prefix layer without lm_head_bias",)),
         ("swan", "hydra", ("'swan'", *FORMATS)),
         ("eagle", "hydra", ("drafter is HydraHeads", "Eagle, for format eagle")),
         ("speculators", "medusa", ("drafter is MedusaHeads", "Eagle3, for format speculators")),

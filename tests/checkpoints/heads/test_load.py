@@ -304,7 +304,7 @@ def test_eagle_3_loads_and_knows_its_tokens(eagle):
     config = config.replace(n_layers=8)
     drafter, params = load_draft(write(3), config, jnp.bfloat16)
     assert type(drafter) is Eagle3
-    assert drafter.reads == (6, 4, 3)  # the inputs of layers 2, 4 and 5
+    assert drafter.spec.aux_hidden_layers == (6, 4, 3)  # the inputs of layers 2, 4 and 5
     assert drafter.vocabulary.tokens.tolist() == list(range(0, VOCAB, 2))
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {drafter.dtype} == {jnp.dtype(jnp.bfloat16)}
     everything = {"lm_head.weight": torch.ones(VOCAB, WIDTH)}

@@ -36,7 +36,7 @@ heads_of = partial(draft_heads.heads_of, n_heads=2, n_layers=3)
 
 def shapes_of(drafter) -> dict[str, tuple[int, ...]]:
     """Every parameter by its path, from the formulas of the papers and the layout of `hydrajax.drafters.heads`."""
-    heads, shapes = getattr(drafter, "heads", drafter), {}
+    heads, shapes = drafter, {}
     for k in range(heads.n_heads):
         head = {"lm_kernel": (WIDTH, VOCAB)}
         plain = heads.n_layers
@@ -50,9 +50,9 @@ def shapes_of(drafter) -> dict[str, tuple[int, ...]]:
         for i in range(min(plain, 1) if heads.share_blocks else plain):
             head |= {f"blocks_{i}.kernel": (WIDTH, WIDTH), f"blocks_{i}.bias": (WIDTH,)}
         shapes |= {f"head_{k}.{name}": shape for name, shape in head.items()}
-    if heads is drafter:
+    if drafter.prefix is None:
         return shapes
-    c = drafter.config
+    c = drafter.prefix.config
     layer = {
         "qkv": (WIDTH, c.n_kv_heads, c.n_heads // c.n_kv_heads + 2, c.head_dim),
         "out": (c.n_heads * c.head_dim, WIDTH),
@@ -95,9 +95,9 @@ def test_round_trip(tiny_model, tmp_path, kind, share, dtype):
 @pytest.mark.parametrize("format", ["native", "hydra"])
 def test_the_prefix_layers_window(tiny_model, tmp_path, format):
     config = tiny_model[0].config
-    drafter = dataclasses.replace(heads_of("hydra++", config), window=5)
+    drafter = heads_of("hydra++", config).with_prefix(config, 5)
     export_heads(tmp_path / "heads", drafter, random_params(drafter), format=format, dtype=None)
-    assert load_draft(tmp_path / "heads", config, None)[0].window == 5
+    assert load_draft(tmp_path / "heads", config, None)[0].prefix.window == 5
 
 
 AMPHISTA = {

@@ -21,7 +21,6 @@ from hydrajax.checkpoints.base import load_llama
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.prefix import WithPrefix
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BoundBase
 
@@ -143,7 +142,7 @@ def test_prefix_layer(base, tmp_path, grounded, blocks):
     assert "hydra_mlp.0.5.linear.weight" in state
     assert "hydra_lm_head.0.1.bias" in state
     directory = release(tmp_path, state, hydra_config(2, 3, "prefix-mlp", grounded))
-    assert isinstance(agrees(directory, official, base), WithPrefix)
+    assert agrees(directory, official, base).prefix is not None
 
 
 @pytest.mark.parametrize(
@@ -160,7 +159,7 @@ def test_medusa(base, tmp_path, n_layers, blocks, suffix):
 
 def test_medusa_file_with_more_heads_than_its_config_declares(base, tmp_path):
     official = randomise(medusa(5, 1, "shared"))
-    assert agrees(release(tmp_path, official.state_dict(), medusa_config(2, 1)), official, base).depth == 5
+    assert agrees(release(tmp_path, official.state_dict(), medusa_config(2, 1)), official, base).n_heads == 5
 
 
 def test_medusa_heads_of_which_one_has_equal_blocks(base, tmp_path):
@@ -207,10 +206,10 @@ def test_hidden_state_offset(base, tmp_path):
     official = randomise(hydra(theirs, 2, 1, grounded=True, blocks="shared", prefix=False))
     directory = release(tmp_path, official.state_dict(), hydra_config(2, 1, hidden_state_offset=1))
     drafter, params = load_draft(directory, bound.config)
-    assert drafter.reads == (1,)
+    assert drafter.spec.aux_hidden_layers == (1,)
 
     positions = np.broadcast_to(np.arange(12), tokens.shape)
-    forward = bound.forward(tokens, positions, causal_mask(12), reads=drafter.reads)
+    forward = bound.forward(tokens, positions, causal_mask(12), reads=drafter.spec.aux_hidden_layers)
     np.testing.assert_allclose(forward.features, states[-2].numpy(), atol=TOLERANCE, rtol=TOLERANCE)
     np.testing.assert_allclose(forward.hidden, states[-1].numpy(), atol=TOLERANCE, rtol=TOLERANCE)
     with torch.no_grad():
