@@ -20,10 +20,12 @@ from pathlib import Path
 
 from jaxtyping import install_import_hook
 
+from helpers import type_checks
+
 # In the tests every array that enters or leaves a function of these rooms is checked against its annotated shape and
 # dtype. The hook must come before the first import of hydrajax.
 CHECKED = ("models", "trees.topology", "trees.simulation", "drafters", "decoding", "train.losses", "train.chunks")
-install_import_hook([f"hydrajax.{room}" for room in CHECKED], "type_checks.checker")
+install_import_hook([f"hydrajax.{room}" for room in CHECKED], f"{type_checks.__name__}.checker")
 
 import jax
 import jax.numpy as jnp

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from lora_files import apply_lora, write_lora
-from loss_examples import random_params, rows_with_gaps
-from released import refusal
 from transformers import AutoModelForCausalLM
 
 import hydrajax
+from helpers.lora_files import apply_lora, write_lora
+from helpers.loss_examples import random_params, rows_with_gaps
+from helpers.released import refusal
 from hydrajax.models.adapter import KERNELS, TARGETS, Adapter, split_adapter, with_adapter
 from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.rows import run_base
