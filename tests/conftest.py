@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 
 # Before jax or torch starts its threads. A test machine may have an accelerator, but the tolerances are for CPU
@@ -20,10 +19,12 @@ from pathlib import Path
 
 from jaxtyping import install_import_hook
 
+from helpers import programs, type_checks
+
 # In the tests every array that enters or leaves a function of these rooms is checked against its annotated shape and
 # dtype. The hook must come before the first import of hydrajax.
 CHECKED = ("models", "trees.topology", "trees.simulation", "drafters", "decoding", "train.losses", "train.chunks")
-install_import_hook([f"hydrajax.{room}" for room in CHECKED], "type_checks.checker")
+install_import_hook([f"hydrajax.{room}" for room in CHECKED], f"{type_checks.__name__}.checker")
 
 import jax
 import jax.numpy as jnp
@@ -90,18 +91,17 @@ def golden() -> Path:
 
 @pytest.fixture(scope="session")
 def on_eight_devices():
-    """``run(folder, script, *arguments, flags="") -> answer``: a program in a process of its own, on 8 CPU devices.
+    """``run(folder, program, *arguments, flags="") -> answer``: one of tests/programs, on 8 CPU devices.
 
-    XLA fixes their number when it starts. The script is given the folder and the arguments; its findings, with the
+    XLA fixes their number when it starts. The program is given the folder and the arguments; its findings, with the
     number of ``devices`` among them, go to ``answer.json`` in the folder. flags: more of XLA's.
     """
 
-    def run(folder: Path, script: str, *arguments, flags: str = "") -> dict:
-        (folder / "script.py").write_text(script)
+    def run(folder: Path, program: str, *arguments, flags: str = "") -> dict:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {flags}"
         done = subprocess.run(
-            [sys.executable, folder / "script.py", folder, *arguments],
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+            programs.command(program, folder, *arguments),
+            env=os.environ | programs.ENVIRONMENT | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
             capture_output=True,
             text=True,
             timeout=600,

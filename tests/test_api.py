@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
-from released import refusal
 from transformers import LlamaForCausalLM
 
 import hydrajax
+from helpers.released import refusal
 from hydrajax.models.backend import Platform, traced_for
 
 GPU = Platform("gpu", 1, 9.0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
 
+from helpers.programs import command
 from hydrajax.compilation import use_compilation_cache
 
 
@@ -49,14 +49,6 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
     assert jax.config.jax_compilation_cache_dir is None
 
 
-SCRIPT = """
-import sys, jax, hydrajax
-jax.jit(lambda x: x + 1)(2)  # before the cache is on: it takes what comes later all the same
-hydrajax.load(sys.argv[1])
-jax.jit(lambda x: x * x)(3)
-"""
-
-
 @pytest.mark.parametrize(
     ("environment", "kept"),
     [
@@ -70,7 +62,7 @@ def test_loading_turns_it_on(tiny_checkpoint, tmp_path, environment, kept):
     inherited = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
     everything = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "XDG_CACHE_HOME": str(tmp_path / "xdg")}
     subprocess.run(
-        [sys.executable, "-c", SCRIPT, tiny_checkpoint],
+        command("compile_after_load", tiny_checkpoint),
         env=inherited | everything | environment,
         cwd=tmp_path,
         check=True,
@@ -80,21 +72,12 @@ def test_loading_turns_it_on(tiny_checkpoint, tmp_path, environment, kept):
     assert folders == ({kept} if kept else set())
 
 
-SPLIT = """
-import sys, jax, hydrajax
-from hydrajax.sharding import make_mesh, replicated
-jax.jit(lambda x: x + 1)(2)
-mesh = make_mesh(int(sys.argv[1]))
-jax.jit(lambda x: x * x, out_shardings=replicated(mesh))(3)
-"""
-
-
 @pytest.mark.parametrize(("devices", "kept"), [(1, 2), (2, 1)])
 def test_what_is_split_over_cpu_devices_is_not_kept(tmp_path, devices, kept):
     """Read back, its all-reduces would wait for each other."""
     environment = {"JAX_COMPILATION_CACHE_DIR": "mine", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     subprocess.run(
-        [sys.executable, "-c", SPLIT, str(devices)], env=os.environ | environment, cwd=tmp_path, check=True, timeout=300
+        command("compile_for_devices", devices), env=os.environ | environment, cwd=tmp_path, check=True, timeout=300
     )
     assert len(list(tmp_path.glob("mine/jit_*-cache"))) == kept

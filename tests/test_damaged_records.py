@@ -13,13 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import answering
 import jax.numpy as jnp
 import pytest
-from report_examples import RATE, result, write_to
 from rich.console import Console
-from wrong_records import wrong_fields, wrong_texts
 
+from helpers import answering
+from helpers.report_examples import RATE, result, write_to
+from helpers.wrong_records import wrong_fields, wrong_texts
 from hydrajax.checkpoints.exported import exported
 from hydrajax.checkpoints.training import RECORD, TrainCheckpoints
 from hydrajax.distill.records import RecordFile

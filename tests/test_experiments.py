@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripts import EXPERIMENTS, module
 
+from helpers.scripts import EXPERIMENTS, module
 from hydrajax import assets
 from hydrajax.errors import HydrajaxError
 from hydrajax.report.outputs import find_results

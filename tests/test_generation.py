@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from log_probabilities import check_answer
 
 import hydrajax
+from helpers.log_probabilities import check_answer
 from hydrajax import assets
 from hydrajax.decoding import loop
 from hydrajax.decoding.loop import Bursts

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forced import forced_logits
-from lab import quick_jit
-from tree_tools import leaf_paths
 
+from helpers.forced import forced_logits
+from helpers.lab import quick_jit
+from helpers.tree_tools import leaf_paths
 from hydrajax.api import Loaded, load
 from hydrajax.decoding.acceptance import Greedy, Typical
 from hydrajax.decoding.decode import make_decode_fn

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from scripts import EXPERIMENTS, module
 
+from helpers.scripts import EXPERIMENTS, module
 from hydrajax.report.outputs import find_results
 
 GPU = EXPERIMENTS / "gpu"

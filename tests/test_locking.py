@@ -6,24 +6,16 @@ import errno
 import os
 import socket
 import subprocess
-import sys
 import warnings
 
 import pytest
 
+from helpers.programs import command
 from hydrajax.checkpoints.exported import exported
 from hydrajax.errors import HydrajaxError
 from hydrajax.locking import NAME, in_use
 
 fcntl = pytest.importorskip("fcntl")
-
-HOLD = """
-import sys, time
-from hydrajax.locking import in_use
-with in_use(sys.argv[1]):
-    print("held", flush=True)
-    time.sleep(600)
-"""
 
 
 def test_one_at_a_time_by_name_and_no_litter(tmp_path):
@@ -52,7 +44,7 @@ def test_another_name_of_a_directory_is_the_same(tmp_path):
 
 def test_killed_holder(tmp_path):
     """What a killed process leaves names nobody."""
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(command("hold_lock", tmp_path), stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(HydrajaxError, match=f"in use by process {holder.pid} on"), in_use(tmp_path):

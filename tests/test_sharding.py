@@ -20,52 +20,6 @@ MAX_NEW = 20
 PROMPTS = [[5, 17, 60, 2, 33], [90, 1, 4, 4, 71, 8, 12, 50, 29]]
 TREE = [[rank] for rank in range(24)] + [[rank, 0] for rank in range(12)]  # wide: random heads guess badly
 
-SCRIPT = """
-import json, sys
-import jax, numpy as np
-import hydrajax
-from hydrajax.sharding import make_mesh
-
-heads, base = sys.argv[1:]
-settings = json.load(open(heads + "/settings.json"))
-found = {"devices": jax.device_count()}
-prompts = settings["prompts"]
-lengths = np.array([len(ids) for ids in prompts], np.int32)
-prompt = np.zeros((len(prompts), lengths.max()), np.int32)
-for row, ids in zip(prompt, prompts):
-    row[: len(ids)] = ids
-tree = hydrajax.TreeTopology.from_choices(settings["tree"])
-
-def by_path(tree, get):
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-    return {name(path): get(x) for path, x in jax.tree.leaves_with_path(tree)}
-
-def describe(x):
-    return {"shape": x.shape, "shards": [s.data.shape for s in x.addressable_shards],
-            "distinct": len({str(s.index) for s in x.addressable_shards})}
-
-plain = None
-for name, sizes in settings["meshes"].items():
-    mesh = make_mesh(**sizes) if sizes else None
-    m = hydrajax.load(base, heads, mesh=mesh)
-    plain = plain or m
-    decode = hydrajax.make_decode_fn(m.model, m.drafter, tree, max_new_tokens=settings["max_new"])
-    out = decode(m.params, prompt, lengths)
-    gathered = jax.tree.map(lambda a, b: bool(np.array_equal(np.asarray(a), np.asarray(b))), m.params, plain.params)
-    found[name] = {
-        "tokens": out.tokens.tolist(),
-        "accept_lengths": out.accept_lengths.tolist(),
-        "base": by_path(m.params.base, describe),
-        "draft": by_path(m.params.draft, describe),
-        "values_equal": all(jax.tree.leaves(gathered)),
-    }
-try:
-    make_mesh(data=3, model=4)
-except hydrajax.HydrajaxError as error:
-    found["refusal"] = str(error)
-json.dump(found, open(heads + "/answer.json", "w"))
-"""
-
 MESHES = {"single": None, "model4": {"model": 4}, "data2_model4": {"data": 2, "model": 4}}
 
 
@@ -86,7 +40,8 @@ def found(llama_checkpoint, tmp_path_factory, on_eight_devices) -> dict:
     (folder / "config.json").write_text(json.dumps(config))
     settings = {"prompts": PROMPTS, "tree": TREE, "max_new": MAX_NEW, "meshes": MESHES}
     (folder / "settings.json").write_text(json.dumps(settings))
-    return on_eight_devices(folder, SCRIPT, base, flags="--xla_backend_optimization_level=0")  # compiles faster
+    flags = "--xla_backend_optimization_level=0"  # compiles faster
+    return on_eight_devices(folder, "decode_on_meshes", base, flags=flags)
 
 
 @pytest.mark.parametrize(("mesh", "n_devices"), [("model4", 4), ("data2_model4", 8)])
@@ -135,26 +90,6 @@ def test_sharded_run_equals_single_device(found, mesh):
     np.testing.assert_array_equal(found[mesh]["accept_lengths"], accept_lengths)
 
 
-DRAFT_MODEL = """
-import json, sys
-import jax, numpy as np
-import hydrajax
-from hydrajax.sharding import make_mesh
-
-folder, base, draft = sys.argv[1:]
-found = {"devices": jax.device_count()}
-prompt, lengths = np.array([[5, 17, 60, 2, 33], [90, 1, 4, 0, 0]], np.int32), np.array([5, 3], np.int32)
-for name, mesh, shard in [("single", None, False), ("replicated", (2, 4), False), ("sharded", (2, 4), True)]:
-    m = hydrajax.load(base, draft, mesh=mesh and make_mesh(*mesh), shard_draft=shard)
-    found[name] = {"qkv": m.params.draft["layers_0"]["qkv"].addressable_shards[0].data.shape}
-    for rule, tree in (("greedy", "cartesian-3x2"), ("greedy", "dynamic-8-2-3"), ("rejection", "chain-3")):
-        decode = hydrajax.make_decode_fn(m.model, m.drafter, tree, rule, max_new_tokens=16)
-        out = decode(m.params, prompt, lengths, rng=jax.random.key(3))
-        found[name][rule + tree] = [out.tokens.tolist(), out.accept_lengths.tolist()]
-json.dump(found, open(folder + "/answer.json", "w"))
-"""
-
-
 @pytest.mark.slow
 def test_a_draft_model_is_replicated_or_sharded_like_the_base(llama_checkpoint, tmp_path, on_eight_devices):
     """The same ids and accepted lengths as on one device. The draft is nearly the base: one layer less."""
@@ -162,7 +97,7 @@ def test_a_draft_model_is_replicated_or_sharded_like_the_base(llama_checkpoint, 
     draft = llama_checkpoint(
         num_attention_heads=N_HEADS, num_key_value_heads=N_KV_HEADS, head_dim=HEAD_DIM, num_hidden_layers=1
     )
-    found = on_eight_devices(tmp_path, DRAFT_MODEL, base, draft, flags="--xla_backend_optimization_level=0")
+    found = on_eight_devices(tmp_path, "draft_model_on_meshes", base, draft, flags="--xla_backend_optimization_level=0")
     per_head = [N_HEADS // N_KV_HEADS + 2, HEAD_DIM]
     shapes = {name: found[name].pop("qkv") for name in ("single", "replicated", "sharded")}
     assert shapes["single"] == shapes["replicated"] == [WIDTH, N_KV_HEADS, *per_head]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from email.message import Message
 
 import pytest
-from scripts import EXPERIMENTS, module
 
+from helpers.scripts import EXPERIMENTS, module
 from hydrajax.train.data.corpus import SourceFile
 
 shipped_corpus = module(EXPERIMENTS / "shipped_corpus.py")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from scripts import EXPERIMENTS
 
+from helpers.scripts import EXPERIMENTS
 from hydrajax.decoding import acceptance
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.trees import presets

@@ -6,7 +6,8 @@ import multiprocessing
 import os
 
 import pytest
-from scripts import EXPERIMENTS, module
+
+from helpers.scripts import EXPERIMENTS, module
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from fake_hub import FakeHub
+
+from helpers.fake_hub import FakeHub
 
 
 @pytest.fixture(scope="module")

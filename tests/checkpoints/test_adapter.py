@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from lora_files import LAYERS, apply_lora, linear_layers, write_lora
-from released import refusal
 from transformers import AutoModelForCausalLM
 
+from helpers.lora_files import LAYERS, apply_lora, linear_layers, write_lora
+from helpers.released import refusal
 from hydrajax.checkpoints.adapter import load_adapter, save_adapter
 from hydrajax.checkpoints.base import export_merged, load_llama, read_config
 from hydrajax.checkpoints.fingerprint import check_fingerprint, fingerprint

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from draft_heads import VOCAB, identical
-from released import refusal
 from safetensors.numpy import load_file as load_numpy
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from helpers.draft_heads import VOCAB, identical
+from helpers.released import refusal
 from hydrajax.checkpoints.base import eos_ids, export_llama, load_llama
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.attention import causal_mask

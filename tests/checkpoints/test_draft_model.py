@@ -8,9 +8,9 @@ import warnings
 
 import numpy as np
 import pytest
-import small_tokenizer
 
 import hydrajax
+from helpers import small_tokenizer
 from hydrajax import assets
 from hydrajax.checkpoints.draft_model import is_model
 from hydrajax.checkpoints.heads.load import load_draft

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-from draft_heads import identical
-from released import refusal
 from safetensors.numpy import load_file
 
+from helpers.draft_heads import identical
+from helpers.released import refusal
 from hydrajax.checkpoints import tensors
 from hydrajax.checkpoints.base import export_llama, load_llama
 

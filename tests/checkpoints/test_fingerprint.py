@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from released import refusal
 from transformers import LlamaForCausalLM
 
+from helpers.released import refusal
 from hydrajax.checkpoints.fingerprint import check_fingerprint, fingerprint
 
 EMBEDDING = "model.embed_tokens.weight"

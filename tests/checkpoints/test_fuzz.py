@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from damage import (
+from safetensors.numpy import load_file
+
+from helpers.damage import (
     BYTES,
     EMBEDDING,
     LONG,
@@ -34,10 +36,8 @@ from damage import (
     safetensors_parts,
     torch_file,
 )
-from every_format import FORMATS, write_formats
-from safetensors.numpy import load_file
-from watched import outcomes
-
+from helpers.every_format import FORMATS, write_formats
+from helpers.watched import outcomes
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.tensors import save_safetensors
 

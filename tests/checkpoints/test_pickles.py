@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from released import refusal
 
+from helpers.released import refusal
 from hydrajax.checkpoints.pickles import LONGEST
 from hydrajax.checkpoints.tensors import TorchFiles
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from released import refusal
 from transformers import LlamaForCausalLM
 
+from helpers.released import refusal
 from hydrajax.checkpoints.base import load_llama
 from hydrajax.checkpoints.tensors import SafetensorFiles, TorchFiles, save_safetensors, save_torch
 

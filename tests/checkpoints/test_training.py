@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 
+from helpers.programs import command
 from hydrajax.checkpoints.training import TrainCheckpoints
 from hydrajax.errors import HydrajaxError
 
@@ -70,7 +70,7 @@ def refused(*pieces: str):
 
 def run(program: str, *arguments, **environment) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)],
+        command(program, *arguments),
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -149,26 +149,8 @@ def test_newest_and_best_are_kept(tmp_path, metrics, higher, kept):
     assert sorted(path.name for path in tmp_path.iterdir()) == [str(step) for step in kept]
 
 
-MESHES = """
-import sys
-import jax, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from hydrajax.checkpoints.training import TrainCheckpoints
-def place(n, *spec):
-    mesh = jax.make_mesh((n,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
-    return NamedSharding(mesh, P(*spec))
-x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
-with TrainCheckpoints(sys.argv[1], keep=1, higher_is_better=True) as checkpoints:
-    checkpoints.save(1, {"x": jax.device_put(x, place(4, "x"))}, {})
-    for sharding in (place(2, None, "x"), place(4), place(1)):
-        y = checkpoints.restore({"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)})[1]["x"]
-        assert y.sharding == sharding and np.array_equal(x, y), sharding
-    print(len(jax.devices()), "devices")
-"""
-
-
 def test_restored_on_another_mesh(tmp_path):
-    process = run(MESHES, tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    process = run("restore_on_meshes", tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=4")
     assert process.communicate(timeout=120) == ("4 devices\n", "")
 
 
@@ -348,23 +330,10 @@ def test_an_error_of_the_training_is_not_hidden_by_a_failed_save(tmp_path):
         train()
 
 
-KILLED = """
-import sys, time
-import jax.numpy as jnp
-from hydrajax.checkpoints.training import TrainCheckpoints
-def hang(self):
-    print("saving", flush=True)
-    time.sleep(60)
-checkpoints = TrainCheckpoints(sys.argv[1], keep=1, higher_is_better=True)
-TrainCheckpoints._write_record = hang
-checkpoints.save(3, {"kernel": jnp.ones((8, 4)), "count": jnp.int32(3)}, {}, wait=True)
-"""
-
-
 def test_killed_while_saving(tmp_path):
     """kill -9 when all arrays are written leaves a temporary directory, removed at the next start."""
     fill(tmp_path, 1, 2)
-    process = run(KILLED, tmp_path)
+    process = run("hang_while_saving", tmp_path)
     assert process.stdout.readline() == "saving\n", process.stderr.read()
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import small_tokenizer
 
+from helpers import small_tokenizer
 from hydrajax.cli import main
 
 VOCAB, WIDTH, CONTEXT, HEADS = 320, 32, 128, 2

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_files import apply_lora, write_lora
 from transformers import AutoModelForCausalLM
+
+from helpers.lora_files import apply_lora, write_lora
 
 
 @pytest.fixture(scope="module")

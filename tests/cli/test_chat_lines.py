@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import select
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from helpers.programs import command
 from hydrajax.chat import Turn
 from hydrajax.cli.chat import answer, at_terminal, read_line
 from hydrajax.cli.signals import Terminated
@@ -18,20 +18,15 @@ from hydrajax.cli.signals import Terminated
 pytest.importorskip("readline")
 pty = pytest.importorskip("pty")
 
-SCRIPT = """
-from hydrajax.cli.chat import edit_lines, read_line
-edit_lines()
-while (line := read_line()) is not None:
-    print("read", repr(line), flush=True)
-"""
 LEFT, UP, END = "\x1b[D", "\x1b[A", "\x04"
 
 
 def test_lines_are_edited_and_remembered(tmp_path):
     terminal, inside = pty.openpty()
     history = {"HOME": str(tmp_path), "TERM": "xterm", "INPUTRC": "/dev/null"}
-    command = [sys.executable, "-c", SCRIPT]
-    process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=os.environ | history)
+    process = subprocess.Popen(
+        command("read_lines"), stdin=inside, stdout=inside, stderr=inside, env=os.environ | history
+    )
     os.close(inside)
     shown = ""
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch_eagle import Eagle1, Eagle3
 
+from helpers.torch_eagle import Eagle1, Eagle3
 from hydrajax.models.config import LlamaConfig
 
 WIDTH, VOCAB, KNOWN = 32, 96, 40

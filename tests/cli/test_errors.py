@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from helpers import programs
 from hydrajax import cli
 from hydrajax.cli import generate as command
 from hydrajax.cli import run_command
@@ -453,13 +454,7 @@ def test_a_reader_that_leaves_early_is_no_error(monkeypatch, capfd):
 
 
 def test_help_lists_the_commands_and_imports_nothing_slow():
-    program = """
-import atexit, sys
-from hydrajax.cli import main
-atexit.register(lambda: print({"torch", "transformers", "argcomplete"} & set(sys.modules)))
-main(["--help"])
-"""
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    process = subprocess.run(programs.command("show_help"), capture_output=True, text=True, timeout=120)
     assert (process.returncode, process.stderr) == (0, "")
     assert re.search(rf"^ +generate +{command.HELP}$", process.stdout, re.MULTILINE)
     assert process.stdout.endswith("set()\n")

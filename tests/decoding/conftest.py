@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from lab import Lab, shared_lab
+
+from helpers.lab import Lab, shared_lab
 
 
 @pytest.fixture(scope="session")

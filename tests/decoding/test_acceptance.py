@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from lab import quick_jit
-from tree_tools import leaf_paths, random_tree
 
+from helpers.lab import quick_jit
+from helpers.tree_tools import leaf_paths, random_tree
 from hydrajax.decoding.acceptance import Greedy, Typical
 from hydrajax.decoding.sampling import per_row
 from hydrajax.drafters.drafter import Proposal

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lab import QUICK as QUICK_COMPILE
-from lab import Scripted
 from scipy import stats
 
+from helpers.lab import QUICK as QUICK_COMPILE
+from helpers.lab import Scripted
 from hydrajax.decoding.acceptance import ExactSampling, Typical, walk
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.rejection import RejectionSampling

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lab import quick_jit
 from scipy import stats
 
+from helpers.lab import quick_jit
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import per_row, position_keys, row_keys
 from hydrajax.drafters import growing

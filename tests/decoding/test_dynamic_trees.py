@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lab import CONTEXT, NEW, VOCAB, Scripted, quick_jit
 
+from helpers.lab import CONTEXT, NEW, VOCAB, Scripted, quick_jit
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.sampling import per_row

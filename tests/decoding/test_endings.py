@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from lab import arrays
 
+from helpers.lab import arrays
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.state import Params

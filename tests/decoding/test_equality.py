@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
-from lab import arrays
-from tree_tools import random_tree
 
+from helpers.lab import arrays
+from helpers.tree_tools import random_tree
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.state import Params

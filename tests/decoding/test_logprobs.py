@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from lab import NEW, VOCAB
-from log_probabilities import check_top, of_whole_text
 
+from helpers.lab import NEW, VOCAB
+from helpers.log_probabilities import check_top, of_whole_text
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.rejection import RejectionSampling

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 import torch
-from lab import NEW
 from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
 import hydrajax
+from helpers.lab import NEW
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import make_decode_fn, result_of
 from hydrajax.decoding.penalties import Seen

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from lab import arrays
 
+from helpers.lab import arrays
 from hydrajax.api import Loaded
 from hydrajax.decoding.acceptance import ExactSampling, Typical
 from hydrajax.decoding.decode import make_decode_fn, result_of

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 import pytest
-from lab import Lab, shared_lab
-from noise import noise
-from tree_tools import random_tree
 
+from helpers.lab import Lab, shared_lab
+from helpers.noise import noise
+from helpers.tree_tools import random_tree
 from hydrajax.models.base import BoundBase
 from hydrajax.trees.tree import TreeTopology
 

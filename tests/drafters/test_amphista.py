@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forced import forced_logits
-from lab import NEW, quick_jit
 
+from helpers.forced import forced_logits
+from helpers.lab import NEW, quick_jit
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.sampling import per_row

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lab import VOCAB, quick_jit
-from noise import noise
 
+from helpers.lab import VOCAB, quick_jit
+from helpers.noise import noise
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.decode import make_decode_fn, result_of
 from hydrajax.decoding.rejection import RejectionSampling

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lab import quick_jit
 
+from helpers.lab import quick_jit
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.decode import make_decode_fn, result_of
 from hydrajax.decoding.sampling import per_row

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from lab import quick_jit
 
+from helpers.lab import quick_jit
 from hydrajax.api import Loaded, load
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import make_decode_fn

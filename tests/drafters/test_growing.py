@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lab import quick_jit
 
+from helpers.lab import quick_jit
 from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.growing import grow
 from hydrajax.drafters.lm_head import LmHead, Vocabulary

@@ -7,10 +7,10 @@ import functools
 import jax
 import numpy as np
 import pytest
-from forced import forced_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.forced import forced_logits
 from hydrajax.drafters.drafter import last_observed
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forced import forced_logits
-from lab import NEW, VOCAB, WIDTH, quick_jit
-from noise import noise
 
+from helpers.forced import forced_logits
+from helpers.lab import NEW, VOCAB, WIDTH, quick_jit
+from helpers.noise import noise
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.drafters.drafter import Draw

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lab import CONTEXT, NEW, VOCAB, quick_jit, shared_lab
 
+from helpers.lab import CONTEXT, NEW, VOCAB, quick_jit, shared_lab
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.rejection import RejectionSampling

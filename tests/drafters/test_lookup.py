@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lab import NEW, quick_jit
 
+from helpers.lab import NEW, quick_jit
 from hydrajax.decoding.acceptance import ExactSampling, Typical
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.rejection import RejectionSampling

@@ -7,10 +7,10 @@ import functools
 import jax
 import numpy as np
 import pytest
-from forced import forced_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.forced import forced_logits
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.step import Engine

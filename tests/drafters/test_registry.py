@@ -6,8 +6,8 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from noise import noise
 
+from helpers.noise import noise
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.drafters.registry import FILES, KINDS, WITHOUT_WEIGHTS, has_prefix, heads_for, kind_of
 from hydrajax.errors import HydrajaxError

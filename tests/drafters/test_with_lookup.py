@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lab import CONTEXT, DRAFTERS, NEW, VOCAB, quick_jit, shared_lab
-from lab import TREES as LAB_TREES
-from tree_tools import random_tree
 
+from helpers.lab import CONTEXT, DRAFTERS, NEW, VOCAB, quick_jit, shared_lab
+from helpers.lab import TREES as LAB_TREES
+from helpers.tree_tools import random_tree
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import make_decode_fn, result_of
 from hydrajax.decoding.loop import run_steps

@@ -9,12 +9,12 @@ import json
 import tracemalloc
 
 import pytest
-from configs import as_transformers_reads, sizes, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from released import refusal
 from transformers import AutoConfig
 
+from helpers.configs import as_transformers_reads, sizes, written
+from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.registry import FAMILIES, from_llama_config, to_llama_config
 from hydrajax.models.config import LlamaConfig, RopeScaling

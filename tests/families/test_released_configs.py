@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from configs import as_transformers_reads, sizes, written
 from transformers import AutoConfig
 
+from helpers.configs import as_transformers_reads, sizes, written
 from hydrajax.families.registry import from_llama_config, to_llama_config
 from hydrajax.models.config import LlamaConfig, RopeScaling
 

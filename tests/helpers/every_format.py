@@ -9,9 +9,9 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import numpy as np
-from damage import VOCAB, WIDTH, edit
 from safetensors.numpy import load_file
 
+from helpers.damage import VOCAB, WIDTH, edit
 from hydrajax.checkpoints.base import export_llama, load_llama
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.heads.export import export_heads

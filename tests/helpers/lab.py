@@ -9,9 +9,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from noise import noise
-from tree_tools import random_tree
 
+from helpers.noise import noise
+from helpers.tree_tools import random_tree
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.sampling import per_row

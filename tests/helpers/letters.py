@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-from lab import CONFIG, VOCAB, WIDTH, shared_lab
 
+from helpers.lab import CONFIG, VOCAB, WIDTH, shared_lab
 from hydrajax.api import Loaded
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.either import GreedyOrExact

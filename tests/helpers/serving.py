@@ -9,8 +9,7 @@ import sys
 import threading
 from contextlib import contextmanager
 
-from letters import answers
-
+from helpers.letters import answers
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.serve.app import Interface, Settings
 from hydrajax.serve.batcher import Batcher

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import torch
-from released import WIDTH, Medusa, VLLMMedusa, refusal
 from safetensors.torch import save_file
 from torch import nn
 
+from helpers.released import WIDTH, Medusa, VLLMMedusa, refusal
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.models.base import BoundBase
 

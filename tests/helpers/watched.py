@@ -13,8 +13,8 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from every_format import BASE, BASES
 
+from helpers.every_format import BASE, BASES
 from hydrajax.checkpoints.base import eos_ids, load_llama
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.heads.load import load_draft

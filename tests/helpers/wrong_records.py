@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Iterator
 
-from damage import places
+from helpers.damage import places
 
 DEEP = 900 * "[" + 900 * "]"  # as deep as Python reads
 MISSING = object()

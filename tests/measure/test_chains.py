@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from noise import noise
 
+from helpers.noise import noise
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params

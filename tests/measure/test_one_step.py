@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from noise import noise
 
+from helpers.noise import noise
 from hydrajax import Greedy, Params, Typical
 from hydrajax.bundle import Bundle
 from hydrajax.decoding.decode import make_autoregressive_fn

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from released import refusal
 
+from helpers.released import refusal
 from hydrajax.models.adapter import TARGETS, Adapter, check_adapter, split_adapter, with_adapter
 from hydrajax.models.base import abstract_base, init_base
 from hydrajax.models.config import LlamaConfig

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from answering import FAST, PLAIN, PROMPTER, QUESTIONS, SETTINGS, Decoder, lines_of, run, without_chance
 
+from helpers.answering import FAST, PLAIN, PROMPTER, QUESTIONS, SETTINGS, Decoder, lines_of, run, without_chance
 from hydrajax.errors import HydrajaxError
 from hydrajax.questions.answer_files import AnswerFiles
 from hydrajax.questions.asking import evaluate

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from answering import FAST, PLAIN, PROMPTER, QUESTIONS, Decoder, words
 
+from helpers.answering import FAST, PLAIN, PROMPTER, QUESTIONS, Decoder, words
 from hydrajax.errors import HydrajaxError
 from hydrajax.questions.answer_files import AnswerFiles
 from hydrajax.questions.asking import Prompter, evaluate

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from answering import FAST, PLAIN, PROMPTER, QUESTIONS, Decoder, run
 from scipy.stats import binom
 
+from helpers.answering import FAST, PLAIN, PROMPTER, QUESTIONS, Decoder, run
 from hydrajax.questions.answer_files import AnswerFiles
 from hydrajax.questions.asking import evaluate
 from hydrajax.questions.sets import Question

@@ -7,8 +7,8 @@ import re
 
 import numpy as np
 import pytest
-from report_examples import ROWS, result, write_to
 
+from helpers.report_examples import ROWS, result, write_to
 from hydrajax.errors import HydrajaxError
 from hydrajax.report.figures import draw, front
 from hydrajax.report.markdown import section, table, write_report

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from report_examples import RATE, ROWS, result, write_to
 
+from helpers.report_examples import RATE, ROWS, result, write_to
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.machine import machine
 from hydrajax.report.outputs import find_results

@@ -7,8 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from operator_counts import abstract_params, flops, moved
 
+from helpers.operator_counts import abstract_params, flops, moved
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.drafters.registry import KINDS
 from hydrajax.models.base import BoundBase

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from operator_counts import abstract_params, flops, moved
 
+from helpers.operator_counts import abstract_params, flops, moved
 from hydrajax.drafters.registry import KINDS
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes
 from hydrajax.models.attention import causal_mask

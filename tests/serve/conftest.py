@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import letters
 import pytest
 
+from helpers import letters
 from hydrajax.serve.programs import Programs, Sizes
 
 

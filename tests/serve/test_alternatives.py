@@ -9,12 +9,12 @@ pytestmark = pytest.mark.slow  # programs of their own are compiled
 for package in ("starlette", "uvicorn", "prometheus_client", "openai"):
     pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve], hydrajax[test])")
 
-import letters  # noqa: E402
 import openai  # noqa: E402
-from compilations import no_compilation  # noqa: E402
-from log_probabilities import check_answer  # noqa: E402
-from serving import SECONDS, running  # noqa: E402
 
+from helpers import letters  # noqa: E402
+from helpers.compilations import no_compilation  # noqa: E402
+from helpers.log_probabilities import check_answer  # noqa: E402
+from helpers.serving import SECONDS, running  # noqa: E402
 from hydrajax.api import Loaded  # noqa: E402
 from hydrajax.errors import HydrajaxError  # noqa: E402
 from hydrajax.serve.batcher import Batcher  # noqa: E402

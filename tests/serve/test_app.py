@@ -16,7 +16,8 @@ for package in ("starlette", "uvicorn", "prometheus_client", "openai", "httpx"):
 
 import httpx  # noqa: E402
 import openai  # noqa: E402
-from serving import SECONDS, expected, running  # noqa: E402
+
+from helpers.serving import SECONDS, expected, running  # noqa: E402
 
 KEY = "a secret"
 PROMPTS = ["abc", "a bad cafe", "deaf", "no one can go"]

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from compilations import no_compilation
-from lab import NEW, shared_lab
-from letters import END, TREE, answers, model
 
+from helpers.compilations import no_compilation
+from helpers.lab import NEW, shared_lab
+from helpers.letters import END, TREE, answers, model
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.loop import Bursts
 from hydrajax.drafters.lookup import PromptLookup

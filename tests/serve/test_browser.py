@@ -17,11 +17,11 @@ for package in ("starlette", "uvicorn", "prometheus_client", "httpx", "playwrigh
     pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[test])")
 
 import httpx  # noqa: E402
-import letters  # noqa: E402
-from contrast import colours, contrast, luminance  # noqa: E402
 from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
-from serving import SECONDS, running, serving  # noqa: E402
 
+from helpers import letters  # noqa: E402
+from helpers.contrast import colours, contrast, luminance  # noqa: E402
+from helpers.serving import SECONDS, running, serving  # noqa: E402
 from hydrajax import assets  # noqa: E402
 from hydrajax.serve.batcher import Batcher  # noqa: E402
 from hydrajax.serve.programs import Programs, Sizes  # noqa: E402

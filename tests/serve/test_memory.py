@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from letters import CONTEXT, TREE
 
+from helpers.letters import CONTEXT, TREE
 from hydrajax.decoding.either import GreedyOrExact
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.memory import Memory, Use

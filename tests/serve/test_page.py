@@ -11,8 +11,8 @@ for package in ("starlette", "uvicorn", "prometheus_client", "httpx"):
     pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve], hydrajax[test])")
 
 import httpx  # noqa: E402
-from serving import SECONDS, expected, running  # noqa: E402
 
+from helpers.serving import SECONDS, expected, running  # noqa: E402
 from hydrajax.errors import HydrajaxError  # noqa: E402
 from hydrajax.serve.batcher import Batcher  # noqa: E402
 from hydrajax.serve.served import check_names, plain_step_seconds, together  # noqa: E402

@@ -25,7 +25,8 @@ def test_answers_of_the_shipped_model_and_an_orderly_end():
     for package in PACKAGES:
         pytest.importorskip(package, reason=f"{package} is not installed")
     import openai
-    from serving import serving
+
+    from helpers.serving import serving
 
     loaded = hydrajax.load("shipped", "hydra++")
     prompts = ["def quicksort(items):\n", "import os\n\nclass Walker:\n    def __init__(self"]

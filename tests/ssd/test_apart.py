@@ -25,63 +25,6 @@ VOCAB, NEW, EOS = 96, 20, 7
 PROMPTS = [[5, 17, 60, 2, 33], [90, 1, 4], [8, 8, 8, 8]]
 LIMITS = [NEW, NEW, 5]
 
-SCRIPT = """
-import json, sys
-import jax, numpy as np
-import hydrajax
-from hydrajax.decoding.prompts import right_padded
-from hydrajax.decoding.state import Params
-from hydrajax.ssd.decode import homes
-
-folder, base, draft, cases = sys.argv[1:]
-settings = json.load(open(folder + "/settings.json"))
-found = {"devices": jax.device_count()}
-m = hydrajax.load(base, draft, draft_devices=settings["draft_devices"])
-found["homes"] = [sorted(device.id for device in home.device_set) for home in homes(m.params)]
-beside = Params(m.params.base, jax.device_put(m.params.draft, homes(m.params)[0]))
-limits, eos = np.array(settings["limits"], np.int32), (settings["eos"],)
-
-def crossings(fn, arguments, key):
-    "The bytes of what is handed from one side to the other in a round."
-    crossed = {}
-    def watch(name, given):
-        if name in ("hand over", "tell"):
-            crossed[name] = [x.nbytes for x in jax.tree.leaves(given)]
-    fn.recorded(m.params, *arguments, key, watch=watch)
-    return crossed
-
-for case in filter(None, cases.split(",")):
-    rule, rows, tree, *numbers = case.split("/")
-    fan_out = [int(number) for number in numbers[0].split("-")] if numbers else None
-    rule = {"greedy": hydrajax.Greedy(), "exact": hydrajax.ExactSampling(0.7), "rejection":
-            hydrajax.RejectionSampling(0.7)}[rule]
-    prompt, lengths = right_padded(settings["prompts"][: int(rows)], 16)
-    arguments, key = (prompt, lengths), jax.random.key(3)
-    shared = {"rule": rule, "max_new_tokens": settings["new"], "eos_ids": eos}
-    shared["top_logprobs"] = 3 if settings["compare"] else 0
-    fn = hydrajax.make_decode_fn(m, tree=tree, fan_out=fan_out, **shared)
-    out, record = fn.recorded(m.params, *arguments, key, limits=limits[: int(rows)])
-    answer = {"log-probabilities": [x.tolist() for x in jax.tree.leaves((out.logprobs, out.top))],
-              "tokens": out.tokens.tolist(), "accept_lengths": out.accept_lengths.tolist(),
-              "hits": record.hits, "rounds": record.rounds, "crossings": crossings(fn, arguments, key)}
-    if settings["compare"]:
-        plain = hydrajax.make_decode_fn(m.model, m.drafter, tree, **shared)
-        out = plain(beside, *arguments, rng=key, limits=limits[: int(rows)])
-        answer["in one program"] = [out.tokens.tolist(), out.accept_lengths.tolist()]
-        answer["log-probabilities in one program"] = [x.tolist() for x in jax.tree.leaves((out.logprobs, out.top))]
-        beside_base = jax.device_put(arguments, homes(m.params)[0])
-        answer["beside the base"] = fn(m.params, *beside_base, key, limits=limits[: int(rows)]).tokens.tolist()
-    found[case] = answer
-if settings["generate"]:
-    texts = [[2, 3, 4], [9, 9]]
-    one = hydrajax.load(base, draft)
-    for name, some in (("apart", m), ("together", one)):
-        answers = some.generate(texts, tree="chain-2", max_new_tokens=9, batch_size=2)
-        pieces = list(some.generate(texts[:1], tree="chain-2", max_new_tokens=9, rule="exact", seed=4))
-        found[name] = [answer.output_ids for answer in answers + pieces]
-json.dump(found, open(folder + "/answer.json", "w"))
-"""
-
 
 @pytest.fixture(scope="module")
 def models(llama_checkpoint, tmp_path_factory):
@@ -102,7 +45,8 @@ def run(models, tmp_path_factory, on_eight_devices):
         folder = tmp_path_factory.mktemp("apart")
         settings = {"prompts": PROMPTS, "limits": LIMITS, "eos": EOS, "new": NEW, "draft_devices": draft_devices}
         (folder / "settings.json").write_text(json.dumps(settings | {"compare": compare, "generate": generate}))
-        return on_eight_devices(folder, SCRIPT, *models, ",".join(cases), flags="--xla_backend_optimization_level=0")
+        flags = "--xla_backend_optimization_level=0"
+        return on_eight_devices(folder, "decode_apart", *models, ",".join(cases), flags=flags)
 
     return run
 
@@ -171,24 +115,9 @@ def test_a_draft_over_several_devices_and_texts_in_bursts(run):
     assert found["apart"] == found["together"]
 
 
-BENCH = """
-import json, sys
-import jax
-from hydrajax.cli import main
-
-folder, base, draft = sys.argv[1:]
-open(folder + "/prompts.jsonl", "w").write('{"prompt_ids": [5, 17, 60, 2]}\\n')
-models = ["--base", base, "--draft", draft, "--tree", "chain-2", "--draft-devices", "1"]
-sizes = ["--fan-outs", "40", "--prompts", folder + "/prompts.jsonl", "--max-new-tokens", "12", "--repeats", "1"]
-code = main(["bench", *models, *sizes, "--json", folder + "/bench.json"])
-rows = json.load(open(folder + "/bench.json"))["rows"]
-json.dump({"devices": jax.device_count(), "code": code, "rows": rows}, open(folder + "/answer.json", "w"))
-"""
-
-
 @pytest.mark.slow
 def test_bench_compares_with_the_pair_in_turn(models, tmp_path, on_eight_devices):
-    found = on_eight_devices(tmp_path, BENCH, *models, flags="--xla_backend_optimization_level=0")
+    found = on_eight_devices(tmp_path, "bench_apart", *models, flags="--xla_backend_optimization_level=0")
     assert found["code"] == 0
     rows = found["rows"]
     assert [row["name"] for row in rows] == ["autoregressive", "one program", "in turn", "ahead, 40 outcomes"]

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lab import CONFIG, CONTEXT, VOCAB, quick_jit
-from noise import noise
 
+from helpers.lab import CONFIG, CONTEXT, VOCAB, quick_jit
+from helpers.noise import noise
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.sampling import per_row, row_keys
 from hydrajax.drafters.draft_model import DraftModel

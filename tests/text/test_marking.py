@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import small_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import small_tokenizer
 from hydrajax.text.answers import Generation
 from hydrajax.text.marking import pieces, text_of
 from hydrajax.text.tokenizer import decode_text, visible

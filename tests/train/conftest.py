@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
-from loss_examples import rows_with_gaps
+
+from helpers.loss_examples import rows_with_gaps
 
 VOCAB, WIDTH, CONTEXT = 300, 32, 64
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import refused
 
+from helpers.runs import refused
 from hydrajax import load
 from hydrajax.checkpoints.base import export_llama
 from hydrajax.checkpoints.fingerprint import fingerprint

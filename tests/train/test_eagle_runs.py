@@ -8,8 +8,8 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-from runs import heads_file, without_clock
 
+from helpers.runs import heads_file, without_clock
 from hydrajax import load
 from hydrajax.checkpoints.base import read_config
 from hydrajax.models.base import BoundBase

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from lora_files import apply_lora, write_lora
-from loss_examples import random_params, rows_with_gaps
-from released import refusal
 from transformers import AutoModelForCausalLM
 
 import hydrajax
+from helpers.lora_files import apply_lora, write_lora
+from helpers.loss_examples import random_params, rows_with_gaps
+from helpers.released import refusal
 from hydrajax.models.adapter import KERNELS, TARGETS, Adapter, split_adapter, with_adapter
 from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.rows import run_base
@@ -257,68 +257,10 @@ def test_parts_of_a_batch_add_up_to_it(steps):
         assert np.mean(np.abs(expected - found) > 1e-5) < 0.02
 
 
-SCRIPT = """
-import json, sys
-import jax, jax.numpy as jnp, numpy as np
-from hydrajax.models.adapter import Adapter
-from hydrajax.models.base import abstract_base, init_base
-from hydrajax.models.config import LlamaConfig
-from hydrajax.models.llama import Llama
-from hydrajax.sharding import make_mesh, tree_shardings
-from hydrajax.train.config import DataConfig, DraftConfig, JointConfig, OptimizerConfig, TrainConfig
-from hydrajax.train.losses import Objective
-from hydrajax.train.optimizer import optimizer_of
-from hydrajax.train.step import batch_placer, init_state, make_train_step, state_shardings
-from hydrajax.train.tasks.joint import JointTask
-
-SHAPE = LlamaConfig(64, 32, 64, n_layers=1, n_heads=8, n_kv_heads=8, head_dim=4, max_positions=64)
-CONFIG = TrainConfig(
-    output="unused", task="joint", model="unused", dtype="float32", steps=10, batch_size=8, tree="cartesian-2x2",
-    draft=DraftConfig(heads="medusa", n_heads=2), adapter=Adapter(4, 8.0, 0.1), joint=JointConfig(distill=True),
-    objective=Objective(lm_weight=1.0, teacher_weight=0.0, chunk_tokens=32),
-    optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0), data=DataConfig(format="standard_library", length=16),
-)
-random = np.random.default_rng(0)
-tokens = random.integers(1, 64, (3, 8, 16)).astype(np.int32)
-
-def named(tree):
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(tree)}
-
-def run(mesh):
-    model = Llama(SHAPE)
-    homes = tree_shardings(mesh, abstract_base(model))
-    base = jax.tree.map(lambda x, home: jax.device_put(8 * x if x.ndim > 1 else x, home),
-                        init_base(model, jax.random.key(3)), homes)
-    task, optimizer = JointTask(CONFIG, None, model, base, mesh), optimizer_of(CONFIG, 10)
-    shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
-    noise = np.random.default_rng(2)  # B is zero at first, and then A has no gradient
-    draw = lambda x: 0.1 * noise.standard_normal(x.shape).astype(np.float32)
-    noisy = lambda x: jax.device_put(np.asarray(x) + draw(x), x.sharding)
-    state = init_state(jax.tree.map(noisy, task.init_params(jax.random.key(1))), optimizer, shardings)
-    step = make_train_step(task.loss, optimizer, 1, shardings, task.frozen_shardings)
-    place, key, history = batch_placer(mesh), jax.device_put(jax.random.key(7), shardings.step), []
-    for rows in tokens:
-        state, report = step(state, task.frozen, place({"tokens": rows, "labels": rows}), key)
-        history.append({name: np.asarray(value).tolist() for name, value in report.items()})
-        if len(history) == 1:
-            moments = {name: np.asarray(x) for name, x in named(state.opt_state).items() if "/mu/" in name}
-    placed = {name: x for name, x in named(state.opt_state).items() if "/mu/" in name}
-    split = {name: x.sharding.shard_shape(x.shape) != x.shape for name, x in (named(state.params) | placed).items()}
-    return history, split, moments
-
-found = {"devices": jax.device_count()}
-for name, mesh in (("one", make_mesh()), ("eight", make_mesh(4, 2))):
-    history, split, moments = run(mesh)
-    found[name] = {"history": history, "split": split}
-    np.savez(f"{sys.argv[1]}/{name}.npz", **moments)
-json.dump(found, open(f"{sys.argv[1]}/answer.json", "w"))
-"""
-
-
 @pytest.mark.slow
 def test_eight_devices_take_the_steps_of_one(on_eight_devices, tmp_path):
     """Dropout included. The adapter's matrices, and their moments, are divided like the kernels beside them."""
-    found = on_eight_devices(tmp_path, SCRIPT, flags="--xla_backend_optimization_level=0")
+    found = on_eight_devices(tmp_path, "joint_step_on_meshes", flags="--xla_backend_optimization_level=0")
     for one, eight in zip(found["one"]["history"], found["eight"]["history"], strict=True):
         for name, value in one.items():
             np.testing.assert_allclose(eight[name], value, rtol=1e-3, atol=1e-5, err_msg=name)

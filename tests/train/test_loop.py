@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from runs import finish, heads_file, start, wait_for_step, without_clock
 from safetensors.numpy import load_file
 
+from helpers.runs import finish, heads_file, start, wait_for_step, without_clock
 from hydrajax.checkpoints.training import TrainCheckpoints
 from hydrajax.cli.train import main
 from hydrajax.train.metrics import Metrics, read_metrics

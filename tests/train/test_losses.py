@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from forced import forced_logits
-from loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params
 
+from helpers.forced import forced_logits
+from helpers.loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads

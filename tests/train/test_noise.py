@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loss_examples import MIXED, VOCAB, WIDTH, random_params
 
+from helpers.loss_examples import MIXED, VOCAB, WIDTH, random_params
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.models.base import BoundBase
 from hydrajax.train.losses import (

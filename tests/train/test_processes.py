@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from runs import finish, heads_file, start, wait_for_step, without_clock
 from safetensors.numpy import load_file
+
+from helpers.runs import finish, heads_file, start, wait_for_step, without_clock
 
 STEPS = 24
 MESH = {"data": 2, "model": 2}  # the model axis lies within a process, the data axis between the two

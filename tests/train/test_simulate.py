@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forced import forced_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.forced import forced_logits
 from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.eagle import Eagle

@@ -19,121 +19,7 @@ from hydrajax.train.optimizer import make_optimizer
 from hydrajax.train.step import init_state, make_train_step, state_shardings
 from hydrajax.train.tasks.base import BaseLoss, scaled_init
 
-SCRIPT = """
-import dataclasses, json, sys
-import jax, jax.numpy as jnp, numpy as np
-from hydrajax.models.config import LlamaConfig
-from hydrajax.models.base import abstract_base, init_base
-from hydrajax.models.llama import Llama
-from hydrajax.sharding import make_mesh, tree_shardings
-from hydrajax.train.config import DataConfig, DraftConfig, OptimizerConfig, TrainConfig
-from hydrajax.train.tasks.heads import HeadsTask
-from hydrajax.train.losses import Objective
-from hydrajax.train.optimizer import make_optimizer
-from hydrajax.train.step import batch_placer, init_state, make_train_step, state_shardings
-
-FOLDER = sys.argv[1]
-SHAPE = LlamaConfig(64, 32, 64, n_layers=1, n_heads=8, n_kv_heads=8, head_dim=4, max_positions=64)
-CONFIG = TrainConfig(
-    output="unused", model="unused", dtype="float32", steps=10, batch_size=8, tree="cartesian-2x2",
-    draft=DraftConfig(n_heads=2, n_layers=2, prefix=True, dropout=0.2),
-    objective=Objective(lm_weight=0.5, chunk_tokens=32),
-    data=DataConfig(format="standard_library", length=16),
-)
-POISON = SHAPE.vocab_size - 1  # a token whose embedding is NaN; only the last batch of a run holds it
-
-random = np.random.default_rng(0)
-tokens = random.integers(1, POISON, (3, 8, 16)).astype(np.int32)
-labels = np.where(random.random(tokens.shape) < 0.6, tokens, -100)
-labels[:, :3] = tokens[:, :3]  # rows and so micro-batches differ in how many targets they have
-tokens[2, 5, 7] = POISON
-batches = [{"tokens": t, "labels": l} for t, l in zip(tokens, labels)]
-
-def weights():
-    shapes = jax.eval_shape(lambda: init_base(Llama(SHAPE), jax.random.key(0)))
-    noise = np.random.default_rng(1)
-    draw = lambda x: (noise.standard_normal(x.shape) * (0.3 if x.ndim > 1 else 0.1) + (x.ndim == 1)).astype(np.float32)
-    base = jax.tree.map(draw, shapes)
-    base["embedding"][POISON] = np.nan
-    return base
-
-def named(tree):
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(tree)}
-
-def same_place(tree, params):
-    # every array of ``tree`` that is named as a parameter (all but counters and Muon's coefficients), against it
-    found, homes = {}, named(params)
-    for name, leaf in named(tree).items():
-        for home in (x for end, x in homes.items() if name.endswith("/" + end)):
-            found[name] = bool(leaf.sharding.is_equivalent_to(home.sharding, leaf.ndim))
-    return found
-
-def setup(mesh, config):
-    model = Llama(SHAPE, jnp.dtype(config.dtype))
-    homes = tree_shardings(mesh, abstract_base(model))
-    base = jax.tree.map(lambda x, home: jax.device_put(x.astype(config.dtype), home), weights(), homes)
-    task = HeadsTask(config, None, model, base, mesh)
-    optimizer = make_optimizer(OptimizerConfig(lr=1e-3, warmup_steps=0), 10)
-    shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
-    params = task.init_params(jax.random.key(1))
-    noise = np.random.default_rng(2)  # fresh heads are identities and would hide mistakes
-    draw = lambda x: 0.1 * noise.standard_normal(x.shape).astype(np.float32)
-    noisy = lambda x: jax.device_put(np.asarray(x) + draw(x), x.sharding)
-    return task, optimizer, shardings, params, jax.tree.map(noisy, params)
-
-def run(name, mesh, n_batches, **changes):
-    config = dataclasses.replace(CONFIG, **changes)
-    task, optimizer, shardings, fresh, params = setup(mesh, config)
-    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((fresh, task.frozen))] if mesh.size == 1 else []
-    state = init_state(params, optimizer, shardings)
-    base_before = jax.tree.map(np.asarray, task.frozen)
-    step = make_train_step(task.loss, optimizer, config.accumulation, shardings, task.frozen_shardings)
-    place, rng = batch_placer(mesh), jax.device_put(jax.random.key(7), shardings.step)
-    history, arrays = [], {}
-    for i, batch in enumerate(batches[:n_batches]):
-        state, metrics = step(state, task.frozen, place(batch), rng)
-        report = {k: np.asarray(v).tolist() for k, v in metrics.items()}
-        history.append(report | {"step": int(state.step), "kept_bad_steps": int(state.bad_steps)})
-        for kind in ("mu", "nu"):
-            moments = named(getattr(state.opt_state[1][0], kind))
-            arrays |= {f"{i}/{kind}/{k}": np.asarray(v) for k, v in moments.items()}
-        arrays |= {f"{i}/params/{k}": np.asarray(v) for k, v in named(state.params).items()}
-    np.savez(f"{FOLDER}/{name}.npz", **arrays)
-    unchanged = jax.tree.map(lambda a, b: np.array_equal(a, np.asarray(b), equal_nan=True), base_before, task.frozen)
-    return {
-        "history": history,
-        "base_unchanged": all(jax.tree.leaves(unchanged)),
-        "state_sizes": sorted(x.size for x in jax.tree.leaves(state.opt_state) if x.ndim),
-        "param_sizes": sorted(x.size for x in jax.tree.leaves(state.params)),
-        "dtypes": sorted({str(x.dtype) for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim}),
-        "split": {k: x.sharding.shard_shape(x.shape) != x.shape for k, x in named(state.params).items()},
-        "same_place": same_place(state.opt_state, state.params),
-        "distinct_buffers": len(set(pointers)) == len(pointers),
-    }
-
-found = {"devices": jax.device_count()}
-for name in sys.argv[2:]:
-    data, model = map(int, name.split("x"))
-    found[name] = run(name, make_mesh(data, model), 3 if data == model else 2)
-plain = DraftConfig(n_heads=2)  # how a batch is cut and what is rounded does not depend on the heads
-for parts in (1, 4):
-    found[f"parts{parts}"] = run(f"parts{parts}", make_mesh(2, 2), 1, draft=plain, accumulation=parts)
-found["bfloat16"] = run("bfloat16", make_mesh(), 2, draft=plain, dtype="bfloat16")
-
-mesh = make_mesh(4, 2)
-task, _, _, _, params = setup(mesh, CONFIG)
-for name in ("adamw", "muon"):
-    optimizer = make_optimizer(OptimizerConfig(name=name), 10)
-    shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
-    found[name] = {
-        "init_state": same_place(init_state(params, optimizer, shardings).opt_state, params),
-        "plain": same_place(jax.jit(optimizer.init)(params), params),
-        "split": {k: x.sharding.shard_shape(x.shape) != x.shape for k, x in named(params).items()},
-    }
-json.dump(found, open(f"{FOLDER}/answer.json", "w"))
-"""
-
-LR = 1e-3  # of the script
+LR = 1e-3  # of the program
 OTHER_MESHES = ["8x1", "1x8"]  # each is half of what 4x2 is
 MESHES = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in OTHER_MESHES] + ["4x2"]
 
@@ -146,7 +32,7 @@ def found(request, tmp_path_factory, on_eight_devices) -> dict:
     flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"  # eight devices on two busy cores
     wanted = {item.callspec.params.get("mesh") for item in request.session.items if hasattr(item, "callspec")}
     meshes = ["1x1", "4x2", *(mesh for mesh in OTHER_MESHES if mesh in wanted)]
-    answer = on_eight_devices(folder, SCRIPT, *meshes, flags=flags)
+    answer = on_eight_devices(folder, "train_step_on_meshes", *meshes, flags=flags)
     for name in (*meshes, "parts1", "parts4", "bfloat16"):
         with np.load(folder / f"{name}.npz") as arrays:
             answer[name]["arrays"] = dict(arrays)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params
 
+from helpers.loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads

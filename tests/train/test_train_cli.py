@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
-from runs import refused
 from safetensors.numpy import load_file
 
+from helpers.runs import refused
 from hydrajax import load
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn

@@ -7,8 +7,8 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from tree_tools import random_tree
 
+from helpers.tree_tools import random_tree
 from hydrajax.trees import presets
 from hydrajax.trees.topology import Topology, from_parents, take, with_chain
 

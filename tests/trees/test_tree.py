@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tree_tools import leaf_paths
 
+from helpers.tree_tools import leaf_paths
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 from hydrajax.trees.tree import MAX_NODES, TreeTopology

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from draft_heads import VOCAB, WIDTH, config_in, heads_of, random_params
 
+from helpers.draft_heads import VOCAB, WIDTH, config_in, heads_of, random_params
 from hydrajax.checkpoints.heads.export import export_heads
 
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from draft_heads import VOCAB, WIDTH, config_in, identical, random_params
-from released import refusal
 from safetensors.torch import load_file
-from torch_eagle import Eagle1
-from torch_eagle import Eagle3 as TorchEagle3
 
+from helpers.draft_heads import VOCAB, WIDTH, config_in, identical, random_params
+from helpers.released import refusal
+from helpers.torch_eagle import Eagle1
+from helpers.torch_eagle import Eagle3 as TorchEagle3
 from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.drafters.eagle import Eagle

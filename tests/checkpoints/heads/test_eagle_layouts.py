@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from draft_heads import identical
-from released import refusal
 from safetensors.torch import load_file, save_file
-from torch_eagle import Eagle1
-from torch_eagle import Eagle3 as TorchEagle3
 
+from helpers.draft_heads import identical
+from helpers.released import refusal
+from helpers.torch_eagle import Eagle1
+from helpers.torch_eagle import Eagle3 as TorchEagle3
 from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.errors import HydrajaxError

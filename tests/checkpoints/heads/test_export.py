@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from draft_heads import heads_of, identical, random_params
-from released import refusal
 from safetensors.numpy import load_file
 
+from helpers.draft_heads import heads_of, identical, random_params
+from helpers.released import refusal
 from hydrajax.checkpoints.base import load_llama
 from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.heads.load import load_draft

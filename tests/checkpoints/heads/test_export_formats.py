@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from draft_heads import VOCAB, WIDTH, config_in, heads_of, random_params
-from forced import forced_logits
-from released import Hydra, Medusa, VLLMMedusa, one_layer, refusal
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig as HFConfig
 
+from helpers.draft_heads import VOCAB, WIDTH, config_in, heads_of, random_params
+from helpers.forced import forced_logits
+from helpers.released import Hydra, Medusa, VLLMMedusa, one_layer, refusal
 from hydrajax.checkpoints.heads.export import FORMATS, export_heads
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.drafters.hydra import HydraHeads

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_heads import VOCAB, identical
-from released import Hydra, Medusa
 from safetensors.torch import load_file
 from torch import nn
-from torch_heads import randomise
 
+from helpers.draft_heads import VOCAB, identical
+from helpers.released import Hydra, Medusa
+from helpers.torch_heads import randomise
 from hydrajax.checkpoints.heads.fetch import fetch_heads
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.checkpoints.hub import resolve

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from forced import forced_logits
-from released import WIDTH, refusal
 from safetensors.torch import save_file
 from torch import nn
-from torch_heads import VOCAB, Medusa2, medusa_2_config, randomise, refused, save, vllm, vllm_config
 from transformers import LlamaForCausalLM
 
+from helpers.forced import forced_logits
+from helpers.released import WIDTH, refusal
+from helpers.torch_heads import VOCAB, Medusa2, medusa_2_config, randomise, refused, save, vllm, vllm_config
 from hydrajax import api
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.drafters.eagle import Eagle

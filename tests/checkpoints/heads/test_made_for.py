@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch_heads import Medusa2, medusa_2_config, randomise, refused, save, vllm, vllm_config
 
+from helpers.torch_heads import Medusa2, medusa_2_config, randomise, refused, save, vllm, vllm_config
 from hydrajax import api
 from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.checkpoints.heads.export import export_heads

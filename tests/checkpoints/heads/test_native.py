@@ -13,15 +13,15 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import draft_heads
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from draft_heads import VOCAB, WIDTH, identical
-from released import refusal
 
+from helpers import draft_heads
+from helpers.draft_heads import VOCAB, WIDTH, identical
+from helpers.released import refusal
 from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.drafters import heads as heads_module

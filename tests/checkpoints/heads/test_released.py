@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from forced import forced_logits
-from released import WIDTH, Hydra, Medusa, one_layer, refusal
 from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from helpers.forced import forced_logits
+from helpers.released import WIDTH, Hydra, Medusa, one_layer, refusal
 from hydrajax.checkpoints.base import load_llama
 from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.drafters.hydra import HydraHeads

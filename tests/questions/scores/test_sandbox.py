@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.programs import command
 from hydrajax.questions.scores.confined import MACHINES
 from hydrajax.questions.scores.sandbox import NO_REPORT, PASSED, TIMED_OUT, Limits, run_confined
 
@@ -120,19 +121,8 @@ def test_files_elsewhere_stay_as_they_are(tmp_path):
 def test_the_hook_that_stands_in_where_there_is_no_filter(tmp_path):
     """In a process of its own: a hook stays for good."""
     confined = Path(sys.modules[run_confined.__module__].__file__).with_name("confined.py")
-    script = f"""
-import os, runpy, socket, sys
-
-sys.addaudithook(runpy.run_path({str(confined)!r})["refuse_event"])
-for one in (lambda: open("x", "w"), os.fork, lambda: os.remove("y"), socket.socket):
-    try:
-        one()
-    except PermissionError:
-        print("refused", end=" ")
-open(os.__file__).read()
-"""
-    command = [sys.executable, "-I", "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    python, *arguments = command("audit_hook", confined)
+    done = subprocess.run([python, "-I", *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["refused"] * 4
     assert not list(tmp_path.iterdir())
 

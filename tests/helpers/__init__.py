@@ -1,0 +1,1 @@
+"""Helpers that several tests share: models, checkpoints, damage, servers and processes."""

@@ -1,0 +1,10 @@
+"""The leaves of a pytree by their paths."""
+
+from __future__ import annotations
+
+import jax
+
+
+def by_path(tree) -> dict:
+    """Return every leaf by the keys that lead to it, such as ``layers_0/qkv``."""
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(tree)}

@@ -1,0 +1,63 @@
+"""Decode with one base and its heads on several meshes; report the tokens and where every parameter lies.
+
+Arguments: the folder of the heads, of ``settings.json`` and of the ``answer.json`` that is written; the base.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import hydrajax
+from helpers.leaves import by_path
+from hydrajax.sharding import make_mesh
+
+
+def describe(tree) -> dict:
+    """Return the shape of each array, those of its shards, and how many different shards it has."""
+    return {
+        name: {
+            "shape": x.shape,
+            "shards": [shard.data.shape for shard in x.addressable_shards],
+            "distinct": len({str(shard.index) for shard in x.addressable_shards}),
+        }
+        for name, x in by_path(tree).items()
+    }
+
+
+def main(folder: Path, base: str) -> None:
+    settings = json.loads((folder / "settings.json").read_text())
+    found = {"devices": jax.device_count()}
+    prompts = settings["prompts"]
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
+    prompt = np.zeros((len(prompts), lengths.max()), np.int32)
+    for row, ids in zip(prompt, prompts, strict=True):
+        row[: len(ids)] = ids
+    tree = hydrajax.TreeTopology.from_choices(settings["tree"])
+
+    plain = None
+    for name, sizes in settings["meshes"].items():
+        mesh = make_mesh(**sizes) if sizes else None
+        m = hydrajax.load(base, folder, mesh=mesh)
+        plain = plain or m
+        decode = hydrajax.make_decode_fn(m.model, m.drafter, tree, max_new_tokens=settings["max_new"])
+        out = decode(m.params, prompt, lengths)
+        gathered = jax.tree.map(lambda a, b: bool(np.array_equal(np.asarray(a), np.asarray(b))), m.params, plain.params)
+        found[name] = {
+            "tokens": out.tokens.tolist(),
+            "accept_lengths": out.accept_lengths.tolist(),
+            "base": describe(m.params.base),
+            "draft": describe(m.params.draft),
+            "values_equal": all(jax.tree.leaves(gathered)),
+        }
+    try:
+        make_mesh(data=3, model=4)
+    except hydrajax.HydrajaxError as error:
+        found["refusal"] = str(error)
+    (folder / "answer.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
