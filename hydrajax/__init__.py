@@ -8,26 +8,35 @@ out = decode_fn(m.params, *m.encode(["def area("]))  # out.tokens, out.lengths, 
 """
 
 from hydrajax import assets, trees
-from hydrajax.api import Loaded, load, make_decode_fn
+from hydrajax.api import load, make_autoregressive_fn, make_decode_fn
 from hydrajax.chat import Chat
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
-from hydrajax.decoding.decode import DecodeResult, make_autoregressive_fn
+from hydrajax.decoding.decode import DecodeResult
+from hydrajax.decoding.processors import AllowedTokens, LogitBias, Penalties
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import Stream, generate, stream
+from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.sharding import Placement
 from hydrajax.text.answers import Generation
 from hydrajax.trees import TreeTopology
 
 __all__ = [
+    "AllowedTokens",
     "Chat",
     "DecodeResult",
+    "DecodeSpec",
     "ExactSampling",
     "Generation",
     "Greedy",
     "HydrajaxError",
-    "Loaded",
+    "LanguageModel",
+    "LogitBias",
     "Params",
+    "Penalties",
+    "Placement",
     "RejectionSampling",
     "Stream",
     "TreeTopology",
@@ -37,6 +46,7 @@ __all__ = [
     "load",
     "make_autoregressive_fn",
     "make_decode_fn",
+    "make_executor",
     "stream",
     "trees",
 ]

@@ -9,19 +9,14 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from hydrajax.bundle import Bundle
-from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
+from hydrajax.decoding.executor import Executor, State
 from hydrajax.decoding.loop import next_burst
 from hydrajax.decoding.prompts import bucket, right_padded
 from hydrajax.decoding.sampling import row_keys
-from hydrajax.decoding.state import DecodeState
+from hydrajax.decoding.spec import sampling_params
 from hydrajax.errors import HydrajaxError
-from hydrajax.generation import seed_for
-from hydrajax.ssd.decode import are_apart
-from hydrajax.text.stopping import GrowingText
+from hydrajax.generation import growing_text, seed_for
 from hydrajax.text.templates import make_encoder
-from hydrajax.text.tokenizer import decode_text
-from hydrajax.trees.dynamic import CandidateTree
 
 
 @dataclass
@@ -40,43 +35,32 @@ class Turn:
 
 
 class Chat:
-    """A conversation with a loaded base, in its tokenizer's chat template or a named one.
+    """A conversation with a model, which keeps the KV cache between turns.
 
-    template: ``auto`` is the tokenizer's own; ``vicuna`` and ``plain`` are built in. seed: of what the rule draws; None
-    draws one, and the attribute of this name says which. `say` adds a message and yields
-    the answer's text; ``messages`` is the conversation so far and may be edited between turns.
-
-    The cache is kept as long as the conversation, written out by the template, begins with the very tokens it holds.
-    Where it does not (an edited message, an answer that was interrupted, a template that rewrites what is past), the
-    turn starts from an empty cache. Raises `HydrajaxError` where tokenizer and template do not go together.
+    `say` adds a message and yields the answer's text. ``messages`` is the conversation so far and may be edited between
+    turns; ``turn`` tells what the last answer took. The cache is kept as long as the conversation, written out by the
+    template, begins with the very tokens that it holds. Where it does not (an edited message, an answer that was
+    interrupted, a template that rewrites what is past), the turn starts from an empty cache.
     """
 
-    def __init__(
-        self,
-        loaded: Bundle,
-        *,
-        tree: CandidateTree | None = None,
-        rule: AcceptanceRule | None = None,
-        template: str = "auto",
-        max_new_tokens: int = 512,
-        seed: int | None = None,
-    ):
-        if loaded.tokenizer is None:
+    def __init__(self, executor: Executor, *, template: str = "auto", seed: int | None = None):
+        """Begin a conversation.
+
+        Args:
+            executor: decodes; its spec's ``max_new_tokens`` is the limit of an answer.
+            template: chat template: ``auto`` for the tokenizer's own; ``vicuna``, ``plain`` and ``raw`` are built in.
+            seed: for rules that draw. None draws one, which the attribute ``seed`` tells.
+
+        Raises:
+            HydrajaxError: where there is no tokenizer, or where it cannot be used with the template.
+        """
+        if executor.tokenizer is None:
             raise HydrajaxError("base: has no tokenizer, and a conversation needs one")
-        if max_new_tokens < 1:
-            raise HydrajaxError(f"max_new_tokens: must be at least 1, found {max_new_tokens}")
-        if are_apart(loaded.params):
-            raise HydrajaxError(
-                "draft_devices: a conversation keeps its caches from turn to turn, which base and draft apart do not"
-            )
-        self._encoder = make_encoder(loaded.tokenizer, template)
-        self._loaded, self._limit = loaded, max_new_tokens
-        self._context = loaded.model.config.max_positions
-        # As many new tokens as the context holds, so that the cache has room for the whole conversation.
-        self._rule = rule or Greedy()
-        self.seed = seed_for(self._rule, seed)
-        self._bursts = loaded.bursts(tree or loaded.default_tree(), self._rule, self._context)
-        self._state: DecodeState | None = None
+        self._encoder = make_encoder(executor.tokenizer, template)
+        self._executor, self._config = executor, executor.model.config
+        self._context = self._config.max_positions
+        self.seed = seed_for(executor.spec.rule, seed)
+        self._state: State | None = None
         self._held: list[int] = []  # the tokens in the cache
         self._turns = 0
         self.messages: list[dict[str, str]] = []
@@ -125,26 +109,26 @@ class Chat:
         return ids
 
     def _answer(self, ids: list[int]) -> Iterator[str]:
-        began = time.perf_counter()
+        began, executor = time.perf_counter(), self._executor
         keys = row_keys(jax.random.key(self.seed or 0), 1, self._turns)
+        sampling = sampling_params([executor.spec], keys, self._config.vocab_size)
         self._turns += 1
         held, state = self._held, self._state
         self._held, self._state = [], None  # until the turn has ended well
         reused = len(held) if state is not None and len(held) < len(ids) and ids[: len(held)] == held else 0
         self.turn = Turn(prompt_tokens=len(ids), reused=reused)
-        limit = np.array([self._limit], np.int32)
-        params = self._loaded.params
         if reused:
             more, count = right_padded([ids[reused:]], bucket(len(ids) - reused, self._context - reused))
-            state = self._bursts.extend(params, state, more, count, keys, self._rule, limit)
+            state = executor.extend(state, more, count, sampling)
         else:
             prompt, count = right_padded([ids], bucket(len(ids), self._context))
-            state = self._bursts.start(params, prompt, count, keys, self._rule, limit)
-        text = GrowingText(lambda ids: decode_text(self._loaded.tokenizer, ids))
+            slots = executor.engine.cache_slots(self._context)  # room for the whole conversation
+            state = executor.prefill(prompt, count, sampling, slots)
+        text = growing_text(executor.tokenizer, ())
         done, steps = False, 1
         while not done:
             asked = time.perf_counter()
-            state, now = self._bursts.advance(params, state, np.zeros(1, bool), steps)
+            state, now = executor.advance(state, np.zeros(1, bool), steps)
             steps = next_burst(steps, time.perf_counter() - asked)
             done, emitted = bool(now.done[0]), now.tokens[0, : now.lengths[0]].tolist()
             self.turn.new_tokens, self.turn.steps = len(emitted), int(now.steps[0])

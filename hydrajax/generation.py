@@ -4,104 +4,109 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from hydrajax.bundle import Bundle
-from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
-from hydrajax.decoding.loop import Bursts, Snapshot
-from hydrajax.decoding.prompts import batches, bucket
-from hydrajax.decoding.rules import one_each
-from hydrajax.decoding.sampling import Sampling, like_one_another, per_row, row_keys
+from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.decode import Inputs
+from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.loop import Snapshot
+from hydrajax.decoding.prompts import batches, bucket, encode_prompt, encode_prompts
+from hydrajax.decoding.sampling import row_keys
+from hydrajax.decoding.spec import DecodeSpec, sampling_params
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.answers import Generation
-from hydrajax.text.prompt import Prompt
+from hydrajax.text.prompt import OnePrompt
 from hydrajax.text.stopping import GrowingText
 from hydrajax.text.tokenizer import decode_text
-from hydrajax.trees.dynamic import CandidateTree
 
 SEED_BITS = 32  # of a JAX key, unless 64-bit mode is on
 STEPS_PER_BURST = 8  # between two looks for stop strings in text that nobody watches
 
 
 def generate(
-    loaded: Bundle,
-    prompts: Sequence[str | Sequence[int] | Sequence[Mapping[str, str]] | Prompt],
+    executor: Executor,
+    prompts: Sequence[OnePrompt],
     *,
-    tree: CandidateTree | None = None,
-    rule: AcceptanceRule | Sequence[AcceptanceRule] | None = None,
-    max_new_tokens: int | Sequence[int] = 256,
+    specs: Sequence[DecodeSpec] | None = None,
     stop: Sequence[str] = (),
     batch_size: int = 1,
     seed: int | Sequence[int] | None = None,
-    logprobs: bool = False,
-    top_logprobs: int = 0,
-    on_status: Callable[[str], None] | None = None,
+    on_status: Callable[[str], None] = lambda status: None,
 ) -> Iterator[Generation]:
-    """Generate for texts, lists of token ids, conversations or `Prompt`s, in order, ``batch_size`` prompts at a time.
+    """Generate text for a list of prompts, ``batch_size`` prompts at a time.
 
-    A generator: each batch's results are yielded when it is done. Batches are taken in order, whatever the prompts'
-    lengths: a batch is as wide as the bucket of its longest prompt. The last one is padded to full size by repeating
-    its prompts, so that it compiles nothing new. What a rule draws for a prompt depends on ``seed`` and on the
-    prompt's number, not on the batch size; where no seed is given and the rule draws, one is drawn, and the results say
-    which (`Generation.seed`). With a list of seeds every prompt draws what it would draw alone with its own.
+    Batches keep the order of the prompts, and are padded to the bucket of their longest prompt. The last batch is
+    filled up by repeating its prompts, so that it compiles nothing new.
 
-    rule, max_new_tokens: for all prompts, or one for each; rules are then of one kind. stop: strings that end a text:
-    it is cut before one, see `hydrajax.text.stopping.GrowingText`; ``output_ids`` end with the token that completed
-    it. logprobs: whether to report each token's log-probability under the base, see `Generation`. top_logprobs: of how
-    many of the base's likeliest tokens to report it besides; then each token's own is reported, too. ``on_status`` is
-    called with ``"compiling"`` before a new shape is compiled and with ``"decoding"`` before each batch. Raises
-    `HydrajaxError` for every bad prompt before any is run.
+    Args:
+        executor: decodes, by its spec unless ``specs`` are given.
+        prompts: texts, lists of token ids, conversations or `Prompt`s.
+        specs: one per prompt: rules of one kind, processors and limits of each. The rest is the executor's.
+        stop: strings that end a text. It is cut before one (`hydrajax.text.stopping.GrowingText`); ``output_ids`` end
+            with the token that completed the string.
+        batch_size: sequences that are decoded together.
+        seed: for rules that draw; None draws a seed, which the results report. What is drawn for a prompt depends on
+            the seed and on the prompt's number, not on the batch size. In a list every prompt has its own, and draws
+            what it would draw alone.
+        on_status: called with ``"compiling"`` before a new shape is compiled and with ``"decoding"`` before each batch.
+
+    Returns:
+        A generator: each batch's results are yielded when it is done.
+
+    Raises:
+        HydrajaxError: for every bad prompt, before any is run.
     """
     if batch_size < 1:
         raise HydrajaxError(f"batch_size: must be at least 1, found {batch_size}")
-    encoded = list(loaded.ids_of_prompts(prompts))
-    limits = one_each("max_new_tokens", max_new_tokens, len(encoded))
-    rules = one_each("rule", rule or Greedy(), len(encoded))
+    _check(executor, specs or [executor.spec], stop)
+    encoded = list(encode_prompts(prompts, executor.tokenizer, executor.model.config))
+    specs = [executor.spec] * len(encoded) if specs is None else list(specs)
+    if len(specs) != len(encoded):
+        raise HydrajaxError(f"specs: must be one per prompt, found {len(specs)} for {len(encoded)} prompts")
     if not encoded:
         return iter(())
-    own = one_each("seed", seed, len(encoded)) if isinstance(seed, (Sequence, np.ndarray)) else None
-    one = seed if own is None else 0
-    request = _request(loaded, tree, rules, max(limits), min(limits), stop, one, on_status, logprobs, top_logprobs)
-    return _generate(request, encoded, limits, min(batch_size, len(encoded)), own)
+    return _generate(executor, encoded, specs, tuple(stop), min(batch_size, len(encoded)), seed, on_status)
 
 
 def stream(
-    loaded: Bundle,
-    prompt: str | Sequence[int] | Sequence[Mapping[str, str]] | Prompt,
+    executor: Executor,
+    prompt: OnePrompt,
     *,
-    tree: CandidateTree | None = None,
-    rule: AcceptanceRule | None = None,
-    max_new_tokens: int = 256,
     stop: Sequence[str] = (),
     seed: int | None = None,
     number: int = 0,
-    logprobs: bool = False,
-    top_logprobs: int = 0,
-    on_status: Callable[[str], None] | None = None,
+    on_status: Callable[[str], None] = lambda status: None,
 ) -> Stream:
-    """`generate` for one prompt, piece by piece: iterate over what this returns, then read its ``result``.
+    """Generate text for one prompt, piece by piece: iterate over the returned value, then read its ``result``.
 
-    The first piece comes after one step, later ones 10 to 20 times a second (`hydrajax.decoding.loop.next_burst`). None
-    ends within a character, none holds a part of a stop string, and together they are the text that `generate` gives
-    for the prompt of this ``number``. Arguments and errors: `generate`.
+    The first piece comes after one step, later ones 10 to 20 times a second (`hydrajax.decoding.loop.next_burst`). No
+    piece ends within a character or shows a part of a stop string. Together they are the text that `generate` gives for
+    the prompt of this ``number``. Arguments and errors: `generate`.
     """
-    ids = loaded.prompt_ids(prompt, "prompt")
-    rules, most = [rule or Greedy()], max_new_tokens
-    request = _request(loaded, tree, rules, most, most, stop, seed, on_status, logprobs, top_logprobs)
-    return Stream(request, ids, number)
+    _check(executor, [executor.spec], stop)
+    ids = encode_prompt(prompt, "prompt", executor.tokenizer, executor.model.config)
+    return Stream(executor, ids, tuple(stop), seed_for(executor.spec.rule, seed), number, on_status)
 
 
 class Stream:
-    """An iterator over pieces of text. ``result``: the `Generation` up to now, whole when the iterator has ended."""
+    """An iterator over pieces of text. ``result``: the `Generation` up to now, complete when the iterator has ended."""
 
-    def __init__(self, request: Request, ids: np.ndarray, number: int):
+    def __init__(
+        self,
+        executor: Executor,
+        ids: np.ndarray,
+        stop: tuple[str, ...],
+        seed: int | None,
+        number: int,
+        on_status: Callable[[str], None],
+    ):
         self.result: Generation | None = None
-        self._pieces = self._run(request, ids, number)
+        self._pieces = self._run(executor, ids, stop, seed, number, on_status)
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
@@ -109,153 +114,46 @@ class Stream:
     def __next__(self) -> str:
         return next(self._pieces)
 
-    def _run(self, request: Request, ids: np.ndarray, number: int) -> Iterator[str]:
-        text, limit, shown = request.growing_text(), request.max_new_tokens, 0
-        keys = request.keys(1, number)
-        for now, seconds in _decode(request, request.rules, [ids], [limit], 1, keys, [text], None):
-            self.result = row_result(request.loaded, ids, limit, now, 0, text, seconds, request.seed)
+    def _run(self, executor, ids, stop, seed, number, on_status) -> Iterator[str]:
+        spec, shown = executor.spec, 0
+        text = growing_text(executor.tokenizer, stop)
+        given = _inputs(executor, [ids], [spec], row_keys(jax.random.key(seed or 0), 1, number))
+        for now, seconds in _decode(executor, given, [text], None, on_status):
+            self.result = row_result(executor, spec, ids, now, 0, text, seconds, seed)
             if piece := text.text[shown:]:
                 shown = len(text.text)
                 yield piece
 
 
-class Request(NamedTuple):
-    """How to decode, settled."""
+def growing_text(tokenizer: Any, stop: Sequence[str]) -> GrowingText:
+    """Return the empty text of a sequence. Without a tokenizer its text is the ids.
 
-    loaded: Bundle
-    tree: CandidateTree
-    rules: Sequence[AcceptanceRule]  # one for each prompt
-    max_new_tokens: int
-    stop: tuple[str, ...]
-    seed: int | None  # None for rules that draw nothing
-    on_status: Callable[[str], None]
-    logprobs: bool
-    top_logprobs: int
-
-    def growing_text(self) -> GrowingText:
-        return growing_text(self.loaded, self.stop)
-
-    def bursts(self) -> Bursts:
-        kept = self.logprobs, self.top_logprobs
-        return self.loaded.bursts(self.tree, self.rules[0], self.max_new_tokens, *kept)
-
-    def keys(self, count: int, first: int) -> jax.Array:
-        """For so many prompts, of which the first has this number."""
-        return row_keys(jax.random.key(self.seed or 0), count, first)
-
-
-def growing_text(loaded: Bundle, stop: Sequence[str]) -> GrowingText:
-    """A row's text, of which nothing is there yet. Without a tokenizer it is the ids."""
-    tokenizer = loaded.tokenizer
+    Raises `HydrajaxError` for an empty stop string, and for any where there is no tokenizer.
+    """
+    if stop and tokenizer is None:
+        raise HydrajaxError("stop: the base has no tokenizer, so there is no text to stop")
     decode = (lambda ids: " ".join(map(str, ids))) if tokenizer is None else partial(decode_text, tokenizer)
     return GrowingText(decode, stop)
 
 
 def seed_for(rule: AcceptanceRule, seed: int | None) -> int | None:
-    """The seed, one that is drawn if none is given, or None for a rule that draws nothing."""
-    if not isinstance(rule, Sampling):
+    """Return the seed, a new one if none is given, or None for a rule that draws nothing."""
+    if not rule.draws:
         return None
     return secrets.randbits(SEED_BITS) if seed is None else seed
 
 
-def _request(
-    loaded: Bundle,
-    tree,
-    rules: list[AcceptanceRule],
-    most: int,
-    least: int,
-    stop: Sequence[str],
-    seed,
-    on_status,
-    logprobs: bool,
-    top_logprobs: int,
-) -> Request:
-    if least < 1:
-        raise HydrajaxError(f"max_new_tokens: must be at least 1, found {least}")
-    if isinstance(stop, str):
-        raise HydrajaxError("stop: must be a list of strings, found one; write [string]")
-    if stop and loaded.tokenizer is None:
-        raise HydrajaxError("stop: the base has no tokenizer, so there is no text to stop")
-    # More than the context cannot be generated, so it need not be allocated either.
-    most = min(most, loaded.model.config.max_positions)
-    request = Request(
-        loaded, tree or loaded.default_tree(), like_one_another(rules), most, tuple(stop), seed_for(rules[0], seed),
-        on_status or (lambda status: None), logprobs, top_logprobs,
-    )  # fmt: skip
-    request.growing_text()  # refuses an empty stop string
-    request.bursts()  # refuses a tree that the drafter cannot fill
-    return request
-
-
-def _generate(
-    request: Request, encoded: list[np.ndarray], limits: list[int], batch_size: int, own: list[int] | None
-) -> Iterator[Generation]:
-    for start in range(0, len(encoded), batch_size):
-        batch = encoded[start : start + batch_size]
-        texts = [request.growing_text() for _ in batch]
-        n_steps = STEPS_PER_BURST if request.stop else request.max_new_tokens  # without stop strings all in one
-        some, rules = limits[start : start + batch_size], request.rules[start : start + batch_size]
-        if own is None:
-            keys = request.keys(batch_size, start)
-        else:
-            keys = _own_keys(np.resize(np.array(own[start : start + batch_size], np.uint32), batch_size))
-        *_, (now, seconds) = _decode(request, rules, batch, some, batch_size, keys, texts, n_steps)
-        for row, (ids, limit, text) in enumerate(zip(batch, some, texts, strict=True)):
-            drawn = own is not None and request.seed is not None
-            seed = int(own[start + row]) if drawn else request.seed
-            yield row_result(request.loaded, ids, limit, now, row, text, seconds, seed)
-
-
-@jax.jit
-def _own_keys(seeds):
-    """The key of each seed's first prompt: the one that it has where it is decoded alone."""
-    return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), 0))(seeds)
-
-
-def _decode(
-    request: Request,
-    rules: Sequence[AcceptanceRule],
-    batch: list[np.ndarray],
-    limits: list[int],
-    batch_size: int,
-    keys: jax.Array,
-    texts: list[GrowingText],
-    n_steps: int | None,
-) -> Iterator[tuple[Snapshot, float]]:
-    """Snapshots of a batch, ``texts`` grown to each, and the seconds it took; ``keys`` are one for each row."""
-    loaded = request.loaded
-    width = bucket(max(map(len, batch)), loaded.model.config.max_positions)
-    ((prompt, lengths, _),) = batches(batch, batch_size, width)
-    most = np.array([min(limit, request.max_new_tokens) for limit in limits], np.int32)
-    rule = per_row([rules[row % len(rules)] for row in range(batch_size)], batch_size)
-    arguments = loaded.params, prompt, lengths, keys, rule, np.resize(most, batch_size)
-    bursts = request.bursts()
-    if (bursts, prompt.shape) not in loaded.compiled:
-        request.on_status("compiling")
-        bursts.compile(*arguments)
-        loaded.compiled.add((bursts, prompt.shape))
-    request.on_status("decoding")
-    stopped = np.arange(batch_size) >= len(batch)  # what fills the last batch up need not be generated
-    began = time.perf_counter()
-    for now in bursts.run(*arguments, n_steps=n_steps, stopped=stopped):
-        seconds = time.perf_counter() - began
-        for row, text in enumerate(texts):
-            text.grow(now.tokens[row, : now.lengths[row]].tolist(), final=bool(now.done[row]))
-            stopped[row] = text.stopped
-        yield now, seconds
-
-
 def row_result(
-    loaded: Bundle,
+    executor: Executor,
+    spec: DecodeSpec,
     ids: np.ndarray,
-    limit: int,
     now: Snapshot,
     row: int,
     text: GrowingText,
     seconds: float,
     seed: int | None,
 ) -> Generation:
-    """A row of a snapshot, as if it had ended there. What was emitted after a stop string is not counted."""
+    """Return a row of a snapshot as if it had ended there. What was emitted after a stop string is not counted."""
     output_ids = now.tokens[row, : text.used].tolist()
     step_lengths, left = [], text.used
     for accepted in (now.accept_lengths[row, : now.steps[row]] + 1).tolist():
@@ -265,14 +163,14 @@ def row_result(
     reason = "context"
     if text.stopped:
         reason = "stop"
-    elif output_ids and output_ids[-1] in loaded.eos_ids:
+    elif output_ids and output_ids[-1] in spec.eos_ids:
         reason = "eos"
-    elif len(output_ids) >= limit:
+    elif len(output_ids) >= spec.max_new_tokens:
         reason = "length"
     return Generation(
         prompt_ids=ids.tolist(),
         output_ids=output_ids,
-        text=None if loaded.tokenizer is None else text.text,
+        text=None if executor.tokenizer is None else text.text,
         steps=len(step_lengths),
         step_lengths=step_lengths,
         new_tokens=len(output_ids),
@@ -281,6 +179,97 @@ def row_result(
         seed=seed,
         **_logprobs(now, row, text.used),
     )
+
+
+# --- the loop over batches --------------------------------------------------------------------------------------------
+
+
+def _check(executor: Executor, specs: Sequence[DecodeSpec], stop: Sequence[str]) -> None:
+    """Refuse stop strings that cannot be used, and more new tokens than the executor has room for."""
+    if isinstance(stop, str):
+        raise HydrajaxError("stop: must be a list of strings, found one; write [string]")
+    growing_text(executor.tokenizer, stop)
+    most = min(max(spec.max_new_tokens for spec in specs), executor.model.config.max_positions)
+    if most > executor.room:
+        raise HydrajaxError(f"max_new_tokens: must be at most {executor.room} with this executor, found {most}")
+
+
+def _generate(
+    executor: Executor,
+    encoded: list[np.ndarray],
+    specs: list[DecodeSpec],
+    stop: tuple[str, ...],
+    batch_size: int,
+    seed: int | Sequence[int] | None,
+    on_status: Callable[[str], None],
+) -> Iterator[Generation]:
+    one, each = seed, None
+    if isinstance(seed, (Sequence, np.ndarray)):
+        one, each = 0, _one_per_prompt(seed, len(encoded))
+    one = seed_for(specs[0].rule, one)
+    kinds = list(dict.fromkeys(specs))
+    n_steps = STEPS_PER_BURST if stop else executor.room  # without stop strings all in one
+    for start in range(0, len(encoded), batch_size):
+        batch, own = encoded[start : start + batch_size], specs[start : start + batch_size]
+        filled = [number % len(batch) for number in range(batch_size)]
+        if each is None:
+            keys = row_keys(jax.random.key(one or 0), batch_size, start)
+        else:
+            keys = _own_keys(np.array([each[start + row] for row in filled], np.uint32))
+        given = _inputs(executor, [batch[row] for row in filled], [own[row] for row in filled], keys, kinds)
+        texts = [growing_text(executor.tokenizer, stop) for _ in batch]
+        *_, (now, seconds) = _decode(executor, given, texts, n_steps, on_status)
+        for row, (ids, spec, text) in enumerate(zip(batch, own, texts, strict=True)):
+            drawn = one if each is None or one is None else int(each[start + row])
+            yield row_result(executor, spec, ids, now, row, text, seconds, drawn)
+
+
+def _one_per_prompt(seeds: Sequence[int], count: int) -> Sequence[int]:
+    if len(seeds) != count:
+        raise HydrajaxError(f"seed: must be one for all prompts or one for each, found {len(seeds)} for {count}")
+    return seeds
+
+
+@jax.jit
+def _own_keys(seeds):
+    """The key of each seed's first prompt: the one that it has where it is decoded alone."""
+    return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), 0))(seeds)
+
+
+def _inputs(
+    executor: Executor,
+    batch: list[np.ndarray],
+    specs: Sequence[DecodeSpec],
+    keys: jax.Array,
+    like: Sequence[DecodeSpec] = (),
+) -> Inputs:
+    """A batch, padded to its bucket, with how each row samples."""
+    config = executor.model.config
+    width = bucket(max(map(len, batch)), config.max_positions)
+    ((prompt, lengths, _),) = batches(batch, len(batch), width)
+    return Inputs(prompt, lengths, sampling_params(specs, keys, config.vocab_size, like))
+
+
+def _decode(
+    executor: Executor,
+    given: Inputs,
+    texts: list[GrowingText],
+    n_steps: int | None,
+    on_status: Callable[[str], None],
+) -> Iterator[tuple[Snapshot, float]]:
+    """Snapshots of a batch, ``texts`` grown to each, and the seconds it took. Rows beyond ``texts`` fill the batch."""
+    if not executor.is_compiled(given):
+        on_status("compiling")
+        executor.compile(given)
+    on_status("decoding")
+    stopped = np.arange(len(given.prompt)) >= len(texts)
+    began = time.perf_counter()
+    for now in executor.run(given, stopped, n_steps):
+        seconds = time.perf_counter() - began
+        for row, text in enumerate(texts):
+            text.grow(now.tokens[row, : now.lengths[row]].tolist(), final=bool(now.done[row]))
+            stopped[row] = text.stopped
+        yield now, seconds
 
 
 def _logprobs(now: Snapshot, row: int, used: int) -> dict[str, Any]:

@@ -7,11 +7,12 @@ Parameters are declared with logical axes (`hydrajax.models.layers.declare`). A 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import flax.linen as nn
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from hydrajax.compilation import keep_collectives_out
 from hydrajax.errors import HydrajaxError
@@ -35,8 +36,63 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
     return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where base and draft lie. It is given when a model is loaded, and never found out from its arrays.
+
+    Attributes:
+        base: the mesh over which the base is sharded; None for the default device.
+        draft: the mesh of a draft model with devices of its own, over which it is sharded (`hydrajax.ssd`); None to
+            keep the draft with the base.
+        shard_draft: shard a draft model that is with the base over its mesh, like the base. Other drafts are copied to
+            every device.
+
+    Raises:
+        HydrajaxError: where base and draft have a device in common, and for ``shard_draft`` with a mesh of the draft's
+            own.
+    """
+
+    base: Mesh | None = None
+    draft: Mesh | None = None
+    shard_draft: bool = False
+
+    def __post_init__(self):
+        if not self.split:
+            return
+        if self.shard_draft:
+            raise HydrajaxError("shard_draft: says nothing with draft_devices, over which a draft model is sharded")
+        base, draft = self.homes()
+        if shared := base.device_set & draft.device_set:
+            names = ", ".join(sorted(map(str, shared)))
+            raise HydrajaxError(f"draft_devices: base and draft must lie on devices of their own, both are on {names}")
+
+    @property
+    def split(self) -> bool:
+        """Whether the draft has devices of its own."""
+        return self.draft is not None
+
+    def homes(self) -> tuple[Sharding, Sharding]:
+        """Return where arrays that are not sharded belong: those beside the base, those beside the draft."""
+        base = jax.device_put(0).sharding if self.base is None else replicated(self.base)
+        return base, base if self.draft is None else replicated(self.draft)
+
+    def place_base(self, array: np.ndarray, axes: tuple[str | None, ...] | None) -> jax.Array:
+        """Put an array of the base with these logical axes onto its devices."""
+        return placer(self.base)(array, axes)
+
+    def place_draft_model(self, array: np.ndarray, axes: tuple[str | None, ...] | None) -> jax.Array:
+        """The same of a draft model."""
+        if self.split:
+            return placer(self.draft)(array, axes)
+        return placer(self.base)(array, axes if self.shard_draft else None)
+
+    def place_heads(self, array: np.ndarray) -> jax.Array:
+        """Put an array of draft heads beside the base, a copy on every device."""
+        return placer(self.base)(array, None)
+
+
 def last_devices(count: int, mesh: Mesh | None = None) -> Mesh:
-    """A mesh of the last ``count`` devices, for a draft that works beside its base (`hydrajax.ssd`).
+    """Return a mesh of the last ``count`` devices, for a draft model with devices of its own (`Placement.draft`).
 
     mesh: the base's; None for one on the first device. Raises `HydrajaxError` where that leaves too few.
     """

@@ -31,7 +31,7 @@ def stored_in(tiny_checkpoint, tmp_path_factory):
     return save
 
 
-def dtypes(loaded: hydrajax.Loaded) -> set[str]:
+def dtypes(loaded: hydrajax.LanguageModel) -> set[str]:
     """Of the model and of all its parameters."""
     return {loaded.model.dtype.name} | {leaf.dtype.name for leaf in jax.tree.leaves(loaded.params.base)}
 

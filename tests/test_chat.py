@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import hydrajax
+from helpers.how import sampling
 from hydrajax import assets
 from hydrajax.chat import Chat
 from hydrajax.errors import HydrajaxError
@@ -23,8 +24,12 @@ def loaded():
     return hydrajax.load(assets.base(), assets.path("hydra_pp"))
 
 
-def make(loaded, **settings) -> Chat:
-    return Chat(loaded, tree=TREE, template="plain", max_new_tokens=NEW, **settings)
+def executor(loaded):
+    return loaded.executor(loaded.spec(tree=TREE, max_new_tokens=NEW))
+
+
+def make(loaded) -> Chat:
+    return Chat(executor(loaded), template="plain")
 
 
 def cold(loaded, chat: Chat) -> str:
@@ -37,9 +42,7 @@ def cold(loaded, chat: Chat) -> str:
         add_special_tokens=False,
     )
     assert chat.turn.prompt_tokens == len(ids)
-    # A second prompt, which is never run, that could fill the context: so the programs are those of the conversation.
-    limits = [NEW, loaded.model.config.max_positions]
-    return next(hydrajax.generate(loaded, [ids, [1]], tree=TREE, max_new_tokens=limits)).text
+    return next(hydrajax.generate(executor(loaded), [ids])).text
 
 
 def test_every_turn_answers_the_whole_conversation(loaded):
@@ -99,9 +102,9 @@ def test_a_full_context_ends_the_answer_and_refuses_the_next_message(loaded):
 
 def test_bad_conversations_are_refused(loaded):
     with pytest.raises(HydrajaxError, match="template: found 'nice', allowed are auto, vicuna, plain, raw"):
-        Chat(loaded, template="nice")
+        Chat(executor(loaded), template="nice")
     with pytest.raises(HydrajaxError, match="template: the tokenizer has no chat template of its own"):
-        Chat(loaded)
+        Chat(executor(loaded))
     chat = make(loaded)
     with pytest.raises(HydrajaxError, match="message: is empty"):
         list(chat.say("  "))
@@ -126,10 +129,9 @@ def test_more_text_on_a_kept_cache_is_the_whole_text_at_once(draft):
             state = step(loaded.params, state)
         return state
 
-    limits = np.array([7, 20], np.int32)
-    key, rule = jax.random.key(0), hydrajax.Greedy()
-    first = finish(jax.jit(engine.prefill)(loaded.params, prompt, lengths, key, rule, limits))
-    second = finish(jax.jit(engine.extend)(loaded.params, first, more, counts, key, rule, limits))
+    drawn = sampling(None, 2, loaded.config.vocab_size, limits=[7, 20])
+    first = finish(jax.jit(engine.prefill)(loaded.params, prompt, lengths, drawn))
+    second = finish(jax.jit(engine.extend)(loaded.params, first, more, counts, drawn))
     whole = [
         np.concatenate(
             [
@@ -144,9 +146,7 @@ def test_more_text_on_a_kept_cache_is_the_whole_text_at_once(draft):
     for row, ids in zip(padded, whole, strict=True):
         row[: len(ids)] = ids
     at_once = finish(
-        jax.jit(engine.prefill)(
-            loaded.params, padded, np.array([len(ids) for ids in whole], np.int32), key, rule, limits
-        )
+        jax.jit(engine.prefill)(loaded.params, padded, np.array([len(ids) for ids in whole], np.int32), drawn)
     )
     assert second.output.lengths.tolist() == at_once.output.lengths.tolist() == [7, 20]
     for row in range(2):

@@ -20,13 +20,14 @@ from rich.console import Console
 from helpers import answering
 from helpers.report_examples import RATE, result, write_to
 from helpers.wrong_records import wrong_fields, wrong_texts
+from hydrajax.autotune import fastest
 from hydrajax.checkpoints.exported import exported
 from hydrajax.checkpoints.training import RECORD, TrainCheckpoints
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.distill.records import RecordFile
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure import fastest
-from hydrajax.measure.machine import machine
+from hydrajax.machine import machine
 from hydrajax.questions.scores.score import Scored
 from hydrajax.questions.scores.scoring import score_answers
 from hydrajax.questions.summary import summarise
@@ -181,7 +182,8 @@ def searched(folder: Path) -> Path:
 
 
 def searched_here(folder: Path) -> None:
-    choice = fastest._searched_here(SimpleNamespace(draft_directory=folder, drafter=PromptLookup(2, 4)), 1)
+    spec = DecodeSpec(PromptLookup(2, 4), presets.chain(2))
+    choice = fastest._searched_here(SimpleNamespace(spec=spec), folder, 1)
     str(choice)
 
 

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 import hydrajax
 from helpers.log_probabilities import check_answer
 from hydrajax import assets
-from hydrajax.decoding import loop
-from hydrajax.decoding.loop import Bursts
+from hydrajax.decoding import executor as executors
+from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.stopping import first_stop
-from hydrajax.trees import presets
 
 PROMPTS = ["def quicksort(items):\n", "import os\n\nclass Walker:\n    def __init__(self", "# a comment\nfor line in "]
 NEW = 48
-SETTINGS = {"tree": presets.chain(2), "max_new_tokens": NEW}
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +25,24 @@ def loaded():
     return hydrajax.load(assets.base(), assets.path("hydra"))
 
 
+def of(loaded, rule=None, limit: int = NEW, **fields):
+    """Its executor with a chain."""
+    return loaded.executor(loaded.spec(tree="chain-2", rule=rule or hydrajax.Greedy(), max_new_tokens=limit, **fields))
+
+
 @pytest.fixture(scope="module")
-def whole(loaded):
+def executor(loaded):
+    return of(loaded)
+
+
+def with_limits(executor, limits) -> list:
+    return [executor.spec.replace(max_new_tokens=limit) for limit in limits]
+
+
+@pytest.fixture(scope="module")
+def whole(executor):
     """The full texts, without a stop string."""
-    return list(hydrajax.generate(loaded, PROMPTS, **SETTINGS))
+    return list(hydrajax.generate(executor, PROMPTS))
 
 
 def joined(stream) -> str:
@@ -44,14 +56,14 @@ def test_reasons(loaded, whole):
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_stop_strings_cut_streamed_and_whole_text_alike(loaded, whole, data):
+def test_stop_strings_cut_streamed_and_whole_text_alike(executor, whole, data):
     """Stop strings are stretches of the text itself, some with a strange character; some straddle steps or tokens."""
     number = data.draw(st.integers(0, len(PROMPTS) - 1))
     full = whole[number]
     places = st.tuples(st.integers(0, len(full.text) - 1), st.integers(1, 12))
     stop = [full.text[at : at + size] for at, size in data.draw(st.lists(places, min_size=1, max_size=2))]
     stop += data.draw(st.lists(st.just("never said"), max_size=1))
-    stopped = list(hydrajax.generate(loaded, PROMPTS, stop=stop, batch_size=3, **SETTINGS))
+    stopped = list(hydrajax.generate(executor, PROMPTS, stop=stop, batch_size=3))
     for result, without in zip(stopped, whole, strict=True):
         cut = first_stop(without.text, stop)
         assert result.text == without.text[:cut]
@@ -61,7 +73,7 @@ def test_stop_strings_cut_streamed_and_whole_text_alike(loaded, whole, data):
         steps = result.steps
         assert result.step_lengths[:-1] == without.step_lengths[: steps - 1]
         assert result.step_lengths[-1] <= without.step_lengths[steps - 1]
-    pieces = hydrajax.stream(loaded, PROMPTS[number], stop=stop, **SETTINGS)
+    pieces = hydrajax.stream(executor, PROMPTS[number], stop=stop)
     assert joined(pieces) == stopped[number].text
     streamed = pieces.result
     assert (streamed.output_ids, streamed.step_lengths) == (
@@ -71,8 +83,8 @@ def test_stop_strings_cut_streamed_and_whole_text_alike(loaded, whole, data):
     assert streamed.finish_reason == "stop"
 
 
-def test_streamed_pieces_are_several_and_join_to_the_text(loaded, whole):
-    pieces = hydrajax.stream(loaded, PROMPTS[0], **SETTINGS)
+def test_streamed_pieces_are_several_and_join_to_the_text(executor, whole):
+    pieces = hydrajax.stream(executor, PROMPTS[0])
     assert pieces.result is None
     found = list(pieces)
     assert len(found) > 1
@@ -81,18 +93,18 @@ def test_streamed_pieces_are_several_and_join_to_the_text(loaded, whole):
     assert pieces.result.output_ids == whole[0].output_ids
 
 
-def test_a_stream_begins_after_one_step_and_compiles_no_burst_of_its_own(loaded, whole, monkeypatch):
+def test_a_stream_begins_after_one_step_and_compiles_no_burst_of_its_own(executor, whole, monkeypatch):
     """However long the bursts are, the tokens are the same; here each takes twice as many steps as the one before."""
     asked, compiled = [], []
-    advance = Bursts.advance
+    advance = FusedExecutor.advance
 
-    def watched(self, params, state, stopped, n_steps):
+    def watched(self, state, stopped, n_steps):
         asked.append(n_steps)
-        return advance(self, params, state, stopped, n_steps)
+        return advance(self, state, stopped, n_steps)
 
-    monkeypatch.setattr(Bursts, "advance", watched)
-    monkeypatch.setattr(loop, "next_burst", lambda steps, seconds: 2 * steps)
-    pieces = hydrajax.stream(loaded, PROMPTS[0], **SETTINGS)
+    monkeypatch.setattr(FusedExecutor, "advance", watched)
+    monkeypatch.setattr(executors, "next_burst", lambda steps, seconds: 2 * steps)
+    pieces = hydrajax.stream(executor, PROMPTS[0])
     first = next(pieces)
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
     assert (asked, pieces.result.steps) == ([1], 1)
@@ -104,36 +116,37 @@ def test_a_stream_begins_after_one_step_and_compiles_no_burst_of_its_own(loaded,
 
 
 def test_sampled_text_is_the_same_streamed_and_at_any_batch_size(loaded):
-    rule = hydrajax.ExactSampling(0.9, top_p=0.95)
-    one = [result.output_ids for result in hydrajax.generate(loaded, PROMPTS, rule=rule, seed=5, **SETTINGS)]
-    two = hydrajax.generate(loaded, PROMPTS, rule=rule, seed=5, batch_size=2, **SETTINGS)
+    executor = of(loaded, hydrajax.ExactSampling(0.9, top_p=0.95))
+    one = [result.output_ids for result in hydrajax.generate(executor, PROMPTS, seed=5)]
+    two = hydrajax.generate(executor, PROMPTS, seed=5, batch_size=2)
     assert [result.output_ids for result in two] == one
     for number, prompt in enumerate(PROMPTS):
-        pieces = hydrajax.stream(loaded, prompt, rule=rule, seed=5, number=number, **SETTINGS)
+        pieces = hydrajax.stream(executor, prompt, seed=5, number=number)
         list(pieces)
         assert pieces.result.output_ids == one[number]
 
 
 @pytest.mark.slow
 def test_with_a_seed_of_its_own_a_prompt_draws_as_if_it_were_alone(loaded):
-    rule, seeds = hydrajax.ExactSampling(0.9), [5, 2**32 - 1, 0]
-    together = list(hydrajax.generate(loaded, PROMPTS, rule=rule, seed=seeds, batch_size=2, **SETTINGS))
+    executor, seeds = of(loaded, hydrajax.ExactSampling(0.9)), [5, 2**32 - 1, 0]
+    together = list(hydrajax.generate(executor, PROMPTS, seed=seeds, batch_size=2))
     assert [result.seed for result in together] == seeds
     for prompt, seed, result in zip(PROMPTS, seeds, together, strict=True):
-        (alone,) = hydrajax.generate(loaded, [prompt], rule=rule, seed=seed, **SETTINGS)
+        (alone,) = hydrajax.generate(executor, [prompt], seed=seed)
         assert result.output_ids == alone.output_ids
     with pytest.raises(HydrajaxError, match="seed: must be one for all prompts or one for each, found 2 for 3"):
-        hydrajax.generate(loaded, PROMPTS, rule=rule, seed=seeds[:2], **SETTINGS)
+        hydrajax.generate(executor, PROMPTS, seed=seeds[:2])
 
 
 @pytest.mark.slow
 def test_logprobs_of_the_tokens_that_are_left(loaded, whole):
     """Cut by a stop string, by limits and by a stream that is not read to its end; each against a plain pass."""
     stop = [whole[0].text[40:48]]
-    settings = {"tree": SETTINGS["tree"], "stop": stop, "top_logprobs": 3}
-    found = list(hydrajax.generate(loaded, PROMPTS, max_new_tokens=[NEW, NEW, 7], batch_size=2, **settings))
+    executor = of(loaded, logprobs=3)
+    specs = with_limits(executor, [NEW, NEW, 7])
+    found = list(hydrajax.generate(executor, PROMPTS, specs=specs, stop=stop, batch_size=2))
     assert found[0].finish_reason == "stop"
-    stream = hydrajax.stream(loaded, PROMPTS[1], number=1, max_new_tokens=NEW, **settings)
+    stream = hydrajax.stream(executor, PROMPTS[1], stop=stop, number=1)
     next(stream)
     for result, without in zip((*found, stream.result), (*whole, whole[1]), strict=True):
         assert len(result.logprobs) == result.new_tokens <= NEW
@@ -142,9 +155,9 @@ def test_logprobs_of_the_tokens_that_are_left(loaded, whole):
     assert {result.logprobs for result in whole} == {result.top_logprobs for result in whole} == {None}
 
 
-def test_every_prompt_may_have_its_own_limit(loaded, whole):
+def test_every_prompt_may_have_its_own_limit(executor, whole):
     limits = [5, NEW, 17]
-    results = list(hydrajax.generate(loaded, PROMPTS, tree=SETTINGS["tree"], max_new_tokens=limits, batch_size=2))
+    results = list(hydrajax.generate(executor, PROMPTS, specs=with_limits(executor, limits), batch_size=2))
     assert [result.new_tokens for result in results] == limits
     for result, without in zip(results, whole, strict=True):
         assert result.output_ids == without.output_ids[: result.new_tokens]
@@ -153,30 +166,35 @@ def test_every_prompt_may_have_its_own_limit(loaded, whole):
 
 def test_end_of_text_and_a_full_context_are_reasons(loaded, whole):
     """Any token can be an end: here the tenth of the first text."""
-    ends = hydrajax.load(assets.base(), assets.path("hydra"))
-    ends.eos_ids = (whole[0].output_ids[9], whole[1].output_ids[30])
-    first, second, _ = hydrajax.generate(ends, PROMPTS, **SETTINGS)
+    ends = of(loaded, eos_ids=(whole[0].output_ids[9], whole[1].output_ids[30]))
+    first, second, _ = hydrajax.generate(ends, PROMPTS)
     assert first.finish_reason == "eos"
     assert first.output_ids == whole[0].output_ids[: first.new_tokens]
-    assert first.output_ids[-1] in ends.eos_ids
-    assert not set(first.output_ids[:-1]) & set(ends.eos_ids)
+    assert first.output_ids[-1] in ends.spec.eos_ids
+    assert not set(first.output_ids[:-1]) & set(ends.spec.eos_ids)
     assert second.finish_reason == "eos"
     context = loaded.model.config.max_positions
-    (full,) = hydrajax.generate(loaded, [np.ones(context - 3, int).tolist()], **SETTINGS)
+    (full,) = hydrajax.generate(of(loaded), [np.ones(context - 3, int).tolist()])
     assert full.finish_reason == "context"
     assert full.new_tokens == 3
 
 
-def test_bad_requests_are_refused(loaded):
+def test_bad_requests_are_refused(loaded, executor):
     for arguments, message in [
         ({"stop": "\n"}, "stop: must be a list of strings, found one"),
         ({"stop": [""]}, "stop: found an empty string"),
-        ({"max_new_tokens": [3]}, "max_new_tokens: must be one for all prompts or one for each, found 1 for 3"),
-        ({"max_new_tokens": [3, 0, 1]}, "max_new_tokens: must be at least 1, found 0"),
+        ({"specs": [executor.spec]}, "specs: must be one per prompt, found 1 for 3 prompts"),
+        ({"specs": with_limits(executor, [3, 65, 1])}, "max_new_tokens: must be at most 64 with this executor, found"),
     ]:
         with pytest.raises(HydrajaxError, match=message):
-            hydrajax.generate(loaded, PROMPTS, **arguments)
+            hydrajax.generate(executor, PROMPTS, **arguments)
+    for limits, message in [
+        ([3], "max_new_tokens: must be one for all prompts or one for each, found 1 for 3"),
+        ([3, 0, 1], "max_new_tokens: must be at least 1, found 0"),
+    ]:
+        with pytest.raises(HydrajaxError, match=message):
+            loaded.generate(PROMPTS, tree="chain-2", max_new_tokens=limits)
     without = hydrajax.load(assets.base())
     without.tokenizer = None
     with pytest.raises(HydrajaxError, match="stop: the base has no tokenizer"):
-        hydrajax.generate(without, [[1, 2]], stop=["a"])
+        hydrajax.generate(without.executor(), [[1, 2]], stop=["a"])

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from helpers.forced import forced_logits
+from helpers.how import sampling
 from helpers.lab import quick_jit
 from helpers.tree_tools import leaf_paths
-from hydrajax.api import Loaded, load
-from hydrajax.decoding.acceptance import Greedy, Typical
-from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.api import load, make_decode_fn
+from hydrajax.decoding.acceptance import Typical
 from hydrajax.drafters.drafter import Proposal
+from hydrajax.language_model import LanguageModel
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BoundBase
 from hydrajax.trees import presets
@@ -48,7 +49,7 @@ def tree_name(request) -> str:
 
 
 @pytest.fixture(scope="module")
-def loaded(golden, arch) -> Loaded:
+def loaded(golden, arch) -> LanguageModel:
     return load(golden / "base" / "mha", golden / arch / "heads")
 
 
@@ -112,7 +113,7 @@ def test_official_tree_is_the_preset(golden):
 # --- hidden states and logits ---------------------------------------------------------------------------------
 
 
-def base_forward(loaded: Loaded, params, ids: np.ndarray):
+def base_forward(loaded: LanguageModel, params, ids: np.ndarray):
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     return loaded.model.apply({"params": params.base}, ids, positions, causal_mask(ids.shape[1]))
 
@@ -126,7 +127,7 @@ def test_prefill(loaded, trace):
     near(logits, trace["prefill_logits_last"])
 
 
-def teacher_forced(loaded: Loaded, ids: np.ndarray):
+def teacher_forced(loaded: LanguageModel, ids: np.ndarray):
     """Hidden states and head logits for the training forward, padding ids included."""
 
     @quick_jit
@@ -165,7 +166,7 @@ def test_first_step_of_the_trace(loaded, decode, trace):
 
     @quick_jit
     def first_step(params, candidates):
-        state = engine.prefill(params, prompt, np.array([30], np.int32), jax.random.key(0), Greedy())
+        state = engine.prefill(params, prompt, np.array([30], np.int32), sampling(None, 1, loaded.config.vocab_size))
         recorded = Proposal(candidates, engine.tree.topology)
         return engine.propose(params, state).tokens, *engine.verify(params, state.target.cache, recorded)
 
@@ -194,7 +195,8 @@ def test_every_proposed_tree(loaded, decode, recorded):
     state, which matching output would not show."""
     engine = decode.engine
     prompt = np.pad(recorded.prompt, ((0, 0), (0, 64 - recorded.prompt.shape[1])))
-    prefill = quick_jit(lambda params: engine.prefill(params, prompt, recorded.lengths, jax.random.key(0), Greedy()))
+    drawn = sampling(None, len(prompt), loaded.config.vocab_size)
+    prefill = quick_jit(lambda params: engine.prefill(params, prompt, recorded.lengths, drawn))
     step = jax.jit(lambda params, state: (engine.propose(params, state).tokens, engine.decode_step(params, state)))
     state = prefill(loaded.params)
     for i in range(max(map(len, recorded.tree_tokens))):

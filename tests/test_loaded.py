@@ -1,4 +1,4 @@
-"""`Loaded` and `make_decode_fn` in Python, where text means what it means on the command line: on the shipped model."""
+"""`LanguageModel` and `make_decode_fn` on the shipped model, where text means what it means on the command line."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import hydrajax
+from hydrajax.autotune import fastest
 from hydrajax.cli import run_command
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.measure import fastest
 from hydrajax.trees import presets
 
 ENDING = 'if __name__ == "__main__":\n    main()\n'  # the shipped model ends the text here
@@ -32,15 +32,16 @@ def refused(call, message: str) -> None:
 def test_one_text_gives_one_result_and_a_list_gives_a_list(m):
     one = m.generate(PROMPT, tree="chain-2", max_new_tokens=NEW)
     (listed,) = m.generate([PROMPT], tree=[[0], [0, 0]], rule="greedy", max_new_tokens=NEW)
-    (old,) = hydrajax.generate(m, [PROMPT], tree=presets.chain(2), max_new_tokens=NEW)
-    assert one.output_ids == listed.output_ids == old.output_ids
+    executor = m.executor(m.spec(tree=presets.chain(2), max_new_tokens=NEW))
+    (by_executor,) = hydrajax.generate(executor, [PROMPT])
+    assert one.output_ids == listed.output_ids == by_executor.output_ids
     assert one.text == "".join(m.stream(PROMPT, tree="chain-2", max_new_tokens=NEW))
     assert one.seed is None  # nothing was drawn
 
 
 def test_no_prompts_give_no_results(m):
     assert m.generate([]) == []
-    assert list(hydrajax.generate(m, [])) == []
+    assert list(hydrajax.generate(m.executor(), [])) == []
 
 
 def test_another_draft_says_the_same_and_is_loaded_once(m):
@@ -53,7 +54,7 @@ def test_another_draft_says_the_same_and_is_loaded_once(m):
 
 def test_heads_with_lookup_beside_them_by_name(m):
     both = m.with_draft("lookup-3+hydra")
-    assert (both.drafter.branch_nodes, both.draft_directory.name) == (3, "hydra")
+    assert (both.drafter.spec.branch_nodes, both.draft_directory.name) == (3, "hydra")
     assert both.default_tree() == m.with_draft("hydra").default_tree()
     assert "Hydra with lookup with 4.1M;" in repr(both)
     refused(lambda: hydrajax.load("shipped", "lookup+nowhere"), "draft: no such directory: nowhere")
@@ -76,8 +77,8 @@ def test_numbers_of_each_prompt(m):
     settings = {"rule": "exact", "tree": "chain-2", "seed": 7, "max_new_tokens": NEW}
     both = m.generate([PROMPT, PROMPT], temperature=[0.1, 1.5], top_p=[1.0, 0.8], batch_size=2, **settings)
     for number, (temperature, top_p) in enumerate([(0.1, 1.0), (1.5, 0.8)]):
-        rule = hydrajax.ExactSampling(temperature, top_p=top_p)
-        alone = hydrajax.stream(m, PROMPT, tree=presets.chain(2), rule=rule, seed=7, number=number, max_new_tokens=NEW)
+        spec = m.spec(tree="chain-2", rule=hydrajax.ExactSampling(temperature, top_p=top_p), max_new_tokens=NEW)
+        alone = hydrajax.stream(m.executor(spec), PROMPT, seed=7, number=number)
         assert "".join(alone) == both[number].text
     assert both[0].text != both[1].text
     assert {result.seed for result in both} == {7}
@@ -138,11 +139,11 @@ def test_raw_keys_are_keys(m):
 def test_without_a_tree_the_fastest_is_taken_once(m, monkeypatch, capsys):
     asked = []
 
-    def choose(loaded, prompts, rule, batch_size, on_status):
-        asked.append((batch_size, type(rule).__name__, len(next(iter(prompts)))))
+    def choose(executor, prompts, batch_size, draft_directory, on_status):
+        asked.append((batch_size, type(executor.spec.rule).__name__, len(next(iter(prompts)))))
         return fastest.Choice(None, "chain-9", 0.5, None)  # none is faster
 
-    monkeypatch.setattr("hydrajax.api.choose", choose)
+    monkeypatch.setattr("hydrajax.language_model.choose", choose)
     fresh = m.with_draft("lookup")
     results = [fresh.generate(PROMPT, max_new_tokens=NEW) for _ in range(2)]
     assert results[0].steps == NEW  # decoded without the draft
@@ -159,13 +160,8 @@ def test_a_chat_of_a_loaded_model(m):
 def test_repr_is_a_line_that_fetches_nothing(m):
     abstract = m.with_draft("medusa")
     abstract.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), m.params)
-    assert (
-        repr(abstract)
-        == repr(m)
-        == (
-            "<Loaded: Llama with 18.1M parameters, float32; Medusa with 2.9M; vocabulary 4096, context 1024; tokenizer>"
-        )
-    )
+    drafted = "Medusa with 2.9M; vocabulary 4096, context 1024; tokenizer"
+    assert repr(abstract) == repr(m) == f"<LanguageModel: Llama with 18.1M parameters, float32; {drafted}>"
 
 
 def test_dtypes_as_jax_gives_them():

@@ -14,7 +14,7 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from IPython.utils.text import DollarFormatter
 
-from hydrajax.measure import machine
+from hydrajax import machine
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NAMES = ["01_decode", "02_train_heads", "03_trees_and_speed"]

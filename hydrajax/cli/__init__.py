@@ -40,7 +40,7 @@ class _Version(argparse.Action):
     """``--version``: one line for bug reports. The device is not in it: to name it, JAX would have to start it."""
 
     def __call__(self, parser, *_):
-        from hydrajax.measure.machine import own_version
+        from hydrajax.machine import own_version
 
         print(f"hydrajax {own_version()}, jax {version('jax')}, Python {platform.python_version()}")
         parser.exit()

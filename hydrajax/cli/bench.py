@@ -12,14 +12,18 @@ from rich.console import Console
 from hydrajax import api
 from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
-from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.executor import Executor, FusedExecutor
+from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.registry import KINDS, without_weights
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.measure.apart import apart_contest
+from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.machine import machine
 from hydrajax.measure.benchmark import BenchmarkRow, first_nodes, run_benchmark
-from hydrajax.measure.machine import machine
 from hydrajax.measure.random_models import random_draft, random_model
-from hydrajax.measure.way import Way
+from hydrajax.measure.split import split_contest
+from hydrajax.models.base import BaseModel
 from hydrajax.models.config import PRESETS
 from hydrajax.ssd.fan_out import DEFAULT_BUDGET
 from hydrajax.text.prompt import PROMPT_FORMATS
@@ -31,7 +35,7 @@ HELP = "time a decode step and its phases, autoregressive against tree decoding"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser, base_required=False, apart=True)
-    options.add_rule_arguments(parser)
+    options.add_sampling_arguments(parser)
     parser.add_argument(
         "--random",
         metavar="SHAPE",
@@ -72,16 +76,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if args.draft_devices:
-        return run_apart(args)
+        return run_split(args)
     if args.fan_outs:
         raise HydrajaxError("--fan-outs: goes with --draft-devices")
     with options.json_report(args.json) as write:
-        ways, texts = _ways(args)
+        executors, texts = _executors(args)
         rows: list[BenchmarkRow] = []
-        total = len(args.batch_sizes) * len(ways)
+        total = len(args.batch_sizes) * len(executors)
         with Console(stderr=True).status("") as line:
             line.update(f"measuring 1 of {total}")
-            for row in run_benchmark(ways, args.batch_sizes, args.context, prompts=texts, repeats=args.repeats):
+            for row in run_benchmark(executors, args.batch_sizes, args.context, prompts=texts, repeats=args.repeats):
                 rows.append(row)
                 line.update(f"measuring {min(len(rows) + 1, total)} of {total}")
         arguments = options.recorded(args)
@@ -90,21 +94,22 @@ def run(args: argparse.Namespace) -> None:
         _print(rows, args, texts)
 
 
-def run_apart(args: argparse.Namespace) -> None:
+def run_split(args: argparse.Namespace) -> None:
     """Base and draft model on devices of their own: what is prepared ahead against the same pair in turn."""
     if args.draft_settings or args.tree_sizes or args.random or args.random_draft:
         raise HydrajaxError("--draft-devices: goes with --base and --draft, and without the other sweeps of drafts")
     with options.json_report(args.json) as write:
-        model, drafter, params, texts = _model(args)
+        model = options.load_from(args)
+        texts = _texts(args, model)
         if not texts:
             raise HydrajaxError("--prompts: are needed with --draft-devices, as the base has no tokenizer")
-        name = args.tree or drafter.spec.default_tree
-        way = Way(name, model, drafter, params, presets.by_name(name), options.rule_from(args), args.max_new_tokens)
+        name = args.tree or model.drafter.spec.default_tree
+        executor = make_executor(model, model.spec(options.spec_from(args), tree=name, eos_ids=()))
         table = figure_table("batch", "way", "τ", "tok/s", "speed-up", "hits", "ready", "equal", left="way")
         report = []
         for batch_size in args.batch_sizes:
-            settings = {"batch_size": batch_size, "repeats": args.repeats}
-            for row in apart_contest(way, args.fan_outs or [DEFAULT_BUDGET], texts, **settings):
+            fan_outs = args.fan_outs or [DEFAULT_BUDGET]
+            for row in split_contest(executor, fan_outs, texts, batch_size=batch_size, repeats=args.repeats):
                 report.append({"batch": batch_size} | row.as_dict())
                 found = row.measured
                 cells = [str(batch_size), found.name, f"{found.tokens_per_step:.2f}", f"{found.tokens_per_second:.0f}"]
@@ -120,40 +125,42 @@ def run_apart(args: argparse.Namespace) -> None:
         )
 
 
-def _ways(args: argparse.Namespace) -> tuple[list[Way], list[np.ndarray]]:
-    """What is measured, a way for each tree, and token ids of prompts (none for random weights: their text is none)."""
-    rule = options.rule_from(args)
+def _executors(args: argparse.Namespace) -> tuple[dict[str, Executor], list[np.ndarray]]:
+    """What is measured, by name, and token ids of prompts (none for random weights, which write no text)."""
+    spec = options.spec_from(args)
     if args.draft_settings:
-        return _settings(args, rule)
-    model, drafter, params, texts = _model(args)
-    name = args.tree or drafter.spec.default_tree
-    tree = presets.by_name(name)
-    trees: Mapping[str, CandidateTree] = first_nodes(tree, args.tree_sizes) if args.tree_sizes else {name: tree}
-    first = Way(name, model, drafter, params, tree, rule, args.max_new_tokens)
-    return [first.with_tree(tree, name) for name, tree in trees.items()], texts
+        return _settings(args, spec)
+    executor, texts = _executor(args, spec)
+    tree = executor.spec.tree
+    trees: Mapping[str, CandidateTree]
+    trees = (
+        first_nodes(tree, args.tree_sizes)
+        if args.tree_sizes
+        else {args.tree or executor.spec.drafter.spec.default_tree: tree}
+    )
+    return {name: executor.with_spec(tree=tree) for name, tree in trees.items()}, texts
 
 
-def _settings(args: argparse.Namespace, rule: AcceptanceRule) -> tuple[list[Way], list[np.ndarray]]:
-    """A way for each of ``--draft-settings``, with the tree that belongs to it, and token ids of prompts."""
+def _settings(args: argparse.Namespace, spec: DecodeSpec) -> tuple[dict[str, Executor], list[np.ndarray]]:
+    """An executor for each of ``--draft-settings``, with the tree that belongs to it, and token ids of prompts."""
     if not args.base or args.random_draft or args.tree or args.tree_sizes:
         raise HydrajaxError("--draft-settings: goes with --base and --draft, and without --tree and --tree-sizes")
     names = [f"{args.draft}-{numbers}" for numbers in args.draft_settings]
     for name in names:  # before gigabytes are read
         if without_weights(name) is None:
             raise HydrajaxError(f"--draft-settings: there is no draft '{name}'; such as lookahead-15-5-15 has settings")
-    loaded = options.load_from(args, draft=None)
-    drafted = [loaded.with_draft(name) for name in names]
-    ways = zip(drafted, names, strict=True)
-    return [Way.of(m, name, rule=rule, max_new_tokens=args.max_new_tokens) for m, name in ways], _texts(args, loaded)
+    model = options.load_from(args, draft=None)
+    drafted = {name: model.with_draft(name) for name in names}
+    return {name: make_executor(each, each.spec(spec)) for name, each in drafted.items()}, _texts(args, model)
 
 
-def _texts(args: argparse.Namespace, loaded: api.Loaded) -> list[np.ndarray]:
+def _texts(args: argparse.Namespace, model: LanguageModel) -> list[np.ndarray]:
     """Token ids of the prompts; none where no text can be made."""
-    return [] if loaded.tokenizer is None and not args.prompts else options.prompts_from(args.prompts, loaded)
+    return [] if model.tokenizer is None and not args.prompts else options.prompts_from(args.prompts, model)
 
 
-def _model(args: argparse.Namespace):
-    """Model, drafter, parameters, and the prompts."""
+def _executor(args: argparse.Namespace, spec: DecodeSpec) -> tuple[Executor, list[np.ndarray]]:
+    """The model and draft of the arguments with the tree that is named or the drafter's own, and the prompts."""
     if bool(args.random) == bool(args.base):
         raise HydrajaxError("bench: exactly one of --base and --random is needed")
     for flag, value, allowed in (("random", args.random, PRESETS), ("random_draft", args.random_draft, KINDS)):
@@ -168,12 +175,20 @@ def _model(args: argparse.Namespace):
         if args.dtype == api.AUTO:  # no checkpoint has a dtype of its own here
             args.dtype = "float32"
         kind, dtype = args.random_draft or "hydra++", api.DTYPES[args.dtype]
-        return *random_model(args.random, kind, dtype, args.seed), []
-    loaded = options.load_from(args)
+        return _with_own_tree(args, *random_model(args.random, kind, dtype, args.seed), spec), []
+    model = options.load_from(args)
     if args.random_draft:
-        drafter, params = random_draft(loaded.model, loaded.params.base, args.random_draft, args.seed)
-        return loaded.model, drafter, params, []
-    return loaded.model, loaded.drafter, loaded.params, _texts(args, loaded)
+        drafter, params = random_draft(model.model, model.params.base, args.random_draft, args.seed)
+        return _with_own_tree(args, model.model, drafter, params, spec), []
+    tree = args.tree or model.drafter.spec.default_tree
+    return make_executor(model, model.spec(spec, tree=tree, eos_ids=())), _texts(args, model)
+
+
+def _with_own_tree(
+    args: argparse.Namespace, model: BaseModel, drafter: Drafter, params: Params, spec: DecodeSpec
+) -> Executor:
+    tree = presets.by_name(args.tree or drafter.spec.default_tree)
+    return FusedExecutor(model, params, spec.replace(drafter=drafter, tree=tree))
 
 
 def _print(rows: list[BenchmarkRow], args: argparse.Namespace, texts) -> None:

@@ -7,9 +7,9 @@ import sys
 
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
+from hydrajax.language_model import make_executor
+from hydrajax.machine import machine
 from hydrajax.measure.certificate import Check, certify
-from hydrajax.measure.machine import machine
-from hydrajax.measure.way import Way
 from hydrajax.text.prompt import PROMPT_FORMATS
 
 HELP = "check that drafting changes nothing: equal tokens, or an equal distribution"
@@ -29,27 +29,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", metavar="S", type=options.seed, default=0, help="default %(default)s")
     parser.add_argument("--json", metavar="FILE", help="write the certificate here too")
-    options.add_rule_arguments(parser)
+    options.add_sampling_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    tree, rule = options.tree_from(args), options.rule_from(args)
+    tree, wanted = options.tree_from(args), options.spec_from(args)
     if options.draft_of(args) is None:
         raise HydrajaxError("--draft: there is nothing to certify without draft heads")
     with options.json_report(args.json, indent=1) as write:
-        loaded = options.load_from(args)
-        exact = loaded if args.dtype == "float32" else options.load_from(args, dtype="float32")
-        prompts = options.prompts_from(args.prompts, loaded, args.limit)
-        tree = tree or loaded.default_tree()
-        tree.check(loaded.drafter.spec.depth, loaded.model.config.vocab_size)
-        name = args.tree or f"{tree.size} nodes"
-        way, exact_way = (Way.of(m, name, tree, rule, max_new_tokens=args.max_new_tokens) for m in (loaded, exact))
-        print(f"base {args.base}, draft {args.draft}, tree {name}, {rule}, {args.dtype}", flush=True)
+        model = options.load_from(args)
+        exact = model if args.dtype == "float32" else options.load_from(args, dtype="float32")
+        prompts = options.prompts_from(args.prompts, model, args.limit)
+        spec = model.spec(wanted, tree=tree)
+        executor, exact_executor = make_executor(model, spec), make_executor(exact, exact.spec(spec, tree=spec.tree))
+        name = args.tree or f"{spec.tree.size} nodes"
+        print(f"base {args.base}, draft {args.draft}, tree {name}, {spec.shown_rule()}, {args.dtype}", flush=True)
         checks: list[Check] = []
         for check in certify(
-            way,
+            executor,
             prompts,
-            exact=exact_way,
+            exact=exact_executor,
             samples=args.samples,
             seed=args.seed,
             on_status=lambda status: print(f"{status} ...", file=sys.stderr),
@@ -58,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
             show(check)
         holds = all(check.holds for check in checks)
         print("certified" if holds else "NOT CERTIFIED")
-        report = {"certified": holds, "machine": machine(), "arguments": options.recorded(args), "rule": str(rule)}
-        write(report | {"checks": [vars(check) for check in checks]})
+        report = {"certified": holds, "machine": machine(), "arguments": options.recorded(args)}
+        write(report | {"rule": spec.shown_rule(), "checks": [vars(check) for check in checks]})
     return 0 if holds else 1
 
 

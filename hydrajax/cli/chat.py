@@ -19,7 +19,7 @@ COMMANDS = {"/reset": "begin a new conversation", "/exit": "leave (or Ctrl-D)"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model_arguments(parser)
+    options.add_model_arguments(parser, apart=True)
     parser.add_argument(
         "--template",
         metavar="NAME",
@@ -31,25 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens", metavar="N", type=options.most_tokens, default=512, help="default %(default)s"
     )
     parser.add_argument("--seed", metavar="S", type=options.seed, default=0, help="default %(default)s")
-    options.add_rule_arguments(parser)
+    options.add_sampling_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    tree, rule = options.tree_from(args), options.rule_from(args)
+    tree, wanted = options.tree_from(args), options.spec_from(args)
     console = Console(stderr=True, highlight=False)
-    loaded = options.load_from(args)
-    if tree is None and loaded.tokenizer is not None:
+    model = options.load_from(args)
+    spec = model.spec(wanted, tree=tree)
+    if tree is None and model.tokenizer is not None:
         with console.status("finding the fastest tree") as line:
-            prompts = options.prompts_from(None, loaded)
-            loaded, tree, rule = loaded.fastest(prompts, rule, 1, line.update)
-    chat = Chat(
-        loaded,
-        tree=tree,
-        rule=rule,
-        template=args.template,
-        max_new_tokens=args.max_new_tokens,
-        seed=args.seed,
-    )
+            spec = model.fastest(options.prompts_from(None, model), spec, 1, line.update)
+    chat = Chat(model.executor(spec), template=args.template, seed=args.seed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     chat.messages = list(system)
     if isinstance(sys.stdin, io.TextIOWrapper):  # a line that is no text is refused by itself, and no crash

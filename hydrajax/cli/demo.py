@@ -21,12 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from hydrajax import assets
-from hydrajax.api import Loaded, load
+from hydrajax.api import load
+from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest
 from hydrajax.cli.screen import bar, write_marked
+from hydrajax.decoding.executor import Executor
 from hydrajax.drafters.registry import WITHOUT_WEIGHTS, title_of
-from hydrajax.measure.contest import Measured, contest
-from hydrajax.measure.way import AUTOREGRESSIVE, Way
-from hydrajax.questions.contenders import TextWay
+from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.questions.contenders import Answerer
 from hydrajax.questions.held_out import NamedPrompt, held_out_files, held_out_prompts
 from hydrajax.text.marking import pieces
 from hydrajax.text.tokenizer import decode_text
@@ -75,14 +76,13 @@ def run(args: argparse.Namespace) -> None:
     console = Console(highlight=False)
     plain, drafted = load_shipped()
     prompts = make_prompts(RECIPE, plain, args.prompt)
-    baseline = way_of(RECIPE, plain, AUTOREGRESSIVE, "root")
+    baseline = {AUTOREGRESSIVE: executor_of(RECIPE, plain, "root")}
     fastest = choose_trees(RECIPE, prompts, baseline, drafted)
-    ways = [baseline, *fastest.values()]
-    rows = measure(f"decode {len(prompts)} prompts in {len(ways)} ways", RECIPE, prompts, ways)
+    executors = baseline | fastest
+    rows = measure(f"decode {len(prompts)} prompts in {len(executors)} ways", RECIPE, prompts, executors)
 
     best = max(rows[1:], key=lambda row: row.tokens_per_second)
-    title, best_way = next((title, way) for title, way in fastest.items() if way.name == best.name)
-    show_texts(console, prompts, RECIPE.shown, TextWay(best_way, drafted[title]))
+    show_texts(console, prompts, RECIPE.shown, Answerer(best.name, fastest[best.name]))
     console.print(result_table(rows))
     different = [row.name for row in rows if not row.equal]
     console.print(
@@ -125,21 +125,21 @@ class Phase:
 # --- what is decoded ------------------------------------------------------------------------------------------------
 
 
-def load_shipped() -> tuple[Loaded, dict[str, Loaded]]:
+def load_shipped() -> tuple[LanguageModel, dict[str, LanguageModel]]:
     """The base alone, and by title the base with each draft; all share the base's parameters."""
     with Phase("load the shipped model", 1 + len(assets.DRAFTS)) as phase:
         plain = load(assets.base(), dtype="float32")  # outputs must be equal, also where bfloat16 has ties
         phase.advance()
         # A lookahead window pays where many nodes cost as much as one, which on a CPU they do not.
-        named = [loaded for loaded in map(plain.with_draft, WITHOUT_WEIGHTS) if loaded.drafter.spec.depth]
-        free = [loaded for loaded in named if not loaded.drafter.spec.window_nodes]
-        drafted = {title_of(loaded.drafter): loaded for loaded in free}
+        named = [model for model in map(plain.with_draft, WITHOUT_WEIGHTS) if model.drafter.spec.depth]
+        free = [model for model in named if not model.drafter.spec.window_nodes]
+        drafted = {title_of(model.drafter): model for model in free}
         for name in assets.DRAFTS:
-            loaded = plain.with_draft(assets.path(name))
-            drafted[title_of(loaded.drafter)] = loaded
+            model = plain.with_draft(assets.path(name))
+            drafted[title_of(model.drafter)] = model
             phase.advance()
         phase.note = f"{size_of(plain.params.base)} parameters, " + ", ".join(
-            f"{title} {size_of(loaded.params.draft)}" for title, loaded in drafted.items() if loaded.params.draft
+            f"{title} {size_of(model.params.draft)}" for title, model in drafted.items() if model.params.draft
         )
     return plain, drafted
 
@@ -148,63 +148,65 @@ def size_of(params: Any) -> str:
     return f"{sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6:.1f}M"
 
 
-def make_prompts(recipe: Recipe, loaded: Loaded, own_prompt: str | None) -> list[NamedPrompt]:
+def make_prompts(recipe: Recipe, model: LanguageModel, own_prompt: str | None) -> list[NamedPrompt]:
     """The user's own prompt, or held-out code, or where this Python has no such source our own beginnings of code."""
     if own_prompt is not None:
-        return [NamedPrompt("your prompt", loaded.prompt_ids(own_prompt, "prompt").tolist())]
+        return [NamedPrompt("your prompt", model.prompt_ids(own_prompt, "prompt").tolist())]
     files = held_out_files()
-    prompts = list(islice(held_out_prompts(files, loaded.tokenizer, recipe.prompt_tokens), recipe.prompts))
-    return prompts or [NamedPrompt("built in", loaded.prompt_ids(text, "prompt").tolist()) for text in BUILT_IN_CODE]
+    prompts = list(islice(held_out_prompts(files, model.tokenizer, recipe.prompt_tokens), recipe.prompts))
+    return prompts or [NamedPrompt("built in", model.prompt_ids(text, "prompt").tolist()) for text in BUILT_IN_CODE]
 
 
 # --- decoding -------------------------------------------------------------------------------------------------------
 
 
-def way_of(recipe: Recipe, loaded: Loaded, title: str, tree: str) -> Way:
-    """A way named after the draft and its tree."""
-    name = title if tree == "root" else f"{title} {tree}"
-    found = presets.searched(loaded.draft_directory, 1) if tree == SEARCHED else presets.by_name(tree)
-    return Way.of(loaded, name, found, max_new_tokens=recipe.max_new_tokens)
+def executor_of(recipe: Recipe, model: LanguageModel, tree: str) -> Executor:
+    """An executor of the model with a tree by name, or with the one that was searched for its draft."""
+    found = presets.searched(model.draft_directory, 1) if tree == SEARCHED else presets.by_name(tree)
+    return make_executor(model, model.spec(tree=found, max_new_tokens=recipe.max_new_tokens))
 
 
-def trees_for(recipe: Recipe, loaded: Loaded) -> list[str]:
+def trees_for(recipe: Recipe, model: LanguageModel) -> list[str]:
     """Names of the trees that this draft tries."""
-    return [*recipe.candidates, *([SEARCHED] if presets.searched(loaded.draft_directory, 1) else [])]
+    return [*recipe.candidates, *([SEARCHED] if presets.searched(model.draft_directory, 1) else [])]
 
 
 def choose_trees(
-    recipe: Recipe, prompts: Sequence[NamedPrompt], baseline: Way, drafted: dict[str, Loaded]
-) -> dict[str, Way]:
-    """For each kind of draft the way with the tree that is fastest on this machine."""
+    recipe: Recipe, prompts: Sequence[NamedPrompt], baseline: dict[str, Executor], drafted: dict[str, LanguageModel]
+) -> dict[str, Executor]:
+    """For each kind of draft the executor with the tree that is fastest on this machine, named after both."""
     tried = {
-        title: [way_of(recipe, loaded, title, tree) for tree in trees_for(recipe, loaded)]
-        for title, loaded in drafted.items()
+        title: {f"{title} {tree}": executor_of(recipe, model, tree) for tree in trees_for(recipe, model)}
+        for title, model in drafted.items()
     }
-    undecided = [way for ways in tried.values() if len(ways) > 1 for way in ways]
+    undecided = {name: one for entrants in tried.values() if len(entrants) > 1 for name, one in entrants.items()}
     rate: dict[str, float] = {}
     if undecided:
         title, few = "find the fastest tree of each draft", prompts[: recipe.trial_prompts]
         # Their figures are not reported: the best of several noisy ones looks better than it is.
-        rate = {row.name: row.tokens_per_second for row in measure(title, recipe, few, [baseline, *undecided])}
-    return {title: max(ways, key=lambda way: rate.get(way.name, 0.0)) for title, ways in tried.items()}
+        rate = {row.name: row.tokens_per_second for row in measure(title, recipe, few, baseline | undecided)}
+    names = [max(entrants, key=lambda name: rate.get(name, 0.0)) for entrants in tried.values()]
+    return {name: entrants[name] for name, entrants in zip(names, tried.values(), strict=True)}
 
 
-def measure(title: str, recipe: Recipe, prompts: Sequence[NamedPrompt], ways: list[Way]) -> list[Measured]:
+def measure(
+    title: str, recipe: Recipe, prompts: Sequence[NamedPrompt], executors: dict[str, Executor]
+) -> list[Measured]:
     """A contest with a bar."""
     ids = [np.array(prompt.ids, np.int32) for prompt in prompts]
-    with Phase(f"{title}, {recipe.repeats} times each", len(ways) + recipe.repeats) as phase:
-        return contest(ways, ids, batch_size=1, repeats=recipe.repeats, on_status=lambda _: phase.advance())
+    with Phase(f"{title}, {recipe.repeats} times each", len(executors) + recipe.repeats) as phase:
+        return contest(executors, ids, batch_size=1, repeats=recipe.repeats, on_status=lambda _: phase.advance())
 
 
 # --- what is said of it ---------------------------------------------------------------------------------------------
 
 
-def show_texts(console: Console, prompts: Sequence[NamedPrompt], most: int, best: TextWay) -> None:
+def show_texts(console: Console, prompts: Sequence[NamedPrompt], most: int, best: Answerer) -> None:
     """Continuations with their drafted tokens marked, each up to the end of the function.
 
     Whole functions that repeat no line come first: a model this small often finds no end.
     """
-    tokenizer = best.loaded.tokenizer
+    tokenizer = best.executor.tokenizer
     whole, others = [], []
     for prompt in prompts:
         beginning, output = decode_text(tokenizer, prompt.ids), best.decode(prompt.ids, 0)

@@ -15,7 +15,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.locking import in_use
 
 if TYPE_CHECKING:
-    from hydrajax.api import Loaded
+    from hydrajax.decoding.executor import Executor
     from hydrajax.distill.records import RecordFile
     from hydrajax.distill.seeds import Seeds
     from hydrajax.distill.talks import Outcome, Writing
@@ -100,17 +100,16 @@ def run(args: argparse.Namespace) -> None:
     if config.task == "base":
         raise HydrajaxError("--config: distillation needs the config of a head-training run")
     base = resolve(config.model, "model")
-    loaded = load(base, draft, dtype=config.dtype, force=args.force, draft_confidence=args.draft_confidence)
-    if loaded.tokenizer is None:
+    model = load(base, draft, dtype=config.dtype, force=args.force, draft_confidence=args.draft_confidence)
+    if model.tokenizer is None:
         raise HydrajaxError("model: has no tokenizer, and seeds are text")
-    seeds = seeds_of(args, config, loaded)
+    seeds = seeds_of(args, config, model.tokenizer)
     encoder = None
     if seeds.conversations:
-        names = {"field": "data.template", "tokenizer_field": "model"}
-        encoder = make_encoder(loaded.tokenizer, config.data.template, **names)
+        template = config.data.template
+        encoder = make_encoder(model.tokenizer, template, field="data.template", tokenizer_field="model")
     sha256 = fingerprint(base)["sha256"]
     writing = Writing(
-        tree=tree or loaded.default_tree(args.batch_size),
         draft=draft and folder_name(draft),
         base=sha256[:12],
         temperatures=args.temperatures,
@@ -118,22 +117,24 @@ def run(args: argparse.Namespace) -> None:
         batch_size=args.batch_size,
         seed=args.seed,
     )
-    check_room(args, seeds, writing, loaded)
+    check_room(args, seeds, writing, model.config.max_positions)
+    tree = tree or model.default_tree(args.batch_size)
+    executor = model.executor(model.spec(tree=tree, max_new_tokens=writing.new_tokens))
     with in_use(args.output):
         file = RecordFile(args.output, settings_of(args, config, seeds, writing, sha256))
         if len(file):
             print(f"{args.output} holds {len(file)} records of this run", file=sys.stderr)
-        outcome = write_all(loaded, seeds, encoder, writing, file)
-    report(outcome, seeds, file, loaded.model.config.max_positions)
+        outcome = write_all(executor, seeds, encoder, writing, file)
+    report(outcome, seeds, file, model.config.max_positions)
 
 
-def seeds_of(args: argparse.Namespace, config: TrainConfig, loaded: Loaded) -> Seeds:
+def seeds_of(args: argparse.Namespace, config: TrainConfig, tokenizer: Any) -> Seeds:
     """The seeds asked for, the first ``--count`` of them."""
     from hydrajax.distill import seeds as reading
     from hydrajax.train.data.conversations import summary
 
     if args.seeds is None:
-        run, cuts = (config.data, loaded.tokenizer, config.seed), (args.count or CUTS, args.prompt_tokens or CUT_TOKENS)
+        run, cuts = (config.data, tokenizer, config.seed), (args.count or CUTS, args.prompt_tokens or CUT_TOKENS)
         found = reading.of_config(*run, *cuts, cuts=args.seed, held_out=args.held_out, say=print)
         if not found.seeds:
             raise HydrajaxError("data.held_out: nothing is held out, found 0")
@@ -145,14 +146,11 @@ def seeds_of(args: argparse.Namespace, config: TrainConfig, loaded: Loaded) -> S
     return found._replace(seeds=found.seeds[: args.count])
 
 
-def check_room(args: argparse.Namespace, seeds: Seeds, writing: Writing, loaded: Loaded) -> None:
-    """Refuse more tokens than the context holds, and a tree that the draft cannot fill, before anything is decoded."""
-    from hydrajax.decoding.acceptance import Greedy
-
-    room, tokens = writing.room(loaded.model.config.max_positions), args.prompt_tokens or CUT_TOKENS
+def check_room(args: argparse.Namespace, seeds: Seeds, writing: Writing, context: int) -> None:
+    """Refuse more tokens than the context holds, before anything is decoded."""
+    room, tokens = writing.room(context), args.prompt_tokens or CUT_TOKENS
     if not seeds.conversations and tokens > room:
         raise HydrajaxError(f"prompt_tokens: must be at most {room} with {writing.new_tokens} new ones, found {tokens}")
-    loaded.bursts(writing.tree, Greedy(), writing.new_tokens)
 
 
 def settings_of(
@@ -167,7 +165,7 @@ def settings_of(
     return settings | {name: getattr(writing, name) for name in ("new_tokens", "temperatures", "seed")}
 
 
-def write_all(loaded: Loaded, seeds: Seeds, encoder: Any, writing: Writing, file: RecordFile) -> Outcome:
+def write_all(executor: Executor, seeds: Seeds, encoder: Any, writing: Writing, file: RecordFile) -> Outcome:
     """`hydrajax.distill.talks.write` with a bar on a terminal, and the speed at its end. Ctrl-C says what is kept."""
     from hydrajax.cli.generate import Totals
     from hydrajax.cli.screen import bar
@@ -183,7 +181,7 @@ def write_all(loaded: Loaded, seeds: Seeds, encoder: Any, writing: Writing, file
         task = progress.add_task("write", total=len(seeds.seeds))
         calls = {"on_batch": add, "on_end": lambda: progress.advance(task)}
         try:
-            outcome = write(loaded, seeds.seeds, encoder, writing, file, **calls)
+            outcome = write(executor, seeds.seeds, encoder, writing, file, **calls)
         except KeyboardInterrupt:
             progress.stop()
             print(f"{len(file)} records are kept in {file.path}; the same command goes on", file=sys.stderr)

@@ -22,13 +22,13 @@ from hydrajax.cli.scores import add_score_arguments, choose_score, scores_of, sh
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
+from hydrajax.language_model import LanguageModel
 from hydrajax.locking import in_use
-from hydrajax.measure.machine import machine
-from hydrajax.measure.way import promises_same_output
+from hydrajax.machine import machine
 from hydrajax.questions import sets as question_sets
 from hydrajax.questions.answer_files import AnswerFiles, answer_directory
 from hydrajax.questions.asking import Prompter, evaluate
-from hydrajax.questions.contenders import TextWay, contenders
+from hydrajax.questions.contenders import Answerer, contenders
 from hydrajax.questions.sets import Question
 from hydrajax.questions.summary import Figures, summarise
 from hydrajax.trees import presets
@@ -75,31 +75,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="chat template: auto (the tokenizer's own), vicuna, plain or raw",
     )
-    options.add_rule_arguments(parser)
+    options.add_sampling_arguments(parser)
     add_score_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    rule, trees = options.rule_from(args), [(presets.label(name), presets.by_name(name)) for name in args.tree]
+    wanted, trees = options.spec_from(args), [(presets.label(name), presets.by_name(name)) for name in args.tree]
     everything = question_sets.read_questions(args.set, args.data)
     questions = question_sets.select(everything, args.categories, args.limit, args.per_category)
     choice = choose_score(args, questions)
     base = resolve(args.base, "base")
-    loaded = options.load_from(args, base=base, draft=None)
-    prompter = make_prompter(loaded, args.template, args.max_new_tokens)
+    model = options.load_from(args, base=base, draft=None)
+    prompter = make_prompter(model, args.template, args.max_new_tokens)
     drafts = [draft for draft in args.draft if draft != api.NO_DRAFT]
     if trees and not drafts:
         raise HydrajaxError(f"--tree: found '{args.tree[0]}', but without --draft there is nothing to put in a tree")
     made_for = None if args.force else base
-    ways = contenders(loaded, args.base, drafts, trees, rule, args.max_new_tokens, base_directory=made_for)
-    baseline, same_outputs = ways[0].model_id, promises_same_output(rule)
+    ways = contenders(model, args.base, drafts, trees, wanted, base_directory=made_for)
+    baseline, same_outputs = ways[0].model_id, wanted.rule.same_output
     settings = settings_of(args, base, everything, ways)
     with in_use(answer_directory(args.output)):
         files = AnswerFiles(args.output, [way.model_id for way in ways], settings)
         ask(questions, ways, prompter, files, args)
         results = summarise(files.answers, questions, baseline, same_outputs)
         cut = files.cut_prompts(questions)
-        scores = scores_of(args, choice, questions, files.answers, baseline, loaded.tokenizer)
+        scores = scores_of(args, choice, questions, files.answers, baseline, model.tokenizer)
         write_summary(args, results, baseline, cut, scores)
     show(results, baseline)
     show_scores(choice, scores, results, baseline, len(questions))
@@ -111,18 +111,18 @@ def run(args: argparse.Namespace) -> None:
     print(f"answers and summary.json are in {args.output}")
 
 
-def make_prompter(loaded: api.Loaded, template: str, max_new_tokens: int) -> Prompter:
+def make_prompter(model: LanguageModel, template: str, max_new_tokens: int) -> Prompter:
     from hydrajax.text.templates import make_encoder  # transformers' templates are slow to import
 
-    if loaded.tokenizer is None:
+    if model.tokenizer is None:
         raise HydrajaxError("--base: has no tokenizer, and questions are text")
-    encoder = make_encoder(loaded.tokenizer, template)
-    context = loaded.model.config.max_positions
-    return Prompter(encoder.prompt, context, max_new_tokens, loaded.tokenizer.bos_token_id)
+    encoder = make_encoder(model.tokenizer, template)
+    context = model.config.max_positions
+    return Prompter(encoder.prompt, context, max_new_tokens, model.tokenizer.bos_token_id)
 
 
 def settings_of(
-    args: argparse.Namespace, base: Path, questions: Sequence[Question], ways: Sequence[TextWay]
+    args: argparse.Namespace, base: Path, questions: Sequence[Question], ways: Sequence[Answerer]
 ) -> dict[str, Any]:
     """All that an answer or its time depends on. Not which of the questions are asked, so that a run can grow."""
     text = json.dumps(
@@ -137,7 +137,7 @@ def settings_of(
         "base": model["sha256"],
         **adapted,
         "contenders": {way.model_id: way.identity() for way in ways},
-        "rule": str(options.rule_from(args)),
+        "rule": options.spec_from(args).shown_rule(),
         **{key: getattr(args, key) for key in ("dtype", "quantize", "template", "max_new_tokens", "repeats", "seed")},
         **{key: machine()[key] for key in ("device", "platform", "jax")},
     }
@@ -145,7 +145,7 @@ def settings_of(
 
 def ask(
     questions: Sequence[Question],
-    ways: Sequence[TextWay],
+    ways: Sequence[Answerer],
     prompter: Prompter,
     files: AnswerFiles,
     args: argparse.Namespace,

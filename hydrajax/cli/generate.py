@@ -7,21 +7,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-from hydrajax.api import Loaded
 from hydrajax.cli.options import (
     add_decoding_arguments,
     add_model_arguments,
-    add_rule_arguments,
+    add_sampling_arguments,
     load_from,
     positive,
-    rule_from,
+    spec_from,
     tree_from,
 )
 from hydrajax.cli.screen import write_marked
+from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate, stream
 from hydrajax.text.answers import AnswerWriter, Generation
@@ -49,11 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", metavar="TEXT", action="append", default=[], help="end before this text; may be given several times"
     )
     decoding.add_argument("--stream", action="store_true", help="print text as it is accepted, one prompt at a time")
-    add_rule_arguments(parser)
+    add_sampling_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    tree, rule = tree_from(args), rule_from(args)
+    tree, wanted = tree_from(args), spec_from(args, logprobs=args.top_logprobs or (0 if args.logprobs else None))
     if args.stream and (args.output or args.batch_size > 1):
         raise HydrajaxError("--stream: prints one prompt at a time, it goes with neither --output nor --batch-size")
     if (args.logprobs or args.top_logprobs) and args.output is None:
@@ -65,19 +66,20 @@ def run(args: argparse.Namespace) -> None:
         writer = None if args.output is None else stack.enter_context(AnswerWriter(args.output))
         progress = stack.enter_context(ProgressLine(len(prompts)))
         progress.status("loading")
-        loaded = load_from(args, progress.status)
+        model = load_from(args, progress.status)
+        spec = model.spec(wanted, tree=tree)
         if tree is None:
-            ids = loaded.ids_of_prompts(prompts)  # as far as needed
-            loaded, tree, rule = loaded.fastest(ids, rule, args.batch_size, progress.status)
+            ids = model.ids_of_prompts(prompts)  # as far as needed
+            spec = model.fastest(ids, spec, args.batch_size, progress.status)
             progress.hide()
-        screen = Screen(loaded, len(prompts), drafted=loaded.drafter.spec.longest_path(tree) > 0)
-        settings = {"tree": tree, "rule": rule, "max_new_tokens": args.max_new_tokens, "stop": args.stop}
-        settings |= {"seed": args.seed, "on_status": progress.status}
-        settings |= {"logprobs": args.logprobs, "top_logprobs": args.top_logprobs or 0}
+        executor = model.executor(spec)
+        screen = Screen(model.tokenizer, len(prompts), drafted=spec.longest_path > 0)
         if args.stream:
-            results = streamed(loaded, prompts, settings, progress)
+            results = streamed(executor, prompts, args, progress)
         else:
-            results = generate(loaded, prompts, batch_size=args.batch_size, **settings)
+            results = generate(
+                executor, prompts, stop=args.stop, batch_size=args.batch_size, seed=args.seed, on_status=progress.status
+            )
         for number, result in enumerate(results):
             totals.add(result, first_of_batch=number % args.batch_size == 0)
             totals.cut += result.finish_reason == "context"
@@ -88,18 +90,20 @@ def run(args: argparse.Namespace) -> None:
                 screen.show(result)
             progress.update(totals)
     if totals.cut:
-        context = loaded.model.config.max_positions
+        context = model.config.max_positions
         outputs = "1 output was" if totals.cut == 1 else f"{totals.cut} outputs were"
         print(f"{outputs} cut by the model's context of {context} tokens, prompt included", file=sys.stderr)
     print(totals.summary(), file=sys.stderr)
 
 
-def streamed(loaded: Loaded, prompts: list[Prompt], settings: dict, progress: ProgressLine) -> Iterator[Generation]:
+def streamed(
+    executor: Executor, prompts: list[Prompt], args: argparse.Namespace, progress: ProgressLine
+) -> Iterator[Generation]:
     """Print every prompt's text as it comes. Ctrl-C leaves what has come, on a line of its own."""
     for number, prompt in enumerate(prompts):
         if len(prompts) > 1:
             print(f"--- {number + 1} of {len(prompts)}")
-        text = stream(loaded, prompt, number=number, **settings)
+        text = stream(executor, prompt, stop=args.stop, seed=args.seed, number=number, on_status=progress.status)
         try:
             for piece in text:
                 progress.hide()
@@ -181,8 +185,8 @@ class ProgressLine:
 class Screen:
     """Results on stdout: plain text, or on a terminal with the accepted draft tokens marked."""
 
-    def __init__(self, loaded: Loaded, prompts: int, drafted: bool):
-        self._tokenizer, self._prompts, self._drafted = loaded.tokenizer, prompts, drafted
+    def __init__(self, tokenizer: Any, prompts: int, drafted: bool):
+        self._tokenizer, self._prompts, self._drafted = tokenizer, prompts, drafted
         self._console = Console(highlight=False) if sys.stdout.isatty() else None
         self._number = 0
 

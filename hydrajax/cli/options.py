@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,13 +13,15 @@ import numpy as np
 from rich.console import Console
 
 from hydrajax import api, assets
-from hydrajax.decoding.acceptance import AcceptanceRule
-from hydrajax.decoding.penalties import Penalties
-from hydrajax.decoding.rules import RULES, make_rule
+from hydrajax.decoding.keywords import RULES, with_keywords
+from hydrajax.decoding.processors import PROCESSORS
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.drafters.registry import WITHOUT_WEIGHTS
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import WholeFile
 from hydrajax.generation import SEED_BITS
+from hydrajax.language_model import LanguageModel
+from hydrajax.sharding import Placement, last_devices
 from hydrajax.text.prompt import Prompt, read_prompts
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
@@ -134,34 +137,56 @@ def add_decoding_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: i
 
 
 LARGEST = 2**31 - 1  # of what is counted: numbers of tokens, rows and nodes are int32
-RULE_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "epsilon", "alpha", *Penalties.NEUTRAL)
+RULE_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "epsilon", "alpha")
+PROCESSOR_NUMBERS = tuple(each for cls in PROCESSORS for each in dataclasses.fields(cls))
 
 
-def add_rule_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--rule`` and its numbers: see `rule_from`."""
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--rule`` and the numbers of rules and logits processors: see `spec_from`."""
     group = parser.add_argument_group("acceptance")
     group.add_argument("--rule", choices=list(RULES), default="greedy", help="default %(default)s")
     group.add_argument(
-        "--temperature", metavar="T", type=float, help="of exact and rejection sampling (1.0) and typical (0.7)"
+        "--temperature",
+        metavar="T",
+        type=float,
+        help="of exact and rejection sampling (1.0, 0 is greedy), typical (0.7)",
     )
-    group.add_argument("--top-k", metavar="K", type=positive, help="sample from the K likeliest tokens")
-    group.add_argument("--top-p", metavar="P", type=float, help="sample from the likeliest tokens that hold share P")
-    group.add_argument("--min-p", metavar="P", type=float, help="and of those tokens at least P times the likeliest")
+    group.add_argument("--top-k", metavar="K", type=positive, help="keep the K most likely tokens")
+    group.add_argument("--top-p", metavar="P", type=float, help="keep the most likely tokens that hold share P")
+    group.add_argument("--min-p", metavar="P", type=float, help="keep tokens at least P times as likely as the first")
     group.add_argument("--epsilon", metavar="E", type=float, help="posterior threshold of typical acceptance (0.1)")
     group.add_argument("--alpha", metavar="A", type=float, help="its entropy factor (square root of E)")
-    group.add_argument(
-        "--repetition-penalty",
-        metavar="R",
-        type=float,
-        help="of greedy and exact sampling: divide the logits of tokens of the prompt and the output by R",
+    group = parser.add_argument_group("logits processors, with any rule")
+    for number in PROCESSOR_NUMBERS:
+        about = dict(number.metadata)
+        parse = about.pop("parse", float)
+        group.add_argument(f"--{number.name.replace('_', '-')}", type=_argument(parse), **about)
+
+
+def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """An argparse type; a ValueError's own text, if it says what is expected, is the message."""
+    if parse is float:
+        return float
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{error}, found '{one_line(text, 40)}'") from None
+
+    return parsed
+
+
+def spec_from(args: argparse.Namespace, **changes: Any) -> DecodeSpec:
+    """Return the spec that the arguments ask for, of no model yet; ``changes`` are to its fields.
+
+    Raises `HydrajaxError` for a number that is out of range or that the rule does not have.
+    """
+    spec = (
+        DecodeSpec(max_new_tokens=args.max_new_tokens, **changes) if "max_new_tokens" in args else DecodeSpec(**changes)
     )
-    group.add_argument("--presence-penalty", metavar="R", type=float, help="subtract R for a token in the output")
-    group.add_argument("--frequency-penalty", metavar="R", type=float, help="subtract R as often as it is in there")
-
-
-def rule_from(args: argparse.Namespace) -> AcceptanceRule:
-    """The rule asked for. Raises `HydrajaxError` for a number out of range or that the rule does not have."""
-    return make_rule(args.rule, **{name: getattr(args, name) for name in RULE_NUMBERS})
+    names = (*RULE_NUMBERS, *(number.name for number in PROCESSOR_NUMBERS))
+    return with_keywords(spec, args.rule, **{name: getattr(args, name) for name in names})
 
 
 def positive(text: str) -> int:
@@ -232,18 +257,18 @@ def recorded(args: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list, type(None)))}
 
 
-def prompts_from(path: str | None, loaded: api.Loaded, limit: int | None = None) -> list[np.ndarray]:
+def prompts_from(path: str | None, model: LanguageModel, limit: int | None = None) -> list[np.ndarray]:
     """Token ids of the prompts of a file, or of the built-in ones; of the first ``limit`` of them.
 
     Raises `HydrajaxError` for a bad prompt, and where there is no file and the base has no tokenizer.
     """
     if path:
         texts = read_prompts(path)
-    elif loaded.tokenizer is None:
+    elif model.tokenizer is None:
         raise HydrajaxError("--prompts: is needed, as the base has no tokenizer for the built-in ones")
     else:
         texts = [Prompt(text, f"built-in prompt {row}") for row, text in enumerate(BUILT_IN_PROMPTS)]
-    return list(loaded.ids_of_prompts(texts[:limit]))
+    return list(model.ids_of_prompts(texts[:limit]))
 
 
 def draft_of(args: argparse.Namespace) -> str | None:
@@ -252,9 +277,10 @@ def draft_of(args: argparse.Namespace) -> str | None:
 
 
 def tree_from(args: argparse.Namespace) -> CandidateTree | None:
-    """The tree asked for, None to take `Loaded.default_tree`. Needs no model, so a mistake shows before one is loaded.
+    """Return the tree asked for, None to take `LanguageModel.default_tree`.
 
-    Raises `HydrajaxError` for an unknown or bad tree, and for any but the root alone without a draft.
+    It needs no model, so a mistake shows before one is loaded. Raises `HydrajaxError` for an unknown or bad tree, and
+    for any but the root alone without a draft.
     """
     if args.tree is None:
         return None
@@ -264,19 +290,34 @@ def tree_from(args: argparse.Namespace) -> CandidateTree | None:
     return tree
 
 
-def load_from(args: argparse.Namespace, on_status: Callable[[str], None] | None = None, **changes) -> api.Loaded:
-    """The base and the draft heads that the arguments name; ``changes`` are to the arguments of `hydrajax.api.load`.
+def load_from(
+    args: argparse.Namespace, on_status: Callable[[str], None] | None = None, **changes: Any
+) -> LanguageModel:
+    """Load the base and the draft that the arguments name; ``changes`` are another base, draft or dtype.
 
     on_status: is told how far loading is; by default a line on a terminal's stderr is.
     Where ``args.dtype`` is auto it becomes the one that was chosen, which is what commands print and reports record.
     """
-    settings = {"base": args.base, "draft": draft_of(args), "dtype": args.dtype}
-    settings |= {"quantize": args.quantize, "force": args.force}
-    settings |= {"adapter": args.adapter, "merge": args.merge_adapter}
-    settings |= {name: getattr(args, name, None) for name in ("draft_confidence", "draft_devices")} | changes
     with Console(stderr=True).status("loading") if on_status is None else nullcontext() as line:
         say = on_status or line.update
-        loaded = api.load(**settings, on_progress=lambda done, total: say(f"loading {done / total:.0%}"))
+        model = api.load(
+            changes.get("base", args.base),
+            changes.get("draft", draft_of(args)),
+            dtype=changes.get("dtype", args.dtype),
+            placement=placement_from(args),
+            quantize=args.quantize,
+            adapter=args.adapter,
+            merge=args.merge_adapter,
+            force=args.force,
+            draft_confidence=getattr(args, "draft_confidence", None),
+            on_progress=lambda done, total: say(f"loading {done / total:.0%}"),
+        )
     if args.dtype == api.AUTO:
-        args.dtype = loaded.model.dtype.name
-    return loaded
+        args.dtype = model.model.dtype.name
+    return model
+
+
+def placement_from(args: argparse.Namespace) -> Placement:
+    """Return where base and draft are to lie: apart with ``--draft-devices``."""
+    devices = getattr(args, "draft_devices", None)
+    return Placement(draft=None if devices is None else last_devices(devices))

@@ -13,16 +13,15 @@ from hydrajax import api
 from hydrajax.checkpoints.base import read_config
 from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
-from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.decode import check_fit
+from hydrajax.decoding.executor import Executor, FusedExecutor
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.registry import KINDS, title_of
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.machine import machine
 from hydrajax.measure.benchmark import first_nodes
-from hydrajax.measure.machine import machine
 from hydrajax.measure.random_models import fresh, random_base
-from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.roofline.chains import BestChain, best_chain
@@ -107,8 +106,8 @@ def run(args: argparse.Namespace) -> None:
         taus = _tokens_per_step(args, trees)
         if args.device == HERE:
             with Console(stderr=True).status("measuring"):
-                ways, grid = _ways(config, dtype, drafter, trees), (args.batch_sizes, args.context)
-                compared = compare(ways, *grid, dtype.itemsize, taus, repeats=args.repeats)
+                executors, grid = _executors(config, dtype, drafter, trees), (args.batch_sizes, args.context)
+                compared = compare(executors, *grid, dtype.itemsize, taus, repeats=args.repeats)
             device, rows = compared.device, compared.predicted
         else:
             device = DEVICES[args.device]
@@ -157,7 +156,7 @@ def _drafter(args: argparse.Namespace, config: LlamaConfig, dtype) -> Drafter:
 
 def _trees(args: argparse.Namespace, drafter, config: LlamaConfig) -> dict[str, CandidateTree]:
     tree = presets.by_name(args.tree or drafter.spec.default_tree)
-    check_fit(drafter, tree, Greedy(), config.vocab_size)
+    DecodeSpec(drafter, tree).check(config)
     if isinstance(tree, DynamicTree) and not args.tree_sizes:
         return {tree.name: tree}
     return dict(first_nodes(tree, args.tree_sizes or [*(size for size in SIZES if size < tree.size), tree.size]))
@@ -174,11 +173,11 @@ def _tokens_per_step(args: argparse.Namespace, trees: dict[str, CandidateTree]) 
     return taus
 
 
-def _ways(config: LlamaConfig, dtype, drafter: Drafter, trees: dict[str, CandidateTree]) -> list[Way]:
-    """A way for each tree, with random weights."""
+def _executors(config: LlamaConfig, dtype, drafter: Drafter, trees: dict[str, CandidateTree]) -> dict[str, Executor]:
+    """An executor for each tree, with random weights."""
     model, base = random_base(config, dtype)
     drafter, params = fresh(model, base, drafter)
-    return [Way(name, model, drafter, params, tree) for name, tree in trees.items()]
+    return {name: FusedExecutor(model, params, DecodeSpec(drafter, tree)) for name, tree in trees.items()}
 
 
 def _report(

@@ -5,24 +5,27 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hydrajax.cli import options
 from hydrajax.cli.screen import status
-from hydrajax.decoding.either import GreedyOrExact
+from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.errors import HydrajaxError
 from hydrajax.extras import needs
+from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
+
+if TYPE_CHECKING:
+    from hydrajax.serve.pool import Pool, Sizes
 
 HELP = "answer requests over HTTP, many at a time, in the words of OpenAI's interface"
 KEY = "HYDRAJAX_API_KEY"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model_arguments(parser)
+    options.add_model_arguments(parser, apart=True)
     parser.add_argument("--template", metavar="NAME", default="auto", help="chat template, as of chat (default auto)")
     web = parser.add_argument_group("interface")
     web.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
@@ -77,28 +80,25 @@ def run(args: argparse.Namespace) -> int:
             raise
         raise HydrajaxError(needs("starlette")) from None
     from hydrajax.serve.batcher import Batcher
-    from hydrajax.serve.programs import Programs, Sizes
+    from hydrajax.serve.pool import Sizes
     from hydrajax.serve.prompts import Encoder
     from hydrajax.serve.served import Served, check_names, close_all, plain_step_seconds
 
     if args.grace < 0:
         raise HydrajaxError(f"grace: must be at least 0, found {args.grace}")
-    GreedyOrExact(temperature=args.temperature)  # refuses one that is out of range
-    ways = [_Way(args.name, options.draft_of(args) or "none", args.tree, options.tree_from(args))]
-    ways += [_also(args.name, text) for text in args.also]
-    check_names([way.name for way in ways])
+    ExactSampling(temperature=args.temperature)  # refuses one that is out of range
+    offers = [_Offer(args.name, options.draft_of(args) or "none", args.tree, options.tree_from(args))]
+    offers += [_also(args.name, text) for text in args.also]
+    check_names([offer.name for offer in offers])
     listener = listening(args.host, args.port)  # refused before a model is loaded
     with status("loading") as say:
-        loaded = options.load_from(args, say)
-    drafted = [loaded, *(loaded.with_draft(way.draft) for way in ways[1:])]
+        model = options.load_from(args, say)
     sizes = Sizes(rows=args.slots, chunk=args.chunk, penalties=args.penalties, top_logprobs=args.top_logprobs)
-    programs = [
-        Programs(one, sizes, way.tree_for, drops_draft=way.tree is None) for one, way in zip(drafted, ways, strict=True)
-    ]
+    drafted = [model, *(model.with_draft(offer.draft) for offer in offers[1:])]
+    pools = [offer.pool(one, sizes) for one, offer in zip(drafted, offers, strict=True)]
     memory = None if args.cache_memory is None else args.cache_memory * 1_000_000
-    settings_of = {"queue": args.queue, "cache_memory": memory, "keep": not args.no_prefix_reuse}
-    batchers = [Batcher(some, **settings_of) for some in programs]
-    encoder = Encoder(loaded, args.template, args.max_prompt)
+    batchers = [Batcher(pool, queue=args.queue, cache_memory=memory, keep=not args.no_prefix_reuse) for pool in pools]
+    encoder = Encoder(model.tokenizer, model.config, args.template, args.max_prompt)
     settings = Settings(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
@@ -110,20 +110,22 @@ def run(args: argparse.Namespace) -> int:
     shared = {"conversations": encoder.takes_conversations}
     if not args.no_warm_up:
         with status("compiling") as say:
-            for way, some in zip(ways, programs, strict=True):
-                some.warm(lambda text, name=way.name: say(f"{name}: {text}"))
+            for offer, pool in zip(offers, pools, strict=True):
+                pool.warm(lambda text, name=offer.name: say(f"{name}: {text}"))
             say("timing a step without a draft")
-            shared["plain_step_seconds"] = plain_step_seconds(loaded)
+            shared["plain_step_seconds"] = plain_step_seconds(pools[0].executor)
     served = [
-        Served(way.name, batcher, shared | {"draft": str(way.draft), "tree": way.tree_name or f"{some.nodes} nodes"})
-        for way, batcher, some in zip(ways, batchers, programs, strict=True)
+        Served(
+            offer.name, batcher, shared | {"draft": str(offer.draft), "tree": offer.tree_name or f"{pool.nodes} nodes"}
+        )
+        for offer, batcher, pool in zip(offers, batchers, pools, strict=True)
     ]
     app = Interface(served, encoder, settings).app()
     host, port = listener.getsockname()[:2]
     shown = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     memory = sum(batcher.stats().limit_nbytes for batcher in batchers) / 1e6
     print(
-        f"{loaded!r}\nserving on {shown}/v1, {memory:.0f} MB for caches; to chat: {shown}", file=sys.stderr, flush=True
+        f"{model!r}\nserving on {shown}/v1, {memory:.0f} MB for caches; to chat: {shown}", file=sys.stderr, flush=True
     )
     for batcher in batchers:
         batcher.start()
@@ -133,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         close_all(batchers)
 
 
-class _Way(NamedTuple):
+class _Offer(NamedTuple):
     """A model that is served: the name that clients call it by, its draft, and its tree, None for the draft's own."""
 
     name: str
@@ -141,13 +143,17 @@ class _Way(NamedTuple):
     tree_name: str | None
     tree: CandidateTree | None
 
-    @property
-    def tree_for(self) -> Callable[[int], CandidateTree] | None:
-        """For so many rows."""
-        return None if self.tree is None else lambda rows: self.tree
+    def pool(self, model: LanguageModel, sizes: Sizes) -> Pool:
+        """Return the executors for this model, which drop the draft where that pays unless the tree is named."""
+        from hydrajax.serve.pool import Pool
+
+        executor = make_executor(model, model.spec(tree=self.tree))
+        if self.tree is not None:
+            return Pool(executor, sizes)
+        return Pool(executor, sizes, model.default_tree, drops_draft=True)
 
 
-def _also(name: str, text: str) -> _Way:
+def _also(name: str, text: str) -> _Offer:
     """What ``--also DRAFT[@TREE]`` names."""
     draft, at, tree = text.rpartition("@") if "@" in text else (text, "", "")
-    return _Way(f"{name}:{text}", draft, tree or None, presets.by_name(tree) if at else None)
+    return _Offer(f"{name}:{text}", draft, tree or None, presets.by_name(tree) if at else None)

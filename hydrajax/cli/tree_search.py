@@ -12,12 +12,13 @@ from typing import Any
 
 from rich.console import Console
 
-from hydrajax import api
 from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
-from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.drafters.registry import title_of
 from hydrajax.errors import HydrajaxError
+from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.locking import in_use
 from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts
 from hydrajax.trees import DynamicTree, presets
@@ -62,39 +63,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--picture", metavar="FILE.png", help="draw the throughput over the size here")
     options.add_decoding_arguments(parser, max_new_tokens=64)
-    options.add_rule_arguments(parser)
+    options.add_sampling_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
+    from hydrajax.autotune.tree_search import Race, search
     from hydrajax.files import WholeFile
-    from hydrajax.measure.tree_search import Race, search
-    from hydrajax.measure.way import Way
     from hydrajax.report.drawing import new_figure, png
     from hydrajax.report.figures import draw
     from hydrajax.report.outputs import tree_search_result
 
     if options.draft_of(args) is None:
         raise HydrajaxError("--draft: a tree is searched for draft heads")
-    rule = options.rule_from(args)
+    wanted = options.spec_from(args)
     sizes = [size for size in dict.fromkeys(args.sizes or SIZES) if size <= args.largest]
     if args.sizes and max(args.sizes) > args.largest:
         raise HydrajaxError(f"--sizes: must be at most --largest {args.largest}, found {max(args.sizes)}")
     texts = read_prompts(args.prompts)[: args.limit]
-    loaded = options.load_from(args)
-    if loaded.drafter.spec.window_nodes:
+    model = options.load_from(args)
+    spec = model.spec(wanted, tree=presets.root())
+    if model.drafter.spec.window_nodes:
         raise HydrajaxError(
-            f"--draft: what {title_of(loaded.drafter)} guesses depends on the steps before, so no tree is searched for "
+            f"--draft: what {title_of(model.drafter)} guesses depends on the steps before, so no tree is searched for "
             "it; compare its settings by 'hydrajax bench --draft lookahead --draft-settings 5-3-5,15-5-15'"
         )
-    if args.save and loaded.drafter.spec.branch_nodes:
+    if args.save and model.drafter.spec.branch_nodes:
         raise HydrajaxError("--save: the tree would be taken for the draft without lookup, too; use --output")
-    if args.how == "chains" and not loaded.drafter.spec.has_distribution:
-        raise HydrajaxError(f"--how: chains are of draft models, found {title_of(loaded.drafter)}")
-    grows = _grows(args, loaded, rule)
+    if args.how == "chains" and not model.drafter.spec.has_distribution:
+        raise HydrajaxError(f"--how: chains are of draft models, found {title_of(model.drafter)}")
+    grows = _grows(args, model, spec)
     if args.shapes == DYNAMIC and max(sizes) < 2:
         raise HydrajaxError("--sizes: a dynamic tree has at least 2 nodes")
-    path = _destination(args, loaded.draft_directory)
-    prompts = list(loaded.ids_of_prompts(texts))
+    path = _destination(args, model.draft_directory)
+    prompts = list(model.ids_of_prompts(texts))
     flag = "--output" if args.output else "--save"
     with ExitStack() as stack:  # an unwritable file, or one in use, is refused before anything is measured
         stack.enter_context(in_use(path, flag))
@@ -103,16 +104,17 @@ def run(args: argparse.Namespace) -> None:
             new_figure(1, 1)  # refuses where matplotlib is missing
             picture_file = stack.enter_context(WholeFile(args.picture, "--picture"))
         line = stack.enter_context(Console(stderr=True).status("calibrating"))
-        way = Way.of(loaded, "searched", presets.root(), rule, max_new_tokens=args.max_new_tokens)
+        executor = make_executor(model, spec)
         proposals = chain = None
         if args.shapes != DYNAMIC:
-            proposals, chain = _proposals(args, way, prompts, sizes, line.update)
+            proposals, chain = _proposals(args, executor, prompts, sizes, line.update)
         static = [] if proposals is None else [proposals.tree(size) for size in sizes if size <= proposals.largest]
-        settings = {"batch_size": args.batch_size, "seed": args.seed, "on_status": line.update}
-        race = Race(way, prompts[: args.measure], **settings)
+        race = Race(
+            executor, prompts[: args.measure], batch_size=args.batch_size, seed=args.seed, on_status=line.update
+        )
         found = search(race, static, sizes, grows, args.repeats, all_sizes=args.sizes is not None)
         line.stop()
-        content = _content(args, rule, proposals, found, chain)
+        content = _content(args, spec, proposals, found, chain)
         if chain is not None:
             print(chain)
         fastest = found.fastest
@@ -131,15 +133,14 @@ def run(args: argparse.Namespace) -> None:
     print(f"{what} is in {path}")
 
 
-def _grows(args: argparse.Namespace, loaded: api.Loaded, rule: AcceptanceRule) -> Callable[[DynamicTree], bool] | None:
+def _grows(args: argparse.Namespace, model: LanguageModel, spec: DecodeSpec) -> Callable[[DynamicTree], bool] | None:
     """Whether a dynamic tree can be used; None where none is to be tried. Settles ``args.shapes`` where none is given.
 
     Raises `HydrajaxError` where dynamic trees are asked for and the draft or the rule can use none.
     """
-    from hydrajax.decoding.decode import check_fit
 
     def check(tree: DynamicTree) -> None:
-        check_fit(loaded.drafter, tree, rule, loaded.model.config.vocab_size)
+        spec.replace(tree=tree).check(model.config)
 
     def grows(tree: DynamicTree) -> bool:
         try:
@@ -169,7 +170,9 @@ def _destination(args: argparse.Namespace, draft_directory: Path | None) -> Path
     return presets.searched_path(draft_directory, args.batch_size)
 
 
-def _proposals(args: argparse.Namespace, way, prompts, sizes: list[int], on_status: Callable[[str], None]):
+def _proposals(
+    args: argparse.Namespace, executor: Executor, prompts, sizes: list[int], on_status: Callable[[str], None]
+):
     """Static trees of every size, grown as ``--how`` says from what the draft knows of the base's own text.
 
     And what the closed form says of a draft model's chains; None of other drafts.
@@ -180,22 +183,22 @@ def _proposals(args: argparse.Namespace, way, prompts, sizes: list[int], on_stat
     from hydrajax.trees.speculation import estimate
 
     found = calibrate(
-        way,
+        executor,
         prompts,
         seed=args.seed,
         on_progress=lambda done, total: on_status(f"calibrating, {done} of {total} prompts"),
     )
-    chain = None
-    if way.drafter.spec.has_distribution:
+    chain, can = None, executor.spec.drafter.spec
+    if can.has_distribution:
         on_status("timing a pass of the draft")
         context = max(map(len, prompts)) + args.max_new_tokens
-        cost = draft_cost(way, args.batch_size, context)
-        chain = estimate(found.acceptance, cost, way.drafter.spec.depth)
+        cost = draft_cost(executor, args.batch_size, context)
+        chain = estimate(found.acceptance, cost, can.depth)
     on_status("growing trees")
     if args.how == "simulated":
         proposals = search.simulated(found.ranks, found.spans, args.largest)
     elif args.how == "chains":
-        proposals = search.chains(found.acceptance, way.drafter.spec.depth, args.largest)
+        proposals = search.chains(found.acceptance, can.depth, args.largest)
     elif args.how == "joint":
         proposals = search.joint(found.at_every_step(), args.largest)
     else:
@@ -206,9 +209,9 @@ def _proposals(args: argparse.Namespace, way, prompts, sizes: list[int], on_stat
     return proposals, chain
 
 
-def _content(args: argparse.Namespace, rule, proposals, found, chain) -> dict[str, Any]:
+def _content(args: argparse.Namespace, spec: DecodeSpec, proposals, found, chain) -> dict[str, Any]:
     """The tree file: the fastest tree, and where it comes from."""
-    from hydrajax.measure.machine import machine
+    from hydrajax.machine import machine
 
     def row_of(row) -> dict[str, Any]:
         static = not isinstance(found.trees[row.name], DynamicTree)
@@ -216,7 +219,7 @@ def _content(args: argparse.Namespace, rule, proposals, found, chain) -> dict[st
         return row.as_dict() | {"expected_tokens_per_step": expected}
 
     provenance = {
-        "arguments": options.recorded(args), "rule": str(rule), "machine": machine(),
+        "arguments": options.recorded(args), "rule": spec.shown_rule(), "machine": machine(),
         "measured": [row_of(row) for row in found.rows],
         "tried": [[row.as_dict() for row in rows] for rows in found.tried],
         "date": datetime.date.today().isoformat(),

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"every node; else of a tree of more than {FOLD_FROM} nodes little of what was rejected",
     )  # fmt: skip
     group.add_argument("--seed", metavar="S", type=options.seed, default=0, help="of a rule that draws (default 0)")
-    options.add_rule_arguments(parser)
+    options.add_sampling_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _show_step(args: argparse.Namespace, tree: CandidateTree) -> None:
     from hydrajax.files import WholeFile
+    from hydrajax.language_model import make_executor
     from hydrajax.measure.one_step import likelihoods, seen_steps
     from hydrajax.report.drawing import draw_step, new_figure, png
     from hydrajax.text.tokenizer import decode_text, visible
@@ -69,26 +70,27 @@ def _show_step(args: argparse.Namespace, tree: CandidateTree) -> None:
     for name, needed in (("draft", options.draft_of(args)), ("prompt", args.prompt)):
         if needed is None:
             raise HydrajaxError(f"--{name}: is needed with --base, to draw a step")
-    rule, wanted = options.rule_from(args), args.step or 1
+    spec, wanted = options.spec_from(args), args.step or 1
     with WholeFile(args.picture, "--picture") if args.picture else nullcontext() as file:
         if args.picture:
             new_figure(1, 1)  # refuses where matplotlib is missing
-        loaded = options.load_from(args)
-        ids = loaded.prompt_ids(args.prompt, "prompt")
+        model = options.load_from(args)
+        executor = make_executor(model, model.spec(spec, tree=tree))
+        ids = model.prompt_ids(args.prompt, "prompt")
         number = 0
         with Console(stderr=True).status("decoding"):
-            for step in seen_steps(loaded, tree, ids, rule, most=wanted, seed=args.seed):
+            for step in seen_steps(executor, ids, most=wanted, seed=args.seed):
                 number = step.number
             if number < wanted:
                 raise HydrajaxError(f"--step: the text ends after {number} steps, found {wanted}")
-            likely = likelihoods(loaded, step)
+            likely = likelihoods(executor, step)
         shares = [""] * step.tree.size if likely is None else ["", *map(_percent, likely[1:])]
-        words = [visible(loaded.tokenizer, token) for token in step.tokens]
-        before = decode_text(loaded.tokenizer, step.before)
+        words = [visible(model.tokenizer, token) for token in step.tokens]
+        before = decode_text(model.tokenizer, step.before)
         size, count = step.tree.size, len(step.path)
         following = "the text ends here"
         if step.next_root is not None:
-            following = f"the base goes on with {visible(loaded.tokenizer, step.next_root)}"
+            following = f"the base goes on with {visible(model.tokenizer, step.next_root)}"
         note = f"One pass of the base over {size} nodes gives {count} token{'s' * (count > 1)}; {following}."
 
         def label(node: int) -> Text:

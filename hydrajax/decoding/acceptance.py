@@ -1,24 +1,26 @@
 """Acceptance rules: which path of a verified tree is kept, and which token the base chooses next.
 
 `Greedy` and `Typical` judge the whole tree at once. `ExactSampling` draws from the base, node by node from the root
-down, and so looks at the few nodes that it reaches; so does `hydrajax.decoding.rejection.RejectionSampling`.
+down, and so looks at the few nodes that it reaches; so does `hydrajax.decoding.rejection.RejectionSampling`. What the
+base's logits are at a node, logits processors included, a rule asks `Verified`.
 
-A rule is a frozen dataclass of numbers and at the same time a pytree of them (`numbers_as_arrays`): in a decode state
-its numbers are arrays with one entry per row.
+A rule is a frozen dataclass of numbers and at the same time a pytree of them (`hydrajax.decoding.numbers`): in a decode
+state its numbers are arrays with one entry per row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.decoding.penalties import Penalties, Seen
-from hydrajax.decoding.sampling import Sampling, check_temperature, numbers_as_arrays, sample
+from hydrajax.decoding.numbers import is_mixed, numbers_as_arrays
+from hydrajax.decoding.processors import NodeContext, TokenCounts, process
+from hydrajax.decoding.sampling import NEUTRAL, Sampling, check_cuts, check_temperature, shaped
 from hydrajax.drafters.drafter import Draw, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
@@ -38,47 +40,90 @@ class Acceptance(NamedTuple):
     next_root: Int[Array, " B"]
 
 
+class Verified(NamedTuple):
+    """A proposal and what the base gives at its nodes.
+
+    logits: float32 ``[B, N, V]``, before any processor. processors: of the batch. counts: the tokens of the text before
+    the root, where a processor reads them.
+    """
+
+    logits: Float[Array, "B N V"]
+    proposal: Proposal
+    processors: Sequence[Any] = ()
+    counts: TokenCounts | None = None
+
+    def at(self, node: Int[Array, " B"], depth: Int[Array, "*B"]) -> Float[Array, "B V"]:
+        """Return the processed logits at a node of each row; depth: of the node, a number or ``[B]``."""
+        here = at_rows(self.logits, node)
+        if not self.processors:
+            return here
+        counts = self.counts
+        if counts is not None:
+            path = self.proposal.tree.at(self.proposal.tree.paths, node)
+            tokens = jnp.take_along_axis(self.proposal.tokens, path, axis=1)
+            counts = counts.with_output(tokens, jnp.broadcast_to(depth + 1, node.shape))
+        return process(self.processors, here, NodeContext(node, counts))
+
+    def at_inner(self) -> Float[Array, "B P V"]:
+        """Return the processed logits at the nodes that may have children, one node of each row after the other."""
+        tree = self.proposal.tree
+        if not self.processors:
+            return take(self.logits, tree.inner)
+        inner = jnp.broadcast_to(tree.inner, (len(self.logits), tree.inner.shape[-1]))
+
+        def one(node):
+            return self.at(node, tree.at(tree.depths, node))
+
+        return jnp.moveaxis(jax.lax.map(one, inner.T), 0, 1)
+
+    def unprocessed(self) -> Bool[Array, ""]:
+        """Tell on the device whether no processor changes anything in any row."""
+        active = jnp.asarray(False)
+        for processor in self.processors:
+            active |= processor.active()
+        return ~active
+
+
 @runtime_checkable
 class AcceptanceRule(Protocol):
-    """What picks the root after a prompt and judges every tree.
+    """What chooses the root after a prompt and judges every tree.
 
     Random keys are of places in a row's output (`hydrajax.decoding.sampling.position_keys`), so that a row draws the
     same whatever batch it sits in.
 
-    needs_draws: whether the drafter must draw its candidates (`draw` is then no None).
-    penalises: whether it asks which tokens the text holds. Only then is that counted; ``seen`` is None otherwise.
+    needs_draws:  the drafter must draw its candidates (`draw` is then no None).
+    draws:        random keys decide, so a seed is needed.
+    same_output:  the output is, token for token, that of decoding without a draft by `baseline`; the other rules
+                  promise a distribution at most.
     """
 
     needs_draws: ClassVar[bool]
-
-    @property
-    def penalises(self) -> bool: ...
+    draws: ClassVar[bool]
+    same_output: ClassVar[bool]
 
     def check(self, tree: CandidateTree) -> None:
         """Raise `HydrajaxError` for a tree that the rule cannot judge."""
 
+    def baseline(self) -> AcceptanceRule:
+        """Return the rule that has the same meaning without a draft."""
+
     def draw(self, keys: Array) -> Draw | None:
-        """How the drafter must draw its candidates, or None for its best guesses; ``keys[b, d]`` is for what follows
-        depth d.
+        """Return how the drafter must draw its candidates, or None for its best guesses.
+
+        ``keys[b, d]`` is for what follows depth d.
         """
 
-    def first_root(self, logits: Float[Array, "B V"], keys: Array, seen: Seen | None = None) -> Int[Array, " B"]:
-        """The first token, from the logits of the last prompt token and a key per row; ``seen`` is the prompt."""
+    def first_root(self, logits: Float[Array, "B V"], keys: Array) -> Int[Array, " B"]:
+        """Return the first token, from the processed logits of the last prompt token and a key per row."""
 
-    def accept(
-        self, logits: Float[Array, "B N V"], proposal: Proposal, keys: Array, seen: Seen | None = None
-    ) -> Acceptance:
-        """Judge the tree given the base's logits at every node; ``keys`` are as at `draw`.
-
-        seen: the text before the root, which is a token of the tree as the others are.
-        """
+    def accept(self, verified: Verified, keys: Array) -> Acceptance:
+        """Judge the tree; ``keys`` are as at `draw`."""
 
 
 class JudgesBestGuesses:
     """For rules that take whatever was drafted, however it was chosen."""
 
     needs_draws: ClassVar[bool] = False
-    penalises: ClassVar[bool] = False
 
     def check(self, tree):
         pass
@@ -89,22 +134,28 @@ class JudgesBestGuesses:
 
 @numbers_as_arrays
 @dataclass(frozen=True)
-class Greedy(Penalties, JudgesBestGuesses):
+class Greedy(JudgesBestGuesses):
     """A node is accepted if it equals the argmax at its parent: the output is the base's own greedy output.
 
-    Hydra section 6 (greedy decoding), medusa 2.3.1 with temperature 0. With penalties it is the argmax of the penalised
-    logits; the tree is then judged node by node, as each node has a text of its own before it.
+    Hydra section 6 (greedy decoding), medusa 2.3.1 with temperature 0. With processors it is the argmax of the
+    processed logits; the tree is then judged node by node, as each node has a text of its own before it.
     """
 
-    def first_root(self, logits, keys, seen=None):
-        return best_token(logits if seen is None else self.penalise(logits, seen))
+    draws: ClassVar[bool] = False
+    same_output: ClassVar[bool] = True
 
-    def accept(self, logits, proposal, keys, seen=None):
-        if seen is not None:
-            return walk(proposal, lambda node, depth: best_token(penalised(self, logits, proposal, seen, node, depth)))
-        tree = proposal.tree
-        chosen = best_token(logits)
-        agrees = proposal.tokens[:, 1:] == take(chosen, tree.parents[..., 1:])
+    def baseline(self):
+        return self
+
+    def first_root(self, logits, keys):
+        return best_token(logits)
+
+    def accept(self, verified, keys):
+        if verified.processors:
+            return walk(verified.proposal, lambda node, depth: best_token(verified.at(node, depth)))
+        tokens, tree = verified.proposal.tokens, verified.proposal.tree
+        chosen = best_token(verified.logits)
+        agrees = tokens[:, 1:] == take(chosen, tree.parents[..., 1:])
         last = deepest(accepted_nodes(agrees, tree), tree)
         return ending_at(last, tree, jnp.take_along_axis(chosen, last[:, None], axis=1)[:, 0])
 
@@ -115,7 +166,8 @@ class Typical(JudgesBestGuesses):
     """Typical acceptance (medusa 2.3.1, hydra 6.3): a node x is accepted if p(x) > min(ε, α exp(-H(p))), with all its
     ancestors; p is the base's distribution at its parent at ``temperature`` and H its entropy.
 
-    epsilon: ε, the posterior threshold. alpha: α, None for the papers' √ε. Of several longest paths the likeliest
+    epsilon: ε, the posterior threshold. alpha: α, None for the papers' √ε. top_k, top_p, min_p: cut p as
+    `hydrajax.decoding.sampling.Sampling` does, before anything is compared. Of several longest paths the most likely
     wins, then the one that comes first in the released order. The root is always the argmax, as in the released code.
     The output is *not* distributed as the base's. Raises `HydrajaxError` for numbers out of range.
     """
@@ -123,6 +175,12 @@ class Typical(JudgesBestGuesses):
     epsilon: float = 0.1
     alpha: float | None = None
     temperature: float = 0.7
+    top_k: int | None = field(default=None, kw_only=True)
+    top_p: float = field(default=1.0, kw_only=True)
+    min_p: float = field(default=0.0, kw_only=True)
+    NEUTRAL: ClassVar[dict[str, Any]] = NEUTRAL
+    draws: ClassVar[bool] = False
+    same_output: ClassVar[bool] = False
 
     def __post_init__(self):
         if not 0 <= self.epsilon <= 1:
@@ -130,15 +188,18 @@ class Typical(JudgesBestGuesses):
         if self.alpha is not None and not 0 <= self.alpha < float("inf"):
             raise HydrajaxError(f"alpha: must be from 0 up, found {self.alpha}")
         check_temperature("temperature", self.temperature)
+        check_cuts(self)
 
-    def first_root(self, logits, keys, seen=None):
+    def baseline(self):
+        return Greedy()
+
+    def first_root(self, logits, keys):
         return best_token(logits)
 
-    def accept(self, logits, proposal, keys, seen=None):
-        tree, tokens = proposal.tree, proposal.tokens[:, 1:]
+    def accept(self, verified, keys):
+        tree, tokens = verified.proposal.tree, verified.proposal.tokens[:, 1:]
         # Only nodes that may have children are asked about: two thirds of a static tree are leaves.
-        inner = take(logits, tree.inner)
-        log_p = jax.nn.log_softmax(inner / over_rows(self.temperature, inner), axis=-1)
+        log_p = jax.nn.log_softmax(shaped(self, verified.at_inner()), axis=-1)
         p = jnp.exp(log_p)
         entropy = -jnp.sum(p * jnp.log(p + 1e-5), axis=-1)  # the released code's guard against log 0
         epsilon = over_rows(self.epsilon, entropy)
@@ -148,34 +209,46 @@ class Typical(JudgesBestGuesses):
         log_p_node = log_p[jnp.arange(len(tokens))[:, None], slots, jnp.maximum(tokens, 0)]
         accepted = accepted_nodes((jnp.exp(log_p_node) > threshold) & (tokens >= 0), tree)
         last = _likeliest_longest(accepted, jnp.pad(log_p_node, ((0, 0), (1, 0))), tree)
-        root = best_token(jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0])
+        if verified.processors:
+            return ending_at(last, tree, best_token(verified.at(last, tree.at(tree.depths, last))))
+        root = best_token(jnp.take_along_axis(verified.logits, last[:, None, None], axis=1)[:, 0])
         return ending_at(last, tree, root)
 
 
 @numbers_as_arrays
 @dataclass(frozen=True)
-class ExactSampling(Penalties, Sampling, JudgesBestGuesses):
+class ExactSampling(Sampling, JudgesBestGuesses):
     """Sample from the base's distribution at a node and follow the child that holds the sample, if one does.
 
-    The output's distribution is the base's own as `Penalties` and then `Sampling` shape it, whatever was drafted
+    The output's distribution is the base's own, as processors and `Sampling` shape it, whatever was drafted
     (docs/design.md 3): each token is a sample of the base given what precedes it, and the tree only decides how many of
-    them one step finds. Without a tree it is plain sampling, and draws the very same tokens (but for rounding).
+    them one step finds. Without a tree it is plain sampling, and draws the very same tokens (but for rounding). Rows at
+    temperature 0 give the tokens of `Greedy`, also in a batch with others.
     """
 
-    NEUTRAL: ClassVar[dict[str, float]] = Sampling.NEUTRAL | Penalties.NEUTRAL
+    same_output: ClassVar[bool] = True
 
-    def __post_init__(self):
-        Sampling.__post_init__(self)
-        Penalties.__post_init__(self)
+    def baseline(self):
+        return self
 
-    def first_root(self, logits, keys, seen=None):
-        return sample(keys, self.shape(logits if seen is None else self.penalise(logits, seen)))
+    def first_root(self, logits, keys):
+        if not is_mixed(self):
+            return self.choose(keys, logits)
+        some = jnp.any(self.sampled_rows())
+        return jax.lax.cond(some, lambda: self.choose(keys, logits), lambda: best_token(logits))
 
-    def accept(self, logits, proposal, keys, seen=None):
-        def choose(node, depth):
-            return sample(keys[:, depth], self.shape(penalised(self, logits, proposal, seen, node, depth)))
+    def accept(self, verified, keys):
+        def node_by_node():
+            return walk(verified.proposal, lambda node, depth: self.choose(keys[:, depth], verified.at(node, depth)))
 
-        return walk(proposal, choose)
+        if not is_mixed(self):
+            return node_by_node()
+        # Where no row samples and no processor is active, the whole tree is judged at once.
+        some = jnp.any(self.sampled_rows())
+        if verified.processors:
+            some |= ~verified.unprocessed()
+        plain = verified._replace(processors=(), counts=None)
+        return jax.lax.cond(some, node_by_node, lambda: Greedy().accept(plain, keys))
 
 
 # --- parts that rules share -------------------------------------------------------------------------------------------
@@ -189,7 +262,7 @@ class _Walk(NamedTuple):
 
 
 def walk(proposal: Proposal, choose: Callable[[Int[Array, " B"], Int[Array, ""]], Int[Array, " B"]]) -> Acceptance:
-    """From the root down: ``choose(node, depth)`` is the token that follows a node; a child that holds it is next.
+    """Descend from the root: ``choose(node, depth)`` is the token that follows a node; a child that holds it is next.
 
     Ends where no row has such a child. All rows descend together, so ``depth`` is one number.
     """
@@ -207,26 +280,6 @@ def walk(proposal: Proposal, choose: Callable[[Int[Array, " B"], Int[Array, ""]]
     # The root alone is one choice: a loop around it would only slow down decoding without a draft.
     end = jax.lax.while_loop(lambda at: ~jnp.all(at.ended), descend, start) if tree.depth else descend(start)
     return ending_at(end.node, tree, end.token)
-
-
-def penalised(
-    rule: Penalties,
-    logits: Float[Array, "B N V"],
-    proposal: Proposal,
-    seen: Seen | None,
-    node: Int[Array, " B"],
-    depth: Int[Array, ""],
-) -> Float[Array, "B V"]:
-    """The logits at a node of each row, all of one depth, under the rule's penalties (``seen`` is None for none).
-
-    What stands before the token that follows: all that was seen, the root, and the way from it down to the node.
-    """
-    here = at_rows(logits, node)
-    if seen is None:
-        return here
-    path = proposal.tree.at(proposal.tree.paths, node)
-    tokens = jnp.take_along_axis(proposal.tokens, path, axis=1)
-    return rule.penalise(here, seen.with_output(tokens, jnp.broadcast_to(depth + 1, node.shape)))
 
 
 def accepted_nodes(agrees: Bool[Array, "B n"], tree: Topology) -> Bool[Array, "B N"]:

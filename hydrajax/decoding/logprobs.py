@@ -1,7 +1,7 @@
 """Log-probabilities under the base, kept beside the tokens of a text: their own, and those of the likeliest there.
 
 They are of the base's own distribution given all before a token: without penalties, temperature and cuts, whatever the
-rule. The engine reads them off the logits of every step, where no rule has a part in it.
+rule. The engine reads them off the logits of every step; no rule has a part in it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Prompts on the host: checked, padded to widths that share a compilation, filled into batches."""
+"""Prompts on the host: encoded and checked, padded to widths that share a compilation, filled into batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.config import LlamaConfig
+from hydrajax.text.prompt import OnePrompt, Prompt
 
 SMALLEST_BUCKET = 16
 TokenIds = Sequence[int] | np.ndarray  # of one text
@@ -67,3 +68,26 @@ def check_prompts(prompt: Int[np.ndarray, "B P"], lengths: Int[np.ndarray, "..."
         if not 0 <= length <= len(ids):
             raise HydrajaxError(f"lengths: row {row} has length {length}, the prompt has {len(ids)} columns")
         check_prompt(ids[:length], f"prompt {row}", config)
+
+
+def encode_prompt(prompt: OnePrompt, where: str, tokenizer: Any, config: LlamaConfig) -> Int[np.ndarray, " P"]:
+    """Return the token ids of one prompt, int32, checked against the model.
+
+    prompt: text, ids, the messages of a conversation, or a `Prompt`. where: names it in messages unless it brings a
+    name. Raises `HydrajaxError` for a prompt that is empty, too long or not of these kinds.
+    """
+    if not isinstance(prompt, Prompt):
+        prompt = Prompt(prompt, where)
+    ids = np.asarray(prompt.ids(tokenizer), object)  # object: an id may exceed 64 bits, and is refused here
+    check_prompt(ids, prompt.where, config)
+    return ids.astype(np.int32)
+
+
+def encode_prompts(
+    prompts: Sequence[OnePrompt], tokenizer: Any, config: LlamaConfig
+) -> Iterator[Int[np.ndarray, " P"]]:
+    """Yield `encode_prompt` of each, named in messages by its number; one that is not asked for is not encoded."""
+    if isinstance(prompts, str):
+        raise HydrajaxError("prompts: must be a list of prompts, found one text; write [text]")
+    for row, prompt in enumerate(prompts):
+        yield encode_prompt(prompt, f"prompt {row}", tokenizer, config)

@@ -7,12 +7,15 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
-from hydrajax.decoding.acceptance import walk
-from hydrajax.decoding.sampling import Sampling, check_temperature, numbers_as_arrays, sample
+from hydrajax.decoding.acceptance import ExactSampling, walk
+from hydrajax.decoding.numbers import is_mixed, numbers_as_arrays
+from hydrajax.decoding.sampling import Sampling, check_temperature, sample
 from hydrajax.drafters.drafter import Draw
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
+from hydrajax.models.ranking import best_token
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.topology import at_rows
 
@@ -28,7 +31,7 @@ class RejectionSampling(Sampling):
     The children of a node are looked at in the order in which they were drawn, without replacement (SpecInfer 2024;
     Jeon et al. 2024). One is accepted with probability min(1, p / q); if not, p becomes norm(max(0, p - q)) and q
     loses the token. If none is accepted, the base's token is drawn from the last p. The output is distributed as the
-    base's, as with `ExactSampling`; the closer q is to p, the more is accepted.
+    base's, as with `ExactSampling`; the closer q is to p, the more is accepted. Processors shape p and not q.
 
     A node that was given and not drawn, as those of prompt lookup beside heads, comes after its drawn siblings. There
     was no chance in it, so its q is all on its own token: it is accepted with what p by then has left for it.
@@ -36,11 +39,12 @@ class RejectionSampling(Sampling):
     draft_temperature: of q, None for ``temperature``. The drafter must be one that draws
     (`DrafterSpec.supports_sampling`), a static tree have no gaps between the ranks of siblings. Why a dynamic tree,
     which depends on what was drawn, does not change the distribution is said at `hydrajax.drafters.growing.grow`.
+    Rows at temperature 0, where all of p is on one token, draft at temperature 1.
     """
 
     draft_temperature: float | None = None
     needs_draws: ClassVar[bool] = True
-    penalises: ClassVar[bool] = False
+    same_output: ClassVar[bool] = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -54,21 +58,27 @@ class RejectionSampling(Sampling):
             if choice[-1] and (*choice[:-1], choice[-1] - 1) not in tree.choices[: node - 1]:
                 raise HydrajaxError(f"tree: RejectionSampling needs siblings of rank 0, 1, 2 ..., found {list(choice)}")
 
+    def baseline(self):
+        return ExactSampling(self.temperature, self.top_k, self.top_p, min_p=self.min_p)
+
     def draw(self, keys):
         temperature = self.temperature if self.draft_temperature is None else self.draft_temperature
+        if is_mixed(self):
+            temperature = jnp.where(jnp.asarray(temperature) > 0, temperature, 1.0)
         return Draw(_fold(keys, DRAFT), temperature)
 
-    def first_root(self, logits, keys, seen=None):
-        return sample(_fold(keys, BASE), self.shape(logits))
+    def first_root(self, logits, keys):
+        return self.choose(_fold(keys, BASE), logits)
 
-    def accept(self, logits, proposal, keys, seen=None):
+    def accept(self, verified, keys):
+        proposal = verified.proposal
         tree, tokens = proposal.tree, proposal.tokens
         most_children = tree.children.shape[-1]
         n_slots = 0 if proposal.log_q is None else proposal.log_q.shape[1]
         some_given = tree.inner.shape[-1] > n_slots
 
         def choose(node, depth):
-            p = jax.nn.softmax(self.shape(at_rows(logits, node)), axis=-1)
+            p = self._probabilities(verified.at(node, depth))
             token, open_ = jnp.zeros_like(node), jnp.ones_like(node, bool)
             children, log_q = tree.at(tree.children, node), jnp.zeros_like(p)
             if most_children and n_slots:
@@ -94,6 +104,14 @@ class RejectionSampling(Sampling):
             return jnp.where(open_, sample(_fold(keys[:, depth], BASE), jnp.log(p)), token)
 
         return walk(proposal, choose)
+
+    def _probabilities(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """Return p; at temperature 0 it is all on the most likely token."""
+        p = jax.nn.softmax(self.shape(logits), axis=-1)
+        if not is_mixed(self):
+            return p
+        best = jnp.arange(p.shape[-1]) == best_token(logits)[:, None]
+        return jnp.where(self.sampled_rows()[:, None], p, best)
 
 
 def _fold(keys: Array, purpose: int) -> Array:

@@ -1,114 +1,24 @@
-"""The distribution that sampling draws from: the base's, at a temperature, cut to its likeliest tokens.
+"""The distribution that sampling draws from: the base's, at a temperature, cut to its most likely tokens.
 
 One place for every rule and for the autoregressive baseline, so that they agree to the bit. The numbers of a rule may
-be Python numbers, which hold for all rows, or arrays with one number per row (`per_row`).
+be Python numbers, which hold for all rows, or arrays with one number per row (`hydrajax.decoding.numbers`).
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from hydrajax.decoding.numbers import effective, is_mixed
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
-from hydrajax.models.ranking import over_rows
+from hydrajax.models.ranking import best_token, over_rows
 
-Rule = TypeVar("Rule")
-
-
-def numbers_as_arrays(cls: type[Rule]) -> type[Rule]:
-    """Make a rule, a frozen dataclass of numbers, a pytree whose leaves are these numbers.
-
-    So a rule is part of the decode state, with numbers of its own for every row, and another temperature is another
-    argument of the same compiled program. A number that is None is no leaf: whether top-k or top-p is used at all is
-    part of the program; so is a number that has no effect (`effective`). Leaves may be arrays or anything else that JAX
-    puts in their place, and are not validated.
-    """
-    names = [field.name for field in dataclasses.fields(cls)]
-
-    def flatten(rule):
-        return [(jax.tree_util.GetAttrKey(name), effective(rule, name)) for name in names], None
-
-    def unflatten(_, leaves):
-        rule = object.__new__(cls)  # not __init__, which would compare tracers with 0
-        for name, leaf in zip(names, leaves, strict=True):
-            object.__setattr__(rule, name, leaf)
-        return rule
-
-    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
-    cls.__repr__ = _shown
-    return cls
-
-
-def _shown(rule: Any) -> str:
-    """As a dataclass shows itself, but for those numbers given by name alone that have no effect.
-
-    Result files name rules in this way, and must go on to name one the same when rules learn to do more.
-    """
-    numbers = [
-        f"{each.name}={getattr(rule, each.name)!r}"
-        for each in dataclasses.fields(rule)
-        if not each.kw_only or effective(rule, each.name) is not None
-    ]
-    return f"{type(rule).__name__}({', '.join(numbers)})"
-
-
-def effective(rule: Any, name: str) -> Any:
-    """A number of a rule, or None where it has the value that ``rule.NEUTRAL`` gives for no effect."""
-    value = getattr(rule, name)
-    return None if isinstance(value, (int, float)) and value == getattr(rule, "NEUTRAL", {}).get(name) else value
-
-
-def per_row(rules: Rule | Sequence[Rule], batch: int) -> Rule:
-    """One rule, or one rule per row, as a rule of arrays ``[batch]``: float32, or int32 where the number is an integer.
-
-    Raises `HydrajaxError` where the rules are not one per row, or not all of one kind with the same numbers given.
-    """
-    if not isinstance(rules, Sequence):
-        return jax.tree.map(lambda x: _xp(x).broadcast_to(_number(x), (batch,)), rules)
-    if len(rules) != batch:
-        raise HydrajaxError(f"rule: must be one or one per row, found {len(rules)} for {batch} rows")
-    rules = like_one_another(rules)
-    return jax.tree.map(lambda *xs: _xp(xs[0]).stack([_number(x) for x in xs]), *rules)
-
-
-def like_one_another(rules: Sequence[Rule]) -> Sequence[Rule]:
-    """The rules as pytrees of one structure: a neutral number is written out where that of another has an effect.
-
-    Raises `HydrajaxError` for rules of several kinds, and for a number that some leave out and that has no neutral
-    value.
-    """
-    neutral = getattr(rules[0], "NEUTRAL", {}) if rules else {}
-    used = [name for name in neutral if any(effective(rule, name) is not None for rule in rules)]
-
-    def written_out(rule):
-        found = copy.copy(rule)
-        for name in used:  # an array is a leaf whatever its value is
-            object.__setattr__(found, name, np.asarray(getattr(rule, name), np.float32))
-        return found
-
-    rules = [written_out(rule) for rule in rules] if used else rules
-    if len({jax.tree.structure(rule) for rule in rules}) > 1:
-        raise HydrajaxError("rule: those of one batch must be of one kind and give the same numbers")
-    return rules
-
-
-def _xp(x: Any):
-    """NumPy for numbers on the host, so that a call of a compiled function dispatches nothing besides."""
-    return jnp if isinstance(x, jax.Array) else np
-
-
-def _number(x: Any) -> Array:
-    xp = _xp(x)
-    return xp.asarray(x, np.int32 if xp.issubdtype(xp.result_type(x), np.integer) else np.float32)
+NEUTRAL: dict[str, Any] = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
 
 
 def check_temperature(name: str, value: float) -> None:
@@ -116,58 +26,87 @@ def check_temperature(name: str, value: float) -> None:
         raise HydrajaxError(f"{name}: must be positive, found {value}")
 
 
+def check_cuts(numbers: Any) -> None:
+    """Refuse ``top_k``, ``top_p`` or ``min_p`` out of range."""
+    if numbers.top_k is not None and (type(numbers.top_k) is not int or numbers.top_k < 1):
+        raise HydrajaxError(f"top_k: must be an integer from 1 up, found {numbers.top_k}")
+    if not 0 < numbers.top_p <= 1:
+        raise HydrajaxError(f"top_p: must be above 0 and at most 1, found {numbers.top_p}")
+    if not 0 <= numbers.min_p <= 1:
+        raise HydrajaxError(f"min_p: must be from 0 to 1, found {numbers.min_p}")
+
+
+def shaped(numbers: Any, logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
+    """Return the logits of the distribution that is sampled from; -inf for the tokens that were cut off.
+
+    Temperature, then top-k, then top-p, then min-p, in the order of transformers' warpers. numbers: anything with these
+    four. Where they are arrays ``[B]``, the logits' first axis is B. Rows at temperature 0 are shaped at temperature 1.
+    """
+    temperature = numbers.temperature
+    if is_mixed(numbers):
+        temperature = jnp.where(jnp.asarray(temperature) > 0, temperature, 1.0)
+    logits = logits / over_rows(temperature, logits)
+    if (top_k := effective(numbers, "top_k")) is not None:
+        kept = _among_largest(logits, jnp.ones_like(logits), over_rows(top_k, logits))
+        logits = jnp.where(kept, logits, -jnp.inf)
+    if (top_p := effective(numbers, "top_p")) is not None:
+        if is_mixed(numbers):
+            # Rounded probabilities may sum to 1 before the last of them; they never sum to 2.
+            top_p = jnp.where(jnp.asarray(top_p) < 1, top_p, 2.0)
+        probs = jax.nn.softmax(logits, axis=-1)
+        logits = jnp.where(_among_largest(probs, probs, over_rows(top_p, logits)), logits, -jnp.inf)
+    if (min_p := effective(numbers, "min_p")) is not None:
+        # A ratio of probabilities is a difference of logits, whatever the others sum to.
+        least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(over_rows(min_p, logits))
+        logits = jnp.where(logits >= least, logits, -jnp.inf)
+    return logits
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """Temperature, then top-k, then top-p, then min-p, in the order of transformers' warpers.
+    """The numbers of the rules that draw from the base's distribution.
 
-    temperature: positive. top_k: keep the k likeliest tokens, None for all. top_p: of what is left keep the fewest
-    likeliest tokens that hold this share of the probability, 1.0 for all. min_p: of what is left keep the tokens that
-    are at least this many times as likely as the likeliest, 0.0 for all (Nguyen et al. 2024). Equally likely tokens
-    stay or go together.
+    temperature: 0 for the most likely token (greedy), else positive. top_k: keep the k most likely tokens, None for
+    all. top_p: of what is left keep the fewest tokens that hold this share of the probability, the most likely first,
+    1.0 for all. min_p: of what is left keep the tokens that are at least this many times as likely as the most likely
+    one, 0.0 for all (Nguyen et al. 2024). Equally likely tokens stay or go together.
 
-    Raises `HydrajaxError` for a value that is none of these.
+    A row with a number without effect gives the tokens that it would give without that number, to the bit, also where
+    the numbers are arrays because other rows' have one. Raises `HydrajaxError` for a value out of range.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = field(default=0.0, kw_only=True)
-    NEUTRAL: ClassVar[dict[str, float]] = {"top_p": 1.0, "min_p": 0.0}
+    NEUTRAL: ClassVar[dict[str, Any]] = NEUTRAL
+    draws: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_temperature("temperature", self.temperature)
-        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
-            raise HydrajaxError(f"top_k: must be an integer from 1 up, found {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise HydrajaxError(f"top_p: must be above 0 and at most 1, found {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise HydrajaxError(f"min_p: must be from 0 to 1, found {self.min_p}")
+        if not 0 <= self.temperature < float("inf"):
+            raise HydrajaxError(f"temperature: must be at least 0 and finite, found {self.temperature}")
+        check_cuts(self)
+        if self.temperature == 0:
+            object.__setattr__(self, "mixed", True)
 
     def shape(self, logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
-        """Logits of the distribution that is sampled from; -inf for the tokens that were cut off.
+        """Return `shaped` logits."""
+        return shaped(self, logits)
 
-        Where the numbers are arrays ``[B]``, the logits' first axis is B.
-        """
-        logits = logits / over_rows(self.temperature, logits)
-        if self.top_k is not None:
-            kept = _among_largest(logits, jnp.ones_like(logits), over_rows(self.top_k, logits))
-            logits = jnp.where(kept, logits, -jnp.inf)
-        top_p = effective(self, "top_p")
-        if top_p is not None:
-            probs = jax.nn.softmax(logits, axis=-1)
-            logits = jnp.where(_among_largest(probs, probs, over_rows(top_p, logits)), logits, -jnp.inf)
-        min_p = effective(self, "min_p")
-        if min_p is not None:
-            # A ratio of probabilities is a difference of logits, whatever the others sum to.
-            least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(over_rows(min_p, logits))
-            logits = jnp.where(logits >= least, logits, -jnp.inf)
-        return logits
+    def sampled_rows(self) -> Bool[Array, "*B"]:
+        """Return which rows of a mixed batch are sampled; the others, at temperature 0, are greedy."""
+        return jnp.asarray(self.temperature) > 0
+
+    def choose(self, keys: Array, logits: Float[Array, "B V"]) -> Int[Array, " B"]:
+        """Draw one token per row, or take the most likely one in rows at temperature 0."""
+        drawn = sample(keys, self.shape(logits))
+        return jnp.where(self.sampled_rows(), drawn, best_token(logits)) if is_mixed(self) else drawn
 
 
 def _among_largest(
     values: Float[Array, "*rows V"], weights: Float[Array, "*rows V"], wanted: Array
 ) -> Bool[Array, "*rows V"]:
-    """The fewest largest values whose weights sum to at least ``wanted``, and those equal to the least of them.
+    """Mark the fewest largest values whose weights sum to at least ``wanted``, and those equal to the least of them.
 
     With weights of one these are the k largest, with probabilities that weigh what they are the nucleus of top-p.
 
@@ -188,7 +127,7 @@ def _among_largest(
 
 
 def sample(keys: Array, logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """One token per row, int32, each row from its own key ``[B]``."""
+    """Draw one token per row, int32, each row from its own key ``[B]``."""
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
@@ -196,9 +135,9 @@ def sample(keys: Array, logits: Float[Array, "B V"]) -> Int[Array, " B"]:
 
 
 def row_keys(rng: Array, batch: int, first: int = 0) -> Array:
-    """Keys ``[batch]``: the given ones, or of a single key one for each row number, from ``first`` on.
+    """Return keys ``[batch]``: the given ones, or of a single key one for each row number, from ``first`` on.
 
-    Keys of `jax.random.PRNGKey`, uint32 ``[2]`` or ``[batch, 2]``, are taken too.
+    Keys of `jax.random.PRNGKey`, uint32 ``[2]`` or ``[batch, 2]``, are accepted too.
     """
     if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         if rng.dtype != jnp.uint32 or rng.ndim not in (1, 2):
@@ -212,8 +151,10 @@ def row_keys(rng: Array, batch: int, first: int = 0) -> Array:
 
 
 def position_keys(keys: Array, positions: Int[Array, " B *n"]) -> Array:
-    """The keys for the tokens at these places in each row's output. What a row samples there depends on nothing else:
-    neither on its batch, nor on the tree and the drafter that found the tokens before it.
+    """Return the keys for the tokens at these places in each row's output.
+
+    What a row samples there depends on nothing else: neither on its batch, nor on the tree and the drafter that found
+    the tokens before it.
     """
     fold = jax.random.fold_in
     for _ in positions.shape[1:]:

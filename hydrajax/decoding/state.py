@@ -1,18 +1,17 @@
 """Everything that the decode loop carries: three pytrees of static shapes, safe to donate.
 
-Every array's first axis is the batch, so rows can be taken out, put in and moved (`take_rows`, `put_rows`), as a server
-does whose users come and go.
+Every array's first axis is the batch, so rows can be taken out, put in and moved, as a server does whose requests come
+and go.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 from jaxtyping import Bool, Int
 
 from hydrajax.decoding.logprobs import Logprobs
-from hydrajax.decoding.penalties import Seen
+from hydrajax.decoding.processors import TokenCounts
 from hydrajax.models.arrays import Array
 from hydrajax.models.cache import KVCache
 
@@ -51,8 +50,9 @@ class OutputState(NamedTuple):
     steps:          int32 ``[B]`` steps each row took.
     keys:           ``[B]`` each row's random key; what it draws depends on it and on the place in the row's output.
     rule:           the acceptance rule, its numbers arrays ``[B]``.
-    seen:           the tokens of prompt and output, counted; None where the rule has no penalties.
+    counts:         the tokens of prompt and output, counted; None where no processor reads them.
     logprobs:       of ``tokens``, and shaped like them; None where none are wanted.
+    processors:     the logits processors, their numbers arrays with the batch first.
     """
 
     tokens: Int[Array, "B room"]
@@ -63,23 +63,14 @@ class OutputState(NamedTuple):
     steps: Int[Array, " B"]
     keys: Array
     rule: Any
-    seen: Seen | None = None
+    counts: TokenCounts | None = None
     logprobs: Logprobs | None = None
+    processors: tuple[Any, ...] = ()
 
 
 class DecodeState(NamedTuple):
-    """``target`` is the base's, ``draft`` the drafter's (whatever pytree it likes), ``output`` the reader's."""
+    """``target`` is the base's, ``draft`` the drafter's (any pytree), ``output`` the reader's."""
 
     target: TargetState
     draft: Any
     output: OutputState
-
-
-def take_rows(state: DecodeState, rows: Int[Array, " R"]) -> DecodeState:
-    """A state of the given rows, in that order; one may occur several times."""
-    return jax.tree.map(lambda x: x[rows], state)
-
-
-def put_rows(state: DecodeState, at: Int[Array, " R"], others: DecodeState) -> DecodeState:
-    """``state`` with its rows ``at`` replaced by the R rows of another state of the same engine and cache slots."""
-    return jax.tree.map(lambda x, y: x.at[at].set(y), state, others)

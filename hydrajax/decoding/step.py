@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from hydrajax.decoding.acceptance import Acceptance, AcceptanceRule
+from hydrajax.decoding.acceptance import Acceptance, Verified
 from hydrajax.decoding.logprobs import Logprobs
-from hydrajax.decoding.penalties import Seen
-from hydrajax.decoding.sampling import per_row, position_keys, row_keys
+from hydrajax.decoding.numbers import broadcast
+from hydrajax.decoding.processors import NodeContext, TokenCounts, count_tokens, process
+from hydrajax.decoding.sampling import position_keys, row_keys
+from hydrajax.decoding.spec import DecodeSpec, SamplingParams
 from hydrajax.decoding.state import DecodeState, OutputState, Params, TargetState
 from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
 from hydrajax.errors import HydrajaxError
@@ -36,7 +39,7 @@ def true_float32(dtype: DType) -> AbstractContextManager:
 
 
 def exact(method: Callable) -> Callable:
-    """A method of `Engine`, traced with `true_float32`."""
+    """Trace a method of `Engine` with `true_float32`."""
 
     @functools.wraps(method)
     def traced(self, *args, **settings):
@@ -48,15 +51,10 @@ def exact(method: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Engine:
-    """The static half of decoding: model, drafter, tree and limits. Its methods are pure functions of arrays.
+    """The static half of decoding: what of a base and a `DecodeSpec` is part of the program.
 
-    The rule is part of the state, where its numbers are arrays (`OutputState.rule`).
-
-    max_new_tokens: most tokens a row may emit; also limited by the context, prompt + emitted <= max_positions.
-    eos_ids:        a row ends with the first of these it emits.
-    logprobs:       whether to keep every emitted token's log-probability (`hydrajax.decoding.decode.DecodeResult`).
-    top_logprobs:   of how many of the base's likeliest tokens to keep it besides, at every place; then those of the
-                    emitted tokens are kept in any case.
+    Its methods are pure functions of arrays. Rule, processors and their numbers are part of the state (`OutputState`),
+    so the programs of one engine serve any of them. The fields are those of `DecodeSpec`; `of` makes an engine.
     """
 
     model: BaseModel
@@ -64,8 +62,16 @@ class Engine:
     tree: CandidateTree
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
-    logprobs: bool = False
-    top_logprobs: int = 0
+    logprobs: int | None = None
+
+    @classmethod
+    def of(cls, model: BaseModel, spec: DecodeSpec, room: int | None = None) -> Engine:
+        """Return the engine of a spec for this base, with room for ``room`` new tokens, by default the spec's.
+
+        Raises `HydrajaxError` where base and spec do not fit each other.
+        """
+        spec.check(model.config)
+        return cls(model, spec.drafter, spec.tree, room or spec.max_new_tokens, spec.eos_ids, spec.logprobs)
 
     @property
     def depth(self) -> int:
@@ -84,21 +90,28 @@ class Engine:
 
     @exact
     def propose(self, params: Params, state: DecodeState) -> Proposal:
-        """Candidate tokens in node order, as the rule wants them: the best guesses or draws."""
+        """Return candidate tokens in node order, as the rule wants them: the best guesses or draws."""
         draw = state.output.rule.draw(self._keys_below(state))
         return self.drafter.propose(params.draft, state.draft, state.target.root, self.tree, self.bind(params), draw)
 
     @exact
     def verify(self, params: Params, cache: KVCache, proposal: Proposal) -> tuple[Forward, Float[Array, "B N V"]]:
-        """One forward pass of the base over the N nodes under the tree's mask, and logits at every node."""
+        """Run the base once over the N nodes under the tree's mask; return logits at every node."""
         tree, base = proposal.tree, self.bind(params)
         positions = cache.lengths[:, None] + tree.depths
         forward = base.forward(proposal.tokens, positions, tree.attention_mask, cache, self.reads)
         return forward, base.logits(forward.hidden)
 
-    def accept(self, state: DecodeState, logits: Float[Array, "B N V"], proposal: Proposal) -> Acceptance:
-        """The rule's verdict: the path that is kept and the token that follows it."""
-        return state.output.rule.accept(logits, proposal, self._keys_below(state), state.output.seen)
+    def accept(
+        self, state: DecodeState, logits: Float[Array, "B N V"], proposal: Proposal, extra: Sequence[Any] = ()
+    ) -> Acceptance:
+        """Return the rule's verdict: the path that is kept and the token that follows it.
+
+        extra: processors made for this step alone, which lie in no state.
+        """
+        out = state.output
+        verified = Verified(logits, proposal, (*out.processors, *extra), out.counts)
+        return out.rule.accept(verified, self._keys_below(state))
 
     def commit(
         self,
@@ -135,7 +148,7 @@ class Engine:
             done=out.done | ended | (lengths >= out.limits),
             accept_lengths=write_tokens(out.accept_lengths, step_record[:, None], out.steps),
             steps=out.steps + ~out.done,
-            seen=None if out.seen is None else out.seen.with_output(tokens, counts),
+            counts=None if out.counts is None else out.counts.with_output(tokens, counts),
             logprobs=logprobs,
         )
         # A drafter that does not ask for the base's choices costs nothing by them: XLA drops what is not used.
@@ -154,7 +167,19 @@ class Engine:
         """Emit between 1 and K+1 tokens for every unfinished row."""
         proposal = self.propose(params, state)
         forward, logits = self.verify(params, state.target.cache, proposal)
-        accepted = self.accept(state, logits, proposal)
+        return self.settle(params, state, forward, logits, proposal)
+
+    def settle(
+        self,
+        params: Params,
+        state: DecodeState,
+        forward: Forward,
+        logits: Float[Array, "B N V"],
+        proposal: Proposal,
+        extra: Sequence[Any] = (),
+    ) -> DecodeState:
+        """Accept, commit and observe: the part of a step that follows the base's pass."""
+        accepted = self.accept(state, logits, proposal, extra)
         state, outcome = self.commit(state, forward, logits, proposal, accepted)
         return self.observe(params, state, proposal, outcome)
 
@@ -164,157 +189,164 @@ class Engine:
         params: Params,
         prompt: Int[Array, "B P"],
         lengths: Int[Array, " B"],
-        rng: Array,
-        rule: AcceptanceRule,
-        limits: Int[Array, " B"] | None = None,
+        sampling: SamplingParams,
         *,
         slots: int | None = None,
+        extra: Sequence[Any] = (),
     ) -> DecodeState:
         """Run right-padded prompts through the base and the drafter; choose the first root. Emits nothing yet.
 
-        rng: a key, or one per row. rule: for all rows, or with arrays ``[B]`` for its numbers (`per_row`). limits: most
-        tokens each row may emit, at most and by default ``max_new_tokens``. slots: of the cache (default
-        `cache_slots`).
+        slots: of the cache (default `cache_slots`). extra: processors of the first root alone.
         """
         batch, width = prompt.shape
-        rule = per_row(rule, batch)
+        sampling = self._of_rows(sampling, batch)
         slots = self.cache_slots(width) if slots is None else slots
         positions = jnp.broadcast_to(jnp.arange(width), prompt.shape)
         forward = self.bind(params).forward(prompt, positions, causal_mask(width), reads=self.reads)
         cache = append(self.model.init_cache(batch, slots), forward.block, lengths)
         # The barrier keeps XLA from folding the first pass over an empty draft cache at compile time, which is slow.
         draft = jax.lax.optimization_barrier(self.drafter.init_state(batch, slots))
-        seen = Seen.of_prompt(prompt, lengths, self.model.config.vocab_size) if rule.penalises else None
-        keys, root, logprobs = self._first_root(params, forward, lengths, rng, rule, seen)
+        counts = None
+        if count_tokens(sampling.processors):
+            counts = TokenCounts.of_prompt(prompt, lengths, self.model.config.vocab_size)
+        sampling, root, logprobs = self._first_root(params, forward, lengths, sampling, counts, extra)
         target = TargetState(cache, root, logprobs)
-        return self._ready(params, target, draft, forward, prompt, lengths, keys, rule, seen, limits)
+        return self._ready(params, target, draft, forward, prompt, lengths, sampling, counts)
 
     @exact
     def extend(
         self,
         params: Params,
         state: DecodeState,
-        more: Int[Array, "B T"],
-        counts: Int[Array, " B"],
-        rng: Array,
-        rule: AcceptanceRule,
-        limits: Int[Array, " B"] | None = None,
+        text: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        sampling: SamplingParams,
+        *,
+        extra: Sequence[Any] = (),
     ) -> DecodeState:
         """Go on after more text, such as the next message of a conversation, with the cache that is there.
 
-        more: right-padded, ``counts[b]`` tokens of row b that follow all it has emitted. Beyond that as `prefill`: the
-        counts of what is emitted begin anew, and to a penalty all that came before is prompt. T slots must be left in
-        the cache: a write beyond them would be moved.
+        text: right-padded, ``lengths[b]`` tokens of row b that follow all it has emitted. Beyond that as `prefill`: the
+        output begins anew, and to a penalty all that came before is prompt. T slots must be left in the cache: a write
+        beyond them would be moved.
 
-        Raises `HydrajaxError` for a rule with penalties where the text so far was decoded without.
+        Raises `HydrajaxError` for a processor that counts tokens where the text so far was decoded without one.
         """
-        cache, (batch, width) = state.target.cache, more.shape
-        rule = per_row(rule, batch)
-        seen = state.output.seen if rule.penalises else None
-        if seen is not None:
-            seen = seen.with_prompt(more, counts)
-        elif rule.penalises:
-            raise HydrajaxError("rule: has penalties, but the tokens before were not counted: their rule had none")
+        cache, (batch, width) = state.target.cache, text.shape
+        sampling = self._of_rows(sampling, batch)
+        counts = None
+        if count_tokens(sampling.processors):
+            if state.output.counts is None:
+                raise HydrajaxError("processors: count tokens, but the text before was decoded without counting")
+            counts = state.output.counts.with_prompt(text, lengths)
         positions = cache.lengths[:, None] + jnp.arange(width)
-        forward = self.bind(params).forward(more, positions, causal_mask(width), cache, self.reads)
-        keys, root, logprobs = self._first_root(params, forward, counts, rng, rule, seen)
+        forward = self.bind(params).forward(text, positions, causal_mask(width), cache, self.reads)
+        sampling, root, logprobs = self._first_root(params, forward, lengths, sampling, counts, extra)
         # The root comes from the last hidden state, which has read every layer's cache.
-        cache = append(cache, forward.block, counts, after=root)
+        cache = append(cache, forward.block, lengths, after=root)
         target = TargetState(cache, root, logprobs)
-        return self._ready(params, target, state.draft, forward, more, counts, keys, rule, seen, limits)
+        return self._ready(params, target, state.draft, forward, text, lengths, sampling, counts)
 
-    def empty(self, batch: int, slots: int, rule: AcceptanceRule) -> DecodeState:
-        """Rows without any text, to begin a prompt that comes in pieces: `feed` all but the last, `extend` by that.
+    def empty(self, batch: int, slots: int, sampling: SamplingParams) -> DecodeState:
+        """Return rows without any text, to prefill a prompt in chunks: `feed` all but the last, `extend` by that.
 
         Their rows are done: a step changes nothing in them. slots: of the cache; they hold at least
-        `DrafterSpec.verified_nodes` more than the longest text, and never less than a piece that is written into them,
+        `DecodeSpec.verified_nodes` more than the longest text, and never less than a chunk that is written into them,
         padding included.
         """
         nothing = jnp.zeros(batch, jnp.int32)
-        rule = per_row(rule, batch)
-        seen = Seen.of_prompt(nothing[:, None], nothing, self.model.config.vocab_size) if rule.penalises else None
+        sampling = self._of_rows(sampling, batch)
+        counts = None
+        if count_tokens(sampling.processors):
+            counts = TokenCounts.of_prompt(nothing[:, None], nothing, self.model.config.vocab_size)
         target = TargetState(self.model.init_cache(batch, slots), nothing, self._no_logprobs(batch))
-        keys = row_keys(jax.random.key(0), batch)
-        return DecodeState(target, self.drafter.init_state(batch, slots), self._output(keys, rule, seen, nothing))
+        sampling = sampling._replace(rng=row_keys(sampling.rng, batch), limits=nothing)
+        return DecodeState(target, self.drafter.init_state(batch, slots), self._output(sampling, counts))
 
     @exact
     def feed(
         self,
         params: Params,
         state: DecodeState,
-        more: Int[Array, "B T"],
-        counts: Int[Array, " B"],
+        text: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
         following: Int[Array, " B"],
     ) -> DecodeState:
-        """Take in text that goes on, with ``following``, the token after it. No root is chosen: `extend` must follow.
+        """Prefill a chunk that is not the last one; ``following`` is the token after it. No root is chosen.
 
-        more: right-padded, ``counts[b]`` tokens of row b; T slots must be left in the cache.
+        text: right-padded, ``lengths[b]`` tokens of row b; T slots must be left in the cache. `extend` must follow.
         """
         cache, base = state.target.cache, self.bind(params)
-        width = more.shape[1]
+        width = text.shape[1]
         positions = cache.lengths[:, None] + jnp.arange(width)
-        forward = base.forward(more, positions, causal_mask(width), cache, self.reads)
-        cache = append(cache, forward.block, counts, after=forward.hidden[:, -1, 0])
-        draft = self.drafter.begin(params.draft, state.draft, forward.features, more, counts, following, base)
-        seen = state.output.seen
-        output = state.output._replace(seen=None if seen is None else seen.with_prompt(more, counts))
+        forward = base.forward(text, positions, causal_mask(width), cache, self.reads)
+        cache = append(cache, forward.block, lengths, after=forward.hidden[:, -1, 0])
+        draft = self.drafter.begin(params.draft, state.draft, forward.features, text, lengths, following, base)
+        counts = state.output.counts
+        output = state.output._replace(counts=None if counts is None else counts.with_prompt(text, lengths))
         return DecodeState(state.target._replace(cache=cache), draft, output)
 
-    def rewind(self, state: DecodeState, lengths: Int[Array, " B"]) -> DecodeState:
-        """Back to the first ``lengths[b]`` tokens of each row's text, at most all of it; `extend` must follow.
+    def rewind(self, state: DecodeState, lengths: Int[Array, " B"], counts: TokenCounts | None = None) -> DecodeState:
+        """Cut each row's text to its first ``lengths[b]`` tokens, at most all of it; `extend` must follow.
 
-        Of what a penalty has counted nothing is left: where the rule has penalties, that is the caller's to mend.
+        counts: of the text that is left, which the state does not tell, where a processor reads them.
         """
         target = state.target._replace(cache=cut_caches(state.target.cache, lengths))
-        return DecodeState(target, self.drafter.rewind(state.draft, lengths), state.output)
+        output = state.output if counts is None else state.output._replace(counts=counts)
+        return DecodeState(target, self.drafter.rewind(state.draft, lengths), output)
+
+    def _of_rows(self, sampling: SamplingParams, batch: int) -> SamplingParams:
+        """The numbers that are one for all rows as one for each."""
+        return sampling._replace(rule=broadcast(sampling.rule, batch), processors=broadcast(sampling.processors, batch))
 
     def _first_root(
-        self, params: Params, forward: Forward, counts, rng, rule, seen
-    ) -> tuple[Array, Int[Array, " B"], Logprobs | None]:
-        """Every row's random key, the token that follows the last of its ``counts[b]`` tokens, and its logprobs."""
-        keys = row_keys(rng, len(counts))
-        last_hidden = jnp.take_along_axis(forward.hidden, (counts - 1)[:, None, None], axis=1)[:, 0]
-        first_place = position_keys(keys, jnp.zeros(len(counts), jnp.int32))
+        self, params: Params, forward: Forward, lengths, sampling: SamplingParams, counts, extra
+    ) -> tuple[SamplingParams, Int[Array, " B"], Logprobs | None]:
+        """A random key for each row, the token that follows the last of its ``lengths[b]`` tokens, and its logprobs."""
+        batch = len(lengths)
+        keys = row_keys(sampling.rng, batch)
+        last_hidden = jnp.take_along_axis(forward.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        first_place = position_keys(keys, jnp.zeros(batch, jnp.int32))
         logits = self.bind(params).logits(last_hidden)
-        root = rule.first_root(logits, first_place, seen)
-        return keys, root, Logprobs.of(logits, root, self.top_logprobs) if self._keeps_logprobs else None
+        context = NodeContext(jnp.zeros(batch, jnp.int32), counts)
+        root = sampling.rule.first_root(process((*sampling.processors, *extra), logits, context), first_place)
+        logprobs = None if self.logprobs is None else Logprobs.of(logits, root, self.logprobs)
+        return sampling._replace(rng=keys), root, logprobs
 
     def _ready(
-        self, params, target: TargetState, draft, forward, tokens, counts, keys, rule, seen, limits
+        self, params, target: TargetState, draft, forward, tokens, lengths, sampling: SamplingParams, counts
     ) -> DecodeState:
-        """The state after the first ``counts`` of these tokens were fed to the base."""
+        """The state after the first ``lengths`` of these tokens were fed to the base."""
         base = self.bind(params)
-        draft = self.drafter.begin(params.draft, draft, forward.features, tokens, counts, target.root, base)
+        draft = self.drafter.begin(params.draft, draft, forward.features, tokens, lengths, target.root, base)
+        limits = sampling.limits
         most = self.max_new_tokens if limits is None else jnp.clip(limits, 0, self.max_new_tokens)
         limits = jnp.clip(self.model.config.max_positions - target.cache.lengths, 0, most)
-        return DecodeState(target, draft, self._output(keys, rule, seen, limits))
+        return DecodeState(target, draft, self._output(sampling._replace(limits=limits), counts))
 
-    def _output(self, keys, rule, seen, limits: Int[Array, " B"]) -> OutputState:
-        """What has been emitted when nothing has."""
-        batch = len(limits)
+    def _output(self, sampling: SamplingParams, counts: TokenCounts | None) -> OutputState:
+        """An output without any token."""
+        batch = len(sampling.limits)
         room = (batch, self.max_new_tokens + self.depth + 1)
         return OutputState(
             tokens=jnp.zeros(room, jnp.int32),
             lengths=jnp.zeros(batch, jnp.int32),
-            limits=limits,
-            done=limits <= 0,
+            limits=sampling.limits,
+            done=sampling.limits <= 0,
             accept_lengths=jnp.full((batch, self.max_new_tokens + 1), -1, jnp.int32),
             steps=jnp.zeros(batch, jnp.int32),
-            keys=keys,
-            rule=rule,
-            seen=seen,
+            keys=sampling.rng,
+            rule=sampling.rule,
+            counts=counts,
             logprobs=self._no_logprobs(*room),
+            processors=sampling.processors,
         )
 
-    @property
-    def _keeps_logprobs(self) -> bool:
-        return self.logprobs or self.top_logprobs > 0
-
     def _no_logprobs(self, *places: int) -> Logprobs | None:
-        return Logprobs.nothing(places, self.top_logprobs) if self._keeps_logprobs else None
+        return None if self.logprobs is None else Logprobs.nothing(places, self.logprobs)
 
     def cache_slots(self, prompt_width: int) -> int:
-        """Slots for the longest text plus the nodes of one step, so that no slice update is ever clamped."""
+        """Return slots for the longest text plus the nodes of one step, so that no slice update is ever clamped."""
         longest = min(prompt_width + self.max_new_tokens, max(self.model.config.max_positions, prompt_width))
         return longest + self.drafter.spec.verified_nodes(self.tree)
 

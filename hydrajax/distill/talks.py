@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydrajax.bundle import Bundle
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompts import bucket
 from hydrajax.distill.records import RecordFile
 from hydrajax.distill.seeds import Seed, temperature_of
@@ -25,20 +25,18 @@ from hydrajax.text.answers import Generation
 from hydrajax.text.templates import Encoder
 from hydrajax.text.tokenizer import decode_text
 from hydrajax.train.data.conversations import BadRecord
-from hydrajax.trees.dynamic import CandidateTree
 
 OPEN = 16  # batches' worth of conversations under way at once, to choose those of about one length from
 
 
 @dataclass(frozen=True)
 class Writing:
-    """How the base writes.
+    """What the base writes.
 
-    tree, draft: with what it is sped up, and its name in the records; the text is the same with any and without.
-    base: what the records call it. temperatures: shared out evenly, 0 is greedy. new_tokens: most of every answer.
+    draft: the name of the draft in the records; the text is the same with any and without. base: the base's name in the
+    records. temperatures: shared out evenly, 0 is greedy. new_tokens: most of every answer.
     """
 
-    tree: CandidateTree
     draft: str | None
     base: str
     temperatures: Sequence[float]
@@ -65,7 +63,7 @@ class Outcome:
 
 
 def write(
-    loaded: Bundle,
+    executor: Executor,
     seeds: Sequence[Seed],
     encoder: Encoder | None,
     writing: Writing,
@@ -76,13 +74,13 @@ def write(
 ) -> Outcome:
     """Continue or answer every seed, and add to ``file`` what it does not hold yet.
 
-    encoder: writes conversations as token ids; not needed for seeds of token ids. on_batch is told what was decoded,
-    on_end is called for every seed that has come to its end. Raises `HydrajaxError` for ``new_tokens`` that leave no
-    room for a prompt.
+    executor: of the base, with room for ``new_tokens``. encoder: writes conversations as token ids; not needed for
+    seeds of token ids. on_batch is told what was decoded, on_end is called for every seed that has come to its end.
+    Raises `HydrajaxError` for ``new_tokens`` that leave no room for a prompt.
     """
-    outcome, context = Outcome(), loaded.model.config.max_positions
+    outcome, context = Outcome(), executor.model.config.max_positions
     room, size = writing.room(context), min(writing.batch_size, len(seeds))
-    waiting = (Talk(number, seed, encoder, writing, loaded) for number, seed in enumerate(seeds))
+    waiting = (Talk(number, seed, encoder, writing, executor) for number, seed in enumerate(seeds))
     talks: list[Talk] = []
 
     def went_on(talk: Talk) -> bool:
@@ -98,7 +96,7 @@ def write(
         batch = next_batch(talks, size)
         outputs = [file.output((talk.number, talk.turn), talk.ids) for talk in batch]
         if None in outputs:
-            generations = decode(loaded, batch, writing, size)
+            generations = decode(executor, batch, writing, size)
             on_batch(generations)
             file.add([talk.record(generation) for talk, generation in zip(batch, generations, strict=True)])
             outputs = [file.output((talk.number, talk.turn), talk.ids) for talk in batch]
@@ -111,10 +109,10 @@ def write(
 class Talk:
     """A seed's conversation, as far as it has come: `ask`, `hear`, `ask` and so on. ``ids`` is the prompt to answer."""
 
-    def __init__(self, number: int, seed: Seed, encoder: Encoder | None, writing: Writing, loaded: Bundle):
+    def __init__(self, number: int, seed: Seed, encoder: Encoder | None, writing: Writing, executor: Executor):
         self.number, self.turn, self.ids, self.width = number, -1, [], 0
         self.temperature = temperature_of(number, writing.temperatures, writing.seed)
-        self._seed, self._encoder, self._writing, self._loaded = seed, encoder, writing, loaded
+        self._seed, self._encoder, self._writing, self._executor = seed, encoder, writing, executor
         self._messages = [] if seed.system is None else [{"role": "system", "content": seed.system}]
 
     @property
@@ -140,13 +138,13 @@ class Talk:
         if more and len(self.ids) > room:
             outcome.too_long += 1
             return False
-        self.width = bucket(len(self.ids), self._loaded.model.config.max_positions)
+        self.width = bucket(len(self.ids), self._executor.model.config.max_positions)
         return more
 
     def hear(self, output: list[int]) -> None:
         """The base's answer, which its next prompt holds."""
         if self._seed.ids is None:
-            text = decode_text(self._loaded.tokenizer, output).strip()
+            text = decode_text(self._executor.tokenizer, output).strip()
             self._messages.append({"role": "assistant", "content": text})
 
     def record(self, generation: Generation) -> dict[str, Any]:
@@ -188,16 +186,16 @@ def next_batch(talks: Sequence[Talk], size: int) -> list[Talk]:
     return sorted(same, key=lambda talk: (abs(talk.width - width), talk.number))[:size]
 
 
-def decode(loaded: Bundle, batch: Sequence[Talk], writing: Writing, size: int) -> list[Generation]:
-    """The answers to a batch, filled up to ``size`` rows so that one compilation serves all."""
+def decode(executor: Executor, batch: Sequence[Talk], writing: Writing, size: int) -> list[Generation]:
+    """Return the answers to a batch, filled up to ``size`` rows so that one compilation serves all."""
     rows = [batch[row % len(batch)] for row in range(size)]
-    found = generate(
-        loaded,
-        [talk.ids for talk in rows],
-        tree=writing.tree,
-        rule=[ExactSampling(talk.temperature) if talk.temperature else Greedy() for talk in rows],
-        max_new_tokens=[writing.new_tokens if row < len(batch) else 1 for row in range(size)],
-        batch_size=size,
-        seed=[talk.own_seed for talk in rows],
-    )
+    specs = [
+        executor.spec.replace(
+            rule=ExactSampling(talk.temperature) if talk.temperature else Greedy(),
+            max_new_tokens=writing.new_tokens if row < len(batch) else 1,
+        )
+        for row, talk in enumerate(rows)
+    ]
+    seeds = [talk.own_seed for talk in rows]
+    found = generate(executor, [talk.ids for talk in rows], specs=specs, batch_size=size, seed=seeds)
     return list(found)[: len(batch)]

@@ -6,7 +6,7 @@ Every figure is measured against the autoregressive decoder of this package, sid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.decoding.step import Engine
+from hydrajax.autotune.contest import AUTOREGRESSIVE, contest
+from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.contest import contest
-from hydrajax.measure.machine import copy_bandwidth, peak_memory
+from hydrajax.measure.memory import copy_bandwidth, peak_memory
 from hydrajax.measure.timing import StepTimer, interleaved_ms
-from hydrajax.measure.way import Way
 from hydrajax.models.base import BaseModel
 from hydrajax.trees.dynamic import CandidateTree, static
 from hydrajax.trees.tree import TreeTopology
@@ -100,52 +99,59 @@ def room_for(depths: Iterable[int]) -> int:
     return TIMED_STEPS * (max(depths, default=0) + 1)
 
 
-def step_timer(way: Way, batch: int, context: int, room: int | None = None) -> StepTimer:
-    """Times a step of this way and its phases at the end of ``context`` slots, ``room`` of which are for new tokens."""
-    room = room or room_for([way.depth])
-    engine = Engine(way.model, way.drafter, way.tree, room)
-    return StepTimer(engine, way.params, way.rule, batch, context - room, TIMED_STEPS)
+def step_timer(executor: Executor, batch: int, context: int, room: int | None = None) -> StepTimer:
+    """Return a timer of the executor's step and its phases, at the end of ``context`` slots.
+
+    room: how many of the slots are for new tokens.
+    """
+    room = room or room_for([executor.spec.longest_path])
+    endless = executor.with_spec(max_new_tokens=room, eos_ids=(), logprobs=None)
+    return StepTimer(endless, batch, context - room, TIMED_STEPS)
 
 
 def run_benchmark(
-    ways: Sequence[Way],
+    executors: Mapping[str, Executor],
     batches: Sequence[int],
     context: int,
     *,
     prompts: Sequence[np.ndarray] = (),
     repeats: int = 5,
 ) -> Iterator[BenchmarkRow]:
-    """Measure every way, all of one base, at every batch size; yields each row when it is done.
+    """Measure every executor at every batch size, and yield each row when it is done.
 
-    context: cache slots per row, tree room excluded; steps are timed near its end. prompts: token ids to generate for
-    with and without a draft; with none, rates are left out. Raises `HydrajaxError` for a tree that the drafter cannot
-    fill and for a context that does not fit the model or the timed steps.
+    Args:
+        executors: by the names of their trees, all of one base.
+        batches: batch sizes.
+        context: cache slots per row, without those for a tree's nodes; steps are timed near its end.
+        prompts: token ids to generate for with and without a draft; without prompts the rates are left out.
+        repeats: timed rounds, of which the median is taken.
+
+    Raises:
+        HydrajaxError: for a context that does not fit the model or the timed steps.
     """
-    first = ways[0]
+    first = next(iter(executors.values()))
     config, plain = first.model.config, first.autoregressive()
     on_cpu = jax.devices()[0].platform == "cpu"
     bandwidth = None if on_cpu else copy_bandwidth()
-    for way in ways:
-        way.tree.check(way.drafter.spec.depth, config.vocab_size)
     if context > config.max_positions:
         raise HydrajaxError(f"context: must be at most the model's {config.max_positions}, found {context}")
-    room = room_for(way.depth for way in ways)
+    room = room_for(executor.spec.longest_path for executor in executors.values())
     if context <= room:
         raise HydrajaxError(f"context: must be more than {room} for these trees, found {context}")
     for batch in batches:
         autoregressive = step_timer(plain, batch, context, room).step()
         bytes_per_step = autoregressive_bytes(first.model, first.params.base, batch, context + 1)
-        for way in ways:
-            timer = step_timer(way, batch, context, room)
+        for name, executor in executors.items():
+            timer = step_timer(executor, batch, context, room)
             timed = {name: getattr(timer, name)() for name in PHASES} | {"autoregressive_step": autoregressive}
             found = interleaved_ms(timed, repeats)
-            rates = generation_rates(plain, way, prompts, batch, repeats) if prompts else {}
+            rates = generation_rates(plain, executor, prompts, batch, repeats) if prompts else {}
             yield BenchmarkRow(
                 batch=batch,
                 context=context,
-                tree=way.name,
-                nodes=way.nodes,
-                depth=way.depth,
+                tree=name,
+                nodes=executor.spec.verified_nodes,
+                depth=executor.spec.longest_path,
                 **found,
                 draft_overhead=(found["propose"] + found["accept_commit"] + found["observe"]) / found["verify"],
                 break_even=found["step"] / found["autoregressive_step"],
@@ -159,9 +165,10 @@ def run_benchmark(
             )
 
 
-def generation_rates(plain: Way, way: Way, prompts, batch: int, repeats: int) -> dict[str, Any]:
-    """The fields of `BenchmarkRow` that need prompts, from a contest of two."""
-    without, found = contest([plain, way], prompts, batch_size=batch, repeats=repeats)
+def generation_rates(plain: Executor, executor: Executor, prompts, batch: int, repeats: int) -> dict[str, Any]:
+    """Return the fields of `BenchmarkRow` that need prompts, from a contest of two."""
+    entrants = {AUTOREGRESSIVE: plain, "drafted": executor}
+    without, found = contest(entrants, prompts, batch_size=batch, repeats=repeats)
     return {
         "tokens_per_step": found.tokens_per_step,
         "tokens_per_second": found.tokens_per_second,

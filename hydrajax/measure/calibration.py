@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompts import batches
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.drafters.drafter import Drafter
-from hydrajax.measure.way import Way
 from hydrajax.models.arrays import Array
 from hydrajax.models.base import BoundBase
 from hydrajax.models.rows import run_base
@@ -56,44 +56,44 @@ class Calibration:
 
 
 def calibrate(
-    way: Way,
+    executor: Executor,
     prompts: Sequence[np.ndarray],
     *,
     batch_size: int = 16,
     seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Calibration:
-    """Let the base of a way continue the prompts alone, by the way's rule, and rank every token that it wrote.
+    """Let the base continue the prompts without a draft, by the spec's rule, and rank every token that it wrote.
 
-    This takes one autoregressive and one teacher-forced pass, whatever trees are grown from it afterwards. The way's
-    own tree does not matter. ``on_progress`` is told how many prompts of how many are done.
+    This takes one autoregressive and one teacher-forced pass, whatever trees are grown from it afterwards. The spec's
+    own tree does not matter. ``on_progress`` is called with how many prompts of how many are done.
     """
-    plain, width = way.autoregressive(), max(map(len, prompts))
+    plain, width = executor.autoregressive(), max(map(len, prompts))
+    model, spec, drafter = executor.model, executor.spec, executor.spec.drafter
 
     @jax.jit
     def rank(params, tokens):
-        forward = run_base(way.model, params.base, tokens, way.drafter.spec.aux_hidden_layers)
-        base = BoundBase(way.model, params.base)
-        drafter = way.drafter
+        forward = run_base(model, params.base, tokens, drafter.spec.aux_hidden_layers)
+        base = BoundBase(model, params.base)
         ranks = drafter.ranks(
             params.draft, forward.features, {"tokens": tokens}, base, CHUNK_TOKENS, drafter.spec.depth
         )
-        if not (isinstance(way.rule, RejectionSampling) and drafter.spec.has_distribution):
+        if not (spec.rule.needs_draws and drafter.spec.has_distribution):
             return ranks, None
-        return ranks, overlaps(way.rule, drafter, params.draft, base, tokens, forward.hidden)
+        return ranks, overlaps(spec.rule, drafter, params.draft, base, tokens, forward.hidden)
 
     found, overlapping, spans = [], [], []
     for prompt, lengths, n_real in batches(prompts, batch_size):
         done = len(spans)
         key = jax.random.fold_in(jax.random.key(seed), done)
         out = jax.device_get(plain.decode(prompt, lengths, key))
-        rows = np.zeros((batch_size, width + way.max_new_tokens), np.int32)
+        rows = np.zeros((batch_size, width + spec.max_new_tokens), np.int32)
         ends = lengths + out.lengths
         for row, (start, end) in enumerate(zip(lengths, ends, strict=True)):
             rows[row, :start] = prompt[row, :start]
             rows[row, start:end] = out.tokens[row, : out.lengths[row]]
         spans += [(done + row, int(lengths[row]), int(ends[row])) for row in range(n_real)]
-        ranks, shares = rank(way.params, jnp.asarray(rows))
+        ranks, shares = rank(executor.params, jnp.asarray(rows))
         found.append(np.asarray(ranks)[:, :n_real])
         if shares is not None:
             overlapping.append(np.asarray(shares)[:n_real])

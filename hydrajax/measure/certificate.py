@@ -1,8 +1,8 @@
-"""Whether a rule did what it promises with a base, a draft and a tree: checked against passes without any of them.
+"""Certificates: check that a rule does what it promises with a base, a draft and a tree, against plain passes.
 
 Greedy, exact and rejection sampling promise the base's own output or its distribution. Typical acceptance promises only
 that every draft token it took passed its threshold. The references here use no cache, no tree and no loop: whole texts
-go through the base (`hydrajax.measure.plain_pass`).
+go through the base (`hydrajax.measure.plain_pass`), and NumPy does the rest.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
-from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.acceptance import Greedy, Typical
+from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.sampling import Sampling
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.plain_pass import all_logits, last_logits
-from hydrajax.measure.way import Way
 
 # The chi-square test enumerates the first tokens, of each the likeliest few.
 FIRST_TOKENS, LIKELIEST, P_VALUE = 3, 4, 0.001
@@ -41,8 +42,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where tree and plain decoding part. position: of the output. tokens: the tree's and the plain one.
+    """The first difference between tree and plain decoding.
 
+    position: in the output. tokens: the tree's and the plain one.
     margin: by how much the worse of the two tokens falls short of the best logit, recomputed in float32. rounding:
     twice the largest difference between float32 and the computing dtype's logits there, in a pass of one shape.
     """
@@ -59,35 +61,41 @@ class Divergence:
 
 
 def certify(
-    way: Way,
+    executor: Executor,
     prompts: Sequence[Int[np.ndarray, " P"]],
     *,
-    exact: Way | None = None,
+    exact: Executor | None = None,
     samples: int = 4096,
     seed: int = 0,
     on_status: Callable[[str], None] = lambda status: None,
 ) -> Iterator[Check]:
-    """Yield every check that applies to the way's rule, as soon as it is done.
-
-    exact: the same way with its base and draft in float32, by default the way itself.
+    """Yield every check that applies to the spec's rule, as soon as it is done.
 
     - Greedy, and exact sampling with one seed: tokens equal to decoding without a tree. In float32 every difference is
-      a defect; in bfloat16 one where float32 sees a tie within rounding is none (greedy), or is only counted
-      (sampling: the distribution is what counts).
+      a defect. In bfloat16 a difference at which float32 sees a tie within rounding is no defect (greedy), or
+      differences are only counted (sampling: the distribution is what counts).
     - Exact and rejection sampling, in float32: chi-square of the first `FIRST_TOKENS` tokens of ``samples`` drawings
       of the first prompt, top-k at most `LIKELIEST`, against the enumerated distribution; p at least `P_VALUE`.
     - Typical: every accepted draft token passes the threshold in a plain pass (with slack for rounding).
+
+    Args:
+        executor: decodes.
+        prompts: token ids.
+        exact: the same with base and draft in float32, by default the executor itself.
+        samples: drawings of the chi-square test.
+        seed: of all that is drawn.
+        on_status: called with a line before each check.
     """
     if not prompts:
         raise HydrajaxError("certify: no prompts")
-    exact = exact or way
-    if way.promises_same_output:
+    exact, rule = exact or executor, executor.spec.rule
+    if rule.same_output:
         on_status("comparing with decoding without a tree")
-        yield check_equality(way, exact, prompts, seed)
-    if isinstance(way.rule, (ExactSampling, RejectionSampling)):
+        yield check_equality(executor, exact, prompts, seed)
+    if isinstance(rule, Sampling) and rule.temperature > 0:
         on_status("drawing samples")
         yield check_distribution(exact, prompts[0], samples, seed)
-    if isinstance(way.rule, Typical):
+    if isinstance(rule, Typical):
         on_status("recomputing thresholds")
         yield check_typical(exact, prompts)
 
@@ -95,23 +103,23 @@ def certify(
 # --- equality -------------------------------------------------------------------------------------------------------
 
 
-def check_equality(way: Way, exact: Way, prompts, seed: int) -> Check:
-    """Compare token for token with decoding without a tree, and where they part say why."""
-    plain, found, tokens, steps = way.autoregressive(), [], 0, 0
+def check_equality(executor: Executor, exact: Executor, prompts, seed: int) -> Check:
+    """Compare token for token with decoding without a tree, and explain the first difference of each prompt."""
+    plain, found, tokens, steps = executor.autoregressive(), [], 0, 0
     for number, prompt in enumerate(prompts):
         key = jax.random.fold_in(jax.random.key(seed), number)
-        with_tree = jax.device_get(way.decode(prompt[None], key=key))
-        without = jax.device_get(plain.decode(prompt[None], key=key))
+        with_tree = jax.device_get(executor.decode(prompt[None], rng=key))
+        without = jax.device_get(plain.decode(prompt[None], rng=key))
         tokens += int(with_tree.lengths[0])
         steps += int(with_tree.steps[0])
         different = np.flatnonzero(with_tree.tokens[0] != without.tokens[0])
         if different.size:
             at = int(different[0])
             parted = int(with_tree.tokens[0, at]), int(without.tokens[0, at])
-            found.append(_divergence(way, exact, number, prompt, without.tokens[0, :at], parted))
+            found.append(_divergence(executor, exact, number, prompt, without.tokens[0, :at], parted))
     defects = [d for d in found if d.verdict == "defect"]
-    in_float32 = way.model.dtype == jnp.float32
-    holds = not (found if in_float32 else defects if isinstance(way.rule, Greedy) else [])
+    in_float32 = executor.model.dtype == jnp.float32
+    holds = not (found if in_float32 else defects if isinstance(executor.spec.rule, Greedy) else [])
     summary = (
         f"{len(prompts)} prompts, {tokens} tokens in {steps} steps (tokens_per_step {tokens / max(steps, 1):.2f}); "
         f"{len(found)} differ, of which {len(found) - len(defects)} at a tie within rounding"
@@ -120,11 +128,13 @@ def check_equality(way: Way, exact: Way, prompts, seed: int) -> Check:
     return Check("tokens equal to decoding without a tree", holds, summary, details)
 
 
-def _divergence(way: Way, exact: Way, number: int, prompt, output, tokens: tuple[int, int]) -> Divergence:
+def _divergence(
+    executor: Executor, exact: Executor, number: int, prompt, output, tokens: tuple[int, int]
+) -> Divergence:
     before = [np.concatenate([prompt, output])]
     precise, rounded = (
-        _penalised(last_logits(each.model, each.params.base, before)[0], way.rule, prompt, output)
-        for each in (exact, way)
+        _processed(last_logits(each.model, each.params.base, before)[0], executor.spec, prompt, output)
+        for each in (exact, executor)
     )
     margin = float(precise.max() - min(precise[token] for token in tokens))  # -1, no token at all, is a margin too
     return Divergence(number, len(output), tokens, margin, 2 * float(np.abs(precise - rounded).max()))
@@ -133,20 +143,21 @@ def _divergence(way: Way, exact: Way, number: int, prompt, output, tokens: tuple
 # --- distribution ---------------------------------------------------------------------------------------------------
 
 
-def check_distribution(exact: Way, prompt, samples: int, seed: int) -> Check:
+def check_distribution(exact: Executor, prompt, samples: int, seed: int) -> Check:
     """Chi-square of the joint distribution of the first tokens, in float32."""
     from scipy import stats
 
-    rule = dataclasses.replace(exact.rule, top_k=min(exact.rule.top_k or LIKELIEST, LIKELIEST))
-    expected = enumerated(exact, prompt, rule)
-    short = dataclasses.replace(exact, rule=rule, max_new_tokens=FIRST_TOKENS, eos_ids=())
+    rule = exact.spec.rule
+    rule = dataclasses.replace(rule, top_k=min(rule.top_k or LIKELIEST, LIKELIEST))
+    short = exact.with_spec(rule=rule, max_new_tokens=FIRST_TOKENS, eos_ids=())
+    expected = enumerated(short, prompt)
     batch = np.repeat(np.asarray(prompt)[None], DRAWS_AT_ONCE, axis=0)
     counts = dict.fromkeys(expected, 0)
     n_batches = -(-samples // DRAWS_AT_ONCE)
     impossible = 0
     for number in range(n_batches):
-        out = short.decode(batch, key=jax.random.fold_in(jax.random.key(seed), number))
-        for sequence in map(tuple, np.asarray(out.tokens).tolist()):
+        out = short.decode(batch, rng=jax.random.fold_in(jax.random.key(seed), number))
+        for sequence in map(tuple, np.asarray(out.tokens)[:, :FIRST_TOKENS].tolist()):
             if sequence in counts:
                 counts[sequence] += 1
             else:
@@ -164,38 +175,32 @@ def check_distribution(exact: Way, prompt, samples: int, seed: int) -> Check:
     return Check("distribution of the first tokens", impossible == 0 and p_value >= P_VALUE, summary, details)
 
 
-def enumerated(exact: Way, prompt, rule) -> dict[tuple[int, ...], float]:
-    """The probability of every sequence of `FIRST_TOKENS` tokens that the rule allows."""
-    found = {(): 1.0}
+def enumerated(exact: Executor, prompt) -> dict[tuple[int, ...], float]:
+    """Return the probability of every sequence of `FIRST_TOKENS` tokens that the spec's rule allows."""
+    spec, found = exact.spec, {(): 1.0}
     for _ in range(FIRST_TOKENS):
         texts = [np.concatenate([prompt, np.array(sequence, np.int32)]) for sequence in found]
         logits = last_logits(exact.model, exact.params.base, texts)
         grown = {}
         for (sequence, probability), row in zip(found.items(), logits, strict=True):
-            shaped = _shaped(_penalised(row.astype(np.float64), rule, prompt, sequence), rule)
-            grown |= {(*sequence, int(token)): probability * shaped[token] for token in np.flatnonzero(shaped)}
+            p = shaped(_processed(row.astype(np.float64), spec, prompt, sequence), spec.rule)
+            grown |= {(*sequence, int(token)): probability * p[token] for token in np.flatnonzero(p)}
         found = grown
     return found
 
 
-def _penalised(logits: np.ndarray, rule, prompt, output) -> np.ndarray:
-    """What `Penalties.penalise` should give, written token by token; the logits as they are for a rule without."""
-    if not rule.penalises:
-        return logits
-    found = logits.copy()
-    for token in {int(token) for token in (*prompt, *output)}:
-        found[token] *= rule.repetition_penalty if found[token] < 0 else 1 / rule.repetition_penalty
-    for token in output:
-        found[token] -= rule.frequency_penalty
-    for token in {int(token) for token in output}:
-        found[token] -= rule.presence_penalty
-    return found
+def _processed(logits: np.ndarray, spec: DecodeSpec, prompt, output) -> np.ndarray:
+    """The logits that the spec's rule reads, by the processors' own references."""
+    for processor in spec.processors:
+        logits = processor.reference(logits, prompt, output)
+    return logits
 
 
-def _shaped(logits: np.ndarray, rule) -> np.ndarray:
-    """What `Sampling.shape` should give, written by sorting."""
+def shaped(logits: np.ndarray, rule) -> np.ndarray:
+    """Return the probabilities that `hydrajax.decoding.sampling.shaped` should give, found by sorting."""
     p = np.exp((logits - logits.max()) / rule.temperature)
-    p[p < np.sort(p)[-rule.top_k]] = 0
+    if rule.top_k is not None:
+        p[p < np.sort(p)[-min(rule.top_k, len(p))]] = 0
     p /= p.sum()
     order = np.argsort(-p, kind="stable")
     before = np.cumsum(p[order]) - p[order]
@@ -216,9 +221,10 @@ def pooled(observed: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.nda
 # --- typical --------------------------------------------------------------------------------------------------------
 
 
-def check_typical(exact: Way, prompts) -> Check:
+def check_typical(exact: Executor, prompts) -> Check:
     """Recompute p(x) and the threshold of every accepted draft token, and the argmax of every root, in a plain pass."""
-    rule = exact.rule
+    spec, rule = exact.spec, exact.spec.rule
+    alpha = rule.epsilon**0.5 if rule.alpha is None else rule.alpha
     slack = 1e-3  # of probability: one matmul shape against another in float32
     drafted = roots = 0
     wrong = []
@@ -229,20 +235,16 @@ def check_typical(exact: Way, prompts) -> Check:
         is_root = np.zeros(len(tokens), bool)
         is_root[np.cumsum([0, *(out.accept_lengths[0, : out.steps[0]] + 1)])[:-1]] = True
         for at, token in enumerate(tokens):
-            row = logits[len(prompt) + at - 1].astype(np.float64)
+            row = _processed(logits[len(prompt) + at - 1].astype(np.float64), spec, prompt, tokens[:at])
             if is_root[at]:
                 roots += 1
                 short = float(row.max() - row[token])
-                bad = short > slack
             else:
                 drafted += 1
-                p = np.exp((row - row.max()) / rule.temperature)
-                p /= p.sum()
-                alpha = rule.epsilon**0.5 if rule.alpha is None else rule.alpha
+                p = shaped(row, rule)
                 threshold = min(rule.epsilon, alpha * np.exp((p * np.log(p + 1e-5)).sum()))
                 short = float(threshold - p[token])
-                bad = short > slack
-            if bad:
+            if short > slack:
                 wrong.append({"prompt": number, "position": at, "token": int(token), "short": short})
     summary = f"{drafted} draft tokens above the threshold and {roots} roots the argmax, but for {len(wrong)}"
     return Check("typical acceptance as defined (not the base's distribution)", not wrong, summary, wrong)

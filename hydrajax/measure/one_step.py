@@ -12,15 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from hydrajax.bundle import Bundle
-from hydrajax.decoding.acceptance import AcceptanceRule
-from hydrajax.decoding.decode import make_engine
+from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompts import TokenIds, bucket
+from hydrajax.decoding.spec import sampling_params
 from hydrajax.decoding.step import true_float32
 from hydrajax.drafters.drafter import Trainable
 from hydrajax.models.base import BoundBase
 from hydrajax.models.rows import run_base
-from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.tree import TreeTopology
 
 
@@ -42,21 +40,17 @@ class SeenStep:
     next_root: int | None
 
 
-def seen_steps(
-    loaded: Bundle, tree: CandidateTree, prompt: TokenIds, rule: AcceptanceRule, *, most: int, seed: int = 0
-) -> Iterator[SeenStep]:
-    """The steps that continue the token ids of a prompt, ``most`` of them at most, fewer where the text ends.
-
-    Raises `HydrajaxError` for a tree, a draft and a rule that do not fit together.
-    """
+def seen_steps(executor: Executor, prompt: TokenIds, *, most: int, seed: int = 0) -> Iterator[SeenStep]:
+    """Yield the steps that continue the token ids of a prompt, at most ``most`` of them, fewer where the text ends."""
     # More than these steps can emit, so that it is not this limit that ends the text.
-    room = min((most + 1) * (loaded.drafter.spec.longest_path(tree) + 1), loaded.model.config.max_positions)
-    engine = make_engine(loaded.model, loaded.drafter, tree, rule, max_new_tokens=room, eos_ids=tuple(loaded.eos_ids))
+    room = min((most + 1) * (executor.spec.longest_path + 1), executor.model.config.max_positions)
+    executor = executor.with_spec(max_new_tokens=room)
+    engine, params, spec = executor.engine, executor.params, executor.spec
+    tree, can = spec.tree, spec.drafter.spec
 
     # Text decides the shape of a grown tree, and of candidates beside a lookahead window who begins like whom.
-    spec = loaded.drafter.spec
-    stays = isinstance(tree, TreeTopology) and not (spec.window_nodes or spec.branch_nodes)
-    shown = spec.candidate_nodes(tree)
+    stays = isinstance(tree, TreeTopology) and not (can.window_nodes or can.branch_nodes)
+    shown = can.candidate_nodes(tree)
 
     @jax.jit
     def step(params, state):
@@ -70,12 +64,13 @@ def seen_steps(
 
     ids = np.asarray(prompt, np.int32)[None]
     lengths = np.full(1, ids.shape[1], np.int32)
-    state = jax.jit(engine.prefill)(loaded.params, ids, lengths, jax.random.key(seed), rule)
+    sampling = sampling_params([spec], jax.random.key(seed), executor.model.config.vocab_size)
+    state = executor.prefill(ids, lengths, sampling)
     before, done = tuple(map(int, ids[0])), bool(state.output.done[0])
     for number in itertools.count(1):
         if done or number > most:
             return
-        state, found = step(loaded.params, state)
+        state, found = step(params, state)
         parents, tokens, path, count, following, done = jax.device_get(found)
         shape, order = (tree, np.arange(tree.size)) if stays else shape_of(parents)
         tokens, emitted = tokens[order], tuple(int(np.flatnonzero(order == node)[0]) for node in path[:count])
@@ -95,21 +90,21 @@ def shape_of(parents: Int[np.ndarray, " N"]) -> tuple[TreeTopology, Int[np.ndarr
     return TreeTopology.from_choices(choices[1:]), np.array(order)
 
 
-def likelihoods(loaded: Bundle, step: SeenStep) -> Float[np.ndarray, " N"] | None:
+def likelihoods(executor: Executor, step: SeenStep) -> Float[np.ndarray, " N"] | None:
     """How likely the draft held the whole path to each node, given the text and the root, at temperature 1.
 
     From a pass over the text as in training, not from the step itself, which keeps no such numbers; so it works for
     static trees as well. None for a draft without probabilities, such as looked up text, and for the root alone.
     """
-    drafter, tree = loaded.drafter, step.tree
+    drafter, model, tree = executor.spec.drafter, executor.model, step.tree
     if not drafter.spec.num_draft_heads or not tree.depth:
         return None
     leaves = np.setdiff1d(np.arange(tree.size), tree.parents)
     paths, known = tree.node_paths[leaves], len(step.before)
-    rows = np.zeros((len(leaves), bucket(known + tree.depth + 1, loaded.model.config.max_positions)), np.int32)
+    rows = np.zeros((len(leaves), bucket(known + tree.depth + 1, model.config.max_positions)), np.int32)
     rows[:, :known] = step.before
     rows[:, known : known + tree.depth + 1] = np.maximum(step.tokens[paths], 0)
-    log_p = np.asarray(_log_probabilities(loaded.model, drafter, tree.depth)(loaded.params, rows, known))
+    log_p = np.asarray(_log_probabilities(model, drafter, tree.depth)(executor.params, rows, known))
     found = np.ones(tree.size)
     for path, steps in zip(paths, np.cumsum(log_p, axis=1), strict=True):
         found[path[1:]] = np.exp(steps)[tree.depths[path[1:]] - 1]

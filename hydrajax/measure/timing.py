@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from hydrajax.decoding.acceptance import AcceptanceRule
-from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.spec import sampling_params
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
 from hydrajax.drafters.drafter import Proposal
@@ -118,52 +118,47 @@ def verify_again(engine: Engine, params: Params, cache: KVCache, tokens: Int[Arr
 
 
 class StepTimer:
-    """Times an engine's step and each of its phases: every method compiles one and returns it as `Timed`.
+    """Times an executor's step and each of its phases: every method compiles one and returns it as `Timed`.
 
-    The rows hold ``context`` tokens of random keys and values (never zeros: they can run faster) and may emit
-    ``engine.max_new_tokens``, which must hold ``n_steps`` steps of K+1 tokens, so that no row finishes in a timed
-    loop. ``compile_seconds`` adds up the compilations so far.
+    The rows hold ``context`` random tokens and may emit ``max_new_tokens`` of the executor's spec, which must hold
+    ``n_steps`` steps of K+1 tokens, so that no row finishes in a timed loop. ``compile_seconds`` adds up the
+    compilations so far.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        params: Params,
-        rule: AcceptanceRule,
-        batch: int,
-        context: int,
-        n_steps: int,
-        seed: int = 0,
-    ):
-        self.engine, self.params, self.rule = engine, params, rule
+    def __init__(self, executor: Executor, batch: int, context: int, n_steps: int, seed: int = 0):
+        self.engine, self.params, spec = executor.engine, executor.params, executor.spec
         self.batch, self.context = batch, context
         self.n_steps, self.seed = n_steps, seed
         self.compile_seconds = 0.0
+        vocab_size = executor.model.config.vocab_size
+        random = np.random.default_rng(seed)
+        self._arguments = (
+            self.params,
+            random.integers(0, vocab_size, (batch, context), dtype=np.int32),
+            np.full(batch, context, np.int32),
+            sampling_params([spec] * batch, jax.random.key(seed), vocab_size),
+        )
 
+    @cached_property
+    def _prefill(self) -> Callable[[], DecodeState]:
+        """Prefill random tokens, compiled."""
+        run = jax.jit(self.engine.prefill)
+        began = time.perf_counter()
+        jax.block_until_ready(run(*self._arguments))
+        self.compile_seconds += time.perf_counter() - began
+        return lambda: run(*self._arguments)
+
+    @cached_property
     def state(self) -> DecodeState:
-        """A fresh state as after prefilling ``context`` random tokens, without the prefill."""
-        engine, width = self.engine, self.context
-        prompt = jax.ShapeDtypeStruct((self.batch, width), jnp.int32)
-        lengths = jax.ShapeDtypeStruct((self.batch,), jnp.int32)
-        rng, rule = jax.random.key(self.seed), per_row(self.rule, self.batch)
-        shapes = jax.eval_shape(engine.prefill, self.params, prompt, lengths, rng, rule)
-
-        return jax.jit(lambda rng: self._rewound(random_like(shapes, rng)))(rng)
+        """The state after ``context`` random tokens."""
+        return self._prefill()
 
     def _rewound(self, state: DecodeState) -> DecodeState:
-        """Back to ``context`` tokens per row, nothing emitted. Integers ``[B]`` of a drafter's state are lengths."""
+        """Back to ``context`` tokens per row, nothing emitted."""
         back = jnp.full(self.batch, self.context, jnp.int32)
-        zero = jnp.zeros_like(back)
-        draft = jax.tree.map(lambda x: back if jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 1 else x, state.draft)
-        target = state.target._replace(cache=state.target.cache._replace(lengths=back))
-        output = state.output._replace(
-            lengths=zero,
-            steps=zero,
-            limits=zero + self.engine.max_new_tokens,
-            done=zero > 0,
-            rule=per_row(self.rule, self.batch),
-        )
-        return DecodeState(target, draft, output)
+        state, zero = self.engine.rewind(state, back), jnp.zeros_like(back)
+        limits = zero + self.engine.max_new_tokens
+        return state._replace(output=state.output._replace(lengths=zero, steps=zero, limits=limits, done=zero > 0))
 
     def _time(self, body: Callable[[Params, Any], Any], carry: Any) -> Timed:
         """The loop of ``carry = body(params, carry)``; the carry is donated and used again."""
@@ -193,7 +188,7 @@ class StepTimer:
         """A state, a proposal, and what the base makes of it: random numbers of the right shapes, as no time depends on
         them and compiling what makes them would take longer than all that is timed.
         """
-        engine, state = self.engine, self.state()
+        engine, state = self.engine, self.state
         key, more = jax.random.split(jax.random.key(self.seed + 1))
         proposal = random_like(jax.eval_shape(engine.propose, self.params, state), key)
         tokens = jax.random.randint(more, proposal.tokens.shape, 0, engine.model.config.vocab_size)
@@ -205,7 +200,7 @@ class StepTimer:
 
     def step(self) -> Timed:
         """The whole step; the phases need not add up to it exactly."""
-        return self._time(self.engine.decode_step, self.state())
+        return self._time(self.engine.decode_step, self.state)
 
     def propose(self) -> Timed:
         vocab = self.engine.model.config.vocab_size
@@ -260,14 +255,5 @@ class StepTimer:
         return self._time(body, (state, outcome))
 
     def prefill(self, repeats: int) -> float:
-        """Prefilling ``context`` random tokens per row; median milliseconds per prompt batch."""
-        rng = np.random.default_rng(self.seed)
-        shape = (self.batch, self.context)
-        prompt = rng.integers(0, self.engine.model.config.vocab_size, shape, dtype=np.int32)
-        lengths = np.full(self.batch, self.context, np.int32)
-        run = jax.jit(self.engine.prefill)
-        began = time.perf_counter()
-        arguments = self.params, prompt, lengths, jax.random.key(0), per_row(self.rule, self.batch)
-        jax.block_until_ready(run(*arguments))
-        self.compile_seconds += time.perf_counter() - began
-        return median_ms(lambda: run(*arguments), repeats)
+        """Return the median milliseconds of prefilling ``context`` random tokens per row."""
+        return median_ms(self._prefill, repeats)

@@ -22,7 +22,7 @@ from hydrajax.text.jsonl import shown
 
 
 class Contender(Protocol):
-    """One way to answer, named as its answer file: `hydrajax.questions.contenders.TextWay`, or a made-up one."""
+    """Whatever answers, named as its answer file: `hydrajax.questions.contenders.Answerer`, or a made-up one."""
 
     model_id: str
 

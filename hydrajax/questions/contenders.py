@@ -13,53 +13,52 @@ from typing import Any
 import jax
 import numpy as np
 
-from hydrajax.api import Loaded
-from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.autotune.contest import AUTOREGRESSIVE
+from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.drafters.registry import beside_lookup
 from hydrajax.generation import generate
-from hydrajax.measure.way import AUTOREGRESSIVE, Way
+from hydrajax.language_model import LanguageModel
 from hydrajax.text.answers import Generation
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 
 
 @dataclass(frozen=True)
-class TextWay:
-    """A way to decode with the loaded model that it is of, which brings the tokenizer and keeps what is compiled."""
+class Answerer:
+    """An executor that answers questions, under the name of its answer file."""
 
-    way: Way
-    loaded: Loaded
-
-    @property
-    def model_id(self) -> str:
-        return self.way.name
+    model_id: str
+    executor: Executor
 
     def decode(self, ids: list[int], seed: int) -> Generation:
-        """The answer to one prompt of token ids, its time without compilation."""
-        settings = {"tree": self.way.tree, "rule": self.way.rule, "max_new_tokens": self.way.max_new_tokens}
-        return next(generate(self.loaded, [ids], seed=seed, **settings))
+        """Return the answer to one prompt of token ids, its time without compilation."""
+        return next(generate(self.executor, [ids], seed=seed))
 
     def identity(self) -> dict[str, str]:
-        """What tells it from others of the same name: a hash of the draft's parameters, and the tree."""
-        tree = self.way.tree
+        """Return what tells it from others of the same name: a hash of the draft's parameters, and the tree."""
+        tree = self.executor.spec.tree
         grown = isinstance(tree, DynamicTree)
         name = tree.name if grown else " ".join(".".join(map(str, path)) for path in tree.choices)
-        return {"heads": digest(self.way.params.draft), "tree": name}
+        return {"heads": digest(self.executor.params.draft), "tree": name}
 
 
 def contenders(
-    loaded: Loaded,
+    model: LanguageModel,
     base: str,
     drafts: Sequence[str],
     trees: Sequence[tuple[str, CandidateTree]],
-    rule: AcceptanceRule,
-    max_new_tokens: int,
+    wanted: DecodeSpec,
     *,
     base_directory: Path | None = None,
-) -> list[TextWay]:
-    """The base alone first, then every draft with every named tree, or with its own tree where there is none.
+) -> list[Answerer]:
+    """Return the base alone first, then every draft with every named tree, or with its own tree.
 
-    loaded: the base, whose parameters all share. base, drafts: as the user names them. base_directory: where given,
-    heads that say they were made for another base are refused.
+    Args:
+        model: the base, whose parameters all share.
+        base, drafts: as the user names them.
+        trees: names and trees.
+        wanted: how to decode, but for the drafter and the tree.
+        base_directory: heads that record another base are refused; None to accept them.
     """
     names: set[str] = set()
 
@@ -72,20 +71,14 @@ def contenders(
         names.add(name)
         return name
 
-    def text_way(way: Way, loaded: Loaded) -> TextWay:
-        most = min(max_new_tokens, loaded.model.config.max_positions)
-        loaded.bursts(way.tree, way.rule, most)  # refuses a tree that does not fit before the first question is asked
-        return TextWay(way, loaded)
-
     base = folder_name(base)
-    plain = Way.of(loaded, unique(base, AUTOREGRESSIVE), rule=rule, max_new_tokens=max_new_tokens)
-    found = [text_way(plain.autoregressive(plain.name), loaded)]
+    plain = model.executor(model.spec(wanted).autoregressive())
+    found = [Answerer(unique(base, AUTOREGRESSIVE), plain)]
     for draft in drafts:
-        drafted = loaded.with_draft(draft, base_directory=base_directory)
+        drafted = model.with_draft(draft, base_directory=base_directory)
         for name, tree in trees or [("", drafted.default_tree())]:
-            name = unique(base, folder_name(draft), name)
-            way = Way.of(drafted, name, tree, rule, max_new_tokens=max_new_tokens)
-            found.append(text_way(way, drafted))
+            executor = drafted.executor(drafted.spec(wanted, tree=tree))  # refuses a tree that does not fit
+            found.append(Answerer(unique(base, folder_name(draft), name), executor))
     return found
 
 

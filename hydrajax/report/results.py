@@ -77,7 +77,7 @@ class Result:
 
     kind: of `KINDS`, which names the fields of ``rows``. source: the figure or table it corresponds to, such as "hydra
     figure 2", or "". title: what is shown, a line. settings: what the figures depend on. remarks: what the reader of
-    the picture should know. machine: from `hydrajax.measure.machine.machine`.
+    the picture should know. machine: from `hydrajax.machine.machine`.
     """
 
     kind: str

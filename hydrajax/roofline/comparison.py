@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hydrajax.decoding.executor import Executor
 from hydrajax.measure.benchmark import BenchmarkRow, run_benchmark
-from hydrajax.measure.way import Way
 from hydrajax.roofline.devices import Device, Meter, average, drift
 from hydrajax.roofline.prediction import Prediction, Workload, predict
 
@@ -33,7 +33,7 @@ class Comparison:
 
 
 def compare(
-    ways: Sequence[Way],
+    executors: Mapping[str, Executor],
     batches: Sequence[int],
     contexts: Sequence[int],
     itemsize: int,
@@ -43,17 +43,19 @@ def compare(
 ) -> Comparison:
     """Measure every cell, and predict it from what the device could do just before and after.
 
-    ways: differ in their trees alone. itemsize: bytes of a number. tokens_per_step: of each way, or none at all.
+    executors: by names of their trees, in which alone they differ. itemsize: bytes of a number. tokens_per_step: of
+    each tree, or none at all.
     """
     found, meter = Comparison(), None
-    config, drafter, most = ways[0].model.config, ways[0].drafter, max(contexts)
-    trees = {way.name: way.tree for way in ways}
+    first, most = next(iter(executors.values())), max(contexts)
+    config, drafter = first.model.config, first.spec.drafter
+    trees = {name: executor.spec.tree for name, executor in executors.items()}
     plain_step = Workload(config, drafter, 1, most, itemsize).autoregressive_step()
     weight_bytes = sum(operator.count * operator.bytes for operator in plain_step if operator.kind == "weights")
     for context in contexts:
-        for row in run_benchmark(ways, batches, context, repeats=repeats):
+        for row in run_benchmark(executors, batches, context, repeats=repeats):
             # Made after the first timings, whose peak memory must not hold the meter's arrays.
-            meter = meter or Meter(config, ways[0].model.dtype, int(weight_bytes), most, repeats)
+            meter = meter or Meter(config, first.model.dtype, int(weight_bytes), most, repeats)
             found.devices.append(meter.measure())
             tau = tokens_per_step[list(trees).index(row.tree) :][:1]
             cell = ({row.tree: trees[row.tree]}, [row.batch], [row.context], itemsize, tau)

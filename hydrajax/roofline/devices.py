@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from hydrajax.measure.machine import copy_bandwidth
+from hydrajax.measure.memory import copy_bandwidth
 from hydrajax.models.attention import Part, attend
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.weights import project

@@ -10,14 +10,14 @@ import threading
 
 from hydrajax.serve.group import Group, Running
 from hydrajax.serve.memory import Use
-from hydrajax.serve.programs import Programs
+from hydrajax.serve.pool import Pool
 
 
 class Batch:
     """One thread changes it. Others may read it while they hold ``guard``."""
 
-    def __init__(self, programs: Programs, guard: threading.Condition):
-        self._programs, self._guard = programs, guard
+    def __init__(self, pool: Pool, guard: threading.Condition):
+        self._pool, self._guard = pool, guard
         self.groups: list[Group] = []
 
     @property
@@ -39,7 +39,7 @@ class Batch:
         """The group with this number, or a new one for the next number, in which a row with such an end will run."""
         with self._guard:
             if number == len(self.groups):
-                self.groups.append(Group(self._programs, self._guard))
+                self.groups.append(Group(self._pool, self._guard))
             self.groups[number].coming = end
             return self.groups[number]
 

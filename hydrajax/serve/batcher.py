@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 import threading
 import time
@@ -10,22 +9,21 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.decoding.either import GreedyOrExact
+from hydrajax.decoding.executor import State
+from hydrajax.decoding.keywords import with_keywords
 from hydrajax.decoding.loop import next_burst
-from hydrajax.decoding.penalties import Seen
-from hydrajax.decoding.state import DecodeState
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.generation import SEED_BITS, growing_text, row_result
+from hydrajax.generation import growing_text, row_result, seed_for
 from hydrajax.serve.batch import Batch
 from hydrajax.serve.drafting import Drafting
 from hydrajax.serve.group import Group, Running
 from hydrajax.serve.kept import Kept
 from hydrajax.serve.memory import Memory
-from hydrajax.serve.programs import Programs
+from hydrajax.serve.pool import Pool
 from hydrajax.serve.requests import Closed, Refused, Request, Ticket
 
 
@@ -68,7 +66,7 @@ class _Reading:
 
     def __init__(self, ticket: Ticket, group: Group, places: int, at: int, kept: Kept | None):
         self.ticket, self.group, self.places, self.at, self.kept = ticket, group, places, at, kept
-        self.state: DecodeState | None = None
+        self.state: State | None = None
 
 
 class Batcher:
@@ -82,7 +80,7 @@ class Batcher:
 
     def __init__(
         self,
-        programs: Programs,
+        pool: Pool,
         *,
         queue: int = 64,
         cache_memory: int | None = None,
@@ -90,12 +88,12 @@ class Batcher:
     ):
         if queue < 0:
             raise HydrajaxError(f"queue: must be at least 0, found {queue}")
-        self.loaded, self._programs = programs.loaded, programs
-        self._sizes, self._queue = programs.sizes, queue
-        self._memory = Memory(programs, cache_memory, keep=keep)
+        self._executor, self._pool = pool.executor, pool
+        self._sizes, self._queue = pool.sizes, queue
+        self._memory = Memory(pool, cache_memory, keep=keep)
         # Guards what other threads read. It is never held while the device works: a compilation may take a minute.
         self._changed = threading.Condition()
-        self._batch = Batch(programs, self._changed)
+        self._batch = Batch(pool, self._changed)
         self._drafting = Drafting()
         self._reading: _Reading | None = None
         self._waiting: deque[Ticket] = deque()
@@ -125,32 +123,36 @@ class Batcher:
         stop: Sequence[str] = (),
         seed: int | None = None,
         number: int = 0,
-        **numbers: float | None,
+        **numbers: Any,
     ) -> Request:
-        """A request for this model; ``numbers`` are those of the rule (`GreedyOrExact`), None for their defaults.
+        """Return a request for this model.
 
-        seed: drawn if the rule samples and none is given. Raises `HydrajaxError` for what can never be answered.
+        Args:
+            ids: token ids of the prompt, int32 ``[P]``.
+            max_new_tokens: the limit.
+            stop: strings that end the text.
+            seed: drawn where the rule samples and none is given.
+            number: the prompt's number among those of the seed.
+            numbers: of `ExactSampling`, at temperature 0 by default, and of processors; None for their defaults.
+
+        Raises:
+            HydrajaxError: for what can never be answered.
         """
-        if max_new_tokens < 1:
-            raise HydrajaxError(f"max_new_tokens: must be at least 1, found {max_new_tokens}")
-        if len(ids) >= (context := self._programs.context):
+        # A limit beyond the context, even one beyond 32 bits, means all that there is.
+        spec = self._pool.spec.replace(max_new_tokens=min(max_new_tokens, self._pool.context))
+        if len(ids) >= (context := self._pool.context):
             raise HydrajaxError(
                 f"prompt: has {len(ids)} tokens, which leaves no room in the model's context of {context}"
             )
-        given = {name: value for name, value in numbers.items() if value is not None}
-        if not self._sizes.penalties and (unknown := [name for name in given if name.endswith("penalty")]):
-            raise HydrajaxError(f"{unknown[0]}: penalties are not counted here; start with them to have them")
-        vocab_size = self.loaded.model.config.vocab_size
-        rule = GreedyOrExact.in_full(vocab_size, penalties=self._sizes.penalties, **given)
-        if rule.temperature == 0:
-            seed = None
-        elif seed is None:
-            seed = secrets.randbits(SEED_BITS)
-        most = min(max_new_tokens, context)  # whoever asks for more than a number of 32 bits means all there is
-        found = Request(np.asarray(ids, np.int32), most, rule, seed, number, tuple(stop))
-        growing_text(self.loaded, found.stop)  # refuses an empty stop string
-        if found.stop and self.loaded.tokenizer is None:
-            raise HydrajaxError("stop: the base has no tokenizer, so there is no text to stop")
+        numbers["temperature"] = numbers.get("temperature") or 0.0
+        spec = with_keywords(spec, "exact", **numbers)
+        if not self._sizes.penalties and any(processor.counts_tokens for processor in spec.processors):
+            name = next(name for name, value in numbers.items() if name.endswith("penalty") and value is not None)
+            raise HydrajaxError(f"{name}: penalties are not counted here; start with them to have them")
+        spec.check(self._executor.model.config)
+        seed = None if spec.rule.temperature == 0 else seed_for(spec.rule, seed)
+        found = Request(np.asarray(ids, np.int32), spec, seed, number, tuple(stop))
+        growing_text(self._executor.tokenizer, found.stop)  # refuses what cannot stop it
         self._memory.check(found)
         return found
 
@@ -180,7 +182,7 @@ class Batcher:
     def stats(self) -> Stats:
         with self._changed:
             batch, reading, kept = self._batch, self._reading, self._memory.kept
-            to_read = 0 if reading is None else self._programs.shapes.nbytes(1, reading.places)
+            to_read = 0 if reading is None else self._pool.shapes.nbytes(1, reading.places)
             return Stats(
                 **self._counts,
                 waiting=len(self._waiting),
@@ -282,47 +284,39 @@ class Batcher:
             request, ticket.began = ticket.request, time.perf_counter()
             group = self._batch.expect(number, self._memory.end_of(request))
             kept, at = self._memory.beginning_of(request, self._batch.nbytes)
-            places = self._programs.places_to_read(at, len(request.ids))
+            places = self._pool.places_to_read(at, len(request.ids))
             self._reading = _Reading(ticket, group, places, at, kept)
             ticket.cached = at
             self._counts["prompt_tokens"] += len(request.ids)
             self._counts["cached"] += at
             self._memory.leave_room(self._batch.uses, request)
 
-    def _begun(self, reading: _Reading) -> DecodeState:
+    def _begun(self, reading: _Reading) -> State:
         """From a kept text that begins alike, or from nothing."""
         if (kept := reading.kept) is None:
-            return self._programs.empty_row(reading.places)
-        state = self._programs.rewound(self._programs.row_of(kept.state, 0, reading.places), reading.at)
-        if self._sizes.penalties:
-            seen = self._seen(reading.ticket.request.ids[: reading.at])
-            state = state._replace(output=state.output._replace(seen=seen))
+            return self._pool.empty_row(reading.places)
+        row, ids = self._pool.row_of(kept.state, 0, reading.places), reading.ticket.request.ids
+        state = self._pool.rewound(row, reading.at, ids)
         reading.kept = None  # it may have been given up
         return state
-
-    def _seen(self, ids: np.ndarray) -> Seen:
-        """A prompt's tokens, as a penalty wants them."""
-        prompt = np.zeros((1, self.loaded.model.config.vocab_size), bool)
-        prompt[0, ids] = True
-        return Seen(jnp.asarray(prompt), jnp.asarray(np.zeros(prompt.shape, np.int32)))  # which compiles nothing
 
     def _read(self) -> None:
         """One piece of the prompt that is being read; after the last its row joins the batch."""
         reading = self._reading
         if reading is None:
             return
-        request, programs = reading.ticket.request, self._programs
-        ids, chunk = request.ids, programs.chunk
+        request, pool = reading.ticket.request, self._pool
+        ids, chunk = request.ids, pool.chunk
         if reading.state is None:
             reading.state = self._begun(reading)
         if len(ids) - reading.at > chunk:
             until = reading.at + chunk
-            reading.state = programs.feed(reading.state, ids[reading.at : until], int(ids[until]))
+            reading.state = pool.feed(reading.state, ids[reading.at : until], int(ids[until]))
             reading.at = until
             return
-        key = programs.key(request.seed or 0, request.number)
-        row = programs.end(reading.state, ids[reading.at :], key, request.rule, request.max_new_tokens)
-        reading.group.join(row, Running(reading.ticket, self.loaded, self._memory.end_of(request)))
+        key = pool.key(request.seed or 0, request.number)
+        row = pool.end(reading.state, ids[reading.at :], key, request.spec)
+        reading.group.join(row, Running(reading.ticket, self._executor.tokenizer, self._memory.end_of(request)))
         with self._changed:
             self._reading = None
         self._keep(ids, reading.places, lambda: row)
@@ -336,7 +330,7 @@ class Batcher:
         whole_bursts = not (prompts_wait or any(row.ticket.result is None for _, _, row in self._batch.live))
         for group in groups:
             asked = time.perf_counter()
-            drafted = self._programs.plain is None or self._drafting.is_worth_it(len(group.rows))
+            drafted = not self._pool.drops_draft or self._drafting.is_worth_it(len(group.rows))
             now = group.advance(group.burst if whole_bursts else 1, drafted)
             seconds = time.perf_counter() - asked
             # A burst is over early where all rows come to their ends, so the steps are counted that were taken.
@@ -359,8 +353,7 @@ class Batcher:
         row.emitted = len(emitted)
         over |= row.text.stopped
         seconds = time.perf_counter() - ticket.arrived
-        limit = request.max_new_tokens
-        result = row_result(self.loaded, request.ids, limit, now, at, row.text, seconds, request.seed)
+        result = row_result(self._executor, request.spec, request.ids, now, at, row.text, seconds, request.seed)
         before = ticket.result
         with self._changed:
             self._counts["tokens"] += result.new_tokens - (0 if before is None else before.new_tokens)
@@ -373,13 +366,13 @@ class Batcher:
             self._counts["ended"] += 1
         ticket.end()
         ids = np.concatenate([request.ids, emitted])
-        places = self._programs.places_for(len(ids) + self._programs.spare)
+        places = self._pool.places_for(len(ids) + self._pool.spare)
         self._keep(ids, places, lambda: group.copy_of(at, places))
 
-    def _keep(self, ids: np.ndarray, places: int, copied: Callable[[], DecodeState]) -> None:
+    def _keep(self, ids: np.ndarray, places: int, copied: Callable[[], State]) -> None:
         """Keep a text's cache for others that begin alike; ``copied`` gives a state of its row alone."""
         reading = None if self._reading is None else self._reading.ticket.request
         self._memory.leave_room(self._batch.uses, reading)
-        nbytes = self._programs.shapes.nbytes(1, places)
+        nbytes = self._pool.shapes.nbytes(1, places)
         if self._memory.kept.worth(ids, nbytes):
             self._memory.kept.add(Kept(ids, copied(), nbytes))

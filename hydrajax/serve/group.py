@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from hydrajax.bundle import Bundle
+from hydrajax.decoding.executor import State
 from hydrajax.decoding.loop import Snapshot
-from hydrajax.decoding.state import DecodeState
 from hydrajax.generation import growing_text
 from hydrajax.serve.memory import Use
-from hydrajax.serve.programs import Programs
+from hydrajax.serve.pool import Pool
 from hydrajax.serve.requests import Ticket
 
 TURNS_BEFORE_SHRINKING = 8  # a smaller shape must have been enough for so many
@@ -21,9 +21,9 @@ TURNS_BEFORE_SHRINKING = 8  # a smaller shape must have been enough for so many
 class Running:
     """A row. end: tokens that it can ever come to hold. emitted, steps: so far."""
 
-    def __init__(self, ticket: Ticket, loaded: Bundle, end: int):
+    def __init__(self, ticket: Ticket, tokenizer: Any, end: int):
         self.ticket, self.end = ticket, end
-        self.text = growing_text(loaded, ticket.request.stop)
+        self.text = growing_text(tokenizer, ticket.request.stop)
         self.emitted, self.steps = 0, 0
 
     @property
@@ -39,9 +39,9 @@ class Group:
     whose prompt is being read, for which there will be room. burst: steps to take at a time.
     """
 
-    def __init__(self, programs: Programs, guard: threading.Condition):
-        self._programs, self._guard = programs, guard
-        self._state: DecodeState | None = None
+    def __init__(self, pool: Pool, guard: threading.Condition):
+        self._pool, self._guard = pool, guard
+        self._state: State | None = None
         self.rows: list[Running | None] = []
         self.coming: int | None = None
         self.places, self._too_large, self.burst = 0, 0, 1
@@ -60,20 +60,20 @@ class Group:
     @property
     def nbytes(self) -> int:
         """In its present shape, which may still be larger than it must be."""
-        return self._programs.shapes.nbytes(len(self.rows), self.places) if self.rows else 0
+        return self._pool.shapes.nbytes(len(self.rows), self.places) if self.rows else 0
 
-    def join(self, row: DecodeState, running: Running) -> None:
+    def join(self, row: State, running: Running) -> None:
         """Put in the row that was coming. It is copied; the group may grow for it."""
         self.coming = None
         batch, places = self._wanted([*(row for _, row in self.live), running], 1)
         if self._state is None:
-            self._state = self._programs.copies(row, batch, places)
+            self._state = self._pool.copies(row, batch, places)
             self._set_rows([running] + [None] * (batch - 1), places)
             return
         if batch > len(self.rows) or places > self.places:
             self._reshape(batch, places)
         at = self.rows.index(None)
-        self._state = self._programs.put(self._state, at, row, self.places)
+        self._state = self._pool.put(self._state, at, row, self.places)
         with self._guard:
             self.rows[at] = running
 
@@ -81,8 +81,8 @@ class Group:
         """At most so many steps of all rows, with their draft or without."""
         self._fit(steps)
         stopped = np.array([row is None for row in self.rows])
-        bursts = self._programs.bursts[len(self.rows)] if drafted else self._programs.plain
-        self._state, now = bursts.advance(self._programs.loaded.params, self._state, stopped, steps)
+        executor = self._pool.executor_for(len(self.rows), drafted)
+        self._state, now = executor.advance(self._state, stopped, steps)
         return now
 
     def remove(self, at: int) -> None:
@@ -94,15 +94,15 @@ class Group:
             self._state = None
             self._set_rows([], 0)
 
-    def copy_of(self, at: int, places: int) -> DecodeState:
+    def copy_of(self, at: int, places: int) -> State:
         """Of one row, in a state of its own."""
-        return self._programs.row_of(self._state, at, places)
+        return self._pool.row_of(self._state, at, places)
 
     def _wanted(self, rows: Sequence[Running], steps: int) -> tuple[int, int]:
         """The smallest batch and cache for these rows and so many steps."""
-        grown = steps * self._programs.longest_path
+        grown = steps * self._pool.longest_path
         longest = max(min(row.held + grown, row.end) for row in rows)
-        return self._programs.batch_for(len(rows)), self._programs.places_for(longest + self._programs.spare)
+        return self._pool.batch_for(len(rows)), self._pool.places_for(longest + self._pool.spare)
 
     def _fit(self, steps: int) -> None:
         """A larger cache at once where it is needed, a smaller batch or cache when that has been enough for a while."""
@@ -117,7 +117,7 @@ class Group:
         """Live rows move to the front; a free one is a copy of the first, which takes no step."""
         live = [at for at, _ in self.live]
         order = live + [live[0] if live else 0] * (batch - len(live))
-        self._state = self._programs.reshaped(self._state, order, places)
+        self._state = self._pool.reshaped(self._state, order, places)
         self._set_rows([self.rows[at] for at in live] + [None] * (batch - len(live)), places)
 
     def _set_rows(self, rows: list[Running | None], places: int) -> None:

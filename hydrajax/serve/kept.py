@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hydrajax.decoding.state import DecodeState
+from hydrajax.decoding.executor import State
 
 SHORTEST = 16  # tokens that are worth a copy of a cache
 
@@ -15,7 +15,7 @@ class Kept(NamedTuple):
     """ids: int32, the text. state: of one row that has read it. nbytes: of the state."""
 
     ids: np.ndarray
-    state: DecodeState
+    state: State
     nbytes: int
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.kept import Kept, KeptTexts
-from hydrajax.serve.programs import Programs
+from hydrajax.serve.pool import Pool
 from hydrajax.serve.requests import Request
 
 
@@ -33,16 +33,16 @@ class Memory:
     are any. Raises `HydrajaxError` where it is not enough for a single row.
     """
 
-    def __init__(self, programs: Programs, limit: int | None, *, keep: bool):
-        self._programs, self._keeps = programs, keep
-        self.limit = 2 * programs.nbytes(programs.sizes.rows, programs.context) if limit is None else limit
+    def __init__(self, pool: Pool, limit: int | None, *, keep: bool):
+        self._pool, self._keeps = pool, keep
+        self.limit = 2 * pool.nbytes(pool.sizes.rows, pool.context) if limit is None else limit
         self.kept = KeptTexts(self.limit if keep else 0)
         if (least := self._alone(1, 1)) > self.limit:
             raise HydrajaxError(f"cache_memory: must be at least {least} bytes, for one row, found {self.limit}")
 
     def end_of(self, request: Request) -> int:
         """As many tokens as its text can come to have."""
-        return min(len(request.ids) + request.max_new_tokens, self._programs.context)
+        return min(len(request.ids) + request.spec.max_new_tokens, self._pool.context)
 
     def check(self, request: Request) -> None:
         """Raises `HydrajaxError` for a request that can never be let in."""
@@ -57,7 +57,7 @@ class Memory:
         The number after the last means a group of its own, which costs a pass through the model in every step. So it
         is taken only where rows of its length in one of the others would not fit.
         """
-        if sum(len(use.ends) for use in uses) == self._programs.sizes.rows:
+        if sum(len(use.ends) for use in uses) == self._pool.sizes.rows:
             return None
         end, needed = self.end_of(request), []
         for number in range(len(uses) + 1):
@@ -76,7 +76,7 @@ class Memory:
         groups in their present shapes.
         """
         kept, shared = self.kept.best(request.ids) or (None, 0)
-        if kept is not None and held + self._programs.nbytes_to_read(len(request.ids)) + kept.nbytes > self.limit:
+        if kept is not None and held + self._pool.nbytes_to_read(len(request.ids)) + kept.nbytes > self.limit:
             return None, 0
         return kept, shared
 
@@ -86,10 +86,10 @@ class Memory:
 
     def _alone(self, end: int, prompt: int) -> int:
         """For a row with this end, and to read a prompt of so many tokens beside it."""
-        return self._programs.nbytes(1, end) + self._programs.nbytes_to_read(prompt)
+        return self._pool.nbytes(1, end) + self._pool.nbytes_to_read(prompt)
 
     def _most(self, uses: Sequence[Use], reading: Request | None) -> int:
         """That groups can come to take, and a prompt that is read beside them."""
-        at_ends = [self._programs.nbytes(len(use.ends), max(use.ends)) if use.ends else 0 for use in uses]
+        at_ends = [self._pool.nbytes(len(use.ends), max(use.ends)) if use.ends else 0 for use in uses]
         groups = sum(max(use.nbytes, needed) for use, needed in zip(uses, at_ends, strict=True))
-        return groups + (0 if reading is None else self._programs.nbytes_to_read(len(reading.ids)))
+        return groups + (0 if reading is None else self._pool.nbytes_to_read(len(reading.ids)))

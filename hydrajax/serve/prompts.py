@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import threading
+from typing import Any
 
 import numpy as np
 
-from hydrajax.bundle import Bundle
+from hydrajax.decoding.prompts import encode_prompt
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.config import LlamaConfig
 from hydrajax.text.prompt import Prompt
 from hydrajax.text.templates import make_encoder
 
@@ -22,9 +24,9 @@ class Encoder:
     Raises `HydrajaxError` for a template that is named and cannot be used.
     """
 
-    def __init__(self, loaded: Bundle, template: str = "auto", longest: int | None = None):
+    def __init__(self, tokenizer: Any, config: LlamaConfig, template: str = "auto", longest: int | None = None):
         # The batcher's thread decodes with the tokenizer; one that encodes may have to change its settings for it.
-        self._loaded, self._tokenizer = loaded, copy.deepcopy(loaded.tokenizer)
+        self._tokenizer, self._config = copy.deepcopy(tokenizer), config
         self._lock, self._longest = threading.Lock(), longest
         self._no_template, self._chat = "", None
         try:
@@ -67,4 +69,4 @@ class Encoder:
     def _checked(self, ids: list[int], where: str) -> np.ndarray:
         if self._longest is not None and len(ids) > self._longest:
             raise HydrajaxError(f"{where}: has {len(ids)} tokens, at most {self._longest} are taken")
-        return self._loaded.prompt_ids(Prompt(ids, where), where)
+        return encode_prompt(Prompt(ids, where), where, None, self._config)

@@ -42,6 +42,7 @@ class Common(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = Field(None, gt=0)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = Field(None, ge=0, lt=2**SEED_BITS)
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
@@ -54,8 +55,6 @@ class Common(BaseModel):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Allowed where they ask for nothing.
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
     def limit(self) -> int | None:
         """Most new tokens."""
@@ -64,12 +63,13 @@ class Common(BaseModel):
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def numbers(self) -> dict[str, float | None]:
-        """Of the rule. A penalty of no effect is none, and so is a top-k of -1 or 0, as in vLLM."""
+    def numbers(self) -> dict[str, Any]:
+        """The numbers of rule and processors. A penalty of no effect is none, and so is a top-k of -1 or 0, as in
+        vLLM."""
         neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
         found = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p", *neutral)}
         found |= {name: None for name, value in neutral.items() if found[name] == value}
-        return found | {"top_k": self.top_k if self.top_k and self.top_k > 0 else None}
+        return found | {"top_k": self.top_k if self.top_k and self.top_k > 0 else None, "logit_bias": self.logit_bias}
 
     ALTERNATIVES: ClassVar[str]  # the field that asks for the likeliest tokens beside each
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydrajax.decoding.either import GreedyOrExact
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.answers import Generation
 
@@ -26,14 +26,13 @@ class Closed(HydrajaxError):
 class Request:
     """One text to continue.
 
-    ids: int32 ``[P]``. max_new_tokens: at most. rule: with all its numbers (`GreedyOrExact.in_full`). seed: of what the
-    rule draws, None where it draws nothing. number: which of the prompts of that seed this is, as in `generate`. stop:
-    strings that end the text.
+    ids: int32 ``[P]``. spec: its rule (`ExactSampling`, greedy at temperature 0), processors and ``max_new_tokens``.
+    seed: for what is drawn, None where the rule is greedy. number: the prompt's number among those of the seed, as in
+    `hydrajax.generate`. stop: strings that end the text.
     """
 
     ids: np.ndarray
-    max_new_tokens: int
-    rule: GreedyOrExact
+    spec: DecodeSpec
     seed: int | None = None
     number: int = 0
     stop: tuple[str, ...] = ()

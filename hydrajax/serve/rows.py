@@ -16,30 +16,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.decoding.acceptance import AcceptanceRule
-from hydrajax.decoding.state import DecodeState
-from hydrajax.decoding.step import Engine
+from hydrajax.decoding.executor import Executor, State
+from hydrajax.decoding.spec import SamplingParams
 
 
 class Shapes:
-    """Of an engine's states: so many rows, so many places in the cache.
+    """The shapes of an executor's states, by numbers of rows and of places in the cache.
 
     What has been given other places must be rewound (`hydrajax.drafters.drafter.Drafter.rewind`), if only to where it
     is.
     """
 
-    def __init__(self, engine: Engine, rule: AcceptanceRule):
-        self._made = functools.cache(lambda batch, slots: jax.eval_shape(lambda: engine.empty(batch, slots, rule)))
+    def __init__(self, executor: Executor, sampling: SamplingParams):
+        self._made = functools.cache(lambda batch, slots: executor.abstract_state(batch, slots, sampling))
 
     def nbytes(self, batch: int, slots: int) -> int:
         """Of all arrays."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self._made(batch, slots)))
 
-    def moved(self, state: DecodeState, rows: Sequence[int], slots: int) -> DecodeState:
+    def moved(self, state: State, rows: Sequence[int], slots: int) -> State:
         """A new state of the given rows, in that order; the first may occur several times. The old one stays."""
         return jax.tree.map(lambda x, like: _moved(x, rows, like.shape), state, self._made(len(rows), slots))
 
-    def reshaped(self, state: DecodeState, rows: Sequence[int], slots: int) -> DecodeState:
+    def reshaped(self, state: State, rows: Sequence[int], slots: int) -> State:
         """The same, array by array: each of the old ones is gone as soon as the new one is there, so that no more than
         one exists twice.
         """
@@ -50,7 +49,7 @@ class Shapes:
         return jax.tree.unflatten(treedef, leaves)
 
 
-def put_row(state: DecodeState, at: int, row: DecodeState) -> DecodeState:
+def put_row(state: State, at: int, row: State) -> State:
     """``state``, which is donated, with row ``at`` replaced by a state of one row and the same places."""
     return jax.tree.map(lambda x, new: _put(x, np.int32(at), new), state, row)
 

@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hydrajax.bundle import Bundle
+from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.benchmark import step_timer
 from hydrajax.measure.timing import interleaved_ms
-from hydrajax.measure.way import Way
 from hydrajax.serve.batcher import Batcher, Stats
 
 CONTEXT, ROUNDS = 256, 5
@@ -44,8 +43,7 @@ def close_all(batchers: Sequence[Batcher], grace: float = 0.0) -> bool:
         return all(pool.map(lambda batcher: batcher.close(grace), batchers))
 
 
-def plain_step_seconds(loaded: Bundle) -> float:
-    """Measured: what a token takes without a draft, in one row behind `CONTEXT` tokens, or in a shorter context."""
-    plain = Way.of(loaded, "plain").autoregressive()
-    timer = step_timer(plain, 1, min(CONTEXT, loaded.model.config.max_positions))
-    return interleaved_ms({"step": timer.step()}, ROUNDS)["step"] / 1e3
+def plain_step_seconds(executor: Executor) -> float:
+    """Measure the seconds of a token without a draft, in one row after `CONTEXT` tokens, or in a shorter context."""
+    context = min(CONTEXT, executor.model.config.max_positions)
+    return interleaved_ms({"step": step_timer(executor.autoregressive(), 1, context).step()}, ROUNDS)["step"] / 1e3

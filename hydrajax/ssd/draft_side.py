@@ -125,11 +125,17 @@ class DraftSide:
     # --- a round ------------------------------------------------------------------------------------------------------
 
     @exact
-    def read(self, params: Any, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], slots: int) -> DraftState:
-        """The state after right-padded prompts, with a cache of so many slots."""
-        # The barrier keeps XLA from folding the first pass over an empty cache at compile time, which is slow.
-        state = jax.lax.optimization_barrier(self.drafter.init_state(len(prompt), slots))
-        return self.drafter.begin(params, state, None, prompt, lengths, None, None)
+    def empty(self, params: Any, batch: int, slots: int, keys: Array, rule: AcceptanceRule) -> Carry:
+        """Return rows without any text, with room for so many cache slots. They are done, and nothing is drafted."""
+        state, nothing = self.drafter.init_state(batch, slots), jnp.zeros(batch, jnp.int32)
+        like = jax.eval_shape(self.first, params, state, nothing, keys, rule, nothing == 0)
+        drafted = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like.drafted)
+        return self._begun(state, drafted, nothing, nothing == 0, keys, rule)
+
+    @exact
+    def read(self, params: Any, state: DraftState, text: Int[Array, "B T"], lengths: Int[Array, " B"]) -> DraftState:
+        """Feed more right-padded text to the draft."""
+        return self.drafter.begin(params, state, None, text, lengths, None, None)
 
     @exact
     def first(
@@ -138,8 +144,7 @@ class DraftSide:
         """Draft the first round. root, keys, rule, done: as the base's prefill left them."""
         lengths = jnp.zeros_like(root)
         drafted = self._in_turn(params, state, root, lengths, keys, rule)
-        record = jnp.full((len(root), self.max_new_tokens + 1), NO_ROUND, jnp.int32)
-        return Carry(state, drafted, lengths, done, keys, rule, record, jnp.zeros_like(root))
+        return self._begun(state, drafted, lengths, done, keys, rule)
 
     @exact
     def prepare(self, params: Any, carry: Carry) -> Prepared:
@@ -193,6 +198,11 @@ class DraftSide:
         return Carry(state, drafted, lengths, done, carry.keys, carry.rule, record, carry.rounds + ~done)
 
     # --- its parts ----------------------------------------------------------------------------------------------------
+
+    def _begun(self, state: DraftState, drafted: Drafted, lengths, done, keys: Array, rule: AcceptanceRule) -> Carry:
+        """A carry in which no round was taken."""
+        record = jnp.full((len(lengths), self.max_new_tokens + 1), NO_ROUND, jnp.int32)
+        return Carry(state, drafted, lengths, done, keys, rule, record, jnp.zeros_like(lengths))
 
     def _in_turn(self, params, state: DraftState, root, lengths, keys, rule) -> Drafted:
         """As the ordinary step drafts, with the runners-up besides."""

@@ -1,4 +1,7 @@
-"""Prompt files: plain text, or JSON lines each holding exactly one of ``prompt_ids``, ``prompt`` and ``turns``."""
+"""Prompts and prompt files.
+
+A file is plain text, or JSON lines each with exactly one of ``prompt_ids``, ``prompt`` and ``turns``.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.jsonl import BYTE_ORDER_MARK, file_content, integers, json_lines, objects, shown
@@ -81,6 +86,9 @@ class Prompt:
             return item.__index__()
         except (AttributeError, TypeError):
             raise HydrajaxError(f"{self.where}: must be a list of integers, found {item!r}") from None
+
+
+OnePrompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]] | Prompt
 
 
 def is_conversation(content: Any) -> bool:

@@ -12,9 +12,11 @@ import pytest
 
 from hydrajax import assets
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical, walk
+from hydrajax.decoding.keywords import RULES
+from hydrajax.decoding.numbers import numbers_as_arrays
+from hydrajax.decoding.processors import NodeContext, process
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.rules import RULES
-from hydrajax.decoding.sampling import numbers_as_arrays, sample
+from hydrajax.decoding.sampling import sample
 from hydrajax.measure.certificate import pooled
 from hydrajax.models.ranking import best_token
 from hydrajax.trees.topology import at_rows
@@ -81,13 +83,17 @@ def test_exact_sampling(certify, draft):
 
 
 @pytest.mark.slow
-def test_penalties(certify):
+@pytest.mark.parametrize("rule", ["exact", "rejection"])
+def test_processors(certify, rule):
     """The tokens of a tree, and the distribution that is enumerated with them."""
     penalties = ["--repetition-penalty", 1.3, "--presence-penalty", 0.5, "--frequency-penalty", 0.2]
-    sampling = ["--rule", "exact", "--min-p", 0.05, "--temperature", 1.5]
-    out = certify(*penalties, *sampling)
-    assert "ExactSampling(temperature=1.5, top_k=None, top_p=1.0, min_p=0.05, repetition_penalty=1.3" in out
-    assert "holds: tokens equal" in out
+    out = certify(*penalties, "--logit-bias", "88:2.5,13:-1", "--rule", rule, "--min-p", 0.05, "--temperature", 1.5)
+    assert (
+        "(temperature=1.5, top_k=None, top_p=1.0, min_p=0.05) with LogitBias(logit_bias=((13, -1.0), (88, 2.5))) with"
+        in out
+    )
+    assert "with Penalties(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2)" in out
+    assert ("holds: tokens equal" in out) == (rule == "exact")
     assert "holds: distribution of the first tokens" in out
 
 
@@ -139,19 +145,20 @@ def test_eagle(certify, golden, arch, rule, tree):
 @numbers_as_arrays
 @dataclass(frozen=True)
 class WrongRoot(Greedy):
-    def accept(self, logits, proposal, keys, seen=None):
-        accepted = super().accept(logits, proposal, keys)
-        unlucky = (accepted.next_root % 7 == 0) & (proposal.tree.size > 1)
+    def accept(self, verified, keys):
+        accepted = super().accept(verified, keys)
+        unlucky = (accepted.next_root % 7 == 0) & (verified.proposal.tree.size > 1)
         return accepted._replace(next_root=jnp.where(unlucky, accepted.next_root + 1, accepted.next_root))
 
 
 @numbers_as_arrays
 @dataclass(frozen=True)
 class FavoursDrafts(ExactSampling):
-    def accept(self, logits, proposal, keys, seen=None):
+    def accept(self, verified, keys):
+        logits, proposal = verified.logits, verified.proposal
         if proposal.tree.size > 1:
             logits = logits.at[:, 0, proposal.tokens[0, 1]].add(1.0)
-        return super().accept(logits, proposal, keys)
+        return super().accept(verified._replace(logits=logits), keys)
 
 
 @numbers_as_arrays
@@ -159,33 +166,54 @@ class FavoursDrafts(ExactSampling):
 class ForgetsTheTree(Greedy):
     """Counts prompt and output, but not the tokens of the tree on the way to a node."""
 
-    def accept(self, logits, proposal, keys, seen=None):
-        return walk(proposal, lambda node, depth: best_token(self.penalise(at_rows(logits, node), seen)))
+    def accept(self, verified, keys):
+        def choose(node, depth):
+            context = NodeContext(node, verified.counts)
+            return best_token(process(verified.processors, at_rows(verified.logits, node), context))
+
+        return walk(verified.proposal, choose)
+
+
+class Unprocessed:
+    """The same tokens with a tree and without, but not of the distribution."""
+
+    def accept(self, verified, keys):
+        return super().accept(verified._replace(processors=(), counts=None), keys)
 
 
 @numbers_as_arrays
 @dataclass(frozen=True)
-class Unpenalised(ExactSampling):
-    """The same tokens with a tree and without, but not of the distribution."""
+class UnprocessedExact(Unprocessed, ExactSampling):
+    pass
 
-    def accept(self, logits, proposal, keys, seen=None):
-        return super().accept(logits, proposal, keys)
+
+@numbers_as_arrays
+@dataclass(frozen=True)
+class UnprocessedRejection(Unprocessed, RejectionSampling):
+    pass
+
+
+@numbers_as_arrays
+@dataclass(frozen=True)
+class UnprocessedTypical(Unprocessed, Typical):
+    pass
 
 
 @numbers_as_arrays
 @dataclass(frozen=True)
 class NoResidual(RejectionSampling):
-    def accept(self, logits, proposal, keys, seen=None):
-        accepted = super().accept(logits, proposal, keys)
-        return accepted._replace(next_root=sample(keys[:, 0], self.shape(at_rows(logits, accepted.path[:, -1]))))
+    def accept(self, verified, keys):
+        accepted = super().accept(verified, keys)
+        shaped = self.shape(at_rows(verified.logits, accepted.path[:, -1]))
+        return accepted._replace(next_root=sample(keys[:, 0], shaped))
 
 
 @numbers_as_arrays
 @dataclass(frozen=True)
 class Lenient(Typical):
-    def accept(self, logits, proposal, keys, seen=None):
+    def accept(self, verified, keys):
         quarter = jax.tree.unflatten(jax.tree.structure(Typical()), [self.epsilon / 4, self.temperature])
-        return quarter.accept(logits, proposal, keys)
+        return quarter.accept(verified, keys)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +232,20 @@ class Lenient(Typical):
         ),
         pytest.param(
             "exact",
-            Unpenalised,
+            UnprocessedExact,
             ["--repetition-penalty", 3],
             ["holds: tokens equal", "FAILS: distribution"],
             marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "rejection",
+            UnprocessedRejection,
+            ["--logit-bias", "88:4"],
+            ["FAILS: distribution"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "typical", UnprocessedTypical, ["--repetition-penalty", 3], ["FAILS: typical"], marks=pytest.mark.slow
         ),
         pytest.param("rejection", NoResidual, [], ["FAILS: distribution"], marks=pytest.mark.slow),
         pytest.param("typical", Lenient, [], ["FAILS: typical"], marks=pytest.mark.slow),

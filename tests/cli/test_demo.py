@@ -11,13 +11,13 @@ import jax
 import pytest
 
 from hydrajax import assets
+from hydrajax.autotune.contest import Measured
 from hydrajax.checkpoints.base import load_llama
 from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.cli import demo
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.contest import Measured
 from hydrajax.models.base import BoundBase
 from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.train.data.preview import CLOSE, OPEN
@@ -106,8 +106,11 @@ def test_demo_compares_all_drafts_on_held_out_code(program, shipped):
 
 
 def test_different_outputs_end_with_exit_code_1(program, shipped, monkeypatch):
-    def tampered(ways, *given, **settings):
-        return [measured(way.name, way.nodes, 2.0, 10.0, 1.0, equal=not way.name.startswith("Medusa")) for way in ways]
+    def tampered(executors, *given, **settings):
+        return [
+            measured(name, one.spec.verified_nodes, 2.0, 10.0, 1.0, equal=not name.startswith("Medusa"))
+            for name, one in executors.items()
+        ]
 
     monkeypatch.setattr(demo, "contest", tampered)
     monkeypatch.setattr(demo, "show_texts", lambda *given: None)
@@ -169,7 +172,7 @@ def test_a_searched_tree_is_tried_too(shipped):
     path.write_text("[[0], [1]]")
     try:
         assert demo.trees_for(RECIPE, drafted["Hydra"]) == [*RECIPE.candidates, demo.SEARCHED]
-        assert demo.way_of(RECIPE, drafted["Hydra"], "Hydra", demo.SEARCHED).tree.choices == ((0,), (1,))
+        assert demo.executor_of(RECIPE, drafted["Hydra"], demo.SEARCHED).spec.tree.choices == ((0,), (1,))
     finally:
         path.unlink()
     assert demo.trees_for(RECIPE, drafted["Hydra"]) == list(RECIPE.candidates)
@@ -235,10 +238,8 @@ def test_verdict(speedup, found):
 
 def test_each_kind_of_draft_gets_its_fastest_tree(monkeypatch):
     rates = {"a chain-1": 1.0, "a chain-2": 2.0, "b chain-1": 2.0, "b chain-2": 1.0}
-    monkeypatch.setattr(demo, "way_of", lambda recipe, loaded, title, tree: SimpleNamespace(name=f"{title} {tree}"))
-    monkeypatch.setattr(
-        demo, "measure", lambda title, recipe, prompts, ways: [measured(n, 1, 1.0, r, 1.0) for n, r in rates.items()]
-    )
-    plain = SimpleNamespace(draft_directory=None)
-    chosen = demo.choose_trees(RECIPE, [], None, {"a": plain, "b": plain})
-    assert {title: way.name for title, way in chosen.items()} == {"a": "a chain-2", "b": "b chain-1"}
+    monkeypatch.setattr(demo, "executor_of", lambda recipe, model, tree: (model, tree))
+    monkeypatch.setattr(demo, "measure", lambda *_: [measured(n, 1, 1.0, r, 1.0) for n, r in rates.items()])
+    models = {title: SimpleNamespace(draft_directory=None) for title in ("a", "b")}
+    chosen = demo.choose_trees(RECIPE, [], {}, models)
+    assert chosen == {"a chain-2": (models["a"], "chain-2"), "b chain-1": (models["b"], "chain-1")}

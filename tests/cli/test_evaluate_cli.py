@@ -19,11 +19,13 @@ import hydrajax
 from hydrajax import assets
 from hydrajax.cli import evaluate, run_command
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.keywords import RULES
+from hydrajax.decoding.numbers import numbers_as_arrays
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.rules import RULES
-from hydrajax.decoding.sampling import numbers_as_arrays
+from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.locking import in_use
-from hydrajax.questions.contenders import TextWay, contenders
+from hydrajax.questions.contenders import Answerer, contenders
 from hydrajax.trees import presets
 
 TURNS = ["the tree", "a base"]
@@ -85,7 +87,7 @@ def test_several_trees_in_one_run(program, arguments, base, heads, tokenizer, tm
         history += [{"role": "user", "content": TURNS[1]}]
         for turn, messages in enumerate((history[:1], history)):
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            (expected,) = hydrajax.generate(loaded, [ids], max_new_tokens=8)
+            (expected,) = hydrajax.generate(loaded.executor(loaded.spec(max_new_tokens=8)), [ids])
             assert first["output_ids"][turn] == expected.output_ids
             assert first["turns"][turn] == expected.text.strip()
             assert first["prompt_tokens"][turn] == len(ids)
@@ -108,9 +110,9 @@ def test_several_trees_in_one_run(program, arguments, base, heads, tokenizer, tm
 class Careless(Greedy):
     """Takes the second-best token where a tree was judged."""
 
-    def accept(self, logits, proposal, keys, seen=None):
-        accepted = super().accept(logits, proposal, keys)
-        return accepted if proposal.tree.size == 1 else accepted._replace(next_root=accepted.next_root ^ 1)
+    def accept(self, verified, keys):
+        accepted = super().accept(verified, keys)
+        return accepted if verified.proposal.tree.size == 1 else accepted._replace(next_root=accepted.next_root ^ 1)
 
 
 def test_a_wrong_rule_is_found_out(program, arguments, monkeypatch, tmp_path):
@@ -126,7 +128,7 @@ def test_a_wrong_rule_is_found_out(program, arguments, monkeypatch, tmp_path):
 def test_interrupted_grown_and_refused(program, arguments, monkeypatch, tmp_path):
     whole, part = tmp_path / "whole", tmp_path / "part"
     assert not program(*arguments, "--output", whole).code
-    decode, calls = TextWay.decode, []
+    decode, calls = Answerer.decode, []
 
     def interrupted(way, ids, seed):
         calls.append(way)
@@ -134,7 +136,7 @@ def test_interrupted_grown_and_refused(program, arguments, monkeypatch, tmp_path
             raise KeyboardInterrupt
         return decode(way, ids, seed)
 
-    monkeypatch.setattr(TextWay, "decode", interrupted)
+    monkeypatch.setattr(Answerer, "decode", interrupted)
     result = program(*arguments, "--output", part)
     assert result.code == 130
     assert "1 of 3 questions are kept; the same command goes on" in result.err
@@ -208,17 +210,20 @@ def test_mistakes(program, arguments, flags, message, tmp_path):
 def test_every_way_has_a_name_of_its_own_and_they_share_the_base(base, heads):
     loaded = hydrajax.load(base)
     trees = [("", presets.chain(1)), ("my tree", presets.chain(2)), ("my tree", presets.cartesian([3]))]
-    drafts, rule = [str(heads), str(heads)], RejectionSampling(0.7, top_k=5)
-    ways = contenders(loaded, "org/tiny@main", drafts, trees, rule, 8)
+    drafts, spec = [str(heads), str(heads)], DecodeSpec(rule=RejectionSampling(0.7, top_k=5), max_new_tokens=8)
+    ways = contenders(loaded, "org/tiny@main", drafts, trees, spec)
     one = f"tiny_main-{heads.name}"
     names = [one, f"{one}-my_tree", f"{one}-my_tree-2", f"{one}-2", f"{one}-my_tree-3", f"{one}-my_tree-4"]
     assert [way.model_id for way in ways] == ["tiny_main-autoregressive", *names]
-    assert ways[0].way.rule == ExactSampling(0.7, top_k=5)
-    assert all(way.loaded.params.base is loaded.params.base for way in ways)
+    assert ways[0].executor.spec.rule == ExactSampling(0.7, top_k=5)
+    assert all(way.executor.params.base is loaded.params.base for way in ways)
     assert ways[1].identity() == ways[4].identity() == ways[1].identity() | {"tree": "0"}
     assert ways[1].identity()["heads"] != ways[0].identity()["heads"]
-    lookup = contenders(loaded, "tiny", ["lookup"], [], Greedy(), 8)[1]
-    assert (lookup.model_id, lookup.way.tree) == ("tiny-lookup", lookup.loaded.default_tree())
+    lookup = contenders(loaded, "tiny", ["lookup"], [], spec.replace(rule=Greedy()))[1]
+    assert (lookup.model_id, lookup.executor.spec.tree) == (
+        "tiny-lookup",
+        presets.by_name(PromptLookup().spec.default_tree),
+    )
 
 
 def test_nothing_to_put_in_a_tree(program, base, wordless, questions, tmp_path):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hydrajax.cli import scores as cli_scores
-from hydrajax.questions.contenders import TextWay
+from hydrajax.questions.contenders import Answerer
 from hydrajax.questions.scores.exact_match import ExactMatch
 from hydrajax.questions.summary import Figures, ScoreFigures
 from hydrajax.text.answers import Generation
@@ -42,7 +42,7 @@ def says(monkeypatch, tokenizer):
             steps = len(output)
             return Generation(ids, output, text, steps, [1] * steps, steps, 0.01, "length")
 
-        monkeypatch.setattr(TextWay, "decode", decode)
+        monkeypatch.setattr(Answerer, "decode", decode)
 
     return script
 

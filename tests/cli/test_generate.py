@@ -92,7 +92,7 @@ def test_output_is_the_greedy_output_of_transformers_at_any_batch_size(
 def test_a_pipe_gets_plain_text(program, base, tokenizer):
     result = program("generate", "--base", base, "--prompt", "the tree", "--max-new-tokens", 8)
     loaded = hydrajax.load(base)
-    (expected,) = hydrajax.generate(loaded, [tokenizer.encode("the tree")], max_new_tokens=8)
+    (expected,) = loaded.generate([tokenizer.encode("the tree")], max_new_tokens=8)
     assert result.code == 0
     assert result.out == expected.text + "\n"
     assert result.err.startswith("8 tokens in 8 steps, tokens_per_step 1.00 (τ), ")
@@ -180,7 +180,7 @@ def test_nothing_is_compiled_while_the_clock_runs(base):
     jax.monitoring.register_event_duration_secs_listener(listen)
     loaded = hydrajax.load(base)
     prompts = [[5, 6, 7], [8] * 20, [9, 10]]
-    results = list(hydrajax.generate(loaded, prompts, max_new_tokens=7, on_status=statuses.append))
+    results = list(loaded.generate(prompts, tree="root", max_new_tokens=7, on_status=statuses.append))
     assert statuses == ["compiling", "decoding", "compiling", "decoding", "decoding"]
     assert set(compiled) == {"compiling"}
     assert len(compiled) == 4  # the prefill and the loop, for two shapes
@@ -198,7 +198,7 @@ def test_seconds_of_a_batch_count_once():
 
 def test_generate_refuses_a_lone_text_and_never_reads_it_as_many_prompts(base):
     with pytest.raises(hydrajax.HydrajaxError, match="prompts: must be a list of prompts"):
-        hydrajax.generate(hydrajax.load(base), "hello")
+        hydrajax.generate(hydrajax.load(base).executor(), "hello")
 
 
 def without_styles(text: str) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from hydrajax.checkpoints.base import export_llama, load_llama
 from hydrajax.cli import bench, build_parser, options
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.backend import Platform, traced_for
 
@@ -45,9 +46,10 @@ def test_the_dtype_that_was_chosen_is_recorded(wordless, tmp_path, platform, cho
 def test_random_weights_are_float32_unless_told_otherwise(monkeypatch, flags, dtype):
     found = []
     monkeypatch.setattr(bench, "random_model", lambda *arguments: found.append(arguments) or (None, None, None))
+    monkeypatch.setattr(bench, "_with_own_tree", lambda *arguments: None)
     args = parsed("bench", "--random", "tiny", *flags)
     with traced_for(Platform("gpu", 1)):
-        bench._model(args)
+        bench._executor(args, DecodeSpec())
     assert [jnp.dtype(arguments[2]) for arguments in found] == [dtype]
     assert options.recorded(args)["dtype"] == dtype
 

@@ -13,8 +13,8 @@ import pytest
 
 import hydrajax
 from hydrajax import assets
+from hydrajax.autotune import tree_search
 from hydrajax.locking import in_use
-from hydrajax.measure import tree_search
 from hydrajax.measure.calibration import Calibration
 from hydrajax.report.outputs import find_results
 from hydrajax.trees import DynamicTree, TreeTopology, presets

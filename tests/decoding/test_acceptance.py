@@ -10,12 +10,14 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from helpers.how import per_row
 from helpers.lab import quick_jit
 from helpers.tree_tools import leaf_paths, random_tree
-from hydrajax.decoding.acceptance import Greedy, Typical
-from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.acceptance import Greedy, Typical, Verified
+from hydrajax.decoding.processors import LogitBias, Penalties, TokenCounts, batched_processors
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.errors import HydrajaxError
+from hydrajax.measure.certificate import shaped
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology
 
@@ -30,7 +32,7 @@ TREES += [random_tree(n_choices, n_choices, depth=4, widest=4) for n_choices in 
 @functools.partial(quick_jit, static_argnames="tree")
 def accept(rule, logits, tokens, tree):
     """What a rule accepts, on the host; the rule's numbers are arguments, so a tree compiles once for each kind."""
-    return rule.accept(logits, Proposal(tokens, tree.topology), None)
+    return rule.accept(Verified(logits, Proposal(tokens, tree.topology)), None)
 
 
 def walk(tree: TreeTopology, logits: np.ndarray, candidates: np.ndarray) -> tuple[list[int], int]:
@@ -107,10 +109,11 @@ def test_first_root_is_the_smallest_best_token():
 # --- typical ----------------------------------------------------------------------------------------------------------
 
 
-def typical_walk(rule: Typical, tree: TreeTopology, logits: np.ndarray, candidates: np.ndarray) -> list[int]:
-    """The accepted nodes as the released code finds them: of all root-to-leaf paths the longest, likeliest, first."""
-    p = np.exp(logits / rule.temperature)
-    p /= p.sum(axis=-1, keepdims=True)
+def typical_walk(rule: Typical, tree: TreeTopology, p: np.ndarray, candidates: np.ndarray) -> list[int]:
+    """The accepted nodes as the released code finds them: of all root-to-leaf paths the longest, likeliest, first.
+
+    p: the base's distribution after each node.
+    """
     entropy = -(p * np.log(p + 1e-5)).sum(axis=-1)
     alpha = rule.epsilon**0.5 if rule.alpha is None else rule.alpha
     threshold = np.minimum(rule.epsilon, alpha * np.exp(-entropy))
@@ -118,7 +121,7 @@ def typical_walk(rule: Typical, tree: TreeTopology, logits: np.ndarray, candidat
     for leaf in leaf_paths(tree):
         path, log_p = [0], 0.0
         for node in leaf[1:]:
-            if node < 0 or not p[path[-1], candidates[node]] > threshold[path[-1]]:
+            if node < 0 or candidates[node] < 0 or not p[path[-1], candidates[node]] > threshold[path[-1]]:
                 break
             log_p += np.log(p[path[-1], candidates[node]])
             path.append(int(node))
@@ -137,7 +140,8 @@ def test_typical_matches_a_walk_over_paths(rule):
         accepted = jax.device_get(accept(per_row(rule, 40), logits, candidates, tree))
         lengths = set()
         for row in range(40):
-            nodes = typical_walk(rule, tree, logits[row].astype(np.float64), candidates[row])
+            p = np.stack([shaped(node, rule) for node in logits[row].astype(np.float64)])
+            nodes = typical_walk(rule, tree, p, candidates[row])
             assert accepted.path[row].tolist() == nodes + [nodes[-1]] * (tree.depth + 1 - len(nodes))
             assert accepted.accept_length[row] == len(nodes) - 1
             assert accepted.next_root[row] == np.argmax(logits[row, nodes[-1]])
@@ -146,8 +150,52 @@ def test_typical_matches_a_walk_over_paths(rule):
 
 
 @pytest.mark.parametrize(
+    "rule",
+    [Typical(0.2, 0.6, 0.7, top_k=4), Typical(0.2, temperature=1.5, top_p=0.8), Typical(0.1, min_p=0.2)],
+    ids=["top-k", "top-p", "min-p"],
+)
+def test_typical_with_cuts_and_processors_matches_a_walk(rule):
+    """What a processor does at a node depends on the path to it: each node has a text of its own before it."""
+    batch, tree, random = 40, TREES[-1], np.random.default_rng(7)
+    logits = random.normal(size=(batch, tree.size, VOCAB)).astype(np.float32) * 1.5
+    candidates = random.integers(-1, VOCAB, size=(batch, tree.size), dtype=np.int32)
+    candidates[:, 0] = random.integers(0, VOCAB, batch)
+    prompts, output = random.integers(0, VOCAB, (2, batch, 3), dtype=np.int32)
+    bias = LogitBias({1: 1.0, 4: -0.5})
+    rows = [(bias, Penalties(repetition_penalty=1.5, frequency_penalty=row / batch)) for row in range(batch)]
+
+    @quick_jit
+    def accept(rule, processors, logits, tokens, prompts, output):
+        three = np.full(batch, 3, np.int32)
+        counts = TokenCounts.of_prompt(prompts, three, VOCAB).with_output(output, three)
+        return rule.accept(Verified(logits, Proposal(tokens, tree.topology), processors, counts), None)
+
+    found = jax.device_get(
+        accept(per_row(rule, batch), batched_processors(rows, VOCAB), logits, candidates, prompts, output)
+    )
+    lengths, changed = set(), 0
+    for row, processors in enumerate(rows):
+        processed = logits[row].astype(np.float64)
+        for node in range(tree.size):
+            path = [candidates[row, each] for each in tree.node_paths[node][: tree.depths[node] + 1]]
+            for processor in processors:
+                processed[node] = processor.reference(processed[node], prompts[row], [*output[row], *path])
+        p = np.stack([shaped(node, rule) for node in processed])
+        nodes = typical_walk(rule, tree, p, candidates[row])
+        assert found.path[row].tolist() == nodes + [nodes[-1]] * (tree.depth + 1 - len(nodes))
+        assert found.next_root[row] == np.argmax(processed[nodes[-1]])
+        lengths.add(len(nodes))
+        plain = np.stack([shaped(node, rule) for node in logits[row].astype(np.float64)])
+        changed += typical_walk(rule, tree, plain, candidates[row]) != nodes
+    assert len(lengths) > 1
+    assert changed > 5
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"top_k": 0}, "top_k: must be an integer from 1 up, found 0"),
+        ({"min_p": 1.5}, "min_p: must be from 0 to 1, found 1.5"),
         ({"epsilon": -0.1}, "epsilon: must be from 0 to 1, found -0.1"),
         ({"epsilon": float("nan")}, "epsilon: must be from 0 to 1, found nan"),
         ({"alpha": -1.0}, "alpha: must be from 0 up, found -1.0"),

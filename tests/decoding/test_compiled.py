@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.how import sampling
+from hydrajax.api import make_decode_fn
 from hydrajax.decoding import step
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy
-from hydrajax.decoding.decode import make_decode_fn, result_of
+from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.loop import run_steps
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.step import Engine
 from hydrajax.drafters.amphista import AmphistaHeads
@@ -67,7 +68,7 @@ def shapes(engine: Engine, batch: int, rule: AcceptanceRule):
     draft = jax.eval_shape(lambda base: engine.drafter.init(jax.random.key(0), BoundBase(engine.model, base)), base)
     params = Params(base, draft)
     prompt, lengths = jax.ShapeDtypeStruct((batch, BUCKET), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return params, jax.eval_shape(engine.prefill, params, prompt, lengths, jax.random.key(0), rule)
+    return params, jax.eval_shape(engine.prefill, params, prompt, lengths, sampling(rule, batch, CONFIG.vocab_size))
 
 
 def optimised_hlo(engine: Engine, batch: int, donate: bool = True, rule: AcceptanceRule | None = None) -> str:
@@ -143,11 +144,11 @@ def test_the_loop_updates_its_caches_in_place(name, rule, batch):
 
 
 def extended_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
-    """`Engine.extend`, a conversation's next message of 16 tokens, as text; `Bursts` donates the state."""
+    """`Engine.extend`, a conversation's next message of 16 tokens, as text; executors donate the state."""
     params, state = shapes(engine, batch, Greedy())
     more, counts = jax.ShapeDtypeStruct((batch, BUCKET), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     extend = jax.jit(engine.extend, donate_argnums=1 if donate else ())
-    arguments = params, state, more, counts, jax.random.key(0), per_row(Greedy(), batch)
+    arguments = params, state, more, counts, sampling(Greedy(), batch, CONFIG.vocab_size)
     return extend.lower(*arguments).compile({"xla_backend_optimization_level": 0}).as_text()
 
 
@@ -300,7 +301,7 @@ def test_a_prompt_already_on_the_device(small_run):
 def test_prefill_and_a_donated_loop_apart(lab, small_run):
     decode_fn, params, prompt, lengths, expected = small_run
     engine = decode_fn.engine
-    state = lab.quick_jit(engine.prefill)(params, prompt, lengths, jax.random.key(0), Greedy())
+    state = lab.quick_jit(engine.prefill)(params, prompt, lengths, sampling(Greedy(), 2, lab.vocab))
     loop = lab.quick_jit(lambda params, state: run_steps(engine, params, state), donate_argnums=1)
     final = loop(params, state)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.target.cache.layers, state.draft)))

@@ -1,7 +1,7 @@
 """Chi-square tests of the joint distribution of three sampled tokens, and that they fail for rules that are wrong.
 
 The base is so small that the probability of every sequence can be written down: plain passes over whole texts, shaped
-by penalties, temperature, top-k, top-p and min-p in NumPy.
+by logits processors, temperature, top-k, top-p and min-p in NumPy.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from helpers.how import how, per_row, sampling
 from helpers.lab import QUICK as QUICK_COMPILE
 from helpers.lab import Scripted
+from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling, Typical, walk
-from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.decoding.numbers import numbers_as_arrays
+from hydrajax.decoding.processors import LogitBias, Penalties
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.sampling import numbers_as_arrays, per_row, sample
+from hydrajax.decoding.sampling import sample
 from hydrajax.decoding.state import Params
 from hydrajax.drafters import growing
 from hydrajax.drafters.amphista import AmphistaHeads
@@ -125,7 +128,7 @@ def draft_params(name: str):
     return random_leaves(jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(MODEL, BASE))), 1, 0.3)
 
 
-def probabilities(rule) -> np.ndarray:
+def probabilities(rule, processors=()) -> np.ndarray:
     """Of each of `SEQUENCES` after the prompt."""
     texts = np.array([[*PROMPT, *sequence] for sequence in SEQUENCES])
     positions = np.broadcast_to(np.arange(texts.shape[1]), texts.shape)
@@ -135,18 +138,21 @@ def probabilities(rule) -> np.ndarray:
     for row, sequence in enumerate(SEQUENCES):
         for place, token in enumerate(sequence):
             here = logits[row, len(PROMPT) - 1 + place]
-            if rule.penalises:
-                here = penalised(here, rule, sequence[:place])
+            here = processed(here, processors, sequence[:place])
             found[row] *= shaped(here, rule)[token]
     return found
 
 
-def penalised(logits: np.ndarray, rule, output) -> np.ndarray:
-    """Token by token, after `PROMPT` and what was generated."""
+def processed(logits: np.ndarray, processors, output) -> np.ndarray:
+    """Token by token, after `PROMPT` and what was generated; a bias comes first."""
     found = logits.copy()
-    for token in {*PROMPT, *output}:
-        found[token] *= rule.repetition_penalty if found[token] < 0 else 1 / rule.repetition_penalty
-        found[token] -= rule.frequency_penalty * output.count(token) + rule.presence_penalty * (token in output)
+    for token, bias in dict(each for one in processors for each in getattr(one, "logit_bias", ())).items():
+        found[token] += bias
+    for one in processors:
+        if isinstance(one, Penalties):
+            for token in {*PROMPT, *output}:
+                found[token] *= one.repetition_penalty if found[token] < 0 else 1 / one.repetition_penalty
+                found[token] -= one.frequency_penalty * output.count(token) + one.presence_penalty * (token in output)
     return found
 
 
@@ -162,9 +168,9 @@ def shaped(logits: np.ndarray, rule) -> np.ndarray:
     return p / p.sum()
 
 
-def draws(rule, drafter: str, tree: CandidateTree, batch: int, samples: int) -> np.ndarray:
+def draws(rule, drafter: str, tree: CandidateTree, batch: int, samples: int, processors=()) -> np.ndarray:
     """``[samples, LENGTH]`` tokens from as many decodings; all rows of a batch have the same prompt."""
-    decode = make_decode_fn(MODEL, DRAFTERS[drafter], tree, rule, max_new_tokens=LENGTH)
+    decode = make_decode_fn(MODEL, DRAFTERS[drafter], tree, rule, processors=processors, max_new_tokens=LENGTH)
     params, prompt = Params(BASE, draft_params(drafter)), np.array([PROMPT] * batch)
     # So few decodings take less time than LLVM's optimisation.
     many = jax.jit(
@@ -221,16 +227,32 @@ def test_exact_sampling_with_drafts_that_have_a_cache(drafter, tree):
     assert p_value(draws(rule, drafter, TREES[tree], 8, FEWER), probabilities(rule)) > P_VALUE
 
 
-@pytest.mark.slow
-def test_sampling_with_penalties_and_min_p():
-    numbers = {"repetition_penalty": 1.5, "presence_penalty": -0.4, "frequency_penalty": 0.9}
-    rule = ExactSampling(0.9, min_p=0.05, **numbers)
-    expected = probabilities(rule)
-    found = draws(rule, "hydra", TREE, 8, FEWER)
-    assert p_value(found, expected) > P_VALUE
+PROCESSORS = (
+    LogitBias({1: 0.7, 3: -0.5}),
+    Penalties(repetition_penalty=1.5, presence_penalty=-0.4, frequency_penalty=0.9),
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafter", "tree"),
+    [
+        pytest.param(ExactSampling(0.9, min_p=0.05), "hydra", "tree", marks=pytest.mark.slow),
+        pytest.param(RejectionSampling(0.9, min_p=0.05, draft_temperature=1.2), "far", "tree", marks=pytest.mark.slow),
+        pytest.param(RejectionSampling(0.9, min_p=0.05), "lookup beside far", "grown", marks=pytest.mark.slow),
+        (RejectionSampling(0.9, min_p=0.05), "near", "chain"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+)
+def test_processors_and_min_p(rule, drafter, tree):
+    found = draws(rule, drafter, TREES[tree], 8, FEWER, PROCESSORS)
+    assert p_value(found, probabilities(rule, PROCESSORS)) > P_VALUE
     # Each of the numbers matters: without it, other sequences are expected.
-    for name in (*numbers, "min_p"):
-        assert p_value(found, probabilities(dataclasses.replace(rule, **{name: rule.NEUTRAL[name]}))) < 1e-9
+    bias, penalties = PROCESSORS
+    assert p_value(found, probabilities(dataclasses.replace(rule, min_p=0.0), PROCESSORS)) < 1e-9
+    assert p_value(found, probabilities(rule, [penalties])) < 1e-9
+    for name, neutral in penalties.NEUTRAL.items():
+        fewer = [bias, dataclasses.replace(penalties, **{name: neutral})]
+        assert p_value(found, probabilities(rule, fewer)) < 1e-9
 
 
 def test_plain_sampling():
@@ -273,11 +295,12 @@ def test_rejection_sampling(temperature, cut, drafter, tree, samples):
 class TwoChances(ExactSampling):
     """Wrong: where no child holds the sample, it samples again, and may then follow one."""
 
-    def accept(self, logits, proposal, keys, seen=None):
+    def accept(self, verified, keys):
+        proposal = verified.proposal
         parents = jnp.asarray(proposal.tree.parents)
 
         def choose(node, depth):
-            shaped = self.shape(at_rows(logits, node))
+            shaped = self.shape(verified.at(node, depth))
             token = sample(keys[:, depth], shaped)
             held = jnp.any((parents == node[:, None]) & (proposal.tokens == token[:, None]), axis=1)
             return jnp.where(held, token, sample(keys[:, depth + 1], shaped))
@@ -290,8 +313,8 @@ class TwoChances(ExactSampling):
 class Uncut(ExactSampling):
     """Wrong: forgets top-k and top-p after the first token."""
 
-    def accept(self, logits, proposal, keys, seen=None):
-        return per_row(ExactSampling(1.0), len(logits)).accept(logits, proposal, keys)
+    def accept(self, verified, keys):
+        return per_row(ExactSampling(1.0), len(verified.logits)).accept(verified, keys)
 
 
 @numbers_as_arrays
@@ -299,9 +322,9 @@ class Uncut(ExactSampling):
 class NoResidual(RejectionSampling):
     """Wrong: after a rejection it draws from p and not from norm(max(0, p - q))."""
 
-    def accept(self, logits, proposal, keys, seen=None):
-        accepted = super().accept(logits, proposal, keys)
-        again = sample(keys[:, 0], self.shape(at_rows(logits, accepted.path[:, -1])))
+    def accept(self, verified, keys):
+        accepted = super().accept(verified, keys)
+        again = sample(keys[:, 0], self.shape(at_rows(verified.logits, accepted.path[:, -1])))
         return accepted._replace(next_root=again)
 
 
@@ -337,7 +360,8 @@ def quickly(decode_fn):
     compiled = {}
 
     def run(params: Params, prompts: np.ndarray, keys, rule):
-        args = params, prompts.astype(np.int32), np.full(len(prompts), 3, np.int32), keys, per_row(rule, len(prompts))
+        drawn = sampling(how(rule, max_new_tokens=12), len(prompts), VOCAB, keys)
+        args = params, prompts.astype(np.int32), np.full(len(prompts), 3, np.int32), drawn
         if len(prompts) not in compiled:
             compiled[len(prompts)] = decode_fn.jitted.lower(*args).compile(QUICK_COMPILE)
         return jax.device_get(compiled[len(prompts)](*args))

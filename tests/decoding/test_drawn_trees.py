@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from helpers.how import per_row
 from helpers.lab import quick_jit
+from hydrajax.decoding.acceptance import Verified
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.sampling import per_row, position_keys, row_keys
+from hydrajax.decoding.sampling import position_keys, row_keys
 from hydrajax.drafters import growing
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.trees.dynamic import DynamicTree
@@ -42,7 +44,7 @@ def steps(tree: DynamicTree, draft_temperature: float | None = None):
     def step(root, emitted):
         below = position_keys(keys, emitted[:, None] + 1 + jnp.arange(tree.depth + 1))
         proposal, _ = growing.grow(tree, root, guess, None, LmHead(), VOCAB, rule.draw(below))
-        accepted = rule.accept(base[proposal.tokens], proposal, below)
+        accepted = rule.accept(Verified(base[proposal.tokens], proposal), below)
         child = proposal.tokens[rows, accepted.path[:, 1]]
         follows = jnp.where(accepted.accept_length > 0, child, accepted.next_root)
         return (root, follows, accepted.accept_length), accepted.next_root, emitted + accepted.accept_length + 1

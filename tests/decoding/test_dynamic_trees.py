@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.how import how, per_row
 from helpers.lab import CONTEXT, NEW, VOCAB, Scripted, quick_jit
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
-from hydrajax.decoding.decode import make_decode_fn
-from hydrajax.decoding.sampling import per_row
+from hydrajax.api import make_decode_fn
+from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical, Verified
+from hydrajax.decoding.processors import LogitBias, Penalties
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.trees.topology import from_parents
 from hydrajax.trees.tree import TreeTopology
@@ -87,10 +88,10 @@ def runs(lab):
     compiled = {}
 
     def run(rule, seed):
-        some = rule[0] if isinstance(rule, list) else rule
-        kind = jax.tree.structure(some)
+        some = how(rule[0] if isinstance(rule, list) else rule)
+        kind = jax.tree.structure(some.rule), some.processors != ()
         if kind not in compiled:
-            compiled[kind] = make_decode_fn(lab.model, Forest(), ROOM, some, max_new_tokens=NEW)
+            compiled[kind] = make_decode_fn(lab.model, Forest(), ROOM, some.rule, max_new_tokens=NEW)
         alone = lab.plainly(PROMPTS, rule, seed)
         texts = np.zeros((len(PROMPTS), lab.context + DEPTH + 1), np.int32)
         for row, prompt in enumerate(PROMPTS):
@@ -102,12 +103,12 @@ def runs(lab):
     return run
 
 
-def with_penalties(kind, **settings) -> list:
-    """A rule for each of the prompts, with numbers of its own."""
-    return [
-        kind(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency, **settings)
-        for repetition, presence, frequency in [(1.4, 0.5, 0.3), (0.6, -0.4, 1.1), (1.1, 1.5, -0.2)]
-    ]
+def processed(rule) -> list:
+    """A spec for each of the prompts, with processors of its own."""
+    numbers = [(1.4, 0.5, 0.3), (0.6, -0.4, 1.1), (1.1, 1.5, -0.2)]
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    penalties = [Penalties(**dict(zip(names, row, strict=True))) for row in numbers]
+    return [how(rule, processors=[each, LogitBias({3: row - 1.0})]) for row, each in enumerate(penalties)]
 
 
 @pytest.mark.parametrize(
@@ -115,8 +116,8 @@ def with_penalties(kind, **settings) -> list:
     [
         pytest.param(Greedy(), id="greedy"),
         pytest.param(ExactSampling(1.3), id="exact"),
-        pytest.param(with_penalties(Greedy), id="greedy with penalties", marks=pytest.mark.slow),
-        pytest.param(with_penalties(ExactSampling, temperature=1.3, min_p=0.05), id="exact with penalties and min_p"),
+        pytest.param(processed(Greedy()), id="greedy with processors", marks=pytest.mark.slow),
+        pytest.param(processed(ExactSampling(1.3, min_p=0.05)), id="exact with processors and min_p"),
     ],
 )
 @pytest.mark.quick("exact")
@@ -174,7 +175,7 @@ def test_typical_acceptance_of_a_tree_for_every_row_matches_a_walk():
     @quick_jit
     def accept(rule, parents, logits, tokens):
         made = from_parents(parents, DEPTH, most_children=N_NODES - 1)
-        return rule.accept(logits, Proposal(tokens, made), None)
+        return rule.accept(Verified(logits, Proposal(tokens, made)), None)
 
     found = jax.device_get(accept(per_row(rule, batch), parents, logits, tokens))
     p = np.asarray(jax.nn.softmax(logits.astype(np.float64) / rule.temperature, axis=-1), np.float64)
@@ -195,6 +196,8 @@ def test_a_node_without_a_parent_is_never_accepted():
     proposal = Proposal(tokens, quick_jit(lambda parents: from_parents(parents, depth=2, most_children=2))(parents))
     keys = jax.random.split(jax.random.key(0), (2, 3))
     for rule in (Greedy(), Typical(0.1, temperature=1.0), ExactSampling(0.1)):
-        accepted = jax.device_get(quick_jit(lambda rule: rule.accept(logits, proposal, keys))(per_row(rule, 2)))
+        accepted = jax.device_get(
+            quick_jit(lambda rule: rule.accept(Verified(logits, proposal), keys))(per_row(rule, 2))
+        )
         assert accepted.path.tolist() == [[0, 2, 2], [0, 1, 3]]
         assert accepted.accept_length.tolist() == [1, 2]

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from helpers.how import sampling
 from helpers.lab import arrays
-from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.state import Params
 
@@ -112,7 +112,7 @@ def test_a_finished_row_is_frozen(lab, examples):
     engine = lab.decode_fn("oracle", "chain", MAX_NEW, EOS).engine
     params = Params(lab.base(0), lab.oracle_params(np.stack(texts)))
     lengths = np.full(3, PROMPT, np.int32)
-    state = lab.quick_jit(engine.prefill)(params, np.array(prompts, np.int32), lengths, jax.random.key(0), Greedy())
+    state = lab.quick_jit(engine.prefill)(params, np.array(prompts, np.int32), lengths, sampling(None, 3, lab.vocab))
     step = lab.quick_jit(engine.decode_step)
     assert state.output.done.tolist() == [False] * 3
     done, records = [], []

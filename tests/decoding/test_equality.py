@@ -13,10 +13,10 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
+from helpers.how import sampling
 from helpers.lab import arrays
 from helpers.tree_tools import random_tree
-from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.api import make_decode_fn
 from hydrajax.decoding.state import Params
 from hydrajax.models.attention import causal_mask
 from hydrajax.trees.dynamic import DynamicTree
@@ -198,7 +198,7 @@ def test_the_cache_holds_exactly_the_accepted_text(lab):
     for row, prompt in enumerate(three):
         padded[row, : len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in three], np.int32)
-    state = lab.quick_jit(engine.prefill)(params, padded, lengths, jax.random.key(0), Greedy())
+    state = lab.quick_jit(engine.prefill)(params, padded, lengths, sampling(None, 3, lab.vocab))
     step = lab.quick_jit(engine.decode_step)
     for _ in range(6):
         state = step(params, state)

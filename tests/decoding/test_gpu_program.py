@@ -15,9 +15,9 @@ from jax._src.mesh import AbstractDevice
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh
 
+from helpers.how import sampling
+from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
-from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.step import Engine
 from hydrajax.drafters.registry import KINDS
@@ -44,7 +44,7 @@ def lowered_step(dtype: str, kind: str, tree: str) -> str:
     device = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
     with backend.traced_for(GPU), jax.sharding.use_abstract_mesh(device):
         prompt, lengths = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        state = jax.eval_shape(engine.prefill, params, prompt, lengths, jax.random.key(0), per_row(Greedy(), 1))
+        state = jax.eval_shape(engine.prefill, params, prompt, lengths, sampling(Greedy(), 1, CONFIG.vocab_size))
         return jax.jit(engine.decode_step).trace(params, state).lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -6,10 +6,12 @@ import jax
 import numpy as np
 import pytest
 
+from helpers.how import how, sampling
 from helpers.lab import NEW, VOCAB
 from helpers.log_probabilities import check_top, of_whole_text
+from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
-from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.decoding.processors import Penalties
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
 from hydrajax.errors import HydrajaxError
@@ -17,11 +19,11 @@ from hydrajax.trees import presets
 
 PROMPTS = [[3, 1, 4, 1, 5], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
 TREE = presets.cartesian([3, 2, 2])
-RULES = [
-    Greedy(repetition_penalty=1.5, frequency_penalty=0.5),
-    Typical(0.05),
-    ExactSampling(1.4, top_k=9, min_p=0.01),
-    RejectionSampling(0.8),
+SPECS = [
+    how(Greedy(), processors=[Penalties(repetition_penalty=1.5, frequency_penalty=0.5)]),
+    how(Typical(0.05)),
+    how(ExactSampling(1.4, top_k=9, min_p=0.01)),
+    how(RejectionSampling(0.8)),
 ]
 
 
@@ -44,13 +46,13 @@ def check(lab, out, top: int = 0) -> None:
             assert (top_logprobs[length:] == 0).all()
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec.rule).__name__)
 @pytest.mark.quick("ExactSampling", "Typical")
-def test_every_rule_with_a_tree(lab, rule):
+def test_every_rule_with_a_tree(lab, spec):
     """Rows end by an EOS and by a limit within a path, too."""
-    settings = {"max_new_tokens": NEW, "eos_ids": (0,), "top_logprobs": 4}
-    decode = make_decode_fn(lab.model, lab.drafters["hydra"], TREE, rule, **settings)
-    out = lab.decode(decode, 0, lab.draft("hydra", 0), PROMPTS, rule=rule, limits=[NEW, 17, 9], seed=1)
+    settings = {"max_new_tokens": NEW, "eos_ids": (0,), "logprobs": 4}
+    decode = make_decode_fn(lab.model, lab.drafters["hydra"], TREE, spec.rule, **settings)
+    out = lab.decode(decode, 0, lab.draft("hydra", 0), PROMPTS, rule=spec, limits=[NEW, 17, 9], seed=1)
     assert out.accept_lengths.max() >= 1
     check(lab, out, top=4)
 
@@ -59,7 +61,7 @@ def test_every_rule_with_a_tree(lab, rule):
 @pytest.mark.parametrize("top", [0, 1, VOCAB])
 @pytest.mark.parametrize("rule", [Greedy(), ExactSampling(1.4, top_k=9)], ids=lambda rule: type(rule).__name__)
 def test_without_a_draft(lab, rule, top):
-    settings = {"max_new_tokens": NEW, "logprobs": True, "top_logprobs": top}
+    settings = {"max_new_tokens": NEW, "logprobs": top}
     decode = make_decode_fn(lab.model, lab.drafters["none"], presets.root(), rule, **settings)
     out = lab.decode(decode, 0, {}, PROMPTS, rule=rule, seed=1)
     check(lab, out, top)
@@ -82,7 +84,7 @@ def test_nothing_is_kept_unless_asked_for(lab):
     decode = lab.decode_fn("none", "root", NEW)
     state = jax.eval_shape(
         decode.engine.prefill,
-        Params(lab.base(0), {}), np.zeros((1, 16), np.int32), np.ones(1, np.int32), jax.random.key(0), Greedy(),
+        Params(lab.base(0), {}), np.zeros((1, 16), np.int32), np.ones(1, np.int32), sampling(None, 1, VOCAB),
     )  # fmt: skip
     assert state.output.logprobs is None
     assert state.target.root_logprobs is None
@@ -91,5 +93,5 @@ def test_nothing_is_kept_unless_asked_for(lab):
 
 def test_no_more_alternatives_than_there_are_tokens(lab):
     for k in (-1, VOCAB + 1):
-        with pytest.raises(HydrajaxError, match=f"top_logprobs: must be from 0 to the vocabulary's {VOCAB}, found {k}"):
-            make_decode_fn(lab.model, lab.drafters["none"], presets.root(), max_new_tokens=NEW, top_logprobs=k)
+        with pytest.raises(HydrajaxError, match=f"logprobs: must be from 0 to the vocabulary's {VOCAB}, found {k}"):
+            make_decode_fn(lab.model, lab.drafters["none"], presets.root(), max_new_tokens=NEW, logprobs=k)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
-from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.decode import make_decode_fn
-from hydrajax.decoding.penalties import Seen
+from helpers.how import how, sampling
+from hydrajax.api import make_decode_fn
+from hydrajax.decoding.processors import Penalties, TokenCounts
 from hydrajax.decoding.prompts import right_padded
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.lookahead import Lookahead
@@ -45,8 +44,9 @@ def test_pieces_and_rewound_texts_go_on_as_whole_ones(lab, name):
     drafter = WithLookup(drafter, 3) if name in BESIDE else drafter
     draft = {} if name in made else lab.draft(inner, 0)
     tree = presets.root() if name == "none" else presets.chain(2)
-    rule, params, key = Greedy(presence_penalty=0.5), Params(lab.base(0), draft), jax.random.key(0)
-    engine = make_decode_fn(lab.model, drafter, tree, rule, max_new_tokens=NEW).engine
+    params = Params(lab.base(0), draft)
+    drawn = sampling(how(processors=[Penalties(presence_penalty=0.5)]), 2, lab.vocab)
+    engine = make_decode_fn(lab.model, drafter, tree, max_new_tokens=NEW).engine
     prefill, step = lab.quick_jit(engine.prefill, static_argnames="slots"), lab.quick_jit(engine.decode_step)
     feed, extend = lab.quick_jit(engine.feed), lab.quick_jit(engine.extend)
 
@@ -56,7 +56,7 @@ def test_pieces_and_rewound_texts_go_on_as_whole_ones(lab, name):
         return state
 
     def whole(texts):
-        return finished(prefill(params, *right_padded(texts, 32), key, rule, slots=SLOTS)).output
+        return finished(prefill(params, *right_padded(texts, 32), drawn, slots=SLOTS)).output
 
     def in_pieces(state, texts, at):
         """Each row from its own place on, a piece at a time; rows whose text is over wait for the last piece."""
@@ -67,17 +67,16 @@ def test_pieces_and_rewound_texts_go_on_as_whole_ones(lab, name):
             following = np.array([text[b] for text, b in zip(texts, until, strict=True)], np.int32)
             state, at = feed(params, state, more, counts, following), until
         last = right_padded([text[-2:] for text in texts], WIDTH)
-        return finished(extend(params, state, *last, key, rule))
+        return finished(extend(params, state, *last, drawn))
 
-    state = in_pieces(engine.empty(2, SLOTS, rule), TEXTS, [0, 0])
+    state = in_pieces(engine.empty(2, SLOTS, drawn), TEXTS, [0, 0])
     expected = whole(TEXTS)
     assert expected.lengths.tolist() == [NEW, NEW]
     np.testing.assert_array_equal(state.output.tokens[:, :NEW], expected.tokens[:, :NEW])
     if name != "lookahead":  # which guesses by what it met, piece by piece
         np.testing.assert_array_equal(state.output.accept_lengths, expected.accept_lengths)
     common = np.array([10, 3], np.int32)
-    state = lab.quick_jit(engine.rewind)(state, common)
     kept = right_padded([text[:n] for text, n in zip(OTHER, common, strict=True)], 16)
-    state = state._replace(output=state.output._replace(seen=Seen.of_prompt(*kept, lab.vocab)))
+    state = lab.quick_jit(engine.rewind)(state, common, TokenCounts.of_prompt(*kept, lab.vocab))
     state = in_pieces(state, OTHER, common)
     np.testing.assert_array_equal(state.output.tokens[:, :NEW], whole(OTHER).tokens[:, :NEW])

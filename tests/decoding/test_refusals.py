@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.api import make_decode_fn
 from hydrajax.decoding.prompts import bucket
 from hydrajax.decoding.state import Params
 from hydrajax.errors import HydrajaxError

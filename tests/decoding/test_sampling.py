@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from helpers.how import per_row
 from hydrajax.decoding.acceptance import ExactSampling
-from hydrajax.decoding.sampling import Sampling, per_row, position_keys, row_keys
+from hydrajax.decoding.sampling import Sampling, position_keys, row_keys
 from hydrajax.errors import HydrajaxError
 
 
@@ -91,9 +92,9 @@ def test_of_tokens_that_tie_at_the_kth_the_share_counts_all():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": 0.0}, "temperature: must be positive, found 0.0"),
-        ({"temperature": float("nan")}, "temperature: must be positive, found nan"),
-        ({"temperature": float("inf")}, "temperature: must be positive, found inf"),
+        ({"temperature": -1.0}, "temperature: must be at least 0 and finite, found -1.0"),
+        ({"temperature": float("nan")}, "temperature: must be at least 0 and finite, found nan"),
+        ({"temperature": float("inf")}, "temperature: must be at least 0 and finite, found inf"),
         ({"top_k": 0}, "top_k: must be an integer from 1 up, found 0"),
         ({"top_k": True}, "top_k: must be an integer from 1 up, found True"),
         ({"top_p": 0.0}, "top_p: must be above 0 and at most 1, found 0.0"),
@@ -107,6 +108,24 @@ def test_of_tokens_that_tie_at_the_kth_the_share_counts_all():
 def test_numbers_out_of_range_are_refused(settings, message):
     with pytest.raises(HydrajaxError, match=message):
         Sampling(**settings)
+
+
+def test_numbers_without_effect_change_no_bit():
+    """In a batch whose other rows have them: the same logits as without."""
+    logits = np.random.default_rng(0).normal(0, 6, (3, 500)).astype(np.float32)
+    rules = [ExactSampling(0.7), ExactSampling(1.9), ExactSampling(1.0, 7, 0.8, min_p=0.1)]
+    found = per_row(rules, 3).shape(logits)
+    for row in range(3):
+        np.testing.assert_array_equal(found[row], rules[row].shape(logits[row]))
+
+
+def test_a_row_at_temperature_0_takes_the_most_likely_token():
+    logits = np.random.default_rng(1).normal(0, 1, (3, 50)).astype(np.float32)
+    rule = per_row([ExactSampling(0.0), ExactSampling(1.0), ExactSampling(0.0)], 3)
+    keys = jax.random.split(jax.random.key(0), (40, 3))
+    drawn = np.asarray(jax.vmap(lambda keys: rule.choose(keys, logits))(keys))
+    assert (drawn[:, [0, 2]] == logits.argmax(axis=1)[[0, 2]]).all()
+    assert len(set(drawn[:, 1].tolist())) > 5
 
 
 def test_keys_belong_to_rows_and_places():

@@ -1,4 +1,4 @@
-"""Rows of a decode state taken out, put in and moved; numbers of a rule and limits that belong to rows."""
+"""Rows of a decode state taken out, put in and moved; numbers, processors and limits that belong to rows."""
 
 from __future__ import annotations
 
@@ -6,40 +6,55 @@ import jax
 import numpy as np
 import pytest
 
+from helpers.how import how, sampling
 from helpers.lab import arrays
-from hydrajax.api import Loaded
+from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling, Typical
-from hydrajax.decoding.decode import make_decode_fn, result_of
+from hydrajax.decoding.decode import result_of
+from hydrajax.decoding.processors import Penalties
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.sampling import per_row
-from hydrajax.decoding.state import DecodeState, Params, put_rows, take_rows
+from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.errors import HydrajaxError
+from hydrajax.language_model import LanguageModel
 from hydrajax.trees import presets
 
 MAX_NEW, BATCH, WIDTH = 20, 4, 8
-RULES = [
-    ExactSampling(0.3, 9, 0.99, frequency_penalty=0.8, repetition_penalty=1.2),
-    ExactSampling(1.0, 3, 0.9, frequency_penalty=-0.5, repetition_penalty=1.5),
-    ExactSampling(2.0, 17, 0.8, frequency_penalty=0.3, repetition_penalty=0.8),
-    ExactSampling(5.0, 6, 0.7, frequency_penalty=1.5, repetition_penalty=2.0),
+SPECS = [
+    how(
+        ExactSampling(temperature, top_k, top_p),
+        processors=[Penalties(frequency_penalty=frequency, repetition_penalty=repetition)],
+    )
+    for temperature, top_k, top_p, frequency, repetition in [
+        (0.3, 9, 0.99, 0.8, 1.2),
+        (1.0, 3, 0.9, -0.5, 1.5),
+        (2.0, 17, 0.8, 0.3, 0.8),
+        (5.0, 6, 0.7, 1.5, 2.0),
+    ]
 ]
+
+
+def take_rows(state: DecodeState, rows) -> DecodeState:
+    return jax.tree.map(lambda x: x[rows], state)
+
+
+def put_rows(state: DecodeState, places, rows: DecodeState) -> DecodeState:
+    return jax.tree.map(lambda x, new: x.at[places].set(new), state, rows)
 
 
 @pytest.fixture(scope="module")
 def hydra_pp(lab):
     """``(start, step, slots)`` of Hydra++ heads, which keep a cache of their own beside the base's."""
     decode_fn = make_decode_fn(
-        lab.model, lab.drafters["hydra++"], presets.cartesian([3, 2]), RULES[0], max_new_tokens=MAX_NEW
+        lab.model, lab.drafters["hydra++"], presets.cartesian([3, 2]), SPECS[0].rule, max_new_tokens=MAX_NEW
     )
     params, engine = Params(lab.base(0), lab.draft("hydra++", 0)), decode_fn.engine
     prefill, step = lab.quick_jit(engine.prefill, static_argnames="slots"), lab.quick_jit(engine.decode_step)
 
-    def start(seed: int, rules, limits, width: int = WIDTH, slots: int | None = None) -> DecodeState:
-        random, batch = np.random.default_rng(seed), len(rules)
+    def start(seed: int, specs, limits, width: int = WIDTH, slots: int | None = None) -> DecodeState:
+        random, batch = np.random.default_rng(seed), len(specs)
         prompt = random.integers(0, lab.vocab, (batch, width), dtype=np.int32)
         lengths = random.integers(1, width + 1, batch, dtype=np.int32)
-        key, rule = jax.random.key(seed), per_row(rules, batch)
-        return prefill(params, prompt, lengths, key, rule, np.array(limits), slots=slots)
+        return prefill(params, prompt, lengths, sampling(specs, batch, lab.vocab, seed, limits), slots=slots)
 
     return start, lambda state: step(params, state), engine.cache_slots(WIDTH)
 
@@ -58,8 +73,8 @@ def assert_rows(found, rows, wanted, wanted_rows):
 def test_rows_go_on_undisturbed_wherever_they_are_put(hydra_pp):
     """Two conversations' batches with rules and limits of their own, mixed after a few steps and then reordered."""
     start, step, _ = hydra_pp
-    first = start(1, RULES, [20, 11, 17, 20])
-    second = start(2, RULES[::-1], [9, 20, 20, 14])
+    first = start(1, SPECS, [20, 11, 17, 20])
+    second = start(2, SPECS[::-1], [9, 20, 20, 14])
     wanted = finished(step, first), finished(step, second)
     assert max(result.accept_lengths.max() for result in wanted) >= 1
     for _ in range(3):
@@ -79,7 +94,7 @@ def test_rows_go_on_undisturbed_wherever_they_are_put(hydra_pp):
 def test_a_newcomer_with_a_shorter_prompt_joins_a_batch_under_way(hydra_pp):
     """Its prompt has a width of its own; its cache is made as large as those it joins."""
     start, step, slots = hydra_pp
-    batch, newcomer = start(1, RULES, [20, 11, 17, 20]), start(3, RULES[2:3], [15], width=4, slots=slots)
+    batch, newcomer = start(1, SPECS, [20, 11, 17, 20]), start(3, SPECS[2:3], [15], width=4, slots=slots)
     wanted, alone = finished(step, batch), finished(step, newcomer)
     joined = finished(step, put_rows(step(step(batch)), np.array([2]), newcomer))
     assert_rows(joined, [2], alone, [0])
@@ -89,7 +104,7 @@ def test_a_newcomer_with_a_shorter_prompt_joins_a_batch_under_way(hydra_pp):
 @pytest.mark.parametrize(
     "rules",
     [
-        RULES[:3],
+        [spec.rule for spec in SPECS[:3]],
         [Typical(0.05, 0.2, 0.3), Typical(0.3, 0.9, 1.0), Typical(1.0, 0.01, 3.0)],
         [
             RejectionSampling(t, k, p, q)
@@ -125,23 +140,26 @@ def test_limits_belong_to_rows(lab):
 def test_a_rule_of_another_kind_is_refused(lab):
     decode_fn = make_decode_fn(lab.model, lab.drafters["none"], presets.root(), ExactSampling(0.7, top_p=0.9))
     params, prompt = Params(lab.base(0), {}), np.array([[1, 2], [3, 4]])
-    kind = r"rule: must be of the same kind and give the same numbers as ExactSampling\(temperature=0.7"
-    for other in (Typical(), ExactSampling(0.7), ExactSampling(0.7, top_k=3, top_p=0.9)):
-        with pytest.raises(HydrajaxError, match=kind):
-            decode_fn(params, prompt, rule=other)
+    with pytest.raises(HydrajaxError, match=r"rule: must be of the same kind as ExactSampling\(temperature=0.7"):
+        decode_fn(params, prompt, rule=Typical())
     with pytest.raises(HydrajaxError, match="rule: must be one or one per row, found 3 for 2 rows"):
         decode_fn(params, prompt, rule=[ExactSampling(0.7, top_p=0.9)] * 3)
     with pytest.raises(HydrajaxError, match="rule: those of one batch must be of one kind and give the same numbers"):
-        decode_fn(params, prompt, rule=[ExactSampling(0.7, top_k=3, top_p=0.9), ExactSampling(0.7)])
-    with pytest.raises(HydrajaxError, match="temperature: must be positive, found -1"):
+        decode_fn(params, prompt, rule=[ExactSampling(0.7, top_k=3, top_p=0.9), Typical()])
+    with pytest.raises(HydrajaxError, match="temperature: must be at least 0 and finite, found -1"):
         ExactSampling(-1.0)
 
 
-def test_a_loaded_model_keeps_one_program_for_all_numbers(lab):
-    loaded = Loaded(lab.model, lab.drafters["hydra"], Params(lab.base(0), lab.draft("hydra", 0)))
-    tree = presets.chain(2)
-    bursts = loaded.bursts(tree, ExactSampling(0.7, top_p=0.9), 30)
-    assert loaded.bursts(tree, ExactSampling(1.2, top_p=0.5), 17) is bursts
-    for other in (ExactSampling(0.7), ExactSampling(0.7, top_k=3, top_p=0.9), Typical()):
-        assert loaded.bursts(tree, other, 30) is not bursts
-    assert loaded.bursts(presets.chain(1), ExactSampling(0.7, top_p=0.9), 30) is not bursts
+def test_executors_share_the_programs_that_other_numbers_need(lab):
+    params = Params(lab.base(0), lab.draft("hydra", 0))
+    model = LanguageModel(lab.model, lab.drafters["hydra"], params)
+
+    def executor(rule, tree="chain-2", **fields):
+        return model.executor(model.spec(tree=tree, rule=rule, **{"max_new_tokens": 30} | fields))
+
+    first, second = executor(ExactSampling(0.7)), executor(Typical(), max_new_tokens=17)
+    assert first._advance is second._advance
+    assert (first.spec.rule, second.spec.rule) == (ExactSampling(0.7), Typical())
+    assert (first.room, second.spec.max_new_tokens) == (32, 17)
+    for other in (executor(Typical(), "chain-1"), executor(Typical(), logprobs=0), executor(Typical(), eos_ids=(1,))):
+        assert other._advance is not first._advance

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from helpers.forced import forced_logits
+from helpers.how import sampling
 from helpers.lab import NEW, quick_jit
-from hydrajax.decoding.acceptance import ExactSampling, Greedy
-from hydrajax.decoding.decode import make_decode_fn
-from hydrajax.decoding.sampling import per_row
+from hydrajax.api import make_decode_fn
+from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.drafter import Draw
@@ -184,13 +184,13 @@ def test_the_caches_hold_what_the_base_has_seen_and_no_guess(lab):
     """After steps of any length the state is that of the same text read at once."""
     drafter, prompts = lab.drafters["amphista"], [[3, 1, 4], [2, 6], [9, 2, 6, 5]]
     engine = make_decode_fn(lab.model, drafter, lab.trees["skips ranks"], max_new_tokens=16).engine
-    params, rule, limits = Params(lab.base(0), lab.draft("amphista", 0)), per_row(Greedy(), 3), np.array([9, 16, 12])
+    params, drawn = Params(lab.base(0), lab.draft("amphista", 0)), sampling(None, 3, lab.vocab, limits=[9, 16, 12])
     prefill, step = lab.quick_jit(engine.prefill, static_argnames="slots"), lab.quick_jit(engine.decode_step)
 
     def begun(texts):
         padded = np.array([text + [0] * (20 - len(text)) for text in texts], np.int32)
         lengths = np.array([*map(len, texts)], np.int32)
-        return prefill(params, padded, lengths, jax.random.key(0), rule, limits.astype(np.int32), slots=48)
+        return prefill(params, padded, lengths, drawn, slots=48)
 
     state, steps = begun(prompts), 3
     for _ in range(steps):

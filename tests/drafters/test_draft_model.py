@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.how import sampling
 from helpers.lab import VOCAB, quick_jit
 from helpers.noise import noise
-from hydrajax.decoding.acceptance import ExactSampling, Greedy
-from hydrajax.decoding.decode import make_decode_fn, result_of
+from hydrajax.api import make_decode_fn
+from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.registry import KINDS, kind_of, title_of
@@ -161,7 +162,8 @@ def test_the_cache_holds_exactly_the_text_through_two_turns(lab, name, tree):
     engine = make_decode_fn(lab.model, drafter, lab.trees[tree], max_new_tokens=14).engine
     nearly = jax.tree.map(lambda x, y: 0.98 * x + 0.02 * y, lab.base(0), lab.base(1))
     params, step = Params(lab.base(0), nearly), lab.quick_jit(engine.decode_step)
-    key, rule, limits = jax.random.key(0), per_row(Greedy(), 3), np.array([6, 14, 1], np.int32)
+    limits = [6, 14, 1]
+    drawn = sampling(None, 3, VOCAB, limits=limits)
 
     def finish(state, before):
         """Step by step to the end."""
@@ -175,16 +177,16 @@ def test_the_cache_holds_exactly_the_text_through_two_turns(lab, name, tree):
 
     prompts, more = [[3, 1, 4], [2, 6], [9, 2, 6, 5]], [[5, 5], [1], [8, 0, 2]]
     prefill = lab.quick_jit(engine.prefill, static_argnames="slots")
-    state = prefill(params, *padded(prompts), key, rule, limits, slots=lab.context + engine.tree.size)
+    state = prefill(params, *padded(prompts), drawn, slots=lab.context + engine.tree.size)
     state, said, waited = finish(state, prompts)
     assert waited == ({False} if tree == "root" else {True, False})
     whole = [[*prompt, *ids, *text] for prompt, ids, text in zip(prompts, said, more, strict=True)]
-    state = lab.quick_jit(engine.extend)(params, state, *padded(more), key, rule, limits)
+    state = lab.quick_jit(engine.extend)(params, state, *padded(more), drawn)
     check_cache(lab, drafter, params.draft, state.draft, whole)
     _, answers, _ = finish(state, whole)
     texts, _ = lab.references(0, whole)
     for row, text in enumerate(whole):
-        assert answers[row] == lab.expected(texts[row], len(text), int(limits[row]))
+        assert answers[row] == lab.expected(texts[row], len(text), limits[row])
 
 
 @pytest.mark.slow

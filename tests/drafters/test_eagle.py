@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.how import sampling
 from helpers.lab import quick_jit
+from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
-from hydrajax.decoding.decode import make_decode_fn, result_of
-from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3, reads_of
@@ -105,7 +106,8 @@ def test_a_second_turn_goes_on_as_the_base_would(lab):
     """The draft's cache stays in step with the base's, whatever ended the first answer."""
     engine = make_decode_fn(lab.model, lab.drafters["eagle"], lab.trees["grown"], max_new_tokens=9).engine
     params, step = Params(lab.base(0), lab.draft("eagle", 0)), lab.quick_jit(engine.decode_step)
-    key, rule, limits = jax.random.key(0), per_row(Greedy(), 3), np.array([4, 9, 1], np.int32)
+    limits = [4, 9, 1]
+    drawn = sampling(None, 3, lab.vocab, limits=limits)
 
     def finish(state):
         while not state.output.done.all():
@@ -115,12 +117,12 @@ def test_a_second_turn_goes_on_as_the_base_would(lab):
 
     prompts, more = [[3, 1, 4], [2, 6], [9, 2, 6, 5]], [[5, 5], [1], [8, 0, 2]]
     prefill = lab.quick_jit(engine.prefill, static_argnames="slots")
-    state, said = finish(prefill(params, *padded(prompts), key, rule, limits, slots=lab.context + 14))
+    state, said = finish(prefill(params, *padded(prompts), drawn, slots=lab.context + 14))
     whole = [[*prompt, *ids, *text] for prompt, ids, text in zip(prompts, said, more, strict=True)]
-    _, answers = finish(lab.quick_jit(engine.extend)(params, state, *padded(more), key, rule, limits))
+    _, answers = finish(lab.quick_jit(engine.extend)(params, state, *padded(more), drawn))
     texts, _ = lab.references(0, whole)
     for row, text in enumerate(whole):
-        assert answers[row] == lab.expected(texts[row], len(text), int(limits[row]))
+        assert answers[row] == lab.expected(texts[row], len(text), limits[row])
 
 
 def padded(texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

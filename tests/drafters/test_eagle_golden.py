@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from helpers.how import sampling
 from helpers.lab import quick_jit
-from hydrajax.api import Loaded, load
-from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.api import load, make_decode_fn
+from hydrajax.language_model import LanguageModel
 from hydrajax.models.base import BoundBase
 from hydrajax.models.rows import run_base
 from hydrajax.trees import presets
@@ -64,9 +64,9 @@ def folder(golden):
 
 @pytest.fixture(scope="module")
 def loaded_for(golden, folder):
-    made: dict[str, Loaded] = {}
+    made: dict[str, LanguageModel] = {}
 
-    def get(arch: str) -> Loaded:
+    def get(arch: str) -> LanguageModel:
         if arch not in made:
             made[arch] = load(golden / "base" / "mha", folder / arch / "draft")
         return made[arch]
@@ -78,7 +78,7 @@ def near(ours, recorded) -> None:
     np.testing.assert_allclose(ours, recorded, atol=TOLERANCE, rtol=0)
 
 
-def teacher_forced(loaded: Loaded, ids: np.ndarray):
+def teacher_forced(loaded: LanguageModel, ids: np.ndarray):
     """The base's features, and the draft's outputs and logits for each guess that it is trained for at every place."""
     drafter = loaded.drafter
 
@@ -102,14 +102,15 @@ def test_eagle_1_teacher_forced(folder, loaded_for):
     near(logits[0][:, :-1], record["draft_logits"][:, :-1])
 
 
-def check_decoding(loaded: Loaded, tree, run: Run, swaps: int) -> None:
+def check_decoding(loaded: LanguageModel, tree, run: Run, swaps: int) -> None:
     """Ids and accept lengths; then the trees of every step, of which ``swaps`` at most may differ where it was close.
 
     All 8 prompts in one ragged batch; the official code ran them one by one.
     """
     engine = make_decode_fn(loaded.model, loaded.drafter, tree, max_new_tokens=LONGEST).engine
     prompt = np.pad(run.prompt, ((0, 0), (0, 64 - run.prompt.shape[1])))
-    prefill = quick_jit(lambda params: engine.prefill(params, prompt, run.lengths, jax.random.key(0), Greedy()))
+    drawn = sampling(None, len(prompt), loaded.config.vocab_size)
+    prefill = quick_jit(lambda params: engine.prefill(params, prompt, run.lengths, drawn))
 
     @quick_jit
     def step(params, state):

@@ -10,8 +10,8 @@ import pytest
 from helpers.forced import forced_logits
 from helpers.lab import NEW, VOCAB, WIDTH, quick_jit
 from helpers.noise import noise
+from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling
-from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lm_head import LmHead, Vocabulary

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.how import sampling
 from helpers.lab import CONTEXT, NEW, VOCAB, quick_jit, shared_lab
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
-from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.api import make_decode_fn
+from hydrajax.decoding.acceptance import ExactSampling, Typical
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.lookahead import Lookahead, as_nodes, candidates, remember
 from hydrajax.drafters.registry import title_of, without_weights
@@ -138,7 +138,7 @@ def test_every_step_is_that_of_the_plain_algorithm(lab, name):
     for row, prompt in enumerate(PROMPTS):
         padded[row, : len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
-    state = prefill(params, padded, lengths, jax.random.key(0), per_row(Greedy(), batch))
+    state = prefill(params, padded, lengths, sampling(None, batch, VOCAB))
     plain, accepted = [PlainLookahead(drafter, prompt) for prompt in PROMPTS], []
     while not state.output.done.all():
         was_done = np.asarray(state.output.done)

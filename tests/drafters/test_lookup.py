@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from helpers.lab import NEW, quick_jit
+from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling, Typical
-from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.errors import HydrajaxError

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.forced import forced_logits
-from hydrajax.decoding.acceptance import Greedy
+from helpers.how import sampling
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.step import Engine
 from hydrajax.drafters.hydra import HydraHeads
@@ -136,7 +136,7 @@ def test_after_decode_steps_the_state_is_that_of_the_accepted_text(prefixed, bas
     both = Params(base.params, params)
     lengths = np.array([5, 2], np.int32)
     prompt = np.random.default_rng(0).integers(VOCAB, size=(2, 6), dtype=np.int32)
-    state = quick_jit(engine.prefill)(both, prompt, lengths, jax.random.key(0), Greedy())
+    state = quick_jit(engine.prefill)(both, prompt, lengths, sampling(None, 2, VOCAB))
     step = quick_jit(engine.decode_step)
     for _ in range(6):
         state = step(both, state)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from helpers.noise import noise
-from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.api import make_decode_fn
 from hydrajax.drafters.registry import FILES, KINDS, WITHOUT_WEIGHTS, has_prefix, heads_for, kind_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base import BoundBase

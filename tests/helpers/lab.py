@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from helpers.how import how, sampling
 from helpers.noise import noise
 from helpers.tree_tools import random_tree
-from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
-from hydrajax.decoding.sampling import per_row
+from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.costs import CostsNothing
@@ -215,12 +214,13 @@ class Lab:
     def plainly(self, prompts: list[list[int]], rule=None, seed: int = 0, base_seed: int = 0):
         """`NEW` tokens of each prompt decoded without a draft, one program for all numbers of a rule.
 
-        rule: for all prompts, or a list with one for each.
+        rule: or a spec; for all prompts, or a list with one for each.
         """
-        some = rule[0] if isinstance(rule, list) else rule
-        kind = jax.tree.structure(some)
+        some = how(rule[0] if isinstance(rule, list) else rule)
+        kind = jax.tree.structure(some.rule), some.processors != ()
         if kind not in self._plain:
-            self._plain[kind] = make_autoregressive_fn(self.model, some, max_new_tokens=NEW)
+            keywords = {"processors": some.processors, "max_new_tokens": NEW}
+            self._plain[kind] = make_autoregressive_fn(self.model, some.rule, **keywords)
         return self.decode(self._plain[kind], base_seed, {}, prompts, rule=rule, seed=seed)
 
     def expected(self, text: np.ndarray, start: int, max_new_tokens: int, eos_ids: tuple[int, ...] = ()) -> list[int]:
@@ -259,9 +259,9 @@ class Lab:
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)] = prompt
         limits = np.full(len(prompts), CONTEXT if limits is None else limits, np.int32)
-        rule = per_row(rule or Greedy(), len(prompts))
-        args = Params(self.base(base_seed), draft_params), padded, lengths, jax.random.key(seed), rule, limits
-        key = decode_fn, len(prompts), jax.tree.structure(rule)
+        drawn = sampling(rule, len(prompts), VOCAB, seed, limits)
+        args = Params(self.base(base_seed), draft_params), padded, lengths, drawn
+        key = decode_fn, len(prompts), jax.tree.structure(drawn)
         if key not in self._compiled:
             self._compiled[key] = decode_fn.jitted.lower(*args).compile(QUICK)
         out = jax.device_get(self._compiled[key](*args))

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.lab import CONFIG, VOCAB, WIDTH, shared_lab
-from hydrajax.api import Loaded
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
-from hydrajax.decoding.either import GreedyOrExact
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.generation import generate
+from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.models.llama import Llama
+from hydrajax.serve.pool import Pool, Sizes
 from hydrajax.text.answers import Generation
 from hydrajax.trees import presets
 
@@ -33,7 +33,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>", chat_template=TEMPLATE)
 
 
-def model(heads: str = "medusa") -> Loaded:
+def model(heads: str = "medusa") -> LanguageModel:
     """Heads on the tests' tiny base, with a longer context: those that compile fastest, or others.
 
     Hydra++ has a cache of its own.
@@ -43,31 +43,35 @@ def model(heads: str = "medusa") -> Loaded:
     if heads == "hydra++":
         drafter = HydraHeads(4, WIDTH, VOCAB, n_layers=2).with_prefix(config)
     params = Params(lab.base(0), lab.draft(heads, 0))
-    return Loaded(Llama(config, jnp.dtype("float32")), drafter, params, tokenizer=tokenizer(), eos_ids=(END,))
+    return LanguageModel(Llama(config, jnp.dtype("float32")), drafter, params, tokenizer(), (END,))
 
 
-def answers(served: Loaded, prompts, rules, limits, seeds, **settings) -> list[Generation]:
+def pool(served: LanguageModel, sizes: Sizes, *arguments, **settings) -> Pool:
+    """The executors of a server of this model."""
+    return Pool(make_executor(served, served.spec(tree=TREE)), sizes, *arguments, **settings)
+
+
+def answers(served: LanguageModel, prompts, rules, limits, seeds, **settings) -> list[Generation]:
     """What `generate` says to each prompt, greedy or sampled.
 
     seeds: one for each prompt, or one for all, of which the prompts then have their numbers. Every batch is of one
-    shape, filled up with a long text, and greedy rows stand beside sampled ones (which `test_either` compares with
-    the rules themselves), so that all tests share one program.
+    shape, filled up with a long text whose numbers all have an effect, and greedy rows stand beside sampled ones (which
+    tests/decoding compare with the rules themselves), so that all tests share one program.
     """
-    found, filler = [], (np.zeros(70, np.int32), 60)
+    found, spec = [], served.spec(tree=TREE, logprobs=0)
+    filler = np.zeros(70, np.int32), ExactSampling(0.0, top_k=1, top_p=0.5, min_p=0.5), 60
     for start in range(0, len(prompts), ROWS - 1):
         batch = range(start, min(start + ROWS - 1, len(prompts)))
         empty = ROWS - len(batch)
-        texts, most = (
-            [values[at] for at in batch] + [of] * empty for values, of in zip((prompts, limits), filler, strict=True)
+        texts, kinds, most = (
+            [values[at] for at in batch] + [of] * empty
+            for values, of in zip((prompts, rules, limits), filler, strict=True)
         )
         own = seeds if isinstance(seeds, int) else [seeds[at] for at in batch] + [0] * empty
-        rule = [either(rules[at]) for at in batch] + [either(Greedy())] * empty
-        wanted = {"rule": rule, "max_new_tokens": most, "seed": own, "logprobs": True}
-        found += list(generate(served, texts, tree=TREE, batch_size=ROWS, **wanted, **settings))[: len(batch)]
+        specs = [
+            spec.replace(rule=ExactSampling(0.0) if isinstance(rule, Greedy) else rule, max_new_tokens=limit)
+            for rule, limit in zip(kinds, most, strict=True)
+        ]
+        executor = served.executor(spec.replace(max_new_tokens=CONTEXT))
+        found += list(generate(executor, texts, specs=specs, batch_size=ROWS, seed=own, **settings))[: len(batch)]
     return found
-
-
-def either(rule: Greedy | ExactSampling) -> GreedyOrExact:
-    """The same rule in the kind that a server has."""
-    numbers = {} if isinstance(rule, Greedy) else {"temperature": rule.temperature, "top_p": rule.top_p}
-    return GreedyOrExact.in_full(VOCAB, penalties=False, **numbers)

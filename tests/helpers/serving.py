@@ -21,12 +21,12 @@ SECONDS = 300
 
 
 @contextmanager
-def running(programs, queue: int = 100, model: str = "hydrajax", about=(), others=(), **settings):
-    """``(address, batcher)`` of a server in this process. others: programs by the names of further models."""
-    batchers = {model: Batcher(programs, queue=queue)}
+def running(pool, queue: int = 100, model: str = "hydrajax", about=(), others=(), **settings):
+    """``(address, batcher)`` of a server in this process. others: pools by the names of further models."""
+    batchers = {model: Batcher(pool, queue=queue)}
     batchers |= {name: Batcher(more, queue=queue) for name, more in dict(others).items()}
     served = [Served(name, batcher.start(), dict(about)) for name, batcher in batchers.items()]
-    interface = Interface(served, Encoder(programs.loaded), Settings(**settings))
+    interface = Interface(served, Encoder(pool.executor.tokenizer, pool.executor.model.config), Settings(**settings))
     listener = listening("127.0.0.1", 0)
     uvicorn = server(interface.app(), list(batchers.values()), grace=1, quiet=True)
     thread = threading.Thread(target=uvicorn.run, kwargs={"sockets": [listener]})

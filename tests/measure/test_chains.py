@@ -8,13 +8,14 @@ import pytest
 
 from helpers.noise import noise
 from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.measure.calibration import calibrate
 from hydrajax.measure.chains import draft_cost
 from hydrajax.measure.plain_pass import all_logits
-from hydrajax.measure.way import Way
 from hydrajax.models.base import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.trees import presets, search
@@ -24,12 +25,13 @@ PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
 
 
 @pytest.fixture(scope="module")
-def way(tiny_model) -> Way:
+def executor(tiny_model) -> FusedExecutor:
     """A base of 61 tokens, a draft that knows 50 of them."""
     model, base = tiny_model
     small = Llama(model.config.replace(vocab_size=50, n_layers=1))
     params = noise(jax.eval_shape(lambda: init_base(small, jax.random.key(0))), 3)
-    return Way("chain", model, DraftModel(small, 61), Params(base, params), presets.chain(2), max_new_tokens=12)
+    spec = DecodeSpec(DraftModel(small, 61), presets.chain(2), max_new_tokens=12)
+    return FusedExecutor(model, Params(base, params), spec)
 
 
 def softmax(logits, temperature):
@@ -38,30 +40,28 @@ def softmax(logits, temperature):
 
 
 @pytest.mark.slow
-def test_overlaps_are_the_chances_that_a_draw_is_accepted(way):
+def test_overlaps_are_the_chances_that_a_draw_is_accepted(executor):
     """The mean over x drawn from q of min(1, p(x) / q(x)), token by token."""
-    import dataclasses
-
-    way = dataclasses.replace(way, rule=RejectionSampling(0.9, top_k=7, draft_temperature=1.3))
-    found = calibrate(way, PROMPTS, batch_size=2, seed=4)
+    executor = executor.with_spec(rule=RejectionSampling(0.9, top_k=7, draft_temperature=1.3))
+    found = calibrate(executor, PROMPTS, batch_size=2, seed=4)
     chances = []
     for row, start, end in found.spans:
         assert (start, end) == (len(PROMPTS[row]), len(PROMPTS[row]) + 12)
-    key_rows = texts_of(way, found, 4)
+    key_rows = texts_of(executor, found, 4)
     for text, start in key_rows:
-        p_logits = all_logits(way.model, way.params.base, text).astype(np.float64)
+        p_logits = all_logits(executor.model, executor.params.base, text).astype(np.float64)
         kept = np.sort(p_logits, axis=-1)[:, -7:-6]
         p = softmax(np.where(p_logits >= kept, p_logits, -np.inf), 0.9)
-        q = softmax(all_logits(way.drafter.model, way.params.draft, text).astype(np.float64), 1.3)
+        q = softmax(all_logits(executor.spec.drafter.model, executor.params.draft, text).astype(np.float64), 1.3)
         for place in range(start, len(text) - 1):
             chances.append(sum(q[place, x] * min(1, p[place, x] / q[place, x]) for x in range(50)))
     assert found.acceptance == pytest.approx(np.mean(chances), abs=1e-5)
     assert 0 < found.acceptance < 1
 
 
-def texts_of(way, found, seed):
+def texts_of(executor, found, seed):
     """What `calibrate` let the base write, in its batches of two."""
-    plain = way.autoregressive()
+    plain = executor.autoregressive()
     texts = []
     for first in range(0, len(PROMPTS), 2):
         some = PROMPTS[first : first + 2]
@@ -78,11 +78,11 @@ def texts_of(way, found, seed):
 
 
 @pytest.mark.slow
-def test_under_the_greedy_rule_it_is_how_often_both_say_the_same(way):
-    found = calibrate(way, PROMPTS, batch_size=2)
+def test_under_the_greedy_rule_it_is_how_often_both_say_the_same(executor):
+    found = calibrate(executor, PROMPTS, batch_size=2)
     same = []
-    for text, start in texts_of(way, found, 0):
-        guesses = np.argmax(all_logits(way.drafter.model, way.params.draft, text), axis=-1)
+    for text, start in texts_of(executor, found, 0):
+        guesses = np.argmax(all_logits(executor.spec.drafter.model, executor.params.draft, text), axis=-1)
         same += (guesses[start:-1] == text[start + 1 :]).tolist()
     assert found.overlaps is None
     assert found.acceptance == pytest.approx(np.mean(same))
@@ -90,13 +90,14 @@ def test_under_the_greedy_rule_it_is_how_often_both_say_the_same(way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [Greedy(), RejectionSampling(0.8)], ids=lambda rule: type(rule).__name__)
-def test_a_draft_that_is_the_base_is_always_accepted(way, rule):
-    model, base = way.model, way.params.base
-    own = Way("itself", model, DraftModel(model, 61), Params(base, base), presets.chain(2), rule, max_new_tokens=12)
+def test_a_draft_that_is_the_base_is_always_accepted(executor, rule):
+    model, base = executor.model, executor.params.base
+    spec = DecodeSpec(DraftModel(model, 61), presets.chain(2), rule, max_new_tokens=12)
+    own = FusedExecutor(model, Params(base, base), spec)
     assert calibrate(own, PROMPTS[:2], batch_size=2).acceptance == pytest.approx(1, abs=1e-5)
 
 
-def test_the_best_chain_by_the_closed_form(way):
+def test_the_best_chain_by_the_closed_form(executor):
     found = estimate(0.5, 0.1, 16)
     gains = [(2 - 0.5**k) / (0.1 * k + 1) for k in range(17)]
     assert (found.length, found.improvement) == (int(np.argmax(gains)), pytest.approx(max(gains)))
@@ -108,6 +109,6 @@ def test_the_best_chain_by_the_closed_form(way):
 
 
 @pytest.mark.slow
-def test_what_drafting_costs_is_measured(way):
+def test_what_drafting_costs_is_measured(executor):
     """A draft of one layer in place of two costs something, and less than some passes of the base."""
-    assert 0 < draft_cost(way, 1, 20) < 10
+    assert 0 < draft_cost(executor, 1, 20) < 10

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from helpers.noise import noise
-from hydrajax import Greedy, Params, Typical
-from hydrajax.bundle import Bundle
-from hydrajax.decoding.decode import make_autoregressive_fn
+from hydrajax import DecodeSpec, Params, Typical
+from hydrajax.api import make_autoregressive_fn
+from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lookahead import Lookahead
@@ -27,20 +27,20 @@ SMALL, LARGE = DynamicTree(6, 2, 3), DynamicTree(14, 2, 3)
 
 
 @pytest.fixture(scope="module", params=["eagle", pytest.param("hydra++", marks=pytest.mark.slow)])
-def bundle(request, tiny_model):
+def executor(request, tiny_model):
     model, base = tiny_model
     config = model.config
     drafter = Eagle.for_base(config, jnp.float32)
     if request.param == "hydra++":
         drafter = HydraHeads(3, config.width, config.vocab_size).with_prefix(config)
     shapes = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
-    return Bundle(model, drafter, Params(base, noise(shapes, 1)))
+    return FusedExecutor(model, Params(base, noise(shapes, 1)), DecodeSpec(drafter, SMALL))
 
 
 @pytest.fixture(scope="module")
-def steps(bundle) -> dict:
+def steps(executor) -> dict:
     """The first nine steps with each tree."""
-    return {tree: list(seen_steps(bundle, tree, PROMPT, Greedy(), most=9)) for tree in (SMALL, LARGE)}
+    return {tree: list(seen_steps(executor.with_spec(tree=tree), PROMPT, most=9)) for tree in (SMALL, LARGE)}
 
 
 def test_a_tree_of_any_parents_and_where_its_nodes_stood():
@@ -50,11 +50,11 @@ def test_a_tree_of_any_parents_and_where_its_nodes_stood():
     assert order.tolist() == [0, 1, 2, 4, 5, 3, 6]
 
 
-def test_the_paths_that_were_grown_are_the_likeliest(bundle, steps):
+def test_the_paths_that_were_grown_are_the_likeliest(executor, steps):
     """What is counted anew says what the growing said: of the same guesses the smaller tree holds the likeliest, no
     child is likelier than its parent, and siblings stand in the order of their probabilities.
     """
-    (small, _), (large, tree) = ((likelihoods(bundle, found[0]), found[0].tree) for found in steps.values())
+    (small, _), (large, tree) = ((likelihoods(executor, found[0]), found[0].tree) for found in steps.values())
     assert small[0] == large[0] == 1
     np.testing.assert_allclose(sorted(small[1:])[::-1], sorted(large[1:])[: -len(small) : -1], rtol=1e-4)
     assert (large[1:] <= large[tree.parents[1:]]).all()
@@ -64,12 +64,12 @@ def test_the_paths_that_were_grown_are_the_likeliest(bundle, steps):
         assert siblings.sum() <= 1
 
 
-def test_all_tokens_are_certain_together(bundle):
+def test_all_tokens_are_certain_together(executor):
     """Of a tree as wide as the vocabulary, which need not have been proposed; -1 is no token and is never said."""
-    size = bundle.model.config.vocab_size
+    size = executor.model.config.vocab_size
     tree = TreeTopology([[rank] for rank in range(size + 1)])
     tokens = np.array([5, *range(size), -1])
-    found = likelihoods(bundle, SeenStep(1, tuple(PROMPT), tree, tokens, (0,), 3))
+    found = likelihoods(executor, SeenStep(1, tuple(PROMPT), tree, tokens, (0,), 3))
     assert found[1:].sum() == pytest.approx(1, abs=1e-5)
     assert found[-1] == 0
 
@@ -99,8 +99,8 @@ def test_the_steps_write_what_decoding_writes(steps, wanted):
 def test_candidates_without_the_window_beside_them(tiny_model, wanted):
     """Which candidate goes along another's nodes is told as the tree; the window's nodes are no part of it."""
     model, base = tiny_model
-    bundle = Bundle(model, Lookahead(4, 3, 3), Params(base, {}))
-    steps = list(seen_steps(bundle, presets.cartesian([3, 1]), PROMPT, Greedy(), most=12))
+    spec = DecodeSpec(Lookahead(4, 3, 3), presets.cartesian([3, 1]))
+    steps = list(seen_steps(FusedExecutor(model, Params(base, {}), spec), PROMPT, most=12))
     last = steps[-1]
     text = [*last.before, *(last.tokens[node] for node in last.path), last.next_root]
     assert text == wanted[: len(text)]
@@ -116,8 +116,8 @@ def test_a_branch_beside_the_tree_is_part_of_it(tiny_model):
     model, base = tiny_model
     heads = HydraHeads(3, model.config.width, model.config.vocab_size)
     params = noise(jax.eval_shape(lambda base: heads.init(jax.random.key(0), BoundBase(model, base)), base), 1)
-    bundle = Bundle(model, WithLookup(heads, 4), Params(base, params))
-    steps = list(seen_steps(bundle, presets.cartesian([3, 1]), PROMPT, Typical(epsilon=0.0), most=12))
+    spec = DecodeSpec(WithLookup(heads, 4), presets.cartesian([3, 1]), Typical(epsilon=0.0))
+    steps = list(seen_steps(FusedExecutor(model, Params(base, params), spec), PROMPT, most=12))
     assert max(len(step.path) for step in steps) > 3  # deeper than the tree
     for step, later in itertools.pairwise(steps):
         assert later.before == (*step.before, *(step.tokens[node] for node in step.path))
@@ -130,9 +130,9 @@ def test_a_branch_beside_the_tree_is_part_of_it(tiny_model):
 def test_where_the_text_ends(tiny_model):
     """At the end of the context; and what was looked up has no probabilities."""
     model, base = tiny_model
-    bundle = Bundle(model, PromptLookup(), Params(base, {}))
-    steps = list(seen_steps(bundle, presets.chain(3), PROMPT, Greedy(), most=100))
+    executor = FusedExecutor(model, Params(base, {}), DecodeSpec(PromptLookup(), presets.chain(3)))
+    steps = list(seen_steps(executor, PROMPT, most=100))
     assert len(steps[-1].before) + len(steps[-1].path) == model.config.max_positions
     assert steps[-1].next_root is None
     assert all(step.next_root is not None for step in steps[:-1])
-    assert likelihoods(bundle, steps[0]) is None
+    assert likelihoods(executor, steps[0]) is None

@@ -17,10 +17,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.how import sampling
+from hydrajax.api import make_autoregressive_fn
 from hydrajax.checkpoints.base import load_llama
-from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.decode import make_autoregressive_fn
-from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.models.attention import causal_mask, rope_frequencies
 from hydrajax.models.cache import append, init_cache
@@ -155,7 +154,7 @@ def test_greedy_ids_of_a_ragged_batch(pair):
             )
         expected.append(out[0, length:].numpy())
     decode = make_autoregressive_fn(pair.model, max_new_tokens=n_new)
-    args = Params(pair.params, {}), prompt, lengths, jax.random.key(0), per_row(Greedy(), 3)
+    args = Params(pair.params, {}), prompt, lengths, sampling(None, 3, pair.model.config.vocab_size)
     out = decode.jitted.lower(*args).compile(QUICK)(*args)
     np.testing.assert_array_equal(out.tokens, np.stack(expected))
     np.testing.assert_array_equal(out.lengths, [n_new] * 3)

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from transformers import AutoModelForCausalLM
 
+from helpers.how import sampling
+from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.checkpoints.base import load_llama
-from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
-from hydrajax.decoding.sampling import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.models.attention import causal_mask
@@ -244,7 +243,7 @@ def decoded(decode_fn, params: Params, prompts: list[list[int]]) -> tuple[list[l
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    args = params, padded, lengths, jax.random.key(0), per_row(Greedy(), len(prompts))
+    args = params, padded, lengths, sampling(None, len(prompts), VOCAB)
     out = jax.device_get(decode_fn.jitted.lower(*args).compile(QUICK)(*args))
     return [row[:length].tolist() for row, length in zip(out.tokens, out.lengths, strict=True)], out.accept_lengths
 

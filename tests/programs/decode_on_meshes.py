@@ -40,7 +40,7 @@ def main(folder: Path, base: str) -> None:
     plain = None
     for name, sizes in settings["meshes"].items():
         mesh = make_mesh(**sizes) if sizes else None
-        m = hydrajax.load(base, folder, mesh=mesh)
+        m = hydrajax.load(base, folder, placement=mesh)
         plain = plain or m
         decode = hydrajax.make_decode_fn(m.model, m.drafter, tree, max_new_tokens=settings["max_new"])
         out = decode(m.params, prompt, lengths)

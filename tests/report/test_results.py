@@ -8,7 +8,7 @@ import pytest
 
 from helpers.report_examples import RATE, ROWS, result, write_to
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.machine import machine
+from hydrajax.machine import machine
 from hydrajax.report.outputs import find_results
 from hydrajax.report.results import KINDS, result_from
 

@@ -15,10 +15,10 @@ from helpers import letters  # noqa: E402
 from helpers.compilations import no_compilation  # noqa: E402
 from helpers.log_probabilities import check_answer  # noqa: E402
 from helpers.serving import SECONDS, running  # noqa: E402
-from hydrajax.api import Loaded  # noqa: E402
 from hydrajax.errors import HydrajaxError  # noqa: E402
+from hydrajax.language_model import LanguageModel  # noqa: E402
 from hydrajax.serve.batcher import Batcher  # noqa: E402
-from hydrajax.serve.programs import Programs, Sizes  # noqa: E402
+from hydrajax.serve.pool import Sizes  # noqa: E402
 
 TOP = 5
 CHAT = {"model": "letters", "messages": [{"role": "user", "content": "a bad cafe"}], "max_completion_tokens": 25}
@@ -26,26 +26,26 @@ SAMPLED = {"temperature": 1.3, "seed": 4}
 
 
 @pytest.fixture(scope="module")
-def programs(served):
+def pool(served):
     """Rows and caches of several sizes, so that rows move."""
-    found = Programs(served, Sizes(rows=2, chunk=16, places=64, top_logprobs=TOP), lambda rows: letters.TREE)
+    found = letters.pool(served, Sizes(rows=2, chunk=16, places=64, top_logprobs=TOP))
     found.warm()
     return found
 
 
 @pytest.fixture(scope="module")
-def client(programs):
-    with running(programs, model="letters") as (address, _):
+def client(pool):
+    with running(pool, model="letters") as (address, _):
         yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=SECONDS)
 
 
 @pytest.fixture(scope="module")
-def wanted(served: Loaded):
+def wanted(served: LanguageModel):
     """``wanted(prompt, **numbers)``: the answer of `generate`, whose alternatives a plain pass has said."""
 
     def answer(prompt: str, **numbers):
         rule = "exact" if numbers else "greedy"
-        settings = {"tree": letters.TREE, "max_new_tokens": 25, "top_logprobs": TOP}
+        settings = {"tree": letters.TREE, "max_new_tokens": 25, "logprobs": TOP}
         found = served.generate(prompt, rule=rule, **settings, **numbers)
         check_answer(served.model, served.params.base, found, TOP)
         return found
@@ -53,10 +53,10 @@ def wanted(served: Loaded):
     return answer
 
 
-def test_rows_that_come_and_go_keep_their_own(served, programs):
+def test_rows_that_come_and_go_keep_their_own(served, pool):
     """Greedy and sampled, short and long, more of them than rows; and nothing is compiled for it."""
     random = np.random.default_rng(0)
-    batcher = Batcher(programs).start()
+    batcher = Batcher(pool).start()
     try:
         with no_compilation():
             requests = [
@@ -120,5 +120,5 @@ def test_more_than_are_kept_is_refused(client):
 
 
 def test_more_than_there_are_tokens_cannot_be_kept(served):
-    with pytest.raises(HydrajaxError, match="top_logprobs: must be from 0 to the vocabulary's 17, found 18"):
-        Programs(served, Sizes(rows=1, top_logprobs=18))
+    with pytest.raises(HydrajaxError, match="logprobs: must be from 0 to the vocabulary's 17, found 18"):
+        letters.pool(served, Sizes(rows=1, top_logprobs=18))

@@ -153,6 +153,9 @@ GOOD = {"prompt": "abc", "max_tokens": 3}
         ("completions", GOOD | {"logprobs": 3}, 400, "logprobs: found 3, this server keeps 0 (--top-logprobs)"),
         ("completions", GOOD | {"logprobs": 6}, 400, "logprobs: Input should be less than or equal to 5"),
         ("completions", GOOD | {"presence_penalty": 1}, 400, "presence_penalty: penalties are not counted here"),
+        ("completions", GOOD | {"logit_bias": {"3": 101}}, 400, "logit_bias: Input should be less than or equal to"),
+        ("completions", GOOD | {"logit_bias": {"17": 1}}, 400, "logit_bias: token id 17 is outside the vocabulary"),
+        ("completions", GOOD | {"logit_bias": {"x": 1}}, 400, "logit_bias: must map token ids to numbers"),
         ("completions", GOOD | {"beam": 3}, 400, "beam: is not known here"),
         ("chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),
         ("chat/completions", {"messages": [{"role": "x", "content": "a"}]}, 400, "messages.0.role: Input should be"),
@@ -243,9 +246,9 @@ def test_a_full_queue_is_said_and_the_client_comes_again(small):
 
 
 def test_an_answer_that_takes_too_long_is_broken_off(small, monkeypatch):
-    bursts = small.bursts[1]
-    advance = bursts.advance
-    monkeypatch.setattr(type(bursts), "advance", lambda *args: (time.sleep(0.1), advance.__func__(*args))[1])
+    kind = type(small.executor)
+    advance = kind.advance
+    monkeypatch.setattr(kind, "advance", lambda *args: (time.sleep(0.1), advance(*args))[1])
     with running(small, timeout=0.5) as (address, batcher):
         answer = httpx.post(f"{address}/v1/completions", json=GOOD | {"max_tokens": 90}, timeout=SECONDS).json()
         assert answer["choices"][0]["finish_reason"] == "length"

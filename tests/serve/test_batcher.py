@@ -13,16 +13,15 @@ import pytest
 
 from helpers.compilations import no_compilation
 from helpers.lab import NEW, shared_lab
-from helpers.letters import END, TREE, answers, model
+from helpers.letters import END, TREE, answers, model, pool
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
-from hydrajax.decoding.loop import Bursts
+from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.errors import HydrajaxError
-from hydrajax.generation import generate
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.group import Group
-from hydrajax.serve.programs import Programs, Sizes
+from hydrajax.serve.pool import Sizes
 from hydrajax.serve.requests import Closed, Refused
 from hydrajax.trees import presets
 
@@ -34,8 +33,8 @@ def start():
     """Batchers that are closed at the end."""
     made = []
 
-    def started(programs, **settings) -> Batcher:
-        made.append(Batcher(programs, **settings).start())
+    def started(executors, **settings) -> Batcher:
+        made.append(Batcher(executors, **settings).start())
         return made[-1]
 
     yield started
@@ -73,7 +72,7 @@ def watched(batcher):
 
 
 @contextmanager
-def every_turn_gets_on(programs):
+def every_turn_gets_on(executors):
     """In no turn of a batcher nothing is read, decoded or dropped. As texts and answers are finite, so is the number of
     turns that a request can wait.
     """
@@ -89,7 +88,7 @@ def every_turn_gets_on(programs):
             idle.append(batcher.stats())
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((programs, "feed"), (programs, "end"), (Bursts, "advance")):
+        for owner, name in ((executors, "feed"), (executors, "end"), (FusedExecutor, "advance")):
             patch.setattr(owner, name, noted(getattr(owner, name)))
         patch.setattr(Batcher, "_turn", turn)
         yield
@@ -144,18 +143,18 @@ def test_greedy_answers_are_what_the_base_alone_goes_on_with(small, start):
 def test_so_it_is_with_several_shapes_a_tree_for_each_batch_and_a_cache_of_the_draft(start):
     served = model("hydra++")
     trees = {1: TREE, 2: TREE, 5: presets.chain(2)}
-    programs = Programs(served, Sizes(rows=5, chunk=32, places=32), trees.get, drops_draft=True)
-    assert (programs.batches, len(programs.places)) == ((1, 2, 5), 3)
-    programs.warm()
-    batcher = start(programs)
+    executors = pool(served, Sizes(rows=5, chunk=32, places=32), trees.get, drops_draft=True)
+    assert (executors.batches, len(executors.places)) == ((1, 2, 5), 3)
+    executors.warm()
+    batcher = start(executors)
     check_random_arrivals(served, batcher, 60, 0.03)
     stats = batcher.stats()
     assert 0 < stats.drafted < stats.steps
     # And in hardly more memory than one long row takes, or in what short rows need beside it, which is never exceeded.
-    for memory, groups in ((programs.nbytes(1, 90), 1), (programs.nbytes(1, 90) + programs.nbytes(2, 20), 2)):
-        memory += programs.nbytes_to_read(90)
-        batcher = start(programs, cache_memory=memory)
-        with watched(batcher) as seen, every_turn_gets_on(programs):
+    for memory, groups in ((executors.nbytes(1, 90), 1), (executors.nbytes(1, 90) + executors.nbytes(2, 20), 2)):
+        memory += executors.nbytes_to_read(90)
+        batcher = start(executors, cache_memory=memory)
+        with watched(batcher) as seen, every_turn_gets_on(executors):
             check_random_arrivals(served, batcher, 40, 0.0)
         assert max(stats.nbytes + stats.kept_nbytes for stats in seen) <= memory
         assert max(stats.running for stats in seen) > 1
@@ -170,9 +169,9 @@ def test_so_it_is_with_tables_of_the_text(start, draft):
     drafter = PromptLookup(depth=4) if draft == "lookup" else WithLookup(inner.drafter, 3)
     params = inner.params._replace(draft={}) if draft == "lookup" else inner.params
     served = replace(inner, drafter=drafter, params=params)
-    programs = Programs(served, Sizes(rows=2, chunk=32, places=32), lambda rows: TREE, drops_draft=True)
-    programs.warm()
-    batcher = start(programs)
+    executors = pool(served, Sizes(rows=2, chunk=32, places=32), drops_draft=True)
+    executors.warm()
+    batcher = start(executors)
     check_random_arrivals(served, batcher, 40, 0.0)
     stats = batcher.stats()
     assert stats.cached > 0
@@ -180,27 +179,28 @@ def test_so_it_is_with_tables_of_the_text(start, draft):
 
 
 @pytest.mark.slow
-def test_penalties_count_each_rows_own_text(served, start):
-    batcher = start(Programs(served, Sizes(rows=3, chunk=16, places=128, penalties=True), lambda rows: TREE))
+def test_processors_of_each_request(served, start):
+    """Penalties, which count each row's own text, biases, both and none, side by side."""
+    batcher = start(pool(served, Sizes(rows=3, chunk=16, places=128, penalties=True)))
     prompts, limits = prompts_and_limits(9, 5)
-    numbers = {"repetition_penalty": 1.3, "presence_penalty": 0.4}
+    penalties, bias = {"repetition_penalty": 1.3, "presence_penalty": 0.4}, {"logit_bias": {"3": 4.0, "5": -9.0}}
+    numbers = [(penalties, bias, penalties | bias, {})[at % 4] for at in range(9)]
     tickets = batcher.submit(
-        [batcher.request(p, max_new_tokens=n, **numbers) for p, n in zip(prompts, limits, strict=True)]
+        [batcher.request(p, max_new_tokens=n, **own) for p, n, own in zip(prompts, limits, numbers, strict=True)]
     )
-    for ticket, wanted in zip(
-        tickets,
-        generate(served, prompts, tree=TREE, rule=Greedy(**numbers), max_new_tokens=limits, batch_size=9),
-        strict=True,
-    ):
+    names = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "logit_bias": {}}
+    each = {name: [own.get(name, neutral) for own in numbers] for name, neutral in names.items()}
+    expected = served.generate([*prompts], tree=TREE, max_new_tokens=limits, batch_size=9, **each)
+    for ticket, wanted in zip(tickets, expected, strict=True):
         assert ticket.wait(SECONDS).output_ids == wanted.output_ids
     assert batcher.stats().cached > 0
 
 
 def test_a_long_prompt_delays_the_others_by_one_piece(small, start, monkeypatch):
     """Once a row runs there is a step between any two pieces."""
-    log, feed, advance = [], small.feed, Bursts.advance
+    log, feed, advance = [], small.feed, FusedExecutor.advance
     monkeypatch.setattr(small, "feed", lambda *args: (log.append("piece"), feed(*args))[1])
-    monkeypatch.setattr(Bursts, "advance", lambda *args: (log.append("steps"), advance(*args))[1])
+    monkeypatch.setattr(FusedExecutor, "advance", lambda *args: (log.append("steps"), advance(*args))[1])
     batcher = start(small, keep=False)
     first, *_ = batcher.submit([request(batcher, [1, 2, 3], 90), request(batcher, np.arange(90) % 13, 4)])
     first.wait(SECONDS)
@@ -324,9 +324,11 @@ def test_bad_requests_are_refused(served, small, start):
         ("temperature: must be at least 0 and finite, found -1", [1], {"temperature": -1}),
         ("top_p: must be above 0", [1], {"top_p": 0.0}),
         ("presence_penalty: penalties are not counted here", [1], {"presence_penalty": 1.0}),
+        ("logit_bias: token id 17 is outside the vocabulary 0..16", [1], {"logit_bias": {17: 1.0}}),
+        ("logit_bias: must map token ids to numbers", [1], {"logit_bias": {"the": 1.0}}),
         ("stop: found an empty string", [1], {"stop": [""]}),
     ):
         with pytest.raises(HydrajaxError, match=match):
             batcher.request(ids, **settings)
     with pytest.raises(HydrajaxError, match="rows: must be at least 1, found 0"):
-        Programs(served, Sizes(rows=0))
+        pool(served, Sizes(rows=0))

@@ -24,10 +24,10 @@ from helpers.contrast import colours, contrast, luminance  # noqa: E402
 from helpers.serving import SECONDS, running, serving  # noqa: E402
 from hydrajax import assets  # noqa: E402
 from hydrajax.serve.batcher import Batcher  # noqa: E402
-from hydrajax.serve.programs import Programs, Sizes  # noqa: E402
+from hydrajax.serve.pool import Sizes  # noqa: E402
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-CONTEXT = 240  # with pieces of 16 tokens a cache of one size: few programs to compile
+CONTEXT = 240  # with pieces of 16 tokens a cache of one size: few pool to compile
 SCRIPT = "<script>window.ran = 1</script><img src=x onerror='window.ran = 1'> & so on"
 expect.set_options(timeout=60_000)
 
@@ -265,9 +265,9 @@ def test_a_key_is_asked_for_and_a_full_queue_said(opened, served, monkeypatch):
     """A server whose only row is taken, as its batcher does nothing for a while."""
     goes_on, turn = threading.Event(), Batcher._turn
     monkeypatch.setattr(Batcher, "_turn", lambda batcher: (goes_on.wait(), turn(batcher)))
-    programs = Programs(served, Sizes(rows=1, chunk=16, places=128), lambda rows: letters.TREE)
+    pool = letters.pool(served, Sizes(rows=1, chunk=16, places=128))
     about = {"draft": "medusa", "tree": "small"}
-    with running(programs, queue=0, api_key="k", about=about) as (address, batcher):
+    with running(pool, queue=0, api_key="k", about=about) as (address, batcher):
         page = opened(address, refusals=3)
         expect(page.locator("#error")).to_have_text("the API key is missing or wrong")
         for key in ("wrong", "k"):

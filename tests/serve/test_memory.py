@@ -5,36 +5,31 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from helpers.letters import CONTEXT, TREE
-from hydrajax.decoding.either import GreedyOrExact
+from helpers import letters
+from helpers.letters import CONTEXT
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.memory import Memory, Use
-from hydrajax.serve.programs import Programs, Sizes
+from hydrajax.serve.pool import Sizes
 from hydrajax.serve.requests import Request
 
 
 @pytest.fixture(scope="module")
-def programs(served):
+def pool(served):
     """Of several shapes; none of them is compiled here."""
-    return Programs(served, Sizes(rows=5, chunk=32, places=32), lambda rows: TREE)
-
-
-def test_a_draft_on_devices_of_its_own_is_refused(served, monkeypatch):
-    monkeypatch.setattr("hydrajax.serve.programs.are_apart", lambda params: params is served.params)
-    with pytest.raises(HydrajaxError, match="draft_devices: requests that share a batch"):
-        Programs(served, Sizes())
+    return letters.pool(served, Sizes(rows=5, chunk=32, places=32))
 
 
 def request(length: int, limit: int) -> Request:
-    return Request(np.zeros(length, np.int32), limit, GreedyOrExact())
+    return Request(np.zeros(length, np.int32), DecodeSpec(max_new_tokens=limit))
 
 
-def test_what_is_not_refused_is_let_in_once_nothing_runs(programs):
+def test_what_is_not_refused_is_let_in_once_nothing_runs(pool):
     """So that whoever is first in the queue gets in, as all that run come to their ends."""
     taken = refused = 0
-    least = programs.nbytes(1, 1) + programs.nbytes_to_read(1)
-    for limit in np.linspace(least, programs.nbytes(2, CONTEXT), 7, dtype=int).tolist():
-        memory = Memory(programs, limit, keep=True)
+    least = pool.nbytes(1, 1) + pool.nbytes_to_read(1)
+    for limit in np.linspace(least, pool.nbytes(2, CONTEXT), 7, dtype=int).tolist():
+        memory = Memory(pool, limit, keep=True)
         for length in range(1, CONTEXT, 5):
             for new in (1, 7, 40, 200):
                 asked = request(length, new)
@@ -49,10 +44,10 @@ def test_what_is_not_refused_is_let_in_once_nothing_runs(programs):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_those_who_run_have_room_to_their_ends_whatever_shapes_that_takes(programs, seed):
+def test_those_who_run_have_room_to_their_ends_whatever_shapes_that_takes(pool, seed):
     """Random arrivals, shapes on the way and departures: never more than the limit, and several groups where needed."""
     random, together, groups_seen = np.random.default_rng(seed), set(), set()
-    memory = Memory(programs, programs.nbytes(2, CONTEXT) + programs.nbytes_to_read(CONTEXT), keep=True)
+    memory = Memory(pool, pool.nbytes(2, CONTEXT) + pool.nbytes_to_read(CONTEXT), keep=True)
     groups: list[Use] = []
     for _ in range(400):
         asked = request(*(2 ** random.uniform(0, 6, 2)).astype(int).tolist())
@@ -67,11 +62,11 @@ def test_those_who_run_have_room_to_their_ends_whatever_shapes_that_takes(progra
             groups[leaves] = Use((*groups[leaves].ends[:at], *groups[leaves].ends[at + 1 :]), groups[leaves].nbytes)
         # Each may be in the shape that it needs at its end, in one that it still has from before, or on the way.
         groups = [
-            Use(use.ends, int(random.choice([use.nbytes, programs.nbytes(len(use.ends), max(use.ends))])))
+            Use(use.ends, int(random.choice([use.nbytes, pool.nbytes(len(use.ends), max(use.ends))])))
             for use in groups
             if use.ends
         ]
-        reads = 0 if number is None else programs.nbytes_to_read(len(asked.ids))
+        reads = 0 if number is None else pool.nbytes_to_read(len(asked.ids))
         assert sum(use.nbytes for use in groups) + reads <= memory.limit
         together.add(sum(len(use.ends) for use in groups))
         groups_seen.add(len(groups))
@@ -80,15 +75,15 @@ def test_those_who_run_have_room_to_their_ends_whatever_shapes_that_takes(progra
     assert groups_seen >= {1, 2}
 
 
-def test_a_long_text_has_a_group_of_its_own_only_where_the_others_would_not_fit_beside_it(programs):
+def test_a_long_text_has_a_group_of_its_own_only_where_the_others_would_not_fit_beside_it(pool):
     short, long = request(4, 8), request(20, 70)
-    three = [Use((12,) * 3, programs.nbytes(3, 12))]
-    reads = programs.nbytes_to_read(20)
-    together, apart = programs.nbytes(4, 90), programs.nbytes(3, 12) + programs.nbytes(1, 90)
+    three = [Use((12,) * 3, pool.nbytes(3, 12))]
+    reads = pool.nbytes_to_read(20)
+    together, apart = pool.nbytes(4, 90), pool.nbytes(3, 12) + pool.nbytes(1, 90)
     assert apart < together
-    assert Memory(programs, together + reads, keep=False).group_for(three, long) == 0
-    assert Memory(programs, together + reads - 1, keep=False).group_for(three, long) == 1
-    assert Memory(programs, apart + reads, keep=False).group_for(three, long) == 1
-    assert Memory(programs, apart + reads - 1, keep=False).group_for(three, long) is None
-    both = [*three, Use((90,), programs.nbytes(1, 90))]
-    assert Memory(programs, apart + reads, keep=False).group_for(both, short) == 0  # the cheapest that it can join
+    assert Memory(pool, together + reads, keep=False).group_for(three, long) == 0
+    assert Memory(pool, together + reads - 1, keep=False).group_for(three, long) == 1
+    assert Memory(pool, apart + reads, keep=False).group_for(three, long) == 1
+    assert Memory(pool, apart + reads - 1, keep=False).group_for(three, long) is None
+    both = [*three, Use((90,), pool.nbytes(1, 90))]
+    assert Memory(pool, apart + reads, keep=False).group_for(both, short) == 0  # the cheapest that it can join

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.how import per_row
 from helpers.lab import CONFIG, CONTEXT, VOCAB, quick_jit
 from helpers.noise import noise
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.sampling import per_row, row_keys
+from hydrajax.decoding.sampling import row_keys
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import init_base
@@ -75,7 +76,7 @@ def side():
 
             @quick_jit
             def run(params):
-                state = drafting.read(params, prompt, lengths, CONTEXT)
+                state = drafting.read(params, drafting.drafter.init_state(2, CONTEXT), prompt, lengths)
                 told = jnp.array(ROOTS), row_keys(jax.random.key(0), 2), per_row(Greedy(), 2), jnp.zeros(2, bool)
                 return drafting.first(params, state, *told)
 

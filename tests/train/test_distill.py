@@ -21,6 +21,7 @@ from hydrajax.cli import distill as command
 from hydrajax.distill.records import RecordFile
 from hydrajax.distill.seeds import Seed
 from hydrajax.distill.talks import Writing, next_batch, write
+from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.locking import in_use
 from hydrajax.models.attention import causal_mask
@@ -62,11 +63,17 @@ def drafted(loaded):
     return loaded.with_draft("lookup")
 
 
+def executor(loaded):
+    tree = "root" if isinstance(loaded.drafter, NoDrafter) else "chain-2"
+    return loaded.executor(loaded.spec(tree=tree, max_new_tokens=NEW))
+
+
 def distilled(loaded, path, seeds=SEEDS, **changes) -> list[dict]:
     """The records in the file, after all is written that was not yet in it."""
-    settings = {"tree": presets.root(), "draft": None, "base": "b", "temperatures": (0, 2.0), "new_tokens": NEW}
+    settings = {"draft": None, "base": "b", "temperatures": (0, 2.0), "new_tokens": NEW}
     writing = Writing(**settings | {"batch_size": 2, "seed": 3} | changes)
-    outcome = write(loaded, seeds, make_encoder(loaded.tokenizer), writing, RecordFile(path, {"seed": writing.seed}))
+    file = RecordFile(path, {"seed": writing.seed})
+    outcome = write(executor(loaded), seeds, make_encoder(loaded.tokenizer), writing, file)
     assert not outcome.refused
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -131,7 +138,7 @@ def test_every_answer_is_the_bases_own_and_stands_in_the_next_prompt(loaded, who
 
 
 def test_with_a_draft_it_is_the_same_text(drafted, whole, tmp_path):
-    records = distilled(drafted, tmp_path / "out.jsonl", tree=presets.chain(2), draft="lookup")
+    records = distilled(drafted, tmp_path / "out.jsonl", draft="lookup")
     assert outputs(records) == outputs(whole[0])
     assert {record["draft"] for record in records} == {"lookup"}
 
@@ -221,16 +228,16 @@ def test_a_conversation_ends_where_the_context_does_or_the_template_refuses(load
     long, special = "the tree of the draft heads grows " * 12, "<|endoftext|>"
     seeds = [Seed("s", 1, turns=("a", long, "b")), Seed("s", 2, turns=(long,)), Seed("s", 3, turns=("a", special, "b"))]
     assert loaded.tokenizer.eos_token == special
-    settings = {"tree": presets.root(), "draft": None, "base": "b", "temperatures": (0,), "new_tokens": NEW}
+    settings = {"draft": None, "base": "b", "temperatures": (0,), "new_tokens": NEW}
     file, ended = RecordFile(tmp_path / "out.jsonl", {}), []
     writing, encoder = Writing(**settings, batch_size=2, seed=0), make_encoder(loaded.tokenizer)
-    outcome = write(loaded, seeds, encoder, writing, file, on_end=lambda: ended.append(1))
+    outcome = write(executor(loaded), seeds, encoder, writing, file, on_end=lambda: ended.append(1))
     assert (outcome.too_long, len(file), len(ended)) == (2, 2, 3)
     ((where, reason),) = outcome.refused
     assert where == "s 3"
     assert reason == "message 3 holds the text of the special token <|endoftext|>"
     with pytest.raises(HydrajaxError, match="new_tokens: must be at most 62, found 63"):
-        write(loaded, seeds, encoder, Writing(**settings | {"new_tokens": 63}, batch_size=2, seed=0), file)
+        write(executor(loaded), seeds, encoder, Writing(**settings | {"new_tokens": 63}, batch_size=2, seed=0), file)
 
 
 class Open:

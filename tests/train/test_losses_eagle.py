@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hydrajax import load
-from hydrajax.api import Loaded
 from hydrajax.drafters.eagle_files import EAGLE, EAGLE_3
+from hydrajax.language_model import LanguageModel
 from hydrajax.models.base import BoundBase
 from hydrajax.models.layout import write
 from hydrajax.models.rows import run_base
@@ -23,7 +23,7 @@ WHICH = [pytest.param("all", marks=pytest.mark.slow), "masked"]
 class Official(NamedTuple):
     """One architecture: the loaded model, the recorded losses and gradients, and token ids int32 ``[2, 32]``."""
 
-    loaded: Loaded
+    loaded: LanguageModel
     losses: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray]
     tokens: np.ndarray

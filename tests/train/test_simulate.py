@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.forced import forced_logits
-from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
+from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3

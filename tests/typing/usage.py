@@ -12,12 +12,15 @@ import hydrajax
 from hydrajax import (
     Chat,
     DecodeResult,
+    DecodeSpec,
     ExactSampling,
     Generation,
     Greedy,
     HydrajaxError,
-    Loaded,
+    LanguageModel,
+    LogitBias,
     Params,
+    Penalties,
     RejectionSampling,
     Stream,
     TreeTopology,
@@ -26,13 +29,13 @@ from hydrajax import (
 from hydrajax.trees import DynamicTree, presets
 
 
-def loading() -> Loaded:
+def loading() -> LanguageModel:
     m = hydrajax.load("path/to/llama", "path/to/heads", dtype="bfloat16")
-    assert_type(m, Loaded)
+    assert_type(m, LanguageModel)
     assert_type(m.params, Params)
     assert_type(m.eos_ids, tuple[int, ...])
     assert_type(m.default_tree(batch_size=4), TreeTopology | DynamicTree)
-    assert_type(m.with_draft("lookup"), Loaded)
+    assert_type(m.with_draft("lookup"), LanguageModel)
     return hydrajax.load("org/name@main", quantize="int8")
 
 
@@ -47,7 +50,7 @@ def trees() -> TreeTopology:
     return tree
 
 
-def decoding(m: Loaded, prompt: np.ndarray) -> np.ndarray:
+def decoding(m: LanguageModel, prompt: np.ndarray) -> np.ndarray:
     decode_fn = hydrajax.make_decode_fn(m.model, m.drafter, presets.chain(3), Greedy(), max_new_tokens=64)
     out = decode_fn(m.params, prompt, lengths=np.array([3, 4]), rng=jax.random.key(0))
     assert_type(out, DecodeResult)
@@ -57,8 +60,11 @@ def decoding(m: Loaded, prompt: np.ndarray) -> np.ndarray:
     return np.asarray(out.lengths)
 
 
-def texts(m: Loaded) -> list[str | None]:
-    answers = hydrajax.generate(m, ["Once", [1, 2, 3]], tree=trees(), rule=Typical(epsilon=0.1), stop=["\n"])
+def texts(m: LanguageModel) -> list[str | None]:
+    processors = [Penalties(presence_penalty=0.5), LogitBias({13: -2.0})]
+    spec = m.spec(tree=trees(), rule=Typical(epsilon=0.1), processors=processors, logprobs=3)
+    assert_type(spec, DecodeSpec)
+    answers = hydrajax.generate(m.executor(spec), ["Once", [1, 2, 3]], stop=["\n"])
     assert_type(answers, Iterator[Generation])
     first = next(answers)
     assert_type(first.output_ids, list[int])
@@ -70,7 +76,7 @@ def texts(m: Loaded) -> list[str | None]:
     assert_type(m.stream("Once", rule="exact", top_p=0.9), Stream)
     assert_type(m.chat(template="plain"), Chat)
     assert_type(m.decode(hydrajax.make_decode_fn(m, tree="chain-2")(m.params, *m.encode(["a"]))), list[str])
-    pieces = hydrajax.stream(m, "Once", rule=RejectionSampling(1.0), max_new_tokens=9)
+    pieces = hydrajax.stream(m.executor(m.spec(rule=RejectionSampling(1.0), max_new_tokens=9)), "Once")
     assert_type(pieces, Stream)
     for piece in pieces:
         assert_type(piece, str)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from hydrajax.autotune.contest import Measured
+from hydrajax.autotune.tree_search import EXPANSIONS, QUICK_ROUNDS, TOP_K, name_of, search, usable
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.contest import Measured
-from hydrajax.measure.tree_search import EXPANSIONS, QUICK_ROUNDS, TOP_K, name_of, search, usable
 from hydrajax.trees import DynamicTree, presets
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
@@ -18,7 +18,7 @@ CHAINS = [presets.chain(size - 1) for size in SIZES]
 
 @dataclass
 class KnownRace:
-    """Stands for a `hydrajax.measure.tree_search.Race`. speed: of a tree. ran: what was timed, and how often."""
+    """Stands for a `hydrajax.autotune.tree_search.Race`. speed: of a tree. ran: what was timed, and how often."""
 
     speed: Callable
     ran: list = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Base and draft on two of eight CPU devices: the tokens of the ordinary engine, whatever the draft had prepared.
+"""Base and draft on two of eight CPU devices: the tokens of the fused executor, whatever the draft had prepared.
 
 XLA fixes the number of CPU devices when it starts, so the work runs in subprocesses and the tests read their findings.
 """
@@ -12,13 +12,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hydrajax.cli import main
-from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
-from hydrajax.ssd.decode import MISS, Record, are_apart, make_apart_fn
+from hydrajax.sharding import Placement, make_mesh
+from hydrajax.ssd.draft_side import MISS
+from hydrajax.ssd.executor import SplitExecutor
 from hydrajax.ssd.fan_out import FanOut
+from hydrajax.ssd.record import Record
 from hydrajax.trees import presets
 
 VOCAB, NEW, EOS = 96, 20, 7
@@ -42,11 +45,11 @@ def models(llama_checkpoint, tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(models, tmp_path_factory, on_eight_devices):
     def run(*cases, draft_devices=1, compare=False, generate=False):
-        folder = tmp_path_factory.mktemp("apart")
+        folder = tmp_path_factory.mktemp("split")
         settings = {"prompts": PROMPTS, "limits": LIMITS, "eos": EOS, "new": NEW, "draft_devices": draft_devices}
         (folder / "settings.json").write_text(json.dumps(settings | {"compare": compare, "generate": generate}))
         flags = "--xla_backend_optimization_level=0"
-        return on_eight_devices(folder, "decode_apart", *models, ",".join(cases), flags=flags)
+        return on_eight_devices(folder, "decode_split", *models, ",".join(cases), flags=flags)
 
     return run
 
@@ -112,12 +115,24 @@ def test_a_draft_over_several_devices_and_texts_in_bursts(run):
     """`generate` and its bursts, with a draft that is sharded over two devices."""
     found = run(draft_devices=2, generate=True)
     assert found["homes"] == [[0], [6, 7]]
-    assert found["apart"] == found["together"]
+    assert found["split"] == found["together"]
+
+
+@pytest.mark.slow
+def test_chat_and_serve_say_what_they_say_on_one_device(tmp_path, on_eight_devices):
+    """Turns on kept caches, rows that join and leave, prompts in pieces and kept ones: all verbs of the executor."""
+    found = on_eight_devices(tmp_path, "talk_split", flags="--xla_backend_optimization_level=0")
+    assert found["kinds"] == ["SplitExecutor", "FusedExecutor"]
+    assert found["split"] == found["one device"]
+    turns, (answers, cached) = found["split"]["turns"], found["split"]["answers"]
+    assert turns[0][1] == 0 < turns[1][1] < turns[2][1]  # kept from turn to turn
+    assert sum(steps for _, steps in answers) < sum(len(ids) for ids, _ in answers)
+    assert cached > 0
 
 
 @pytest.mark.slow
 def test_bench_compares_with_the_pair_in_turn(models, tmp_path, on_eight_devices):
-    found = on_eight_devices(tmp_path, "bench_apart", *models, flags="--xla_backend_optimization_level=0")
+    found = on_eight_devices(tmp_path, "bench_split", *models, flags="--xla_backend_optimization_level=0")
     assert found["code"] == 0
     rows = found["rows"]
     assert [row["name"] for row in rows] == ["autoregressive", "one program", "in turn", "ahead, 40 outcomes"]
@@ -152,28 +167,31 @@ def test_what_is_read_from_a_record():
         ({"fan_out": -3}, "fan_out: must be from 0 to 1024, found -3"),
     ],
 )
-def test_what_cannot_run_apart(changes, message, tiny_model):
-    model, _ = tiny_model
+def test_what_cannot_be_split(changes, message, tiny_model):
+    model, params = tiny_model
     drafter = DraftModel(model, model.config.vocab_size, confidence=changes.get("confidence", 0.0))
     if "drafter" in changes:
         drafter = MedusaHeads(3, model.config.width, model.config.vocab_size)
-    tree = presets.by_name(changes.get("tree", "chain-3"))
+    spec = DecodeSpec(drafter, presets.by_name(changes.get("tree", "chain-3")))
+    placement = Placement()
+    object.__setattr__(placement, "draft", make_mesh())  # on the one device there is, which a `Placement` refuses
     with pytest.raises(HydrajaxError, match=message):
-        make_apart_fn(model, drafter, tree, Greedy(), fan_out=changes.get("fan_out"))
+        SplitExecutor(model, Params(params, params), spec, placement=placement, fan_out=changes.get("fan_out"))
 
 
 def test_both_on_one_device(tiny_model):
     model, params = tiny_model
-    fn = make_apart_fn(model, DraftModel(model, model.config.vocab_size), presets.chain(2))
-    assert not are_apart(Params(params, params))
     with pytest.raises(HydrajaxError, match="draft_devices: base and draft must lie on devices of their own, both are"):
-        fn(Params(params, params), np.array([[1, 2]]))
+        Placement(draft=make_mesh())
+    spec = DecodeSpec(DraftModel(model, model.config.vocab_size), presets.chain(2))
+    with pytest.raises(HydrajaxError, match="placement: must have devices for the draft alone, found none"):
+        SplitExecutor(model, Params(params, params), spec, placement=Placement())
 
 
-@pytest.mark.parametrize("command", ["generate", "bench", "certify"])
+@pytest.mark.parametrize("command", ["generate", "bench", "certify", "chat", "serve"])
 def test_more_devices_than_there_are(command, models, capsys):
     base, draft = map(str, models)
     prompts = ["--prompt", "x"] if command == "generate" else []
     assert main([command, "--base", base, "--draft", draft, "--tree", "chain-2", "--draft-devices", "9", *prompts]) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert said == ["hydrajax: --draft-devices: must be at most 0, found 9: of 1 devices the base takes all"]
+    *_, said = capsys.readouterr().err.strip().splitlines()
+    assert said == ("hydrajax: --draft-devices: must be at most 0, found 9: of 1 devices the base takes all")

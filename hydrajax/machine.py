@@ -1,18 +1,15 @@
-"""The machine that measures: what it is, how fast its memory is, and how much of it has been used."""
+"""The machine: what measured times depend on."""
 
 from __future__ import annotations
 
 import os
 import platform
-import resource
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from hydrajax.measure.timing import median_ms
 from hydrajax.models.kernels import few_rows
 
 
@@ -49,19 +46,3 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return next(filter(None, names), None) or platform.processor() or platform.machine()
-
-
-def copy_bandwidth(megabytes: int = 1024) -> float:
-    """The device's bandwidth as a large copy reaches it, in bytes per second; bytes read and written both count."""
-    source = jnp.arange(megabytes * 2**18, dtype=jnp.float32)
-    copy = jax.jit(lambda x: x + 1)  # a plain copy could be elided
-    jax.block_until_ready(copy(source))
-    return 2 * source.nbytes / (median_ms(lambda: copy(source), 10) / 1e3)
-
-
-def peak_memory() -> int:
-    """The most bytes that have been in use on the accelerator so far, or in this process where a CPU computes."""
-    stats = jax.devices()[0].memory_stats()
-    if stats and "peak_bytes_in_use" in stats:
-        return stats["peak_bytes_in_use"]
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -14,9 +14,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest
+from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.contest import Measured, contest
-from hydrajax.measure.way import Way
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 from hydrajax.trees.tree import TreeTopology
 
@@ -45,30 +45,36 @@ class Search:
 
 
 class Race:
-    """Trees of one way to decode, timed in contests on the same prompts; each is compiled once."""
+    """Trees of one executor, timed in contests on the same prompts; each is compiled once."""
 
     def __init__(
         self,
-        way: Way,
+        executor: Executor,
         prompts: Sequence[np.ndarray],
         *,
         batch_size: int,
         seed: int = 0,
         on_status: Callable[[str], None] = lambda text: None,
     ):
-        self._way, self._prompts = way, prompts
-        self._settings = {"batch_size": batch_size, "seed": seed}
+        self._executor, self._prompts = executor, prompts
+        self._batch_size, self._seed = batch_size, seed
         self._on_status = on_status
-        self._ways: dict[CandidateTree | None, Way] = {None: way.autoregressive()}
+        self._plain = executor.autoregressive()
+        self._with_tree: dict[CandidateTree, Executor] = {}
 
     def run(self, trees: Sequence[CandidateTree], repeats: int, what: str) -> list[Measured]:
-        """The figures of each tree beside decoding without a draft. ``what`` says what the contest is for."""
+        """Return the figures of each tree, with decoding without a draft as baseline. what: the contest's purpose."""
         for tree in trees:
-            self._ways.setdefault(tree, self._way.with_tree(tree, name_of(tree)))
-        ways = [self._ways[tree] for tree in (None, *trees)]
-        say = self._on_status
+            if tree not in self._with_tree:
+                self._with_tree[tree] = self._executor.with_spec(tree=tree)
+        entrants = {name_of(tree): self._with_tree[tree] for tree in trees}
         return contest(
-            ways, self._prompts, repeats=repeats, on_status=lambda text: say(f"{what}: {text}"), **self._settings
+            {AUTOREGRESSIVE: self._plain} | entrants,
+            self._prompts,
+            batch_size=self._batch_size,
+            repeats=repeats,
+            seed=self._seed,
+            on_status=lambda text: self._on_status(f"{what}: {text}"),
         )[1:]
 
 

@@ -1,4 +1,4 @@
-"""Base and draft on devices of their own, timed: against the same pair in turn, and part by part."""
+"""The split executor, timed: against the same pair in turn, and part by part."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from typing import Any
 import jax
 import numpy as np
 
+from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest
+from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.prompts import batches
 from hydrajax.decoding.state import Params
-from hydrajax.measure.contest import Measured, contest
-from hydrajax.measure.way import Way
-from hydrajax.ssd.decode import MISS, PARTS, ApartFn, Record, homes
+from hydrajax.ssd.draft_side import MISS
+from hydrajax.ssd.executor import PARTS, SplitExecutor
 from hydrajax.ssd.fan_out import FanOut
+from hydrajax.ssd.record import Record
 from hydrajax.ssd.simulator import Times
 
 IN_TURN, ONE_PROGRAM = "in turn", "one program"
 
 
 @dataclasses.dataclass(frozen=True)
-class ApartRow:
-    """A way, and what became of its preparations.
+class SplitRow:
+    """The figures of an executor, with those of its preparations.
 
-    fan_out: the counts of `FanOut`, None where base and draft are not apart. hit_rate, ready_rate: of `Record`, over
+    fan_out: the counts of `FanOut`, None where base and draft are not split. hit_rate, ready_rate: of `Record`, over
     all prompts; None where nothing is prepared.
     """
 
@@ -41,46 +43,41 @@ class ApartRow:
         return self.measured.as_dict() | own
 
 
-def apart_contest(
-    way: Way,
+def split_contest(
+    executor: SplitExecutor,
     fan_outs: Sequence[int | FanOut],
     prompts: Sequence[np.ndarray],
     *,
     batch_size: int,
     repeats: int,
     on_status: Callable[[str], None] = lambda text: None,
-) -> list[ApartRow]:
-    """Without a draft, the pair in one program on the base's devices, in turn on their own, and for each fan-out.
+) -> list[SplitRow]:
+    """Time decoding without a draft, with the pair in one program on the base's devices, in turn, and ahead.
 
-    way: with parameters on devices of their own, a draft model and a chain. The first row is the baseline.
+    The first row is the baseline, the last ones prepare for each of ``fan_outs``.
     """
-    plain = way.autoregressive()
-    draft = jax.device_put(way.params.draft, homes(way.params)[0])
-    together = dataclasses.replace(way, name=ONE_PROGRAM, params=Params(way.params.base, draft))
-    apart = [dataclasses.replace(way, name=IN_TURN, fan_out=0)]
+    draft = jax.device_put(executor.params.draft, executor.placement.homes()[0])
+    together = FusedExecutor(executor.model, Params(executor.params.base, draft), executor.spec)
+    split = {IN_TURN: executor.with_fan_out(0)}
     for fan_out in fan_outs:
         total = fan_out.total if isinstance(fan_out, FanOut) else fan_out
-        apart.append(dataclasses.replace(way, name=f"ahead, {total} outcomes", fan_out=fan_out))
-    settings = {"batch_size": batch_size, "repeats": repeats, "on_status": on_status}
-    found = contest([plain, together, *apart], prompts, **settings)
-    rows = [ApartRow(each) for each in found[:2]]
-    for each, measured in zip(apart, found[2:], strict=True):
-        fn = each.decode_fn
-        assert isinstance(fn, ApartFn)
-        record = joined(recorded(fn, each.params, prompts, batch_size))
-        rates = (record.hit_rate, record.ready_rate) if fn.fan_out.total else (None, None)
-        rows.append(ApartRow(measured, fn.fan_out.counts, *rates))
+        split[f"ahead, {total} outcomes"] = executor.with_fan_out(fan_out)
+    others = {AUTOREGRESSIVE: executor.autoregressive(), ONE_PROGRAM: together}
+    found = contest(others | split, prompts, batch_size=batch_size, repeats=repeats, on_status=on_status)
+    rows = [SplitRow(each) for each in found[:2]]
+    for each, measured in zip(split.values(), found[2:], strict=True):
+        record = joined(recorded(each, prompts, batch_size))
+        rates = (record.hit_rate, record.ready_rate) if each.fan_out.total else (None, None)
+        rows.append(SplitRow(measured, each.fan_out.counts, *rates))
     return rows
 
 
-def recorded(
-    fn: ApartFn, params: Params, prompts: Sequence[np.ndarray], batch_size: int, seed: int = 0
-) -> list[Record]:
-    """Of each batch of prompts."""
+def recorded(executor: SplitExecutor, prompts: Sequence[np.ndarray], batch_size: int, seed: int = 0) -> list[Record]:
+    """Return the record of each batch of prompts."""
     key = jax.random.key(seed)
     found = []
     for prompt, lengths, n_real in batches(prompts, batch_size):
-        record = fn.recorded(params, prompt, lengths, key)[1]
+        record = executor.recorded(prompt, lengths, key)[1]
         found.append(Record(record.numbers[:n_real], record.accept_lengths[:n_real], record.fan_out))
     return found
 
@@ -99,16 +96,14 @@ def joined(records: Sequence[Record]) -> Record:
     return Record(beside("numbers", MISS - 1), beside("accept_lengths", -1), records[0].fan_out)
 
 
-def part_seconds(
-    fn: ApartFn, params: Params, prompt: np.ndarray, lengths: np.ndarray, seed: int = 0
-) -> dict[str, float]:
+def part_seconds(executor: SplitExecutor, prompt: np.ndarray, lengths: np.ndarray, seed: int = 0) -> dict[str, float]:
     """Median seconds of each of `PARTS` when they are run in turn and waited for; of "answer" as "hit" and "miss".
 
     One batch of prompts, of which the first round is left out; a median over nothing is NaN. What is handed over and
     told took the way from one device's memory to another's, and the host's part in it.
     """
     key = jax.random.key(seed)
-    fn(params, prompt, lengths, key)  # compiles
+    executor.decode(prompt, lengths, key)  # compiles
     times: dict[str, list[float]] = {name: [] for name in PARTS}
     began = time.perf_counter()
 
@@ -119,7 +114,7 @@ def part_seconds(
         times[name].append(now - began)
         began = now
 
-    _, record = fn.recorded(params, prompt, lengths, key, watch=watch)
+    _, record = executor.recorded(prompt, lengths, key, watch=watch)
     # Rows that have finished count as hits; after the last round that somebody took there is nothing to answer.
     rounds = int((record.numbers > MISS - 1).any(axis=0).sum())
     missed = (record.numbers == MISS).any(axis=0)[:rounds]
@@ -130,7 +125,7 @@ def part_seconds(
 
 
 def round_seconds(
-    fn: ApartFn, params: Params, prompt: np.ndarray, lengths: np.ndarray, repeats: int = 3, seed: int = 0
+    executor: SplitExecutor, prompt: np.ndarray, lengths: np.ndarray, repeats: int = 3, seed: int = 0
 ) -> float:
     """Median seconds of a round as it is run, the first one and the prompts left out. One batch of prompts."""
     key, rows = jax.random.key(seed), len(prompt)
@@ -138,12 +133,12 @@ def round_seconds(
     rounds = 1
     for _ in range(repeats):
         took = {}
-        for limit in (1, fn.engine.max_new_tokens):
+        for limit in (1, executor.room):
             began = time.perf_counter()
-            out = jax.block_until_ready(fn(params, prompt, lengths, key, np.full(rows, limit, np.int32)))
+            out = jax.block_until_ready(executor.decode(prompt, lengths, key, np.full(rows, limit, np.int32)))
             took[limit] = time.perf_counter() - began
         rounds = int(np.max(out.steps)) - 1
-        times.append((took[fn.engine.max_new_tokens] - took[1]) / max(rounds, 1))
+        times.append((took[executor.room] - took[1]) / max(rounds, 1))
     return statistics.median(times)
 
 

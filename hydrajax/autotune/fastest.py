@@ -19,13 +19,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from hydrajax.bundle import Bundle
-from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.autotune.contest import AUTOREGRESSIVE, contest
+from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.measure.contest import contest
-from hydrajax.measure.machine import machine
-from hydrajax.measure.way import Way, baseline_rule
+from hydrajax.machine import machine
 from hydrajax.text.records import BOOL, NUMBER, OBJECT, TEXT, checked, list_of, read_record
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
@@ -64,26 +62,34 @@ class Choice:
 
 
 def choose(
-    loaded: Bundle,
+    executor: Executor,
     prompts: Iterable[np.ndarray],
-    rule: AcceptanceRule,
     batch_size: int,
+    draft_directory: Path | None = None,
     on_status: Callable[[str], None] = lambda text: None,
 ) -> Choice | None:
-    """The tree for these rows on this device, measured on the first ``prompts`` if it is not known yet.
+    """Return the fastest tree for so many sequences on this device, measured on the first prompts if not known yet.
 
-    None where nothing is to be chosen: without a drafter, and where the environment says ``HYDRAJAX_MEASURE_TREES=0``.
-    The cache is an offer: one that cannot be read or written is done without.
+    Args:
+        executor: of any tree; its drafter and rule count.
+        prompts: token ids, of which twice the batch size are decoded.
+        batch_size: sequences that are decoded together.
+        draft_directory: where the heads were loaded from, and `hydrajax tree search --save` may have left a tree.
+        on_status: called with a line for every stage.
+
+    Returns:
+        None where there is nothing to choose: without a drafter, and where the environment has
+        ``HYDRAJAX_MEASURE_TREES=0``. Errors of the cache are ignored.
     """
-    if not loaded.drafter.spec.depth or os.environ.get(OFF) == "0":
+    if not executor.spec.drafter.spec.depth or os.environ.get(OFF) == "0":
         return None
-    found = _searched_here(loaded, batch_size)
-    if found is not None and _fits(loaded, found.tree, rule):
+    found = _searched_here(executor, draft_directory, batch_size)
+    if found is not None and _fits(executor, found.tree):
         return found
-    path = cache_folder() / f"{_key(loaded, rule, batch_size)}.json"
+    path = cache_folder() / f"{_key(executor, batch_size)}.json"
     found = _read(path)
     if found is None:
-        found = _measure(loaded, prompts, rule, batch_size, on_status)
+        found = _measure(executor, prompts, batch_size, on_status)
         _write(path, found)
     return found
 
@@ -93,11 +99,11 @@ def cache_folder() -> Path:
     return Path(root) / "hydrajax" / "trees"
 
 
-def _searched_here(loaded: Bundle, batch_size: int) -> Choice | None:
-    """What `hydrajax tree search` has found for so many rows, if it was on this device."""
-    if loaded.draft_directory is None or loaded.drafter.spec.branch_nodes:
+def _searched_here(executor: Executor, draft_directory: Path | None, batch_size: int) -> Choice | None:
+    """The tree that `hydrajax tree search` has found for so many rows, if it was on this device."""
+    if draft_directory is None or executor.spec.drafter.spec.branch_nodes:
         return None  # what was searched there is for the draft without the branch
-    path = presets.searched_path(loaded.draft_directory, batch_size)
+    path = presets.searched_path(draft_directory, batch_size)
     if not path.is_file():
         return None
     tree = read_tree(path)  # refuses a file that is no tree
@@ -117,48 +123,49 @@ def _searched_here(loaded: Bundle, batch_size: int) -> Choice | None:
     return Choice(tree, shown, row["speedup"], date if isinstance(date, str) else None)
 
 
-def _measure(loaded: Bundle, prompts, rule, batch_size: int, on_status) -> Choice:
+def _measure(executor: Executor, prompts, batch_size: int, on_status) -> Choice:
     """A contest of the candidates, the drafter's own tree and none. Typical acceptance means another text without a
     draft, so there the fastest tree is taken in any case."""
-    candidates = [
-        *CANDIDATES,
-        *([GROWN] if loaded.drafter.spec.supports_dynamic_tree else []),
-        loaded.drafter.spec.default_tree,
-    ]
-    names = [name for name in dict.fromkeys(candidates) if _fits(loaded, presets.by_name(name), rule)]
-    settings = {"rule": rule, "max_new_tokens": NEW_TOKENS}
-    ways = [Way.of(loaded, name, presets.by_name(name), **settings) for name in names]
+    can, rule = executor.spec.drafter.spec, executor.spec.rule
+    candidates = [*CANDIDATES, *([GROWN] if can.supports_dynamic_tree else []), can.default_tree]
+    trees = {name: presets.by_name(name) for name in dict.fromkeys(candidates)}
+    entrants = {
+        name: executor.with_spec(tree=tree, max_new_tokens=NEW_TOKENS)
+        for name, tree in trees.items()
+        if _fits(executor, tree)
+    }
+    if not entrants:
+        executor.spec.replace(tree=trees[can.default_tree]).check(executor.model.config)  # raises: it does not fit
+    plain = executor.with_spec(max_new_tokens=NEW_TOKENS).autoregressive()
     rows = contest(
-        [ways[0].autoregressive(), *ways],
+        {AUTOREGRESSIVE: plain} | entrants,
         list(islice(prompts, 2 * batch_size)),
         batch_size=batch_size,
         repeats=REPEATS,
         on_status=lambda text: on_status(f"finding the fastest tree: {text}"),
     )
     best = max(rows[1:], key=lambda row: row.tokens_per_second)
-    taken = best.speedup >= 1 or type(baseline_rule(rule)) is not type(rule)
-    return Choice(presets.by_name(best.name) if taken else None, best.name, best.speedup, None)
+    taken = best.speedup >= 1 or type(rule.baseline()) is not type(rule)
+    return Choice(trees[best.name] if taken else None, best.name, best.speedup, None)
 
 
-def _fits(loaded: Bundle, tree: CandidateTree, rule: AcceptanceRule) -> bool:
+def _fits(executor: Executor, tree: CandidateTree) -> bool:
     try:
-        tree.check(loaded.drafter.spec.depth, loaded.model.config.vocab_size)
-        if isinstance(tree, DynamicTree):
-            rule.check(tree)
+        executor.spec.replace(tree=tree).check(executor.model.config)
     except HydrajaxError:
         return False
     return True
 
 
-def _key(loaded: Bundle, rule: AcceptanceRule, batch_size: int) -> str:
+def _key(executor: Executor, batch_size: int) -> str:
     """A hash of all that the choice depends on; of the parameters a few numbers each."""
-    here = machine()
+    here, spec = machine(), executor.spec
     facts = (
-        *here.values(), batch_size, type(rule).__name__,
-        str(loaded.model), str(loaded.drafter), CANDIDATES, GROWN,
+        *here.values(), batch_size, type(spec.rule).__name__,
+        str(executor.model), str(spec.drafter), CANDIDATES, GROWN,
     )  # fmt: skip
     digest = hashlib.sha256(repr(facts).encode())
-    leaves = jax.tree.leaves(loaded.params)
+    leaves = jax.tree.leaves(executor.params)
     beginnings = jax.jit(lambda leaves: [leaf[(0,) * (leaf.ndim - 1)][:16] for leaf in leaves])(leaves)
     for leaf, beginning in zip(leaves, jax.device_get(beginnings), strict=True):
         digest.update(repr((leaf.shape, leaf.dtype)).encode() + beginning.tobytes())

@@ -14,7 +14,7 @@ import numpy as np
 import hydrajax
 from hydrajax.decoding.prompts import right_padded
 from hydrajax.decoding.state import Params
-from hydrajax.ssd.decode import homes
+from hydrajax.sharding import Placement, last_devices
 
 RULES = {
     "greedy": hydrajax.Greedy(),
@@ -23,7 +23,7 @@ RULES = {
 }
 
 
-def crossings(fn, params, arguments, key) -> dict[str, list[int]]:
+def crossings(executor, arguments, key) -> dict[str, list[int]]:
     """Return the bytes of what is handed from one side to the other in a round."""
     crossed = {}
 
@@ -31,51 +31,59 @@ def crossings(fn, params, arguments, key) -> dict[str, list[int]]:
         if name in ("hand over", "tell"):
             crossed[name] = [x.nbytes for x in jax.tree.leaves(given)]
 
-    fn.recorded(params, *arguments, key, watch=watch)
+    executor.recorded(*arguments, key, watch=watch)
     return crossed
 
 
 def answer_of(case: str, settings: dict, m) -> dict:
     """Decode one case; with the setting ``compare`` also in one program, with the draft beside the base."""
-    beside = Params(m.params.base, jax.device_put(m.params.draft, homes(m.params)[0]))
-    limits, eos = np.array(settings["limits"], np.int32), (settings["eos"],)
+    base_home, _ = m.placement.homes()
+    limits = np.array(settings["limits"], np.int32)
     rule, rows, tree, *numbers = case.split("/")
-    fan_out = [int(number) for number in numbers[0].split("-")] if numbers else None
+    fan_out = tuple(int(number) for number in numbers[0].split("-")) if numbers else None
     prompt, lengths = right_padded(settings["prompts"][: int(rows)], 16)
     arguments, key = (prompt, lengths), jax.random.key(3)
-    shared = {"rule": RULES[rule], "max_new_tokens": settings["new"], "eos_ids": eos}
-    shared["top_logprobs"] = 3 if settings["compare"] else 0
-    fn = hydrajax.make_decode_fn(m, tree=tree, fan_out=fan_out, **shared)
-    out, record = fn.recorded(m.params, *arguments, key, limits=limits[: int(rows)])
+    logprobs = 3 if settings["compare"] else None
+    processors = [hydrajax.Penalties(presence_penalty=0.3)] if settings["compare"] else []
+    spec = m.spec(
+        tree=tree, rule=RULES[rule], processors=processors, max_new_tokens=settings["new"],
+        eos_ids=(settings["eos"],), logprobs=logprobs,
+    )  # fmt: skip
+    executor = hydrajax.make_executor(m, spec, fan_out=fan_out)
+    out, record = executor.recorded(*arguments, key, limits[: int(rows)])
     answer = {
         "log-probabilities": [x.tolist() for x in jax.tree.leaves((out.logprobs, out.top))],
         "tokens": out.tokens.tolist(),
         "accept_lengths": out.accept_lengths.tolist(),
         "hits": record.hits,
         "rounds": record.rounds,
-        "crossings": crossings(fn, m.params, arguments, key),
+        "crossings": crossings(executor, arguments, key),
     }
     if settings["compare"]:
-        plain = hydrajax.make_decode_fn(m.model, m.drafter, tree, **shared)
+        plain = hydrajax.make_decode_fn(
+            m.model, m.drafter, tree, RULES[rule], processors=processors, max_new_tokens=settings["new"],
+            eos_ids=spec.eos_ids, logprobs=logprobs,
+        )  # fmt: skip
+        beside = Params(m.params.base, jax.device_put(m.params.draft, base_home))
         out = plain(beside, *arguments, rng=key, limits=limits[: int(rows)])
         answer["in one program"] = [out.tokens.tolist(), out.accept_lengths.tolist()]
         answer["log-probabilities in one program"] = [x.tolist() for x in jax.tree.leaves((out.logprobs, out.top))]
-        beside_base = jax.device_put(arguments, homes(m.params)[0])
-        answer["beside the base"] = fn(m.params, *beside_base, key, limits=limits[: int(rows)]).tokens.tolist()
+        out = executor.decode(*jax.device_put(arguments, base_home), key, limits[: int(rows)])
+        answer["beside the base"] = out.tokens.tolist()
     return answer
 
 
 def main(folder: Path, base: str, draft: str, cases: str) -> None:
     settings = json.loads((folder / "settings.json").read_text())
     found = {"devices": jax.device_count()}
-    m = hydrajax.load(base, draft, draft_devices=settings["draft_devices"])
-    found["homes"] = [sorted(device.id for device in home.device_set) for home in homes(m.params)]
+    m = hydrajax.load(base, draft, placement=Placement(draft=last_devices(settings["draft_devices"])))
+    found["homes"] = [sorted(device.id for device in home.device_set) for home in m.placement.homes()]
     for case in filter(None, cases.split(",")):
         found[case] = answer_of(case, settings, m)
     if settings["generate"]:
         texts = [[2, 3, 4], [9, 9]]
         one = hydrajax.load(base, draft)
-        for name, some in (("apart", m), ("together", one)):
+        for name, some in (("split", m), ("together", one)):
             answers = some.generate(texts, tree="chain-2", max_new_tokens=9, batch_size=2)
             pieces = list(some.generate(texts[:1], tree="chain-2", max_new_tokens=9, rule="exact", seed=4))
             found[name] = [answer.output_ids for answer in answers + pieces]

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import hydrajax
-from hydrajax import Greedy, Params, Typical, assets
-from hydrajax.bundle import Bundle
+from hydrajax import Params, Typical, assets
+from hydrajax.autotune import fastest
+from hydrajax.autotune.contest import Measured
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure import fastest
-from hydrajax.measure.contest import Measured
-from hydrajax.measure.machine import machine
+from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.machine import machine
 from hydrajax.models.base import BoundBase
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.files import content_of
@@ -34,87 +34,93 @@ def loaded():
 
 
 @pytest.fixture
+def executor(loaded):
+    return make_executor(loaded, loaded.spec(tree="root"))
+
+
+@pytest.fixture
 def speeds(monkeypatch, tmp_path):
-    """What the contest will find of each tree. ``.ways``: those that were measured, contest by contest."""
+    """What the contest will find of each tree. ``.names``: those that were measured, contest by contest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(fastest.OFF)
     found = {"chain-2": 1.2, "chain-4": 1.5, "cartesian-2x2": 1.1, "chain-5": 1.4}
 
     class Speeds(dict):
-        ways: list
+        names: list
 
-    def contest(ways, prompts, *, batch_size, repeats, on_status):
-        table.ways.append(ways)
-        speeds = [1.0, *(table[way.name] for way in ways[1:])]
+    def contest(executors, prompts, *, batch_size, repeats, on_status):
+        table.names.append(list(executors))
+        speeds = [1.0, *(table[name] for name in list(executors)[1:])]
         return [
-            Measured(way.name, way.nodes, 2.0, 100 * speed, 90.0, 110.0, 0.5, speed, True)
-            for way, speed in zip(ways, speeds, strict=True)
+            Measured(name, executor.spec.verified_nodes, 2.0, 100 * speed, 90.0, 110.0, 0.5, speed, True)
+            for (name, executor), speed in zip(executors.items(), speeds, strict=True)
         ]
 
     table = Speeds(found)
-    table.ways = []
+    table.names = []
     monkeypatch.setattr(fastest, "contest", contest)
     return table
 
 
-def test_the_fastest_is_taken_and_remembered(loaded, speeds):
-    now = fastest.choose(loaded, PROMPTS, Greedy(), 1)
+def test_the_fastest_is_taken_and_remembered(executor, speeds):
+    now = fastest.choose(executor, PROMPTS, 1)
     assert now == fastest.Choice(presets.chain(4), "chain-4", 1.5, None)
     assert str(now) == "tree: chain-4, 1.50 times the speed without a draft here (measured just now; or name a tree)"
-    later = fastest.choose(loaded, PROMPTS, Greedy(), 1)
+    later = fastest.choose(executor, PROMPTS, 1)
     assert later == dataclasses.replace(now, date=datetime.date.today().isoformat())
-    assert len(speeds.ways) == 1
-    assert [way.name for way in speeds.ways[0]] == ["autoregressive", "chain-2", "chain-4", "cartesian-2x2", "chain-5"]
+    assert len(speeds.names) == 1
+    assert speeds.names[0] == ["autoregressive", "chain-2", "chain-4", "cartesian-2x2", "chain-5"]
 
 
-@pytest.mark.parametrize("other", [{"batch_size": 2}, {"rule": ExactSampling(0.5)}, {"base": "other"}])
-def test_another_question_is_measured_anew(loaded, speeds, other):
-    settings = {"rule": Greedy(), "batch_size": 1}
-    fastest.choose(loaded, PROMPTS, **settings)
-    if "base" in other:
+@pytest.mark.parametrize("other", ["batch size", "rule", "base"])
+def test_another_question_is_measured_anew(loaded, executor, speeds, other):
+    fastest.choose(executor, PROMPTS, 1)
+    if other == "base":
         base = dict(loaded.params.base, embedding=loaded.params.base["embedding"] + 1)
-        fastest.choose(dataclasses.replace(loaded, params=loaded.params._replace(base=base)), PROMPTS, **settings)
+        changed = dataclasses.replace(loaded, params=loaded.params._replace(base=base))
+        fastest.choose(make_executor(changed, executor.spec), PROMPTS, 1)
     else:
-        fastest.choose(loaded, PROMPTS, **settings | other)
-    assert len(speeds.ways) == 2
-    fastest.choose(loaded, PROMPTS, **settings)
-    assert len(speeds.ways) == 2
+        rule = ExactSampling(0.5) if other == "rule" else executor.spec.rule
+        fastest.choose(executor.with_spec(rule=rule), PROMPTS, 2 if other == "batch size" else 1)
+    assert len(speeds.names) == 2
+    fastest.choose(executor, PROMPTS, 1)
+    assert len(speeds.names) == 2
 
 
-def test_none_where_none_is_faster(loaded, speeds):
+def test_none_where_none_is_faster(executor, speeds):
     speeds.update({name: speed / 2 for name, speed in speeds.items()})
-    choice = fastest.choose(loaded, PROMPTS, Greedy(), 1)
+    choice = fastest.choose(executor, PROMPTS, 1)
     assert choice.tree is None
     assert "tree: none, decoding without the draft: the fastest tree, chain-4, has 0.75 times the speed" in str(choice)
-    assert fastest.choose(loaded, PROMPTS, Greedy(), 1).tree is None  # remembered too
+    assert fastest.choose(executor, PROMPTS, 1).tree is None  # remembered too
     # Typical acceptance without a draft would be another text.
-    assert fastest.choose(loaded, PROMPTS, Typical(), 1).tree == presets.chain(4)
+    assert fastest.choose(executor.with_spec(rule=Typical()), PROMPTS, 1).tree == presets.chain(4)
 
 
-def test_nothing_is_measured_without_a_draft_or_where_it_is_switched_off(loaded, speeds, monkeypatch):
-    assert fastest.choose(loaded.with_draft("none"), PROMPTS, Greedy(), 1) is None
+def test_nothing_is_measured_without_a_draft_or_where_it_is_switched_off(executor, speeds, monkeypatch):
+    assert fastest.choose(executor.autoregressive(), PROMPTS, 1) is None
     monkeypatch.setenv(fastest.OFF, "0")
-    assert fastest.choose(loaded, PROMPTS, Greedy(), 1) is None
-    assert not speeds.ways
+    assert fastest.choose(executor, PROMPTS, 1) is None
+    assert not speeds.names
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"choices": [[5]], "taken": true}', '{"taken": false}'])
-def test_a_damaged_memory_is_measured_again(loaded, speeds, damage):
-    fastest.choose(loaded, PROMPTS, Greedy(), 1)
+def test_a_damaged_memory_is_measured_again(executor, speeds, damage):
+    fastest.choose(executor, PROMPTS, 1)
     (path,) = fastest.cache_folder().iterdir()
     path.write_text(damage)
-    assert fastest.choose(loaded, PROMPTS, Greedy(), 1).tree == presets.chain(4)
-    assert len(speeds.ways) == 2
+    assert fastest.choose(executor, PROMPTS, 1).tree == presets.chain(4)
+    assert len(speeds.names) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(loaded, speeds, monkeypatch, tmp_path):
+def test_a_cache_that_cannot_be_written_is_done_without(executor, speeds, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert fastest.choose(loaded, PROMPTS, Greedy(), 1).tree == presets.chain(4)
+    assert fastest.choose(executor, PROMPTS, 1).tree == presets.chain(4)
 
 
 @pytest.mark.parametrize(("device", "taken"), [("this", True), ("another", False)])
-def test_a_searched_tree_is_taken_if_it_was_searched_here(loaded, speeds, tmp_path, device, taken):
+def test_a_searched_tree_is_taken_if_it_was_searched_here(executor, speeds, tmp_path, device, taken):
     here = machine() | ({} if device == "this" else {"device": device})
     row = {"name": "4", "nodes": 4, "speedup": 1.3}
     content = {
@@ -122,17 +128,17 @@ def test_a_searched_tree_is_taken_if_it_was_searched_here(loaded, speeds, tmp_pa
         "provenance": {"machine": here, "measured": [row], "date": "2026-01-02"},
     }
     presets.searched_path(tmp_path, 1).write_text(json.dumps(content))
-    choice = fastest.choose(dataclasses.replace(loaded, draft_directory=tmp_path), PROMPTS, Greedy(), 1)
+    choice = fastest.choose(executor, PROMPTS, 1, tmp_path)
     assert (choice.tree == presets.chain(3)) == taken
     assert ("the searched one of 4 nodes, 1.30 times" in str(choice)) == taken
-    assert bool(speeds.ways) != taken
+    assert bool(speeds.names) != taken
 
 
 @pytest.fixture
 def eagle(tiny_model):
     model, params = tiny_model
     drafter = Eagle.for_base(model.config, jnp.float32)
-    return Bundle(model, drafter, Params(params, drafter.init(jax.random.key(0), BoundBase(model, params))))
+    return LanguageModel(model, drafter, Params(params, drafter.init(jax.random.key(0), BoundBase(model, params))))
 
 
 def test_a_searched_tree_that_is_grown_is_taken_where_the_rule_takes_it(eagle, speeds, tmp_path, monkeypatch):
@@ -142,23 +148,26 @@ def test_a_searched_tree_that_is_grown_is_taken_where_the_rule_takes_it(eagle, s
     presets.searched_path(tmp_path, 1).write_text(json.dumps(content))
     eagle = dataclasses.replace(eagle, draft_directory=tmp_path)
     assert eagle.default_tree() == DynamicTree(8, 2, 4)
-    choice = fastest.choose(eagle, PROMPTS, Greedy(), 1)
+    executor = make_executor(eagle, eagle.spec(tree="root"))
+    choice = fastest.choose(executor, PROMPTS, 1, tmp_path)
     assert (choice.tree, choice.speedup, choice.name) == (DynamicTree(8, 2, 4), 1.6, "the searched dynamic-8-2-4")
-    assert not speeds.ways
+    assert not speeds.names
 
     def refuse(self, tree):
-        raise HydrajaxError("tree: not this one")
+        if isinstance(tree, DynamicTree):
+            raise HydrajaxError("tree: not this one")
 
     monkeypatch.setattr(ExactSampling, "check", refuse)
     speeds["eagle_26"] = 1.3
-    assert fastest.choose(eagle, PROMPTS, ExactSampling(0.8), 1).name == "chain-4"
+    assert fastest.choose(executor.with_spec(rule=ExactSampling(0.8)), PROMPTS, 1, tmp_path).name == "chain-4"
 
 
 def test_a_tree_that_is_grown_is_tried_and_remembered_where_the_drafter_takes_it(eagle, speeds):
     speeds |= {fastest.GROWN: 1.9, "eagle_26": 1.3}
-    now = fastest.choose(eagle, PROMPTS, Greedy(), 1)
+    executor = make_executor(eagle, eagle.spec(tree="root"))
+    now = fastest.choose(executor, PROMPTS, 1)
     assert now.tree == DynamicTree(60, 7, 10)
-    later = fastest.choose(eagle, PROMPTS, Greedy(), 1)
+    later = fastest.choose(executor, PROMPTS, 1)
     assert later == dataclasses.replace(now, date=datetime.date.today().isoformat())
-    assert len(speeds.ways) == 1
-    assert fastest.choose(eagle, PROMPTS, RejectionSampling(0.8), 1).name == fastest.GROWN
+    assert len(speeds.names) == 1
+    assert fastest.choose(executor.with_spec(rule=RejectionSampling(0.8)), PROMPTS, 1).name == fastest.GROWN

@@ -1,4 +1,4 @@
-"""The compiled programs that a batcher runs, and the few shapes that they come in."""
+"""The executors that a batcher runs, and the few shapes that they run in."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.bundle import Bundle
-from hydrajax.decoding.decode import make_engine
-from hydrajax.decoding.either import GreedyOrExact
-from hydrajax.decoding.loop import Bursts
+from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.executor import Executor, State
+from hydrajax.decoding.processors import LogitBias, Penalties, TokenCounts
 from hydrajax.decoding.prompts import SMALLEST_BUCKET, bucket, right_padded
-from hydrajax.decoding.sampling import per_row
-from hydrajax.decoding.state import DecodeState
+from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.rows import Shapes, put_row
-from hydrajax.ssd.decode import are_apart
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a batcher may use.
+    """The limits of a batcher.
 
     rows: most requests that run at once. chunk: tokens of a prompt that are read between two steps. places: of the
     smallest cache; larger ones have twice as many, and again. penalties: whether requests may have some. top_logprobs:
@@ -39,62 +37,96 @@ class Sizes:
     top_logprobs: int = 0
 
 
-class Programs:
-    """Of one model; each is compiled when it is first used.
+class Pool:
+    """The executors of one served model, one for each batch size; each compiles when it is first used.
 
-    tree_for: the tree for so many rows. drops_draft: whether there are also programs for steps without a draft. Raises
-    `HydrajaxError` for a tree that the drafter cannot fill, and for sizes that make no sense.
+    Attributes:
+        spec: what requests change: the rule, processors, and limits. Greedy, with all of the context.
+        executor: of a batch of one.
     """
 
     def __init__(
         self,
-        loaded: Bundle,
+        executor: Executor,
         sizes: Sizes,
         tree_for: Callable[[int], CandidateTree] | None = None,
         *,
         drops_draft: bool = False,
     ):
+        """Build the executors.
+
+        Args:
+            executor: decodes; rule, processors and limits of its spec do not matter.
+            sizes: limits.
+            tree_for: the tree for a batch size; by default the executor's own for all of them.
+            drops_draft: also have an executor for steps without the draft.
+
+        Raises:
+            HydrajaxError: for a tree that the drafter cannot fill, and for sizes below 1.
+        """
         for name in ("rows", "chunk", "places"):
             if getattr(sizes, name) < 1:
                 raise HydrajaxError(f"{name}: must be at least 1, found {getattr(sizes, name)}")
-        if are_apart(loaded.params):
-            raise HydrajaxError("draft_devices: requests that share a batch need base and draft on the same devices")
-        self.loaded, self.sizes = loaded, sizes
-        config = loaded.model.config
-        self.context = config.max_positions
+        config, self.sizes = executor.model.config, sizes
+        self.context, self._vocab_size = config.max_positions, config.vocab_size
         self.chunk = bucket(min(sizes.chunk, self.context), self.context)
-        rule = GreedyOrExact.in_full(config.vocab_size, penalties=sizes.penalties)
-        settings = {"max_new_tokens": self.context, "eos_ids": loaded.eos_ids, "logprobs": True}
-        settings["top_logprobs"] = sizes.top_logprobs
         self.batches = _growing(1, sizes.rows, 2)
         self.widths = _growing(min(SMALLEST_BUCKET, self.chunk), self.chunk, 4)  # of a prompt's last piece
-        trees = {batch: (tree_for or loaded.default_tree)(batch) for batch in self.batches}
+        own = executor.spec.tree
+        trees = {batch: own if tree_for is None else tree_for(batch) for batch in self.batches}
+        if executor.one_tree:
+            trees, drops_draft = dict.fromkeys(trees, trees[1]), False
+        self.spec = executor.spec.replace(
+            tree=trees[1],
+            rule=ExactSampling(temperature=0.0),
+            processors=(),
+            max_new_tokens=self.context,
+            logprobs=sizes.top_logprobs,
+        )
         plain = [presets.root()] if drops_draft else []
-        bursts = {
-            tree: Bursts(make_engine(loaded.model, loaded.drafter, tree, rule, **settings))
-            for tree in dict.fromkeys([*trees.values(), *plain])
+        made = {
+            tree: executor.with_spec(self.spec.replace(tree=tree)) for tree in dict.fromkeys([*trees.values(), *plain])
         }
-        self.bursts = {batch: bursts[tree] for batch, tree in trees.items()}
+        self._drafting = {batch: made[tree] for batch, tree in trees.items()}
         # The drafter goes on reading what is emitted, so that it can be asked again.
-        self.plain = bursts[presets.root()] if drops_draft and len(bursts) > 1 else None
+        self._plain = made[presets.root()] if drops_draft and len(made) > 1 else None
         # Prompts are read into states that have room for the paths of every tree.
-        self._reads = max(bursts.values(), key=lambda some: some.engine.tree.depth)
-        engine = self._reads.engine
-        self.shapes = Shapes(engine, rule)
-        self.longest_path = engine.depth + 1
-        self.spare = max(loaded.drafter.spec.verified_nodes(tree) for tree in bursts)
+        self._reads = max(made.values(), key=lambda each: each.engine.depth)
+        # All requests have one structure: every number is an array, with an effect or without.
+        counted = [Penalties(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0)]
+        every = ExactSampling(1.0, top_k=1, top_p=0.5, min_p=0.5)
+        self._like = [
+            self.spec,
+            self.spec.replace(rule=every, processors=[LogitBias({0: 1.0}), *(counted if sizes.penalties else [])]),
+        ]
+        self._nothing = self.sampling(self.spec, jax.random.key(0))
+        self.shapes = Shapes(self._reads, self._nothing)
+        self.longest_path = self._reads.engine.depth + 1
+        self.spare = max(each.spec.verified_nodes for each in made.values())
         most = self.context + max(self.spare, self.chunk)
         self.places = _growing(min(sizes.places, most), most, 2)
-        self._empty = jax.jit(lambda slots: engine.empty(1, slots, rule), static_argnums=0)
-        self._feed = jax.jit(engine.feed, donate_argnums=1)
-        self._rewind = jax.jit(engine.rewind, donate_argnums=0)
-        # What a drafter holds may depend on the number of places (`Drafter.rewind`).
-        self._stay = jax.jit(lambda state: engine.rewind(state, state.target.cache.lengths), donate_argnums=0)
+
+    @property
+    def executor(self) -> Executor:
+        return self._drafting[1]
+
+    @property
+    def drops_draft(self) -> bool:
+        """Whether steps can be taken without the draft."""
+        return self._plain is not None
+
+    def executor_for(self, rows: int, drafted: bool) -> Executor:
+        """Return the executor of a batch of this size, with the draft or without."""
+        return self._drafting[rows] if drafted or self._plain is None else self._plain
+
+    def sampling(self, spec: DecodeSpec, keys) -> SamplingParams:
+        """Return the numbers of one row. Raises `HydrajaxError` for a token id outside the vocabulary."""
+        return sampling_params([spec], keys, self._vocab_size, self._like)
 
     @property
     def nodes(self) -> int:
-        """That a step of one row feeds, the root counted."""
-        return self.loaded.drafter.spec.verified_nodes(self.bursts[1].engine.tree)
+        """How many nodes a step of one row feeds to the base, root included."""
+        return self.executor.spec.verified_nodes
 
     def batch_for(self, rows: int) -> int:
         """The smallest batch that holds so many rows."""
@@ -122,23 +154,29 @@ class Programs:
     def _width_for(self, tokens: int) -> int:
         return next(width for width in self.widths if width >= tokens)
 
-    def empty_row(self, places: int) -> DecodeState:
-        return self._empty(places)
+    def empty_row(self, places: int) -> State:
+        return self._reads.empty(1, places, self._nothing)
 
-    def rewound(self, state: DecodeState, length: int) -> DecodeState:
-        """``state`` is donated."""
-        return self._rewind(state, np.array([length], np.int32))
+    def rewound(self, state: State, length: int, ids: np.ndarray) -> State:
+        """Cut a state of one row to its first ``length`` tokens; they are those of ``ids``. ``state`` is donated."""
+        counts = self._counted(ids[:length]) if self.sizes.penalties else None
+        return self._reads.rewind(state, np.array([length], np.int32), counts)
 
-    def feed(self, state: DecodeState, ids: np.ndarray, following: int) -> DecodeState:
-        """A whole piece of a prompt that goes on with the token ``following``; ``state`` is donated."""
+    def _counted(self, ids: np.ndarray) -> TokenCounts:
+        """A prompt's tokens, as a penalty wants them."""
+        prompt = np.zeros((1, self._vocab_size), bool)
+        prompt[0, ids] = True
+        return TokenCounts(jnp.asarray(prompt), jnp.asarray(np.zeros(prompt.shape, np.int32)))  # which compiles nothing
+
+    def feed(self, state: State, ids: np.ndarray, following: int) -> State:
+        """Feed a whole piece of a prompt that goes on with the token ``following``; ``state`` is donated."""
         more, counts = right_padded([ids], self.chunk)
-        return self._feed(self.loaded.params, state, more, counts, np.array([following], np.int32))
+        return self._reads.feed(state, more, counts, np.array([following], np.int32))
 
-    def end(self, state: DecodeState, ids: np.ndarray, key, rule: GreedyOrExact, limit: int) -> DecodeState:
-        """The last piece, after which the row can join others; ``state`` is donated."""
+    def end(self, state: State, ids: np.ndarray, key, spec: DecodeSpec) -> State:
+        """Feed the last piece, after which the row can join others; ``state`` is donated."""
         more, counts = right_padded([ids], self._width_for(len(ids)))
-        limits = np.array([limit], np.int32)
-        return self._reads.extend(self.loaded.params, state, more, counts, key, per_row([rule], 1), limits)
+        return self._reads.extend(state, more, counts, self.sampling(spec, key))
 
     @staticmethod
     @functools.cache
@@ -151,21 +189,21 @@ class Programs:
 
     # --- states on the move -----------------------------------------------------------------------------------
 
-    def row_of(self, state: DecodeState, at: int, places: int) -> DecodeState:
+    def row_of(self, state: State, at: int, places: int) -> State:
         """A copy of one row in a state of its own, to be `rewound` before it goes on."""
         return self.shapes.moved(state, [at], places)
 
-    def copies(self, row: DecodeState, batch: int, places: int) -> DecodeState:
+    def copies(self, row: State, batch: int, places: int) -> State:
         """A batch of copies of one row."""
-        return self._stay(self.shapes.moved(row, [0] * batch, places))
+        return self._reads.stay(self.shapes.moved(row, [0] * batch, places))
 
-    def put(self, state: DecodeState, at: int, row: DecodeState, places: int) -> DecodeState:
+    def put(self, state: State, at: int, row: State, places: int) -> State:
         """``state``, which has so many ``places`` and is donated, with its row ``at`` replaced by a copy of ``row``."""
-        return put_row(state, at, self._stay(self.shapes.moved(row, [0], places)))
+        return put_row(state, at, self._reads.stay(self.shapes.moved(row, [0], places)))
 
-    def reshaped(self, state: DecodeState, rows: Sequence[int], places: int) -> DecodeState:
+    def reshaped(self, state: State, rows: Sequence[int], places: int) -> State:
         """The given rows of ``state``, which is deleted, in a batch of so many places."""
-        return self._stay(self.shapes.reshaped(state, rows, places))
+        return self._reads.stay(self.shapes.reshaped(state, rows, places))
 
     # --- ahead of time ----------------------------------------------------------------------------------------
 
@@ -177,7 +215,6 @@ class Programs:
         array (`hydrajax.serve.rows`), for every kind of array, p * b that put a row in, as many that take one out and
         that copy one, p * (p - 1) that fit one.
         """
-        rule = GreedyOrExact.in_full(self.loaded.model.config.vocab_size, penalties=self.sizes.penalties)
         piece = np.zeros(self.chunk, np.int32)
         total = len(self.places) * (len(self.widths) + len(self.batches) + 2)
         done = 0
@@ -188,22 +225,22 @@ class Programs:
             done += 1
 
         for places in self.places:
-            row = self.rewound(self.empty_row(places), 0)
+            row = self.rewound(self.empty_row(places), 0, piece)
             if places > self.chunk:
                 say()
-                row = self.rewound(self.feed(row, piece, 0), 0)
+                row = self.rewound(self.feed(row, piece, 0), 0, piece)
             for width in self.widths:
                 if width <= places:
                     say()
-                    row = self.rewound(self.end(row, piece[:width], self.key(0, 0), rule, 1), 0)
+                    row = self.rewound(self.end(row, piece[:width], self.key(0, 0), self.spec), 0, piece)
             say()
             for wanted in self.places:
                 self.row_of(row, 0, wanted)
             for batch in self.batches:
                 say()
                 state = self.copies(row, batch, places)
-                for bursts in filter(None, (self.bursts[batch], self.plain)):
-                    state, _ = bursts.advance(self.loaded.params, state, np.ones(batch, bool), 1)
+                for executor in filter(None, (self._drafting[batch], self._plain)):
+                    state, _ = executor.advance(state, np.ones(batch, bool), 1)
                 self.row_of(self.put(state, 0, row, places), batch - 1, places)
 
 

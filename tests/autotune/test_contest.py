@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from hydrajax.autotune import contest as module
+from hydrajax.autotune.contest import contest
+from hydrajax.decoding.acceptance import AcceptanceRule, Greedy, Typical
 from hydrajax.decoding.decode import DecodeResult
-from hydrajax.measure import contest as module
-from hydrajax.measure.contest import contest
 
 PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
 
@@ -33,19 +35,24 @@ def clock(monkeypatch):
 
 @dataclass
 class Stub:
-    """Stands for a `hydrajax.measure.way.Way`: emits 8 tokens per row in ``steps`` steps.
+    """Stands for an `Executor`: emits 8 tokens per row in ``steps`` steps.
 
-    seconds: a number, or one for every call, the first of which is not timed. change: added to the tokens.
+    seconds: a number, or one for every call, the first of which is not timed. change: added to the tokens. rule, nodes:
+    of the spec.
     """
 
     clock: Clock
-    name: str
     seconds: float | list[float]
     steps: int
     change: int = 0
     nodes: int = 1
-    promises_same_output: bool = True
+    rule: AcceptanceRule = field(default_factory=Greedy)
+    name: str = ""
     seen: list = field(default_factory=list)
+
+    @property
+    def spec(self):
+        return SimpleNamespace(verified_nodes=self.nodes, rule=self.rule)
 
     def decode(self, prompt, lengths, key):
         rows = len(prompt)
@@ -58,22 +65,22 @@ class Stub:
 
 
 def test_rates_are_tokens_over_median_seconds(clock):
-    ways = [Stub(clock, "plain", 4.0, 8), Stub(clock, "tree", 1.0, 2, nodes=5), Stub(clock, "chain", 2.0, 4, nodes=3)]
-    plain, tree, chain = contest(ways, PROMPTS, batch_size=1, repeats=3)
+    stubs = {"tree": Stub(clock, 1.0, 2, nodes=5), "chain": Stub(clock, 2.0, 4, nodes=3)}
+    plain, tree, chain = contest({"plain": Stub(clock, 4.0, 8)} | stubs, PROMPTS, batch_size=1, repeats=3)
     assert (plain.tokens_per_second, tree.tokens_per_second, chain.tokens_per_second) == (2.0, 8.0, 4.0)
     assert (plain.speedup, tree.speedup, chain.speedup) == (1.0, 4.0, 2.0)
     assert (plain.tokens_per_step, tree.tokens_per_step, chain.tokens_per_step) == (1.0, 4.0, 2.0)
     assert (tree.low, tree.high) == (8.0, 8.0)
     assert tree.step_seconds == 0.5
     assert (tree.chance_best, chain.chance_best) == (1.0, 0.0)
-    assert [way.nodes for way in (plain, tree, chain)] == [1, 5, 3]
-    assert all(way.equal for way in (plain, tree, chain))
+    assert [row.nodes for row in (plain, tree, chain)] == [1, 5, 3]
+    assert all(row.equal for row in (plain, tree, chain))
 
 
-def test_every_round_takes_every_way_once_on_the_same_batches(clock):
+def test_every_round_runs_every_executor_once_on_the_same_batches(clock):
     seen: list = []
-    ways = [Stub(clock, name, 1.0, 4, seen=seen) for name in "abc"]
-    contest(ways, PROMPTS, batch_size=2, repeats=5)
+    stubs = {name: Stub(clock, 1.0, 4, name=name, seen=seen) for name in "abc"}
+    contest(stubs, PROMPTS, batch_size=2, repeats=5)
     shapes = {(rows, width, lengths) for _, rows, width, lengths in seen}
     assert shapes == {(2, 6, (4, 6)), (2, 6, (5, 5))}  # one shape; the last batch is filled up
     per_round = [[name for name, *_ in seen[start : start + 6]] for start in range(6, len(seen), 6)]
@@ -86,14 +93,14 @@ def test_the_interval_comes_from_whole_rounds(clock):
     """A machine that is twice as slow in two of five rounds."""
     speeds = [1.0, 1.0, 2.0, 1.0, 2.0]
     factors = {"plain": 1, "tree": 2, "other": 1.5}
-    ways = [Stub(clock, name, [0.0, *(s / by for s in speeds)], 8) for name, by in factors.items()]
-    plain, tree, other = contest(ways, PROMPTS[:1], batch_size=1, repeats=5)
+    stubs = {name: Stub(clock, [0.0, *(s / by for s in speeds)], 8) for name, by in factors.items()}
+    plain, tree, other = contest(stubs, PROMPTS[:1], batch_size=1, repeats=5)
     assert (plain.tokens_per_second, tree.speedup) == (8.0, 2.0)
     assert (plain.low, plain.high) == pytest.approx((4.0, 8.0))
     assert (tree.chance_best, other.chance_best) == (1.0, 0.0)  # in any choice of rounds
 
 
 def test_another_output_is_told_where_the_same_was_promised(clock):
-    ways = [Stub(clock, "plain", 1.0, 8), Stub(clock, "wrong", 1.0, 8, change=1)]
-    ways.append(Stub(clock, "typical", 1.0, 8, change=1, promises_same_output=False))
-    assert [way.equal for way in contest(ways, PROMPTS, batch_size=3, repeats=1)] == [True, False, None]
+    stubs = {"plain": Stub(clock, 1.0, 8), "wrong": Stub(clock, 1.0, 8, change=1)}
+    stubs["typical"] = Stub(clock, 1.0, 8, change=1, rule=Typical())
+    assert [row.equal for row in contest(stubs, PROMPTS, batch_size=3, repeats=1)] == [True, False, None]

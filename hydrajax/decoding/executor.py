@@ -1,0 +1,237 @@
+"""Executors carry out a `DecodeSpec`: prefill, extend, rewind and advance a batch of sequences.
+
+Everything that generates, serves or measures takes an executor and asks nothing about devices. `FusedExecutor` runs
+base and draft in one program. `hydrajax.decoding.stepped.SteppedExecutor` returns to the host in every step,
+`hydrajax.ssd.executor.SplitExecutor` runs base and draft on devices of their own.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int
+
+from hydrajax.decoding.decode import DecodeResult, Inputs, decode_programs, result_of, settled_inputs
+from hydrajax.decoding.loop import Snapshot, next_burst, run_steps
+from hydrajax.decoding.processors import TokenCounts
+from hydrajax.decoding.spec import DecodeSpec, SamplingParams
+from hydrajax.decoding.state import DecodeState, OutputState, Params
+from hydrajax.decoding.step import Engine
+from hydrajax.models import backend
+from hydrajax.models.arrays import Array
+from hydrajax.models.base import BaseModel
+
+State = Any  # a pytree of arrays whose first axis is the batch: `DecodeState`, or what another executor makes of it
+
+
+class Executor(abc.ABC):
+    """A base with its draft, and how to decode with them.
+
+    Prompts and text are int32 ``[B, T]``, right-padded, with their lengths int32 ``[B]``. A verb that takes a state
+    donates it. Every shape compiles once; sampling parameters of other values compile nothing.
+
+    Attributes:
+        model, params: the base, and the parameters of base and drafter.
+        spec: how to decode. Its numbers hold where a call brings none of its own.
+        tokenizer: the base's (transformers), None if it has none.
+        engine: the verbs as pure functions.
+        room: the most new tokens of a sequence.
+        one_tree: its states fit its own tree alone, and no executor with another.
+    """
+
+    one_tree: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        model: BaseModel,
+        params: Params,
+        spec: DecodeSpec,
+        *,
+        tokenizer: Any = None,
+        room: int | None = None,
+    ):
+        """Build the executor; nothing is compiled. Raises `HydrajaxError` where base and spec do not fit each other.
+
+        room: most new tokens of a sequence, by default the spec's.
+        """
+        self.model, self.params, self.spec, self.tokenizer = model, params, spec, tokenizer
+        self._wanted_room = room
+        self.engine = self._programs = Engine.of(model, spec, room)
+        self._compiled: set[Any] = set()
+        self._result = jax.jit(result_of)
+        self._jit_verbs()
+
+    def _jit_verbs(self) -> None:
+        engine = self.engine
+        self._prefill = jax.jit(engine.prefill, static_argnames="slots")
+        self._extend = jax.jit(engine.extend, donate_argnums=1)
+        self._rewind = jax.jit(engine.rewind, donate_argnums=0)
+        self._empty = jax.jit(engine.empty, static_argnums=(0, 1))
+        self._feed = jax.jit(engine.feed, donate_argnums=1)
+        self._stay = jax.jit(lambda state: engine.rewind(state, state.target.cache.lengths), donate_argnums=0)
+
+    @property
+    def room(self) -> int:
+        return self.engine.max_new_tokens
+
+    # --- the four verbs -----------------------------------------------------------------------------------------------
+
+    def prefill(
+        self,
+        prompt: Int[Array, "B P"],
+        lengths: Int[Array, " B"],
+        sampling: SamplingParams,
+        slots: int | None = None,
+    ) -> State:
+        """Feed prompts to base and draft and choose the first root. Nothing is emitted yet.
+
+        slots: of the caches, more than `Engine.cache_slots` where `extend` is to follow.
+        """
+        return self._prefill(self.params, prompt, lengths, sampling, slots=slots)
+
+    def extend(
+        self, state: State, text: Int[Array, "B T"], lengths: Int[Array, " B"], sampling: SamplingParams
+    ) -> State:
+        """Feed more text, such as the next message of a conversation. See `Engine.extend`."""
+        return self._extend(self.params, state, text, lengths, sampling)
+
+    def rewind(self, state: State, lengths: Int[Array, " B"], counts: TokenCounts | None = None) -> State:
+        """Cut each sequence to its first tokens; `extend` or `feed` must follow. See `Engine.rewind`."""
+        return self._rewind(state, lengths, counts)
+
+    @abc.abstractmethod
+    def advance(self, state: State, stopped: Bool[np.ndarray, " B"], n_steps: int) -> tuple[State, Snapshot]:
+        """Take at most ``n_steps`` decode steps, fewer if all sequences end; those in ``stopped`` take none."""
+
+    # --- prefill in chunks, for servers -------------------------------------------------------------------------------
+
+    def empty(self, batch: int, slots: int, sampling: SamplingParams) -> State:
+        """Return sequences without any text. See `Engine.empty`."""
+        return self._empty(batch, slots, sampling)
+
+    def feed(
+        self, state: State, text: Int[Array, "B T"], lengths: Int[Array, " B"], following: Int[Array, " B"]
+    ) -> State:
+        """Prefill a chunk that is not the last one. See `Engine.feed`."""
+        return self._feed(self.params, state, text, lengths, following)
+
+    def abstract_state(self, batch: int, slots: int, sampling: SamplingParams) -> State:
+        """Return the shapes of `empty`; nothing is allocated."""
+        return jax.eval_shape(lambda: self.engine.empty(batch, slots, sampling))
+
+    def stay(self, state: State) -> State:
+        """Rewind each sequence to where it is: mends what a drafter holds that depends on the number of slots."""
+        return self._stay(state)
+
+    # --- what is shared -----------------------------------------------------------------------------------------------
+
+    def target(self, state: State) -> DecodeState:
+        """Return the part of the state that is the base's."""
+        return state
+
+    def output(self, state: State) -> OutputState:
+        return self.target(state).output
+
+    def run(self, given: Inputs, stopped: Bool[np.ndarray, " B"], n_steps: int | None = None) -> Iterator[Snapshot]:
+        """Decode, and yield a snapshot after every ``n_steps`` steps, the last when every sequence has ended.
+
+        Args:
+            given: prompts of the width of a bucket, and how to sample.
+            stopped: a sequence ends early where the caller sets its element between two snapshots.
+            n_steps: None for text that somebody reads: one step first, then as many as `next_burst` says.
+        """
+        state, steps = self.prefill(*given), n_steps or 1
+        while True:
+            began = time.perf_counter()
+            state, now = self.advance(state, stopped, steps)
+            # The time that the reader takes does not count.
+            steps = n_steps or next_burst(steps, time.perf_counter() - began)
+            yield now
+            if (now.done | stopped).all():
+                return
+
+    def decode(self, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None) -> DecodeResult:
+        """Decode to the end. The arguments are those of a decode function (`hydrajax.decoding.decode.make_decode_fn`)
+        after its parameters; results have `room` columns.
+        """
+        given = settled_inputs(self.spec, self.model.config, prompt, lengths, rng, limits, rule, processors)
+        state, _ = self.advance(self.prefill(*given), np.zeros(len(given.prompt), bool), self.room)
+        return self._result(self.output(state))
+
+    def is_compiled(self, given: Inputs) -> bool:
+        """Tell whether `compile` has compiled for inputs of these shapes."""
+        return _shapes(given) in self._compiled
+
+    def compile(self, given: Inputs) -> None:
+        """Compile for inputs of these shapes, so that `run` only runs."""
+        self._compile(given)
+        self._compiled.add(_shapes(given))
+
+    def _compile(self, given: Inputs) -> None:
+        """By default take one step."""
+        one = given._replace(sampling=given.sampling._replace(limits=np.ones_like(given.lengths)))
+        jax.block_until_ready(self.advance(self.prefill(*one), np.zeros(len(given.prompt), bool), 1)[0])
+
+    # --- executors beside this one ------------------------------------------------------------------------------------
+
+    def with_spec(self, spec: DecodeSpec | None = None, **changes: Any) -> Executor:
+        """Return an executor of another spec, or with these fields of the spec replaced, for the same parameters.
+
+        It shares the compiled programs where they do not depend on what is changed, such as the numbers of a rule.
+        """
+        spec = (spec or self.spec).replace(**changes)
+        if Engine.of(self.model, spec, self._wanted_room) == self._programs:
+            found = copy.copy(self)
+            found.spec = spec
+            return found
+        return self._remade(spec)
+
+    def _remade(self, spec: DecodeSpec) -> Executor:
+        return type(self)(self.model, self.params, spec, tokenizer=self.tokenizer, room=self._wanted_room)
+
+    def autoregressive(self) -> FusedExecutor:
+        """Return the baseline: the base without a draft, by the rule that then has the same meaning."""
+        params = Params(self.params.base, {})
+        return FusedExecutor(
+            self.model, params, self.spec.autoregressive(), tokenizer=self.tokenizer, room=self._wanted_room
+        )
+
+
+class FusedExecutor(Executor):
+    """Base and draft in one program: `advance` and `decode` each are one `jax.lax.while_loop`."""
+
+    def _jit_verbs(self):
+        super()._jit_verbs()
+        engine = self.engine
+
+        def burst(params: Params, state: DecodeState, stopped, n_steps):
+            output = state.output._replace(done=state.output.done | stopped)
+            return run_steps(engine, params, state._replace(output=output), n_steps)
+
+        self._advance = jax.jit(burst, donate_argnums=1, compiler_options=backend.compiler_options())
+        self._decode, _ = decode_programs(engine)
+
+    def advance(self, state, stopped, n_steps):
+        state = self._advance(self.params, state, np.array(stopped), np.int32(n_steps))
+        return state, Snapshot.of(state.output)
+
+    def decode(self, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None):
+        given = settled_inputs(self.spec, self.model.config, prompt, lengths, rng, limits, rule, processors)
+        return self._decode(self.params, *given)
+
+    def _compile(self, given):
+        prefill = self._prefill.lower(self.params, *given, slots=None)
+        prefill.compile()
+        stopped = np.zeros(len(given.prompt), bool)
+        self._advance.lower(self.params, prefill.out_info, stopped, np.int32(0)).compile()
+
+
+def _shapes(given: Inputs) -> Any:
+    leaves, treedef = jax.tree.flatten(given)
+    return treedef, tuple(np.shape(leaf) for leaf in leaves)

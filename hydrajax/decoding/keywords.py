@@ -1,0 +1,124 @@
+"""Specs from keywords: rules by name, and numbers of rules and logits processors, as a call or a command gives them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+
+from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
+from hydrajax.decoding.processors import PROCESSOR_OF, make_processors
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.errors import HydrajaxError, not_allowed
+
+
+class Numbers(TypedDict, total=False):
+    """The numbers of all rules and processors, as keywords of a call; a list gives every prompt its own."""
+
+    temperature: float | Sequence[float]
+    top_k: int | Sequence[int]
+    top_p: float | Sequence[float]
+    min_p: float | Sequence[float]
+    epsilon: float | Sequence[float]
+    alpha: float | Sequence[float]
+    draft_temperature: float | Sequence[float]
+    repetition_penalty: float | Sequence[float]
+    presence_penalty: float | Sequence[float]
+    frequency_penalty: float | Sequence[float]
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]]
+
+
+Rule = AcceptanceRule | str  # or its name
+RULES: dict[str, type[AcceptanceRule]] = {
+    "greedy": Greedy,
+    "typical": Typical,
+    "exact": ExactSampling,
+    "rejection": RejectionSampling,
+}
+
+
+def numbers_of(name: str) -> tuple[str, ...]:
+    """Return the names of the numbers that a rule takes: its fields."""
+    return tuple(field.name for field in dataclasses.fields(RULES[name]))
+
+
+def make_rule(name: str, **numbers: Any) -> AcceptanceRule:
+    """Return the rule of this name with these numbers; a number that is None is left at the rule's default.
+
+    Raises `HydrajaxError` for an unknown name, and for a number that is out of range or that the rule does not have.
+    """
+    if name not in RULES:
+        raise not_allowed("rule", name, RULES)
+    given = {number: value for number, value in numbers.items() if value is not None}
+    for number in given:
+        if number not in numbers_of(name):
+            takers = ", ".join(other for other in RULES if number in numbers_of(other))
+            only = f", only with {takers}" if takers else ""
+            raise HydrajaxError(f"{number}: has no meaning with the rule {name}{only}")
+    return RULES[name](**given)
+
+
+def with_keywords(
+    spec: DecodeSpec,
+    rule: Rule | None = None,
+    processors: Sequence[Any] = (),
+    **numbers: Any,
+) -> DecodeSpec:
+    """Return the spec with a rule, by default greedy, and with processors.
+
+    Args:
+        spec: its other fields stay.
+        rule: a rule, or its name with its numbers.
+        processors: applied after those that the numbers make.
+        numbers: of a named rule, and of processors (`hydrajax.decoding.processors.PROCESSORS`) with any rule.
+
+    Raises:
+        HydrajaxError: as `make_rule`, and for a number beside a rule that is given.
+    """
+    given = {name: value for name, value in numbers.items() if value is not None}
+    of_rule = {name: value for name, value in given.items() if name not in PROCESSOR_OF}
+    of_processors = {name: value for name, value in given.items() if name in PROCESSOR_OF}
+    if rule is None or isinstance(rule, str):
+        rule = make_rule(rule or "greedy", **of_rule)
+    elif of_rule:
+        raise HydrajaxError(f"{next(iter(of_rule))}: belongs to a rule that is named; set it in the rule that is given")
+    return spec.replace(rule=rule, processors=(*make_processors(**of_processors), *processors))
+
+
+def specs_of_prompts(
+    spec: DecodeSpec,
+    count: int,
+    *,
+    rule: Rule | Sequence[AcceptanceRule] | None = None,
+    max_new_tokens: int | Sequence[int] = 256,
+    **keywords: Any,
+) -> list[DecodeSpec]:
+    """Return `with_keywords` for each of ``count`` prompts, from values for all of them or lists of one for each.
+
+    Raises `HydrajaxError` as `with_keywords`, and for lists of another length.
+    """
+    of_all = {"rule": rule, "max_new_tokens": max_new_tokens, **keywords}
+    each = {
+        name: one_each(name, value, count)
+        for name, value in of_all.items()
+        if isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str) and name != "processors"
+    }
+    found = []
+    for row in range(max(count, 1)):  # what is wrong is refused without prompts, too
+        own = {name: value for name, value in of_all.items() if name not in each}
+        own |= {name: values[row] for name, values in each.items() if count}
+        limit = own.pop("max_new_tokens", spec.max_new_tokens)
+        found.append(with_keywords(spec.replace(max_new_tokens=limit), **own))
+    return found[:count]
+
+
+def one_each(name: str, value: Any, count: int) -> list:
+    """Return one for each of ``count`` prompts, from one for all or a list; raises for a list of another length."""
+    if not isinstance(value, (Sequence, np.ndarray)):
+        return [value] * count
+    if len(value) != count:
+        raise HydrajaxError(f"{name}: must be one for all prompts or one for each, found {len(value)} for {count}")
+    return list(value)

@@ -1,0 +1,117 @@
+"""Rules and logits processors as pytrees of their numbers, with one number for each row of a batch.
+
+So they are part of the decode state, and another temperature is another argument of the same compiled program. A number
+without effect (`effective`) is no leaf: a program holds nothing of what nobody asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array
+
+T = TypeVar("T")
+LARGEST = np.int32(2**31 - 1)  # as top_k it keeps every token
+
+
+def numbers_as_arrays(cls: type[T]) -> type[T]:
+    """Register a frozen dataclass of numbers as a pytree of these numbers.
+
+    ``NEUTRAL`` of the class gives the values without effect. An instance is ``mixed`` where some rows' arrays may hold
+    such values (`batched`); that is part of the tree's structure. Leaves may be arrays or anything else that JAX puts
+    in their place, and are not validated.
+    """
+    names = [field.name for field in dataclasses.fields(cls)]
+
+    def flatten(item):
+        return [(jax.tree_util.GetAttrKey(name), effective(item, name)) for name in names], is_mixed(item)
+
+    def unflatten(mixed, leaves):
+        item = object.__new__(cls)  # not __init__, which would compare tracers with 0
+        for name, leaf in zip(names, leaves, strict=True):
+            object.__setattr__(item, name, leaf)
+        object.__setattr__(item, "mixed", mixed)
+        return item
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+    cls.__repr__ = _shown
+    return cls
+
+
+def _shown(item: Any) -> str:
+    """Return a dataclass's own repr without the keyword-only numbers that have no effect.
+
+    Result files name rules in this way, and must go on to name one the same when rules learn to do more.
+    """
+    numbers = [
+        f"{each.name}={getattr(item, each.name)!r}"
+        for each in dataclasses.fields(item)
+        if not each.kw_only or effective(item, each.name) is not None
+    ]
+    return f"{type(item).__name__}({', '.join(numbers)})"
+
+
+def effective(item: Any, name: str) -> Any:
+    """Return a number, or None where it has the value without effect."""
+    value = getattr(item, name)
+    is_number = isinstance(value, (int, float))
+    return None if is_number and value == getattr(item, "NEUTRAL", {}).get(name) else value
+
+
+def is_mixed(item: Any) -> bool:
+    """Tell whether rows of one batch may differ in which numbers have an effect; see `numbers_as_arrays`."""
+    return getattr(item, "mixed", False)
+
+
+def batched(rows: Sequence[T], like: Sequence[T] = ()) -> T:
+    """Stack the numbers of several rows into arrays ``[B]``: float32, int32 for integers.
+
+    A number that has an effect in some rows is written out in the others, and the result is ``mixed``. like: give the
+    result the structure that it would have with these in the batch, too, so that all batches share a program.
+
+    Raises `HydrajaxError` for rows of several kinds, and for a number that some leave out and that has no value
+    without effect.
+    """
+    every, first = (*rows, *like), rows[0]
+    if any(type(row) is not type(first) for row in every):
+        raise HydrajaxError("rule: those of one batch must be of one kind and give the same numbers")
+    neutral = getattr(first, "NEUTRAL", {})
+    used = [name for name in neutral if any(effective(row, name) is not None for row in every)]
+    lacking = any(effective(row, name) is None for row in every for name in used)
+    mixed = lacking or any(map(is_mixed, every))
+
+    def written_out(row):
+        found = copy.copy(row)
+        for name in used:
+            value = getattr(row, name)
+            object.__setattr__(found, name, _as_array(LARGEST if value is None else value))
+        object.__setattr__(found, "mixed", mixed)
+        return found
+
+    rows = [written_out(row) for row in rows]
+    if len({jax.tree.structure(row) for row in rows}) > 1:
+        raise HydrajaxError("rule: those of one batch must be of one kind and give the same numbers")
+    return jax.tree.map(lambda *xs: _xp(xs[0]).stack([_as_array(x) for x in xs]), *rows)
+
+
+def broadcast(item: T, batch: int) -> T:
+    """Give every row of a batch the same numbers; arrays ``[B]`` stay as they are."""
+    return jax.tree.map(lambda x: _xp(x).broadcast_to(_as_array(x), (batch, *np.shape(x)[1:])), item)
+
+
+def _xp(x: Any):
+    """Return NumPy for numbers on the host, so that a call of a compiled function dispatches nothing else."""
+    return jnp if isinstance(x, jax.Array) else np
+
+
+def _as_array(x: Any) -> Array:
+    xp = _xp(x)
+    return xp.asarray(x, np.int32 if xp.issubdtype(xp.result_type(x), np.integer) else np.float32)

@@ -1,0 +1,323 @@
+"""Logits processors: changes to the base's logits at a node of the tree, before any rule reads them.
+
+A processor is part of the base's distribution, so every rule applies it alike. What it does at a node may depend on all
+that stands before the token that follows: the prompt, the output, and the path from the root down to the node.
+
+A processor is a frozen dataclass of numbers, hashable, given by the user (`DecodeSpec.processors`). `batched` turns
+those of several rows into one with arrays, which lies in the decode state. A program without processors holds nothing
+of this module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from hydrajax.decoding import numbers
+from hydrajax.decoding.numbers import effective, numbers_as_arrays
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array
+from hydrajax.models.ranking import over_rows
+
+
+class TokenCounts(NamedTuple):
+    """The tokens of a text.
+
+    prompt: bool ``[B, V]`` whether a token is in the prompt; in a conversation that is everything before the answer.
+    output: int32 ``[B, V]`` how often each has been emitted.
+    """
+
+    prompt: Bool[Array, "B V"]
+    output: Int[Array, "B V"]
+
+    @classmethod
+    def of_prompt(cls, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], vocab_size: int) -> TokenCounts:
+        """Count the first ``lengths[b]`` tokens of each row; padding may hold anything."""
+        nothing = jnp.zeros((len(tokens), vocab_size), jnp.int32)
+        return cls(nothing > 0, nothing).with_prompt(tokens, lengths)
+
+    def with_prompt(self, tokens: Int[Array, "B T"], counts: Int[Array, " B"]) -> TokenCounts:
+        """Add more text to answer: what has been emitted is then prompt, and so are the first ``counts[b]`` tokens."""
+        rows, columns = self._places(tokens, counts)
+        prompt = (self.prompt | (self.output > 0)).at[rows, columns].set(True, mode="drop")
+        return TokenCounts(prompt, jnp.zeros_like(self.output))
+
+    def with_output(self, tokens: Int[Array, "B T"], counts: Int[Array, " B"]) -> TokenCounts:
+        """Add the first ``counts[b]`` of these tokens to the output."""
+        rows, columns = self._places(tokens, counts)
+        return self._replace(output=self.output.at[rows, columns].add(1, mode="drop"))
+
+    def _places(self, tokens, counts):
+        """Where to write, for ``mode="drop"``: tokens beyond the counts are sent beyond the vocabulary."""
+        valid = jnp.arange(tokens.shape[1]) < counts[:, None]
+        return jnp.arange(len(tokens))[:, None], jnp.where(valid, tokens, self.output.shape[1])
+
+
+class NodeContext(NamedTuple):
+    """What stands before the token whose logits are processed, one node of each row.
+
+    node:   int32 ``[B]``; 0 after a prompt, too.
+    counts: the tokens of the prompt, the output, and the path from the root down to the node. None unless a processor
+            of the batch ``counts_tokens``.
+    """
+
+    node: Int[Array, " B"]
+    counts: TokenCounts | None = None
+
+
+class LogitsProcessor(Protocol):
+    """A change to the logits of one node per row. Made without arguments it has no effect.
+
+    counts_tokens: it reads `NodeContext.counts`.
+    """
+
+    counts_tokens: ClassVar[bool]
+
+    def __call__(self, logits: Float[Array, "B V"], context: NodeContext) -> Float[Array, "B V"]:
+        """Return the processed logits. Called with arrays ``[B]`` for the numbers."""
+
+    def reference(
+        self, logits: Float[np.ndarray, " V"], prompt: Sequence[int], output: Sequence[int]
+    ) -> Float[np.ndarray, " V"]:
+        """Return one row's processed logits, written token by token in NumPy: what certificates and tests trust."""
+
+    def active(self) -> Bool[Array, ""]:
+        """Tell on the device whether it changes anything in any row."""
+
+    @property
+    def has_effect(self) -> bool:
+        """Tell on the host whether it changes anything."""
+
+    @classmethod
+    def batched(cls, rows: Sequence[Any], vocab_size: int, like: Sequence[Any] = ()) -> Any:
+        """Return one processor for a batch from one per row, its arrays with the batch as first axis.
+
+        like: give it the structure that it would have with these in the batch, too.
+        """
+
+
+@numbers_as_arrays
+@dataclass(frozen=True, kw_only=True)
+class Penalties:
+    """Change the logits of tokens that the text already holds.
+
+    repetition_penalty: positive, 1.0 for none. Positive logits of the tokens of prompt and output are divided by it,
+        negative ones multiplied (Keskar et al. 2019; transformers' processor of this name).
+    presence_penalty, frequency_penalty: finite, 0.0 for none; negative ones favour repetition. Subtracted from the
+        logits of the tokens of the output, once and as often as a token occurs there (the formula of OpenAI's API). The
+        prompt does not count. They come after repetition_penalty, as in vLLM.
+
+    Raises `HydrajaxError` for a value out of range.
+    """
+
+    repetition_penalty: float = field(
+        default=1.0, metadata={"help": "divide the logits of tokens of the prompt and the output by R", "metavar": "R"}
+    )
+    presence_penalty: float = field(
+        default=0.0, metadata={"help": "subtract R from the logits of tokens of the output", "metavar": "R"}
+    )
+    frequency_penalty: float = field(
+        default=0.0, metadata={"help": "subtract R as often as a token is in the output", "metavar": "R"}
+    )
+    NEUTRAL: ClassVar[dict[str, float]] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    counts_tokens: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise HydrajaxError(f"repetition_penalty: must be positive, found {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise HydrajaxError(f"{name}: must be a finite number, found {getattr(self, name)}")
+
+    @property
+    def has_effect(self):
+        return any(effective(self, name) is not None for name in self.NEUTRAL)
+
+    def active(self):
+        found = jnp.asarray(False)
+        for name, neutral in self.NEUTRAL.items():
+            if (value := effective(self, name)) is not None:
+                found |= jnp.any(jnp.asarray(value) != neutral)
+        return found
+
+    def __call__(self, logits, context):
+        counts = context.counts
+        said = counts.output > 0
+        if (penalty := effective(self, "repetition_penalty")) is not None:
+            penalty = over_rows(penalty, logits)
+            changed = jnp.where(logits < 0, logits * penalty, logits / penalty)
+            logits = jnp.where(counts.prompt | said, changed, logits)
+        if (penalty := effective(self, "frequency_penalty")) is not None:
+            logits = logits - over_rows(penalty, logits) * counts.output
+        if (penalty := effective(self, "presence_penalty")) is not None:
+            logits = logits - over_rows(penalty, logits) * said
+        return logits
+
+    def reference(self, logits, prompt, output):
+        found = np.array(logits)
+        for token in {int(token) for token in (*prompt, *output)}:
+            found[token] *= self.repetition_penalty if found[token] < 0 else 1 / self.repetition_penalty
+        for token in output:
+            found[token] -= self.frequency_penalty
+        for token in {int(token) for token in output}:
+            found[token] -= self.presence_penalty
+        return found
+
+    @classmethod
+    def batched(cls, rows, vocab_size, like=()):
+        return numbers.batched(rows, like)
+
+
+def _parse_bias(text: str) -> dict[int, float]:
+    """Parse ``ID:BIAS,ID:BIAS``; raises ValueError."""
+    try:
+        return {int(token): float(bias) for token, bias in (pair.split(":") for pair in text.split(","))}
+    except ValueError:
+        raise ValueError("must be ID:B with commas between them") from None
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class LogitBias:
+    """Add a number to the logits of some tokens, as OpenAI's ``logit_bias`` does.
+
+    logit_bias: pairs of a token id and a finite number, or a mapping; in a decode state float32 ``[B, V]``. Raises
+    `HydrajaxError` for anything else, and in `batched` for ids outside the vocabulary.
+    """
+
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | Any = field(
+        default=(),
+        metadata={"help": "add B to the logits of token ID", "metavar": "ID:B,...", "parse": _parse_bias},
+    )
+    counts_tokens: ClassVar[bool] = False
+
+    def __post_init__(self):
+        pairs = self.logit_bias
+        try:
+            pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
+            pairs = tuple(sorted((_token_id(token), float(bias)) for token, bias in pairs))
+        except (TypeError, ValueError):
+            raise HydrajaxError(f"logit_bias: must map token ids to numbers, found {str(pairs)[:60]}") from None
+        for token, bias in pairs:
+            if token < 0 or not math.isfinite(bias):
+                raise HydrajaxError(f"logit_bias: must map ids from 0 up to finite numbers, found {token}: {bias}")
+        object.__setattr__(self, "logit_bias", pairs)
+
+    @property
+    def has_effect(self):
+        return bool(self.logit_bias)
+
+    def active(self):
+        return jnp.any(self.logit_bias != 0)
+
+    def __call__(self, logits, context):
+        return logits + self.logit_bias
+
+    def reference(self, logits, prompt, output):
+        found = np.array(logits)
+        for token, number in self.logit_bias:
+            found[token] += number
+        return found
+
+    @classmethod
+    def batched(cls, rows, vocab_size, like=()):
+        bias = np.zeros((len(rows), vocab_size), np.float32)
+        for row, processor in zip(bias, rows, strict=True):
+            for token, number in processor.logit_bias:
+                if token >= vocab_size:
+                    raise HydrajaxError(f"logit_bias: token id {token} is outside the vocabulary 0..{vocab_size - 1}")
+                row[token] = number
+        return cls.tree_unflatten(None, (bias,))
+
+    def tree_flatten(self):
+        return (self.logit_bias,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        found = object.__new__(cls)
+        object.__setattr__(found, "logit_bias", leaves[0])
+        return found
+
+
+def _token_id(token: Any) -> int:
+    """Return a token id given as an integer or, as in JSON's keys, as text."""
+    if isinstance(token, bool) or (isinstance(token, float) and not token.is_integer()):
+        raise ValueError
+    return int(token)
+
+
+class AllowedTokens(NamedTuple):
+    """Forbid all tokens but some after each node, such as those that a grammar allows.
+
+    allowed: bool ``[B, N, V]``. The host makes it for the nodes of one proposal while the base verifies them
+    (`hydrajax.decoding.stepped.SteppedExecutor`), so it is no number of a spec.
+    """
+
+    allowed: Bool[Array, "B N V"]
+    counts_tokens = False
+
+    def active(self):
+        return jnp.asarray(True)
+
+    def __call__(self, logits, context):
+        return jnp.where(self.allowed[jnp.arange(len(logits)), context.node], logits, -jnp.inf)
+
+
+# Processors that are made of numbers by their fields' names, on the command line and as keywords of a call, in the
+# order in which they are applied, which is vLLM's.
+PROCESSORS: tuple[type, ...] = (LogitBias, Penalties)
+PROCESSOR_OF = {each.name: cls for cls in PROCESSORS for each in fields(cls)}
+
+
+def make_processors(**given: Any) -> tuple[Any, ...]:
+    """Return the processors of these numbers, named as the fields of `PROCESSORS`; those without effect are left out.
+
+    A number that is None is left at its default. Raises `HydrajaxError` for a number out of range.
+    """
+    made = []
+    for cls in PROCESSORS:
+        own = {name: value for name, value in given.items() if PROCESSOR_OF[name] is cls and value is not None}
+        if own and (processor := cls(**own)).has_effect:
+            made.append(processor)
+    return tuple(made)
+
+
+def batched_processors(
+    rows: Sequence[Sequence[Any]], vocab_size: int, like: Sequence[Sequence[Any]] = ()
+) -> tuple[Any, ...]:
+    """Return the processors of a batch from those of each row; a row that lacks one has it without effect.
+
+    like: give them the structure that they would have with these rows in the batch, too.
+    """
+    every = (*rows, *like)
+    others = (type(one) for row in every for one in row if type(one) not in PROCESSORS)
+    found = []
+    for cls in (*PROCESSORS, *dict.fromkeys(others)):
+        if any(isinstance(one, cls) for row in every for one in row):
+            own, beside = ([_of_kind(cls, row) for row in some] for some in (rows, like))
+            found.append(cls.batched(own, vocab_size, beside))
+    return tuple(found)
+
+
+def _of_kind(cls: type, processors: Sequence[Any]) -> Any:
+    """The processor of this class, or one without effect."""
+    return next((one for one in processors if isinstance(one, cls)), None) or cls()
+
+
+def process(processors: Sequence[Any], logits: Float[Array, "B V"], context: NodeContext) -> Float[Array, "B V"]:
+    """Apply the processors of a batch one after the other."""
+    for processor in processors:
+        logits = processor(logits, context)
+    return logits
+
+
+def count_tokens(processors: Sequence[Any]) -> bool:
+    """Tell whether any of the processors reads which tokens the text holds."""
+    return any(processor.counts_tokens for processor in processors)

@@ -1,0 +1,109 @@
+"""The stepped executor: every step returns to the host, which works while the base verifies.
+
+A grammar needs it. Which tokens it allows after a node depends on the text of the path to that node, and a parser knows
+it, not a program of arrays. The parser runs on the host between propose and accept, in the time of the base's pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.loop import Snapshot
+from hydrajax.decoding.state import DecodeState
+from hydrajax.drafters.drafter import Proposal
+
+
+class Candidates(NamedTuple):
+    """A proposal on the host.
+
+    tokens:  int32 ``[B, N]`` in node order, node 0 the root; -1 where nothing was drafted.
+    parents: int32 ``[B, N]`` each node's parent, which stands before it; -1 for the root and for nodes that are never
+             accepted.
+    emitted: int32 ``[B, room]`` the output so far, without the root; garbage beyond ``lengths``.
+    lengths: int32 ``[B]`` tokens emitted.
+    """
+
+    tokens: Int[np.ndarray, "B N"]
+    parents: Int[np.ndarray, "B N"]
+    emitted: Int[np.ndarray, "B room"]
+    lengths: Int[np.ndarray, " B"]
+
+
+# Gives the processors of one step, such as `hydrajax.decoding.processors.AllowedTokens`. It is called with None for the
+# token that follows a prompt, where node 0 is the only one.
+Between = Callable[[Candidates | None], Sequence[Any]]
+
+
+def nothing(candidates: Candidates | None) -> Sequence[Any]:
+    return ()
+
+
+class SteppedExecutor(Executor):
+    """Propose and verify, the host's work, then accept: two programs a step, in which every shape compiles once.
+
+    between: called in every step after the base's pass has been handed to the device. What it returns takes part in
+    the base's distribution, after the processors of the spec.
+    """
+
+    def __init__(self, *args: Any, between: Between = nothing, **settings: Any):
+        """The arguments are those of `Executor`."""
+        self._between = between
+        super().__init__(*args, **settings)
+
+    def _jit_verbs(self):
+        super()._jit_verbs()
+        engine = self.engine
+
+        # A static tree stays a constant of the programs, and is handed from none to the next.
+        def propose(params, state):
+            proposal = engine.propose(params, state)
+            return proposal if proposal.tree.of_each_row else proposal._replace(tree=None)
+
+        def with_tree(proposal):
+            return proposal if proposal.tree is not None else proposal._replace(tree=engine.tree.topology)
+
+        def verify(params, cache, proposal):
+            return engine.verify(params, cache, with_tree(proposal))
+
+        def settle(params, state, forward, logits, proposal, extra):
+            return engine.settle(params, state, forward, logits, with_tree(proposal), extra)
+
+        self._propose = jax.jit(propose)
+        self._verify = jax.jit(verify)
+        self._settle = jax.jit(settle, donate_argnums=1)
+        self._end = jax.jit(lambda state, stopped: state.output.done | stopped)
+
+    def prefill(self, prompt, lengths, sampling, slots=None):
+        return self._prefill(self.params, prompt, lengths, sampling, slots=slots, extra=tuple(self._between(None)))
+
+    def extend(self, state, text, lengths, sampling):
+        return self._extend(self.params, state, text, lengths, sampling, extra=tuple(self._between(None)))
+
+    def advance(self, state: DecodeState, stopped, n_steps):
+        for _ in range(n_steps):
+            state = state._replace(output=state.output._replace(done=self._end(state, np.array(stopped))))
+            proposal = self._propose(self.params, state)
+            if np.asarray(state.output.done).all():  # known since the step before: the device is busy proposing
+                break
+            forward, logits = self._verify(self.params, state.target.cache, proposal)
+            extra = tuple(self._between(self._candidates(state, proposal)))
+            state = self._settle(self.params, state, forward, logits, proposal, extra)
+        return state, Snapshot.of(state.output)
+
+    def _candidates(self, state: DecodeState, proposal: Proposal) -> Candidates:
+        """Fetch what the host's work needs; the base's pass goes on meanwhile."""
+        parents = self.engine.tree.topology.parents if proposal.tree is None else proposal.tree.parents
+        found = proposal.tokens, parents, state.output.tokens, state.output.lengths
+        tokens, parents, emitted, lengths = jax.device_get(found)
+        return Candidates(tokens, np.broadcast_to(parents, tokens.shape), emitted, lengths)
+
+    def _remade(self, spec):
+        return SteppedExecutor(
+            self.model, self.params, spec, tokenizer=self.tokenizer, room=self._wanted_room, between=self._between
+        )

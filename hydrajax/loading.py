@@ -1,0 +1,83 @@
+"""A draft by name or directory, loaded for a base that is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from hydrajax.checkpoints.draft_model import is_model, load_draft_model
+from hydrajax.checkpoints.heads.load import load_draft
+from hydrajax.checkpoints.hub import resolve
+from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.registry import beside_lookup, title_of, without_weights
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.base import BaseModel
+from hydrajax.sharding import Placement
+
+
+class LoadedDraft(NamedTuple):
+    """directory: where its parameters were loaded from, None for a drafter without."""
+
+    drafter: Drafter
+    params: Any
+    directory: Path | None = None
+
+
+def find_draft(
+    draft: Drafter | str | Path,
+    model: BaseModel,
+    base_params: Any,
+    tokenizer: Any,
+    placement: Placement,
+    *,
+    base_directory: str | Path | None = None,
+    adapter_directory: Path | None = None,
+    confidence: float | None = None,
+) -> LoadedDraft:
+    """Load a draft for this base.
+
+    Args:
+        draft: as in `hydrajax.load`.
+        model, base_params, tokenizer: the base.
+        placement: devices of a draft model.
+        base_directory: of the base; heads that record another base are then refused.
+        adapter_directory: of the base's adapter, which heads may record, too.
+        confidence: of a draft model, see `hydrajax.drafters.draft_model.DraftModel`.
+
+    Raises:
+        HydrajaxError: for a draft that is missing, damaged or made for another base, and for settings of draft models
+            with another draft.
+    """
+    if beside := beside_lookup(draft):
+        inner = find_draft(
+            beside.draft, model, base_params, tokenizer, placement,
+            base_directory=base_directory, adapter_directory=adapter_directory, confidence=confidence,
+        )  # fmt: skip
+        return inner._replace(drafter=beside.around(inner.drafter))
+    directory, params = None, {}
+    if kind := without_weights(draft):
+        draft = kind.build(model.config, model.dtype)
+    if isinstance(draft, (str, Path)):
+        directory = resolve(draft, "draft")
+        if is_model(directory):
+            found = load_draft_model(
+                directory, model, base_params, tokenizer,
+                confidence=confidence or 0.0, place=placement.place_draft_model,
+            )  # fmt: skip
+            return LoadedDraft(*found, directory)
+        draft, params = load_draft(
+            directory, model.config, model.dtype, base_directory=base_directory, adapter=adapter_directory
+        )
+        params = jax.tree.map(placement.place_heads, params)
+    for_models = {
+        "shard_draft": placement.shard_draft,
+        "draft_confidence": confidence is not None,
+        "draft_devices": placement.split and not isinstance(draft, NoDrafter),
+    }
+    for name, given in for_models.items():
+        if given:
+            raise HydrajaxError(f"{name}: is for a draft model, found {title_of(draft)}")
+    return LoadedDraft(draft, params, directory)

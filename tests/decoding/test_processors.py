@@ -1,0 +1,313 @@
+"""Logits processors against transformers' and the published formulas; through the loop against plain passes.
+
+That random trees give the processed text of plain decoding, greedy and sampled, is in test_dynamic_trees.py; the
+sampled distributions are in test_distribution.py, typical acceptance in test_typical.py; that counts move with their
+rows is in test_state.py.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
+
+import hydrajax
+from helpers.how import how, sampling
+from helpers.lab import NEW
+from hydrajax.api import make_decode_fn
+from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from hydrajax.decoding.decode import result_of
+from hydrajax.decoding.keywords import with_keywords
+from hydrajax.decoding.processors import LogitBias, NodeContext, Penalties, TokenCounts, batched_processors, process
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.state import Params
+from hydrajax.errors import HydrajaxError
+from hydrajax.measure.plain_pass import last_logits
+from hydrajax.trees import presets
+
+V = 12
+# Tokens said once, twice and thrice, in the prompt, in the output or in both.
+PROMPTS = [[1, 2, 2, 5], [7], [0, 11, 0, 4, 4]]
+OUTPUTS = [[2, 8, 8, 8], [7, 7], []]
+LOGITS = np.random.default_rng(0).normal(size=(3, V)).astype(np.float32) * 2
+PENALTIES = [
+    Penalties(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.25),
+    Penalties(repetition_penalty=0.7, presence_penalty=-0.6, frequency_penalty=0.9),
+    Penalties(repetition_penalty=2.0, presence_penalty=1.5, frequency_penalty=-0.3),
+]
+BIASES = [LogitBias({4: 1.5, 11: -3.0}), LogitBias({}), LogitBias({0: 0.25})]
+# As given, in either order: penalties and biases are applied in one order.
+SPECS = [
+    how(processors=(PENALTIES[0], BIASES[0])),
+    how(processors=(PENALTIES[1],)),
+    how(processors=(BIASES[2], PENALTIES[2])),
+]
+
+
+def padded(rows, width: int = 6) -> tuple[np.ndarray, np.ndarray]:
+    """``(tokens, lengths)``; behind the rows stands what no penalty may count, the token 3 among it."""
+    table = np.stack([np.resize(np.array([-1, 10**6, 3], np.int32), width)] * len(rows))
+    for line, tokens in zip(table, rows, strict=True):
+        line[: len(tokens)] = tokens
+    return table, np.array([len(tokens) for tokens in rows], np.int32)
+
+
+@jax.jit
+def processed_by(processors, logits, prompts, first, rest):
+    counts = TokenCounts.of_prompt(*prompts, V).with_output(*first).with_output(*rest)
+    return process(processors, logits, NodeContext(np.zeros(3, np.int32), counts))
+
+
+def processed(rows) -> np.ndarray:
+    """`LOGITS` after the three texts, each with processors of its own; the output is counted in two goes."""
+    first, rest = [row[:2] for row in OUTPUTS], [row[2:] for row in OUTPUTS]
+    return np.asarray(processed_by(batched_processors(rows, V), LOGITS, padded(PROMPTS), padded(first), padded(rest)))
+
+
+def by_formula(logits, spec, prompt, output) -> np.ndarray:
+    """The biases, transformers' processor, then the formula of OpenAI's API, in float64."""
+    text, found = torch.tensor([[*prompt, *output]]), np.array(logits, np.float64)
+    for processor in spec.processors:
+        for token, bias in getattr(processor, "logit_bias", ()):
+            found[token] += bias
+    for processor in spec.processors:
+        if isinstance(processor, Penalties):
+            theirs = RepetitionPenaltyLogitsProcessor(processor.repetition_penalty)
+            found = theirs(text, torch.tensor(found[None]))[0].numpy()
+            counts = np.bincount(np.array(output, int), minlength=len(logits))
+            found = found - counts * processor.frequency_penalty - (counts > 0) * processor.presence_penalty
+    return found
+
+
+def test_repetition_penalty_equals_transformers():
+    numbers = (1.5, 0.6, 3.0)
+    found = processed([(Penalties(repetition_penalty=number),) for number in numbers])
+    for row, number in enumerate(numbers):
+        text = torch.tensor([PROMPTS[row] + OUTPUTS[row]])
+        expected = RepetitionPenaltyLogitsProcessor(number)(text, torch.tensor(LOGITS[row : row + 1]))
+        np.testing.assert_allclose(found[row], expected[0].numpy(), rtol=1e-6)
+    # Positive and negative logits were changed in every row, and token 3, which is padding alone, in none.
+    assert all((found != LOGITS)[row][LOGITS[row] > 0].any() for row in range(3))
+    assert (found != LOGITS)[LOGITS < 0].any()
+    assert (found[:, 3] == LOGITS[:, 3]).all()
+
+
+def test_presence_and_frequency_penalties_equal_the_formula():
+    """logit - presence * (count > 0) - frequency * count, of what was generated; the prompt does not count."""
+    numbers = [(0.5, 0.25), (-1.0, 2.0), (9.0, 9.0)]
+    found = processed([(Penalties(presence_penalty=p, frequency_penalty=f),) for p, f in numbers])
+    wanted = LOGITS.copy()
+    wanted[0, 2] -= 0.5 + 0.25
+    wanted[0, 8] -= 0.5 + 3 * 0.25
+    wanted[1, 7] -= -1.0 + 2 * 2.0
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_a_bias_is_added():
+    found = processed([(bias,) for bias in BIASES])
+    wanted = LOGITS.copy()
+    wanted[0, [4, 11]] += [1.5, -3.0]
+    wanted[2, 0] += 0.25
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_all_processors_in_the_order_of_vllm():
+    expected = [by_formula(*each) for each in zip(LOGITS, SPECS, PROMPTS, OUTPUTS, strict=True)]
+    np.testing.assert_allclose(processed([spec.processors for spec in SPECS]), expected, rtol=1e-5)
+
+
+def test_the_references_that_certificates_use():
+    for logits, spec, prompt, output in zip(LOGITS, SPECS, PROMPTS, OUTPUTS, strict=True):
+        found = logits.astype(np.float64)
+        for processor in sorted(spec.processors, key=lambda one: isinstance(one, Penalties)):
+            found = processor.reference(found, prompt, output)
+        np.testing.assert_allclose(found, by_formula(logits, spec, prompt, output), rtol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def engine(lab):
+    """Greedy decoding without a draft."""
+    return make_decode_fn(lab.model, lab.drafters["none"], presets.root(), max_new_tokens=NEW).engine
+
+
+def test_greedy_decoding_takes_the_best_of_the_processed_logits(lab):
+    """Against whole texts through the base and the formulas: ragged prompts, other processors in each row."""
+    prompts = [[3, 1, 4, 1, 5], [2], [9, 2, 6, 5, 3, 5, 8, 9]]
+    out, plain = lab.plainly(prompts, SPECS), lab.plainly(prompts)
+    for row, (prompt, spec) in enumerate(zip(prompts, SPECS, strict=True)):
+        said: list[int] = []
+        for _ in range(NEW):
+            logits = last_logits(lab.model, lab.base(0), [np.array(prompt + said, np.int32)])[0]
+            said.append(int(by_formula(logits, spec, prompt, said).argmax()))
+        assert out.tokens[row].tolist() == said
+        assert out.tokens[row].tolist() != plain.tokens[row].tolist()
+
+
+def test_greedy_generation_equals_transformers(tiny_checkpoint):
+    """From text lookup and a chain; reward of what was said makes the text repeat itself, so that drafts are taken."""
+    loaded = hydrajax.load(tiny_checkpoint, "lookup")
+    prompts = [np.random.default_rng(n).integers(0, 96, n).tolist() * 2 for n in (3, 9)]
+    model = LlamaForCausalLM.from_pretrained(tiny_checkpoint)
+    for penalty in (1.25, 0.5):
+        found = loaded.generate(prompts, tree="chain-3", repetition_penalty=penalty, batch_size=2, max_new_tokens=NEW)
+        for prompt, mine in zip(prompts, found, strict=True):
+            ids = torch.tensor([prompt])
+            arguments = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW}
+            theirs = model.generate(ids, repetition_penalty=penalty, pad_token_id=0, **arguments)[0, len(prompt) :]
+            assert mine.output_ids == theirs.tolist()
+    assert max(found[0].step_lengths) > 2
+
+
+def test_only_what_was_emitted_is_counted(lab):
+    """Cut by EOS and by a limit within the accepted path, and in rows that go on being fed after their end."""
+    prompts = [[3, 1, 4], [5], [7, 7]]
+    spec = how(processors=[Penalties(frequency_penalty=1e-6)])  # changes no choice, so that the oracle knows the text
+    texts, _ = lab.references(0, prompts)
+    eos = int(texts[0, 3 + 6])  # the seventh token of the first row, or one that came before
+    tree = lab.trees["chain"]
+    decode = make_decode_fn(lab.model, lab.drafters["oracle"], tree, max_new_tokens=NEW, eos_ids=(eos,))
+    engine, params = decode.engine, Params(lab.base(0), lab.oracle_params(texts))
+    tokens, lengths = padded(prompts, 16)
+    limits = np.array([NEW, 7, 12], np.int32)
+    state = lab.quick_jit(engine.prefill)(params, tokens, lengths, sampling(spec, 3, lab.vocab, 0, limits))
+    step = lab.quick_jit(engine.decode_step)
+    for _ in range(8):
+        state = step(params, state)
+    assert state.output.done.all()
+    out = jax.device_get(result_of(state.output))
+    assert out.accept_lengths.max() == 4
+    for row in range(3):
+        said = out.tokens[row, : out.lengths[row]]
+        assert said.tolist() == lab.expected(texts[row], len(prompts[row]), int(limits[row]), (eos,))
+        np.testing.assert_array_equal(state.output.counts.output[row], np.bincount(said, minlength=lab.vocab))
+        assert np.flatnonzero(state.output.counts.prompt[row]).tolist() == sorted({*prompts[row]})
+
+
+def test_a_second_turn_takes_all_before_it_for_prompt(lab, engine):
+    """`Engine.extend` after an answer, against a prefill of everything: output is counted from the new answer on."""
+    params = Params(lab.base(0), {})
+    prompts, more = [[3, 1, 4], [2, 6], [9, 2, 6, 5]], [[5, 5], [1], [8, 0, 2]]
+    limits = [4, 6, 5]
+    drawn = sampling(SPECS, 3, lab.vocab, 0, limits)
+    prefill, extend = lab.quick_jit(engine.prefill, static_argnames="slots"), lab.quick_jit(engine.extend)
+    step = lab.quick_jit(engine.decode_step)
+
+    def finish(state):
+        while not state.output.done.all():
+            state = step(params, state)
+        return state, jax.device_get(result_of(state.output))
+
+    first, said = finish(prefill(params, *padded(prompts, 16), drawn))
+    _, second = finish(extend(params, first, *padded(more, 16), drawn))
+    whole = [
+        [*prompt, *tokens[:length].tolist(), *text]
+        for prompt, tokens, length, text in zip(prompts, said.tokens, said.lengths, more, strict=True)
+    ]
+    _, at_once = finish(prefill(params, *padded(whole, 16), drawn))
+    np.testing.assert_array_equal(second.tokens, at_once.tokens)
+    assert second.lengths.tolist() == limits
+
+
+def test_a_text_decoded_without_counting_cannot_go_on_with_it(lab, engine):
+    params, text = Params(lab.base(0), {}), padded([[3]], 16)
+    state = jax.eval_shape(engine.prefill, params, *text, sampling(None, 1, lab.vocab))
+    with pytest.raises(HydrajaxError, match="processors: count tokens, but the text before was decoded without"):
+        jax.eval_shape(engine.extend, params, state, *text, sampling(SPECS[1], 1, lab.vocab))
+
+
+@pytest.mark.parametrize("rule", [Greedy(), ExactSampling(), Typical()], ids=lambda rule: type(rule).__name__)
+def test_numbers_without_effect_are_no_part_of_the_program(lab, engine, rule):
+    """Byte for byte: a program that is given processors without effect is the one that was given none."""
+    neutral = [Penalties(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0), LogitBias({})]
+    assert not any(processor.has_effect for processor in neutral)
+    arguments = Params(lab.base(0), {}), *padded([[3]], 16)
+    prefill = jax.make_jaxpr(engine.prefill)(*arguments, sampling(rule, 1, lab.vocab))
+    without = with_keywords(how(), rule, repetition_penalty=1.0, presence_penalty=0.0, logit_bias={})
+    assert without.processors == ()
+    assert str(jax.make_jaxpr(engine.prefill)(*arguments, sampling(without, 1, lab.vocab))) == str(prefill)
+    assert jax.eval_shape(engine.prefill, *arguments, sampling(without, 1, lab.vocab)).output.counts is None
+    for numbers, counted in (({"presence_penalty": 0.5}, True), ({"logit_bias": {3: 1.0}}, False)):
+        spec = with_keywords(how(), rule, **numbers)
+        state = jax.eval_shape(engine.prefill, *arguments, sampling(spec, 1, lab.vocab))
+        assert (state.output.counts is not None) == counted
+        assert len(state.output.processors) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Penalties(repetition_penalty=0.0), "repetition_penalty: must be positive, found 0.0"),
+        (lambda: Penalties(repetition_penalty=float("inf")), "repetition_penalty: must be positive, found inf"),
+        (lambda: Penalties(repetition_penalty=float("nan")), "repetition_penalty: must be positive, found nan"),
+        (lambda: Penalties(presence_penalty=float("inf")), "presence_penalty: must be a finite number, found inf"),
+        (lambda: Penalties(frequency_penalty=float("nan")), "frequency_penalty: must be a finite number, found nan"),
+        (lambda: LogitBias({3: float("inf")}), "logit_bias: must map ids from 0 up to finite numbers, found 3: inf"),
+        (lambda: LogitBias({-1: 1.0}), "logit_bias: must map ids from 0 up to finite numbers, found -1: 1.0"),
+        (lambda: LogitBias({"the": 1.0}), "logit_bias: must map token ids to numbers, found dict_items"),
+        (lambda: LogitBias(3), "logit_bias: must map token ids to numbers, found 3"),
+        (lambda: LogitBias({1.5: 3}), "logit_bias: must map token ids to numbers"),
+        (
+            lambda: sampling(how(processors=[LogitBias({17: 1.0})]), 1, 17),
+            "logit_bias: token id 17 is outside the vocabulary 0..16",
+        ),
+        (
+            lambda: how(processors=[Penalties(), LogitBias(), Penalties()]),
+            "processors: must be one of a kind, found Penalties twice",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused(make, message):
+    with pytest.raises(HydrajaxError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
+
+
+# --- a tree, and rows that differ -------------------------------------------------------------------------------------
+
+MIXED = [
+    how(ExactSampling(0.0)),
+    how(ExactSampling(1.3), processors=[LogitBias({2: 2.0})]),
+    how(ExactSampling(0.0, top_k=3), processors=[Penalties(repetition_penalty=1.4)]),  # top-k: of no effect on it
+    how(ExactSampling(0.8, 9, 0.9, min_p=0.05), processors=[Penalties(frequency_penalty=0.7), LogitBias({5: -9.0})]),
+]
+PLAIN = [how(spec.rule) for spec in MIXED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("specs", [PLAIN, MIXED], ids=["plain", "processors"])
+def test_every_row_of_a_mixed_batch_has_the_tokens_of_its_own_spec(lab, specs):
+    """Greedy and sampled rows together, with numbers and processors of their own, against each kind alone."""
+    prompts = [[3, 1, 4], [5, 9], [2, 6, 5, 3], [8]]
+    tree = presets.cartesian([3, 2])
+    decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], tree, specs[0].rule, max_new_tokens=20)
+    mixed = lab.decode(decode_fn, 0, lab.draft("hydra", 0), prompts, rule=specs, seed=4)
+    assert mixed.accept_lengths.max() >= 1
+    for row, spec in enumerate(specs):
+        rule = spec.rule if spec.rule.temperature else Greedy()
+        alone = lab.plainly(prompts, spec.replace(rule=rule), seed=4)  # keys are those of the row's number
+        np.testing.assert_array_equal(mixed.tokens[row], alone.tokens[row][:20])
+
+
+@pytest.mark.slow
+def test_a_batch_of_greedy_rows_among_sampled_ones_judges_the_whole_tree(lab):
+    """`ExactSampling` at temperature 0 in all rows, in the program for mixed batches."""
+    prompts = [[3, 1, 4], [5, 9]]
+    tree = presets.cartesian([3, 2])
+    rule = ExactSampling(0.0)
+    decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], tree, rule, max_new_tokens=20)
+    found = lab.decode(decode_fn, 0, lab.draft("hydra", 0), prompts, rule=rule)
+    greedy = lab.decode(lab.decode_fn("hydra", "cartesian", 20), 0, lab.draft("hydra", 0), prompts)
+    np.testing.assert_array_equal(found.tokens, greedy.tokens)
+
+
+def test_rejection_sampling_at_temperature_0_is_greedy(lab):
+    prompts, processors = [[3, 1, 4], [5, 9], [7]], [Penalties(repetition_penalty=1.4)]
+    specs = [how(RejectionSampling(t, draft_temperature=1.0), processors=processors) for t in (0.0, 1.0, 0.0)]
+    tree = presets.cartesian([3, 2])
+    decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], tree, specs[0].rule, max_new_tokens=NEW)
+    found = lab.decode(decode_fn, 0, lab.draft("hydra", 0), prompts, rule=specs, seed=4)
+    greedy = lab.plainly(prompts, how(processors=processors))
+    np.testing.assert_array_equal(found.tokens[[0, 2]], greedy.tokens[[0, 2]])
+    assert (found.tokens[1] != greedy.tokens[1]).any()

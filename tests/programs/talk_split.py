@@ -1,0 +1,76 @@
+"""Talk with and serve a base and a draft model on devices of their own, and on one; report what each says.
+
+Argument: the folder of the ``answer.json`` that is written.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from helpers import letters
+from helpers.lab import shared_lab
+from hydrajax import make_executor
+from hydrajax.chat import Chat
+from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.draft_model import DraftModel
+from hydrajax.language_model import LanguageModel
+from hydrajax.serve.batcher import Batcher
+from hydrajax.serve.pool import Pool, Sizes
+from hydrajax.sharding import Placement, last_devices
+
+MESSAGES = ["abc", "cafe", "deed"]
+SECONDS = 300
+
+
+def model(placement: Placement) -> LanguageModel:
+    """A base whose tokens are letters, and a draft that is nearly the base, so that it is often right."""
+    base, other = letters.model(), shared_lab().base(1)
+    nearly = jax.tree.map(lambda x, y: 0.98 * x + 0.02 * y, base.params.base, other)
+    params = Params(base.params.base, jax.device_put(nearly, placement.homes()[1]))
+    drafter = DraftModel(base.model, letters.VOCAB)
+    return LanguageModel(base.model, drafter, params, base.tokenizer, base.eos_ids, placement)
+
+
+def turns(m: LanguageModel) -> list:
+    """The answers of a conversation, with how much of each prompt was kept, and the longest acceptance."""
+    spec = m.spec(tree="chain-2", rule=ExactSampling(0.6), max_new_tokens=12)
+    chat, found = Chat(m.executor(spec), seed=3), []
+    for message in MESSAGES:
+        found.append(["".join(chat.say(message)), chat.turn.reused, chat.turn.steps])
+    return found
+
+
+def answers(m: LanguageModel) -> list:
+    """What a server of two rows says to requests of several lengths that begin alike, greedy and sampled."""
+    pool = Pool(make_executor(m, m.spec(tree="chain-2")), Sizes(rows=2, chunk=16, places=64))
+    batcher = Batcher(pool).start()
+    random, found = np.random.default_rng(0), []
+    try:
+        beginning = random.integers(0, 16, 40, dtype=np.int32)
+        for number in range(6):
+            ids = np.concatenate([beginning[: 20 + 4 * number], random.integers(0, 16, 3, dtype=np.int32)])
+            bias = {"logit_bias": {"3": 2.0}} if number == 2 else {}
+            request = batcher.request(
+                ids, max_new_tokens=6 + 5 * number, temperature=0.8 * (number % 2), seed=number, **bias
+            )
+            found += batcher.submit([request])
+        return [[ticket.wait(SECONDS).output_ids, ticket.result.steps] for ticket in found], batcher.stats().cached
+    finally:
+        batcher.close()
+
+
+def main(folder: Path) -> None:
+    split, one = model(Placement(draft=last_devices(1))), model(Placement())
+    found = {"devices": jax.device_count(), "kinds": []}
+    for name, m in (("split", split), ("one device", one)):
+        found["kinds"].append(type(m.executor(m.spec(tree="chain-2"))).__name__)
+        found[name] = {"turns": turns(m), "answers": answers(m)}
+    (folder / "answer.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
