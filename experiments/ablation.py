@@ -11,8 +11,8 @@ from pathlib import Path
 
 from common import Setup, draft_milliseconds, speed_rows
 
+from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.way import Way
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "experiments" / "configs" / "demo_hydra.yaml"
@@ -78,17 +78,16 @@ def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:
     """Train every variant (`train`) and decode with each: rows of "speed"."""
     train(args, variants)
     setup = Setup(args, list(variants))
-    ways = [setup.autoregressive(), *(setup.way(name, setup.released(name)) for name in variants)]
-    return speed_rows(setup.contest(ways), 1)
+    return speed_rows(setup.contest({name: setup.executor(name, setup.released(name)) for name in variants}), 1)
 
 
-def measure(setup: Setup, ways: Sequence[Way], args) -> list[dict]:
-    """Rows of "speed" for these ways and, first, decoding without a draft: speed on the first ``args.timed`` prompts,
+def measure(setup: Setup, executors: Mapping[str, Executor], args) -> list[dict]:
+    """Rows of "speed" for these executors and, first, decoding without a draft: speed on the first ``args.timed`` prompts,
     tokens_per_step over all of them; ``draft_ms``, of filling the tree and of taking in what was accepted.
     """
-    rows = speed_rows(setup.contest([setup.autoregressive(), *ways], timed=args.timed), 1)
-    draft_times = draft_milliseconds({way.name: way for way in ways}, args.rounds)
-    for row, way in zip(rows[1:], ways, strict=True):
-        row |= {"tokens_per_step": setup.tokens_per_step(way), "draft_ms": draft_times[way.name]}
-        print(f"{way.name:40} τ {row['tokens_per_step']:.3f}, draft {row['draft_ms']:.2f} ms", flush=True)
+    rows = speed_rows(setup.contest(executors, timed=args.timed), 1)
+    draft_times = draft_milliseconds(executors, args.rounds)
+    for row, (name, executor) in zip(rows[1:], executors.items(), strict=True):
+        row |= {"tokens_per_step": setup.tokens_per_step(executor), "draft_ms": draft_times[name]}
+        print(f"{name:40} τ {row['tokens_per_step']:.3f}, draft {row['draft_ms']:.2f} ms", flush=True)
     return rows

@@ -30,7 +30,7 @@ REMARK = "without adaptation layers nothing reads the sampled token either; alph
 def run(args) -> None:
     ablation.train(args, {name: VARIANTS[name] for name in args.variants})
     setup = common.Setup(args, args.variants)
-    rows = ablation.measure(setup, [setup.way(name, setup.released(name)) for name in args.variants], args)
+    rows = ablation.measure(setup, {name: setup.executor(name, setup.released(name)) for name in args.variants}, args)
     remarks = [*ablation.MEASURED, REMARK]
     common.write(args, "speed", "amphista tables 4 and 5", "parts of Amphista, released tree", rows, remarks)
 

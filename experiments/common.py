@@ -23,19 +23,20 @@ from rich.console import Console
 
 import hydrajax
 from hydrajax import api, assets
-from hydrajax.bundle import Bundle
+from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest, measure_trees
 from hydrajax.cli import options, run_command
-from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
+from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompts import batches
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
+from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.locking import in_use
 from hydrajax.measure.benchmark import step_timer
 from hydrajax.measure.calibration import Calibration, calibrate
-from hydrajax.measure.contest import Measured, contest, measure_trees
-from hydrajax.measure.machine import machine
+from hydrajax.machine import machine
 from hydrajax.measure.timing import in_rounds
-from hydrajax.measure.way import Way
 from hydrajax.questions.held_out import held_out_files
 from hydrajax.report.results import Result, write_result
 from hydrajax.text.appended import whole_lines
@@ -158,7 +159,7 @@ def draft_model_of(args: argparse.Namespace) -> str | Path:
     return args.draft[0] if args.draft else assets.path("draft_model")
 
 
-def prompts_of(args: argparse.Namespace, loaded: Bundle) -> list[np.ndarray]:
+def prompts_of(args: argparse.Namespace, loaded: LanguageModel) -> list[np.ndarray]:
     """The first ``args.count`` of the prompts named, or as many stretches of held-out files."""
     if args.prompts:
         return list(loaded.ids_of_prompts(read_prompts(args.prompts)[: args.count]))
@@ -200,11 +201,14 @@ class Setup:
             raise HydrajaxError(f"--prompts: {count} are needed, {self.args.prompts} holds {len(found)}")
         return list(self.base.ids_of_prompts(found[:count]))
 
-    def autoregressive(self, rule: AcceptanceRule | None = None) -> Way:
-        return Way.of(self.base, "base", rule=rule, max_new_tokens=self._new_tokens).autoregressive()
+    def executor(self, heads: str, tree: TreeTopology, rule: AcceptanceRule | None = None) -> Executor:
+        """Decode with these heads and this tree, by default greedily."""
+        wanted = DecodeSpec(rule=rule or Greedy(), max_new_tokens=self._new_tokens)
+        return make_executor(self.heads[heads], self.heads[heads].spec(wanted, tree=tree))
 
-    def way(self, heads: str, tree: TreeTopology, rule: AcceptanceRule | None = None, name: str = "") -> Way:
-        return Way.of(self.heads[heads], name or heads, tree, rule, max_new_tokens=self._new_tokens)
+    def autoregressive(self) -> Executor:
+        """Decode greedily without a draft."""
+        return make_executor(self.base, self.base.spec(tree="root", max_new_tokens=self._new_tokens))
 
     def released(self, heads: str) -> TreeTopology:
         """The released 63-choice tree, as deep as the heads go."""
@@ -215,7 +219,7 @@ class Setup:
         if heads not in self._calibrations:
             with CONSOLE.status(f"calibrating {heads}") as line:
                 self._calibrations[heads] = calibrate(
-                    self.way(heads, presets.root()),
+                    self.executor(heads, presets.root()),
                     self.calibration,
                     batch_size=min(ROWS, len(self.calibration)),
                     on_progress=lambda done, total: line.update(f"calibrating {heads}, {done} of {total}"),
@@ -249,7 +253,7 @@ class Setup:
     ) -> list[Measured]:
         with CONSOLE.status("") as line:
             return measure_trees(
-                self.way(heads, presets.root()),
+                self.executor(heads, presets.root()),
                 trees,
                 prompts,
                 batch_size=batch_size,
@@ -263,37 +267,39 @@ class Setup:
         rates = self.measure_trees(heads, trees, self.calibration[: max(4, batch_size)], batch_size, repeats)
         return trees[max(rates, key=lambda rate: rate.tokens_per_second).name]
 
-    def contest(self, ways: Sequence[Way], batch_size: int = 1, timed: int | None = None) -> list[Measured]:
-        """All ways on the measured prompts, or on the first ``timed`` of them."""
+    def contest(
+        self, executors: Mapping[str, Executor], batch_size: int = 1, timed: int | None = None
+    ) -> list[Measured]:
+        """Without a draft first, then all of them, on the measured prompts or on the first ``timed`` of them."""
         with CONSOLE.status("") as line:
             return contest(
-                ways,
+                {AUTOREGRESSIVE: self.autoregressive()} | dict(executors),
                 self.measured[:timed],
                 batch_size=batch_size,
                 repeats=self.args.repeats,
                 on_status=lambda text: line.update(f"batch {batch_size}: {text}"),
             )
 
-    def tokens_per_step(self, way: Way, prompts: Sequence[np.ndarray] = ()) -> float:
+    def tokens_per_step(self, executor: Executor, prompts: Sequence[np.ndarray] = ()) -> float:
         """On these prompts, by default the measured ones, many at once: not for time."""
         tokens = steps = 0
         prompts = prompts or self.measured
         for prompt, lengths, n_real in batches(prompts, min(ROWS, len(prompts))):
-            out = way.decode(prompt, lengths)
+            out = executor.decode(prompt, lengths)
             tokens += int(out.lengths[:n_real].sum())
             steps += int(out.steps[:n_real].sum())
         return tokens / steps
 
 
-def draft_milliseconds(ways: Mapping[str, Way], rounds: int, context: int = 256) -> dict[str, float]:
+def draft_milliseconds(executors: Mapping[str, Executor], rounds: int, context: int = 256) -> dict[str, float]:
     """What drafting takes in a step of one row behind so many tokens, to propose and to take in what became of it:
     medians of common rounds.
     """
-    timers = {name: step_timer(way, 1, context) for name, way in ways.items()}
+    timers = {name: step_timer(executor, 1, context) for name, executor in executors.items()}
     timed = {(name, "propose"): timer.propose() for name, timer in timers.items()}
     timed |= {(name, "observe"): timer.observe() for name, timer in timers.items()}
     times = in_rounds(timed, rounds)
-    return {name: statistics.median(row[name, "propose"] + row[name, "observe"] for row in times) for name in ways}
+    return {name: statistics.median(row[name, "propose"] + row[name, "observe"] for row in times) for name in timers}
 
 
 def speed_rows(rates: Sequence[Measured], batch_size: int) -> list[dict]:
@@ -309,12 +315,11 @@ def speed_rows(rates: Sequence[Measured], batch_size: int) -> list[dict]:
 
 def contest_of_trees(setup: Setup, batch_size: int, sizes: Sequence[int]) -> list[dict]:
     """Autoregressive decoding, and each kind of heads with its fastest searched tree and with the released one."""
-    ways = [setup.autoregressive()]
+    executors = {}
     for heads in setup.heads:
-        tree = setup.fastest_tree(heads, batch_size, sizes)
-        ways.append(setup.way(heads, tree, name=f"{heads}, searched tree"))
-        ways.append(setup.way(heads, setup.released(heads), name=f"{heads}, released tree"))
-    return speed_rows(setup.contest(ways, batch_size), batch_size)
+        executors[f"{heads}, searched tree"] = setup.executor(heads, setup.fastest_tree(heads, batch_size, sizes))
+        executors[f"{heads}, released tree"] = setup.executor(heads, setup.released(heads))
+    return speed_rows(setup.contest(executors, batch_size), batch_size)
 
 
 def cut(tree: TreeTopology, depth: int) -> TreeTopology:

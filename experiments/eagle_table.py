@@ -12,7 +12,7 @@ import sys
 import ablation
 import common
 
-from hydrajax.measure.tree_search import usable
+from hydrajax.autotune.tree_search import usable
 from hydrajax.trees.dynamic import DynamicTree
 
 DECAY = (*ablation.TEACHER, "objective.head_decay=0.8")
@@ -54,8 +54,8 @@ def measure(setup: common.Setup, heads: str, args) -> list[dict]:
         "dynamic": dynamic(setup, heads, released.size),
         "fastest": setup.fastest_tree(heads, 1, args.sizes),
     }
-    ways = [setup.way(heads, tree, name=f"{heads}, {name}") for name, tree in trees.items()]
-    rows = ablation.measure(setup, ways, args)[1:]
+    executors = {f"{heads}, {name}": setup.executor(heads, tree) for name, tree in trees.items()}
+    rows = ablation.measure(setup, executors, args)[1:]
     for row, tree in zip(rows, trees.values(), strict=True):
         row["tree"] = tree.name if isinstance(tree, DynamicTree) else None
     return rows
@@ -66,7 +66,7 @@ def dynamic(setup: common.Setup, heads: str, size: int) -> DynamicTree:
     depth = setup.heads[heads].drafter.spec.depth
     expansions = [n for n in (3, 5, 7) if n < depth] or [depth - 1]
     trees = [usable(size, n, k) for n, k in itertools.product(expansions, (6, 10))]
-    return max(trees, key=lambda tree: setup.tokens_per_step(setup.way(heads, tree), setup.calibration))
+    return max(trees, key=lambda tree: setup.tokens_per_step(setup.executor(heads, tree), setup.calibration))
 
 
 if __name__ == "__main__":

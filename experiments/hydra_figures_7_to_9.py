@@ -52,7 +52,7 @@ def tokens_per_step(setup: common.Setup, heads: str, trees: Trees) -> list[dict]
     rows = []
     for (family, name), tree in trees.items():
         with common.CONSOLE.status(f"{heads}: tokens_per_step of {name}"):
-            reached = setup.tokens_per_step(setup.way(heads, tree))
+            reached = setup.tokens_per_step(setup.executor(heads, tree))
         expected = setup.expected(heads, tree)
         rows.append({"family": family, "name": name, "expected": expected, "tokens_per_step": reached})
     return rows

@@ -28,10 +28,10 @@ def run(args) -> None:
 
 def measure(setup: common.Setup, heads: str, args) -> dict:
     tree = setup.released(heads)
-    ways = [setup.way(heads, common.cut(tree, depth)) for depth in range(tree.depth + 1)]
-    timers = [step_timer(way, args.batch_size, args.context) for way in ways]
+    executors = [setup.executor(heads, common.cut(tree, depth)) for depth in range(tree.depth + 1)]
+    timers = [step_timer(executor, args.batch_size, args.context) for executor in executors]
     timed = {f"propose {depth}": timer.propose() for depth, timer in enumerate(timers)} | {
-        "step": step_timer(ways[0].autoregressive(), args.batch_size, args.context).step(),
+        "step": step_timer(executors[0].autoregressive(), args.batch_size, args.context).step(),
         "verify": timers[-1].verify(), "observe": timers[-1].observe(),
     }  # fmt: skip
     times = in_rounds(timed, args.rounds)
@@ -40,7 +40,7 @@ def measure(setup: common.Setup, heads: str, args) -> dict:
         max(0.0, statistics.median(row[f"propose {depth + 1}"] - row[f"propose {depth}"] for row in times))
         for depth in range(tree.depth)
     ]
-    attends = bool(ways[0].drafter.observe_costs(1, 1, 1))  # what has seen the text with layers of its own
+    attends = bool(executors[0].spec.drafter.observe_costs(1, 1, 1))  # what has seen the text with layers of its own
     return {
         "drafter": heads, "prefix_attention": median["observe"] if attends else None, "heads": costs,
         "verify": median["verify"], "autoregressive_step": median["step"],

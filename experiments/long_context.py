@@ -29,7 +29,7 @@ from hydrajax.decoding.either import GreedyOrExact
 from hydrajax.decoding.prompts import batches
 from hydrajax.drafters.registry import without_weights
 from hydrajax.files import WholeFile
-from hydrajax.measure.machine import machine
+from hydrajax.machine import machine
 from hydrajax.measure.random_models import random_base, random_draft
 from hydrajax.measure.way import Way
 from hydrajax.models.config import LlamaConfig

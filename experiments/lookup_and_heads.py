@@ -5,7 +5,7 @@
 The prompts are made of functions and classes that the shipped model has not seen. Editing: a function, and the first
 line of the same with another name for a parameter. Summing up: a class, and the beginning of a list of its methods.
 With ``--prompts`` they are those of a file instead. Of each kind of heads there are the released tree and a small one,
-each with and without lookup's branch; all ways meet in one contest for each kind of prompts.
+each with and without lookup's branch; all meet in one contest for each kind of prompts.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def measured(setup: Setup, kind: str, prompts: list[np.ndarray], names: list[str
     """Rows of "speed": without a draft, lookup's chain, and each kind of heads in both trees without and with it."""
     setup.measured = prompts
     chain = presets.chain(setup.args.added)
-    ways = [setup.autoregressive(), setup.way("lookup", chain, name=f"{kind}: lookup, chain-{setup.args.added}")]
+    executors = {f"{kind}: lookup, chain-{setup.args.added}": setup.executor("lookup", chain)}
     for name in names:
         small = presets.searched(setup.heads[name].draft_directory, 1) or presets.by_name(SMALL)
         for title, tree in (("released tree", setup.released(name)), ("small tree", small)):
             for heads in (name, f"lookup+{name}"):
-                ways.append(setup.way(heads, tree, name=f"{kind}: {heads}, {title}"))
-    return [row | {"prompts": kind} for row in speed_rows(setup.contest(ways), 1)]
+                executors[f"{kind}: {heads}, {title}"] = setup.executor(heads, tree)
+    return [row | {"prompts": kind} for row in speed_rows(setup.contest(executors), 1)]
 
 
 def say_who_is_ahead(rows: list[dict]) -> None:

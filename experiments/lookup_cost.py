@@ -21,7 +21,7 @@ import hydrajax
 from hydrajax.cli import options
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.files import WholeFile
-from hydrajax.measure.machine import machine
+from hydrajax.machine import machine
 from hydrajax.questions.held_out import held_out_files
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology

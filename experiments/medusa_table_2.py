@@ -43,7 +43,7 @@ def run(args) -> None:
         if (output / "base").is_dir():
             one.base = str(output / "base")
         setup = common.Setup(one, [name])
-        plain, row = ablation.measure(setup, [setup.way(name, setup.released(name))], one)
+        plain, row = ablation.measure(setup, {name: setup.executor(name, setup.released(name))}, one)
         row |= bits_per_byte(output)
         rows += [row] if rows else [plain, row]
     common.write(args, "speed", "medusa table 2", "ways to train Medusa heads", rows, [*ablation.MEASURED, REMARK])

@@ -20,14 +20,13 @@ def run(args) -> None:
     proposals = setup.grown(heads, args.nodes)
     searched = proposals.tree(min(args.nodes, proposals.largest))
     depth = loaded.drafter.spec.depth
-    ways = [
-        setup.autoregressive(),
-        setup.way(heads, presets.chain(depth), name=f"{heads} without tree attention"),
-        setup.way(heads, dense(searched.size, depth), name="+ tree attention, dense tree"),
-        setup.way(heads, searched, name="+ optimised tree"),
-        setup.way(heads, setup.fastest_tree(heads, 1, [2, 3, 4, 6, 8, 16, 32]), name="+ optimised tree, fastest size"),
-    ]
-    rows = common.speed_rows(setup.contest(ways), 1)
+    trees = {
+        f"{heads} without tree attention": presets.chain(depth),
+        "+ tree attention, dense tree": dense(searched.size, depth),
+        "+ optimised tree": searched,
+        "+ optimised tree, fastest size": setup.fastest_tree(heads, 1, [2, 3, 4, 6, 8, 16, 32]),
+    }
+    rows = common.speed_rows(setup.contest({name: setup.executor(heads, tree) for name, tree in trees.items()}), 1)
     common.write(args, "speed", "medusa table 3", "what each technique adds", rows)
 
 

@@ -30,8 +30,8 @@ import hydrajax
 from hydrajax import assets
 from hydrajax.cli.options import prompts_from
 from hydrajax.drafters.registry import title_of
-from hydrajax.measure.fastest import choose
-from hydrajax.measure.machine import machine
+from hydrajax.autotune.fastest import choose
+from hydrajax.machine import machine
 from hydrajax.measure.way import Way
 from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.trees import presets

@@ -39,7 +39,7 @@ from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.generation import generate
-from hydrajax.measure.machine import machine
+from hydrajax.machine import machine
 from hydrajax.trees import presets
 
 PERCENTILES = 50, 95, 99

@@ -21,9 +21,9 @@ import numpy as np
 import hydrajax
 from hydrajax import assets
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompts import batches
 from hydrajax.files import WholeFile
-from hydrajax.measure.way import Way
 from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.trees import presets
 
@@ -45,14 +45,14 @@ def main() -> None:
     prompts = np.array([prompt.ids for prompt in islice(found, args.prompts)], np.int32)
     tree = presets.by_name(args.tree)
 
-    def decode(way: Way) -> list[np.ndarray]:
+    def decode(executor: Executor) -> list[np.ndarray]:
         outs = []
         for number, (prompt, lengths, n_real) in enumerate(batches(prompts, args.batch_size)):
-            out = jax.device_get(way.decode(prompt, lengths, jax.random.key(number * args.batch_size)))
+            out = jax.device_get(executor.decode(prompt, lengths, jax.random.key(number * args.batch_size)))
             outs.append([part[:n_real] for part in out])
         return [np.concatenate(parts) for parts in zip(*outs, strict=True)]
 
-    tokens, lengths, *_ = decode(Way.of(base, "base", max_new_tokens=args.new_tokens))
+    tokens, lengths, *_ = decode(hydrajax.make_executor(base, base.spec(tree="root", max_new_tokens=args.new_tokens)))
     report = {
         "tree": args.tree, "prompts": len(prompts), "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens,
         "repeated_8grams": repeated(tokens, lengths, 8),
@@ -67,7 +67,8 @@ def main() -> None:
     for directory in args.heads:
         loaded, row = base.with_draft(directory), {}
         for name, (rule, new_tokens) in settings.items():
-            out, n_tokens, _, steps = decode(Way.of(loaded, name, tree, rule, max_new_tokens=new_tokens))
+            spec = loaded.spec(tree=tree, rule=rule, max_new_tokens=new_tokens)
+            out, n_tokens, _, steps = decode(hydrajax.make_executor(loaded, spec))
             row[name] = float(n_tokens.sum() / steps.sum())
             if isinstance(rule, Greedy) and not np.array_equal(out, tokens[:, :new_tokens]):
                 raise SystemExit(f"{directory}: the output differs from autoregressive decoding")

@@ -39,7 +39,7 @@ from hydrajax.decoding.prompts import batches
 from hydrajax.decoding.state import Params
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.apart import joined, times_of
-from hydrajax.measure.contest import contest
+from hydrajax.autotune.contest import contest
 from hydrajax.measure.way import Way
 from hydrajax.ssd.decode import MISS, ApartFn, Record, make_apart_fn
 from hydrajax.ssd.fan_out import FanOut, even, nothing
@@ -260,7 +260,7 @@ def draft_side(pipe, pair: Pair) -> None:
 
 @dataclass
 class Elsewhere:
-    """A way that another process decodes in; see `hydrajax.measure.contest.contest` for what is asked of one."""
+    """A way that another process decodes in; see `hydrajax.autotune.contest.contest` for what is asked of one."""
 
     name: str
     worker: Worker

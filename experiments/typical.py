@@ -16,9 +16,9 @@ from common import CONSOLE, Setup
 from rich.progress import track
 from scipy.special import logsumexp
 
-from hydrajax.api import Loaded
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
 from hydrajax.decoding.prompts import right_padded
+from hydrajax.language_model import LanguageModel
 from hydrajax.measure.plain_pass import all_logits
 
 REMARK = "no judge: quality is not measured, only how likely the base finds the text (nats per token, temperature 1)"
@@ -51,8 +51,8 @@ def _sweep(setup: Setup, rules: Sequence[Rule], heads: str) -> list[dict]:
 
     @cache  # two sweeps meet in one rule
     def measured(rule: AcceptanceRule) -> dict[str, float]:
-        way = setup.way(heads, setup.released(heads), rule)
-        out = jax.device_get(way.decode(prompt, lengths, jax.random.key(0)))
+        executor = setup.executor(heads, setup.released(heads), rule)
+        out = jax.device_get(executor.decode(prompt, lengths, jax.random.key(0)))
         outputs = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
         nats = nats_per_token(setup.base, setup.measured, outputs)
         return {"tokens_per_step": out.tokens_per_step(), "nats": nats}
@@ -63,7 +63,7 @@ def _sweep(setup: Setup, rules: Sequence[Rule], heads: str) -> list[dict]:
     ]
 
 
-def nats_per_token(base: Loaded, prompts: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> float:
+def nats_per_token(base: LanguageModel, prompts: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> float:
     """Mean negative log-likelihood of the generated tokens under the base, text after text."""
     total = 0.0
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -14,10 +14,11 @@ from attacks.registry import Fell, Place, attack
 from attacks.told import told
 
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
-from hydrajax.decoding.decode import DecodeResult, make_decode_fn
+from hydrajax.api import make_decode_fn
+from hydrajax.decoding.decode import DecodeResult
 from hydrajax.decoding.prompts import SMALLEST_BUCKET, right_padded
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.sampling import per_row
+from helpers.how import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.registry import KINDS, BesideLookup, without_weights

@@ -91,7 +91,7 @@ def report(args: argparse.Namespace, cases: list, file) -> None:
     """Compile and print every case, and write a result into ``file``, if there is one."""
     from compiled_step import kernels_of, row_of
 
-    from hydrajax.measure.machine import machine
+    from hydrajax.machine import machine
     from hydrajax.report.results import Result, write_result
 
     rows = []

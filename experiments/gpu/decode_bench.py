@@ -35,7 +35,7 @@ from hydrajax.decoding.decode import check_fit
 from hydrajax.drafters.registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, room_for, step_timer
-from hydrajax.measure.machine import copy_bandwidth, peak_memory
+from hydrajax.measure.memory import copy_bandwidth, peak_memory
 from hydrajax.measure.random_models import LM_HEADS, drafter_for, random_base, random_draft
 from hydrajax.measure.way import Way
 from hydrajax.models import backend

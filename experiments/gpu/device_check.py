@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine h
 
 import hydrajax
 from hydrajax import assets
-from hydrajax.decoding.decode import make_autoregressive_fn, make_decode_fn
+from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
 from hydrajax.models import backend
 from hydrajax.models.kernels import check

@@ -23,7 +23,7 @@ import optax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
-from hydrajax.measure.machine import peak_memory
+from hydrajax.measure.memory import peak_memory
 from hydrajax.measure.random_models import random_base
 from hydrajax.models.config import PRESETS
 from hydrajax.models.rows import run_base
