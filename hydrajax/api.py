@@ -50,7 +50,8 @@ def make_decode_fn(
         model: the result of `load`, whose drafter, tree and EOS ids are then the defaults: ``make_decode_fn(m)``. Or a
             base model by itself, with a drafter and a tree; generation then ends at no id unless ``eos_ids`` has some.
         drafter: proposes candidates; its parameters are ``params.draft``.
-        tree, rule: also by name, ``"chain-2"`` and ``"greedy"``.
+        tree: also by name, such as ``"chain-2"``.
+        rule: also by name, such as ``"exact"``; greedy by default.
         processors: logits processors (`hydrajax.decoding.processors`).
         max_new_tokens: the most new tokens of a row.
         eos_ids: token ids that end a row.

@@ -218,8 +218,12 @@ class LanguageModel:
         Args:
             prompts: one text, or a list of prompts: texts, lists of token ids, or conversations (lists of messages with
                 ``role`` and ``content``, in the tokenizer's chat template).
-            draft, tree: see `LanguageModel`.
-            stop, batch_size, seed, on_status: see `hydrajax.generate`.
+            draft: a drafter, a name or a directory, in place of the model's own; see `LanguageModel`.
+            tree: by default the fastest; see `LanguageModel`.
+            stop: texts; a result ends before the first of them that it would hold.
+            batch_size: prompts that are decoded together.
+            seed: for rules that draw, or a list with one per prompt; by default one is drawn.
+            on_status: called with lines of progress.
             logprobs: K, to report the log-probability of each token, and the K most likely tokens in its place; 0 or
                 True for the tokens alone.
             keywords: ``rule``, ``processors``, ``max_new_tokens`` (default 256) and numbers, each for all prompts or a

@@ -91,4 +91,5 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "Two commands" in home  # the README's text
     assert 'href="usage.html"' in home
     reference = (tmp_path / "reference" / "python.html").read_text(encoding="utf-8")
-    assert "<strong><code>quantize</code></strong>" in reference  # an argument, as an item of a list
+    assert re.search(r"<td>\s*<code>quantize</code>", reference)  # an argument, in a table
+    assert "<strong><code>accept_lengths</code></strong>" in reference  # a field, as an item of a list
