@@ -130,7 +130,7 @@ def make_train_step(
         with jax.default_matmul_precision(matmul_precision) if matmul_precision else nullcontext():
             key = jax.random.fold_in(rng, state.step)
             (value, metrics), grads = gradients(state.params, frozen, batch, key, state.step)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from helpers.lab import NEW, quick_jit
 from hydrajax.api import make_decode_fn
@@ -123,7 +124,7 @@ def largest_by_operation(jaxpr) -> dict[str, int]:
     """The most elements that each primitive's results have, in loops and calls as well."""
     largest: dict[str, int] = {}
     for equation in jaxpr.eqns:
-        inner = list(jax.core.jaxprs_in_params(equation.params))
+        inner = list(jaxprs_in_params(equation.params))
         for found in map(largest_by_operation, inner):
             largest = {name: max(largest.get(name, 0), found.get(name, 0)) for name in largest | found}
         if not inner:

@@ -47,7 +47,7 @@ def test_a_drafter_that_its_name_alone_gives_has_no_parameters(lab, name):
     assert list(drafter.propose_costs(presets.by_name(drafter.spec.default_tree), 1, 64)) == []
 
 
-@pytest.mark.parametrize("name", filter(has_prefix, FILES))
+@pytest.mark.parametrize("name", [*filter(has_prefix, FILES)])
 @pytest.mark.parametrize("prefix", [False, True])
 def test_heads_are_known_by_their_name_with_and_without_a_prefix_layer(lab, name, prefix):
     drafter = heads_for(name, lab.model.config, jnp.bfloat16, prefix=prefix, n_heads=3)

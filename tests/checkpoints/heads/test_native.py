@@ -145,7 +145,7 @@ SMALL_LM_HEADS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "lm_head"), zip(["medusa", "hydra++"] * 2, SMALL_LM_HEADS, strict=True), ids=str)
+@pytest.mark.parametrize(("kind", "lm_head"), [*zip(["medusa", "hydra++"] * 2, SMALL_LM_HEADS, strict=True)], ids=str)
 def test_small_lm_heads(tiny_model, tmp_path, kind, lm_head):
     """They come back; and other formats, which would not tell which tokens they know, refuse them."""
     config = tiny_model[0].config
