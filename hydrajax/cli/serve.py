@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     listener = listening(args.host, args.port)  # refused before a model is loaded
     with status("loading") as say:
         model = options.load_from(args, say)
-    sizes = Sizes(rows=args.slots, chunk=args.chunk, penalties=args.penalties, top_logprobs=args.top_logprobs)
+    sizes = Sizes(rows=args.slots, chunk=args.chunk, penalties=args.penalties, logprobs=args.top_logprobs)
     drafted = [model, *(model.with_draft(offer.draft) for offer in offers[1:])]
     pools = [offer.pool(one, sizes) for one, offer in zip(drafted, offers, strict=True)]
     memory = None if args.cache_memory is None else args.cache_memory * 1_000_000

@@ -168,7 +168,7 @@ class Interface:
             raise HydrajaxError(
                 f"n: at most {MOST_CHOICES} answers can be had at once, found {len(prompts)} prompts x {n}"
             )
-        if (asked := body.alternatives()) > (kept := batcher.top_logprobs):
+        if (asked := body.alternatives()) > (kept := batcher.alternatives):
             raise HydrajaxError(f"{body.ALTERNATIVES}: found {asked}, this server keeps {kept} (--top-logprobs)")
         requests = [batcher.request(ids, number=number, **settings) for ids in prompts for number in range(n)]
         answer = _Answer(batcher, self._metrics, request, self._settings.timeout)

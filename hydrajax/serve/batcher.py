@@ -106,9 +106,9 @@ class Batcher:
     # --- for everybody ----------------------------------------------------------------------------------------
 
     @property
-    def top_logprobs(self) -> int:
+    def alternatives(self) -> int:
         """Of how many tokens, besides its own, every token of an answer has log-probabilities."""
-        return self._sizes.top_logprobs
+        return self._sizes.logprobs
 
     def start(self) -> Batcher:
         """Begin to answer."""

@@ -26,7 +26,7 @@ class Sizes:
     """The limits of a batcher.
 
     rows: most requests that run at once. chunk: tokens of a prompt that are read between two steps. places: of the
-    smallest cache; larger ones have twice as many, and again. penalties: whether requests may have some. top_logprobs:
+    smallest cache; larger ones have twice as many, and again. penalties: whether requests may have some. logprobs:
     of how many of the base's likeliest tokens a row keeps the log-probabilities, at every place of its output.
     """
 
@@ -34,7 +34,7 @@ class Sizes:
     chunk: int = 256
     places: int = 256
     penalties: bool = False
-    top_logprobs: int = 0
+    logprobs: int = 0
 
 
 class Pool:
@@ -81,7 +81,7 @@ class Pool:
             rule=ExactSampling(temperature=0.0),
             processors=(),
             max_new_tokens=self.context,
-            logprobs=sizes.top_logprobs,
+            logprobs=sizes.logprobs,
         )
         plain = [presets.root()] if drops_draft else []
         made = {

@@ -28,7 +28,7 @@ SAMPLED = {"temperature": 1.3, "seed": 4}
 @pytest.fixture(scope="module")
 def pool(served):
     """Rows and caches of several sizes, so that rows move."""
-    found = letters.pool(served, Sizes(rows=2, chunk=16, places=64, top_logprobs=TOP))
+    found = letters.pool(served, Sizes(rows=2, chunk=16, places=64, logprobs=TOP))
     found.warm()
     return found
 
@@ -121,4 +121,4 @@ def test_more_than_are_kept_is_refused(client):
 
 def test_more_than_there_are_tokens_cannot_be_kept(served):
     with pytest.raises(HydrajaxError, match="logprobs: must be from 0 to the vocabulary's 17, found 18"):
-        letters.pool(served, Sizes(rows=1, top_logprobs=18))
+        letters.pool(served, Sizes(rows=1, logprobs=18))
