@@ -61,9 +61,10 @@ class SteppedExecutor(Executor):
         engine = self.engine
 
         # A static tree stays a constant of the programs, and is handed from none to the next.
-        def propose(params, state):
+        def propose(params, state, stopped):
             proposal = engine.propose(params, state)
-            return proposal if proposal.tree.of_each_row else proposal._replace(tree=None)
+            done = state.output.done | stopped
+            return done, proposal if proposal.tree.of_each_row else proposal._replace(tree=None)
 
         def with_tree(proposal):
             return proposal if proposal.tree is not None else proposal._replace(tree=engine.tree.topology)
@@ -77,7 +78,6 @@ class SteppedExecutor(Executor):
         self._propose = jax.jit(propose)
         self._verify = jax.jit(verify)
         self._settle = jax.jit(settle, donate_argnums=1)
-        self._end = jax.jit(lambda state, stopped: state.output.done | stopped)
 
     def prefill(self, prompt, lengths, sampling, slots=None):
         return self._prefill(self.params, prompt, lengths, sampling, slots=slots, extra=tuple(self._between(None)))
@@ -87,9 +87,10 @@ class SteppedExecutor(Executor):
 
     def advance(self, state: DecodeState, stopped, n_steps):
         for _ in range(n_steps):
-            state = state._replace(output=state.output._replace(done=self._end(state, np.array(stopped))))
-            proposal = self._propose(self.params, state)
-            if np.asarray(state.output.done).all():  # known since the step before: the device is busy proposing
+            ended = state.output.done
+            done, proposal = self._propose(self.params, state, np.array(stopped))
+            state = state._replace(output=state.output._replace(done=done))
+            if (np.asarray(ended) | stopped).all():  # known since the step before: the device is busy proposing
                 break
             forward, logits = self._verify(self.params, state.target.cache, proposal)
             extra = tuple(self._between(self._candidates(state, proposal)))

@@ -1,0 +1,100 @@
+"""What returning to the host in every step costs: the stepped executor against the fused one.
+
+    python experiments/stepped_cost.py --output experiments/results/stepped_cost.json
+
+A random base of 25M parameters, without a draft, with Hydra++ heads and with prompt lookup. Both executors decode the
+same prompts to the end in turns; a time is the median over the rounds of a call's seconds by its steps, prefill
+included. The third row hands over a mask of allowed tokens in every step, one that allows all, as a grammar would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from hydrajax.cli import options
+from hydrajax.decoding.executor import Executor, FusedExecutor
+from hydrajax.decoding.processors import AllowedTokens
+from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.state import Params
+from hydrajax.decoding.stepped import SteppedExecutor
+from hydrajax.drafters.lookup import PromptLookup
+from hydrajax.drafters.none import NoDrafter
+from hydrajax.files import WholeFile
+from hydrajax.machine import machine
+from hydrajax.measure.random_models import random_base, random_draft
+from hydrajax.models.config import PRESETS
+from hydrajax.trees import presets
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=PRESETS, default="25m")
+    parser.add_argument("--batches", type=options.positives, default=[1, 8], metavar="B,B,...")
+    parser.add_argument("--context", type=options.positive, default=512, metavar="S", help="tokens of a prompt")
+    parser.add_argument("--new-tokens", type=options.positive, default=64, metavar="N")
+    parser.add_argument("--rounds", type=options.positive, default=3, metavar="R")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    args = parser.parse_args()
+
+    model, base = random_base(PRESETS[args.shape])
+    heads = random_draft(model, base, "hydra++")
+    drafts = {
+        "no draft": (NoDrafter(), Params(base, {}), presets.root()),
+        "hydra++, chain-4": (*heads, presets.chain(4)),
+        "hydra++, cartesian-3x2x2": (*heads, presets.cartesian([3, 2, 2])),
+        "lookup, chain-4": (PromptLookup(), Params(base, {}), presets.chain(4)),
+    }
+    rows = []
+    for batch in args.batches:
+        for name, (drafter, params, tree) in drafts.items():
+            spec = DecodeSpec(drafter, tree, max_new_tokens=args.new_tokens)
+            everything = np.ones((batch, tree.size, model.config.vocab_size), bool)
+            executors: dict[str, Executor] = {
+                "fused": FusedExecutor(model, params, spec),
+                "stepped": SteppedExecutor(model, params, spec),
+                "stepped, masked": SteppedExecutor(model, params, spec, between=mask_of(everything)),
+            }
+            found = step_ms(executors, prompts_of(batch, args.context, model.config.vocab_size), args.rounds)
+            rows.append({"batch": batch, "draft": name, "nodes": tree.size} | found)
+            times = ", ".join(f"{kind} {statistics.median(times):7.3f} ms" for kind, times in found["step_ms"].items())
+            print(f"batch {batch}  {name:26} {times}", flush=True)
+    if args.output:
+        with WholeFile(args.output, "--output") as file:
+            content = {"machine": machine(), "shape": args.shape, "context": args.context, "rows": rows}
+            file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def mask_of(allowed: np.ndarray):
+    """Allow these tokens after every node; the root of a prompt is node 0."""
+    return lambda candidates: [AllowedTokens(allowed[:, :1] if candidates is None else allowed)]
+
+
+def prompts_of(batch: int, context: int, vocab_size: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, vocab_size, (batch, context), dtype=np.int32)
+
+
+def step_ms(executors: dict[str, Executor], prompts: np.ndarray, rounds: int) -> dict:
+    """Milliseconds of each round's call by its steps, of each executor, and whether all emit the same tokens."""
+    tokens, steps = {}, {}
+    for name, executor in executors.items():  # compiles
+        out = jax.device_get(executor.decode(prompts))
+        tokens[name], steps[name] = out.tokens, int(out.steps.max())
+    times: dict[str, list[float]] = {name: [] for name in executors}
+    for _ in range(rounds):
+        for name, executor in executors.items():
+            began = time.perf_counter()
+            jax.block_until_ready(executor.decode(prompts))
+            times[name].append((time.perf_counter() - began) * 1e3 / steps[name])
+    first = next(iter(tokens.values()))
+    return {"step_ms": times, "steps": steps, "equal": all(np.array_equal(first, found) for found in tokens.values())}
+
+
+if __name__ == "__main__":
+    main()
