@@ -82,8 +82,8 @@ def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:
 
 
 def measure(setup: Setup, executors: Mapping[str, Executor], args) -> list[dict]:
-    """Rows of "speed" for these executors and, first, decoding without a draft: speed on the first ``args.timed`` prompts,
-    tokens_per_step over all of them; ``draft_ms``, of filling the tree and of taking in what was accepted.
+    """Rows of "speed" for these executors and, first, decoding without a draft: speed on the first ``args.timed``
+    prompts, tokens_per_step over all of them; ``draft_ms``, of filling the tree and of taking in what was accepted.
     """
     rows = speed_rows(setup.contest(executors, timed=args.timed), 1)
     draft_times = draft_milliseconds(executors, args.rounds)

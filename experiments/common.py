@@ -33,9 +33,9 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.locking import in_use
+from hydrajax.machine import machine
 from hydrajax.measure.benchmark import step_timer
 from hydrajax.measure.calibration import Calibration, calibrate
-from hydrajax.machine import machine
 from hydrajax.measure.timing import in_rounds
 from hydrajax.questions.held_out import held_out_files
 from hydrajax.report.results import Result, write_result
@@ -44,6 +44,7 @@ from hydrajax.text.jsonl import json_value
 from hydrajax.text.prompt import read_prompts
 from hydrajax.text.records import OBJECT, TEXT, Kind, list_of
 from hydrajax.trees import TreeTopology, presets
+from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.search import Proposals, expected_tokens_per_step, simulated
 
 RELEASED = "mc_sim_7b_63"
@@ -201,7 +202,7 @@ class Setup:
             raise HydrajaxError(f"--prompts: {count} are needed, {self.args.prompts} holds {len(found)}")
         return list(self.base.ids_of_prompts(found[:count]))
 
-    def executor(self, heads: str, tree: TreeTopology, rule: AcceptanceRule | None = None) -> Executor:
+    def executor(self, heads: str, tree: CandidateTree, rule: AcceptanceRule | None = None) -> Executor:
         """Decode with these heads and this tree, by default greedily."""
         wanted = DecodeSpec(rule=rule or Greedy(), max_new_tokens=self._new_tokens)
         return make_executor(self.heads[heads], self.heads[heads].spec(wanted, tree=tree))

@@ -36,13 +36,14 @@ def run(args: argparse.Namespace) -> None:
 def tree_picture(path: Path) -> None:
     """Of the first 16 steps that continue `PROMPT`, the one that accepts the most, better by a second guess."""
     m, tree = hydrajax.load("shipped", "hydra++", dtype="float32"), TreeTopology(TREE)
+    executor = hydrajax.make_executor(m, m.spec(tree=tree))
 
     def merit(step: SeenStep) -> tuple[bool, int]:
         """A path that leaves the first guesses says why this is a tree and not a chain."""
         ranks = tree.choices[step.path[-1] - 1] if len(step.path) > 1 else ()
         return any(ranks), len(step.path)
 
-    step = max(seen_steps(m, tree, m.prompt_ids(PROMPT, "prompt"), hydrajax.Greedy(), most=16), key=merit)
+    step = max(seen_steps(executor, m.prompt_ids(PROMPT, "prompt"), most=16), key=merit)
     words = [visible(m.tokenizer, token) for token in step.tokens]
     note = f"One pass of the base over these {tree.size} nodes: {len(step.path)} tokens accepted (green), "
     note += f"and {visible(m.tokenizer, step.next_root)} to go on from."

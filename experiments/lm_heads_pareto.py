@@ -61,12 +61,12 @@ def run(args) -> None:
     variants = {name: overrides(draft_settings(*cell, base)) for name, cell in cells.items()}
     ablation.train(args, variants)
     setup = common.Setup(args, list(cells))
-    ways = [setup.way(name, setup.released(name)) for name in cells]
+    executors = {name: setup.executor(name, setup.released(name)) for name in cells}
     rows = []
-    for way, row in zip(ways, ablation.measure(setup, ways, args)[1:], strict=True):
-        heads, lm_head = cells[way.name]
-        own = {"drafter": heads, "lm_head": lm_head, "draft_megabytes": nbytes(way.params.draft) / 1e6}
-        rows.append(row | own | at_another_size(heads, lm_head, way.tree, row["tokens_per_step"]))
+    for (name, executor), row in zip(executors.items(), ablation.measure(setup, executors, args)[1:], strict=True):
+        heads, lm_head = cells[name]
+        own = {"drafter": heads, "lm_head": lm_head, "draft_megabytes": nbytes(executor.params.draft) / 1e6}
+        rows.append(row | own | at_another_size(heads, lm_head, executor.spec.tree, row["tokens_per_step"]))
     remarks = [
         *ablation.MEASURED,
         "draft MB: of its own parameters; the base's lm head, where shared, is read on top: by hydra for every level",

@@ -114,7 +114,7 @@ def measure(directory: Path, case: dict) -> None:
             directory,
             dtype=case.get("dtype", "float32"),
             quantize=case.get("quantize"),
-            mesh=mesh,
+            placement=mesh,
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
         jax.block_until_ready(loaded.params)

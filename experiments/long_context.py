@@ -23,17 +23,16 @@ import numpy as np
 from common import CONSOLE, held_out_stretches
 
 import hydrajax
-from hydrajax.api import Loaded
 from hydrajax.cli import options, run_command
-from hydrajax.decoding.either import GreedyOrExact
+from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.prompts import batches
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.drafters.registry import without_weights
 from hydrajax.files import WholeFile
 from hydrajax.machine import machine
 from hydrajax.measure.random_models import random_base, random_draft
-from hydrajax.measure.way import Way
 from hydrajax.models.config import LlamaConfig
-from hydrajax.serve.programs import Programs, Sizes
+from hydrajax.serve.pool import Pool, Sizes
 from hydrajax.trees import presets
 
 CHUNK, STEPS, TREE, MOST = 512, 16, "cartesian-2x2", 33_024
@@ -75,29 +74,28 @@ def measured(lengths: list[int], repeats: int):
     """Of one row, for each length: milliseconds of 1000 tokens of a prompt and of a step, and megabytes."""
     model, base = random_base(CONFIG)
     drafter, params = random_draft(model, base, "hydra++")
-    tree = presets.by_name(TREE)
-    programs = Programs(Loaded(model, drafter, params), Sizes(rows=1, chunk=CHUNK), lambda rows: tree)
-    rule = GreedyOrExact.in_full(CONFIG.vocab_size, penalties=False)
+    executor = FusedExecutor(model, params, DecodeSpec(drafter, presets.by_name(TREE)))
+    pool = Pool(executor, Sizes(rows=1, chunk=CHUNK))
     text = np.random.default_rng(0).integers(0, CONFIG.vocab_size, MOST).astype(np.int32)
     columns = {"tokens": 7, "places": 7, "read ms/1000": 13, "last piece": 11, "step ms": 8, "in the largest": 15}
     columns |= {"cache MB": 9, "beside MB": 10}
     print(" ".join(name.rjust(width) for name, width in columns.items()))
 
     def read(length: int, pieces: list[float]):
-        state, at = programs.empty_row(programs.places_to_read(0, length)), 0
+        state, at = pool.empty_row(pool.places_to_read(0, length)), 0
         while length - at > CHUNK:
             began = time.perf_counter()
-            state = jax.block_until_ready(programs.feed(state, text[at : at + CHUNK], int(text[at + CHUNK])))
+            state = jax.block_until_ready(pool.feed(state, text[at : at + CHUNK], int(text[at + CHUNK])))
             pieces.append(time.perf_counter() - began)
             at += CHUNK
-        return programs.end(state, text[at:length], programs.key(0, 0), rule, MOST - length)
+        return pool.end(state, text[at:length], pool.key(0, 0), pool.spec.replace(max_new_tokens=MOST - length))
 
     def step(state) -> float:
         """Milliseconds; the least of several, as other work can only add to it."""
         times, before = [], 0
         for number in range(repeats + 1):  # the first compiles
             began = time.perf_counter()
-            state, now = programs.bursts[1].advance(programs.loaded.params, state, np.zeros(1, bool), STEPS)
+            state, now = pool.executor.advance(state, np.zeros(1, bool), STEPS)
             if number:
                 times.append((time.perf_counter() - began) / (int(now.steps[0]) - before))
             before = int(now.steps[0])
@@ -110,13 +108,13 @@ def measured(lengths: list[int], repeats: int):
             began = time.perf_counter()
             state = jax.block_until_ready(read(length, pieces))
             seconds = time.perf_counter() - began
-            places = programs.places_for(length + (repeats + 1) * STEPS * programs.longest_path + programs.spare)
+            places = pool.places_for(length + (repeats + 1) * STEPS * pool.longest_path + pool.spare)
             found = {"tokens": length, "places": places, "read_ms_per_1000": 1e6 * seconds / length}
             found["last_piece_ms"] = 1e3 * statistics.median(pieces[-3:]) if pieces else None
-            found["step_ms"] = step(programs.copies(state, 1, places))
-            found["step_ms_in_the_largest"] = step(programs.copies(state, 1, programs.places[-1]))
-            found["cache_mb"] = programs.shapes.nbytes(1, places) / 1e6
-            found["beside_mb"] = beside(programs, rule, places) / 1e6
+            found["step_ms"] = step(pool.copies(state, 1, places))
+            found["step_ms_in_the_largest"] = step(pool.copies(state, 1, pool.places[-1]))
+            found["cache_mb"] = pool.shapes.nbytes(1, places) / 1e6
+            found["beside_mb"] = beside(pool, places) / 1e6
         last = "" if found["last_piece_ms"] is None else f"{found['last_piece_ms']:.1f}"
         print(
             f"{length:7} {places:7} {found['read_ms_per_1000']:13.1f} {last:>11} {found['step_ms']:8.2f} "
@@ -126,12 +124,13 @@ def measured(lengths: list[int], repeats: int):
         yield found
 
 
-def beside(programs: Programs, rule: GreedyOrExact, places: int) -> int:
+def beside(pool: Pool, places: int) -> int:
     """Bytes that reading a piece takes beside parameters and state, as XLA plans it."""
-    engine = programs.bursts[1].engine
-    state = jax.eval_shape(lambda: engine.empty(1, places, rule))
+    executor, key = pool.executor, jax.random.key(0)
+    state = executor.abstract_state(1, places, pool.sampling(pool.spec, key))
     tokens, ones = jnp.zeros((1, CHUNK), jnp.int32), jnp.zeros(1, jnp.int32)
-    compiled = jax.jit(engine.feed, donate_argnums=1).lower(programs.loaded.params, state, tokens, ones, ones).compile()
+    feed = jax.jit(executor.engine.feed, donate_argnums=1)
+    compiled = feed.lower(executor.params, state, tokens, ones, ones).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -142,14 +141,14 @@ def tokens_per_step(contexts: list[int], count: int) -> list[dict]:
     found = []
     print(f"\n{'tau behind':20} " + " ".join(f"{context:6}" for context in contexts))
     for draft in DRAFTS:
-        loaded = base.with_draft(draft)
-        tree = presets.by_name("chain-5") if without_weights(draft) else None
-        way = Way.of(loaded, draft, tree, max_new_tokens=NEW)
+        m = base.with_draft(draft)
+        tree = "chain-5" if without_weights(draft) else None
+        executor = hydrajax.make_executor(m, m.spec(tree=tree, max_new_tokens=NEW))
         row = {"draft": draft}
         for context in contexts:
             tokens = steps = 0
             for prompt, lengths, n_real in batches([text[-context:] for text in texts], count):
-                out = way.decode(prompt, lengths)
+                out = executor.decode(prompt, lengths)
                 tokens += int(out.lengths[:n_real].sum())
                 steps += int(out.steps[:n_real].sum())
             row[str(context)] = tokens / steps

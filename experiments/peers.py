@@ -11,10 +11,10 @@ Needs the `test` extra (torch).
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -28,11 +28,10 @@ from transformers import AutoModelForCausalLM
 
 import hydrajax
 from hydrajax import assets
+from hydrajax.autotune.fastest import choose
 from hydrajax.cli.options import prompts_from
 from hydrajax.drafters.registry import title_of
-from hydrajax.autotune.fastest import choose
 from hydrajax.machine import machine
-from hydrajax.measure.way import Way
 from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.trees import presets
 
@@ -55,7 +54,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     jax.config.update("jax_platforms", "cpu")
 
-    plain = dataclasses.replace(hydrajax.load(args.base or assets.base()), eos_ids=())
+    plain = hydrajax.load(args.base or assets.base())
     prompts = list(read_prompts(args, plain))
     runs = with_transformers(args) | with_hydrajax(args, plain, prompts)
     for_all = {name: lambda run=run: [run(prompt) for prompt in prompts] for name, run in runs.items()}
@@ -120,14 +119,20 @@ def with_transformers(args) -> dict:
 
 def with_hydrajax(args, plain, prompts) -> dict:
     """This package's, by name."""
-    limit = {"max_new_tokens": args.max_new_tokens}
-    ways = [Way.of(plain, "hydrajax, autoregressive", presets.root(), **limit)]
+    wanted = hydrajax.DecodeSpec(max_new_tokens=args.max_new_tokens)
+    plain_spec = plain.spec(wanted, tree="root", eos_ids=())
+    executors = {"hydrajax, autoregressive": hydrajax.make_executor(plain, plain_spec)}
     for draft in args.draft or ["lookup", *map(assets.path, assets.DRAFTS)]:
-        loaded = dataclasses.replace(plain.with_draft(draft), eos_ids=())
-        choice = choose(loaded, prompts[:2], hydrajax.Greedy(), 1)
+        m = plain.with_draft(draft)
+        executor = hydrajax.make_executor(m, m.spec(wanted, tree="root", eos_ids=()))
+        choice = choose(executor, prompts[:2], 1)
         tree = choice.tree or presets.by_name(choice.name)
-        ways.append(Way.of(loaded, f"hydrajax, {title_of(loaded.drafter)}, {choice.name}", tree, **limit))
-    return {way.name: lambda prompt, way=way: np.asarray(way.decode(prompt[None]).tokens[0]) for way in ways}
+        executors[f"hydrajax, {title_of(m.drafter)}, {choice.name}"] = executor.with_spec(tree=tree)
+    return {name: partial(decoded, executor) for name, executor in executors.items()}
+
+
+def decoded(executor, prompt: np.ndarray) -> np.ndarray:
+    return np.asarray(executor.decode(prompt[None]).tokens[0])
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ from hydrajax.cli import options, run_command
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.generation import generate
 from hydrajax.machine import machine
 from hydrajax.trees import presets
 
@@ -120,9 +119,7 @@ def questions_for(args, loaded, count: int, *, mixed: bool) -> list[Question]:
         if not isinstance(rule, Greedy):
             settings["seed"] = [seeds[at] for at in some]
         texts, ends = [prompts[at] for at in some], [limits[at] for at in some]
-        for at, result in zip(
-            some, generate(loaded, texts, max_new_tokens=ends, **settings) if some else (), strict=True
-        ):
+        for at, result in zip(some, loaded.generate(texts, max_new_tokens=ends, **settings), strict=True):
             found[at] = result.text
     return [Question(ids.tolist(), *rest) for ids, *rest in zip(prompts, limits, seeds, found, strict=True)]
 
@@ -231,9 +228,9 @@ def load(args) -> dict:
     alone = [question.ids for question in questions[: min(args.requests, 32)]]
     for name, tree in (("drafted", tree_of(args, loaded)), ("plain", presets.root())):
         settings = {"tree": tree, "max_new_tokens": args.new_tokens}
-        list(generate(loaded, alone[:1], **settings))
+        loaded.generate(alone[:1], **settings)
         began = time.perf_counter()
-        tokens = sum(result.new_tokens for result in generate(loaded, alone, **settings))
+        tokens = sum(result.new_tokens for result in loaded.generate(alone, **settings))
         rate = tokens / (time.perf_counter() - began)
         rows.append({"way": f"generate, one at a time, {name}", "clients": 1, "tokens_per_second": rate})
         print(f"{rows[-1]['way']:36} {rate:8.1f} tokens/s", flush=True)

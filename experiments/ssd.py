@@ -32,7 +32,6 @@ os.environ |= {"PJRT_NPROC": "1", "NPROC": "1", "JAX_PLATFORMS": "cpu"}
 import argparse
 import functools
 import time
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -41,11 +40,12 @@ from common import CONSOLE, draft_model_of, program, prompts_of, speed_rows, wri
 import hydrajax
 from hydrajax import assets
 from hydrajax.decoding.prompts import right_padded
-from hydrajax.measure.apart import apart_contest, joined, part_seconds, recorded, round_seconds, times_of
-from hydrajax.measure.way import Way
+from hydrajax.measure.split import joined, part_seconds, recorded, round_seconds, split_contest, times_of
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.roofline.devices import DEVICES
 from hydrajax.roofline.pairs import pair_times
+from hydrajax.sharding import Placement, last_devices
+from hydrajax.ssd.executor import SplitExecutor
 from hydrajax.ssd.fan_out import even, nothing
 from hydrajax.ssd.simulator import Outcomes, Speed, Times, best, predict
 from hydrajax.trees.presets import chain
@@ -68,19 +68,19 @@ BUDGETS, WITHIN = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128), 0.01
 
 def run(args: argparse.Namespace) -> None:
     args.settings["devices"] = len(jax.devices())
-    way, prompts = pair(args)
-    remarks = [cores(way, prompts[0])]
+    executor, prompts = pair(args)
+    remarks = [cores(executor, prompts[0])]
 
     # What outcomes there are, from as many guesses as will be asked for, and the times of the parts.
-    wide = replace(way, name="wide", fan_out=even(args.depth, args.ranks))
-    counted = joined(recorded(wide.decode_fn, way.params, prompts, 1)).outcomes()
+    wide = executor.with_fan_out(even(args.depth, args.ranks))
+    counted = joined(recorded(wide, prompts, 1)).outcomes()
     outcomes = Outcomes.counted(counted)
     told = {0: nothing(args.depth)} | {total: outcomes.best(total) for total in args.fan_outs}
     told = {fan_out.total: fan_out for fan_out in told.values()}
     rows = []
     with CONSOLE.status("contest"):
         settings = {"batch_size": 1, "repeats": args.repeats}
-        found = apart_contest(way, [f for f in told.values() if f.total], prompts, **settings)
+        found = split_contest(executor, [f for f in told.values() if f.total], prompts, **settings)
     by_total = {sum(row.fan_out): row for row in found if row.fan_out is not None}
     drawn = speed_rows([row.measured for row in found], 1)
     for row, figures in zip(found, drawn, strict=True):
@@ -90,11 +90,11 @@ def run(args: argparse.Namespace) -> None:
     prompt, lengths = right_padded(prompts[:1], max(map(len, prompts)))
     for total, fan_out in told.items():
         with CONSOLE.status(f"rounds with {total} outcomes"):
-            fn = replace(way, fan_out=fan_out).decode_fn
-            parts[total] = part_seconds(fn, way.params, prompt, lengths)
-            rounds[total] = round_seconds(fn, way.params, prompt, lengths, args.repeats)
+            prepared = executor.with_fan_out(fan_out)
+            parts[total] = part_seconds(prepared, prompt, lengths)
+            rounds[total] = round_seconds(prepared, prompt, lengths, args.repeats)
     # One prompt's rounds are timed, so it is that prompt's own hits that the simulator is told.
-    one = Outcomes.counted(joined(recorded(wide.decode_fn, way.params, prompts[:1], 1)).outcomes())
+    one = Outcomes.counted(joined(recorded(wide, prompts[:1], 1)).outcomes())
     print(f"\n{'outcomes':>8} {'hits':>6} {'prepare':>8} {'round':>8} {'foretold':>9} {'hidden':>7} {'foretold':>9}")
     in_turn, measured_draft = rounds[0], parts[0]["miss"]
     for total, fan_out in told.items():
@@ -124,16 +124,17 @@ def run(args: argparse.Namespace) -> None:
 # --- the pair ---------------------------------------------------------------------------------------------------------
 
 
-def pair(args: argparse.Namespace) -> tuple[Way, list[np.ndarray]]:
+def pair(args: argparse.Namespace) -> tuple[SplitExecutor, list[np.ndarray]]:
     """Base and draft on devices of their own, and prompts."""
-    loaded = hydrajax.load(args.base or assets.base(), draft_model_of(args), dtype=args.dtype, draft_devices=1)
-    way = Way.of(loaded, "pair", chain(args.depth), max_new_tokens=args.new_tokens)
-    return way, prompts_of(args, loaded)
+    placement = Placement(draft=last_devices(1))
+    m = hydrajax.load(args.base or assets.base(), draft_model_of(args), dtype=args.dtype, placement=placement)
+    executor = hydrajax.make_executor(m, m.spec(tree=chain(args.depth), max_new_tokens=args.new_tokens))
+    return executor, prompts_of(args, m)
 
 
-def cores(way: Way, prompt: np.ndarray) -> str:
+def cores(executor: SplitExecutor, prompt: np.ndarray) -> str:
     """How many cores a device keeps busy, and two of them, from a pass of the base over the prompt on each."""
-    model, ids = way.model, np.tile(prompt, (8, 1))
+    model, ids = executor.model, np.tile(prompt, (8, 1))
 
     @jax.jit
     def work(params, ids):
@@ -141,7 +142,7 @@ def cores(way: Way, prompt: np.ndarray) -> str:
         mask = np.tri(ids.shape[1], dtype=bool)
         return model.apply({"params": params}, ids, positions, mask).hidden.sum()
 
-    both = [jax.device_put(way.params.base, device) for device in jax.devices()]
+    both = [jax.device_put(executor.params.base, device) for device in jax.devices()]
 
     def busy(params: list) -> tuple[float, float]:
         wall, cpu = time.perf_counter(), time.process_time()

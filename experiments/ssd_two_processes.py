@@ -15,6 +15,7 @@ By default the shipped base and its draft model, one prompt at a time, greedily.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,17 +33,21 @@ from common import CONSOLE, draft_model_of, program, prompts_of, speed_rows, wri
 
 import hydrajax
 from hydrajax import assets
-from hydrajax.bundle import Bundle
-from hydrajax.decoding.acceptance import Greedy
+from hydrajax.autotune.contest import AUTOREGRESSIVE, contest
 from hydrajax.decoding.decode import DecodeResult, result_of, settled_inputs
+from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompts import batches
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
+from hydrajax.decoding.step import Engine
+from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.apart import joined, times_of
-from hydrajax.autotune.contest import contest
-from hydrajax.measure.way import Way
-from hydrajax.ssd.decode import MISS, ApartFn, Record, make_apart_fn
+from hydrajax.language_model import LanguageModel
+from hydrajax.measure.split import ONE_PROGRAM, joined, times_of
+from hydrajax.ssd.draft_side import MISS, DraftSide
+from hydrajax.ssd.executor import verify_round
 from hydrajax.ssd.fan_out import FanOut, even, nothing
+from hydrajax.ssd.record import Record
 from hydrajax.ssd.simulator import Outcomes, predict
 from hydrajax.trees.presets import chain
 
@@ -57,35 +62,33 @@ def run(args: argparse.Namespace) -> None:
     draft, (mine, other) = str(draft_model_of(args)), two_cores()
     pair = Pair(args.base or str(assets.base()), draft, args.dtype, args.depth, args.new_tokens)
     os.sched_setaffinity(0, {mine})  # before JAX starts its threads, which are as many as there are cores
-    loaded = pair.load()
-    prompts = prompts_of(args, loaded)
+    m = pair.load()
+    prompts = prompts_of(args, m)
     drafting = Worker(draft_side, {other}, pair, awake=True)
     whole = Worker(whole_machine, {mine, other}, pair, awake=False)  # it has work for both cores
     with drafting, whole:
-        measure(args, pair, loaded, prompts, drafting, whole)
+        measure(args, pair, m, prompts, drafting, whole)
 
 
-def measure(args, pair: Pair, loaded: Bundle, prompts, drafting: Worker, whole: Worker) -> None:
-    one_core, together = (pair.ways(loaded)[name] for name in WAYS)
-    ways = [
-        one_core,
-        together,
-        Elsewhere("autoregressive, both cores", whole, one_core),
-        Elsewhere("one program, both cores", whole, together),
-    ]
-    apart = functools.partial(TwoProcesses, pair, loaded, drafting)
+def measure(args, pair: Pair, m: LanguageModel, prompts, drafting: Worker, whole: Worker) -> None:
+    executors = pair.executors(m)
+    others = {f"{name}, one core": executor for name, executor in executors.items()}
+    others |= {f"{name}, both cores": Elsewhere(name, executor.spec, whole) for name, executor in executors.items()}
+    spec = pair.spec(m)
+    two_processes = functools.partial(TwoProcesses, spec, BaseSide(m, spec), drafting)
     with CONSOLE.status("outcomes"):
-        wide = apart("wide", even(args.depth, args.ranks))
+        wide = two_processes(even(args.depth, args.ranks))
         for prompt, lengths, _ in batches(prompts, 1):
             wide.decode(prompt, lengths)
     counted = wide.record().outcomes()
     outcomes = Outcomes.counted(counted)
     told = {fan_out.total: fan_out for fan_out in map(outcomes.best, args.fan_outs) if fan_out.total}
-    ahead = {0: apart("in turn", nothing(args.depth))}
-    ahead |= {total: apart(f"ahead, {total} outcomes", fan_out) for total, fan_out in told.items()}
+    ahead = {0: two_processes(nothing(args.depth))}
+    ahead |= {total: two_processes(fan_out) for total, fan_out in told.items()}
+    named = {f"ahead, {total} outcomes" if total else "in turn": each for total, each in ahead.items()}
     with CONSOLE.status("") as line:
         found = contest(
-            [*ways, *ahead.values()],
+            others | named,
             prompts,
             batch_size=1,
             repeats=args.repeats,
@@ -93,16 +96,16 @@ def measure(args, pair: Pair, loaded: Bundle, prompts, drafting: Worker, whole: 
         )
     rows = speed_rows(found, 1)
     transfer = ping_seconds(drafting, prompts[0][: args.depth + 1])
-    parts = {total: way.parts() | {"hand over": transfer, "tell": transfer} for total, way in ahead.items()}
+    parts = {total: each.parts() | {"hand over": transfer, "tell": transfer} for total, each in ahead.items()}
     columns = {"verify": 7, "prepare": 8, "hit": 6, "miss": 6}
     names = " ".join(name.rjust(width) for name, width in columns.items())
     print(f"\n{'outcomes':>8} {'hits':>6} {names}  round foretold")
-    for (total, way), row in zip(ahead.items(), rows[len(ways) :], strict=True):
-        own, record = parts[total], way.record()
-        speed = predict(times_of(parts, total), outcomes, way.fan_out)
-        row |= {"fan_out": list(way.fan_out.counts), "hit_rate": record.hit_rate if total else None}
+    for (total, each), row in zip(ahead.items(), rows[len(others) :], strict=True):
+        own, record = parts[total], each.record()
+        speed = predict(times_of(parts, total), outcomes, each.fan_out)
+        row |= {"fan_out": list(each.fan_out.counts), "hit_rate": record.hit_rate if total else None}
         row |= {"parts_ms": {name: 1e3 * value for name, value in own.items() if value == value}}
-        row |= {"round_ms": 1e3 * way.round_seconds(), "predicted_round_ms": 1e3 * speed.seconds}
+        row |= {"round_ms": 1e3 * each.round_seconds(), "predicted_round_ms": 1e3 * speed.seconds}
         row |= {"predicted_hit_rate": speed.hit_rate, "predicted_hidden": speed.hidden}
         figures = " ".join(f"{1e3 * own[name]:{width}.2f}" for name, width in columns.items())
         rounds = f"{row['round_ms']:6.2f} {row['predicted_round_ms']:8.2f}"
@@ -130,8 +133,6 @@ def two_cores() -> tuple[int, int]:
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
-WAYS = "autoregressive, one core", "one program, one core"
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -143,18 +144,16 @@ class Pair:
     depth: int
     new_tokens: int
 
-    def load(self) -> Bundle:
+    def load(self) -> LanguageModel:
         return hydrajax.load(self.base, self.draft, dtype=self.dtype)
 
-    def ways(self, loaded: Bundle) -> dict[str, Way]:
-        """The base alone, and the pair in one program."""
-        together = Way.of(loaded, WAYS[1], chain(self.depth), max_new_tokens=self.new_tokens)
-        return {WAYS[0]: together.autoregressive(WAYS[0]), WAYS[1]: together}
+    def spec(self, m: LanguageModel) -> DecodeSpec:
+        return m.spec(tree=chain(self.depth), max_new_tokens=self.new_tokens)
 
-    def apart(self, loaded: Bundle, fan_out: FanOut) -> ApartFn:
-        """The programs of both sides, of which each process compiles its own."""
-        settings = {"max_new_tokens": self.new_tokens, "eos_ids": loaded.eos_ids}
-        return make_apart_fn(loaded.model, loaded.drafter, chain(self.depth), Greedy(), fan_out=fan_out, **settings)
+    def executors(self, m: LanguageModel) -> dict[str, Executor]:
+        """The base alone, and the pair in one program."""
+        together = hydrajax.make_executor(m, self.spec(m))
+        return {AUTOREGRESSIVE: together.autoregressive(), ONE_PROGRAM: together}
 
 
 class Worker:
@@ -218,27 +217,26 @@ def messages(pipe):
 
 
 def whole_machine(pipe, pair: Pair) -> None:
-    """Decode in one of `Pair.ways`."""
-    ways = pair.ways(pair.load())
+    """Decode with one of `Pair.executors`."""
+    executors = pair.executors(pair.load())
     for name, prompt, lengths in messages(pipe):
-        pipe.send(jax.device_get(ways[name].decode(prompt, lengths)))
+        pipe.send(jax.device_get(executors[name].decode(prompt, lengths)))
 
 
 def draft_side(pipe, pair: Pair) -> None:
     """Draft for a base in another process. Every message is the beginning of a call, but for a number of pings."""
-    loaded = pair.load()
-    apart = functools.cache(lambda counts: pair.apart(loaded, FanOut(counts)))
-    params = loaded.params.draft
+    m = pair.load()
+    programs = functools.cache(lambda counts: DraftPrograms(m, FanOut(counts), pair.new_tokens))
+    params = m.params.draft
     for message in messages(pipe):
         if isinstance(message, int):
             for _ in range(message):
                 pipe.send(awaited(pipe))
             continue
         counts, prompt, lengths, slots, (root, keys, rule, done) = message
-        run = apart(counts).programs()
-        carry = run.first(
-            params, run.read(params, prompt, lengths, slots), root, jax.random.wrap_key_data(keys), rule, done
-        )
+        run = programs(counts)
+        state = run.read(params, run.init_state(len(prompt), slots), prompt, lengths)
+        carry = run.first(params, state, root, jax.random.wrap_key_data(keys), rule, done)
         took: dict[str, list[float]] = {"prepare": [], "answer": []}
         while True:
             pipe.send(jax.device_get(carry.drafted.tokens))
@@ -255,74 +253,77 @@ def draft_side(pipe, pair: Pair) -> None:
         pipe.send((np.asarray(carry.record), took))
 
 
-# --- ways -------------------------------------------------------------------------------------------------------------
+class DraftPrograms:
+    """The compiled functions of the draft's side."""
+
+    def __init__(self, m: LanguageModel, fan_out: FanOut, max_new_tokens: int):
+        side = DraftSide(m.drafter, fan_out, max_new_tokens)
+        self.init_state = jax.jit(m.drafter.init_state, static_argnums=(0, 1))
+        self.read = jax.jit(side.read, donate_argnums=1)
+        self.first = jax.jit(side.first, donate_argnums=1)
+        self.prepare = jax.jit(side.prepare)
+        self.answer = jax.jit(side.answer, donate_argnums=1)
+
+
+class BaseSide:
+    """The compiled functions of the base's side, whatever the draft prepares for."""
+
+    def __init__(self, m: LanguageModel, spec: DecodeSpec):
+        self.engine = engine = dataclasses.replace(Engine.of(m.model, spec), drafter=NoDrafter())
+        self.params = Params(m.params.base, {})
+        self.prefill = jax.jit(engine.prefill)
+        self.verify = jax.jit(functools.partial(verify_round, engine), donate_argnums=1)
+        self.result = jax.jit(result_of)
+
+
+# --- what a contest decodes with --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Elsewhere:
-    """A way that another process decodes in; see `hydrajax.autotune.contest.contest` for what is asked of one."""
+    """An executor of another process (`whole_machine`), with what `hydrajax.autotune.contest.contest` asks of one."""
 
     name: str
+    spec: DecodeSpec
     worker: Worker
-    way: Way
 
-    @property
-    def nodes(self) -> int:
-        return self.way.nodes
-
-    promises_same_output = True
-
-    def decode(self, prompt, lengths=None, key=None) -> DecodeResult:
-        self.worker.send((self.way.name, np.asarray(prompt), np.asarray(lengths)))
+    def decode(self, prompt, lengths, key=None) -> DecodeResult:
+        self.worker.send((self.name, np.asarray(prompt), np.asarray(lengths)))
         return self.worker.receive()
 
 
-@dataclass
 class TwoProcesses:
-    """The base's side here, the draft's in another process."""
+    """The base's side here, the draft's in another process; for a contest, too."""
 
-    pair: Pair
-    loaded: Bundle
-    drafting: Worker
-    name: str
-    fan_out: FanOut
-    _records: list[Record] = field(default_factory=list)
-    _took: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    promises_same_output = True
-
-    def __post_init__(self):
-        self._fn = self.pair.apart(self.loaded, self.fan_out)
-        self._result = jax.jit(result_of)
-
-    @property
-    def nodes(self) -> int:
-        return self.pair.depth + 1
+    def __init__(self, spec: DecodeSpec, base: BaseSide, drafting: Worker, fan_out: FanOut):
+        self.spec, self.fan_out, self._base, self._drafting = spec, fan_out, base, drafting
+        self._records: list[Record] = []
+        self._took: dict[str, list[float]] = defaultdict(list)
 
     def decode(self, prompt, lengths=None, key=None) -> DecodeResult:
-        engine, run, base = self._fn.engine, self._fn.programs(), Params(self.loaded.params.base, {})
-        given = settled_inputs(engine.model.config, Greedy(), engine.max_new_tokens, prompt, lengths, key, None, None)
-        state = run.start(base, *given)
+        base, engine = self._base, self._base.engine
+        given = settled_inputs(self.spec, engine.model.config, prompt, lengths, key)
+        state = base.prefill(base.params, *given)
         root, keys, rule, done = jax.device_get(
             (state.target.root, jax.random.key_data(state.output.keys), state.output.rule, state.output.done)
         )
         slots = engine.cache_slots(given.prompt.shape[1])
         prompt, lengths = jax.device_get((given.prompt, given.lengths))
-        self.drafting.send((self.fan_out.counts, prompt, lengths, slots, (root, keys, rule, done)))
+        self._drafting.send((self.fan_out.counts, prompt, lengths, slots, (root, keys, rule, done)))
         stopped, rounds, took = np.zeros(len(prompt), bool), [], []
-        tokens = self.drafting.receive()
+        tokens = self._drafting.receive()
         while not done.all():
             began = time.perf_counter()
-            state, verdict = run.verify(base, state, tokens, None, stopped)
+            state, verdict = base.verify(base.params, state, tokens, None, stopped)
             verdict = jax.device_get(verdict)
             took.append(time.perf_counter() - began)
-            self.drafting.send(verdict)
+            self._drafting.send(verdict)
             done = verdict.done
             if not done.all():
-                tokens = self.drafting.receive()
+                tokens = self._drafting.receive()
                 rounds.append(time.perf_counter() - began)
-        record, theirs = self.drafting.receive()
-        result = jax.block_until_ready(self._result(state.output))
+        record, theirs = self._drafting.receive()
+        result = jax.block_until_ready(base.result(state.output))
         record = Record(record[:, : engine.max_new_tokens], np.asarray(result.accept_lengths), self.fan_out)
         self._remember(record, {"verify": took, "round": rounds, **theirs})
         return result
@@ -341,7 +342,7 @@ class TwoProcesses:
         return joined(self._records)
 
     def parts(self) -> dict[str, float]:
-        """Median seconds of a round's parts, as `hydrajax.measure.apart.part_seconds`; NaN of nothing."""
+        """Median seconds of a round's parts, as `hydrajax.measure.split.part_seconds`; NaN of nothing."""
         return {name: median(self._took[name]) for name in ("verify", "prepare", "hit", "miss")}
 
     def round_seconds(self) -> float:

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.decoding.penalties import Seen
+from hydrajax.decoding.processors import NodeContext, TokenCounts, count_tokens, process
 from hydrajax.decoding.sampling import position_keys
+from hydrajax.decoding.spec import SamplingParams
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import init_base
 from hydrajax.models.config import LlamaConfig, RopeScaling
@@ -88,20 +89,21 @@ class Alone:
     def _continued(self):
         context = self.config.max_positions
 
-        def continued(params, texts, starts, keys, rule):
+        def continued(params, texts, starts, sampling):
             batch, places = len(texts), jnp.arange(context)
             positions = jnp.broadcast_to(places, texts.shape)
 
             def chosen(logits, texts, last):
-                seen = None
-                if rule.penalises:
+                counts = None
+                if count_tokens(sampling.processors):
                     is_token = texts[:, :, None] == jnp.arange(self.config.vocab_size)
                     emitted = (places >= starts[:, None]) & (places <= last)
-                    seen = Seen(
+                    counts = TokenCounts(
                         jnp.any(is_token & (places < starts[:, None])[:, :, None], axis=1),
                         jnp.sum(is_token & emitted[:, :, None], axis=1, dtype=jnp.int32),
                     )
-                return rule.first_root(logits, position_keys(keys, last + 1 - starts), seen)
+                logits = process(sampling.processors, logits, NodeContext(jnp.zeros(batch, jnp.int32), counts))
+                return sampling.rule.first_root(logits, position_keys(sampling.rng, last + 1 - starts))
 
             def grow(last, carry):
                 texts, clear = carry
@@ -120,15 +122,15 @@ class Alone:
 
         return jax.jit(continued, compiler_options={"xla_backend_optimization_level": 0})
 
-    def continued(self, params, prompts: list[list[int]], keys, rule) -> tuple[np.ndarray, np.ndarray]:
+    def continued(self, params, prompts: list[list[int]], sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
         """Each prompt and what follows, int32 ``[B, context]``, and up to where that is no draw, int32 ``[B]``.
 
-        keys: ``[B]``, a row's own. rule: of arrays ``[B]`` (`hydrajax.decoding.sampling.per_row`).
+        sampling: with a key for each row; the limits do not count.
         """
         context = self.config.max_positions
         texts = np.zeros((len(prompts), context), np.int32)
         for row, prompt in zip(texts, prompts, strict=True):
             row[: len(prompt)] = prompt
         starts = np.array([len(prompt) for prompt in prompts], np.int32)
-        texts, clear = jax.device_get(self._continued(params, texts, starts, keys, rule))
+        texts, clear = jax.device_get(self._continued(params, texts, starts, sampling))
         return texts, np.where(clear.all(axis=1), context, np.argmin(clear, axis=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +14,18 @@ from attacks.registry import Fell, Place, attack
 from attacks.told import told
 
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
-from hydrajax.api import make_decode_fn
-from hydrajax.decoding.decode import DecodeResult
+from hydrajax.decoding.decode import DecodeResult, make_decode_fn
+from hydrajax.decoding.processors import LogitBias, Penalties
 from hydrajax.decoding.prompts import SMALLEST_BUCKET, right_padded
 from hydrajax.decoding.rejection import RejectionSampling
-from helpers.how import per_row
+from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.registry import KINDS, BesideLookup, without_weights
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base import BoundBase
 
-CALLS = 12  # of what was compiled for a seed, each with other parameters, prompts, limits and numbers of the rule
+CALLS = 12  # of what was compiled for a seed, each with other parameters, prompts, limits and numbers
 DRAFTS = [*KINDS, *(f"lookup+{name}" for name, kind in KINDS.items() if not kind.about)]
 
 
@@ -38,22 +38,29 @@ def drafter_of(name: str, alone: Alone, random: random.Random) -> Drafter:
     return BesideLookup(name, random.randint(1, 6)).around(drafter) if name.startswith("lookup+") else drafter
 
 
-def rules_of(random: random.Random, draws: bool, batch: int) -> list:
-    """Rules for the rows of a batch, of one kind and with the same numbers given, that others of this kind replace."""
-    kind = random.choice(("greedy", "greedy", "penalised", "exact", "exact", "exact", "typical", "rejection"))
+def rules_of(random: random.Random, vocab_size: int, draws: bool, batch: int) -> list[dict]:
+    """Rule and processors of each row of a batch: of one kind, with the same numbers given."""
+    kind = random.choice(("greedy", "greedy", "greedy", "exact", "exact", "exact", "typical", "rejection"))
     cuts = random.choice(((), ("top_k",), ("top_p", "min_p")))
+    penalised, biased = random.random() < 0.2, random.random() < 0.1
 
     def one():
         numbers = {"top_k": random.randint(1, 9), "top_p": random.uniform(0.05, 0.999), "min_p": random.random() * 0.5}
         sampling = {"temperature": random.choice((0.02, 0.7, 1.0, 3.0)), **{name: numbers[name] for name in cuts}}
-        penalties = {"repetition_penalty": random.uniform(1.01, 2), "frequency_penalty": random.uniform(0.1, 2)}
-        if kind == "penalised":
-            return ExactSampling(**sampling, **penalties) if cuts else Greedy(**penalties)
+        rule, processors = Greedy(), []
         if kind == "exact":
-            return ExactSampling(**sampling)
+            rule = ExactSampling(**sampling)
         if kind == "rejection" and draws:
-            return RejectionSampling(**sampling)
-        return Typical(temperature=sampling["temperature"]) if kind == "typical" else Greedy()
+            rule = RejectionSampling(**sampling)
+        if kind == "typical":
+            rule = Typical(temperature=sampling["temperature"])
+        if penalised:
+            penalties = {"repetition_penalty": random.uniform(1.01, 2), "frequency_penalty": random.uniform(0.1, 2)}
+            processors.append(Penalties(**penalties))
+        if biased:
+            some = random.sample(range(vocab_size), random.randint(1, vocab_size))
+            processors.append(LogitBias({token: random.uniform(-3, 3) for token in some}))
+        return {"rule": rule, "processors": processors}
 
     return [one() for _ in range(batch)]
 
@@ -63,12 +70,8 @@ class Case(NamedTuple):
 
     alone: Alone
     name: str
-    drafter: Drafter
-    tree: Any
-    rule: Any
+    spec: DecodeSpec
     batch: int
-    max_new: int
-    eos_ids: tuple[int, ...]
 
     @classmethod
     def drawn(cls, random: random.Random, name: str | None = None) -> Case:
@@ -77,37 +80,63 @@ class Case(NamedTuple):
         drafter, config = drafter_of(name, alone, random), alone.config
         tree = random_tree(random, drafter.spec.depth, config.vocab_size, drafter.spec.supports_dynamic_tree)
         batch = random.choice((1, 3, 4, 6))
-        rule = rules_of(random, drafter.spec.supports_sampling, 1)[0]
-        if isinstance(rule, RejectionSampling) and not hasattr(tree, "expansions"):
-            try:
-                rule.check(tree)
-            except HydrajaxError:
-                rule = Greedy()
+        (row,) = rules_of(random, config.vocab_size, drafter.spec.supports_sampling, 1)
+        try:
+            row["rule"].check(tree)
+        except HydrajaxError:
+            row["rule"] = Greedy()
         many = random.sample(range(config.vocab_size), random.choice((0, 0, 1, config.vocab_size // 3)))
         most = random.choice((1, 2, 7, config.max_positions, config.max_positions + 9))
         drafter = told(drafter) if random.random() < 0.5 else drafter
-        return cls(alone, name, drafter, tree, rule, batch, most, tuple(many))
+        return cls(alone, name, DecodeSpec(drafter, tree, **row, max_new_tokens=most, eos_ids=many), batch)
+
+    def with_spec(self, **changes) -> Case:
+        return self._replace(spec=self.spec.replace(**changes))
 
     def said(self) -> str:
-        tree = getattr(self.tree, "name", None) or [list(path) for path in self.tree.choices]
-        return f"{self.name}{' told' if self.is_told else ''}, {self.rule}, tree {tree}, batch {self.batch}"
+        tree = getattr(self.spec.tree, "name", None) or [list(path) for path in self.spec.tree.choices]
+        name = f"{self.name} told" if self.is_told else self.name
+        return f"{name}, {self.spec.shown_rule()}, tree {tree}, batch {self.batch}"
 
     @property
     def is_told(self) -> bool:
-        return type(self.drafter).__name__ == "Told"
+        return type(self.spec.drafter).__name__ == "Told"
 
-    def rules(self, random: random.Random) -> Any:
-        """The rule with other numbers in every row, as arrays."""
+    @property
+    def has_reference(self) -> bool:
+        """Whether the rule gives what the base alone would: the others follow what was drafted."""
+        return isinstance(self.spec.rule, (Greedy, ExactSampling))
+
+    def rows(self, random: random.Random) -> list[DecodeSpec]:
+        """The spec with other numbers of rule and processors in every row."""
+        vocab_size, draws = self.alone.config.vocab_size, self.spec.drafter.spec.supports_sampling
+
+        def kind(spec: DecodeSpec):
+            return jax.tree.structure(spec.rule), [type(one) for one in spec.processors]
+
         while True:
-            found = rules_of(random, self.drafter.spec.supports_sampling, self.batch)
-            if jax.tree.structure(found[0]) == jax.tree.structure(self.rule):
-                return per_row(found, self.batch)
+            found = [self.spec.replace(**row) for row in rules_of(random, vocab_size, draws, self.batch)]
+            if kind(found[0]) == kind(self.spec):
+                return found
+
+    def sampling(self, specs: list[DecodeSpec], random: random.Random) -> SamplingParams:
+        """These numbers, each row with a key of its own."""
+        keys = jax.random.split(jax.random.key(random.randrange(2**31)), self.batch)
+        return sampling_params(specs, keys, self.alone.config.vocab_size)
+
+    def continued(self, params: Params, texts: list[list[int]], sampling: SamplingParams):
+        """`Alone.continued`; greedily where the rule has no reference, for a drafter that is told some of a text."""
+        if not self.has_reference:
+            sampling = sampling._replace(rule=Greedy(), processors=())
+        return self.alone.continued(params.base, texts, sampling)
 
     def params(self, random: random.Random) -> Params:
         """The base's and the drafter's own, without what one is told."""
         seed = random.randrange(2**31)
         base = noise(self.alone.shapes, seed)
-        own = jax.eval_shape(lambda base: self.drafter.init(jax.random.key(0), BoundBase(self.alone.model, base)), base)
+        own = jax.eval_shape(
+            lambda base: self.spec.drafter.init(jax.random.key(0), BoundBase(self.alone.model, base)), base
+        )
         draft = noise(own["inner"] if self.is_told else own, seed + 1)
         if jax.tree.structure(draft) == jax.tree.structure(base) and random.random() < 0.5:
             draft = base  # a draft model that is its base is right in everything
@@ -134,8 +163,8 @@ def check_row(
 ) -> None:
     """What a row emitted against what the base says alone; beyond ``clear`` that is a draw of rounding."""
     start = len(prompt)
-    wanted = text[start : min(start + min(limit, case.max_new), len(text))].tolist() if limit > 0 else []
-    ends = [place for place, token in enumerate(wanted) if token in case.eos_ids]
+    wanted = text[start : min(start + min(limit, case.spec.max_new_tokens), len(text))].tolist() if limit > 0 else []
+    ends = [place for place, token in enumerate(wanted) if token in case.spec.eos_ids]
     wanted = wanted[: ends[0] + 1] if ends else wanted
     if clear < start + len(wanted):
         found, wanted = found[: clear - start], wanted[: clear - start]
@@ -153,22 +182,17 @@ def check_bookkeeping(case: Case, out: DecodeResult, prompts: list[list[int]], l
     for row, prompt in enumerate(prompts):
         length, steps = int(out.lengths[row]), int(out.steps[row])
         tokens = out.tokens[row, :length].tolist()
-        room = max(min(int(limits[row]), case.max_new, context - len(prompt)), 0)
-        ended = bool(tokens) and tokens[-1] in case.eos_ids
+        room = max(min(int(limits[row]), case.spec.max_new_tokens, context - len(prompt)), 0)
+        ended = bool(tokens) and tokens[-1] in case.spec.eos_ids
         whole = length == room or (ended and length < room)
         kept = all(0 <= token < case.alone.config.vocab_size for token in tokens)
-        kept &= not any(token in case.eos_ids for token in tokens[:-1])
+        kept &= not any(token in case.spec.eos_ids for token in tokens[:-1])
         rest = (out.tokens[row, length:] == -1).all() and (out.accept_lengths[row, steps:] == -1).all()
         sums = (out.accept_lengths[row, :steps] + 1).sum() == length and (out.accept_lengths[row, :steps] >= 0).all()
         if not (whole and kept and rest and sums):
             raise Fell(
                 f"{case.said()}: row {row} of {length} tokens in {steps} steps with room for {room} contradicts itself"
             )
-
-
-def has_reference(rule: Any) -> bool:
-    """Whether the rule gives what the base alone would: the others follow what was drafted."""
-    return isinstance(rule, (Greedy, ExactSampling))
 
 
 @attack("drafted decoding", count=150)
@@ -188,26 +212,23 @@ def tried(
 
     placed: puts parameters and prompts onto devices. make: makes the decode function.
     """
-    config = case.alone.config
-    settings = {"max_new_tokens": case.max_new, "eos_ids": case.eos_ids, "logprobs": random.random() < 0.2}
-    decode_fn = make(case.alone.model, case.drafter, case.tree, case.rule, **settings)
-    if random.random() < 0.2 and make is make_decode_fn:
+    config, case = case.alone.config, case.with_spec(logprobs=random.choice((None, None, None, None, 0)))
+    decode_fn = make(case.alone.model, case.spec)
+    biased = any(isinstance(one, LogitBias) for one in case.spec.processors)  # whose token ids cannot be traced
+    if random.random() < 0.2 and make is make_decode_fn and not biased:
         decode_fn = jax.jit(decode_fn)
     widest = random.choice((SMALLEST_BUCKET, config.max_positions, config.max_positions))  # one bucket, one program
     for _ in range(calls):
-        params, prompts, rule = case.params(random), case.prompts(random, widest), case.rules(random)
-        keys = jax.random.split(jax.random.key(random.randrange(2**31)), case.batch)
-        texts, clear = case.alone.continued(params.base, prompts, keys, rule if has_reference(rule) else greedy(case))
-        limits = np.array([random.choice((0, 1, 2, 3, case.max_new, 999)) for _ in prompts], np.int32)
+        params, prompts, specs = case.params(random), case.prompts(random, widest), case.rows(random)
+        sampling = case.sampling(specs, random)
+        texts, clear = case.continued(params, prompts, sampling)
+        limits = np.array([random.choice((0, 1, 2, 3, case.spec.max_new_tokens, 999)) for _ in prompts], np.int32)
         padded, lengths = right_padded(prompts, widest)
         padded[np.arange(widest) >= lengths[:, None]] = random.randrange(config.vocab_size)
         given, prompt = placed(case.helped(params, texts, random), padded)
-        out = jax.device_get(decode_fn(given, prompt, lengths, keys, limits, rule))
+        rules, processors = [spec.rule for spec in specs], [spec.processors for spec in specs]
+        out = jax.device_get(decode_fn(given, prompt, lengths, sampling.rng, limits, rules, processors))
         check_bookkeeping(case, out, prompts, limits)
-        for row, ids in enumerate(out.ids() if has_reference(rule) else ()):
+        for row, ids in enumerate(out.ids() if case.has_reference else ()):
             check_row(case, ids, prompts[row], texts[row], int(clear[row]), int(limits[row]))
     return calls * case.batch
-
-
-def greedy(case: Case) -> Any:
-    return per_row(Greedy(), case.batch)

@@ -44,7 +44,7 @@ def resident() -> float:
 
 
 def call(random: random.Random) -> tuple[list, dict[str, Any]]:
-    """Prompts and settings of `hydrajax.generate`."""
+    """Prompts and settings of `hydrajax.LanguageModel.generate`."""
     prompts: list[Any] = []
     for _ in range(random.choice((1, 1, 2, 5))):
         ids = [random.randrange(1, 250) for _ in range(random.randrange(1, LONGEST))]
@@ -79,7 +79,7 @@ def lasting(place: Place) -> int:
     for number in range(CALLS):
         prompts, settings = call(place.random)
         before, new = compilations.count, kinds_of(loaded, prompts, settings) - known
-        results = list(hydrajax.generate(loaded, prompts, tree=tree, **settings))
+        results = loaded.generate(prompts, tree=tree, **settings)
         compiled = compilations.count - before
         small += compiled - PROGRAMS * len(new)
         if (compiled and not new) or small > SMALL:

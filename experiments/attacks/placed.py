@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -17,11 +18,12 @@ from attacks.registry import Fell, Place, attack
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.registry import KINDS
-from hydrajax.models.base import abstract_base
-from hydrajax.sharding import last_devices, make_mesh, placer
-from hydrajax.ssd.decode import make_apart_fn
+from hydrajax.models.base import BaseModel, abstract_base
+from hydrajax.sharding import Placement, last_devices, make_mesh
+from hydrajax.ssd.executor import SplitExecutor
 from hydrajax.trees import presets
 
 DEVICES, CASES, CALLS = 8, 2, 3
@@ -56,27 +58,31 @@ def cases(random: random.Random) -> int:
         case = Case.drawn(random)
         case = case._replace(batch=mesh.shape["data"] * random.choice((1, 2)))
         print(mesh.shape, case.said(), file=sys.stderr)
-        rows += tried(case, random, CALLS, partial(on_mesh, case.alone, mesh, mesh))
+        rows += tried(case, random, CALLS, partial(on_mesh, case.alone, Placement(mesh)))
     if random.random() < 0.5:
-        rows += apart(random)
+        rows += split(random)
     return rows
 
 
-def apart(random: random.Random) -> int:
+def split(random: random.Random) -> int:
     """The draft prepares ahead for what the base may say (`hydrajax.ssd`)."""
     case = Case.drawn(random, "model")
-    case = case._replace(drafter=KINDS["model"].build(case.alone.config, np.float32), rule=Greedy())
-    case = case._replace(tree=presets.chain(random.randint(1, 5)))
-    base, draft = make_mesh(1, random.choice((1, 2, 4))), last_devices(random.choice((1, 2, 4)))
-    print("apart", base.shape, draft.shape, case.said(), file=sys.stderr)
-    return tried(case, random, CALLS, partial(on_mesh, case.alone, base, draft), make_apart_fn)
+    drafter = KINDS["model"].build(case.alone.config, np.float32)
+    case = case.with_spec(drafter=drafter, tree=presets.chain(random.randint(1, 5)), rule=Greedy())
+    placement = Placement(make_mesh(1, random.choice((1, 2, 4))), last_devices(random.choice((1, 2, 4))))
+    print("split", placement.base.shape, placement.draft.shape, case.said(), file=sys.stderr)
+    return tried(case, random, CALLS, partial(on_mesh, case.alone, placement), partial(split_fn, placement))
 
 
-def on_mesh(alone: Alone, mesh, draft_mesh, params: Params, prompt: np.ndarray):
+def split_fn(placement: Placement, model: BaseModel, spec: DecodeSpec) -> Callable:
+    """A decode function of `SplitExecutor`, which is made of its parameters."""
+    return lambda params, *given: SplitExecutor(model, params, spec, placement=placement).decode(*given)
+
+
+def on_mesh(alone: Alone, placement: Placement, params: Params, prompt: np.ndarray):
     """The base split over ``model``, the prompts over ``data``, the draft whole on every device of its mesh."""
     boxed = jax.tree.leaves(abstract_base(alone.model), is_leaf=lambda box: hasattr(box, "names"))
     leaves, structure = jax.tree.flatten(params.base)
-    place = placer(mesh)
-    base = structure.unflatten([place(leaf, box.names) for leaf, box in zip(leaves, boxed, strict=True)])
-    draft = jax.tree.map(lambda leaf: placer(draft_mesh)(np.asarray(leaf), None), params.draft)
-    return Params(base, draft), jax.device_put(prompt, NamedSharding(mesh, PartitionSpec("data")))
+    base = structure.unflatten([placement.place_base(leaf, box.names) for leaf, box in zip(leaves, boxed, strict=True)])
+    draft = jax.tree.map(lambda leaf: placement.place_draft_model(np.asarray(leaf), None), params.draft)
+    return Params(base, draft), jax.device_put(prompt, NamedSharding(placement.base, PartitionSpec("data")))

@@ -17,7 +17,7 @@ from described_gpu import PLATFORM, described, placed_on
 
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.loop import run_steps
-from hydrajax.decoding.sampling import per_row
+from hydrajax.decoding.spec import SamplingParams
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
 from hydrajax.drafters.drafter import Drafter
@@ -102,15 +102,15 @@ def compile_case(case: Case) -> Compiled:
     alone = case.what == "prefill"
     prompt = jax.ShapeDtypeStruct((case.batch, case.context - (0 if alone else MAX_NEW)), jnp.int32)
     inputs = [params, prompt, jax.ShapeDtypeStruct((case.batch,), jnp.int32)]
-    rest = [jax.random.key(0), per_row(Greedy(), case.batch)]
+    sampling = SamplingParams(jax.random.key(0), Greedy())
 
     place = placed_on(case.device)
     with backend.traced_for(PLATFORM), described(case.device):
         began = time.perf_counter()
         if alone:
-            lowered = _jitted(case, lambda *given: engine.prefill(*given, *rest)).lower(*place(inputs))
+            lowered = _jitted(case, lambda *given: engine.prefill(*given, sampling)).lower(*place(inputs))
         else:
-            state = jax.eval_shape(engine.prefill, *inputs, *rest)
+            state = jax.eval_shape(engine.prefill, *inputs, sampling)
             call, carry = _turn(case.what, engine, params, state)
             lowered = _jitted(case, call, donate_argnums=1).lower(*place((params, carry)))
         program = lowered.compile(compiler_options=backend.compiler_options())

@@ -30,14 +30,13 @@ import jax.numpy as jnp
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
 from hydrajax.compilation import use_compilation_cache
-from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.decode import check_fit
+from hydrajax.decoding.executor import Executor, FusedExecutor
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.drafters.registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, room_for, step_timer
 from hydrajax.measure.memory import copy_bandwidth, peak_memory
 from hydrajax.measure.random_models import LM_HEADS, drafter_for, random_base, random_draft
-from hydrajax.measure.way import Way
 from hydrajax.models import backend
 from hydrajax.models.config import PRESETS
 from hydrajax.models.llama import Llama
@@ -81,7 +80,7 @@ def main() -> int:
                 raise not_allowed("drafts", kind, TRAINED)
             drafter = drafter_for(Llama(config, jnp.dtype(args.dtype)), kind, args.lm_head)
             for tree in (full, *([grown] if grown else [])):
-                check_fit(drafter, tree, Greedy(), config.vocab_size)
+                DecodeSpec(drafter, tree).check(config)
     except HydrajaxError as error:
         parser.error(error.as_flag(["--drafts", "--lm-head"]))
 
@@ -90,8 +89,10 @@ def main() -> int:
     bandwidth = copy_bandwidth(args.copy_megabytes)
     model, base = random_base(config, args.dtype, int8=args.int8)
     room = room_for(tree.depth for tree in [full, *([grown] if grown else [])])
-    drafts = {kind: random_draft(model, base, kind, lm_head=args.lm_head) for kind in args.drafts}
-    ways = {kind: Way(kind, model, *draft, full) for kind, draft in drafts.items()}
+    executors = {}
+    for kind in args.drafts:
+        drafter, params = random_draft(model, base, kind, lm_head=args.lm_head)
+        executors[kind] = FusedExecutor(model, params, DecodeSpec(drafter, full))
     header = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -111,30 +112,30 @@ def main() -> int:
     def measurements(batch: int, context: int):
         """Name, nodes and what compiles it, in order of interest."""
 
-        def timer(way: Way):
-            return step_timer(way, batch, context, room)
+        def timer(executor: Executor):
+            return step_timer(executor, batch, context, room)
 
-        first = ways[args.drafts[0]]
+        first = executors[args.drafts[0]]
         sweep = {tree.size: tree for tree in first_nodes(full, args.nodes).values()}
         largest = sweep[max(args.nodes)]
         yield "autoregressive", 1, timer(first.autoregressive()).step
         for nodes in sorted(sweep, key=lambda size: size != largest.size):
-            yield "verify", nodes, timer(first.with_tree(sweep[nodes], "verify")).verify
-            for kind, way in ways.items():
+            yield "verify", nodes, timer(first.with_spec(tree=sweep[nodes])).verify
+            for kind, executor in executors.items():
                 if nodes > 1:
-                    yield f"step {kind}", nodes, timer(way.with_tree(sweep[nodes], kind)).step
+                    yield f"step {kind}", nodes, timer(executor.with_spec(tree=sweep[nodes])).step
         if grown:
-            for kind, way in ways.items():
-                timed = timer(way.with_tree(grown, kind))
+            for kind, executor in executors.items():
+                timed = timer(executor.with_spec(tree=grown))
                 yield f"step {kind} {args.dynamic}", grown.size, timed.step
                 yield f"propose {kind} {args.dynamic}", grown.size, timed.propose
         if args.steps_only:
             return
-        for kind, way in ways.items():
-            timed = timer(way.with_tree(largest, kind))
+        for kind, executor in executors.items():
+            timed = timer(executor.with_spec(tree=largest))
             yield f"propose {kind}", largest.size, timed.propose
             yield f"observe {kind}", largest.size, timed.observe
-        yield "accept+commit", largest.size, timer(first.with_tree(largest, "whole")).accept_commit
+        yield "accept+commit", largest.size, timer(first.with_spec(tree=largest)).accept_commit
 
     for context, batch in itertools.product(args.contexts, args.batches):
         baseline = None

@@ -18,9 +18,10 @@ import jax
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
 from hydrajax.compilation import use_compilation_cache
+from hydrajax.decoding.executor import FusedExecutor
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.measure.benchmark import TIMED_STEPS, first_nodes, step_timer
 from hydrajax.measure.random_models import random_base, random_draft
-from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS
 from hydrajax.trees import presets
 
@@ -40,9 +41,10 @@ def main() -> int:
     model, base = random_base(PRESETS[args.shape], args.dtype)
     kind = "medusa" if args.draft == "none" else args.draft
     tree = next(iter(first_nodes(presets.sparse(), [args.nodes]).values()))
-    way = Way(args.draft, model, *random_draft(model, base, kind), tree)
-    way = way.autoregressive() if args.draft == "none" else way
-    timed = step_timer(way, args.batch, args.context).step()
+    drafter, params = random_draft(model, base, kind)
+    executor = FusedExecutor(model, params, DecodeSpec(drafter, tree))
+    executor = executor.autoregressive() if args.draft == "none" else executor
+    timed = step_timer(executor, args.batch, args.context).step()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, create_perfetto_trace=False):
             milliseconds = timed.once()

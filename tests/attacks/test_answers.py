@@ -8,7 +8,7 @@ import pytest
 
 from helpers.scripts import EXPERIMENTS
 from hydrajax.decoding import acceptance
-from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.trees import presets
 
 pytestmark = pytest.mark.slow
@@ -37,8 +37,8 @@ def greedy_case():
     from attacks.told import told
 
     case = Case.drawn(random.Random(2), "hydra")
-    drafter = case.drafter if case.is_told else told(case.drafter)
-    return case._replace(drafter=drafter, tree=presets.chain(3), rule=Greedy(), batch=3, max_new=20, eos_ids=())
+    drafter = case.spec.drafter if case.is_told else told(case.spec.drafter)
+    return case._replace(spec=DecodeSpec(drafter, presets.chain(3), max_new_tokens=20), batch=3)
 
 
 def test_every_kind_of_draft_is_attacked():
