@@ -6,7 +6,7 @@ A function is traced on abstract arrays, so that nothing is computed and a 7B mo
   That is the count of medusa appendix G, table 5 (its O() drops the 2, and the bytes of a number).
 - **rankings**: an argmax or top-k reads the output of the product before it.
 - **what stands between products** (norms, softmax, SiLU, rotations). XLA fuses it, so it is pure traffic: it reads what
-  the product before has written and writes what the product after reads. Rows looked up in a table are read and written.
+  the product before it has written and writes what the product after it reads. A lookup in a table is a copy.
 
 Not counted: what a compiler drops because nothing reads it, and bookkeeping without products, such as a cache's writes.
 """
@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal as Constant
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Literal as Constant
 
 from hydrajax.models.backend import Platform, traced_for
 
@@ -58,6 +59,11 @@ class Operator:
 def elementwise(name: str, moved: float) -> Operator:
     """Return an operator that moves ``moved`` bytes and whose arithmetic hides behind that."""
     return Operator(name, 0.0, moved, 1, "elementwise")
+
+
+def ranking(name: str, rows: int, vocab_size: int) -> Operator:
+    """Return an argmax or top-k, which reads the float32 logits once."""
+    return elementwise(name, 4 * rows * vocab_size)
 
 
 def trace(function: Callable, params: Any, *arguments: Any) -> tuple[list[Operator], Any]:
@@ -134,7 +140,7 @@ class _Value(NamedTuple):
 
 @dataclass
 class _Product:
-    """A product, before it is known who reads it. made: bytes of its inputs that were computed, `read` of its output."""
+    """A product, before it is known what reads it. made: bytes of its inputs that were computed; output: bytes of it."""
 
     operator: Operator
     made: int
