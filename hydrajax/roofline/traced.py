@@ -13,10 +13,11 @@ Not counted: what a compiler drops because nothing reads it, and bookkeeping wit
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -121,26 +122,27 @@ def _name(path) -> str:
 class _Value(NamedTuple):
     """What is known of a variable.
 
-    weight: the name of the parameter that it shows, of numbers of ``itemsize`` bytes. is_input: it shows an input of
-    the program. is_real: it was computed from floating-point inputs with no integers in between, as masks are.
-    products: those that it was computed from without another one in between. is_product: it shows the output of one.
+    weight: the name of the parameter that it shows. itemsize: bytes of a number of the input that it shows, 0 for what
+    was computed. number: of the computation that made it. is_real: it was computed from floating-point inputs with no
+    integers in between, unlike masks. products: those that it was computed from without another one in between.
+    is_product: it shows the output of one.
     """
 
     weight: str | None = None
     itemsize: int = 0
-    is_input: bool = False
+    number: int = 0
     is_real: bool = False
     products: frozenset[int] = frozenset()
     is_product: bool = False
 
     @classmethod
     def of_input(cls, variable, weight: str | None) -> _Value:
-        return cls(weight, variable.aval.dtype.itemsize, True, bool(weight) or _is_real(variable))
+        return cls(weight, variable.aval.dtype.itemsize, is_real=bool(weight) or _is_real(variable))
 
 
 @dataclass
 class _Product:
-    """A product, before it is known what reads it. made: bytes of its inputs that were computed; output: bytes of it."""
+    """A product, before it is known what reads it. made: bytes of inputs that were computed; output: bytes of it."""
 
     operator: Operator
     made: int
@@ -155,7 +157,8 @@ class _Count:
 
     products: list[_Product] = field(default_factory=list)
     lookups: list[Operator] = field(default_factory=list)
-    made: set[int] = field(default_factory=set)  # variables that were counted as made
+    made: set[int] = field(default_factory=set)  # numbers of the values that were counted as made
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def walk(self, jaxpr: Jaxpr, inputs: list[_Value], times: int) -> list[_Value]:
         """Count a jaxpr that runs ``times`` times; returns what is known of its outputs."""
@@ -189,15 +192,18 @@ class _Count:
             return self.walk(jaxpr, read, times)
         if name == "gather" and read[0].weight:
             self.lookups.append(replace(elementwise(read[0].weight, 2 * _bytes(eqn.outvars[0])), count=times))
-            return [_Value(is_real=True)]
+            return [_Value(number=next(self.numbers), is_real=True)]
         products = frozenset().union(*(value.products for value in read))
         if name in _RANKINGS:
             for product in read[0].products:
                 self.products[product].is_ranked = True
         if name in _VIEWS and (read[0].weight or _is_real(eqn.outvars[0])):
             return [read[0]._replace(products=products)]
-        found = _Value(is_real=any(value.is_real for value in read), products=products)
-        return [found if _is_real(variable) else _Value() for variable in eqn.outvars]
+        is_real = any(value.is_real for value in read)
+        return [
+            _Value(number=next(self.numbers), is_real=is_real, products=products) if _is_real(variable) else _Value()
+            for variable in eqn.outvars
+        ]
 
     def _dearest(self, branches, read: list[_Value], times: int) -> list[_Value]:
         """Of a choice the branch with the most operations."""
@@ -222,9 +228,9 @@ class _Count:
             for atom, value in zip(eqn.invars, read, strict=True)
         ]
         made = 0
-        for atom, value, size in zip(eqn.invars, read, sizes, strict=True):
-            if not value.is_input and id(atom) not in self.made:
-                self.made.add(id(atom))
+        for value, size in zip(read, sizes, strict=True):
+            if not value.itemsize and value.number not in self.made:
+                self.made.add(value.number)
                 made += size
         weight = next((value.weight for value in read if value.weight), None)
         if weight:
@@ -240,7 +246,8 @@ class _Count:
             last.operator = replace(last.operator, flops=last.operator.flops + operator.flops)
         else:
             self.products.append(_Product(operator, made, _bytes(eqn.outvars[0]), times))
-        return _Value(is_real=True, products=frozenset({len(self.products) - 1}), is_product=True)
+        made_by = frozenset({len(self.products) - 1})
+        return _Value(number=next(self.numbers), is_real=True, products=made_by, is_product=True)
 
     def operators(self, outputs: set[int]) -> list[Operator]:
         """Everything counted, where these products are outputs of the whole function and read by someone else."""
