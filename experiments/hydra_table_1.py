@@ -10,6 +10,7 @@ import common
 
 from hydrajax.measure.benchmark import step_timer
 from hydrajax.measure.timing import in_rounds
+from hydrajax.roofline import passes
 
 FULL = {"count": 1, "prompt_tokens": 64, "context": 256, "batch_size": 1, "rounds": 100}
 QUICK = {"rounds": 20}
@@ -40,7 +41,8 @@ def measure(setup: common.Setup, heads: str, args) -> dict:
         max(0.0, statistics.median(row[f"propose {depth + 1}"] - row[f"propose {depth}"] for row in times))
         for depth in range(tree.depth)
     ]
-    attends = bool(executors[0].spec.drafter.observe_costs(1, 1, 1))  # what has seen the text with layers of its own
+    # Whether it reads the text with layers of its own.
+    attends = bool(passes.observe(executors[0].spec.drafter, executors[0].model, tree, 1, args.context))
     return {
         "drafter": heads, "prefix_attention": median["observe"] if attends else None, "heads": costs,
         "verify": median["verify"], "autoregressive_step": median["step"],

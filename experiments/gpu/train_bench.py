@@ -27,9 +27,10 @@ from hydrajax.measure.memory import peak_memory
 from hydrajax.measure.random_models import random_base
 from hydrajax.models.config import PRESETS
 from hydrajax.models.rows import run_base
+from hydrajax.roofline.devices import device_of
 from hydrajax.sharding import make_mesh
 from hydrajax.train.config import DataConfig, DraftConfig, OptimizerConfig, TrainConfig
-from hydrajax.train.flops import forward_flops, peak_flops
+from hydrajax.train.flops import forward_flops
 from hydrajax.train.losses import Objective
 from hydrajax.train.optimizer import make_optimizer
 from hydrajax.train.step import init_state, make_train_step, state_shardings
@@ -56,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
 
     began = time.perf_counter()
     device = jax.devices()[0]
+    known = device_of(device.device_kind)
+    peak = known and known.flops
     task = random_task(args)
     header = {
         "device": device.device_kind,
@@ -66,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         "base_parameters": count(task.frozen),
         "draft_parameters": count(task.abstract_params),
         "flops_per_token": task.flops_per_token,
-        "peak_flops": peak_flops(device),
+        "peak_flops": peak,
     }
     print(json.dumps(header))
     lines = [header]
@@ -76,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
             print("time limit reached; the remaining batch sizes were not measured")
             break
         try:
-            line = measure(task, batch, args, peak_flops(device))
+            line = measure(task, batch, args, peak)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -134,8 +137,7 @@ def measure(task: HeadsTask, batch_size: int, args: argparse.Namespace, peak: fl
     rate = batch_size * args.length / step_time
     flops = rate * task.flops_per_token
     # The base's forward alone; its lm head belongs to the loss.
-    weights = {name: leaf for name, leaf in task.frozen.items() if name != "lm_head"}
-    base_flops = forward_flops(task.model.config, weights, args.length) * batch_size * args.length / base_time
+    base_flops = forward_flops(task.model, args.length, logits=False).total * batch_size * args.length / base_time
     return {
         "batch": batch_size,
         "step_milliseconds": step_time * 1e3,

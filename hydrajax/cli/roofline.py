@@ -1,4 +1,4 @@
-"""``hydrajax roofline``: what a decode step should cost on a device, from closed forms (medusa appendix G)."""
+"""``hydrajax roofline``: predict a decode step's time on a device from its traced program (medusa appendix G)."""
 
 from __future__ import annotations
 

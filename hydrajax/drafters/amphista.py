@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul
 from hydrajax.drafters.drafter import following_tokens, last_observed
-from hydrajax.drafters.heads import AtOnce, Head, block_costs
+from hydrajax.drafters.heads import AtOnce, Head
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
@@ -33,7 +32,6 @@ from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.rows import row_layout
 from hydrajax.models.weights import declare, project
-from hydrajax.trees.dynamic import guesses_of
 
 
 class AmphistaState(NamedTuple):
@@ -250,34 +248,3 @@ class AmphistaHeads(AtOnce):
         rows = self._auto_embedding.apply({"params": params["auto_embedding"]}, rows)
         rows = rows.reshape(batch, n_places, self.n_heads, width)
         return tuple(rows[:, :, k] for k in range(self.n_heads))
-
-    # --- costs --------------------------------------------------------------------------------------------------------
-
-    def propose_costs(self, tree, batch, slots):
-        """All MLPs and the auto-embedding block, whatever the tree, on a row each."""
-        n_run = self.n_heads if self.auto_embedding_layers else len(guesses_of(tree))
-        return [*self._head_costs(batch, n_run), *self.guess_costs(tree, batch)]
-
-    def observe_costs(self, batch, tokens, slots):
-        costs: list[Cost] = []
-        for s in range(self.adaptation_layers):
-            if self.reads_token:
-                costs.append(Matmul(f"adaptation {s} fc", batch * tokens, 2 * self.width, self.width))
-            costs.append(DecoderLayers(f"adaptation {s}", self.layer_config, batch, tokens, slots))
-        return costs
-
-    def teacher_costs(self, length):
-        costs = [*self.observe_costs(1, length, 0), *self._head_costs(length, self.n_heads)]
-        for k in range(self.n_heads):
-            costs += self.lm_head.costs(f"head {k}", length, self.width, self.vocab_size)
-        return costs
-
-    def _head_costs(self, places: int, n_run: int) -> list[Cost]:
-        """Of ``n_run`` MLPs and the auto-embedding block, at so many places."""
-        costs: list[Cost] = []
-        for k in range(n_run):
-            costs += block_costs(f"head {k}", self.head(k), places, places)
-        if self.auto_embedding_layers:
-            layers = self.layer_config.replace(n_layers=self.auto_embedding_layers)
-            costs.append(DecoderLayers("auto-embedding", layers, places, self.n_heads, causal=False))
-        return costs

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul, Ranking
 from hydrajax.drafters.drafter import DrafterSpec, Draw, Outcome
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import Beam
@@ -31,7 +30,6 @@ from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.models.ranking import log_probabilities
 from hydrajax.models.rows import run_base
-from hydrajax.trees.dynamic import guesses_of
 from hydrajax.trees.topology import take
 from hydrajax.trees.tree import TreeTopology
 
@@ -304,32 +302,6 @@ class DraftModel:
         """Float32 logits over the base's tokens of what follows each token of a text; -inf for those it cannot say."""
         hidden = run_base(self.model, params, tokens).hidden
         return self.lm_head.over_all_tokens(self.logits(params, hidden), self.vocab_size)
-
-    # --- costs --------------------------------------------------------------------------------------------------------
-
-    def propose_costs(self, tree, batch, slots):
-        """A pass for every level, the first with the token that waits; each reads the cache and what was run before."""
-        levels = guesses_of(tree) or [(1, 0)]  # with the root alone it reads along
-        costs: list[Cost] = []
-        for k, (n_nodes, width) in enumerate(levels):
-            n_tokens = n_nodes if k else FIRST
-            costs.append(DecoderLayers(f"level {k}", self.config, batch, n_tokens, slots))
-            slots += n_tokens
-            if width:
-                costs += self._head_costs(f"level {k}", batch * n_nodes, width)
-        return costs
-
-    def begin_costs(self, batch, tokens, slots):
-        return [DecoderLayers("draft", self.config, batch, tokens, slots)]
-
-    def observe_costs(self, batch, tokens, slots):
-        """What was accepted has been run already."""
-        return ()
-
-    def _head_costs(self, name: str, rows: int, width: int) -> list[Cost]:
-        c = self.config
-        head = Matmul(f"{name} lm kernel", rows, c.width, c.vocab_size, float32_out=True)
-        return [head, Ranking(f"{name} top-{width}", rows, c.vocab_size)]
 
 
 def _places(tree: TreeTopology) -> Int[np.ndarray, " N"]:

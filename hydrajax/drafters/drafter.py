@@ -7,7 +7,6 @@ and state are passed in and returned. What it needs to decode (`Drafter`) and wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -16,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.drafters.costs import Cost
 from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.models.arrays import Array
 from hydrajax.models.base import BaseModel, BoundBase, abstract_base
@@ -199,17 +197,6 @@ class Drafter(Protocol):
         a token that the draft cannot say ranks behind the whole vocabulary.
         """
 
-    def propose_costs(self, tree: CandidateTree, batch: int, slots: int) -> Sequence[Cost]:
-        """What filling a tree computes, for so many rows and texts that fit so many cache slots
-        (`hydrajax.drafters.costs`). Only a drafter that attends to a cache of its own while it drafts needs ``slots``.
-        """
-
-    def observe_costs(self, batch: int, tokens: int, slots: int) -> Sequence[Cost]:
-        """What taking in so many new tokens per row computes, for texts that fit so many cache slots."""
-
-    def begin_costs(self, batch: int, tokens: int, slots: int) -> Sequence[Cost]:
-        """The same of a prompt."""
-
 
 @runtime_checkable
 class Trainable(Drafter, Protocol):
@@ -281,9 +268,6 @@ class SeesAcceptedOnly:
 
     def rewind(self, state, lengths):
         return cut_caches(state, lengths)  # whatever else there is belongs to the last token, and is replaced with it
-
-    def begin_costs(self, batch, tokens, slots):
-        return self.observe_costs(batch, tokens, slots)
 
 
 def abstract_draft(drafter: Trainable, model: BaseModel):

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul, Ranking
 from hydrajax.drafters.drafter import DrafterSpec, following_tokens, last_observed
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import Beam
@@ -33,7 +32,6 @@ from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.rows import row_layout
 from hydrajax.models.weights import declare, project
 from hydrajax.trees import presets
-from hydrajax.trees.dynamic import guesses_of
 from hydrajax.trees.topology import take
 
 DEPTH = 10  # how far it drafts; each further token is another pass, so a tree is where the limit really is
@@ -102,7 +100,7 @@ class FeatureDrafter(Trained):
     """How EAGLE drafts, whichever network it has.
 
     A subclass is a frozen dataclass with ``config`` (of its layer, with the base's width and vocabulary), ``dtype``,
-    ``depth``, ``unroll``, ``reads``, ``vocabulary``, ``lm_head``, ``network`` and ``input_costs``. unroll: how many
+    ``depth``, ``unroll``, ``reads``, ``vocabulary``, ``lm_head`` and ``network``. unroll: how many
     guesses one after the other it is trained for. Methods: `hydrajax.drafters.drafter.Trainable`.
     """
 
@@ -228,40 +226,6 @@ class FeatureDrafter(Trained):
             raise HydrajaxError(f"the heads are {type(found).__name__}, the settings ask for {type(self).__name__}")
         return dataclasses.replace(found, unroll=self.unroll, dtype=self.dtype)
 
-    # --- costs --------------------------------------------------------------------------------------------------------
-
-    def propose_costs(self, tree, batch, slots):
-        """Every level below the root's children is a pass of the layer, which reads its whole cache and all nodes that
-        were run for the levels above: masked or not, their scores are computed.
-        """
-        costs: list[Cost] = []
-        vocab_size = self.config.vocab_size
-        for k, (n_nodes, width) in enumerate(guesses_of(tree)):
-            if k:
-                costs += self._layer_costs(f"level {k}", batch, n_nodes, slots)
-                slots += n_nodes
-            costs += self.lm_head.costs(f"level {k}", batch * n_nodes, self.config.width, vocab_size)
-            costs.append(Ranking(f"level {k} top-{width}", batch * n_nodes, self.lm_head.size(vocab_size)))
-        return costs
-
-    def observe_costs(self, batch, tokens, slots):
-        return self._layer_costs("draft", batch, tokens, slots)
-
-    def teacher_costs(self, length):
-        """Without the attention of later guesses to earlier ones at the same place, a few products per place."""
-        costs = [*self.observe_costs(1, length, 0)]
-        for k in range(self.unroll):
-            costs += self._layer_costs(f"guess {k}", 1, length, 0) if k else []
-            costs += self.lm_head.costs(f"guess {k}", length, self.config.width, self.config.vocab_size)
-        return costs
-
-    def _layer_costs(self, name: str, batch: int, tokens: int, slots: int) -> list[Cost]:
-        return [self.input_costs(name, batch * tokens), DecoderLayers(name, self.config, batch, tokens, slots)]
-
-    def input_costs(self, name: str, rows: int) -> Matmul:
-        """What the network computes besides a plain decoder layer."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Eagle(FeatureDrafter):
@@ -291,6 +255,3 @@ class Eagle(FeatureDrafter):
     @property
     def network(self) -> EagleNetwork:
         return EagleNetwork(self.config, self.dtype, self.fc_bias)
-
-    def input_costs(self, name, rows):
-        return Matmul(f"{name} fc", rows, 2 * self.config.width, self.config.width)

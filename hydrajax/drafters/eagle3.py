@@ -8,7 +8,6 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from hydrajax.drafters.costs import Matmul
 from hydrajax.drafters.eagle import DEPTH, FeatureDrafter
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.models.arrays import Array, DType
@@ -112,13 +111,3 @@ class Eagle3(FeatureDrafter):
         for name, value in self.lm_head.like_base(base.head_kernel(), self.dtype).items():
             params[name] = params[name].replace_boxed(value)
         return params
-
-    def observe_costs(self, batch, tokens, slots):
-        width = self.config.width
-        fc = Matmul("draft fc", batch * tokens, len(self.reads) * width, width)
-        return [fc, *super().observe_costs(batch, tokens, slots)]
-
-    def input_costs(self, name, rows):
-        """The part of queries, keys and values that is made of the embedding: a plain layer has but the other."""
-        c = self.config
-        return Matmul(f"{name} qkv of embeddings", rows, c.width, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from hydrajax.drafters.costs import Cost, Matmul, Ranking
 from hydrajax.drafters.drafter import DrafterSpec, Draw, Proposal, SeesAcceptedOnly, last_observed
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
@@ -149,23 +148,6 @@ class Head(nn.Module):
         return self.logits(self.hidden(x, path), base_logits)
 
 
-def head_costs(name: str, head: Head, rows: int, shared_rows: int) -> list[Matmul]:
-    """The matrix products of a head for so many rows; what all paths of a tree share is computed for fewer."""
-    return block_costs(name, head, rows, shared_rows) + head.lm_head.costs(name, rows, head.width, head.vocab_size)
-
-
-def block_costs(name: str, head: Head, rows: int, shared_rows: int) -> list[Matmul]:
-    """`head_costs` without the lm head's."""
-    width, costs = head.width, []
-    if head.path_length is not None:
-        costs.append(Matmul(f"{name} shared kernel", shared_rows, 2 * width, 2 * width))
-        if head.path_length:
-            costs.append(Matmul(f"{name} path kernel", rows, head.path_length * width, 2 * width))
-    distinct = min(head.n_plain, 1) if head.share_blocks else head.n_plain
-    repeats = head.n_plain if head.share_blocks else 1
-    return costs + [Matmul(f"{name} blocks {i}", rows, width, width, repeats) for i in range(distinct)]
-
-
 class Trained(SeesAcceptedOnly):
     """What follows for a drafter from what it guesses of a given text (`Trainable`): fresh parameters, and ranks."""
 
@@ -184,7 +166,7 @@ class HeadStack(Trained):
 
     A subclass is a frozen dataclass with ``n_heads``, ``width``, ``vocab_size``, ``dtype``, ``dropout``,
     ``hidden_state_offset``, ``lm_head`` and ``prefix``; ``head(k)`` describes head k, ``teacher_inputs`` what it reads
-    in training, ``propose`` and ``propose_costs`` how it drafts. For the methods see
+    in training, ``propose`` how it drafts. For the methods see
     `hydrajax.drafters.drafter.Trainable`.
 
     State: the last hidden state ``[B, D]``; with a prefix layer its `hydrajax.drafters.prefix.PrefixState`. The
@@ -249,15 +231,6 @@ class HeadStack(Trained):
     def hidden_in(self, state) -> Float[Array, "B D"]:
         """Return what the heads read of a state."""
         return state if self.prefix is None else state.hidden
-
-    # --- costs --------------------------------------------------------------------------------------------------------
-
-    def observe_costs(self, batch, tokens, slots):
-        return () if self.prefix is None else self.prefix.costs(batch, tokens, slots)
-
-    def teacher_costs(self, length):
-        heads = [cost for k in range(self.n_heads) for cost in head_costs(f"head {k}", self.head(k), length, length)]
-        return heads if self.prefix is None else [*self.prefix.costs(1, length), *heads]
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -338,15 +311,3 @@ class AtOnce(HeadStack):
             return nothing, self.apply_head(params, k, hidden[k], base_logits[k], method="logits")
 
         return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)[0]
-
-    def guess_costs(self, tree: CandidateTree, batch: int) -> list[Cost]:
-        """What `filled` computes."""
-        levels, width, vocab_size = guesses_of(tree), self.width, self.vocab_size
-        costs: list[Cost] = []
-        if self.lm_head.shared and levels:
-            costs += self.lm_head.costs("all heads", batch * len(levels), width, vocab_size)
-        for k, (_, ranked) in enumerate(levels):
-            if not self.lm_head.shared:
-                costs += self.lm_head.costs(f"head {k}", batch, width, vocab_size)
-            costs.append(Ranking(f"head {k} top-{ranked}", batch, self.lm_head.size(vocab_size)))
-        return costs

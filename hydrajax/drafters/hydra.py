@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from hydrajax.drafters.costs import Cost, Ranking
 from hydrajax.drafters.filling import fill
-from hydrajax.drafters.heads import Head, HeadStack, head_costs
+from hydrajax.drafters.heads import Head, HeadStack
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.models.arrays import DType
-from hydrajax.trees.dynamic import guesses_of
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,6 @@ class HydraHeads(HeadStack):
             return nothing, self.head_logits(params, beam.depth, hidden, base)
 
         return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)[0]
-
-    def propose_costs(self, tree, batch, slots):
-        """Head k runs once per level, for every parent of the level."""
-        costs: list[Cost] = []
-        for k, (n_parents, width) in enumerate(guesses_of(tree)):
-            rows = batch * n_parents
-            costs += head_costs(f"head {k}", self.head(k), rows, batch)
-            costs.append(Ranking(f"head {k} top-{width}", rows, self.lm_head.size(self.vocab_size)))
-        return costs
 
     def _inputs_after(self, hidden, paths, base):
         """[h, E(root)], and the embeddings of the tokens from there to the end of each path ``[B, n, k + 1]``, which

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from hydrajax.drafters.costs import Matmul
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.ranking import log_probabilities, sampled_tokens, top_tokens
@@ -94,14 +93,6 @@ class LmHead:
         if self.bias:
             params["lm_bias"] = declare(module, "lm_bias", (size,), ("vocab",), zeros)
         return params
-
-    def costs(self, name: str, rows: int, width: int, vocab_size: int) -> list[Matmul]:
-        """The products that `logits` computes for so many hidden states."""
-        size = self.size(vocab_size)
-        if self.rank is None:
-            return [Matmul(f"{name} lm kernel", rows, width, size, float32_out=True)]
-        up = Matmul(f"{name} lm up", rows, self.rank, size, float32_out=True)
-        return [Matmul(f"{name} lm down", rows, width, self.rank), up]
 
     def like_base(self, kernel: Float[Array, "D V"], dtype) -> dict[str, Array]:
         """Parameters that start as a copy of the base's lm head (medusa 2.1.1), or as near to it as this kind comes.

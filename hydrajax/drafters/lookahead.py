@@ -34,7 +34,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from hydrajax.drafters.costs import CostsNothing
 from hydrajax.drafters.drafter import DrafterSpec, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
@@ -61,7 +60,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lookahead(CostsNothing):
+class Lookahead:
     """Proposes n-grams that begin with the root, out of a pool which the base fills by guessing ahead.
 
     window: W, the columns of the window. ngram: N, the length of an n-gram. guesses: G, how many n-grams are kept of

@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from hydrajax.drafters import ngrams
-from hydrajax.drafters.costs import CostsNothing
 from hydrajax.drafters.drafter import DrafterSpec, Proposal, SeesAcceptedOnly
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
@@ -33,7 +32,7 @@ class Continuations(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PromptLookup(SeesAcceptedOnly, CostsNothing):
+class PromptLookup(SeesAcceptedOnly):
     """Proposes what followed the longest n-gram of the text's end where it occurred before, the latest first.
 
     depth: K, the longest continuation. longest, shortest: of the n-grams that are compared; of two matches the longer

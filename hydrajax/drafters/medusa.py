@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from hydrajax.drafters.heads import AtOnce, Head, block_costs
+from hydrajax.drafters.heads import AtOnce, Head
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.models.arrays import DType
@@ -58,12 +58,6 @@ class MedusaHeads(AtOnce):
         last = self.hidden_in(state)[:, None]
         hidden = [self.apply_head(params, k, last, method="hidden") for k in levels]
         return self.filled(params, hidden, root, tree, base, draw)
-
-    def propose_costs(self, tree, batch, slots):
-        """Every head runs on one row, whatever its level has of parents."""
-        levels = range(len(guesses_of(tree)))
-        blocks = [cost for k in levels for cost in block_costs(f"head {k}", self.head(k), batch, batch)]
-        return [*blocks, *self.guess_costs(tree, batch)]
 
     def teacher_inputs(self, features, tokens, base):
         return [(features.astype(self.dtype),)] * self.n_heads

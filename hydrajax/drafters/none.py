@@ -11,12 +11,11 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from hydrajax.drafters.costs import CostsNothing
 from hydrajax.drafters.drafter import DrafterSpec, Proposal
 
 
 @dataclass(frozen=True)
-class NoDrafter(CostsNothing):
+class NoDrafter:
     """See `hydrajax.drafters.drafter.Drafter` for the methods."""
 
     # It samples nothing, from any distribution.

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from hydrajax.drafters.costs import DecoderLayers
 from hydrajax.drafters.drafter import last_observed
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask, rope_table, windowed
@@ -99,6 +98,3 @@ class Prefix:
         if positions is None:
             positions, mask = row_layout(tokens)
         return self.layer(dtype).apply({"params": params}, features, positions, mask)[0]
-
-    def costs(self, batch: int, tokens: int, slots: int = 0) -> list[DecoderLayers]:
-        return [DecoderLayers("prefix", self.layer_config, batch, tokens, slots)]

@@ -1,6 +1,6 @@
 """The kinds of drafters: a line for each. Everything else of a kind is in its own file.
 
-Commands, files, training, benchmarks and costs ask here and never for a class by name.
+Commands, files, training, benchmarks and the roofline ask here and never for a class by name.
 """
 
 from __future__ import annotations

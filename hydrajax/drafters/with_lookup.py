@@ -99,15 +99,6 @@ class WithLookup:
         """Those of the drafter: the branch needs no place in its tree."""
         return self.drafter.ranks(params, features, batch, base, chunk_tokens, depth)
 
-    def propose_costs(self, tree, batch, slots):
-        return self.drafter.propose_costs(tree, batch, slots)
-
-    def observe_costs(self, batch, tokens, slots):
-        return self.drafter.begin_costs(batch, tokens, slots)
-
-    def begin_costs(self, batch, tokens, slots):
-        return self.drafter.begin_costs(batch, tokens, slots)
-
 
 def last_shared(tokens: Int[Array, "B N"], tree: Topology, chain: Int[Array, "B n"]) -> Int[Array, " B"]:
     """The deepest node of each row's tree to which a path leads that holds the beginning of the chain."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from hydrajax.decoding.executor import Executor
 from hydrajax.measure.benchmark import BenchmarkRow, run_benchmark
-from hydrajax.roofline.devices import Device, Meter, average, drift
+from hydrajax.roofline.devices import Device, average, drift
+from hydrajax.roofline.meter import Meter
 from hydrajax.roofline.prediction import Prediction, Workload, predict
 
 

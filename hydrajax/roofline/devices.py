@@ -1,30 +1,18 @@
-"""What a device can do: published peaks, or rates measured here."""
+"""Devices: published peaks, and measured rates."""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
-from hydrajax.measure.memory import copy_bandwidth
-from hydrajax.models.attention import Part, attend
-from hydrajax.models.config import LlamaConfig
-from hydrajax.models.weights import project
-from hydrajax.roofline.operators import Operator
+from hydrajax.roofline.traced import Operator
 
 Rates = tuple[tuple[int, float], ...]  # (rows of the left matrix, FLOP/s), rows rising
-
-CPU_ROWS = (1, 2, 4, 8, 16, 64, 256)  # of few rows each number has a speed of its own there
-ACCELERATOR_ROWS = (*CPU_ROWS, 1024, 4096)
-MOST_BYTES = 512 * 2**20  # of weights, and of keys and values, in a measurement: more than any cache holds
-LEAST_SECONDS = 0.05  # of one timed call, so that neither dispatch nor a scheduler's time slice decides it
 
 
 @dataclass(frozen=True)
@@ -58,17 +46,35 @@ class Device:
         return operator.bytes / self.bandwidth >= operator.flops / self.flops
 
 
-# Dense 16-bit peaks and memory bandwidths as the makers' data sheets have them.
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("A100", 312e12, 2039e9),  # NVIDIA A100 80GB SXM
-        Device("A100-PCIe", 312e12, 1935e9),  # NVIDIA A100 80GB PCIe, as in the caption of medusa's figure 9
-        Device("H100", 989e12, 3350e9),  # NVIDIA H100 SXM
-        Device("H200", 989e12, 4800e9),  # NVIDIA H200 SXM
-        Device("TPUv5e", 197e12, 819e9),  # Google Cloud TPU v5e, one chip
-    )
-}
+# Every device that is known: dense 16-bit peak and memory bandwidth as the makers' data sheets have them (of the TPU
+# v4i as `jax.experimental.pallas.tpu` has them), and what matches jax's ``device_kind``; the first match counts.
+_TABLE = (
+    (Device("A100-PCIe", 312e12, 1935e9), "A100.*PCIe"),  # 80GB, as in the caption of medusa's figure 9
+    (Device("A100", 312e12, 2039e9), "A100"),  # 80GB SXM
+    (Device("H100-PCIe", 756e12, 2000e9), "H100 PCIe"),
+    (Device("H100-NVL", 835e12, 3938e9), "H100 NVL"),
+    (Device("H100", 989e12, 3350e9), "H100"),  # SXM
+    (Device("H200-NVL", 835e12, 4800e9), "H200 NVL"),
+    (Device("H200", 989e12, 4800e9), "H200"),  # SXM
+    (Device("GH200", 989e12, 4000e9), "GH200"),  # 96GB
+    (Device("L4", 121e12, 300e9), "L4"),
+    (Device("T4", 65e12, 320e9), "T4"),  # float16
+    (Device("TPUv4i", 137e12, 614e9), "TPU v4 lite"),
+    (Device("TPUv4", 275e12, 1228e9), "TPU v4"),
+    (Device("TPUv5e", 197e12, 819e9), "TPU v5 lite|TPU v5e"),
+    (Device("TPUv5p", 459e12, 2765e9), "TPU v5|TPU v5p"),
+    (Device("TPUv6e", 918e12, 1640e9), "TPU v6 lite|TPU v6e"),
+)
+DEVICES = {device.name: device for device, _ in _TABLE}
+
+
+def device_of(kind: str) -> Device | None:
+    """Return the device that jax calls ``kind`` (`jax.Device.device_kind`), None for one that the table lacks.
+
+    A CPU is not in it: its peak depends on its clock and its neighbours.
+    """
+    matches = (device for device, part in _TABLE if re.search(rf"(?i)\b({part})(?![0-9a-z])", kind))
+    return next(matches, None)
 
 
 def average(devices: Sequence[Device]) -> Device:
@@ -92,96 +98,3 @@ def drift(devices: Sequence[Device]) -> float:
     everything = [(*d.weight_rates, *d.attention_rates, (0, d.bandwidth)) for d in devices]
     columns = zip(*everything, strict=True)
     return max(max(rate for _, rate in column) / min(rate for _, rate in column) for column in columns)
-
-
-class Meter:
-    """Measures the present device on matrices of this model's shape, as many as a step reads (up to 512 MB).
-
-    So the weights of a small model come from the cache that they fit, as they do in a step. weight_bytes: what a step
-    reads of them. slots: of the key-value cache. Compiled once, so that `measure` can be called beside every timing:
-    what a shared machine can do changes within minutes.
-    """
-
-    def __init__(self, config: LlamaConfig, dtype, weight_bytes: int, slots: int, repeats: int = 5):
-        self.dtype, self.repeats = jnp.dtype(dtype), repeats
-        on_cpu = jax.default_backend() == "cpu"
-        self.copy_megabytes = 256 if on_cpu else 1024
-        width, mlp_width = config.width, config.mlp_width
-        heads, slot_shape = config.n_kv_heads, (1, config.n_kv_heads, slots, config.head_dim)
-        weights = _pairs((width, mlp_width), (mlp_width, width), dtype, weight_bytes)
-        cache_bytes = 2 * config.n_layers * math.prod(slot_shape) * self.dtype.itemsize
-        caches = _pairs(slot_shape, slot_shape, dtype, cache_bytes)
-        self._loops = {}
-        for rows in CPU_ROWS if on_cpu else ACCELERATOR_ROWS:
-            self._loops["weights", rows] = _Loop(_through_weights, (rows, width), weights)
-            self._loops["attention", rows] = _Loop(_through_caches, (1, heads, rows, config.head_dim), caches)
-
-    def measure(self) -> Device:
-        """Medians of interleaved timings. The bandwidth is the better of a large copy's and of a one-row product's,
-        which does little but read the weights."""
-        seconds = {key: [] for key in self._loops}
-        for _ in range(self.repeats):
-            for key, loop in self._loops.items():
-                seconds[key].append(loop.seconds_per_pass())
-        rates: dict[str, Rates] = {"weights": (), "attention": ()}
-        for (kind, rows), loop in self._loops.items():
-            rates[kind] += ((rows, loop.flops / statistics.median(seconds[kind, rows])),)
-        read = rates["weights"][0][1] / 2 * self.dtype.itemsize  # two operations per weight
-        bandwidth = max(copy_bandwidth(self.copy_megabytes), read)
-        return Device(
-            "here", max(rate for _, rate in rates["weights"]), bandwidth, rates["weights"], rates["attention"]
-        )
-
-
-def _through_weights(x: Float[Array, "rows D"], weights: Sequence[tuple[Array, Array]]) -> Float[Array, "rows D"]:
-    """Up and down projections in turn."""
-    for up, down in weights:
-        x = project(project(x, up), down)
-    return x
-
-
-def _through_caches(
-    x: Float[Array, "1 kv rows H"], caches: Sequence[tuple[Array, Array]]
-) -> Float[Array, "1 kv rows H"]:
-    """Attention, as the decode step has it, layer after layer."""
-    for keys, values in caches:
-        out = attend(x, [Part(keys, values, np.ones((x.shape[2], keys.shape[2]), bool))])
-        x = out.reshape(1, x.shape[2], *x.shape[1::2]).swapaxes(1, 2)
-    return x
-
-
-class _Loop:
-    """Passes of ``x`` through pairs of matrices, each after the other inside one compiled loop that takes a while."""
-
-    def __init__(self, one_pass: Callable, shape: tuple[int, ...], pairs: Sequence[tuple[Array, Array]]):
-        first = pairs[0][0]
-        self.flops = len(pairs) * 4.0 * math.prod(first.shape) * shape[-2]  # two products with every pair
-        self._data = _random(shape, first.dtype), pairs
-        with jax.default_matmul_precision("highest"):  # as the decode step has it
-            loop = jax.jit(lambda n, x, pairs: jax.lax.fori_loop(0, n, lambda _, x: one_pass(x, pairs), x))
-            self._loop = loop.lower(1, *self._data).compile()
-        self._seconds(1)
-        self._passes = max(1, math.ceil(LEAST_SECONDS / self._seconds(1)))
-
-    def _seconds(self, passes: int) -> float:
-        began = time.perf_counter()
-        jax.block_until_ready(self._loop(passes, *self._data))
-        return time.perf_counter() - began
-
-    def seconds_per_pass(self) -> float:
-        return self._seconds(self._passes) / self._passes
-
-
-def _pairs(first: tuple[int, ...], second: tuple[int, ...], dtype, wanted_bytes: int) -> list[tuple[Array, Array]]:
-    """Pairs of matrices of these shapes that hold about ``wanted_bytes`` together, `MOST_BYTES` at most.
-
-    Each is a buffer of its own; that all hold the same numbers changes nothing for the device.
-    """
-    pair = _random(first, dtype), _random(second, dtype)
-    many = max(1, round(min(wanted_bytes, MOST_BYTES) / sum(matrix.nbytes for matrix in pair)))
-    return [(jnp.copy(pair[0]), jnp.copy(pair[1])) for _ in range(many)]
-
-
-def _random(shape: tuple[int, ...], dtype) -> Array:
-    """Never zeros: they can run faster. Products of any length neither overflow nor vanish."""
-    return jax.random.normal(jax.random.key(0), shape, dtype) * jnp.asarray(shape[-2] ** -0.5, dtype)

@@ -18,13 +18,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
+
 from hydrajax.models.config import PRESETS
-from hydrajax.roofline.operators import Operator, attention, linear
+from hydrajax.roofline.traced import Operator, trace
 
 CANDIDATES = (1, 16, 32, 48, 64, 80, 96, 112)  # the columns of all three
-BATCH_6, KEYS_7, FLOAT16 = 16, 1024, 2
+BATCH_6, KEYS_7 = 16, 1024
 
 _SHAPE = PRESETS["33b"]
+
+
+def product(spec: str, left: tuple[int, ...], right: tuple[int, ...]) -> Operator:
+    """Return the product that an einsum of two float16 arrays is."""
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in (left, right)]
+    operators, _ = trace(lambda _, *arrays: jnp.einsum(spec, *arrays), (), *arrays)
+    return next(operator for operator in operators if operator.kind == "attention")
+
+
+def queries_by_keys(batch: int, queries: int, keys: int) -> Operator:
+    """Return QKᵀ of one layer."""
+    heads, head_dim = _SHAPE.n_heads, _SHAPE.head_dim
+    return product("bnqd,bnsd->bnqs", (batch, heads, queries, head_dim), (batch, heads, keys, head_dim))
 
 
 @dataclass(frozen=True)
@@ -56,14 +72,14 @@ TABLES = (
             4096: (0.99, 14.17, 25.44, 34.61, 42.23, 48.65, 54.13, 58.87),
             8192: (0.99, 14.2, 25.52, 34.76, 42.45, 48.94, 54.49, 59.3),
         },
-        lambda keys, candidates: attention("QKᵀ", _SHAPE, BATCH_6, candidates, keys, FLOAT16),
+        lambda keys, candidates: queries_by_keys(BATCH_6, candidates, keys),
     ),
     PrintedTable(
         7,
         "attention products, sequence length 1024",
         "batch size",
         dict.fromkeys((1, 2, 4, 8, 16, 32, 64), (0.99, 14.03, 24.98, 33.76, 40.96, 46.97, 52.07, 56.44)),
-        lambda batch, candidates: attention("QKᵀ", _SHAPE, batch, candidates, KEYS_7, FLOAT16),
+        lambda batch, candidates: queries_by_keys(batch, candidates, KEYS_7),
     ),
     PrintedTable(
         8,
@@ -78,6 +94,8 @@ TABLES = (
             32: (31.79, 463.14, 845.59, 1166.74, 1440.25, 1675.97, 1881.24, 2061.59),
             64: (63.17, 845.59, 1440.25, 1881.24, 2221.31, 2491.55, 2711.46, 2893.91),
         },
-        lambda batch, candidates: linear("up", batch * candidates, _SHAPE.width, _SHAPE.mlp_width, FLOAT16),
+        lambda batch, candidates: product(
+            "rd,df->rf", (batch * candidates, _SHAPE.width), (_SHAPE.width, _SHAPE.mlp_width)
+        ),
     ),
 )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama import Llama
+from hydrajax.roofline import passes
 from hydrajax.roofline.devices import Device
-from hydrajax.roofline.operators import Operator, forward_operators, ranking
+from hydrajax.roofline.prediction import base_dtype
+from hydrajax.roofline.traced import ranking
 from hydrajax.ssd.simulator import Times
 
 
@@ -32,9 +35,9 @@ def pair_times(
 
     def seconds(config: LlamaConfig, tokens: int, beside: int) -> float:
         """A pass of so many tokens a row, which see so many others beyond the context."""
-        operators: list[Operator] = forward_operators(config, batch, tokens, context + beside + tokens, itemsize)
-        operators.append(ranking("ranking", batch * tokens, config.vocab_size))
-        return sum(map(device.seconds, operators)) + config.n_layers * launch
+        operators = passes.forward(Llama(config, base_dtype(itemsize)), batch, tokens, context + beside)
+        ranked = ranking("ranking", batch * tokens, config.vocab_size)
+        return sum(map(device.seconds, (*operators, ranked))) + config.n_layers * launch
 
     prepare = 0.0
     if outcomes:

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
+import jax.numpy as jnp
+
 from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama import Llama
+from hydrajax.roofline import passes
 from hydrajax.roofline.devices import Device
-from hydrajax.roofline.operators import (
-    Operator,
-    draft_parameters,
-    forward_operators,
-    operators_of,
-    ranking,
-)
+from hydrajax.roofline.traced import Operator, ranking
 from hydrajax.trees.dynamic import CandidateTree
 
-Parts = dict[str, list[Operator]]
+Parts = dict[str, Sequence[Operator]]
 
 
 @dataclass(frozen=True)
@@ -39,30 +38,35 @@ class Workload:
     context: int
     itemsize: int
 
+    @cached_property
+    def base(self) -> Llama:
+        return Llama(self.config, base_dtype(self.itemsize))
+
     def step(self, tree: CandidateTree) -> Parts:
         """Operators of one step, by the verb they belong to."""
-        c, batch, itemsize = self.config, self.batch, self.itemsize
-        nodes = self.drafter.spec.verified_nodes(tree)
+        batch, nodes = self.batch, self.drafter.spec.verified_nodes(tree)
         slots = self.context + nodes
         return {
-            "propose": operators_of(self.drafter.propose_costs(tree, batch, slots), itemsize),
-            "verify": forward_operators(c, batch, nodes, slots + nodes, itemsize),
-            "accept_commit": [ranking("argmax", batch * nodes, c.vocab_size)],
-            "observe": operators_of(
-                self.drafter.observe_costs(batch, self.drafter.spec.longest_path(tree) + 1, slots), itemsize
-            ),
+            "propose": passes.propose(self.drafter, self.base, tree, batch, slots),
+            "verify": passes.forward(self.base, batch, nodes, slots),
+            "accept_commit": [ranking("argmax", batch * nodes, self.config.vocab_size)],
+            "observe": passes.observe(self.drafter, self.base, tree, batch, slots),
         }
 
     def autoregressive_step(self) -> list[Operator]:
         """One token per row, without a draft."""
-        base = forward_operators(self.config, self.batch, 1, self.context + 2, self.itemsize)
-        return [*base, ranking("argmax", self.batch, self.config.vocab_size)]
+        argmax = ranking("argmax", self.batch, self.config.vocab_size)
+        return [*passes.forward(self.base, self.batch, 1, self.context + 1), argmax]
 
     def prefill(self) -> list[Operator]:
-        """A prompt of ``context`` tokens per row through the base (the whole square of scores) and the drafter."""
-        c, length = self.config, self.context
-        base = forward_operators(c, self.batch, length, length, self.itemsize, logits_at=1)
-        return base + operators_of(self.drafter.begin_costs(self.batch, length, length), self.itemsize)
+        """A prompt of ``context`` tokens per row through the base and the drafter."""
+        base = passes.forward(self.base, self.batch, self.context, 0, 1)
+        return [*base, *passes.begin(self.drafter, self.base, self.batch, self.context, self.context)]
+
+
+def base_dtype(itemsize: int):
+    """Return the dtype of a base whose numbers have so many bytes."""
+    return jnp.dtype({2: jnp.bfloat16, 4: jnp.float32}[itemsize])
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def predict(
     tokens_per_step: Sequence[float | None] = (),
 ) -> Iterator[Prediction]:
     """Every cell, contexts outermost, trees innermost. tokens_per_step: of each tree, or none at all."""
-    draft_bytes = draft_parameters(config, drafter) * itemsize
+    draft_bytes = passes.draft_parameters(drafter, Llama(config, base_dtype(itemsize))) * itemsize
     for tree in trees.values():
         tree.check(drafter.spec.depth, config.vocab_size)
     for context in contexts:

@@ -23,9 +23,9 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.base import abstract_base
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.llama import Llama
+from hydrajax.roofline.devices import DEVICES
 from hydrajax.sharding import make_mesh, tree_shardings
 from hydrajax.train.config import TrainConfig, check_length
-from hydrajax.train.flops import PEAK_BF16
 from hydrajax.train.optimizer import optimizer_of
 from hydrajax.train.step import TrainState, abstract_state, batch_sharding, make_train_step, state_shardings
 from hydrajax.train.tasks.base import BaseTask
@@ -152,7 +152,7 @@ def hours(config: TrainConfig, flops_per_token: float, n_devices: int, console: 
         what = f"for {config.steps} steps, {tokens / 1e6:.0f} million tokens"
     console.print(f"\n{flops_per_token / 1e9:.2f} GFLOP per token; hours {what}, if MFU is {ASSUMED_MFU}")
     for device in ("A100", "H100"):
-        time = flops_per_token * tokens / (n_devices * PEAK_BF16[device] * ASSUMED_MFU) / 3600
+        time = flops_per_token * tokens / (n_devices * DEVICES[device].flops * ASSUMED_MFU) / 3600
         console.print(f"  {n_devices} x {device}: {time:.3g} h")
 
 

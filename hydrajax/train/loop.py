@@ -23,13 +23,13 @@ from rich.console import Console
 from hydrajax.checkpoints.training import TrainCheckpoints
 from hydrajax.errors import HydrajaxError
 from hydrajax.processes import anywhere, is_main, main_does, or_end, same_everywhere, to_host
+from hydrajax.roofline.devices import device_of
 from hydrajax.sharding import replicated
 from hydrajax.text.records import OBJECT
 from hydrajax.train.config import TrainConfig
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.data.feed import Feed
 from hydrajax.train.data.rows import Rows, digest
-from hydrajax.train.flops import peak_flops
 from hydrajax.train.losses import IGNORED
 from hydrajax.train.metrics import Metrics, Silent
 from hydrajax.train.optimizer import learning_rates, optimizer_of
@@ -264,8 +264,8 @@ class Throughput:
 
     def __init__(self, flops_per_token: float, tokens_per_step: int, mesh: Mesh):
         self._flops, self._tokens = flops_per_token, tokens_per_step
-        peak = peak_flops(mesh.devices.flat[0])
-        self._peak = peak * mesh.size if peak else None
+        device = device_of(mesh.devices.flat[0].device_kind)
+        self._peak = device.flops * mesh.size if device else None
         self._steps, self._began = 0, None
 
     def tick(self) -> None:

@@ -16,7 +16,6 @@ from helpers.tree_tools import random_tree
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.amphista import AmphistaHeads
-from hydrajax.drafters.costs import CostsNothing
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import DrafterSpec, Proposal, SeesAcceptedOnly
 from hydrajax.drafters.eagle import Eagle
@@ -43,7 +42,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
-class Scripted(SeesAcceptedOnly, CostsNothing):
+class Scripted(SeesAcceptedOnly):
     """What drafters that exist for tests alone need not write: no parameters of their own, a count as their state."""
 
     can: ClassVar[dict[str, bool]] = {}  # of `DrafterSpec`

@@ -14,19 +14,18 @@ from hydrajax.drafters.registry import KINDS
 from hydrajax.models.base import BoundBase
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.kernels import few_rows
-from hydrajax.roofline.operators import (
-    draft_parameters,
-    operators_of,
-)
+from hydrajax.models.llama import Llama
+from hydrajax.roofline.passes import begin, draft_parameters, propose
 from hydrajax.trees import DynamicTree, presets
 
 SEVEN = PRESETS["7b"]
 TREE = presets.sparse()  # 10 parents at depths 1 and 2, 1 elsewhere
-D, V = SEVEN.width, SEVEN.vocab_size
+D, MLP, V = SEVEN.width, SEVEN.mlp_width, SEVEN.vocab_size
+BASE = Llama(SEVEN, jnp.bfloat16)
 
 
 def head_kernels(kind: str, tree=TREE, batch: int = 3):
-    operators = operators_of(KINDS[kind].build(SEVEN, jnp.bfloat16).propose_costs(tree, batch, 1024), 2)
+    operators = propose(KINDS[kind].build(SEVEN, jnp.bfloat16), BASE, tree, batch, 1024)
     return [op for op in operators if op.kind == "weights"]
 
 
@@ -54,7 +53,7 @@ def test_hydra_pp_blocks_are_multiplied_thrice_and_read_once():
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_the_draft_s_own_bytes_are_its_parameters(kind):
     """All heads run, at batch 1 on few rows: what moves is little more than the parameters."""
-    parameters = draft_parameters(SEVEN, KINDS[kind].build(SEVEN, jnp.bfloat16))
+    parameters = draft_parameters(KINDS[kind].build(SEVEN, jnp.bfloat16), BASE)
     assert 1 < moved(head_kernels(kind, presets.chain(4), batch=1)) / (2 * parameters) < 1.01
 
 
@@ -71,9 +70,9 @@ def test_every_matrix_of_the_draft_is_multiplied_with():
     leaves = jax.tree.leaves_with_path(shapes["heads"])
     weights = {jax.tree_util.keystr(path): leaf.size for path, leaf in leaves if "bias" not in str(path[-1])}
     wanted = sum(2 * size * (3 if "blocks" in name else 1) for name, size in weights.items())
-    assert flops(operators_of(drafter.propose_costs(presets.chain(4), 1, 64), 4)) == wanted
+    assert flops(propose(drafter, model, presets.chain(4), 1, 64)) == wanted
     everything = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    assert draft_parameters(config, drafter) == everything
+    assert draft_parameters(drafter, model) == everything
 
 
 STATIC, DYNAMIC = presets.sparse("eagle_26"), DynamicTree(20, 3, 4)
@@ -98,29 +97,45 @@ def test_what_a_draft_with_a_cache_computes_against_what_xla_counts(kind, tree, 
     features = jax.ShapeDtypeStruct((batch, 6, len(drafter.spec.aux_hidden_layers) * config.width), jnp.float32)
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
 
-    def propose(base, params, state, root):
+    def filled(base, params, state, root):
         return drafter.propose(params, state, root, tree, BoundBase(model, base)).tokens
 
-    def observe(base, params, state, root, features, tokens):
+    def begun(base, params, state, root, features, tokens):
         return drafter.begin(params, state, features, tokens, root, root, BoundBase(model, base))
 
-    for function, arguments, costs in (
-        (propose, (), drafter.propose_costs(tree, batch, slots)),
-        (observe, (features, whole), drafter.begin_costs(batch, 6, slots)),
+    for function, arguments, operators in (
+        (filled, (), propose(drafter, model, tree, batch, slots)),
+        (begun, (features, whole), begin(drafter, model, batch, 6, slots)),
     ):
         compiled = jax.jit(function).lower(base, params, state, row, *arguments).compile()
-        assert 0.85 < flops(operators_of(costs, 4)) / compiled.cost_analysis()["flops"] <= 1, function
+        assert 0.85 < flops(operators) / compiled.cost_analysis()["flops"] <= 1, function
 
 
 @pytest.mark.parametrize("kind", ["medusa", "amphista"])
 def test_heads_that_guess_at_once_read_the_bases_lm_head_once(kind):
     drafter = dataclasses.replace(KINDS[kind].build(SEVEN, jnp.bfloat16), small_lm_head=LmHead(shared=True))
-    operators = [op for op in operators_of(drafter.propose_costs(TREE, 3, 1024), 2) if "lm kernel" in op.name]
+    operators = [op for op in propose(drafter, BASE, TREE, 3, 1024) if op.name == "lm head"]
     assert [(op.rows, op.flops) for op in operators] == [(3 * 4, 2 * 3 * 4 * D * V)]
 
 
 def test_every_level_of_eagle_reads_the_cache_and_the_levels_before_it():
     drafter = KINDS["eagle"].build(SEVEN, jnp.bfloat16)
-    scores = [op for op in operators_of(drafter.propose_costs(TREE, 1, 1000), 2) if op.name.endswith("scores")]
+    operators = propose(drafter, BASE, TREE, 1, 1000)
     nodes, keys = [10, 10, 1], [1000 + 10, 1000 + 20, 1000 + 21]  # nodes with children, of depths 1 to 3
-    assert [op.flops for op in scores] == [2 * n * many * D for n, many in zip(nodes, keys, strict=True)]
+    scores = sum(2 * n * many * D for n, many in zip(nodes, keys, strict=True))
+    assert flops(op for op in operators if op.name == "scores") == scores
+    assert flops(op for op in operators if op.name == "weighted sum") == scores
+    # Each level multiplies with fc and the layer, and with the lm head as the root's does.
+    weights = 2 * D * D + 4 * D * D + 3 * D * MLP
+    assert flops(op for op in operators if op.kind == "weights") == 2 * (sum(nodes) * weights + 22 * D * V)
+
+
+def test_a_draft_model_runs_the_waiting_token_and_the_root_together():
+    """A chain of 3 in closed form: passes of 2, 1 and 1 tokens of its 4 layers, and logits of one token after each."""
+    drafter = KINDS["model"].build(SEVEN, jnp.bfloat16)
+    assert drafter.config.n_layers == 4
+    operators, layer = propose(drafter, BASE, presets.chain(3), 2, 1000), 4 * D * D + 3 * D * MLP
+    assert flops(op for op in operators if op.kind == "weights") == 2 * 2 * (4 * 4 * layer + 3 * D * V)
+    keys = 2 * (1001 + 2) + (1001 + 3) + (1001 + 4)  # its cache has a slot more than the base's
+    assert flops(op for op in operators if op.kind == "attention") == 2 * 4 * 2 * 2 * keys * D
+    assert moved(op for op in operators if op.name.endswith("ranking")) == 3 * 2 * V * 4

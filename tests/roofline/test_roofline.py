@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,17 +16,13 @@ from hydrajax.models.attention import causal_mask
 from hydrajax.models.cache import init_cache
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.kernels import few_rows
+from hydrajax.models.llama import Llama
 from hydrajax.roofline import devices
 from hydrajax.roofline.devices import DEVICES, Device
-from hydrajax.roofline.medusa_tables import CANDIDATES, TABLES
-from hydrajax.roofline.operators import (
-    Operator,
-    attention,
-    forward_operators,
-    layer_operators,
-    linear,
-)
+from hydrajax.roofline.medusa_tables import CANDIDATES, TABLES, product
+from hydrajax.roofline.passes import forward
 from hydrajax.roofline.prediction import Workload, predict
+from hydrajax.roofline.traced import Operator
 from hydrajax.trees import presets
 
 SEVEN = PRESETS["7b"]
@@ -67,10 +65,12 @@ def test_what_is_typed_in_where_an_error_would_matter(number, row, candidates, p
 
 def test_table_5_is_one_formula_for_all_phases():
     """Prefill is q = s, decoding q = 1: qkv 2bsh + h², QKᵀ 2bsnd + bs²n and bsn + bsnd + bnd."""
-    b, s, h, n, d = 3, 40, SEVEN.width, SEVEN.n_heads, SEVEN.head_dim
-    assert linear("query", b * s, h, h, 1).bytes == 2 * b * s * h + h * h
-    assert attention("scores", SEVEN, b, s, s, 1).bytes == 2 * b * s * n * d + b * s * s * n
-    assert attention("scores", SEVEN, b, 1, s, 1).bytes == b * s * n + b * s * n * d + b * n * d
+    b, s, h, n, d = 3, 40, 512, 8, 64
+    assert product("rd,df->rf", (b * s, h), (h, h)).bytes == 2 * (2 * b * s * h + h * h)
+    for q in (1, s):
+        scores = product("bnqd,bnsd->bnqs", (b, n, q, d), (b, n, s, d))
+        assert scores.bytes == 2 * (b * (q + s) * n * d + b * q * s * n)
+        assert (scores.flops, scores.rows) == (2 * b * s * q * n * d, q)
 
 
 # --- a forward pass -------------------------------------------------------------------------------------------------
@@ -85,12 +85,12 @@ def test_flops_against_those_xla_counts(n_kv_heads, monkeypatch):
     cache = jax.eval_shape(lambda: init_cache(config, batch, slots, jnp.float32))
     tokens = jax.ShapeDtypeStruct((batch, nodes), jnp.int32)
 
-    def forward(params, tokens, cache):
+    def run(params, tokens, cache):
         out = model.apply({"params": params}, tokens, tokens, causal_mask(nodes), cache)
         return model.apply({"params": params}, out.hidden, method="logits"), out.block
 
-    counted = jax.jit(forward).lower(params, tokens, cache).compile().cost_analysis()["flops"]
-    ours = flops(forward_operators(config, batch, nodes, slots + nodes, 4))
+    counted = jax.jit(run).lower(params, tokens, cache).compile().cost_analysis()["flops"]
+    ours = flops(forward(model, batch, nodes, slots))
     assert 0.95 < ours / counted <= 1  # XLA counts the elementwise operations too
 
 
@@ -101,34 +101,40 @@ def test_flops_of_a_layer_against_the_shapes_of_its_products():
     x, up, down = (batch * queries, 48), (48, 80), (80, 48)
     heads = [((5 * 3, 8), (8, 11)), ((5 * 3, 11), (11, 8))] * (batch * c.n_kv_heads)  # 3 query heads to a key head
     products = [(x, (48, 48)), (x, (48, 16)), (x, (48, 16)), (x, (48, 48)), (x, up), (x, up), ((15, 80), down), *heads]
-    expected = 0
+    expected = 2 * 15 * 48 * 100  # the lm head
     for left, right in products:
         product = np.ones(left) @ np.ones(right)
         expected += 2 * product.size * left[1]
-    assert flops(layer_operators(c, batch, queries, keys, 2)) == expected
+    assert flops(forward(Llama(c), batch, queries, keys - queries)) == expected
 
 
 def test_bytes_by_hand():
     """The tree of 4 nodes over 10 cached tokens, 2 rows, one layer of 2 query heads on 1 key-value head, 2 bytes."""
     c = LlamaConfig(50, 8, 12, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=4)
-    found = {operator.name: operator.bytes for operator in forward_operators(c, 2, 4, 14, 2)}
-    rows, scores = 8, 2 * 2 * 4 * 14
-    assert found == {
-        "embedding": 2 * (8 * 8 + 8 * 8),
-        "norms": 2 * 4 * 8 * 8,  # two of them, in and out
-        "query": 2 * (rows * 8 + 8 * 8 + rows * 8),
-        "key": 2 * (rows * 8 + 8 * 4 + rows * 4),
-        "value": 2 * (rows * 8 + 8 * 4 + rows * 4),
-        "scores": 2 * (rows * 8 + 2 * 14 * 4 + scores),
-        "softmax": 4 * 2 * scores,
-        "weighted sum": 2 * (scores + 2 * 14 * 4 + rows * 8),
+    found = {"elementwise": Counter(), "weights": Counter(), "attention": Counter()}
+    for operator in forward(Llama(c, jnp.bfloat16), 2, 4, 10):
+        found[operator.kind][operator.name] += operator.bytes * operator.count
+    rows, queries, scores = 8, 2 * 2 * 4 * 4, 2 * 2 * 4 * 14
+    assert found["weights"] | found["attention"] == {
+        "qkv": 2 * (rows * 8 + 8 * 16 + rows * 16),
+        # Tree and cache are a product each, which both read the queries. Scores and sums are float32.
+        "scores": 2 * (2 * queries + 2 * 14 * 4) + 4 * scores,
+        "weighted sum": 2 * (scores + 2 * 14 * 4) + 4 * 2 * queries,
         "out": 2 * (rows * 8 + 8 * 8 + rows * 8),
-        "gate": 2 * (rows * 8 + 8 * 12 + rows * 12),
-        "up": 2 * (rows * 8 + 8 * 12 + rows * 12),
-        "silu": 2 * 3 * rows * 12,
+        "gate up": 2 * (rows * 8 + 8 * 24 + rows * 24),
         "down": 2 * (rows * 12 + 12 * 8 + rows * 8),
-        "last norm": 2 * 2 * 8 * 8,
         "lm head": 2 * (rows * 8 + 8 * 50) + 4 * rows * 50,
+    }
+    assert found["elementwise"] == {
+        "embedding": 2 * 2 * rows * 8,
+        "around qkv": 2 * (rows * 8 + rows * 16),  # what the norm writes and the rotation reads
+        # Queries and the tree's keys are written, and the scores read by the softmax.
+        "around scores": 2 * (queries + 2 * 4 * 4) + 4 * scores,
+        "around weighted sum": 2 * (scores + 2 * 4 * 4) + 4 * 2 * queries,
+        "around out": 2 * (rows * 8 + rows * 8),
+        "around gate up": 2 * (rows * 8 + rows * 24),
+        "around down": 2 * (rows * 12 + rows * 8),
+        "around lm head": 2 * rows * 8,  # its logits are the result
     }
 
 
@@ -139,23 +145,23 @@ def test_one_token_reads_every_weight_and_the_cache(tied):
     model, shapes = abstract_params(config, jnp.bfloat16)
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
     weights_and_cache = autoregressive_bytes(model, params, batch=1, slots=256)
-    ours = moved(forward_operators(config, 1, 1, 256, 2))
+    ours = moved(forward(model, 1, 1, 255))
     assert 1 < ours / weights_and_cache < 1.01
 
 
 def test_grouped_queries_read_fewer_keys_and_values():
-    full, grouped = (layer_operators(SEVEN.replace(n_kv_heads=n), 1, 1, 4096, 2) for n in (32, 8))
-    for name in ("key", "value", "scores", "weighted sum"):
-        before, after = (next(op for op in ops if op.name == name) for ops in (full, grouped))
-        assert 3.5 < before.bytes / after.bytes < 4, name
-        assert (before.flops == after.flops) == (name in ("scores", "weighted sum")), name
+    full, grouped = (forward(Llama(SEVEN.replace(n_kv_heads=n), jnp.bfloat16), 1, 1, 4096) for n in (32, 8))
+    for name in ("scores", "weighted sum"):
+        before, after = ([op for op in ops if op.name == name] for ops in (full, grouped))
+        assert 3.5 < moved(before) / moved(after) < 4, name
+        assert flops(before) == flops(after), name
 
 
 def test_prefill_takes_logits_of_the_last_token_alone():
     operators = Workload(SEVEN, KINDS["none"].build(SEVEN, jnp.bfloat16), 2, 100, 2).prefill()
-    lm_head = operators[-1]
-    assert (lm_head.name, lm_head.rows) == ("lm head", 2)
-    assert {op.rows for op in operators if op.kind == "weights"} == {2, 200}
+    assert {op.name: op.rows for op in operators if op.kind == "weights"} == {
+        "qkv": 200, "out": 200, "gate up": 200, "down": 200, "lm head": 2,
+    }  # fmt: skip
 
 
 # --- devices and predictions ----------------------------------------------------------------------------------------
@@ -183,6 +189,36 @@ def test_measurements_are_averaged_rate_by_rate():
     assert dict(mean.weight_rates) == pytest.approx({1: 200, 4: 400})
     assert dict(mean.attention_rates) == pytest.approx({1: 200})
     assert devices.drift([slow, fast, mean]) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "peak"),
+    [
+        ("NVIDIA H200", "H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", "H100", 989e12),
+        ("NVIDIA H100 PCIe", "H100-PCIe", 756e12),
+        ("NVIDIA H100 NVL", "H100-NVL", 835e12),
+        ("NVIDIA A100-SXM4-80GB", "A100", 312e12),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe", 312e12),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe", 312e12),
+        ("NVIDIA L4", "L4", 121e12),
+        ("NVIDIA L40S", None, None),  # another chip, of three times the speed
+        ("Tesla T4", "T4", 65e12),
+        ("TPU v4", "TPUv4", 275e12),
+        ("TPU v4 lite", "TPUv4i", 137e12),
+        ("TPU v5 lite", "TPUv5e", 197e12),
+        ("TPU v5e", "TPUv5e", 197e12),
+        ("TPU v5", "TPUv5p", 459e12),
+        ("TPU v5p", "TPUv5p", 459e12),
+        ("TPU v6 lite", "TPUv6e", 918e12),
+        ("TPU v6e", "TPUv6e", 918e12),
+        ("NVIDIA GH200 480GB", "GH200", 989e12),
+        ("cpu", None, None),
+    ],
+)
+def test_device_by_the_name_that_jax_has_for_it(kind, name, peak):
+    found = devices.device_of(kind)
+    assert (found and found.name, found and found.flops) == (name, peak)
 
 
 def predictions(

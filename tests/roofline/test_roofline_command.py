@@ -13,7 +13,7 @@ from hydrajax.cli import roofline as command
 from hydrajax.cli import run_command
 from hydrajax.measure.benchmark import BenchmarkRow
 from hydrajax.models.config import PRESETS
-from hydrajax.roofline import comparison, devices
+from hydrajax.roofline import comparison, meter
 from hydrajax.roofline.devices import Device
 
 
@@ -136,11 +136,11 @@ def test_command_compares_with_what_was_measured_here(program, monkeypatch, tmp_
 
 
 def test_rates_measured_here_are_positive_and_a_bandwidth_is_no_less_than_a_copy_s(monkeypatch):
-    monkeypatch.setattr(devices, "CPU_ROWS", (1, 4))
-    monkeypatch.setattr(devices, "LEAST_SECONDS", 0.001)
-    monkeypatch.setattr(devices, "copy_bandwidth", lambda megabytes: 1e6)
+    monkeypatch.setattr(meter, "CPU_ROWS", (1, 4))
+    monkeypatch.setattr(meter, "LEAST_SECONDS", 0.001)
+    monkeypatch.setattr(meter, "copy_bandwidth", lambda megabytes: 1e6)
     tiny = PRESETS["tiny"]
-    here = devices.Meter(tiny, jnp.float32, weight_bytes=200_000, slots=32, repeats=1).measure()
+    here = meter.Meter(tiny, jnp.float32, weight_bytes=200_000, slots=32, repeats=1).measure()
     assert [rows for rows, _ in here.weight_rates] == [rows for rows, _ in here.attention_rates] == [1, 4]
     assert all(rate > 0 for _, rate in here.weight_rates + here.attention_rates)
     assert here.flops == max(rate for _, rate in here.weight_rates)

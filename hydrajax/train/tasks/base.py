@@ -108,9 +108,9 @@ class BaseTask:
         self._sums = jax.jit(self.loss.sums, out_shardings=replicated(mesh))
         # Forward, and twice as much backward; a teacher goes forward only.
         length = config.data.length
-        self.flops_per_token = 3 * forward_flops(shape, self.abstract_params, length)
+        self.flops_per_token = 3 * forward_flops(self.model, length).total
         if taught_by:
-            self.flops_per_token += forward_flops(taught_by.config, self.frozen, length)
+            self.flops_per_token += forward_flops(taught_by, length).total
 
     def init_params(self, rng):
         """Fresh weights, or those to start from, the first time."""

@@ -157,20 +157,19 @@ class HeadsTask:
         boxed = abstract_draft(self.master, model)
         self.abstract_params = nn.unbox(boxed)
         self.param_shardings = tree_shardings(mesh, boxed)
-        self.flops_per_token = self._flops(nn.unbox(boxed_base))
+        self.flops_per_token = self._flops()
         self.tokens_per_step: float | None = None  # as last evaluated
         self._place = batch_placer(mesh)
         self._ranks = jax.jit(self._rank_heads, out_shardings=replicated(mesh))
         spec = drafter.spec
         self._depth = min(max(self.tree.depth, spec.num_draft_heads), spec.depth)  # how far ahead guesses are evaluated
 
-    def _flops(self, base_params) -> float:
+    def _flops(self) -> float:
         """The base forward (not its lm head, if nobody asks what it says) and the heads forward and twice back."""
         length = self.config.data.length
-        if not self.config.objective.teacher_weight:
-            base_params = {name: leaf for name, leaf in base_params.items() if name != "lm_head"}
-        base = 0 if "hidden" in self.extras else forward_flops(self.model.config, base_params, length)
-        return base + 3 * drafter_forward_flops(self.drafter, length)
+        asked = bool(self.config.objective.teacher_weight)
+        base = 0 if "hidden" in self.extras else forward_flops(self.model, length, asked).total
+        return base + 3 * drafter_forward_flops(self.drafter, self.model, length)
 
     def init_params(self, rng):
         return self.init_heads(rng, self.param_shardings)

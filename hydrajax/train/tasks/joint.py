@@ -32,7 +32,7 @@ from hydrajax.models.rows import run_base
 from hydrajax.sharding import replicated, tree_shardings
 from hydrajax.train.config import JointConfig, TrainConfig
 from hydrajax.train.data.dataset import Dataset
-from hydrajax.train.flops import causal_attention_flops, drafter_forward_flops, forward_flops, matmul_params
+from hydrajax.train.flops import drafter_forward_flops, forward_flops
 from hydrajax.train.forward import cast
 from hydrajax.train.losses import draft_loss, language_model_loss, targets
 from hydrajax.train.step import Batch
@@ -138,7 +138,7 @@ class JointTask(HeadsTask):
 
     def __init__(self, config: TrainConfig, dataset: Dataset, model: Llama, base_params: Any, mesh: Mesh):
         check_joint(config, model.config)
-        adapted = model.clone(adapter=config.adapter, remat=config.joint.remat)
+        self._adapted = adapted = model.clone(adapter=config.adapter, remat=config.joint.remat)
         # What is trained is float32, as the heads are.
         self._adapter_master = adapted.clone(dtype=jnp.dtype(jnp.float32))
         boxed = split_adapter(abstract_base(self._adapter_master))[1]
@@ -151,14 +151,14 @@ class JointTask(HeadsTask):
         self._nats_before = jax.jit(self.loss.nats_before, out_shardings=replicated(mesh))
         self._before: float | None = None  # held-out nats per target without the adapter, which stay what they are
 
-    def _flops(self, base_params) -> float:
+    def _flops(self) -> float:
         """Forward and back through the base, whose weights get no gradient; the adapter and the heads with theirs."""
-        config, length = self.model.config, self.config.data.length
-        attention = config.n_layers * causal_attention_flops(config, length)
-        forward = forward_flops(config, base_params, length)
+        length = self.config.data.length
+        frozen, adapted = (forward_flops(model, length) for model in (self.model, self._adapted))
         passes = 2 + self.config.joint.distill
-        trained = 3 * (2.0 * matmul_params(self.abstract_adapter) + drafter_forward_flops(self.drafter, length))
-        return passes * forward + attention + trained
+        adapter = adapted.weights - frozen.weights
+        trained = 3 * (adapter + drafter_forward_flops(self.drafter, self.model, length))
+        return passes * frozen.total + frozen.attention + trained
 
     def init_params(self, rng):
         adapter_key, heads_key = jax.random.split(rng)

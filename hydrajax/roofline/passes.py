@@ -1,0 +1,139 @@
+"""The passes of a decode step, traced on abstract arrays: the base's over a tree, the drafter's verbs.
+
+They are the functions that decoding runs (`BaseModel`, `Drafter`), so a network's shape is written in its module alone.
+Of ``base`` only the shape and the dtype are used.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from hydrajax.drafters.drafter import Drafter, Outcome
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.backend import traced_for
+from hydrajax.models.base import BoundBase, abstract_base
+from hydrajax.models.llama import Llama
+from hydrajax.roofline.traced import PLAIN, Operator, at_depth, trace
+from hydrajax.trees.dynamic import CandidateTree
+
+Operators = tuple[Operator, ...]
+
+cached = functools.lru_cache(maxsize=256)
+
+
+@cached
+def forward(base: Llama, batch: int, tokens: int, slots: int, logits_at: int | None = None) -> Operators:
+    """Count the base over ``tokens`` new tokens per row and a cache of ``slots`` per row.
+
+    Args:
+        slots: 0 for a prompt, of which each token sees those before it. Otherwise a mask says which see which.
+        logits_at: tokens per row whose logits are computed, the last ones; None for all.
+    """
+
+    def operators_at(layers: int) -> list[Operator]:
+        model = with_layers(base, layers)
+        cache = _abstract(lambda: model.init_cache(batch, slots)) if slots else None
+        mask = jax.ShapeDtypeStruct((tokens, tokens), bool) if slots else None
+
+        def run(params, rows, mask, cache):
+            bound = BoundBase(model, params)
+            out = bound.forward(rows, rows, causal_mask(tokens) if mask is None else mask, cache)
+            return bound.logits(out.hidden[:, -logits_at:] if logits_at else out.hidden), out.block
+
+        return trace(run, abstract_params(model), _integers(batch, tokens), mask, cache)[0]
+
+    return tuple(at_depth(base.config.n_layers, operators_at))
+
+
+def propose(drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, slots: int) -> Operators:
+    """Count filling ``tree`` with the best guesses, for texts that fit ``slots`` cache slots."""
+    return _proposed(drafter, base, tree, batch, slots)[0]
+
+
+@cached
+def observe(drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, slots: int) -> Operators:
+    """Count taking in what became of a proposal, as if a longest path had been accepted."""
+    model, params, state = _drafting(drafter, base, batch, slots)
+    proposal = _proposed(drafter, base, tree, batch, slots)[1]
+    path, nodes = drafter.spec.longest_path(tree) + 1, drafter.spec.verified_nodes(tree)
+    row, along = _integers(batch), _integers(batch, path)
+    outcome = Outcome(along, along, row, row, _features(drafter, base, batch, nodes), _integers(batch, nodes))
+
+    def run(params, state, proposal, outcome):
+        return drafter.observe(params[0], state, proposal, outcome, BoundBase(model, params[1]))
+
+    return tuple(trace(run, params, state, proposal, outcome)[0])
+
+
+@cached
+def begin(drafter: Drafter, base: Llama, batch: int, tokens: int, slots: int) -> Operators:
+    """Count taking in a prompt of ``tokens`` tokens per row."""
+    model, params, state = _drafting(drafter, base, batch, slots)
+
+    def run(params, state, features, text, counts, root):
+        return drafter.begin(params[0], state, features, text, counts, root, BoundBase(model, params[1]))
+
+    row, text = _integers(batch), _integers(batch, tokens)
+    return tuple(trace(run, params, state, _features(drafter, base, batch, tokens), text, row, row)[0])
+
+
+def draft_parameters(drafter: Drafter, base: Llama) -> int:
+    """Count the numbers of a drafter's parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(_draft_params(drafter, with_layers(base, 1))))
+
+
+# --- abstract arrays --------------------------------------------------------------------------------------------------
+
+
+def with_layers(model: Llama, layers: int) -> Llama:
+    """Return the same model with another number of layers."""
+    return model.clone(config=model.config.replace(n_layers=layers))
+
+
+@cached
+def abstract_params(model: Llama) -> Any:
+    """Return the shapes and dtypes of a model's parameters."""
+    return nn.unbox(abstract_base(model))
+
+
+@cached
+def _draft_params(drafter: Drafter, model: Llama) -> Any:
+    return jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), abstract_params(model))
+
+
+def _drafting(drafter: Drafter, base: Llama, batch: int, slots: int):
+    """Return ``(base, (draft's parameters, base's), draft state)``; drafters read the base's embedding and lm head."""
+    model = with_layers(base, 1)
+    params = _draft_params(drafter, model), abstract_params(model)
+    return model, params, _abstract(lambda: drafter.init_state(batch, slots))
+
+
+@cached
+def _proposed(drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, slots: int) -> tuple[Operators, Any]:
+    """Return the operators of `Drafter.propose` and the abstract proposal."""
+    model, params, state = _drafting(drafter, base, batch, slots)
+
+    def run(params, state, root):
+        return drafter.propose(params[0], state, root, tree, BoundBase(model, params[1]))
+
+    operators, proposal = trace(run, params, state, _integers(batch))
+    return tuple(operators), proposal
+
+
+def _features(drafter: Drafter, base: Llama, batch: int, tokens: int) -> jax.ShapeDtypeStruct:
+    shape = (batch, tokens, len(drafter.spec.aux_hidden_layers) * base.config.width)
+    return jax.ShapeDtypeStruct(shape, base.dtype)
+
+
+def _integers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _abstract(make) -> Any:
+    with traced_for(PLAIN):
+        return jax.eval_shape(make)

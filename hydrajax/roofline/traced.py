@@ -1,0 +1,281 @@
+"""Operators of a program: what it multiplies and reads, counted in its jaxpr.
+
+A function is traced on abstract arrays, so that nothing is computed and a 7B model takes no memory. Counted are:
+
+- **products** (`dot_general`): 2 operations for every term of every sum; traffic is both inputs and the output, once.
+  That is the count of medusa appendix G, table 5 (its O() drops the 2, and the bytes of a number).
+- **rankings**: an argmax or top-k reads the output of the product before it.
+- **what stands between products** (norms, softmax, SiLU, rotations). XLA fuses it, so it is pure traffic: it reads what
+  the product before it has written and writes what the product after it reads. A lookup in a table is a copy.
+
+Not counted: what a compiler drops because nothing reads it, and bookkeeping without products, such as a cache's writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Literal as Constant
+
+from hydrajax.models.backend import Platform, traced_for
+
+# Kernels of our own hide their products from a jaxpr, so programs are traced for a platform that has none.
+PLAIN = Platform("none", 1)
+
+# They show their first operand in another shape or type; a weight stays a weight.
+_VIEWS = {"reshape", "transpose", "convert_element_type", "squeeze", "slice", "broadcast_in_dim", "copy", "expand_dims"}
+_RANKINGS = {"argmax", "top_k", "reduce_max"}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator, or ``count`` equal ones.
+
+    flops, bytes: floating-point operations and bytes to and from memory, of one of them. rows: of the left matrix, per
+    key-value head in attention; how fast a device multiplies depends on it. kind: ``weights`` is a product with a
+    parameter, ``attention`` one of two activations, ``elementwise`` everything else, counted as traffic alone.
+    """
+
+    name: str
+    flops: float
+    bytes: float
+    rows: int
+    kind: Literal["weights", "attention", "elementwise"]
+    count: int = 1
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte, "operational intensity" in the paper."""
+        return self.flops / self.bytes
+
+
+def elementwise(name: str, moved: float) -> Operator:
+    """Return an operator that moves ``moved`` bytes and whose arithmetic hides behind that."""
+    return Operator(name, 0.0, moved, 1, "elementwise")
+
+
+def ranking(name: str, rows: int, vocab_size: int) -> Operator:
+    """Return an argmax or top-k, which reads the float32 logits once."""
+    return elementwise(name, 4 * rows * vocab_size)
+
+
+def trace(function: Callable, params: Any, *arguments: Any) -> tuple[list[Operator], Any]:
+    """Count ``function(params, *arguments)``; return its operators and the shapes of its result.
+
+    Equal operators are one with a count, in the order of the program.
+
+    Args:
+        function: any traceable function.
+        params: a pytree of (abstract) arrays. Its leaves are weights, and their paths the names of products.
+        arguments: other pytrees of (abstract) arrays, such as caches.
+
+    Raises:
+        ValueError: a product stands in a loop whose length the program does not fix.
+    """
+    with traced_for(PLAIN):
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *arguments)
+    names = [_name(path) for path, _ in jax.tree.leaves_with_path(params)]
+    names += [None] * (len(closed.jaxpr.invars) - len(names))
+    inputs = [_Value.of_input(variable, name) for variable, name in zip(closed.jaxpr.invars, names, strict=True)]
+    count = _Count()
+    outputs = count.walk(closed.jaxpr, inputs, 1)
+    returned = {product for value in outputs for product in value.products if value.is_product}
+    return merged(count.operators(returned)), shapes
+
+
+def merged(operators: Iterable[Operator]) -> list[Operator]:
+    """Return every distinct operator once, with the sum of the counts."""
+    counts: Counter[Operator] = Counter()
+    for operator in operators:
+        counts[replace(operator, count=1)] += operator.count
+    return [replace(operator, count=count) for operator, count in counts.items()]
+
+
+def at_depth(layers: int, operators_at: Callable[[int], list[Operator]]) -> list[Operator]:
+    """Return the operators of ``layers`` equal layers from those of one and of two.
+
+    Tracing all layers of a large model takes seconds. What two layers have more than one, every further layer has.
+    """
+    one, two = ({replace(op, count=1): op.count for op in operators_at(n)} for n in (1, 2))
+    counts = {op: one.get(op, 0) + (layers - 1) * (count - one.get(op, 0)) for op, count in two.items()}
+    return [replace(op, count=count) for op, count in counts.items() if count]
+
+
+def flops(operators: Iterable[Operator]) -> float:
+    return sum(operator.count * operator.flops for operator in operators)
+
+
+def _name(path) -> str:
+    """``layers_3/gate_up`` and its like in every layer as "gate up", ``head_2/lm_kernel`` as "head 2 lm kernel"."""
+    name = jax.tree_util.keystr(path, simple=True, separator=" ")
+    return re.sub(r"^(\d+ )?(layers_\d+ )?", "", name).replace("_", " ")
+
+
+class _Value(NamedTuple):
+    """What is known of a variable.
+
+    weight: the name of the parameter that it shows. itemsize: bytes of a number of the input that it shows, 0 for what
+    was computed. number: of the computation that made it. is_real: it was computed from floating-point inputs with no
+    integers in between, unlike masks. products: those that it was computed from without another one in between.
+    is_product: it shows the output of one.
+    """
+
+    weight: str | None = None
+    itemsize: int = 0
+    number: int = 0
+    is_real: bool = False
+    products: frozenset[int] = frozenset()
+    is_product: bool = False
+
+    @classmethod
+    def of_input(cls, variable, weight: str | None) -> _Value:
+        return cls(weight, variable.aval.dtype.itemsize, is_real=bool(weight) or _is_real(variable))
+
+
+@dataclass
+class _Product:
+    """A product, before it is known what reads it. made: bytes of inputs that were computed; output: bytes of it."""
+
+    operator: Operator
+    made: int
+    output: int
+    times: int
+    is_ranked: bool = False
+
+
+@dataclass
+class _Count:
+    """The operators met so far."""
+
+    products: list[_Product] = field(default_factory=list)
+    lookups: list[Operator] = field(default_factory=list)
+    made: set[int] = field(default_factory=set)  # numbers of the values that were counted as made
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def walk(self, jaxpr: Jaxpr, inputs: list[_Value], times: int) -> list[_Value]:
+        """Count a jaxpr that runs ``times`` times; returns what is known of its outputs."""
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def value_of(atom) -> _Value:
+            return _Value() if isinstance(atom, Constant) else known.get(atom, _Value())
+
+        for eqn in _alive(jaxpr):
+            read = [value_of(atom) for atom in eqn.invars]
+            known.update(zip(eqn.outvars, self._equation(eqn, read, times), strict=True))
+        return [value_of(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn, read: list[_Value], times: int) -> list[_Value]:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "dot_general":
+            return [self._product(eqn, read, times)]
+        if name == "scan":
+            return self.walk(params["jaxpr"].jaxpr, read, times * params["length"])
+        if name == "while":
+            before, n_consts = len(self.products), params["cond_nconsts"]
+            outputs = self.walk(params["body_jaxpr"].jaxpr, read[n_consts:], times)
+            if len(self.products) > before:
+                raise ValueError("a product in a loop of unknown length cannot be counted")
+            return outputs
+        if name == "cond":
+            return self._dearest(params["branches"], read[1:], times)
+        inner = [x for x in params.values() if isinstance(x, (Jaxpr, ClosedJaxpr))]
+        jaxpr = getattr(inner[0], "jaxpr", inner[0]) if inner else None
+        if jaxpr and len(jaxpr.invars) == len(read):  # a call; a scatter has a jaxpr of another kind
+            return self.walk(jaxpr, read, times)
+        if name == "gather" and read[0].weight:
+            self.lookups.append(replace(elementwise(read[0].weight, 2 * _bytes(eqn.outvars[0])), count=times))
+            return [_Value(number=next(self.numbers), is_real=True)]
+        products = frozenset().union(*(value.products for value in read))
+        if name in _RANKINGS:
+            for product in read[0].products:
+                self.products[product].is_ranked = True
+        if name in _VIEWS and (read[0].weight or _is_real(eqn.outvars[0])):
+            return [read[0]._replace(products=products)]
+        is_real = any(value.is_real for value in read)
+        return [
+            _Value(number=next(self.numbers), is_real=is_real, products=products) if _is_real(variable) else _Value()
+            for variable in eqn.outvars
+        ]
+
+    def _dearest(self, branches, read: list[_Value], times: int) -> list[_Value]:
+        """Of a choice the branch with the most operations."""
+        begun, found = len(self.products), []
+        for branch in branches:
+            outputs = self.walk(branch.jaxpr, read, times)
+            products, self.products[begun:] = self.products[begun:], []
+            found.append((flops(product.operator for product in products), products, outputs))
+        _, products, outputs = max(found, key=lambda each: each[0])
+        self.products += products
+        return outputs
+
+    def _product(self, eqn, read: list[_Value], times: int) -> _Value:
+        if not any(value.is_real for value in read):  # such as of a tree's masks
+            return _Value()
+        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+        left, out = eqn.invars[0].aval, eqn.outvars[0].aval
+        terms = math.prod(left.shape[i] for i in contracted)
+        rows = left.size // terms // math.prod(left.shape[i] for i in batch)
+        sizes = [
+            atom.aval.size * (value.itemsize or atom.aval.dtype.itemsize)
+            for atom, value in zip(eqn.invars, read, strict=True)
+        ]
+        made = 0
+        for value, size in zip(read, sizes, strict=True):
+            if not value.itemsize and value.number not in self.made:
+                self.made.add(value.number)
+                made += size
+        weight = next((value.weight for value in read if value.weight), None)
+        if weight:
+            kind, name = "weights", weight
+            rows = rows if read[1].weight else out.size // rows
+        else:
+            softmax = any(self.products[i].operator.kind == "attention" for value in read for i in value.products)
+            kind, name = "attention", "weighted sum" if softmax else "scores"
+        operator = Operator(name, 2.0 * out.size * terms, sum(sizes) + _bytes(eqn.outvars[0]), rows, kind)
+        last = self.products[-1] if self.products else None
+        if weight and last and (last.operator.name, last.operator.rows, last.times) == (weight, rows, times):
+            # The weight was multiplied with just before, so it is still in the device's cache (blocks that are shared).
+            last.operator = replace(last.operator, flops=last.operator.flops + operator.flops)
+        else:
+            self.products.append(_Product(operator, made, _bytes(eqn.outvars[0]), times))
+        made_by = frozenset({len(self.products) - 1})
+        return _Value(number=next(self.numbers), is_real=True, products=made_by, is_product=True)
+
+    def operators(self, outputs: set[int]) -> list[Operator]:
+        """Everything counted, where these products are outputs of the whole function and read by someone else."""
+        found = list(self.lookups)
+        for number, product in enumerate(self.products):
+            name, read = product.operator.name, 0 if number in outputs else product.output
+            found.append(replace(product.operator, count=product.times))
+            if product.is_ranked and product.operator.kind == "weights":
+                found.append(replace(elementwise(f"{name} ranking", read), count=product.times))
+                read = 0
+            if moved := product.made + read:
+                found.append(replace(elementwise(f"around {name}", moved), count=product.times))
+        return found
+
+
+def _alive(jaxpr: Jaxpr) -> list:
+    """The equations whose results are used."""
+    used, alive = set(jaxpr.outvars) - {None}, []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(variable in used for variable in eqn.outvars):
+            alive.append(eqn)
+            used |= {atom for atom in eqn.invars if not isinstance(atom, Constant)}
+    return alive[::-1]
+
+
+def _is_real(variable) -> bool:
+    return jax.numpy.issubdtype(variable.aval.dtype, jax.numpy.floating)
+
+
+def _bytes(variable) -> int:
+    return variable.aval.size * variable.aval.dtype.itemsize

@@ -1,0 +1,115 @@
+"""Counting in jaxprs: control flow, views of weights, what is read once, and what is not counted at all."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from helpers.operator_counts import flops
+from hydrajax.drafters.registry import KINDS
+from hydrajax.drafters.with_lookup import WithLookup
+from hydrajax.models.config import PRESETS
+from hydrajax.models.llama import Llama
+from hydrajax.models.weights import Int8, project
+from hydrajax.roofline.passes import begin, forward, observe, propose
+from hydrajax.roofline.traced import Operator, trace
+from hydrajax.trees import presets
+
+W, X = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((3, 8), jnp.float32)
+ONE = 2 * 3 * 8 * 8  # of one product of the two
+BASE = Llama(PRESETS["tiny"])
+
+
+def counted(function, params=W, *arguments) -> list[Operator]:
+    return trace(function, {"kernel": params}, *(arguments or (X,)))[0]
+
+
+def test_a_product_with_a_weight():
+    (product, around) = counted(lambda p, x: jnp.tanh(jnp.tanh(x) @ p["kernel"]))
+    assert product == Operator("kernel", ONE, 4 * (24 + 64 + 24), 3, "weights")
+    assert around == Operator("around kernel", 0, 4 * (24 + 24), 1, "elementwise")
+
+
+def test_a_scan_counts_as_often_as_it_runs():
+    def run(p, x):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ p["kernel"]), None), x, length=5)[0]
+
+    assert flops(counted(run)) == 5 * ONE
+
+
+def test_a_product_in_a_loop_of_unknown_length_is_refused():
+    with pytest.raises(ValueError, match="loop of unknown length"):
+        counted(lambda p, x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ p["kernel"], x))
+    assert not counted(lambda p, x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x + 1, x))
+
+
+def test_of_a_choice_the_dearest_branch_counts():
+    def run(p, x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ p["kernel"], lambda x: jnp.tanh(x @ p["kernel"]) @ x.T @ x, x)
+
+    assert flops(counted(run)) == ONE + 2 * (2 * 3 * 3 * 8)
+
+
+def test_calls_are_entered_and_what_nothing_reads_is_dropped():
+    def run(p, x):
+        unused = x @ p["kernel"]
+        del unused
+        return jax.checkpoint(jax.jit(jax.nn.silu))(x @ p["kernel"])
+
+    assert flops(counted(run)) == ONE
+
+
+def test_a_weight_is_read_once_by_products_that_follow_each_other():
+    def run(p, x):
+        return jnp.tanh(x @ p["kernel"].reshape(8, 8)) @ p["kernel"]
+
+    assert [(op.flops, op.bytes) for op in counted(run) if op.kind == "weights"] == [(2 * ONE, 4 * (24 + 64 + 24))]
+    between = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    found = trace(lambda p, x: x @ p["a"] @ p["b"] @ p["a"], {"a": W, "b": between}, X)[0]
+    assert [(op.name, op.count) for op in found if op.kind == "weights"] == [("a", 2), ("b", 1)]
+
+
+def test_int8_weights_are_a_byte_each():
+    kernel = Int8(jax.ShapeDtypeStruct((8, 8), jnp.int8), jax.ShapeDtypeStruct((8,), jnp.float32))
+    (product,) = (op for op in counted(lambda p, x: project(x, p["kernel"]), kernel) if op.kind == "weights")
+    assert (product.flops, product.bytes) == (ONE, 64 + 4 * (24 + 24))
+
+
+def test_ranking_reads_what_the_product_before_has_written():
+    found = {op.name: op.bytes for op in counted(lambda p, x: jax.lax.top_k(x @ p["kernel"], 2)[1])}
+    assert found == {"kernel": 4 * (24 + 64 + 24), "kernel ranking": 4 * 24}
+
+
+def test_products_of_masks_are_bookkeeping():
+    def run(p, x):
+        sees = (x > 0).astype(jnp.float32)
+        return sees @ sees.T
+
+    assert not counted(run)
+
+
+@pytest.mark.parametrize("kind", ["none", "lookup", "lookahead"])
+def test_a_drafter_without_weights_multiplies_nothing(kind):
+    drafter = KINDS[kind].build(BASE.config, jnp.float32)
+    tree = presets.by_name(drafter.spec.default_tree)
+    assert not propose(drafter, BASE, tree, 2, 64)
+    assert not observe(drafter, BASE, tree, 2, 64)
+    assert not begin(drafter, BASE, 2, 16, 64)
+
+
+def test_layers_are_counted_as_if_each_were_traced():
+    """Of 4 layers two are traced; the draft model's are traced all."""
+    draft = KINDS["model"].build(BASE.config.replace(n_layers=32), jnp.float32)
+    assert draft.config.n_layers == 4
+    ours = forward(draft.model, 1, 10, 0)
+    with_lm_head = begin(draft, BASE, 1, 10, 20)
+    layers = [op for op in ours if op.name in ("qkv", "gate up", "down", "out")]
+    assert all(op.count == 4 for op in layers)
+    assert flops(layers) == flops(op for op in with_lm_head if op.kind == "weights" and op.rows == 10)
+
+
+def test_a_draft_model_beside_lookup_runs_the_accepted_tokens_once_more():
+    model, tree = KINDS["model"].build(BASE.config, jnp.float32), presets.chain(2)
+    assert not observe(model, BASE, tree, 2, 64)
+    assert flops(observe(WithLookup(model, 3), BASE, tree, 2, 64)) > flops(propose(model, BASE, tree, 2, 64))
