@@ -33,9 +33,9 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.locking import in_use
+from hydrajax.machine import machine
 from hydrajax.measure.benchmark import step_timer
 from hydrajax.measure.calibration import Calibration, calibrate
-from hydrajax.machine import machine
 from hydrajax.measure.timing import in_rounds
 from hydrajax.questions.held_out import held_out_files
 from hydrajax.report.results import Result, write_result

@@ -12,7 +12,7 @@ import ablation
 import common
 
 from hydrajax import assets
-from hydrajax.checkpoints.base import read_config
+from hydrajax.formats.huggingface import read_config
 from hydrajax.measure.benchmark import nbytes
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.roofline.devices import DEVICES

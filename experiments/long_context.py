@@ -21,19 +21,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from common import CONSOLE, held_out_stretches
+from hydrajax.decoding.either import GreedyOrExact
+from hydrajax.measure.way import Way
+from hydrajax.serve.programs import Programs, Sizes
 
 import hydrajax
 from hydrajax.api import Loaded
 from hydrajax.cli import options, run_command
-from hydrajax.decoding.either import GreedyOrExact
 from hydrajax.decoding.prompts import batches
-from hydrajax.drafters.registry import without_weights
 from hydrajax.files import WholeFile
+from hydrajax.formats.registry import without_weights
 from hydrajax.machine import machine
 from hydrajax.measure.random_models import random_base, random_draft
-from hydrajax.measure.way import Way
 from hydrajax.models.config import LlamaConfig
-from hydrajax.serve.programs import Programs, Sizes
 from hydrajax.trees import presets
 
 CHUNK, STEPS, TREE, MOST = 512, 16, "cartesian-2x2", 33_024

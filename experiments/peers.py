@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import torch
+from hydrajax.measure.way import Way
 from rich.console import Console
 from rich.table import Table
 from side_by_side import side_by_side
@@ -28,11 +29,10 @@ from transformers import AutoModelForCausalLM
 
 import hydrajax
 from hydrajax import assets
-from hydrajax.cli.options import prompts_from
-from hydrajax.drafters.registry import title_of
 from hydrajax.autotune.fastest import choose
+from hydrajax.cli.options import prompts_from
+from hydrajax.formats.registry import title_of
 from hydrajax.machine import machine
-from hydrajax.measure.way import Way
 from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.trees import presets
 

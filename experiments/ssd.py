@@ -37,12 +37,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 from common import CONSOLE, draft_model_of, program, prompts_of, speed_rows, write
+from hydrajax.measure.apart import apart_contest, joined, part_seconds, recorded, round_seconds, times_of
+from hydrajax.measure.way import Way
 
 import hydrajax
 from hydrajax import assets
 from hydrajax.decoding.prompts import right_padded
-from hydrajax.measure.apart import apart_contest, joined, part_seconds, recorded, round_seconds, times_of
-from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.roofline.devices import DEVICES
 from hydrajax.roofline.pairs import pair_times

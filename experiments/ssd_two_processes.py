@@ -29,19 +29,19 @@ from typing import Any
 import jax
 import numpy as np
 from common import CONSOLE, draft_model_of, program, prompts_of, speed_rows, write
+from hydrajax.bundle import Bundle
+from hydrajax.measure.apart import joined, times_of
+from hydrajax.measure.way import Way
+from hydrajax.ssd.decode import MISS, ApartFn, Record, make_apart_fn
 
 import hydrajax
 from hydrajax import assets
-from hydrajax.bundle import Bundle
+from hydrajax.autotune.contest import contest
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import DecodeResult, result_of, settled_inputs
 from hydrajax.decoding.prompts import batches
 from hydrajax.decoding.state import Params
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.apart import joined, times_of
-from hydrajax.autotune.contest import contest
-from hydrajax.measure.way import Way
-from hydrajax.ssd.decode import MISS, ApartFn, Record, make_apart_fn
 from hydrajax.ssd.fan_out import FanOut, even, nothing
 from hydrajax.ssd.simulator import Outcomes, predict
 from hydrajax.trees.presets import chain

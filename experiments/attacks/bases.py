@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from hydrajax.decoding.penalties import Seen
+
 from hydrajax.decoding.sampling import position_keys
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import init_base

@@ -13,16 +13,16 @@ from attacks.bases import Alone, noise, random_config, random_tree
 from attacks.registry import Fell, Place, attack
 from attacks.told import told
 
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from helpers.how import per_row
 from hydrajax.api import make_decode_fn
+from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import DecodeResult
 from hydrajax.decoding.prompts import SMALLEST_BUCKET, right_padded
 from hydrajax.decoding.rejection import RejectionSampling
-from helpers.how import per_row
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
-from hydrajax.drafters.registry import KINDS, BesideLookup, without_weights
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.registry import KINDS, BesideLookup, without_weights
 from hydrajax.models.base import BoundBase
 
 CALLS = 12  # of what was compiled for a seed, each with other parameters, prompts, limits and numbers of the rule

@@ -14,14 +14,14 @@ from attacks.bases import Alone
 from attacks.commands import ROOT
 from attacks.drafted import Case, tried
 from attacks.registry import Fell, Place, attack
+from hydrajax.ssd.decode import make_apart_fn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.registry import KINDS
+from hydrajax.formats.registry import KINDS
 from hydrajax.models.base import abstract_base
 from hydrajax.sharding import last_devices, make_mesh, placer
-from hydrajax.ssd.decode import make_apart_fn
 from hydrajax.trees import presets
 
 DEVICES, CASES, CALLS = 8, 2, 3

@@ -29,15 +29,16 @@ import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
+from hydrajax.measure.way import Way
+
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import check_fit
-from hydrajax.drafters.registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.formats.registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, room_for, step_timer
 from hydrajax.measure.memory import copy_bandwidth, peak_memory
 from hydrajax.measure.random_models import LM_HEADS, drafter_for, random_base, random_draft
-from hydrajax.measure.way import Way
 from hydrajax.models import backend
 from hydrajax.models.config import PRESETS
 from hydrajax.models.llama import Llama

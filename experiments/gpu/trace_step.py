@@ -17,10 +17,11 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
+from hydrajax.measure.way import Way
+
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.measure.benchmark import TIMED_STEPS, first_nodes, step_timer
 from hydrajax.measure.random_models import random_base, random_draft
-from hydrajax.measure.way import Way
 from hydrajax.models.config import PRESETS
 from hydrajax.trees import presets
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydrajax.drafters import registry
 from hydrajax.errors import HydrajaxError, not_allowed, one_line
+from hydrajax.formats import registry
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.config import LlamaConfig
 from hydrajax.train.data.conversations import FORMATS as CONVERSATION_FORMATS

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
 
-from hydrajax.checkpoints.base import read_config
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.huggingface import read_config
 from hydrajax.models.base import abstract_base
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.llama import Llama

@@ -20,11 +20,11 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from hydrajax.checkpoints.training import TrainCheckpoints
 from hydrajax.errors import HydrajaxError
 from hydrajax.processes import anywhere, is_main, main_does, or_end, same_everywhere, to_host
 from hydrajax.sharding import replicated
 from hydrajax.text.records import OBJECT
+from hydrajax.train.checkpoints import TrainCheckpoints
 from hydrajax.train.config import TrainConfig
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.data.feed import Feed

@@ -16,8 +16,8 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3, reads_of
 from hydrajax.drafters.lm_head import Vocabulary
-from hydrajax.drafters.registry import HEADS, KINDS, kind_of, title_of
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.registry import HEADS, KINDS, kind_of, title_of
 from hydrajax.trees.dynamic import DynamicTree
 
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7], [1] * 17]

@@ -12,16 +12,16 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from helpers.damage import VOCAB, WIDTH, edit
-from hydrajax.checkpoints.base import export_llama, load_llama
-from hydrajax.checkpoints.fingerprint import fingerprint
-from hydrajax.checkpoints.heads.export import export_heads
-from hydrajax.checkpoints.tensors import save_safetensors, save_torch
 from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.formats.export import export_heads
+from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.huggingface import export_llama, load_llama
+from hydrajax.formats.tensors import save_safetensors, save_torch
 from hydrajax.models.base import BoundBase, abstract_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama

@@ -11,7 +11,7 @@ import pytest
 
 from helpers.runs import heads_file, without_clock
 from hydrajax import load
-from hydrajax.checkpoints.base import read_config
+from hydrajax.formats.huggingface import read_config
 from hydrajax.models.base import BoundBase
 from hydrajax.models.rows import run_base
 from hydrajax.train import loop

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from hydrajax.checkpoints.heads.export import export_heads
-from hydrajax.checkpoints.heads.load import load_draft
+from hydrajax.formats.export import export_heads
+from hydrajax.formats.load import load_draft
 from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama

@@ -15,14 +15,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from hydrajax.checkpoints.fingerprint import fingerprint
-from hydrajax.checkpoints.heads.export import export_heads
-from hydrajax.checkpoints.heads.load import load_draft
-from hydrajax.checkpoints.hub import resolve
-from hydrajax.drafters import registry
 from hydrajax.drafters.drafter import Trainable, abstract_draft
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats import registry
+from hydrajax.formats.export import export_heads
+from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.hub import resolve
+from hydrajax.formats.load import load_draft
 from hydrajax.models.base import BaseModel, BoundBase, abstract_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.rows import run_base

@@ -20,10 +20,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from hydrajax.checkpoints.adapter import save_adapter
-from hydrajax.checkpoints.base import export_merged
-from hydrajax.checkpoints.hub import resolve
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.hub import resolve
+from hydrajax.formats.huggingface import export_merged
+from hydrajax.formats.peft import save_adapter
 from hydrajax.models.adapter import check_adapter, split_adapter, with_adapter
 from hydrajax.models.base import BoundBase, abstract_base, init_base
 from hydrajax.models.config import LlamaConfig

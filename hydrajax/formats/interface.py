@@ -1,0 +1,143 @@
+"""How a kind of drafter is kept in files: what `hydrajax.formats` asks the drafter's own files.
+
+A kind of drafter that is trained has one `Files`, which its line in `hydrajax.formats.registry` names. Loading,
+exporting and the model card go through these, so none of them knows any kind by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from hydrajax.drafters.drafter import Drafter
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.layout import Layout, Shape
+
+
+@runtime_checkable
+class Tensors(Protocol):
+    """The tensors of some files by name, as `hydrajax.formats.tensors.TensorFiles` offers them.
+
+    Shapes and dtypes are known before any tensor is read. A dtype is called as NumPy calls it, or by the file's own
+    name if NumPy has none.
+    """
+
+    def __iter__(self) -> Iterator[str]: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, name: object) -> bool: ...
+    def shape(self, name: str) -> Shape: ...
+    def dtype(self, name: str) -> str: ...
+    def read(self, name: str) -> np.ndarray: ...
+
+
+class MadeFor(NamedTuple):
+    """What an export knows of the base that heads were made for. n_layers: None where nobody said it."""
+
+    name: str = ""
+    n_layers: int | None = None
+
+
+class HeadFormat:
+    """One way in which a program keeps draft heads in a directory: ``config.json`` beside one file of tensors.
+
+    name:        what ``hydrajax convert export --format`` calls it.
+    stem:        the name of the file of tensors without its suffix, or `hydrajax.models.layout.MODEL`.
+    known_by:    how a person recognises such a directory, for the message that a directory is none.
+    read_by:     who reads what we write, a sentence for the model card; HEADS in it stands for the number of heads.
+                 Empty for formats that we read and do not write.
+    ignored:     a regular expression of names of tensors in the file that are not the heads'.
+    dtype_field: the field of ``config.json`` that names the dtype of the file, where the format has one.
+    torch_only:  whether the official code opens PyTorch's file alone, so that an export may write that one too.
+
+    Errors that the methods raise are `HydrajaxError` without the name of the directory, which the caller adds.
+    """
+
+    name: str
+    stem: str
+    known_by: str
+    read_by: str = ""
+    ignored: str = "(?!)"
+    dtype_field: str = ""
+    torch_only: bool = False
+
+    def recognises(self, config: dict, names: Collection[str]) -> bool:
+        """Whether a directory is of this format.
+
+        config: the content of ``config.json``. names: of the tensors of the whole model beside it. There are none when
+        this is asked first: the model is opened only if no format recognises ``config.json`` alone.
+        """
+        raise NotImplementedError
+
+    def drafter(self, config: dict, files: Tensors, base: LlamaConfig) -> Drafter:
+        """The drafter that ``config.json`` and the names and shapes of the tensors describe, computing in float32.
+
+        No tensor is read. Raises `HydrajaxError` for a description that is not supported or fits another base.
+        """
+        raise NotImplementedError
+
+    def layout(self, drafter: Drafter, config: dict) -> Layout:
+        """The key map of such a drafter, for reading and writing. config: the content of ``config.json``."""
+        raise NotImplementedError
+
+    def settled(self, drafter: Drafter, files: Tensors, dtype: Any) -> Drafter:
+        """The drafter with what only the content of its tensors tells, such as which blocks are shared.
+
+        Names, shapes and dtypes of the tensors have been checked by then.
+
+        dtype: that the drafter shall compute in; None for that of the file.
+        """
+        raise NotImplementedError
+
+    def config(self, drafter: Drafter, made_for: MadeFor) -> dict:
+        """The fields of ``config.json`` with which to write a drafter. Raises `HydrajaxError` if there are none."""
+        raise NotImplementedError
+
+    def constants(self, drafter: Drafter) -> dict[str, np.ndarray]:
+        """Tensors that follow from the drafter's settings, by name, which are written as they are beside its own."""
+        return {}
+
+
+@dataclass(frozen=True)
+class About:
+    """What the model card says of a drafter. tag: under which the Hub lists it; rows: of the card's table."""
+
+    title: str
+    tag: str
+    rows: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Files:
+    """What checkpoints need to know of a kind of drafter that has trained parameters.
+
+    drafter: its dataclass, whose fields are the settings in our own format (`hydrajax.formats.native`).
+    formats: of other programs, in which it is read and written; an export prefers the first that fits.
+    check:   ``(drafter, base)`` raises ValueError for settings that nobody writes, before anything of their size is
+             made, and `HydrajaxError` for those of another base.
+    about:   ``drafter -> About``.
+    codecs:  for settings that are no plain values, by their names, how they become JSON and how they are read again.
+             The latter raises KeyError, TypeError or ValueError for what the former does not write.
+    """
+
+    drafter: type
+    formats: tuple[HeadFormat, ...]
+    check: Callable[[Any, LlamaConfig], None]
+    about: Callable[[Any], About]
+    codecs: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = field(default_factory=dict)
+
+
+def integer(config: dict, field: str, least: int) -> int:
+    """A whole number that ``config.json`` must hold."""
+    value = config.get(field)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise HydrajaxError(f"config.json: {field} must be an integer from {least} up, found {value!r}")
+    return value
+
+
+def cannot_write(found: str, allowed: str) -> HydrajaxError:
+    """The error that a format has no way to say what a drafter is."""
+    return HydrajaxError(f"{found}, the official layouts allow {allowed}")
