@@ -12,6 +12,8 @@ import logging
 import math
 import os
 import shutil
+import threading
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -35,6 +37,7 @@ WHAT = "checkpoint"
 RECORD = "hydrajax.json"
 STATE, UNFINISHED = "state", ".orbax-checkpoint-tmp"  # orbax's names
 FIELDS = {"meta": OBJECT, "metric": or_null(FLOAT), "tree": object_of(TEXT), "files": object_of(list_of(INTEGER, 2))}
+QUIET = 0.2  # seconds for which nothing new may appear after a failed save
 MOST_ERRORS_OF_A_SAVE = 16  # more than the files that orbax writes with threads of their own
 
 # Orbax logs every failure with its traceback through absl; here it becomes one line of a HydrajaxError.
@@ -289,7 +292,7 @@ class TrainCheckpoints:
         self._metrics.pop(step, None)
         self._let_other_errors_pass()
         if is_main():
-            self._remove_unfinished()
+            self._remove_until_quiet()
         self._checkpointer.reload()
         return HydrajaxError(f"{WHAT}: saving step {step} in {self.directory} failed: {one_line(error)}")
 
@@ -300,11 +303,27 @@ class TrainCheckpoints:
         """
         for _ in range(MOST_ERRORS_OF_A_SAVE):
             with suppress(Exception):
-                return self._checkpointer.wait()
+                self._checkpointer.wait()
+                break
+        for thread in threading.enumerate():
+            if type(thread).__module__.startswith("orbax."):
+                with suppress(Exception):  # its own error, which `join` raises
+                    thread.join()
 
-    def _remove_unfinished(self) -> None:
-        for path in self.directory.glob(f"*{UNFINISHED}*"):
+    def _remove_until_quiet(self) -> None:
+        """Remove what a failed save left. TensorStore's threads cannot be joined: they may write more, in new folders."""
+        deadline = time.monotonic() + QUIET
+        while time.monotonic() < deadline:
+            if self._remove_unfinished():
+                deadline = time.monotonic() + QUIET
+            time.sleep(QUIET / 20)
+
+    def _remove_unfinished(self) -> bool:
+        """Return whether there was something to remove."""
+        found = list(self.directory.glob(f"*{UNFINISHED}*"))
+        for path in found:
             shutil.rmtree(path, ignore_errors=True)
+        return bool(found)
 
     def _set_damaged_aside(self) -> None:
         """Rename damaged checkpoints, so that new ones are counted without them; nothing is deleted."""
