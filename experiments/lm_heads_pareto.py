@@ -17,7 +17,7 @@ from hydrajax.measure.benchmark import nbytes
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.roofline.devices import DEVICES
 from hydrajax.roofline.prediction import predict
-from hydrajax.train.config import DraftConfig
+from hydrajax.train.config import draft_of as DraftConfig
 from hydrajax.train.tasks.heads import make_drafter
 
 FULL = ablation.FULL | {"timed": 8, "rounds": 30}

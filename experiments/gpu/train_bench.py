@@ -28,7 +28,8 @@ from hydrajax.measure.random_models import random_base
 from hydrajax.models.config import PRESETS
 from hydrajax.models.rows import run_base
 from hydrajax.sharding import make_mesh
-from hydrajax.train.config import DataConfig, DraftConfig, OptimizerConfig, TrainConfig
+from hydrajax.train.config import DataConfig, OptimizerConfig, TrainConfig
+from hydrajax.train.config import draft_of as DraftConfig
 from hydrajax.train.flops import forward_flops, peak_flops
 from hydrajax.train.losses import Objective
 from hydrajax.train.optimizer import make_optimizer

@@ -23,8 +23,9 @@ from jaxtyping import Float, Int
 
 from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul
 from hydrajax.drafters.drafter import following_tokens, last_observed
-from hydrajax.drafters.heads import AtOnce, Head, block_costs
+from hydrajax.drafters.heads import AtOnce, Head, HeadSettings, block_costs
 from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.settings import at_least
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Part, causal_mask, rope_table
@@ -91,6 +92,23 @@ class AutoEmbedding(nn.Module):
 
 
 @dataclass(frozen=True)
+class AmphistaSettings(HeadSettings):
+    """See `AmphistaHeads`."""
+
+    adaptation_layers: int = 2
+    auto_embedding_layers: int = 1
+    position_encoding: bool = True
+    reads_token: bool = True
+    mlp_width: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        at_least("draft.adaptation_layers", self.adaptation_layers, 0)
+        at_least("draft.auto_embedding_layers", self.auto_embedding_layers, 0)
+        at_least("draft.mlp_width", self.mlp_width, 1)
+
+
+@dataclass(frozen=True)
 class AmphistaHeads(AtOnce):
     """K heads that are not sequential. config: of the adaptation and auto-embedding layers, with the base's width and
     vocabulary. Methods: `hydrajax.drafters.drafter.Trainable`.
@@ -118,6 +136,7 @@ class AmphistaHeads(AtOnce):
     hidden_state_offset: ClassVar[int] = 0
     dropout: ClassVar[float] = 0.0
     prefix: ClassVar[None] = None
+    Settings = AmphistaSettings
 
     def __post_init__(self):
         if not 0 <= self.adaptation_layers <= self.n_heads:
@@ -126,9 +145,21 @@ class AmphistaHeads(AtOnce):
             )
 
     @classmethod
-    def for_base(cls, config: LlamaConfig, dtype, *, n_heads: int = 4, **settings):
+    def for_base(cls, base, dtype, settings=None, target_counts=None):
         """With layers like the base's."""
-        return cls(n_heads, config.plain_layer, dtype=jnp.dtype(dtype), **settings)
+        s = settings or AmphistaSettings()
+        return cls(
+            s.n_heads,
+            base.plain_layer,
+            n_layers=s.n_layers,
+            adaptation_layers=s.adaptation_layers,
+            auto_embedding_layers=s.auto_embedding_layers,
+            position_encoding=s.position_encoding,
+            reads_token=s.reads_token,
+            mlp_width=s.mlp_width,
+            dtype=jnp.dtype(dtype),
+            small_lm_head=s.small_lm_head(base, target_counts),
+        )
 
     @property
     def width(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
@@ -33,9 +33,10 @@ class MedusaHeads(AtOnce):
     prefix: Prefix | None = None
 
     @classmethod
-    def for_base(cls, config, dtype, *, prefix=False, **settings):
+    def for_base(cls, base, dtype, settings=None, target_counts=None):
         # Behind a prefix layer the released layout has only heads whose lm head has a bias.
-        return super().for_base(config, dtype, prefix=prefix, **{"lm_head_bias": prefix} | settings)
+        heads = super().for_base(base, dtype, settings, target_counts)
+        return replace(heads, lm_head_bias=heads.prefix is not None)
 
     @property
     def lm_head(self) -> LmHead:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from hydrajax.drafters.amphista import AmphistaHeads
-from hydrajax.formats.eagle import CONFIG_CODEC
 from hydrajax.formats.interface import About, Files
-from hydrajax.formats.stacks import MOST, check_stack, lm_head_from_json, lm_head_to_json
+from hydrajax.formats.stacks import MOST, check_stack
 from hydrajax.models.config import LlamaConfig
 
 
 def check(heads: AmphistaHeads, base: LlamaConfig) -> None:
-    """`hydrajax.formats.interface.Files.check`."""
+    """`Files.check`."""
     check_stack(heads, base)
     c = heads.config
     if c != c.plain_layer:
@@ -33,5 +32,4 @@ def about(heads: AmphistaHeads) -> About:
     return About("Amphista heads", "amphista", rows)
 
 
-CODECS = {"config": CONFIG_CODEC, "small_lm_head": (lm_head_to_json, lm_head_from_json)}
-FILES = Files(AmphistaHeads, (), check, about, CODECS)
+FILES = Files((), check, about)

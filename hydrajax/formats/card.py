@@ -55,7 +55,7 @@ def model_card(drafter, format: str, read_by: str, base_name: str, story: dict[s
 def describe(drafter) -> About:
     """What a drafter is, by the file of its kind; a prefix layer in front of it is said in the title."""
     about = FILES[kind_of(drafter)].about(drafter)
-    if not getattr(drafter, "prefix", None):
+    if not drafter.spec.prefix_layer:
         return about
     return About(f"{about.title} with a prefix layer", about.tag, about.rows)
 

@@ -19,7 +19,7 @@ from hydrajax.formats.card import describe, model_card
 from hydrajax.formats.directories import WHAT, cast, exported
 from hydrajax.formats.interface import HeadFormat, MadeFor, cannot_write
 from hydrajax.formats.load import RECORD
-from hydrajax.formats.registry import FILES, kind_of
+from hydrajax.formats.registry import FILES, HEADS, kind_of
 from hydrajax.formats.registry import FORMATS as RELEASED
 from hydrajax.formats.tensors import save_safetensors, save_torch
 from hydrajax.models.layout import write
@@ -70,7 +70,7 @@ def export_heads(
     made_for = MadeFor(base_name, ((base_fingerprint or {}).get("shapes") or {}).get("n_layers"))
     try:
         if kind is None:
-            allowed = ", ".join(files.drafter.__name__ for files in FILES.values())
+            allowed = ", ".join(kind.__name__ for kind in HEADS.values())
             raise cannot_write(f"drafter is {type(drafter).__name__}", allowed)
         if format not in (None, *FORMATS):
             raise not_allowed("format", format, FORMATS)

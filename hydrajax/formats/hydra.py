@@ -15,14 +15,14 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family import decoder_layer
-from hydrajax.formats.interface import About, cannot_write, integer
+from hydrajax.formats.interface import About, Files, cannot_write, integer
 from hydrajax.formats.stacks import (
     Naming,
     StackFormat,
     check_full_lm_head,
+    check_stack,
     drafter_name,
     heads_layout,
-    stack_files,
     stack_rows,
 )
 from hydrajax.models.config import LlamaConfig
@@ -93,4 +93,4 @@ def prefix_layout(base: LlamaConfig, path: Path = ("prefix",)) -> Layout:
     return [*layer, same((*path, "norm", "scale"), "prefix_embeding_layer.norm.weight", base.width)]
 
 
-FILES = stack_files(HydraHeads, Hydra(), about=lambda heads: About("Hydra heads", "hydra", stack_rows(heads)))
+FILES = Files((Hydra(),), check_stack, lambda heads: About("Hydra heads", "hydra", stack_rows(heads)))

@@ -7,7 +7,7 @@ exporting and the model card go through these, so none of them knows any kind by
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,6 +16,8 @@ from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import Layout, Shape
+
+CONFIG = "config.json"
 
 
 @runtime_checkable
@@ -112,22 +114,19 @@ class About:
 
 @dataclass(frozen=True)
 class Files:
-    """What checkpoints need to know of a kind of drafter that has trained parameters.
+    """How a kind of drafter that has trained parameters is kept in files.
 
-    drafter: its dataclass, whose fields are the settings in our own format (`hydrajax.formats.native`).
+    Our own format (`hydrajax.formats.native`) holds the fields of its dataclass.
+
     formats: of other programs, in which it is read and written; an export prefers the first that fits.
     check:   ``(drafter, base)`` raises ValueError for settings that nobody writes, before anything of their size is
              made, and `HydrajaxError` for those of another base.
     about:   ``drafter -> About``.
-    codecs:  for settings that are no plain values, by their names, how they become JSON and how they are read again.
-             The latter raises KeyError, TypeError or ValueError for what the former does not write.
     """
 
-    drafter: type
     formats: tuple[HeadFormat, ...]
     check: Callable[[Any, LlamaConfig], None]
     about: Callable[[Any], About]
-    codecs: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = field(default_factory=dict)
 
 
 def integer(config: dict, field: str, least: int) -> int:
@@ -136,6 +135,22 @@ def integer(config: dict, field: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise HydrajaxError(f"config.json: {field} must be an integer from {least} up, found {value!r}")
     return value
+
+
+def expect(config: dict, allowed: dict[str, Any], where: str = CONFIG) -> None:
+    """Refuse a field that declares what is not computed here. allowed: the values of each, of which None is absent."""
+    for name, values in allowed.items():
+        if (found := config.get(name)) not in values:
+            said = next((value for value in values if value is not None), None)
+            raise HydrajaxError(f"{where}: {name} is {found!r}, supported is {'none' if said is None else repr(said)}")
+
+
+def flag(config: dict, name: str, default: bool | None = None) -> bool:
+    """True or false as ``config.json`` says. default: where it says nothing; None refuses that."""
+    found = config.get(name, default)
+    if not isinstance(found, bool):
+        raise HydrajaxError(f"{CONFIG}: {name} must be true or false, found {found!r}")
+    return found
 
 
 def cannot_write(found: str, allowed: str) -> HydrajaxError:

@@ -12,14 +12,14 @@ import re
 
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.interface import About, Tensors, cannot_write, integer
+from hydrajax.formats.interface import About, Files, Tensors, cannot_write, integer
 from hydrajax.formats.stacks import (
     Naming,
     StackFormat,
     check_full_lm_head,
+    check_stack,
     drafter_name,
     heads_layout,
-    stack_files,
     stack_rows,
 )
 from hydrajax.models.config import LlamaConfig
@@ -164,4 +164,4 @@ def about(heads: MedusaHeads) -> About:
     return About("Medusa heads", "medusa", stack_rows(heads))
 
 
-FILES = stack_files(MedusaHeads, Medusa(), Medusa2(), VLLMMedusa(), about=about)
+FILES = Files((Medusa(), Medusa2(), VLLMMedusa()), check_stack, about)

@@ -8,6 +8,8 @@ changed.
 from __future__ import annotations
 
 import dataclasses
+import math
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.drafters.drafter import abstract_draft
+from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import check_file, checksums, size_and_checksum
 from hydrajax.formats.interface import integer
-from hydrajax.formats.registry import FILES, has_prefix, kind_of
+from hydrajax.formats.registry import FILES, HEADS, kind_of
 from hydrajax.formats.tensors import FLOATS
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import named_leaves
@@ -39,16 +42,14 @@ def save_native(folder: Path, drafter, params: Any) -> dict[str, Any]:
     """
     from orbax.checkpoint import v1 as ocp  # slow to import, and other formats need none
 
-    kind = kind_of(drafter)
-    settings = {field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter)}
-    prefix = settings.pop("prefix", None)  # described beside the settings, as version 1 of the format has it
-    settings |= {name: to_json(settings[name]) for name, (to_json, _) in FILES[kind].codecs.items()}
-    settings["dtype"] = jnp.dtype(drafter.dtype).name
-    settings = {name: value for name, value in settings.items() if value is not None}  # None is the default then
+    values = {field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter)}
+    prefix = values.pop("prefix", None)  # described beside the settings, as version 1 of the format has it
+    values["dtype"] = jnp.dtype(drafter.dtype).name
     ocp.save(folder / PARAMS, jax.tree.map(np.asarray, params))
     # orbax needs none to load, and it names a path of this machine.
     (folder / PARAMS / COMMITTED).unlink(missing_ok=True)
-    described = {"heads": kind, "prefix": prefix is not None, "settings": settings}
+    settings = {name: _to_json(value) for name, value in values.items() if value is not None}  # None is the default
+    described = {"heads": kind_of(drafter), "prefix": prefix is not None, "settings": settings}
     if prefix is not None and prefix.window is not None:
         described["prefix_window"] = prefix.window
     return {
@@ -101,25 +102,18 @@ def _shapes(params: Any) -> dict[str, list[int]]:
 def _drafter(described: Any, base: LlamaConfig):
     """The drafter of a ``config.json``. Settings that an older file does not have are the defaults of its dataclass."""
     try:
-        files, settings = FILES[described["heads"]], dict(described["settings"])
-        if settings["dtype"] not in FLOATS.values():
-            raise ValueError(f"dtype is {settings['dtype']!r}")
-        settings["dtype"] = jnp.dtype(settings["dtype"])
-        types = {field.name: field.type for field in dataclasses.fields(files.drafter) if field.name != "prefix"}
-        for name, value in settings.items():
-            if name not in types:
-                raise ValueError(f"its settings are {', '.join(sorted(settings))}")
-            if not _is_of_type(value, types[name]):
-                raise ValueError(f"{name} is {value!r}")
-            if name in files.codecs:
-                settings[name] = files.codecs[name][1](value)
-        drafter = files.drafter(**settings)
-        files.check(drafter, base)
+        heads, settings = described["heads"], dict(described["settings"])
+        kind, dtype = HEADS[heads], settings.pop("dtype")
+        if dtype not in FLOATS.values():
+            raise ValueError(f"dtype is {dtype!r}")
+        has_prefix = "prefix" in {field.name for field in dataclasses.fields(kind)}
+        drafter = _made(kind, settings, dtype=jnp.dtype(dtype), **({"prefix": None} if has_prefix else {}))
+        FILES[heads].check(drafter, base)
         prefix = described["prefix"]
         if not isinstance(prefix, bool):
             raise ValueError(f"prefix is {prefix!r}")
-        if prefix and not has_prefix(described["heads"]):
-            raise ValueError(f"prefix is true, {described['heads']} has no prefix layer")
+        if prefix and not has_prefix:
+            raise ValueError(f"prefix is true, {heads} has no prefix layer")
         window = integer(described, "prefix_window", 1) if "prefix_window" in described else None
         if window is not None and not prefix:
             raise ValueError(f"prefix_window is {window}, there is no prefix layer")
@@ -130,11 +124,51 @@ def _drafter(described: Any, base: LlamaConfig):
     return drafter.with_prefix(base, window) if prefix else drafter
 
 
-def _is_of_type(value: Any, annotation: str) -> bool:
-    """Whether a value is of the type that a field of a dataclass is annotated with, as far as plain types go."""
-    if annotation in ("int", "float") and isinstance(value, bool):
-        return False
-    return isinstance(value, {"int": int, "bool": bool, "float": (int, float)}.get(annotation, object))
+def _to_json(value: Any) -> Any:
+    """A setting as JSON has it."""
+    if isinstance(value, Vocabulary):
+        return value.tokens.tolist()
+    if isinstance(value, tuple):
+        return list(value)
+    if dataclasses.is_dataclass(value):
+        return {field.name: _to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return value
+
+
+def _made(kind: type, found: dict, of: str = "", **others) -> Any:
+    """The inverse of `_to_json` for a dataclass, the setting ``of``. others: fields that are not in the file.
+
+    Raises `KeyError`, `TypeError`, `ValueError` or `HydrajaxError` for what that does not write.
+    """
+    kinds = typing.get_type_hints(kind)
+    names = {field.name for field in dataclasses.fields(kind)} - others.keys()
+    if unknown := found.keys() - names:
+        raise ValueError(f"{of or kind.__name__} has {', '.join(sorted(map(str, unknown)))}")
+    where = f" of {of}" if of else ""
+    return kind(**{name: _read(value, kinds[name], f"{name}{where}") for name, value in found.items()}, **others)
+
+
+def _read(value: Any, kind: Any, name: str) -> Any:
+    """A value of this type, as strictly as `_made`."""
+    choices = typing.get_args(kind)
+    if type(None) in choices:
+        if value is None:
+            return None
+        kind = choices[0]
+    if kind is Vocabulary or typing.get_origin(kind) is tuple:
+        if not isinstance(value, list) or not value or any(type(x) is not int or not 0 <= x < 2**31 for x in value):
+            raise ValueError(f"{name} is no list of numbers of at most 31 bits")
+        return Vocabulary(value) if kind is Vocabulary else tuple(value)
+    if dataclasses.is_dataclass(kind):
+        found = dict(value)
+        if kind is LmHead:  # a `LlamaConfig` may be of an older version, which had fewer fields
+            found = {field.name: found.pop(field.name) for field in dataclasses.fields(kind)} | found
+        return _made(kind, found, name)
+    if kind is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if type(value) is not kind or (kind is int and abs(value) >= 2**31):
+        raise ValueError(f"{name} is {value!r}")
+    return value
 
 
 def _check_files(directory: Path, files: Any) -> None:

@@ -1,4 +1,4 @@
-"""The kinds of drafters: a line for each. Everything else of a kind is in its own file.
+"""The kinds of drafters: a line for each. The rest of a kind is its class in `hydrajax.drafters` and its format here.
 
 Commands, files, training, benchmarks and costs ask here and never for a class by name.
 """
@@ -6,75 +6,86 @@ Commands, files, training, benchmarks and costs ask here and never for a class b
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.draft_model import DraftModel
-from hydrajax.drafters.drafter import Drafter, Trainable
+from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
+from hydrajax.drafters.heads import StackSettings
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.settings import Settings
 from hydrajax.drafters.with_lookup import NODES, WithLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import amphista, eagle, hydra, medusa
 from hydrajax.formats.interface import Files
+from hydrajax.formats.speculators import SPECULATORS
 from hydrajax.models.config import LlamaConfig
 
 
 @dataclass(frozen=True)
-class Kind:
+class DrafterKind:
     """A kind of drafter.
 
-    title: for people. drafter: its class. about: of a drafter without weights, whose name is all that ``--draft`` and
-    `hydrajax.load` need, what the command line says of it. files: of draft heads, how they are kept in files; the name
-    is then what configurations and files call them. (Those of a draft model are a base's.) settings: of heads as they
-    were released, over the defaults. numbers: of a drafter without weights, the fields of the numbers that may follow
-    its name (`without_weights`), by the letters that messages call them.
+    title:    for people.
+    drafter:  its class. A trained one has ``Settings`` and ``for_base`` (`hydrajax.drafters.drafter.Trainable`).
+    files:    of draft heads, how they are kept in files; the name is then what configurations and files call them.
+              (Those of a draft model are a base's.)
+    settings: of heads as they were released, where these are not the defaults.
+    about:    of a drafter without weights, which ``--draft`` and `hydrajax.load` take by name: what the command line
+              says of it.
+    numbers:  of a drafter without weights, what messages call the numbers that may follow its name (`without_weights`),
+              which are the first fields of its class.
+    given:    these numbers, as found in a name.
     """
 
     title: str
     drafter: type
-    about: str = ""
     files: Files | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    numbers: dict[str, str] = field(default_factory=dict)
+    settings: Settings | None = None
+    about: str = ""
+    numbers: tuple[str, ...] = ()
+    given: tuple[int, ...] = ()
 
     def build(self, config: LlamaConfig, dtype) -> Drafter:
-        """The drafter for a base of this shape, heads at their released size."""
-        return self.drafter(**self.settings) if self.about else self.drafter.for_base(config, dtype, **self.settings)
+        """Return the drafter for a base of this shape, heads at their released size."""
+        if self.about:
+            return self.drafter(*self.given)
+        return self.drafter.for_base(config, dtype, self.settings)
 
 
 # Directories of heads are recognised, and formats listed, in this order.
 KINDS = {
-    "none": Kind("no draft", NoDrafter, about="no draft at all"),
-    "lookup": Kind("Lookup", PromptLookup, about="n-grams of the text so far"),
-    "lookahead": Kind(
+    "none": DrafterKind("no draft", NoDrafter, about="no draft at all"),
+    "lookup": DrafterKind("Lookup", PromptLookup, about="n-grams of the text so far"),
+    "lookahead": DrafterKind(
         "Lookahead",
         Lookahead,
         about="n-grams that the base guesses ahead; lookahead-W-N-G: window, length, guesses; default 15-5-15",
-        numbers={"W": "window", "N": "ngram", "G": "guesses"},
+        numbers=("W", "N", "G"),
     ),
-    "hydra": Kind("Hydra", HydraHeads, files=hydra.FILES),
-    "medusa": Kind("Medusa", MedusaHeads, files=medusa.FILES),
-    "hydra++": Kind("Hydra++", HydraHeads, settings={"prefix": True, "n_layers": 4}),
-    "amphista": Kind("Amphista", AmphistaHeads, files=amphista.FILES),
-    "eagle": Kind("EAGLE", Eagle, files=eagle.EAGLE_FILES),
-    "eagle3": Kind("EAGLE-3", Eagle3, files=eagle.EAGLE_3_FILES),
-    "model": Kind("draft model", DraftModel),
+    "hydra": DrafterKind("Hydra", HydraHeads, hydra.FILES),
+    "medusa": DrafterKind("Medusa", MedusaHeads, medusa.FILES),
+    "hydra++": DrafterKind("Hydra++", HydraHeads, settings=StackSettings(prefix=True, n_layers=4)),
+    "amphista": DrafterKind("Amphista", AmphistaHeads, amphista.FILES),
+    "eagle": DrafterKind("EAGLE", Eagle, eagle.files(eagle.EAGLE)),
+    "eagle3": DrafterKind("EAGLE-3", Eagle3, eagle.files(eagle.EAGLE_3, eagle.VLLM_EAGLE_3, SPECULATORS)),
+    "model": DrafterKind("draft model", DraftModel),
 }
 WITHOUT_WEIGHTS = {name: kind for name, kind in KINDS.items() if kind.about}
 FILES = {name: kind.files for name, kind in KINDS.items() if kind.files}
-HEADS = {name: files.drafter for name, files in FILES.items()}
+HEADS = {name: KINDS[name].drafter for name in FILES}
 FORMATS = [format for files in FILES.values() for format in files.formats]
 
 
-def without_weights(draft: Any) -> Kind | None:
+def without_weights(draft: Any) -> DrafterKind | None:
     """The kind that is meant by a name which needs no files, such as ``lookup`` or ``lookahead-15-5-15``; else None.
 
     Raises `HydrajaxError` for numbers after the name that are too many or too few, or that make no sense.
@@ -88,9 +99,8 @@ def without_weights(draft: Any) -> Kind | None:
             found = [int(number) for number in draft.removeprefix(f"{name}-").split("-")]
             if len(found) != len(kind.numbers):
                 raise HydrajaxError(f"draft: found '{draft}', allowed are {name} and {'-'.join([name, *kind.numbers])}")
-            settings = dict(zip(kind.numbers.values(), found, strict=True))
-            kind.drafter(**settings)  # refuses what makes no sense before a base is loaded
-            return replace(kind, settings=settings)
+            kind.drafter(*found)  # refuses what makes no sense before a base is loaded
+            return replace(kind, given=tuple(found))
     return None
 
 
@@ -120,29 +130,12 @@ def beside_lookup(draft: Any) -> BesideLookup | None:
     return beside
 
 
-def heads_for(name: str, config: LlamaConfig, dtype, *, prefix: bool = False, **settings) -> Trainable:
-    """Return draft heads for a base of this shape.
-
-    settings: of the class in `HEADS`, over its defaults. Raises `HydrajaxError` for a prefix layer before heads that
-    have none.
-    """
-    if prefix and not has_prefix(name):
-        raise HydrajaxError(f"draft.prefix: {name} has no prefix layer, found true")
-    layer = {"prefix": True} if prefix else {}
-    return HEADS[name].for_base(config, dtype, **layer, **settings)
-
-
-def has_prefix(name: str) -> bool:
-    """Tell whether this kind of heads may have a prefix layer (`hydrajax.drafters.prefix`)."""
-    return "prefix" in {field.name for field in fields(HEADS[name])}
-
-
 def title_of(drafter: Drafter) -> str:
     """Return a drafter's name for people, such as "Medusa" or, of Hydra heads with a prefix layer, "Hydra++"."""
     if drafter.spec.branch_nodes:
         return f"{title_of(drafter.drafter)} with lookup"
     title = next((kind.title for kind in KINDS.values() if kind.drafter is type(drafter)), type(drafter).__name__)
-    return f"{title}++" if getattr(drafter, "prefix", None) else title
+    return f"{title}++" if drafter.spec.prefix_layer else title
 
 
 def kind_of(drafter: Any) -> str | None:

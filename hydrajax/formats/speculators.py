@@ -16,8 +16,7 @@ from typing import Any
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.eagle_layouts import (
-    CONFIG,
+from hydrajax.formats.eagle import (
     IGNORED,
     LAYERS,
     OFF,
@@ -26,8 +25,6 @@ from hydrajax.formats.eagle_layouts import (
     eagle_3_layout,
     eagle_3_of,
     eagle_layout,
-    expect,
-    flag,
     layer_fields,
     layer_of,
     layers_read,
@@ -35,7 +32,7 @@ from hydrajax.formats.eagle_layouts import (
     reads_from,
     token_tensors,
 )
-from hydrajax.formats.interface import MadeFor, integer
+from hydrajax.formats.interface import CONFIG, MadeFor, expect, flag, integer
 from hydrajax.models.config import LlamaConfig
 
 KIND, LAYER = "speculators_model_type", "transformer_layer_config"

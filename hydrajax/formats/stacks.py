@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.interface import Files, HeadFormat, Tensors, cannot_write
+from hydrajax.formats.interface import HeadFormat, Tensors, cannot_write
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import Entry, Layout, Path, same, transposed, zeros
 
@@ -148,32 +147,6 @@ def check_full_lm_head(heads) -> None:
         raise cannot_write(f"small_lm_head is {heads.small_lm_head}", "lm heads of their own over all tokens")
 
 
-def lm_head_to_json(lm_head: LmHead | None) -> dict | None:
-    """A small lm head as `hydrajax.formats.native` writes it."""
-    if lm_head is None:
-        return None
-    tokens = None if lm_head.vocabulary is None else lm_head.vocabulary.tokens.tolist()
-    return {"bias": lm_head.bias, "shared": lm_head.shared, "rank": lm_head.rank, "vocabulary": tokens}
-
-
-def lm_head_from_json(found: Any) -> LmHead | None:
-    """The inverse of `lm_head_to_json`. Raises `KeyError`, `TypeError` or `ValueError` for what it does not write."""
-    if found is None:
-        return None
-    bias, shared, rank, tokens = (found[name] for name in ("bias", "shared", "rank", "vocabulary"))
-    numbers = [*([] if rank is None else [rank]), *([] if tokens is None else tokens)]
-    if any(type(flag) is not bool for flag in (bias, shared)) or any(type(number) is not int for number in numbers):
-        raise ValueError("small_lm_head has fields of the wrong type")
-    if any(not 0 <= number < 2**31 for number in numbers):
-        raise ValueError("small_lm_head has numbers beyond 31 bits")
-    return LmHead(bias, shared, rank, None if tokens is None else Vocabulary(tokens))
-
-
-def stack_files(drafter: type, *formats: HeadFormat, about: Callable) -> Files:
-    """The `Files` of a kind of heads that is a `HeadStack`."""
-    return Files(drafter, formats, check_stack, about, {"small_lm_head": (lm_head_to_json, lm_head_from_json)})
-
-
 def stack_rows(heads) -> dict[str, str]:
     """The rows of the model card's table that describe a stack of heads."""
     blocks = f"{heads.n_layers} block{'s' * (heads.n_layers > 1)}"
@@ -185,4 +158,4 @@ def stack_rows(heads) -> dict[str, str]:
 def drafter_name(drafter: Any) -> str:
     """Return a drafter's class for messages, and its prefix layer."""
     name = type(drafter).__name__
-    return f"{name} with a prefix layer" if getattr(drafter, "prefix", None) else name
+    return f"{name} with a prefix layer" if drafter.spec.prefix_layer else name

@@ -311,7 +311,7 @@ class TrainCheckpoints:
                     thread.join()
 
     def _remove_until_quiet(self) -> None:
-        """Remove what a failed save left. TensorStore's threads cannot be joined: they may write more, in new folders."""
+        """Remove what a failed save left. TensorStore's threads cannot be joined: they may create files later."""
         deadline = time.monotonic() + QUIET
         while time.monotonic() < deadline:
             if self._remove_unfinished():

@@ -214,6 +214,7 @@ def stop_if_bad(bad_steps: int, step: int, most: int, output: Path) -> None:
 def settings_of(config: TrainConfig) -> dict:
     """The settings that make a run what it is, as JSON values."""
     raw = dataclasses.asdict(config)
+    raw["draft"] = config.draft.keys()
     for name in FREE:
         del raw[name]
     return json.loads(json.dumps(raw))

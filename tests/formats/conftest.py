@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from helpers.fake_hub import FakeHub
+from helpers.lab import Lab, shared_lab
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.models.base import BoundBase
 
@@ -44,6 +45,11 @@ def hub(_no_proxy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def lab() -> Lab:
+    return shared_lab()
 
 
 @pytest.fixture(scope="module")

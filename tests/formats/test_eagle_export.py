@@ -50,7 +50,7 @@ def small(tiny_model):
 def drafter_of(name: str, dtype=jnp.float32):
     config, settings = CASES[name]
     kind = Eagle3 if name.startswith("eagle3") else Eagle
-    return kind.for_base(config, dtype, **settings)
+    return dataclasses.replace(kind.for_base(config, dtype), **settings)
 
 
 def with_random_bits(drafter, small, dtype) -> dict:

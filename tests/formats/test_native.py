@@ -110,7 +110,7 @@ AMPHISTA = {
 @pytest.mark.parametrize("name", AMPHISTA)
 def test_amphista(tiny_model, tmp_path, name):
     config = tiny_model[0].config
-    drafter = AmphistaHeads.for_base(config, jnp.float32, **AMPHISTA[name])
+    drafter = dataclasses.replace(AmphistaHeads.for_base(config, jnp.float32), **AMPHISTA[name])
     params = draft_heads.random_params(drafter, tiny_model)
     export_heads(tmp_path / "heads", drafter, params, dtype=None)
     loaded, ours = load_draft(tmp_path / "heads", config, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,8 @@ import pytest
 
 from helpers.noise import noise
 from hydrajax.api import make_decode_fn
-from hydrajax.errors import HydrajaxError
-from hydrajax.formats.registry import FILES, KINDS, WITHOUT_WEIGHTS, has_prefix, heads_for, kind_of
+from hydrajax.drafters.drafter import Trainable
+from hydrajax.formats.registry import HEADS, KINDS, WITHOUT_WEIGHTS, kind_of
 from hydrajax.models.base import BoundBase
 from hydrajax.trees import presets
 
@@ -47,11 +49,16 @@ def test_a_drafter_that_its_name_alone_gives_has_no_parameters(lab, name):
     assert list(drafter.propose_costs(presets.by_name(drafter.spec.default_tree), 1, 64)) == []
 
 
-@pytest.mark.parametrize("name", filter(has_prefix, FILES))
+def settings_of(name: str) -> set[str]:
+    return {field.name for field in dataclasses.fields(HEADS[name].Settings)}
+
+
+@pytest.mark.parametrize("name", [name for name in HEADS if "prefix" in settings_of(name)])
 @pytest.mark.parametrize("prefix", [False, True])
 def test_heads_are_known_by_their_name_with_and_without_a_prefix_layer(lab, name, prefix):
-    drafter = heads_for(name, lab.model.config, jnp.bfloat16, prefix=prefix, n_heads=3)
-    assert (kind_of(drafter), drafter.prefix is not None) == (name, prefix)
+    kind = HEADS[name]
+    drafter = kind.for_base(lab.model.config, jnp.bfloat16, kind.Settings(prefix=prefix, n_heads=3))
+    assert (kind_of(drafter), drafter.prefix is not None, drafter.spec.prefix_layer) == (name, prefix, prefix)
     assert (drafter.spec.depth, drafter.spec.num_draft_heads, drafter.width, drafter.vocab_size) == (3, 3, 32, 17)
     assert drafter.dtype == jnp.bfloat16
     base = BoundBase(lab.model, lab.base(0))
@@ -59,8 +66,16 @@ def test_heads_are_known_by_their_name_with_and_without_a_prefix_layer(lab, name
     assert ("prefix" in boxed) == prefix
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if not has_prefix(name)])
-def test_kinds_without_a_prefix_layer_say_so(lab, name):
-    with pytest.raises(HydrajaxError, match=f"draft.prefix: {name} has no prefix layer"):
-        heads_for(name, lab.model.config, jnp.float32, prefix=True)
-    assert kind_of(heads_for(name, lab.model.config, jnp.float32)) == name
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_are_what_training_needs(lab, name):
+    drafter = HEADS[name].for_base(lab.model.config, jnp.float32)
+    assert isinstance(drafter, Trainable)
+    assert kind_of(drafter) == name
+
+
+def test_a_setting_of_one_name_is_the_same_in_all_kinds():
+    """As a training file may hold those of other kinds at their defaults, and records of runs do."""
+    found = [
+        (field.name, field.type, field.default) for name in HEADS for field in dataclasses.fields(HEADS[name].Settings)
+    ]
+    assert len(set(found)) == len({name for name, _, _ in found})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -32,8 +33,8 @@ BASES = (*FAMILIES, "shards", "bin", "bin_shards", "medusa_2")
 HYDRA = HydraHeads(2, WIDTH, VOCAB, n_layers=2)
 MEDUSA = MedusaHeads(2, WIDTH, VOCAB)
 EAGLE = Eagle.for_base(BASE, np.float32)
-EAGLE_3 = Eagle3.for_base(BASE, np.float32, vocabulary=Vocabulary(range(1, VOCAB, 2)))
-AMPHISTA = AmphistaHeads.for_base(BASE, np.float32, n_heads=2)
+EAGLE_3 = dataclasses.replace(Eagle3.for_base(BASE, np.float32), vocabulary=Vocabulary(range(1, VOCAB, 2)))
+AMPHISTA = dataclasses.replace(AmphistaHeads.for_base(BASE, np.float32), n_heads=2)
 HEADS = {  # drafter, format, as .pt
     "hydra": (HYDRA, "hydra", False),
     "hydra_pt": (HYDRA, "hydra", True),

@@ -57,7 +57,7 @@ def check_joint(config: TrainConfig, base: LlamaConfig) -> None:
     """
     check_adapter(config.adapter, base)
     heads = make_drafter(config.draft, base, config.dtype)
-    if heads.lm_head.shared and "lm_head" in config.adapter.targets:
+    if heads.spec.shared_lm_head and "lm_head" in config.adapter.targets:
         raise HydrajaxError(
             "adapter.targets: these heads say their tokens by the base's own lm head, whose adapter their loss would "
             "not reach; leave lm_head out"
