@@ -23,9 +23,9 @@ from jaxtyping import Float, Int
 
 from hydrajax.drafters.costs import Cost, DecoderLayers, Matmul
 from hydrajax.drafters.drafter import following_tokens, last_observed
-from hydrajax.drafters.heads import AtOnce, Head, HeadSettings, block_costs
+from hydrajax.drafters.heads import AtOnce, block_costs
 from hydrajax.drafters.lm_head import LmHead
-from hydrajax.drafters.settings import at_least
+from hydrajax.drafters.settings import HeadSettings, at_least
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Part, causal_mask, rope_table
@@ -149,17 +149,9 @@ class AmphistaHeads(AtOnce):
         """With layers like the base's."""
         s = settings or AmphistaSettings()
         return cls(
-            s.n_heads,
-            base.plain_layer,
-            n_layers=s.n_layers,
-            adaptation_layers=s.adaptation_layers,
-            auto_embedding_layers=s.auto_embedding_layers,
-            position_encoding=s.position_encoding,
-            reads_token=s.reads_token,
-            mlp_width=s.mlp_width,
-            dtype=jnp.dtype(dtype),
-            small_lm_head=s.small_lm_head(base, target_counts),
-        )
+            s.n_heads, base.plain_layer, s.n_layers, s.adaptation_layers, s.auto_embedding_layers, s.position_encoding,
+            s.reads_token, s.mlp_width, jnp.dtype(dtype), s.small_lm_head(base, target_counts),
+        )  # fmt: skip
 
     @property
     def width(self) -> int:
@@ -177,11 +169,6 @@ class AmphistaHeads(AtOnce):
     def layer_config(self) -> LlamaConfig:
         """Of one layer."""
         return self.config if self.mlp_width is None else self.config.replace(mlp_width=self.mlp_width)
-
-    def head(self, k: int) -> Head:
-        """Its MLP and its lm head; between the two stands the auto-embedding block."""
-        lm_head = self.lm_head
-        return Head(None, self.n_layers, self.share_blocks, lm_head, self.width, self.vocab_size, dtype=self.dtype)
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 

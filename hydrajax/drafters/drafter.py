@@ -282,6 +282,9 @@ class Trainable(Drafter, Protocol):
         Over the tokens that it knows. With an ``rng`` key the dropout before the lm head is applied.
         """
 
+    def teacher_costs(self, length: int) -> Sequence[Cost]:
+        """What the training forward computes for a row of so many tokens, both halves."""
+
 
 class SeesAcceptedOnly:
     """For drafters that learn from a step what they would learn from the same tokens in a prompt.

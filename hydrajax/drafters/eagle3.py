@@ -79,7 +79,7 @@ def reads_of(n_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Eagle3Settings(EagleSettings):
-    """vocabulary: see `hydrajax.drafters.settings.LmHeadSettings`. reads: the layers, counted from 0, whose inputs it
+    """vocabulary: see `hydrajax.drafters.settings.HeadSettings`. reads: the layers, counted from 0, whose inputs it
     reads; the number after the last means the base's last hidden states. Empty for 2, L // 2 and L - 3 of L.
     """
 

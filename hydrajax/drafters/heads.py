@@ -18,26 +18,13 @@ from hydrajax.drafters.filling import fill
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.drafters.ranks import head_ranks
-from hydrajax.drafters.settings import LmHeadSettings, at_least, below, within_base
+from hydrajax.drafters.settings import HeadSettings, at_least, below, within_base
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.weights import declare, project
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, guesses_of
-
-
-@dataclass(frozen=True)
-class HeadSettings(LmHeadSettings):
-    """Several heads of ``n_layers`` blocks each."""
-
-    n_heads: int = 4
-    n_layers: int = 1
-
-    def __post_init__(self):
-        super().__post_init__()
-        at_least("draft.n_heads", self.n_heads, 1)
-        at_least("draft.n_layers", self.n_layers, 1)
 
 
 @dataclass(frozen=True)
@@ -218,9 +205,9 @@ class Trained(SeesAcceptedOnly):
 class HeadStack(Trained):
     """What Medusa, Hydra and Amphista share: K heads with parameters ``{"head_0": ...}``, and how they are trained.
 
-    A subclass is a frozen dataclass with ``n_heads``, ``width``, ``vocab_size``, ``dtype``, ``dropout``,
-    ``hidden_state_offset``, ``lm_head`` and ``prefix``; ``head(k)`` describes head k, ``teacher_inputs`` what it reads
-    in training, ``propose`` and ``propose_costs`` how it drafts. For the methods see
+    A subclass is a frozen dataclass with ``n_heads``, ``width``, ``vocab_size``, ``n_layers``, ``share_blocks``,
+    ``dtype``, ``dropout``, ``hidden_state_offset``, ``lm_head`` and ``prefix``; ``teacher_inputs`` is what its heads
+    read in training, ``propose`` and ``propose_costs`` how it drafts. For the methods see
     `hydrajax.drafters.drafter.Trainable`.
 
     State: the last hidden state ``[B, D]``; with a prefix layer its `hydrajax.drafters.prefix.PrefixState`. The
@@ -238,17 +225,21 @@ class HeadStack(Trained):
         s = settings or StackSettings()
         within_base("draft.hidden_state_offset", s.hidden_state_offset, base.n_layers, "layers")
         heads = cls(
-            s.n_heads,
-            base.width,
-            base.vocab_size,
-            n_layers=s.n_layers,
-            share_blocks=s.share_blocks,
-            hidden_state_offset=s.hidden_state_offset,
-            dtype=jnp.dtype(dtype),
-            dropout=s.dropout,
+            s.n_heads, base.width, base.vocab_size, n_layers=s.n_layers, share_blocks=s.share_blocks, dropout=s.dropout,
+            hidden_state_offset=s.hidden_state_offset, dtype=jnp.dtype(dtype),
             small_lm_head=s.small_lm_head(base, target_counts),
-        )
+        )  # fmt: skip
         return heads.with_prefix(base, s.prefix_window) if s.prefix else heads
+
+    def path_length(self, k: int) -> int | None:
+        """Return `Head.path_length` of head k."""
+        return None
+
+    def head(self, k: int) -> Head:
+        return Head(
+            self.path_length(k), self.n_layers, self.share_blocks, self.lm_head, self.width, self.vocab_size,
+            self.dtype, self.dropout,
+        )  # fmt: skip
 
     def with_prefix(self, config: LlamaConfig, window: int | None = None):
         """Return these heads behind a prefix layer for a base of this shape, see `Prefix`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from hydrajax.drafters.heads import AtOnce, Head, block_costs
+from hydrajax.drafters.heads import AtOnce, block_costs
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.models.arrays import DType
@@ -41,18 +41,6 @@ class MedusaHeads(AtOnce):
     @property
     def lm_head(self) -> LmHead:
         return self.small_lm_head or LmHead(bias=self.lm_head_bias)
-
-    def head(self, k: int) -> Head:
-        return Head(
-            None,
-            self.n_layers,
-            self.share_blocks,
-            self.lm_head,
-            self.width,
-            self.vocab_size,
-            dtype=self.dtype,
-            dropout=self.dropout,
-        )
 
     def propose(self, params, state, root, tree, base, draw=None):
         levels = range(len(guesses_of(tree)))

@@ -44,14 +44,17 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class LmHeadSettings(Settings):
-    """The lm heads. Other than full ones are saved in hydrajax's own format.
+class HeadSettings(Settings):
+    """``n_heads`` heads of ``n_layers`` blocks each.
 
-    lm_head:    ``full``, a product of rank ``lm_rank`` (``low_rank``), or the base's own (``shared``).
+    lm_head:    ``full``, a product of rank ``lm_rank`` (``low_rank``), or the base's own (``shared``). Heads with the
+                latter two, or with a vocabulary, are saved in hydrajax's own format.
     vocabulary: the number of tokens that the draft can propose: the most frequent targets of the training text, or
                 those of the heads to start from. None for all.
     """
 
+    n_heads: int = 4
+    n_layers: int = 1
     lm_head: str = "full"
     lm_rank: int | None = None
     vocabulary: int | None = None
@@ -61,6 +64,8 @@ class LmHeadSettings(Settings):
         if (self.lm_head == "low_rank") != (self.lm_rank is not None):
             raise HydrajaxError("draft.lm_rank: is needed for draft.lm_head low_rank, and means nothing for the others")
         at_least("draft.lm_rank", self.lm_rank, 1)
+        at_least("draft.n_heads", self.n_heads, 1)
+        at_least("draft.n_layers", self.n_layers, 1)
         at_least("draft.vocabulary", self.vocabulary, 1)
         if self.vocabulary is not None and self.lm_head == "shared":
             raise HydrajaxError("draft.vocabulary: contradicts draft.lm_head shared, the base's own, which knows all")

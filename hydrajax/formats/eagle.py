@@ -40,13 +40,13 @@ from hydrajax.formats.interface import (
     Files,
     HeadFormat,
     MadeFor,
-    Tensors,
     cannot_write,
     expect,
     flag,
     integer,
 )
 from hydrajax.formats.stacks import MOST, check_sizes, drafter_name
+from hydrajax.formats.tensors import TensorFiles
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import MODEL, Layout, same, transposed
 
@@ -126,7 +126,7 @@ def layer_fields(layer: LlamaConfig) -> dict[str, Any]:
     return llama.FAMILY.write(layer.replace(tied_lm_head=False))
 
 
-def check_embedding(files: Tensors, base: LlamaConfig, names: tuple[str, ...] = (EMBEDDING,)) -> None:
+def check_embedding(files: TensorFiles, base: LlamaConfig, names: tuple[str, ...] = (EMBEDDING,)) -> None:
     """Refuse files whose copies of the base's embedding, or lm head, are another base's by their size."""
     for name in names:
         if name in files:
@@ -146,30 +146,32 @@ VARIANTS = {  # of EAGLE-3, each of which computes something else
 }
 
 
-def eagle_3_of(config: dict, layer: LlamaConfig, reads: tuple[int, ...], files: Tensors, base: LlamaConfig) -> Eagle3:
+def eagle_3_of(
+    config: dict, layer: LlamaConfig, reads: tuple[int, ...], files: TensorFiles, base: LlamaConfig
+) -> Eagle3:
     """The draft that ``config.json`` describes besides its layer and what it reads.
 
     Which tokens it knows is in a tensor, of which only the size is known here; see `FeatureFormat.settled`.
     """
     expect(config, VARIANTS | {"target_hidden_size": (base.width, None)})
     check_embedding(files, base)
-    settings = {"norm_before_residual": flag(config, "norm_before_residual", default=False)}
+    norm_before_residual = flag(config, "norm_before_residual", default=False)
     n_known = base.vocab_size
     if config.get("draft_vocab_size") is not None:
         n_known = integer(config, "draft_vocab_size", 1)
     if n_known > base.vocab_size:
         raise HydrajaxError(f"{CONFIG}: draft_vocab_size {n_known} exceeds the base's {base.vocab_size} tokens")
     if n_known == base.vocab_size:
-        return Eagle3(layer, reads, **settings)
+        return Eagle3(layer, reads, norm_before_residual=norm_before_residual)
     if OFFSETS not in files:
         raise HydrajaxError(f"missing tensor '{OFFSETS}', which says what tokens the {n_known} are")
     if files.shape(OFFSETS) != (n_known,) or files.dtype(OFFSETS) not in INTEGERS:
         found = f"{files.dtype(OFFSETS)} {list(files.shape(OFFSETS))}"
         raise HydrajaxError(f"{OFFSETS} must be int64 [{n_known}] (draft_vocab_size of config.json), found {found}")
-    return Eagle3(layer, reads, Vocabulary(range(n_known)), **settings)
+    return Eagle3(layer, reads, Vocabulary(range(n_known)), norm_before_residual=norm_before_residual)
 
 
-def tokens_of(files: Tensors, vocab_size: int) -> Vocabulary:
+def tokens_of(files: TensorFiles, vocab_size: int) -> Vocabulary:
     """The tokens that ``d2t`` tells of, and ``t2d`` if it is there."""
     offsets = files.read(OFFSETS)
     tokens = np.arange(len(offsets)) + offsets

@@ -225,5 +225,7 @@ def export_merged(
     # On the host: nothing is computed with it.
     model, params = load_llama(base, dtype or stored_dtype(base), lambda array, _: array, adapter=adapter, merge=True)
     extra = {MERGED: load_adapter(adapter, model.config).sha256}
-    settings = {"tokenizer": load_tokenizer(base), "eos_ids": eos_ids(base), "extra": extra}
-    export_llama(directory, model, params, dtype=model.dtype, overwrite=overwrite, **settings)
+    export_llama(
+        directory, model, params, tokenizer=load_tokenizer(base), dtype=model.dtype, eos_ids=eos_ids(base),
+        extra=extra, overwrite=overwrite,
+    )  # fmt: skip

@@ -58,11 +58,12 @@ class Hydra(StackFormat):
         offset = integer(config, "hidden_state_offset", 0) if "hidden_state_offset" in config else 0
         if offset > base.n_layers:
             raise HydrajaxError(f"config.json: hidden_state_offset {offset} exceeds the base's {base.n_layers} layers")
-        sizes = {"n_heads": n_heads, "width": base.width, "vocab_size": base.vocab_size, "n_layers": n_layers}
-        sizes |= {"share_blocks": False, "hidden_state_offset": offset}
         window = integer(config, "prefix_window", 1) if "prefix_window" in config else None
-        grounded = config.get("grounded_heads", False)
-        heads = HydraHeads(**sizes) if grounded else MedusaHeads(**sizes, lm_head_bias=True)
+        heads: HydraHeads | MedusaHeads
+        if config.get("grounded_heads", False):
+            heads = HydraHeads(n_heads, base.width, base.vocab_size, n_layers, False, offset)
+        else:
+            heads = MedusaHeads(n_heads, base.width, base.vocab_size, n_layers, False, True, offset)
         return self.check_files(heads if arch == "mlp" else heads.with_prefix(base, window), files, base)
 
     def layout(self, drafter, config):

@@ -6,34 +6,19 @@ exporting and the model card go through these, so none of them knows any kind by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.tensors import TensorFiles
 from hydrajax.models.config import LlamaConfig
-from hydrajax.models.layout import Layout, Shape
+from hydrajax.models.layout import Layout
 
 CONFIG = "config.json"
-
-
-@runtime_checkable
-class Tensors(Protocol):
-    """The tensors of some files by name, as `hydrajax.formats.tensors.TensorFiles` offers them.
-
-    Shapes and dtypes are known before any tensor is read. A dtype is called as NumPy calls it, or by the file's own
-    name if NumPy has none.
-    """
-
-    def __iter__(self) -> Iterator[str]: ...
-    def __len__(self) -> int: ...
-    def __contains__(self, name: object) -> bool: ...
-    def shape(self, name: str) -> Shape: ...
-    def dtype(self, name: str) -> str: ...
-    def read(self, name: str) -> np.ndarray: ...
 
 
 class MadeFor(NamedTuple):
@@ -74,7 +59,7 @@ class HeadFormat:
         """
         raise NotImplementedError
 
-    def drafter(self, config: dict, files: Tensors, base: LlamaConfig) -> Drafter:
+    def drafter(self, config: dict, files: TensorFiles, base: LlamaConfig) -> Drafter:
         """The drafter that ``config.json`` and the names and shapes of the tensors describe, computing in float32.
 
         No tensor is read. Raises `HydrajaxError` for a description that is not supported or fits another base.
@@ -85,7 +70,7 @@ class HeadFormat:
         """The key map of such a drafter, for reading and writing. config: the content of ``config.json``."""
         raise NotImplementedError
 
-    def settled(self, drafter: Drafter, files: Tensors, dtype: Any) -> Drafter:
+    def settled(self, drafter: Drafter, files: TensorFiles, dtype: Any) -> Drafter:
         """The drafter with what only the content of its tensors tells, such as which blocks are shared.
 
         Names, shapes and dtypes of the tensors have been checked by then.

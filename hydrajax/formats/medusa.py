@@ -12,7 +12,7 @@ import re
 
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.interface import About, Files, Tensors, cannot_write, integer
+from hydrajax.formats.interface import About, Files, cannot_write, integer
 from hydrajax.formats.stacks import (
     Naming,
     StackFormat,
@@ -22,6 +22,7 @@ from hydrajax.formats.stacks import (
     heads_layout,
     stack_rows,
 )
+from hydrajax.formats.tensors import TensorFiles
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import MODEL
 
@@ -66,7 +67,7 @@ class Medusa(StackFormat):
             n_layers = min(int(lm_heads[0][1]), len(files))
         return self.check_files(separate_heads(n_heads, n_layers, base), files, base)
 
-    def _matches(self, files: Tensors, pattern: str) -> list[re.Match]:
+    def _matches(self, files: TensorFiles, pattern: str) -> list[re.Match]:
         whole = re.compile(re.escape(self.prefix) + pattern)
         return [match for name in files if (match := whole.fullmatch(name))]
 

@@ -48,8 +48,8 @@ def save_native(folder: Path, drafter, params: Any) -> dict[str, Any]:
     ocp.save(folder / PARAMS, jax.tree.map(np.asarray, params))
     # orbax needs none to load, and it names a path of this machine.
     (folder / PARAMS / COMMITTED).unlink(missing_ok=True)
-    settings = {name: _to_json(value) for name, value in values.items() if value is not None}  # None is the default
-    described = {"heads": kind_of(drafter), "prefix": prefix is not None, "settings": settings}
+    written = {name: _to_json(value) for name, value in values.items() if value is not None}  # None is the default
+    described = {"heads": kind_of(drafter), "prefix": prefix is not None, "settings": written}
     if prefix is not None and prefix.window is not None:
         described["prefix_window"] = prefix.window
     return {

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.interface import HeadFormat, Tensors, cannot_write
+from hydrajax.formats.interface import HeadFormat, cannot_write
+from hydrajax.formats.tensors import TensorFiles
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import Entry, Layout, Path, same, transposed, zeros
 
@@ -45,7 +46,7 @@ class StackFormat(HeadFormat):
         own = jnp.dtype(files.dtype(f"{naming.lm_head(0)}.weight")) if dtype is None else jnp.dtype(dtype)
         return dataclasses.replace(drafter, share_blocks=_blocks_are_copies(drafter, naming, files), dtype=own)
 
-    def check_files(self, drafter, files: Tensors, base: LlamaConfig):
+    def check_files(self, drafter, files: TensorFiles, base: LlamaConfig):
         """The drafter itself, if its files may be compared with it key by key: else the message says what is wrong."""
         name = f"{self.naming(drafter).lm_head(0)}.weight"
         if name not in files:
@@ -106,7 +107,7 @@ def _conditioned(path: Path, stem: str, k: int, width: int) -> Entry:
     return Entry(tuple((*path, name) for name in names), theirs, join, split)
 
 
-def _blocks_are_copies(heads, naming: Naming, files: Tensors) -> bool:
+def _blocks_are_copies(heads, naming: Naming, files: TensorFiles) -> bool:
     def copies(names: list[str]) -> bool:
         first = files.read(names[0])
         return all(np.array_equal(first, files.read(name)) for name in names[1:])

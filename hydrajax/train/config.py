@@ -373,14 +373,14 @@ def _draft(raw: dict) -> DraftConfig:
     heads = _typed(raw.get("heads", DraftConfig.heads), str, "draft.heads")
     one_of("draft.heads", heads, tuple(registry.HEADS))
     section = registry.HEADS[heads].Settings
-    own, settings = {f.name for f in dataclasses.fields(section)}, dict(raw)
-    init = _typed(settings.pop("init", None), str | None, "draft.init")
-    settings.pop("heads", None)
+    own, rest = {f.name for f in dataclasses.fields(section)}, dict(raw)
+    init = _typed(rest.pop("init", None), str | None, "draft.init")
+    rest.pop("heads", None)
     for key in sorted(DRAFT_KEYS.keys() & raw.keys() - own):  # another kind's, which would be silently ignored
         kind, default = DRAFT_KEYS[key]
-        if _typed(settings.pop(key), kind, f"draft.{key}") != default:
+        if _typed(rest.pop(key), kind, f"draft.{key}") != default:
             raise HydrajaxError(f"draft.{key}: means nothing for draft.heads {heads}, leave it out")
-    return DraftConfig(heads, init, _section(settings, section, "draft.", ("heads", "init")))
+    return DraftConfig(heads, init, _section(rest, section, "draft.", ("heads", "init")))
 
 
 def _section(raw: dict, section: type, prefix: str, beside: Sequence[str] = ()) -> Any:
