@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from hydrajax.drafters.costs import Cost
 from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.drafters.settings import Settings
-from hydrajax.models.arrays import Array
+from hydrajax.models.arrays import Array, DType
 from hydrajax.models.base import BaseModel, BoundBase, abstract_base
 from hydrajax.models.cache import cut_caches
 from hydrajax.models.config import LlamaConfig
@@ -222,11 +222,14 @@ class Drafter(Protocol):
 class Trainable(Drafter, Protocol):
     """What training needs in addition: a drafter with parameters.
 
-    Head k < `DrafterSpec.num_draft_heads` predicts token t + 2 + k. Settings: the choices of a user who trains it.
-    vocabulary: the tokens that the heads can propose, None for all.
+    A frozen dataclass. Head k < `DrafterSpec.num_draft_heads` predicts token t + 2 + k. Settings: the choices of a user
+    who trains it. dtype: of the computation, a field. vocabulary: the tokens that the heads can propose, None for all.
     """
 
     Settings: ClassVar[type[Settings]]
+
+    @property
+    def dtype(self) -> DType: ...
 
     @classmethod
     def for_base(

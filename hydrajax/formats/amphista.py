@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hydrajax.drafters.amphista import AmphistaHeads
-from hydrajax.formats.interface import About, Files
-from hydrajax.formats.stacks import MOST, check_stack
+from hydrajax.formats.interface import MOST, About, Files
+from hydrajax.formats.stacks import check_stack
 from hydrajax.models.config import LlamaConfig
 
 

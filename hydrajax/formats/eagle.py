@@ -36,16 +36,18 @@ from hydrajax.families.family import decoder_layer
 from hydrajax.families.registry import to_llama_config
 from hydrajax.formats.interface import (
     CONFIG,
+    MOST,
     About,
     Files,
     HeadFormat,
     MadeFor,
     cannot_write,
+    check_sizes,
+    drafter_name,
     expect,
     flag,
     integer,
 )
-from hydrajax.formats.stacks import MOST, check_sizes, drafter_name
 from hydrajax.formats.tensors import TensorFiles
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import MODEL, Layout, same, transposed

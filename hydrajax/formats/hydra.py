@@ -15,16 +15,8 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family import decoder_layer
-from hydrajax.formats.interface import About, Files, cannot_write, integer
-from hydrajax.formats.stacks import (
-    Naming,
-    StackFormat,
-    check_full_lm_head,
-    check_stack,
-    drafter_name,
-    heads_layout,
-    stack_rows,
-)
+from hydrajax.formats.interface import About, Files, cannot_write, drafter_name, integer
+from hydrajax.formats.stacks import Naming, StackFormat, check_lm_head, check_stack, heads_layout, stack_rows
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import Layout, Path, same
 
@@ -77,7 +69,7 @@ class Hydra(StackFormat):
             raise cannot_write(
                 f"drafter is {drafter_name(drafter)} without lm_head_bias", "Hydra heads, for format hydra"
             )
-        check_full_lm_head(drafter)
+        check_lm_head(drafter)
         window = drafter.prefix and drafter.prefix.window
         return {
             "hydra_num_heads": drafter.n_heads,

@@ -19,6 +19,7 @@ from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import Layout
 
 CONFIG = "config.json"
+MOST = 64  # heads, and blocks of one: more are a slip, which would take all memory
 
 
 class MadeFor(NamedTuple):
@@ -99,9 +100,7 @@ class About:
 
 @dataclass(frozen=True)
 class Files:
-    """How a kind of drafter that has trained parameters is kept in files.
-
-    Our own format (`hydrajax.formats.native`) holds the fields of its dataclass.
+    """How a kind of drafter that has trained parameters is kept in files, besides our own (`hydrajax.formats.native`).
 
     formats: of other programs, in which it is read and written; an export prefers the first that fits.
     check:   ``(drafter, base)`` raises ValueError for settings that nobody writes, before anything of their size is
@@ -112,6 +111,13 @@ class Files:
     formats: tuple[HeadFormat, ...]
     check: Callable[[Any, LlamaConfig], None]
     about: Callable[[Any], About]
+
+
+def check_sizes(found_sizes: tuple[int, ...], base: LlamaConfig) -> None:
+    """Refuse heads whose vocabulary and width, the shape of an lm head, are not this base's."""
+    for name, found, wanted in zip(("vocabulary", "width"), found_sizes, (base.vocab_size, base.width), strict=False):
+        if found != wanted:
+            raise HydrajaxError(f"the heads were made for another base: their {name} is {found}, not {wanted}")
 
 
 def integer(config: dict, field: str, least: int) -> int:
@@ -141,3 +147,9 @@ def flag(config: dict, name: str, default: bool | None = None) -> bool:
 def cannot_write(found: str, allowed: str) -> HydrajaxError:
     """The error that a format has no way to say what a drafter is."""
     return HydrajaxError(f"{found}, the official layouts allow {allowed}")
+
+
+def drafter_name(drafter: Any) -> str:
+    """Return a drafter's class for messages, and its prefix layer."""
+    name = type(drafter).__name__
+    return f"{name} with a prefix layer" if drafter.spec.prefix_layer else name

@@ -12,16 +12,8 @@ import re
 
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.interface import About, Files, cannot_write, integer
-from hydrajax.formats.stacks import (
-    Naming,
-    StackFormat,
-    check_full_lm_head,
-    check_stack,
-    drafter_name,
-    heads_layout,
-    stack_rows,
-)
+from hydrajax.formats.interface import About, Files, cannot_write, drafter_name, integer
+from hydrajax.formats.stacks import Naming, StackFormat, check_lm_head, check_stack, heads_layout, stack_rows
 from hydrajax.formats.tensors import TensorFiles
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import MODEL
@@ -156,7 +148,7 @@ def check_plain(drafter) -> None:
         )
     if drafter.hidden_state_offset:
         raise cannot_write(f"hidden_state_offset of Medusa heads is {drafter.hidden_state_offset}", "0")
-    check_full_lm_head(drafter)
+    check_lm_head(drafter)
 
 
 def about(heads: MedusaHeads) -> About:

@@ -37,7 +37,6 @@ class DrafterKind:
     title:    for people.
     drafter:  its class. A trained one has ``Settings`` and ``for_base`` (`hydrajax.drafters.drafter.Trainable`).
     files:    of draft heads, how they are kept in files; the name is then what configurations and files call them.
-              (Those of a draft model are a base's.)
     settings: of heads as they were released, where these are not the defaults.
     about:    of a drafter without weights, which ``--draft`` and `hydrajax.load` take by name: what the command line
               says of it.

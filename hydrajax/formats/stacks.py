@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.interface import HeadFormat, cannot_write
+from hydrajax.formats.interface import MOST, HeadFormat, cannot_write, check_sizes
 from hydrajax.formats.tensors import TensorFiles
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import Entry, Layout, Path, same, transposed, zeros
-
-MOST = 64  # heads, and blocks of one: more are a slip, which would take all memory
 
 
 class Naming(NamedTuple):
@@ -121,13 +119,6 @@ def _blocks_are_copies(heads, naming: Naming, files: TensorFiles) -> bool:
     return True
 
 
-def check_sizes(found_sizes: tuple[int, ...], base: LlamaConfig) -> None:
-    """Refuse heads whose vocabulary and width, the shape of an lm head, are not this base's."""
-    for name, found, wanted in zip(("vocabulary", "width"), found_sizes, (base.vocab_size, base.width), strict=False):
-        if found != wanted:
-            raise HydrajaxError(f"the heads were made for another base: their {name} is {found}, not {wanted}")
-
-
 def check_stack(heads, base: LlamaConfig) -> None:
     """`hydrajax.formats.interface.Files.check` of a stack of heads."""
     if not (1 <= heads.n_heads <= MOST and 1 <= heads.n_layers <= MOST):
@@ -142,7 +133,7 @@ def check_stack(heads, base: LlamaConfig) -> None:
         raise ValueError(f"small_lm_head knows token {small.vocabulary.tokens[-1]}, the base has {base.vocab_size}")
 
 
-def check_full_lm_head(heads) -> None:
+def check_lm_head(heads) -> None:
     """Refuse heads whose lm heads are smaller than a matrix over all tokens: no released format knows of them."""
     if heads.small_lm_head is not None:
         raise cannot_write(f"small_lm_head is {heads.small_lm_head}", "lm heads of their own over all tokens")
@@ -154,9 +145,3 @@ def stack_rows(heads) -> dict[str, str]:
     if heads.share_blocks and heads.n_layers > 2:
         blocks += ", one shared by its layers"
     return {"heads": f"{heads.n_heads} of {blocks}", "width, vocabulary": f"{heads.width}, {heads.vocab_size}"}
-
-
-def drafter_name(drafter: Any) -> str:
-    """Return a drafter's class for messages, and its prefix layer."""
-    name = type(drafter).__name__
-    return f"{name} with a prefix layer" if drafter.spec.prefix_layer else name
