@@ -12,12 +12,12 @@ import ablation
 import common
 
 from hydrajax import assets
-from hydrajax.checkpoints.base import read_config
+from hydrajax.formats.huggingface import read_config
 from hydrajax.measure.benchmark import nbytes
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.roofline.devices import DEVICES
 from hydrajax.roofline.prediction import predict
-from hydrajax.train.config import DraftConfig
+from hydrajax.train.config import draft_of
 from hydrajax.train.tasks.heads import make_drafter
 
 FULL = ablation.FULL | {"timed": 8, "rounds": 30}
@@ -35,7 +35,7 @@ AT, DEVICE, CONTEXT, ITEMSIZE = "7b", "H100", 1024, 2  # of the prediction
 
 
 def draft_settings(heads: str, lm_head: str, base: LlamaConfig) -> dict:
-    """Of `hydrajax.train.config.DraftConfig`."""
+    """Of `hydrajax.train.config.draft_of`."""
     width, vocab_size = base.width, base.vocab_size
     rank = max(1, width * vocab_size // (SHARE * (width + vocab_size)))
     small = {
@@ -79,7 +79,7 @@ def run(args) -> None:
 def at_another_size(heads: str, lm_head: str, tree, tokens_per_step: float) -> dict[str, float]:
     """The roofline of such a draft for a base of another size."""
     config = PRESETS[AT]
-    drafter = make_drafter(DraftConfig(**draft_settings(heads, lm_head, config)), config, "bfloat16")
+    drafter = make_drafter(draft_of(**draft_settings(heads, lm_head, config)), config, "bfloat16")
     grid = {"trees": {"released": tree}, "batches": [1], "contexts": [CONTEXT]}
     (cell,) = predict(DEVICES[DEVICE], config, drafter, **grid, itemsize=ITEMSIZE, tokens_per_step=[tokens_per_step])
     return {"predicted_gigabytes": cell.draft_bytes / 1e9, "predicted_speedup": cell.speedup}

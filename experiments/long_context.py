@@ -27,8 +27,8 @@ from hydrajax.cli import options, run_command
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.prompts import batches
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.drafters.registry import without_weights
 from hydrajax.files import WholeFile
+from hydrajax.formats.registry import without_weights
 from hydrajax.machine import machine
 from hydrajax.measure.random_models import random_base, random_draft
 from hydrajax.models.config import LlamaConfig

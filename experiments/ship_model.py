@@ -16,10 +16,10 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from hydrajax import assets
-from hydrajax.checkpoints.base import load_llama
-from hydrajax.checkpoints.fingerprint import fingerprint
-from hydrajax.checkpoints.heads.export import export_heads
-from hydrajax.checkpoints.heads.load import load_draft
+from hydrajax.formats.export import export_heads
+from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.huggingface import load_llama
+from hydrajax.formats.load import load_draft
 from hydrajax.train.config import load_config
 from hydrajax.train.data import dataset
 

@@ -9,8 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from hydrajax.checkpoints.base import Progress, eos_ids, load_llama
-from hydrajax.checkpoints.hub import resolve
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding import decode
 from hydrajax.decoding.decode import DecodeResult
@@ -19,8 +17,10 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.registry import beside_lookup, without_weights
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.formats.hub import resolve
+from hydrajax.formats.huggingface import Progress, eos_ids, load_llama
+from hydrajax.formats.registry import beside_lookup, without_weights
 from hydrajax.language_model import LanguageModel, Tree
 from hydrajax.models.base import BaseModel
 from hydrajax.sharding import Placement
@@ -111,18 +111,18 @@ def load(
     Args:
         base: a Hugging Face directory (``config.json`` and weights; the tokenizer if it holds one), a repository on the
             Hub, ``org/name`` or ``org/name@revision``, or ``"shipped"``, the small model that comes with the package.
-        draft: a directory or repository of heads (`hydrajax.checkpoints.heads.load`), or of a small model of any family
-            with the base's tokenizer (`hydrajax.checkpoints.draft_model`); the name of a drafter without weights
-            (`hydrajax.drafters.registry`); ``"medusa"``, ``"hydra"`` or ``"hydra++"`` of the shipped base; heads or a
+        draft: a directory or repository of heads (`hydrajax.formats.load`), or of a small model of any family
+            with the base's tokenizer (`hydrajax.formats.draft_model`); the name of a drafter without weights
+            (`hydrajax.formats.registry`); ``"medusa"``, ``"hydra"`` or ``"hydra++"`` of the shipped base; heads or a
             model after ``"lookup+"``, with lookup's chain as one more branch of their trees (``"lookup-8+hydra"``: of 8
             nodes; `hydrajax.drafters.with_lookup`); a `Drafter` without weights; or None to decode autoregressively.
         dtype: ``"float32"`` or ``"bfloat16"`` (or ``jnp.bfloat16``), of parameters, cache and matmuls; the model's
             ``dtype`` then tells which. ``"auto"`` is float32 on a CPU, elsewhere what most of the base's numbers are
-            stored in, with bfloat16 for float16 (`hydrajax.checkpoints.base.default_dtype` says why).
+            stored in, with bfloat16 for float16 (`hydrajax.formats.huggingface.default_dtype` says why).
         placement: the devices of base and draft (`hydrajax.sharding.Placement`). A mesh (`hydrajax.sharding.make_mesh`)
             shards the base over it and copies the draft to every device. None is the default device.
         quantize: ``"int8"`` keeps the base's matmul weights in one byte each: half of bfloat16's memory, other logits.
-        adapter: a LoRA of the base in PEFT's format, a directory or repository (`hydrajax.checkpoints.adapter`). Its
+        adapter: a LoRA of the base in PEFT's format, a directory or repository (`hydrajax.formats.peft`). Its
             low-rank weights are kept beside the base's and take part in every forward pass.
         merge: add the adapter to the base's weights instead, before these are quantised; a step then costs what it
             costs without an adapter. The sums are rounded to ``dtype``, so the logits are not bit for bit the same.

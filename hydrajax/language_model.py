@@ -24,8 +24,8 @@ from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import Between, SteppedExecutor
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.registry import title_of
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.registry import title_of
 from hydrajax.generation import Stream, generate, stream
 from hydrajax.loading import find_draft
 from hydrajax.models.base import BaseModel

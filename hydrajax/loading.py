@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from hydrajax.checkpoints.draft_model import is_model, load_draft_model
-from hydrajax.checkpoints.heads.load import load_draft
-from hydrajax.checkpoints.hub import resolve
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.registry import beside_lookup, title_of, without_weights
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.draft_model import is_model, load_draft_model
+from hydrajax.formats.hub import resolve
+from hydrajax.formats.load import load_draft
+from hydrajax.formats.registry import beside_lookup, title_of, without_weights
 from hydrajax.models.base import BaseModel
 from hydrajax.sharding import Placement
 

@@ -1,6 +1,6 @@
 """Whatever stands in a record that is read back: it is used, done without, or refused in one line that names its file.
 
-Checkpoints of models and heads have their own tests (`tests/checkpoints/test_fuzz.py`).
+Checkpoints of models and heads have their own tests (`tests/formats/test_fuzz.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from helpers import answering
 from helpers.report_examples import RATE, result, write_to
 from helpers.wrong_records import wrong_fields, wrong_texts
 from hydrajax.autotune import fastest
-from hydrajax.checkpoints.exported import exported
-from hydrajax.checkpoints.training import RECORD, TrainCheckpoints
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.distill.records import RecordFile
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.directories import exported
 from hydrajax.machine import machine
 from hydrajax.questions.scores.score import Scored
 from hydrajax.questions.scores.scoring import score_answers
@@ -35,6 +34,7 @@ from hydrajax.report.markdown import write_report
 from hydrajax.report.outputs import find_results
 from hydrajax.text.answers import read_answers
 from hydrajax.text.records import OBJECT
+from hydrajax.train.checkpoints import RECORD, TrainCheckpoints
 from hydrajax.train.config import TrainConfig, load_config
 from hydrajax.train.data import hidden_cache
 from hydrajax.train.loop import check_settings, settings_of

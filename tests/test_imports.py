@@ -34,9 +34,9 @@ ORDER = (
     "trees",
     "drafters",
     "text",
+    "formats",
     "decoding",
     "ssd",
-    "checkpoints",
     "generation",
     "chat",
     "machine",
@@ -107,7 +107,7 @@ def test_no_upward_import(module):
         ("hydrajax.drafters.hydra", "def f():\n    from hydrajax import api", ["hydrajax.api"]),
         ("hydrajax.drafters.hydra", "from hydrajax import make_decode_fn", ["hydrajax"]),
         ("hydrajax.drafters.hydra", "from hydrajax.decoding.step import Params", ["hydrajax.decoding.step"]),
-        ("hydrajax.decoding.step", "from hydrajax.checkpoints import base", ["hydrajax.checkpoints.base"]),
+        ("hydrajax.drafters.hydra", "from hydrajax.formats import registry", ["hydrajax.formats.registry"]),
         ("hydrajax.text.prompt", "from hydrajax.train.config import load_config", ["hydrajax.train.config"]),
         ("hydrajax.measure.benchmark", "from hydrajax.autotune.contest import contest", []),
         ("hydrajax.train.loop", "from hydrajax.cli import main", ["hydrajax.cli"]),
@@ -165,8 +165,8 @@ def heavy_imports(source: str, name: str) -> tuple[int, int]:
 def test_torch_is_imported_by_one_file_inside_functions():
     counts = {module: heavy_imports(path.read_text(), "torch") for module, path in MODULES.items()}
     users = {module: count for module, count in counts.items() if count != (0, 0)}
-    assert set(users) == {"hydrajax.checkpoints.tensors"}
-    assert users["hydrajax.checkpoints.tensors"][0] == 0
+    assert set(users) == {"hydrajax.formats.tensors"}
+    assert users["hydrajax.formats.tensors"][0] == 0
 
 
 def test_transformers_is_imported_inside_functions_only():

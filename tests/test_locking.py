@@ -11,8 +11,8 @@ import warnings
 import pytest
 
 from helpers.programs import command
-from hydrajax.checkpoints.exported import exported
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.directories import exported
 from hydrajax.locking import NAME, in_use
 
 fcntl = pytest.importorskip("fcntl")

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from hydrajax.checkpoints.training import TrainCheckpoints
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile, whole_directory
+from hydrajax.train.checkpoints import TrainCheckpoints
 from hydrajax.train.metrics import Metrics
 
 

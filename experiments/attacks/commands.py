@@ -57,7 +57,7 @@ def base(place: Place) -> Path:
         import jax
         import jax.numpy as jnp
 
-        from hydrajax.checkpoints.base import export_llama
+        from hydrajax.formats.huggingface import export_llama
         from hydrajax.models.base import init_base
         from hydrajax.models.config import LlamaConfig
         from hydrajax.models.llama import Llama

@@ -21,8 +21,8 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
-from hydrajax.drafters.registry import KINDS, BesideLookup, without_weights
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.registry import KINDS, BesideLookup, without_weights
 from hydrajax.models.base import BoundBase
 
 CALLS = 12  # of what was compiled for a seed, each with other parameters, prompts, limits and numbers

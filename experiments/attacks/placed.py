@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.registry import KINDS
+from hydrajax.formats.registry import KINDS
 from hydrajax.models.base import BaseModel, abstract_base
 from hydrajax.sharding import Placement, last_devices, make_mesh
 from hydrajax.ssd.executor import SplitExecutor

@@ -22,8 +22,8 @@ from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.decoding.step import Engine
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.registry import KINDS
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.registry import KINDS
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, nbytes
 from hydrajax.measure.random_models import drafter_for
 from hydrajax.measure.timing import verify_again

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine h
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.drafters.registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.formats.registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, room_for, step_timer
 from hydrajax.measure.memory import copy_bandwidth, peak_memory
 from hydrajax.measure.random_models import LM_HEADS, drafter_for, random_base, random_draft

@@ -29,7 +29,7 @@ from hydrajax.models.config import PRESETS
 from hydrajax.models.rows import run_base
 from hydrajax.roofline.devices import device_of
 from hydrajax.sharding import make_mesh
-from hydrajax.train.config import DataConfig, DraftConfig, OptimizerConfig, TrainConfig
+from hydrajax.train.config import DataConfig, OptimizerConfig, TrainConfig, draft_of
 from hydrajax.train.flops import forward_flops
 from hydrajax.train.losses import Objective
 from hydrajax.train.optimizer import make_optimizer
@@ -94,7 +94,7 @@ def random_task(args: argparse.Namespace) -> HeadsTask:
     """Fresh Hydra++ heads (as released: 4 heads of 4 layers, dropout 0.2) on a random base."""
     config = TrainConfig(
         output="unused", model=args.shape, dtype=args.dtype, steps=STEPS, batch_size=1,
-        draft=DraftConfig(n_heads=4, n_layers=4, prefix=True, dropout=0.2),
+        draft=draft_of(n_heads=4, n_layers=4, prefix=True, dropout=0.2),
         objective=Objective(chunk_tokens=args.chunk_tokens),
         data=DataConfig(format="standard_library", length=args.length),
     )  # fmt: skip

@@ -16,8 +16,8 @@ from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
-from hydrajax.drafters.registry import KINDS, without_weights
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.formats.registry import KINDS, without_weights
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.machine import machine
 from hydrajax.measure.benchmark import BenchmarkRow, first_nodes, run_benchmark

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
-from hydrajax.checkpoints.base import export_merged, read_config
-from hydrajax.checkpoints.fingerprint import fingerprint
-from hydrajax.checkpoints.heads.export import FORMATS, export_heads
-from hydrajax.checkpoints.heads.fetch import fetch_heads
-from hydrajax.checkpoints.heads.load import RECORD, load_draft
-from hydrajax.checkpoints.hub import push, resolve
-from hydrajax.checkpoints.tensors import read_json
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
+from hydrajax.formats.export import FORMATS, export_heads
+from hydrajax.formats.fetch import fetch_heads
+from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.hub import push, resolve
+from hydrajax.formats.huggingface import export_merged, read_config
+from hydrajax.formats.load import RECORD, load_draft
+from hydrajax.formats.tensors import read_json
 from hydrajax.text.prompt import PROMPT_FORMATS
 
 HELP = "write draft heads in other formats, merge an adapter, fetch from and put on the Hub, see what int8 costs"

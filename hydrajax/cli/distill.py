@@ -85,10 +85,10 @@ def temperatures(text: str) -> tuple[float, ...]:
 
 def run(args: argparse.Namespace) -> None:
     from hydrajax.api import load
-    from hydrajax.checkpoints.fingerprint import fingerprint
-    from hydrajax.checkpoints.hub import resolve
     from hydrajax.distill.records import RecordFile
     from hydrajax.distill.talks import Writing
+    from hydrajax.formats.fingerprint import fingerprint
+    from hydrajax.formats.hub import resolve
     from hydrajax.questions.contenders import folder_name
     from hydrajax.text.templates import make_encoder
     from hydrajax.train.config import load_config

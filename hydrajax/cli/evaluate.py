@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from hydrajax import api
-from hydrajax.checkpoints.fingerprint import fingerprint
-from hydrajax.checkpoints.hub import resolve
 from hydrajax.cli import options
 from hydrajax.cli.scores import add_score_arguments, choose_score, scores_of, show_scores
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
+from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.hub import resolve
 from hydrajax.language_model import LanguageModel
 from hydrajax.locking import in_use
 from hydrajax.machine import machine

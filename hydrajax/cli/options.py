@@ -16,9 +16,9 @@ from hydrajax import api, assets
 from hydrajax.decoding.keywords import RULES, with_keywords
 from hydrajax.decoding.processors import PROCESSORS
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.drafters.registry import WITHOUT_WEIGHTS
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import WholeFile
+from hydrajax.formats.registry import WITHOUT_WEIGHTS
 from hydrajax.generation import SEED_BITS
 from hydrajax.language_model import LanguageModel
 from hydrajax.sharding import Placement, last_devices

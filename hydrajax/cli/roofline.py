@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from hydrajax import api
-from hydrajax.checkpoints.base import read_config
 from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Drafter
-from hydrajax.drafters.registry import KINDS, title_of
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.formats.huggingface import read_config
+from hydrajax.formats.registry import KINDS, title_of
 from hydrajax.machine import machine
 from hydrajax.measure.benchmark import first_nodes
 from hydrajax.measure.random_models import fresh, random_base

@@ -54,8 +54,8 @@ def add_score_arguments(parser: argparse.ArgumentParser) -> None:
 
 def choose_score(args: argparse.Namespace, questions: Sequence[Question]) -> Choice:
     """Raises `HydrajaxError` where the score cannot be had, before anything is loaded."""
-    settings = {"run_code": args.run_code, "judge": args.judge, "judge_model": args.judge_model}
-    return Choice(*choose(args.score, questions, **settings))
+    found = choose(args.score, questions, run_code=args.run_code, judge=args.judge, judge_model=args.judge_model)
+    return Choice(*found)
 
 
 def scores_of(

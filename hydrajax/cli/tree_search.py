@@ -16,8 +16,8 @@ from hydrajax.cli import options
 from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.drafters.registry import title_of
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.registry import title_of
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.locking import in_use
 from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts

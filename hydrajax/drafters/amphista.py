@@ -22,8 +22,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax.drafters.drafter import following_tokens, last_observed
-from hydrajax.drafters.heads import AtOnce, Head
+from hydrajax.drafters.heads import AtOnce
 from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.settings import HeadSettings, at_least
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Part, causal_mask, rope_table
@@ -89,6 +90,23 @@ class AutoEmbedding(nn.Module):
 
 
 @dataclass(frozen=True)
+class AmphistaSettings(HeadSettings):
+    """See `AmphistaHeads`."""
+
+    adaptation_layers: int = 2
+    auto_embedding_layers: int = 1
+    position_encoding: bool = True
+    reads_token: bool = True
+    mlp_width: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        at_least("draft.adaptation_layers", self.adaptation_layers, 0)
+        at_least("draft.auto_embedding_layers", self.auto_embedding_layers, 0)
+        at_least("draft.mlp_width", self.mlp_width, 1)
+
+
+@dataclass(frozen=True)
 class AmphistaHeads(AtOnce):
     """K heads that are not sequential. config: of the adaptation and auto-embedding layers, with the base's width and
     vocabulary. Methods: `hydrajax.drafters.drafter.Trainable`.
@@ -116,6 +134,7 @@ class AmphistaHeads(AtOnce):
     hidden_state_offset: ClassVar[int] = 0
     dropout: ClassVar[float] = 0.0
     prefix: ClassVar[None] = None
+    Settings = AmphistaSettings
 
     def __post_init__(self):
         if not 0 <= self.adaptation_layers <= self.n_heads:
@@ -124,9 +143,13 @@ class AmphistaHeads(AtOnce):
             )
 
     @classmethod
-    def for_base(cls, config: LlamaConfig, dtype, *, n_heads: int = 4, **settings):
+    def for_base(cls, base, dtype, settings=None, target_counts=None):
         """With layers like the base's."""
-        return cls(n_heads, config.plain_layer, dtype=jnp.dtype(dtype), **settings)
+        s = settings or AmphistaSettings()
+        return cls(
+            s.n_heads, base.plain_layer, s.n_layers, s.adaptation_layers, s.auto_embedding_layers, s.position_encoding,
+            s.reads_token, s.mlp_width, jnp.dtype(dtype), s.small_lm_head(base, target_counts),
+        )  # fmt: skip
 
     @property
     def width(self) -> int:
@@ -144,11 +167,6 @@ class AmphistaHeads(AtOnce):
     def layer_config(self) -> LlamaConfig:
         """Of one layer."""
         return self.config if self.mlp_width is None else self.config.replace(mlp_width=self.mlp_width)
-
-    def head(self, k: int) -> Head:
-        """Its MLP and its lm head; between the two stands the auto-embedding block."""
-        lm_head = self.lm_head
-        return Head(None, self.n_layers, self.share_blocks, lm_head, self.width, self.vocab_size, dtype=self.dtype)
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 

@@ -107,8 +107,8 @@ class DraftModel:
         check_confidence(self.confidence)
 
     @classmethod
-    def for_base(cls, config: LlamaConfig, dtype) -> DraftModel:
-        """With an eighth of the base's layers."""
+    def for_base(cls, config: LlamaConfig, dtype, settings: None = None) -> DraftModel:
+        """With an eighth of the base's layers; there are no settings."""
         small = config.replace(n_layers=-(-config.n_layers // 8))
         return cls(Llama(small, jnp.dtype(dtype)), config.vocab_size)
 

@@ -8,17 +8,20 @@ and state are passed in and returned. What it needs to decode (`Drafter`) and wh
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.drafters.lm_head import Vocabulary
-from hydrajax.models.arrays import Array
+from hydrajax.drafters.settings import Settings
+from hydrajax.models.arrays import Array, DType
 from hydrajax.models.base import BaseModel, BoundBase, abstract_base
 from hydrajax.models.cache import cut_caches
+from hydrajax.models.config import LlamaConfig
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.topology import Topology
 
@@ -101,6 +104,8 @@ class DrafterSpec:
     reach:                 with ``window_nodes``, how many positions after the root the furthest node stands.
     branch_nodes:          nodes that it appends behind the tree as one more branch. They can be accepted, and paths may
                            become longer by as many nodes.
+    shared_lm_head:        its logits are those of the base's lm head.
+    prefix_layer:          a prefix layer stands in front of its heads (`hydrajax.drafters.prefix`).
     """
 
     depth: int
@@ -114,6 +119,8 @@ class DrafterSpec:
     window_nodes: int = 0
     reach: int = 0
     branch_nodes: int = 0
+    shared_lm_head: bool = False
+    prefix_layer: bool = False
 
     def candidate_nodes(self, tree: CandidateTree) -> int:
         """Count the nodes that a step may accept, root included."""
@@ -202,9 +209,24 @@ class Drafter(Protocol):
 class Trainable(Drafter, Protocol):
     """What training needs in addition: a drafter with parameters.
 
-    Head k < `DrafterSpec.num_draft_heads` predicts token t + 2 + k. vocabulary: the tokens that the heads can propose,
-    None for all.
+    A frozen dataclass. Head k < `DrafterSpec.num_draft_heads` predicts token t + 2 + k. Settings: the choices of a user
+    who trains it. dtype: of the computation, a field. vocabulary: the tokens that the heads can propose, None for all.
     """
+
+    Settings: ClassVar[type[Settings]]
+
+    @property
+    def dtype(self) -> DType: ...
+
+    @classmethod
+    def for_base(
+        cls, base: LlamaConfig, dtype, settings: Any = None, target_counts: Int[np.ndarray, " V"] | None = None
+    ) -> Trainable:
+        """Return the drafter for a base of this shape. Raises `HydrajaxError` for settings that do not fit it.
+
+        settings: of the class ``Settings``; None for its defaults. target_counts: see
+        `hydrajax.drafters.settings.vocabulary_of`.
+        """
 
     @property
     def vocabulary(self) -> Vocabulary | None: ...

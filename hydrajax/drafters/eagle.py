@@ -23,6 +23,7 @@ from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import Beam
 from hydrajax.drafters.heads import Trained
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
+from hydrajax.drafters.settings import Settings, at_least
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Part, SamePlace, causal_mask, rope_table
@@ -96,6 +97,16 @@ class EagleNetwork(nn.Module):
         return self.logits(self(embeddings, self.fused(features), positions, np.ones((1, 1), bool))[0], base_logits)
 
 
+@dataclass(frozen=True)
+class EagleSettings(Settings):
+    """unroll: see `FeatureDrafter`; None for the released number, 1 of EAGLE and 7 of EAGLE-3."""
+
+    unroll: int | None = None
+
+    def __post_init__(self):
+        at_least("draft.unroll", self.unroll, 1)
+
+
 class FeatureDrafter(Trained):
     """How EAGLE drafts, whichever network it has.
 
@@ -103,8 +114,6 @@ class FeatureDrafter(Trained):
     ``depth``, ``unroll``, ``reads``, ``vocabulary``, ``lm_head`` and ``network``. unroll: how many
     guesses one after the other it is trained for. Methods: `hydrajax.drafters.drafter.Trainable`.
     """
-
-    prefix: ClassVar[None] = None
 
     @cached_property
     def spec(self) -> DrafterSpec:
@@ -115,6 +124,7 @@ class FeatureDrafter(Trained):
             supports_sampling=True,
             supports_dynamic_tree=True,
             num_draft_heads=self.unroll,  # each further guess is a head in training, all of one set of parameters
+            shared_lm_head=self.lm_head.shared,
         )
 
     # --- decoding -----------------------------------------------------------------------------------------------------
@@ -242,11 +252,13 @@ class Eagle(FeatureDrafter):
     unroll: int = 1
     reads: ClassVar[tuple[int, ...]] = (0,)
     vocabulary: ClassVar[Vocabulary | None] = None
+    Settings = EagleSettings
 
     @classmethod
-    def for_base(cls, config: LlamaConfig, dtype, **settings):
+    def for_base(cls, base, dtype, settings=None, target_counts=None):
         """With a layer like the base's."""
-        return cls(config.plain_layer, jnp.dtype(dtype), **settings)
+        s = settings or EagleSettings()
+        return cls(base.plain_layer, jnp.dtype(dtype), unroll=s.unroll or cls.unroll)
 
     @property
     def lm_head(self) -> LmHead:

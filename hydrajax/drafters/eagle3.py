@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from hydrajax.drafters.eagle import DEPTH, FeatureDrafter
+from hydrajax.drafters.eagle import DEPTH, EagleSettings, FeatureDrafter
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
+from hydrajax.drafters.settings import at_least, vocabulary_of, within_base
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import rope_table
 from hydrajax.models.config import LlamaConfig
@@ -74,6 +77,22 @@ def reads_of(n_layers: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Eagle3Settings(EagleSettings):
+    """vocabulary: see `hydrajax.drafters.settings.HeadSettings`. reads: the layers, counted from 0, whose inputs it
+    reads; the number after the last means the base's last hidden states. Empty for 2, L // 2 and L - 3 of L.
+    """
+
+    vocabulary: int | None = None
+    reads: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        at_least("draft.vocabulary", self.vocabulary, 1)
+        super().__post_init__()
+        if any(low >= high for low, high in itertools.pairwise((-1, *self.reads))):
+            raise HydrajaxError(f"draft.reads: layers must rise, from 0 up, found {list(self.reads)}")
+
+
+@dataclass(frozen=True)
 class Eagle3(FeatureDrafter):
     """EAGLE-3. config: of its layer; with the base's width and vocabulary.
 
@@ -89,12 +108,20 @@ class Eagle3(FeatureDrafter):
     depth: int = DEPTH
     unroll: int = 7
     norm_before_residual: bool = False
+    Settings = Eagle3Settings
 
     @classmethod
-    def for_base(cls, config: LlamaConfig, dtype, **settings):
+    def for_base(cls, base, dtype, settings=None, target_counts=None):
         """With a layer like the base's."""
-        settings.setdefault("reads", reads_of(config.n_layers))
-        return cls(config.plain_layer, dtype=jnp.dtype(dtype), **settings)
+        s = settings or Eagle3Settings()
+        within_base("draft.reads", max(s.reads, default=0), base.n_layers, "layers")
+        return cls(
+            base.plain_layer,
+            tuple(base.n_layers - layer for layer in s.reads) or reads_of(base.n_layers),
+            vocabulary_of(s.vocabulary, base, target_counts),
+            jnp.dtype(dtype),
+            unroll=s.unroll or cls.unroll,
+        )
 
     @property
     def lm_head(self) -> LmHead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import flax.linen as nn
@@ -16,6 +17,7 @@ from hydrajax.drafters.filling import fill
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.drafters.ranks import head_ranks
+from hydrajax.drafters.settings import HeadSettings, at_least, below, within_base
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.config import LlamaConfig
@@ -24,9 +26,30 @@ from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, guesses_of
 
 
-def check_dropout(rate: float) -> None:
-    if not 0 <= rate < 1:
-        raise HydrajaxError(f"dropout: must be at least 0 and below 1, found {rate}")
+@dataclass(frozen=True)
+class StackSettings(HeadSettings):
+    """Medusa or Hydra heads.
+
+    share_blocks:        blocks 2..n are one block applied again, as in the released code (docs/design.md 4).
+    prefix:              put a prefix layer in front of the heads, see `hydrajax.drafters.prefix.Prefix`.
+    prefix_window:       the tokens that the prefix layer sees, None for all; best the length of the training rows if
+                         texts will be longer.
+    hidden_state_offset: read the input of the n-th layer from the end; 0 for the base's last hidden states.
+    """
+
+    share_blocks: bool = True
+    prefix: bool = False
+    prefix_window: int | None = None
+    dropout: float = 0.0
+    hidden_state_offset: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        at_least("draft.prefix_window", self.prefix_window, 1)
+        if self.prefix_window is not None and not self.prefix:
+            raise HydrajaxError("draft.prefix_window: means nothing without draft.prefix, leave it out")
+        at_least("draft.hidden_state_offset", self.hidden_state_offset, 0)
+        below("draft.dropout", self.dropout, 1)
 
 
 def drop(x: Float[Array, "*rows D"], rate: float, rng: Array | None) -> Float[Array, "*rows D"]:
@@ -164,38 +187,41 @@ class Trained(SeesAcceptedOnly):
 class HeadStack(Trained):
     """What Medusa, Hydra and Amphista share: K heads with parameters ``{"head_0": ...}``, and how they are trained.
 
-    A subclass is a frozen dataclass with ``n_heads``, ``width``, ``vocab_size``, ``dtype``, ``dropout``,
-    ``hidden_state_offset``, ``lm_head`` and ``prefix``; ``head(k)`` describes head k, ``teacher_inputs`` what it reads
-    in training, ``propose`` how it drafts. For the methods see
+    A subclass is a frozen dataclass with ``n_heads``, ``width``, ``vocab_size``, ``n_layers``, ``share_blocks``,
+    ``dtype``, ``dropout``, ``hidden_state_offset``, ``lm_head`` and ``prefix``; ``teacher_inputs`` is what its heads
+    read in training, ``propose`` how it drafts. For the methods see
     `hydrajax.drafters.drafter.Trainable`.
 
     State: the last hidden state ``[B, D]``; with a prefix layer its `hydrajax.drafters.prefix.PrefixState`. The
     parameters are then ``{"prefix": ..., "heads": {"head_0": ...}}``.
     """
 
+    Settings = StackSettings
     prefix: Prefix | None
 
     def __post_init__(self):
-        check_dropout(self.dropout)
+        below("dropout", self.dropout, 1)
 
     @classmethod
-    def for_base(
-        cls,
-        config: LlamaConfig,
-        dtype,
-        *,
-        n_heads: int = 4,
-        prefix: bool = False,
-        prefix_window: int | None = None,
-        **settings,
-    ):
-        """Return heads for a base of this shape, four of them as released by default.
+    def for_base(cls, base, dtype, settings=None, target_counts=None):
+        s = settings or StackSettings()
+        within_base("draft.hidden_state_offset", s.hidden_state_offset, base.n_layers, "layers")
+        heads = cls(
+            s.n_heads, base.width, base.vocab_size, n_layers=s.n_layers, share_blocks=s.share_blocks, dropout=s.dropout,
+            hidden_state_offset=s.hidden_state_offset, dtype=jnp.dtype(dtype),
+            small_lm_head=s.small_lm_head(base, target_counts),
+        )  # fmt: skip
+        return heads.with_prefix(base, s.prefix_window) if s.prefix else heads
 
-        prefix, prefix_window: a prefix layer in front of the heads, and its `Prefix.window`.
-        """
-        sizes = {"n_heads": n_heads, "width": config.width, "vocab_size": config.vocab_size}
-        heads = cls(**sizes, dtype=jnp.dtype(dtype), **settings)
-        return heads.with_prefix(config, prefix_window) if prefix else heads
+    def path_length(self, k: int) -> int | None:
+        """Return `Head.path_length` of head k."""
+        return None
+
+    def head(self, k: int) -> Head:
+        return Head(
+            self.path_length(k), self.n_layers, self.share_blocks, self.lm_head, self.width, self.vocab_size,
+            self.dtype, self.dropout,
+        )  # fmt: skip
 
     def with_prefix(self, config: LlamaConfig, window: int | None = None):
         """Return these heads behind a prefix layer for a base of this shape, see `Prefix`."""
@@ -210,6 +236,8 @@ class HeadStack(Trained):
             supports_sampling=True,
             supports_dynamic_tree=True,
             num_draft_heads=self.n_heads,
+            shared_lm_head=self.lm_head.shared,
+            prefix_layer=self.prefix is not None,
         )
 
     @property

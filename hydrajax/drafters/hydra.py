@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from hydrajax.drafters.filling import fill
-from hydrajax.drafters.heads import Head, HeadStack
+from hydrajax.drafters.heads import HeadStack
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.models.arrays import DType
@@ -35,17 +35,8 @@ class HydraHeads(HeadStack):
     def lm_head(self) -> LmHead:
         return self.small_lm_head or LmHead(bias=True)
 
-    def head(self, k: int) -> Head:
-        return Head(
-            k,
-            self.n_layers,
-            self.share_blocks,
-            self.lm_head,
-            self.width,
-            self.vocab_size,
-            dtype=self.dtype,
-            dropout=self.dropout,
-        )
+    def path_length(self, k):
+        return k
 
     def propose(self, params, state, root, tree, base, draw=None):
         """One head call for all parents of a level."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from hydrajax.drafters.heads import AtOnce, Head
+from hydrajax.drafters.heads import AtOnce
 from hydrajax.drafters.lm_head import LmHead
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.models.arrays import DType
@@ -33,25 +33,14 @@ class MedusaHeads(AtOnce):
     prefix: Prefix | None = None
 
     @classmethod
-    def for_base(cls, config, dtype, *, prefix=False, **settings):
+    def for_base(cls, base, dtype, settings=None, target_counts=None):
         # Behind a prefix layer the released layout has only heads whose lm head has a bias.
-        return super().for_base(config, dtype, prefix=prefix, **{"lm_head_bias": prefix} | settings)
+        heads = super().for_base(base, dtype, settings, target_counts)
+        return replace(heads, lm_head_bias=heads.prefix is not None)
 
     @property
     def lm_head(self) -> LmHead:
         return self.small_lm_head or LmHead(bias=self.lm_head_bias)
-
-    def head(self, k: int) -> Head:
-        return Head(
-            None,
-            self.n_layers,
-            self.share_blocks,
-            self.lm_head,
-            self.width,
-            self.vocab_size,
-            dtype=self.dtype,
-            dropout=self.dropout,
-        )
 
     def propose(self, params, state, root, tree, base, draw=None):
         levels = range(len(guesses_of(tree)))

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.lm_head import LmHead, Vocabulary
-from hydrajax.drafters.registry import KINDS
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.registry import KINDS
 from hydrajax.models.base import BaseModel, BoundBase, init_base
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.llama import Llama
@@ -36,7 +36,7 @@ def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, int8: boo
 
 
 def drafter_for(model: BaseModel, kind: str, lm_head: str = "full") -> Drafter:
-    """A drafter of a kind in `hydrajax.drafters.registry.KINDS` for a base, heads with this one of `LM_HEADS`.
+    """A drafter of a kind in `hydrajax.formats.registry.KINDS` for a base, heads with this one of `LM_HEADS`.
 
     Raises `HydrajaxError` for another lm head than a drafter's own where it has no choice of them.
     """

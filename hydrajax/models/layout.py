@@ -22,7 +22,7 @@ ADAPTER = "adapter_model"  # PEFT's name for the file of an adapter's weights
 
 @runtime_checkable
 class Readable(Protocol):
-    """Where the tensors of a layout are read from, such as `hydrajax.checkpoints.tensors.TensorFiles`."""
+    """Where the tensors of a layout are read from, such as `hydrajax.formats.tensors.TensorFiles`."""
 
     def read(self, name: str) -> np.ndarray:
         """One tensor by its name in the files."""

@@ -179,8 +179,8 @@ def _of_training(path: Path, content: dict) -> Iterator[Result]:
         for top, name in enumerate(TOPS, start=1)
         for head, accuracy in enumerate(found[name])
     ]
-    settings = {"after step": found["step"]}
-    yield Result("accuracy", "amphista figure 1", "held-out text: guesses with the true token", rows, settings=settings)
+    title, after = "held-out text: guesses with the true token", {"after step": found["step"]}
+    yield Result("accuracy", "amphista figure 1", title, rows, settings=after)
 
 
 READERS: tuple[Callable[[Path, dict], Iterator[Result]], ...] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -40,12 +41,10 @@ class Metrics:
     def __init__(self, stats: Callable[[], Stats]):
         self._stats, self._registry = stats, CollectorRegistry()
         self._registry.register(self)
-        settings = {"namespace": "hydrajax", "registry": self._registry}
-        self._first = Histogram("time_to_first_token_seconds", "From a request's arrival", buckets=SECONDS, **settings)
-        self._each = Histogram(
-            "time_per_token_seconds", "Mean of each text, after its first tokens", buckets=TOKEN_SECONDS, **settings
-        )
-        self._whole = Histogram("request_seconds", "From a request's arrival to its end", buckets=SECONDS, **settings)
+        made = partial(Histogram, namespace="hydrajax", registry=self._registry)
+        self._first = made("time_to_first_token_seconds", "From a request's arrival", buckets=SECONDS)
+        self._each = made("time_per_token_seconds", "Mean of each text, after its first tokens", buckets=TOKEN_SECONDS)
+        self._whole = made("request_seconds", "From a request's arrival to its end", buckets=SECONDS)
 
     def ended(self, ticket: Ticket) -> None:
         """A text is over."""

@@ -23,8 +23,8 @@ from hydrajax.decoding.step import Engine
 from hydrajax.drafters.draft_model import DraftState
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.registry import title_of
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.registry import title_of
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.base import BaseModel

@@ -86,8 +86,9 @@ class Encoder:
             text.encode()
         except UnicodeEncodeError:
             raise HydrajaxError("is not valid Unicode text (it holds a lone surrogate)") from None
-        settings = {"add_special_tokens": not self.own, "return_offsets_mapping": True, "verbose": False}
-        encoded = run_tokenizer(self.tokenizer, text, **settings)
+        encoded = run_tokenizer(
+            self.tokenizer, text, add_special_tokens=not self.own, return_offsets_mapping=True, verbose=False
+        )
         ids, offsets = np.asarray(encoded["input_ids"], np.int32), np.asarray(encoded["offset_mapping"])
         length = int(np.flatnonzero(offsets[:, 1])[-1]) + 1  # without an EOS added to the one our templates write
         if length > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:

@@ -8,111 +8,45 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import itertools
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydrajax.drafters import registry
-from hydrajax.errors import HydrajaxError, not_allowed, one_line
+from hydrajax.drafters.settings import Settings, at_least, below, one_of
+from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.formats import registry
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.config import LlamaConfig
 from hydrajax.train.data.conversations import FORMATS as CONVERSATION_FORMATS
 from hydrajax.train.losses import Objective
 
 
-def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise not_allowed(name, value, allowed)
-
-
-def at_least(name: str, value: float | None, least: float) -> None:
-    if value is not None and not value >= least:  # so that NaN is refused too
-        raise HydrajaxError(f"{name}: must be at least {least}, found {value}")
-
-
-def below(name: str, value: float, limit: float) -> None:
-    if not 0 <= value < limit:
-        raise HydrajaxError(f"{name}: must be from 0 up to, not including, {limit}, found {value}")
-
-
 @dataclass(frozen=True)
 class DraftConfig:
-    """Which heads. Hydra: ``hydra``, 1 layer. Hydra++: ``hydra``, 4 layers, ``prefix``. Medusa: ``medusa``. Amphista:
-    ``amphista``. ``eagle`` and ``eagle3`` are drafts of one layer, which are told ``unroll`` and ``init``, EAGLE-3 also
-    ``vocabulary`` and ``reads``.
+    """Which heads to train. In the file the settings stand beside ``heads`` and ``init`` (`draft_of`).
 
-    init: a directory of released or exported heads to start from, in place of fresh ones. ``share_blocks``: blocks 2..n
-    are one block applied again, as in the released code (docs/design.md 4). lm_head: each head's own, ``full`` or a
-    product of rank ``lm_rank`` (``low_rank``), or the base's (``shared``); heads with the latter two are saved in
-    hydrajax's own format. ``prefix_window``: how many tokens the prefix layer sees, null for all; best the length of
-    the rows, where texts will be longer. ``vocabulary``: how many tokens the draft can say, the most frequent ones of
-    the training text's targets, or those of the heads to start from; null for all. ``unroll``: how many guesses one
-    after the other EAGLE learns to make from a place of the text; null for 1 (``eagle``) and 7 (``eagle3``), as
-    released. ``reads``: the layers, counted from 0, whose inputs EAGLE-3 reads; the number after the last means the
-    base's last hidden states. By default 2, L // 2 and L - 3 of L.
-
-    Amphista alone: ``adaptation_layers``, the stages, 1 and 0 being ablations; ``auto_embedding_layers``, 2 in
-    Amphista-α and 0 in an ablation; ``position_encoding`` of its auto-embedding block; ``reads_token``, whether the
-    adaptation layers read the token that follows; ``mlp_width`` of all these layers, null for the base's.
+    heads: a kind of `hydrajax.formats.registry.HEADS`; Hydra++ is ``hydra`` with 4 layers and ``prefix``. init: a
+    directory of released or exported heads to start from, instead of fresh ones. settings: of the kind's ``Settings``.
     """
 
     heads: str = "hydra"
-    n_heads: int = 4
-    n_layers: int = 1
-    share_blocks: bool = True
-    prefix: bool = False
-    prefix_window: int | None = None
-    dropout: float = 0.0
-    hidden_state_offset: int = 0
     init: str | None = None
-    lm_head: str = "full"
-    lm_rank: int | None = None
-    vocabulary: int | None = None
-    unroll: int | None = None
-    reads: tuple[int, ...] = ()
-    adaptation_layers: int = 2
-    auto_embedding_layers: int = 1
-    position_encoding: bool = True
-    reads_token: bool = True
-    mlp_width: int | None = None
+    settings: Settings = field(default_factory=registry.HEADS["hydra"].Settings)
 
-    def __post_init__(self):
-        one_of("draft.heads", self.heads, tuple(registry.HEADS))
-        self._refuse_what_means_nothing()
-        one_of("draft.lm_head", self.lm_head, ("full", "shared", "low_rank"))
-        if (self.lm_head == "low_rank") != (self.lm_rank is not None):
-            raise HydrajaxError("draft.lm_rank: is needed for draft.lm_head low_rank, and means nothing for the others")
-        at_least("draft.lm_rank", self.lm_rank, 1)
-        at_least("draft.n_heads", self.n_heads, 1)
-        at_least("draft.n_layers", self.n_layers, 1)
-        at_least("draft.prefix_window", self.prefix_window, 1)
-        if self.prefix_window is not None and not self.prefix:
-            raise HydrajaxError("draft.prefix_window: means nothing without draft.prefix, leave it out")
-        at_least("draft.hidden_state_offset", self.hidden_state_offset, 0)
-        below("draft.dropout", self.dropout, 1)
-        at_least("draft.vocabulary", self.vocabulary, 1)
-        at_least("draft.unroll", self.unroll, 1)
-        if any(low >= high for low, high in itertools.pairwise((-1, *self.reads))):
-            raise HydrajaxError(f"draft.reads: layers must rise, from 0 up, found {list(self.reads)}")
-        at_least("draft.adaptation_layers", self.adaptation_layers, 0)
-        at_least("draft.auto_embedding_layers", self.auto_embedding_layers, 0)
-        at_least("draft.mlp_width", self.mlp_width, 1)
-        if self.vocabulary is not None and self.lm_head == "shared":
-            raise HydrajaxError("draft.vocabulary: contradicts draft.lm_head shared, the base's own, which knows all")
+    def keys(self) -> dict[str, Any]:
+        """Return the section of a file that says this, with the defaults of keys that only other kinds have."""
+        defaults = {name: default for name, (_, default) in DRAFT_KEYS.items()}
+        return {"heads": self.heads, "init": self.init} | defaults | dataclasses.asdict(self.settings)
 
-    def _refuse_what_means_nothing(self):
-        """Settings that this kind of heads does not have, so that nobody thinks that they were heeded."""
-        taken = {f.name for f in dataclasses.fields(registry.HEADS[self.heads])} | {"heads", "init"}
-        if "small_lm_head" in taken:
-            taken |= {"lm_head", "lm_rank", "vocabulary"}
-        if "prefix" in taken:
-            taken.add("prefix_window")
-        for f in dataclasses.fields(self):
-            if f.name not in taken and getattr(self, f.name) != f.default:
-                raise HydrajaxError(f"draft.{f.name}: means nothing for draft.heads {self.heads}, leave it out")
+
+# The types and defaults of all kinds' settings.
+DRAFT_KEYS = {
+    f.name: (typing.get_type_hints(kind.Settings)[f.name], f.default)
+    for kind in registry.HEADS.values()
+    for f in dataclasses.fields(kind.Settings)
+}
 
 
 @dataclass(frozen=True)
@@ -409,7 +343,7 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise HydrajaxError(f"{name}: must hold settings by name, found {value!r}")
-        return _section(value, kind, f"{name}.")
+        return _draft(value) if kind is DraftConfig else _section(value, kind, f"{name}.")
     choices = typing.get_args(kind)
     if type(None) in choices:
         return None if value is None else _typed(value, choices[0], name)
@@ -430,10 +364,29 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
     return value
 
 
-def _section(raw: dict, section: type, prefix: str) -> Any:
-    """The dataclass of these settings, whose keys must be its fields."""
+def draft_of(heads: str = "hydra", init: str | None = None, **settings) -> DraftConfig:
+    """`DraftConfig` of the keys of a section ``draft``; see `load_config` for what is refused."""
+    return _draft({"heads": heads, "init": init} | settings)
+
+
+def _draft(raw: dict) -> DraftConfig:
+    heads = _typed(raw.get("heads", DraftConfig.heads), str, "draft.heads")
+    one_of("draft.heads", heads, tuple(registry.HEADS))
+    section = registry.HEADS[heads].Settings
+    own, rest = {f.name for f in dataclasses.fields(section)}, dict(raw)
+    init = _typed(rest.pop("init", None), str | None, "draft.init")
+    rest.pop("heads", None)
+    for key in sorted(DRAFT_KEYS.keys() & raw.keys() - own):  # another kind's, which would be silently ignored
+        kind, default = DRAFT_KEYS[key]
+        if _typed(rest.pop(key), kind, f"draft.{key}") != default:
+            raise HydrajaxError(f"draft.{key}: means nothing for draft.heads {heads}, leave it out")
+    return DraftConfig(heads, init, _section(rest, section, "draft.", ("heads", "init")))
+
+
+def _section(raw: dict, section: type, prefix: str, beside: Sequence[str] = ()) -> Any:
+    """The dataclass of these settings, whose keys must be its fields. beside: keys that were read before."""
     types = typing.get_type_hints(section)
-    names = [f.name for f in dataclasses.fields(section)]
+    names = [*beside, *(f.name for f in dataclasses.fields(section))]
     for key in raw:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
 
-from hydrajax.checkpoints.base import read_config
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.huggingface import read_config
 from hydrajax.models.base import abstract_base
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.llama import Llama
@@ -216,8 +216,8 @@ def temporaries(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> Temporar
     Layers are unrolled and alike: two depths tell. A frozen base keeps nothing of a layer, so its depth hardly counts;
     through one with an adapter the gradient goes back, and every layer keeps what that needs.
     """
-    shallow = max(SHALLOW, config.draft.hidden_state_offset) if config.task != "base" else SHALLOW
-    while config.task != "base" and n_reads(config, shape.replace(n_layers=shallow)) < n_reads(config, shape):
+    shallow = SHALLOW
+    while config.task != "base" and not drafts_alike(config, shape, shallow):
         shallow += 1
     deeper = shallow + DEEPER - SHALLOW
     if shape.n_layers <= deeper:
@@ -227,9 +227,14 @@ def temporaries(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> Temporar
     return Temporaries(high + (shape.n_layers - deeper) * per_layer, extrapolated=True)
 
 
-def n_reads(config: TrainConfig, shape: LlamaConfig) -> int:
-    """How many of the base's layers the drafter reads, which for EAGLE-3 are fewer in a shallow base."""
-    return len(make_drafter(config.draft, shape, config.dtype).spec.aux_hidden_layers)
+def drafts_alike(config: TrainConfig, shape: LlamaConfig, n_layers: int) -> bool:
+    """Tell whether a base of so many layers has those that the drafter reads; for EAGLE-3 a shallow one has fewer."""
+    whole = make_drafter(config.draft, shape, config.dtype)
+    try:
+        shallow = make_drafter(config.draft, shape.replace(n_layers=n_layers), config.dtype)
+    except HydrajaxError:
+        return False
+    return len(shallow.spec.aux_hidden_layers) == len(whole.spec.aux_hidden_layers)
 
 
 def planned_bytes(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> int:

@@ -20,12 +20,12 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from hydrajax.checkpoints.training import TrainCheckpoints
 from hydrajax.errors import HydrajaxError
 from hydrajax.processes import anywhere, is_main, main_does, or_end, same_everywhere, to_host
 from hydrajax.roofline.devices import device_of
 from hydrajax.sharding import replicated
 from hydrajax.text.records import OBJECT
+from hydrajax.train.checkpoints import TrainCheckpoints
 from hydrajax.train.config import TrainConfig
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.data.feed import Feed
@@ -214,6 +214,7 @@ def stop_if_bad(bad_steps: int, step: int, most: int, output: Path) -> None:
 def settings_of(config: TrainConfig) -> dict:
     """The settings that make a run what it is, as JSON values."""
     raw = dataclasses.asdict(config)
+    raw["draft"] = config.draft.keys()
     for name in FREE:
         del raw[name]
     return json.loads(json.dumps(raw))

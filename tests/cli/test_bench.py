@@ -8,7 +8,7 @@ import pytest
 
 from hydrajax.cli import bench
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.registry import KINDS
+from hydrajax.formats.registry import KINDS
 from hydrajax.models.config import PRESETS
 from hydrajax.models.llama import Llama
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from hydrajax.checkpoints.base import load_llama
+from hydrajax.formats.huggingface import load_llama
 from hydrajax.measure.quantization import logit_effect
 
 # The base of conftest.py: 320 tokens, width 32, one layer, 4 heads and 2 key-value heads of 8 features, MLP of 88.

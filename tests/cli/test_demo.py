@@ -12,12 +12,12 @@ import pytest
 
 from hydrajax import assets
 from hydrajax.autotune.contest import Measured
-from hydrajax.checkpoints.base import load_llama
-from hydrajax.checkpoints.heads.export import export_heads
 from hydrajax.cli import demo
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.export import export_heads
+from hydrajax.formats.huggingface import load_llama
 from hydrajax.models.base import BoundBase
 from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.train.data.preview import CLOSE, OPEN

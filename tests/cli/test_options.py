@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
-from hydrajax.checkpoints.base import export_llama, load_llama
 from hydrajax.cli import bench, build_parser, options
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.huggingface import export_llama, load_llama
 from hydrajax.models.backend import Platform, traced_for
 
 LOADING = {

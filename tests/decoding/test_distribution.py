@@ -110,7 +110,7 @@ DRAFTERS = {
     "amphista, 4 tokens, rank 3": AmphistaHeads(2, CONFIG, small_lm_head=LmHead(rank=3, vocabulary=FOUR)),
     "eagle": Eagle.for_base(CONFIG, jnp.float32),
     "eagle3": Eagle3.for_base(CONFIG, jnp.float32),
-    "eagle3, 4 tokens": Eagle3.for_base(CONFIG, jnp.float32, vocabulary=FOUR),
+    "eagle3, 4 tokens": dataclasses.replace(Eagle3.for_base(CONFIG, jnp.float32), vocabulary=FOUR),
     "model": DraftModel(Llama(CONFIG), VOCAB),
     "sure model, 4 tokens": DraftModel(Llama(CONFIG.replace(vocab_size=4)), VOCAB, confidence=0.3),
     "padded model": DraftModel(Llama(CONFIG.replace(vocab_size=8, width=8)), VOCAB),

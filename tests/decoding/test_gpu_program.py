@@ -20,7 +20,7 @@ from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.step import Engine
-from hydrajax.drafters.registry import KINDS
+from hydrajax.formats.registry import KINDS
 from hydrajax.measure.random_models import random_base, random_draft
 from hydrajax.models import backend
 from hydrajax.models.base import BoundBase, abstract_base

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +38,7 @@ DECODED = ["alpha, narrow, small lm heads", "without adaptation, the base's lm h
 
 
 def variant(name: str, base) -> AmphistaHeads:
-    return AmphistaHeads.for_base(base.config, jnp.float32, **VARIANTS[name])
+    return dataclasses.replace(AmphistaHeads.for_base(base.config, jnp.float32), **VARIANTS[name])
 
 
 def in_numpy(oracle, drafter, params, base):
@@ -152,7 +154,7 @@ def test_documents_in_one_row_know_nothing_of_each_other(base, oracle):
 
 @pytest.mark.slow
 def test_every_parameter_learns(base):
-    drafter = AmphistaHeads.for_base(base.config, jnp.float32, n_heads=2, small_lm_head=SMALL)
+    drafter = dataclasses.replace(AmphistaHeads.for_base(base.config, jnp.float32), n_heads=2, small_lm_head=SMALL)
     tokens = jnp.asarray(np.random.default_rng(0).integers(VOCAB, size=(2, 12), dtype=np.int32))
     batch = {"tokens": tokens, "labels": tokens}
 
@@ -212,8 +214,8 @@ def test_the_caches_hold_what_the_base_has_seen_and_no_guess(lab):
 def test_settings_that_cannot_be_are_refused(base):
     for layers in (-1, 5):
         with pytest.raises(HydrajaxError, match=f"adaptation_layers: must be from 0 to n_heads 4, found {layers}"):
-            AmphistaHeads.for_base(base.config, jnp.float32, adaptation_layers=layers)
+            dataclasses.replace(AmphistaHeads.for_base(base.config, jnp.float32), adaptation_layers=layers)
     heads = AmphistaHeads.for_base(base.config, jnp.float32)
     with pytest.raises(HydrajaxError, match="the settings ask for"):
-        heads.trained_on(AmphistaHeads.for_base(base.config, jnp.float32, auto_embedding_layers=2))
+        heads.trained_on(dataclasses.replace(AmphistaHeads.for_base(base.config, jnp.float32), auto_embedding_layers=2))
     assert heads.trained_on(AmphistaHeads.for_base(base.config, jnp.float32)) == heads

@@ -18,8 +18,8 @@ from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
-from hydrajax.drafters.registry import KINDS, kind_of, title_of
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.registry import KINDS, kind_of, title_of
 from hydrajax.models.attention import QUERY_CHUNK, causal_mask
 from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.config import LlamaConfig

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +18,8 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3, reads_of
 from hydrajax.drafters.lm_head import Vocabulary
-from hydrajax.drafters.registry import HEADS, KINDS, kind_of, title_of
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.registry import HEADS, KINDS, kind_of, title_of
 from hydrajax.trees.dynamic import DynamicTree
 
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7], [1] * 17]
@@ -27,7 +29,9 @@ PROMPTS = [[3, 1, 4, 1, 5], [2, 7], [1] * 17]
 def drafter(request, base):
     if request.param == "eagle":
         return Eagle.for_base(base.config, jnp.float32)
-    return Eagle3.for_base(base.config, jnp.float32, vocabulary=Vocabulary(range(0, base.config.vocab_size, 2)))
+    return dataclasses.replace(
+        Eagle3.for_base(base.config, jnp.float32), vocabulary=Vocabulary(range(0, base.config.vocab_size, 2))
+    )
 
 
 @pytest.fixture(scope="module")

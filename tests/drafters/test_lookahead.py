@@ -19,8 +19,8 @@ from hydrajax.decoding.acceptance import ExactSampling, Typical
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.lookahead import Lookahead, as_nodes, candidates, remember
-from hydrajax.drafters.registry import title_of, without_weights
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.registry import title_of, without_weights
 from hydrajax.models.attention import causal_mask
 from hydrajax.trees import presets
 from hydrajax.trees.tree import TreeTopology

@@ -21,9 +21,9 @@ from hydrajax.decoding.loop import run_steps
 from hydrajax.decoding.prompts import right_padded
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.lookup import PromptLookup
-from hydrajax.drafters.registry import beside_lookup, title_of
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.registry import beside_lookup, title_of
 from hydrajax.measure.timing import some_topology
 from hydrajax.models.base import BoundBase
 from hydrajax.questions.contenders import folder_name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,16 +13,16 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from helpers.damage import VOCAB, WIDTH, edit
-from hydrajax.checkpoints.base import export_llama, load_llama
-from hydrajax.checkpoints.fingerprint import fingerprint
-from hydrajax.checkpoints.heads.export import export_heads
-from hydrajax.checkpoints.tensors import save_safetensors, save_torch
 from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.formats.export import export_heads
+from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.huggingface import export_llama, load_llama
+from hydrajax.formats.tensors import save_safetensors, save_torch
 from hydrajax.models.base import BoundBase, abstract_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
@@ -32,8 +33,8 @@ BASES = (*FAMILIES, "shards", "bin", "bin_shards", "medusa_2")
 HYDRA = HydraHeads(2, WIDTH, VOCAB, n_layers=2)
 MEDUSA = MedusaHeads(2, WIDTH, VOCAB)
 EAGLE = Eagle.for_base(BASE, np.float32)
-EAGLE_3 = Eagle3.for_base(BASE, np.float32, vocabulary=Vocabulary(range(1, VOCAB, 2)))
-AMPHISTA = AmphistaHeads.for_base(BASE, np.float32, n_heads=2)
+EAGLE_3 = dataclasses.replace(Eagle3.for_base(BASE, np.float32), vocabulary=Vocabulary(range(1, VOCAB, 2)))
+AMPHISTA = dataclasses.replace(AmphistaHeads.for_base(BASE, np.float32), n_heads=2)
 HEADS = {  # drafter, format, as .pt
     "hydra": (HYDRA, "hydra", False),
     "hydra_pt": (HYDRA, "hydra", True),

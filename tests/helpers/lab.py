@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -130,7 +131,7 @@ DRAFTERS = {
     "hydra++": HydraHeads(4, WIDTH, VOCAB, n_layers=2).with_prefix(CONFIG),
     "amphista": AmphistaHeads(4, CONFIG),
     "eagle": Eagle.for_base(CONFIG, jnp.float32),
-    "eagle3": Eagle3.for_base(CONFIG, jnp.float32, vocabulary=Vocabulary(range(1, VOCAB, 2))),
+    "eagle3": dataclasses.replace(Eagle3.for_base(CONFIG, jnp.float32), vocabulary=Vocabulary(range(1, VOCAB, 2))),
     "model": DraftModel(Llama(SMALL), VOCAB),
     "windowed model": DraftModel(Llama(CONFIG.replace(sliding_window=5)), VOCAB),
     "sure model": DraftModel(Llama(SMALL.replace(qkv_bias=True)), VOCAB, confidence=0.2),

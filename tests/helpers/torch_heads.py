@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from helpers.released import WIDTH, Medusa, VLLMMedusa, refusal
-from hydrajax.checkpoints.heads.load import load_draft
+from hydrajax.formats.load import load_draft
 from hydrajax.models.base import BoundBase
 
 VOCAB = 96  # of the tiny checkpoint

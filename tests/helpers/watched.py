@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from helpers.every_format import BASE, BASES
-from hydrajax.checkpoints.base import eos_ids, load_llama
-from hydrajax.checkpoints.fingerprint import fingerprint
-from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.huggingface import eos_ids, load_llama
+from hydrajax.formats.load import load_draft
 
 SECONDS, MEGABYTES = 5, 500  # of processor time and of more memory that one case may take
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT

@@ -1,6 +1,6 @@
 """The base model against transformers (eager attention, CPU, float32): prefill, cached steps, greedy ids.
 
-Every family that loads, in its variants; released configurations are in ``tests/checkpoints/test_families.py``.
+Every family that loads, in its variants; released configurations are in ``tests/families/test_released_configs.py``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from helpers.how import sampling
 from hydrajax.api import make_autoregressive_fn
-from hydrajax.checkpoints.base import load_llama
 from hydrajax.decoding.state import Params
+from hydrajax.formats.huggingface import load_llama
 from hydrajax.models.attention import causal_mask, rope_frequencies
 from hydrajax.models.cache import append, init_cache
 from hydrajax.models.llama import Llama

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from helpers.how import sampling
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
-from hydrajax.checkpoints.base import load_llama
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.formats.huggingface import load_llama
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BoundBase
 from hydrajax.models.weights import Int8, project, quantize

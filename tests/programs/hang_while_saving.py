@@ -5,7 +5,7 @@ import time
 
 import jax.numpy as jnp
 
-from hydrajax.checkpoints.training import TrainCheckpoints
+from hydrajax.train.checkpoints import TrainCheckpoints
 
 
 def hang(self) -> None:

@@ -17,7 +17,7 @@ from hydrajax.models.base import abstract_base, init_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.sharding import make_mesh, tree_shardings
-from hydrajax.train.config import DataConfig, DraftConfig, JointConfig, OptimizerConfig, TrainConfig
+from hydrajax.train.config import DataConfig, JointConfig, OptimizerConfig, TrainConfig, draft_of
 from hydrajax.train.losses import Objective
 from hydrajax.train.optimizer import optimizer_of
 from hydrajax.train.step import batch_placer, init_state, make_train_step, state_shardings
@@ -32,7 +32,7 @@ CONFIG = TrainConfig(
     steps=10,
     batch_size=8,
     tree="cartesian-2x2",
-    draft=DraftConfig(heads="medusa", n_heads=2),
+    draft=draft_of(heads="medusa", n_heads=2),
     adapter=Adapter(4, 8.0, 0.1),
     joint=JointConfig(distill=True),
     objective=Objective(lm_weight=1.0, teacher_weight=0.0, chunk_tokens=32),

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hydrajax.checkpoints.training import TrainCheckpoints
+from hydrajax.train.checkpoints import TrainCheckpoints
 
 
 def place(n: int, *spec) -> NamedSharding:

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.operator_counts import abstract_params, flops, moved
 from hydrajax.drafters.lm_head import LmHead
-from hydrajax.drafters.registry import KINDS
+from hydrajax.formats.registry import KINDS
 from hydrajax.models.base import BoundBase
 from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.kernels import few_rows

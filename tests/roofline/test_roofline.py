@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.operator_counts import abstract_params, flops, moved
-from hydrajax.drafters.registry import KINDS
+from hydrajax.formats.registry import KINDS
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.cache import init_cache

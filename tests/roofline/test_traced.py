@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from helpers.operator_counts import flops
-from hydrajax.drafters.registry import KINDS
 from hydrajax.drafters.with_lookup import WithLookup
+from hydrajax.formats.registry import KINDS
 from hydrajax.models.config import PRESETS
 from hydrajax.models.llama import Llama
 from hydrajax.models.weights import Int8, project

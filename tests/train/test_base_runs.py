@@ -9,9 +9,9 @@ import pytest
 
 from helpers.runs import refused
 from hydrajax import load
-from hydrajax.checkpoints.base import export_llama
-from hydrajax.checkpoints.fingerprint import fingerprint
 from hydrajax.drafters.draft_model import DraftModel
+from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.huggingface import export_llama
 from hydrajax.models.base import init_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama

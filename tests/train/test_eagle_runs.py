@@ -11,11 +11,11 @@ import pytest
 
 from helpers.runs import heads_file, without_clock
 from hydrajax import load
-from hydrajax.checkpoints.base import read_config
+from hydrajax.formats.huggingface import read_config
 from hydrajax.models.base import BoundBase
 from hydrajax.models.rows import run_base
 from hydrajax.train import loop
-from hydrajax.train.config import DraftConfig, config_from
+from hydrajax.train.config import config_from, draft_of
 from hydrajax.train.data import dataset
 from hydrajax.train.losses import Objective, draft_loss
 from hydrajax.train.tasks.from_config import tokenizer_of
@@ -52,7 +52,7 @@ def test_a_stopped_run_ends_bitwise_where_another_ends_and_its_draft_decodes(
     assert heads_file(parts).read_bytes() == heads_file(whole).read_bytes()
 
     m = load(base, whole / "heads")
-    expected = make_drafter(DraftConfig(**settings["draft"]), m.model.config, "float32", counts_of(settings))
+    expected = make_drafter(draft_of(**settings["draft"]), m.model.config, "float32", counts_of(settings))
     assert dataclasses.replace(m.drafter, unroll=expected.unroll) == expected  # the released format does not hold it
     prompts = ["the bird on the tree", "a stone"]
     drafted = m.generate(prompts, tree="dynamic-8-2-4", max_new_tokens=16)
@@ -77,7 +77,7 @@ def counts_of(settings: dict) -> np.ndarray:
 def test_the_vocabulary_is_of_the_most_frequent_targets(settings, base):
     counts = counts_of(settings)
     shape = read_config(base, "model")
-    for draft in (DraftConfig(heads="eagle3", vocabulary=50), DraftConfig(heads="medusa", vocabulary=50)):
+    for draft in (draft_of(heads="eagle3", vocabulary=50), draft_of(heads="medusa", vocabulary=50)):
         known = make_drafter(draft, shape, "float32", counts).vocabulary.tokens
         others = np.setdiff1d(np.arange(300), known)
         assert (len(known), (np.diff(known) > 0).all()) == (50, True)
@@ -90,7 +90,7 @@ def test_every_parameter_learns(tiny_model):
     model, base_params = tiny_model
     base = BoundBase(model, base_params)
     tokens = np.random.default_rng(0).integers(0, 61, (2, 12), dtype=np.int32)
-    for draft in (DraftConfig(heads="eagle", unroll=2), DraftConfig(heads="eagle3", vocabulary=40, unroll=2)):
+    for draft in (draft_of(heads="eagle", unroll=2), draft_of(heads="eagle3", vocabulary=40, unroll=2)):
         drafter = make_drafter(draft, model.config, "float32")
 
         def loss(params, drafter=drafter):

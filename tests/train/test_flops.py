@@ -8,7 +8,7 @@ import pytest
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.config import PRESETS
 from hydrajax.models.llama import Llama
-from hydrajax.train.config import DraftConfig
+from hydrajax.train.config import draft_of
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
 from hydrajax.train.tasks.heads import make_drafter
 
@@ -54,13 +54,13 @@ def test_a_tied_lm_head_is_multiplied_where_it_is_asked_for():
 @pytest.mark.parametrize("share_blocks", [True, False])
 def test_hydra_pp(share_blocks):
     """A prefix layer; head k reads k + 2 vectors with two matrices, then 3 blocks, shared or not, and an lm head."""
-    drafter = make_drafter(DraftConfig(n_layers=4, prefix=True, share_blocks=share_blocks), PRESETS["7b"], "bfloat16")
+    drafter = make_drafter(draft_of(n_layers=4, prefix=True, share_blocks=share_blocks), PRESETS["7b"], "bfloat16")
     heads = sum(2 * (k + 2) * D * D + 3 * D * D + D * V for k in range(4))
     assert drafter_forward_flops(drafter, MODEL, LENGTH) == 2 * (LAYER + heads) + CAUSAL
 
 
 def test_medusa():
-    drafter = make_drafter(DraftConfig(heads="medusa", n_layers=2, share_blocks=False), PRESETS["7b"], "bfloat16")
+    drafter = make_drafter(draft_of(heads="medusa", n_layers=2, share_blocks=False), PRESETS["7b"], "bfloat16")
     assert drafter_forward_flops(drafter, MODEL, LENGTH) == 2 * 4 * (2 * D * D + D * V)
 
 
@@ -69,14 +69,14 @@ AT_THE_SAME_PLACE = 2 * D  # the score of a later guess with an earlier one; the
 
 def test_eagle():
     """A map of two vectors to one, a layer and the base's lm head, each time one guess further."""
-    drafter = make_drafter(DraftConfig(heads="eagle", unroll=2), PRESETS["7b"], "bfloat16")
+    drafter = make_drafter(draft_of(heads="eagle", unroll=2), PRESETS["7b"], "bfloat16")
     guess = 2 * (2 * D * D + LAYER + D * V) + CAUSAL
     assert drafter_forward_flops(drafter, MODEL, LENGTH) == 2 * guess + AT_THE_SAME_PLACE
 
 
 def test_eagle_3():
     """Three vectors are mapped to one, once; queries, keys and values are made of two vectors."""
-    drafter = make_drafter(DraftConfig(heads="eagle3", vocabulary=8000), PRESETS["7b"], "bfloat16")
+    drafter = make_drafter(draft_of(heads="eagle3", vocabulary=8000), PRESETS["7b"], "bfloat16")
     guess, pairs = 2 * (LAYER + 3 * D * D + D * 8000) + CAUSAL, 7 * 6 // 2
     wanted = 2 * 3 * D * D + 7 * guess + pairs * AT_THE_SAME_PLACE
     assert drafter_forward_flops(drafter, MODEL, LENGTH) == wanted
@@ -84,7 +84,7 @@ def test_eagle_3():
 
 def test_amphista():
     """Two stages of fc and a layer, a matrix for each head, a layer for each head that sees all four, and lm heads."""
-    drafter = make_drafter(DraftConfig(heads="amphista"), PRESETS["7b"], "bfloat16")
+    drafter = make_drafter(draft_of(heads="amphista"), PRESETS["7b"], "bfloat16")
     stages = 2 * (2 * (2 * D * D + LAYER) + CAUSAL)
     together = 4 * (2 * LAYER + 2 * 2 * D * 4)
     assert drafter_forward_flops(drafter, MODEL, LENGTH) == stages + together + 2 * 4 * (D * D + D * V)

@@ -21,7 +21,7 @@ from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.rows import run_base
 from hydrajax.models.weights import quantize
 from hydrajax.sharding import make_mesh
-from hydrajax.train.config import DataConfig, DraftConfig, JointConfig, OptimizerConfig, TrainConfig
+from hydrajax.train.config import DataConfig, JointConfig, OptimizerConfig, TrainConfig, draft_of
 from hydrajax.train.loop import Interrupts
 from hydrajax.train.losses import IGNORED, Objective
 from hydrajax.train.metrics import read_metrics
@@ -34,11 +34,11 @@ RATE, DECAY = 1e-3, 0.1
 ADAPTER = Adapter(rank=3, alpha=6.0, dropout=0.0)
 TEXT = Objective(lm_weight=1.0, teacher_weight=0.0, head_decay=0.8, chunk_tokens=8)
 FAMILIES = {
-    "medusa": DraftConfig(heads="medusa", n_heads=3),
-    "hydra++": DraftConfig(heads="hydra", n_heads=3, n_layers=2, prefix=True),
-    "amphista": DraftConfig(heads="amphista", n_heads=3),
-    "eagle": DraftConfig(heads="eagle"),
-    "eagle3": DraftConfig(heads="eagle3", reads=(0, 1, 2), unroll=2),
+    "medusa": draft_of(heads="medusa", n_heads=3),
+    "hydra++": draft_of(heads="hydra", n_heads=3, n_layers=2, prefix=True),
+    "amphista": draft_of(heads="amphista", n_heads=3),
+    "eagle": draft_of(heads="eagle"),
+    "eagle3": draft_of(heads="eagle3", reads=(0, 1, 2), unroll=2),
 }
 
 
@@ -206,7 +206,7 @@ def steps(tiny_model):
         model, frozen = tiny_model
         config = TrainConfig(
             output="unused", task="joint", model="unused", dtype="float32", steps=10, batch_size=4, objective=TEXT,
-            draft=DraftConfig(heads="medusa", n_heads=2), tree="cartesian-2x2", adapter=ADAPTER,
+            draft=draft_of(heads="medusa", n_heads=2), tree="cartesian-2x2", adapter=ADAPTER,
             joint=JointConfig(heads_alone_steps=2), accumulation=accumulation,
             optimizer=OptimizerConfig(lr=RATE, warmup_steps=0, schedule="constant", weight_decay=DECAY),
             data=DataConfig(format="standard_library", length=12),

@@ -16,8 +16,8 @@ import yaml
 from safetensors.numpy import load_file
 
 from helpers.runs import finish, heads_file, start, wait_for_step, without_clock
-from hydrajax.checkpoints.training import TrainCheckpoints
 from hydrajax.cli.train import main
+from hydrajax.train.checkpoints import TrainCheckpoints
 from hydrajax.train.metrics import Metrics, read_metrics
 
 STEPS = 60

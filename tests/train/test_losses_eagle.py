@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hydrajax import load
-from hydrajax.drafters.eagle_files import EAGLE, EAGLE_3
+from hydrajax.formats.eagle import EAGLE, EAGLE_3
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.base import BoundBase
 from hydrajax.models.layout import write

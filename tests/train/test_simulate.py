@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,8 +81,8 @@ DRAFTERS = {
     "hydra": HydraHeads(3, 32, 61, n_layers=2),
     "medusa": MedusaHeads(3, 32, 61),
     "hydra++": HydraHeads(3, 32, 61, n_layers=2).with_prefix(SHAPE),
-    "eagle": Eagle.for_base(SHAPE, jnp.float32, depth=3),
-    "eagle3": Eagle3.for_base(SHAPE, jnp.float32, depth=3, vocabulary=Vocabulary(range(1, 61, 2))),
+    "eagle": dataclasses.replace(Eagle.for_base(SHAPE, jnp.float32), depth=3),
+    "eagle3": dataclasses.replace(Eagle3.for_base(SHAPE, jnp.float32), depth=3, vocabulary=Vocabulary(range(1, 61, 2))),
 }
 
 

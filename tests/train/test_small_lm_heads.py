@@ -8,13 +8,13 @@ import numpy as np
 import optax
 import pytest
 
-from hydrajax.checkpoints.heads.export import export_heads
-from hydrajax.checkpoints.heads.load import load_draft
+from hydrajax.formats.export import export_heads
+from hydrajax.formats.load import load_draft
 from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.models.rows import run_base
-from hydrajax.train.config import DraftConfig
+from hydrajax.train.config import draft_of
 from hydrajax.train.losses import Objective, draft_loss
 from hydrajax.train.tasks.heads import make_drafter
 
@@ -48,7 +48,7 @@ def test_they_learn_and_come_back(heads, lm_head, names, tmp_path):
     model = Llama(SHAPE, jnp.float32)
     base = BoundBase(model, init_base(model, jax.random.key(0)))
     counts = np.bincount(FREQUENT, minlength=97) * 100 + np.arange(97)
-    drafter = make_drafter(DraftConfig(heads=heads, n_heads=2, **lm_head), SHAPE, jnp.float32, counts)
+    drafter = make_drafter(draft_of(heads=heads, n_heads=2, **lm_head), SHAPE, jnp.float32, counts)
     known = sorted(FREQUENT.tolist()) if "vocabulary" in lm_head else list(range(97))
     assert drafter.vocabulary is None or drafter.vocabulary.tokens.tolist() == known
     params = drafter.init(jax.random.key(1), base)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,9 +113,11 @@ def packed_and_apart():
 def drafter_of(kind: str, config):
     """EAGLE-3 knows every other token, and so not the best of every place."""
     if kind == "eagle":
-        return Eagle.for_base(config, jnp.float32, unroll=HEADS)
+        return dataclasses.replace(Eagle.for_base(config, jnp.float32), unroll=HEADS)
     if kind == "eagle3":
-        return Eagle3.for_base(config, jnp.float32, unroll=HEADS, vocabulary=Vocabulary(range(0, VOCAB, 2)))
+        return dataclasses.replace(
+            Eagle3.for_base(config, jnp.float32), unroll=HEADS, vocabulary=Vocabulary(range(0, VOCAB, 2))
+        )
     heads = HydraHeads(HEADS, WIDTH, VOCAB)
     return heads.with_prefix(config) if kind == "hydra++" else heads
 

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 from helpers.runs import refused
 from hydrajax import load
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
-from hydrajax.checkpoints.heads.load import load_draft
 from hydrajax.decoding.state import Params
+from hydrajax.formats.load import load_draft
 from hydrajax.locking import in_use
 from hydrajax.models.config import LlamaConfig
 from hydrajax.trees import presets

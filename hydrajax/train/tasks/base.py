@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from hydrajax.checkpoints.base import export_llama
+from hydrajax.formats.huggingface import export_llama
 from hydrajax.models.arrays import Array
 from hydrajax.models.base import BaseModel, BoundBase, abstract_base, init_base
 from hydrajax.models.config import LlamaConfig

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
 
-from hydrajax.checkpoints.base import load_llama, read_config
-from hydrajax.checkpoints.hub import resolve
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.hub import resolve
+from hydrajax.formats.huggingface import load_llama, read_config
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.sharding import placer

@@ -15,14 +15,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from hydrajax.checkpoints.fingerprint import fingerprint
-from hydrajax.checkpoints.heads.export import export_heads
-from hydrajax.checkpoints.heads.load import load_draft
-from hydrajax.checkpoints.hub import resolve
-from hydrajax.drafters import registry
 from hydrajax.drafters.drafter import Trainable, abstract_draft
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats import registry
+from hydrajax.formats.export import export_heads
+from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.hub import resolve
+from hydrajax.formats.load import load_draft
 from hydrajax.models.base import BaseModel, BoundBase, abstract_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.rows import run_base
@@ -43,45 +42,8 @@ TOP_K = 5  # head accuracies are reported for the first 1 .. TOP_K guesses
 def make_drafter(
     draft: DraftConfig, base: LlamaConfig, dtype, target_counts: Int[np.ndarray, " V"] | None = None
 ) -> Trainable:
-    """The drafter that the settings describe, for a base of this shape.
-
-    target_counts: how often each token id is a target, for a reduced vocabulary; None takes the smallest ids, where
-    only the sizes matter.
-    """
-    if draft.hidden_state_offset > base.n_layers:
-        raise HydrajaxError(
-            f"draft.hidden_state_offset: must be at most the base's {base.n_layers} layers, "
-            f"found {draft.hidden_state_offset}"
-        )
-    fields = {field.name for field in dataclasses.fields(registry.HEADS[draft.heads])}
-    # Most settings are fields of the same name; those that are not given stay what the drafter has them be.
-    settings = {
-        name: value for name, value in dataclasses.asdict(draft).items() if name in fields and value is not None
-    }
-    settings.pop("reads", None)
-    if draft.reads:
-        if draft.reads[-1] > base.n_layers:
-            raise HydrajaxError(
-                f"draft.reads: must be at most the base's {base.n_layers} layers, found {draft.reads[-1]}"
-            )
-        settings["reads"] = tuple(base.n_layers - layer for layer in draft.reads)
-    vocabulary = None
-    if draft.vocabulary is not None:
-        if draft.vocabulary > base.vocab_size:
-            raise HydrajaxError(
-                f"draft.vocabulary: must be at most the base's {base.vocab_size} tokens, found {draft.vocabulary}"
-            )
-        counts = np.zeros(base.vocab_size, int) if target_counts is None else target_counts
-        vocabulary = Vocabulary.most_frequent(counts, draft.vocabulary)
-    if "vocabulary" in fields:
-        settings["vocabulary"] = vocabulary
-    elif draft.lm_head != "full" or vocabulary is not None:
-        shared = draft.lm_head == "shared"
-        settings["small_lm_head"] = LmHead(shared=shared, rank=draft.lm_rank, vocabulary=vocabulary)
-    settings.pop("prefix", None)
-    if draft.prefix:
-        settings |= {"prefix": True, "prefix_window": draft.prefix_window}
-    return registry.heads_for(draft.heads, base, dtype, **settings)
+    """Return the drafter that the settings describe; see `hydrajax.drafters.drafter.Trainable.for_base`."""
+    return registry.HEADS[draft.heads].for_base(base, dtype, draft.settings, target_counts)
 
 
 @dataclass(frozen=True)

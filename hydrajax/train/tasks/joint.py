@@ -20,10 +20,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from hydrajax.checkpoints.adapter import save_adapter
-from hydrajax.checkpoints.base import export_merged
-from hydrajax.checkpoints.hub import resolve
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.hub import resolve
+from hydrajax.formats.huggingface import export_merged
+from hydrajax.formats.peft import save_adapter
 from hydrajax.models.adapter import check_adapter, split_adapter, with_adapter
 from hydrajax.models.base import BoundBase, abstract_base, init_base
 from hydrajax.models.config import LlamaConfig
@@ -57,7 +57,7 @@ def check_joint(config: TrainConfig, base: LlamaConfig) -> None:
     """
     check_adapter(config.adapter, base)
     heads = make_drafter(config.draft, base, config.dtype)
-    if heads.lm_head.shared and "lm_head" in config.adapter.targets:
+    if heads.spec.shared_lm_head and "lm_head" in config.adapter.targets:
         raise HydrajaxError(
             "adapter.targets: these heads say their tokens by the base's own lm head, whose adapter their loss would "
             "not reach; leave lm_head out"

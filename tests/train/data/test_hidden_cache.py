@@ -65,7 +65,7 @@ def test_other_data_is_noticed(tmp_path, base, settings):
     """The fingerprint alone: other tokens, other segments, another base."""
     import jax.numpy as jnp
 
-    from hydrajax.checkpoints.base import load_llama
+    from hydrajax.formats.huggingface import load_llama
     from hydrajax.train.data.hidden_cache import fingerprint
     from hydrajax.train.data.rows import Rows
 

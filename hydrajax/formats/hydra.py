@@ -1,0 +1,89 @@
+"""The files of Hydra heads (docs/design.md 4): grounded or not, behind a prefix layer or not.
+
+The official code writes ``config.json`` with ``hydra_num_heads``, ``hydra_num_layers``, ``hydra_head_arch`` (``mlp`` or
+``prefix-mlp``), ``grounded_heads`` and ``hidden_state_offset`` beside ``hydra_lm_head.pt``. The tensors are
+``hydra_mlp.{head}.{block}.linear.*``, in the first block of grounded heads ``.res_connection.*`` too, and
+``hydra_lm_head.{head}.*``. Behind a prefix layer a dropout precedes every block and lm head and is counted, and the
+layer itself is a one-layer LLaMA without its embedding under ``prefix_embeding_layer.`` (as it is spelt there). The
+files also hold copies of the base's embedding, which are not read. ``prefix_window`` is ours: in the official code that
+layer sees all tokens.
+"""
+
+from __future__ import annotations
+
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.errors import HydrajaxError
+from hydrajax.families.family import decoder_layer
+from hydrajax.formats.interface import About, Files, cannot_write, drafter_name, integer
+from hydrajax.formats.stacks import Naming, StackFormat, check_lm_head, check_stack, heads_layout, stack_rows
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.layout import Layout, Path, same
+
+PLAIN = Naming(lambda k, i: f"hydra_mlp.{k}.{i}", ".linear", lambda k: f"hydra_lm_head.{k}")
+BEHIND_PREFIX = Naming(lambda k, i: f"hydra_mlp.{k}.{2 * i + 1}", ".linear", lambda k: f"hydra_lm_head.{k}.1")
+ARCHITECTURES = ("mlp", "prefix-mlp")
+
+
+class Hydra(StackFormat):
+    """The released Hydra code's: `HydraHeads`, and ungrounded heads, which are `MedusaHeads` with ``lm_head_bias``."""
+
+    name = "hydra"
+    stem = "hydra_lm_head"
+    known_by = "released Hydra (hydra_lm_head, with 'hydra_num_heads')"
+    read_by = "`hydrajax generate --base BASE --draft THIS`, and the official Hydra code, which opens the `.pt`."
+    torch_only = True
+    # The base's embedding (twice) and a rotary buffer.
+    ignored = r"input_embed_fn\.weight|prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq)"
+
+    def naming(self, drafter):
+        return BEHIND_PREFIX if drafter.prefix else PLAIN
+
+    def recognises(self, config, names):
+        return "hydra_num_heads" in config
+
+    def drafter(self, config, files, base):
+        arch = config.get("hydra_head_arch", "mlp")
+        if arch not in ARCHITECTURES:
+            raise HydrajaxError(f"config.json: hydra_head_arch is '{arch}', supported are 'mlp', 'prefix-mlp'")
+        n_heads, n_layers = integer(config, "hydra_num_heads", 1), integer(config, "hydra_num_layers", 1)
+        offset = integer(config, "hidden_state_offset", 0) if "hidden_state_offset" in config else 0
+        if offset > base.n_layers:
+            raise HydrajaxError(f"config.json: hidden_state_offset {offset} exceeds the base's {base.n_layers} layers")
+        window = integer(config, "prefix_window", 1) if "prefix_window" in config else None
+        heads: HydraHeads | MedusaHeads
+        if config.get("grounded_heads", False):
+            heads = HydraHeads(n_heads, base.width, base.vocab_size, n_layers, False, offset)
+        else:
+            heads = MedusaHeads(n_heads, base.width, base.vocab_size, n_layers, False, True, offset)
+        return self.check_files(heads if arch == "mlp" else heads.with_prefix(base, window), files, base)
+
+    def layout(self, drafter, config):
+        if drafter.prefix is None:
+            return heads_layout(drafter, PLAIN)
+        return prefix_layout(drafter.prefix.config) + heads_layout(drafter, BEHIND_PREFIX, ("heads",))
+
+    def config(self, drafter, made_for):
+        grounded = isinstance(drafter, HydraHeads)
+        if not grounded and not getattr(drafter, "lm_head_bias", False):
+            raise cannot_write(
+                f"drafter is {drafter_name(drafter)} without lm_head_bias", "Hydra heads, for format hydra"
+            )
+        check_lm_head(drafter)
+        window = drafter.prefix and drafter.prefix.window
+        return {
+            "hydra_num_heads": drafter.n_heads,
+            "hydra_num_layers": drafter.n_layers,
+            "hydra_head_arch": ARCHITECTURES[drafter.prefix is not None],
+            "grounded_heads": grounded,
+            "hidden_state_offset": drafter.hidden_state_offset,
+        } | ({} if window is None else {"prefix_window": window})
+
+
+def prefix_layout(base: LlamaConfig, path: Path = ("prefix",)) -> Layout:
+    """The key map of the prefix layer of a base of this configuration."""
+    layer = decoder_layer((*path, "layer"), "prefix_embeding_layer.layers.0.", base.plain_layer)
+    return [*layer, same((*path, "norm", "scale"), "prefix_embeding_layer.norm.weight", base.width)]
+
+
+FILES = Files((Hydra(),), check_stack, lambda heads: About("Hydra heads", "hydra", stack_rows(heads)))

@@ -1,0 +1,147 @@
+"""What the file formats of Medusa and Hydra heads have in common: both are stacks of the same heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.formats.interface import MOST, HeadFormat, cannot_write, check_sizes
+from hydrajax.formats.tensors import TensorFiles
+from hydrajax.models.config import LlamaConfig
+from hydrajax.models.layout import Entry, Layout, Path, same, transposed, zeros
+
+
+class Naming(NamedTuple):
+    """How a format names the tensors of a stack of heads.
+
+    block:   ``block(k, i)`` is what the names of block i of head k begin with.
+    linear:  what the inner linear map of a block adds to that.
+    lm_head: ``lm_head(k)`` is the name of the lm head of head k.
+    """
+
+    block: Callable[[int, int], str]
+    linear: str
+    lm_head: Callable[[int], str]
+
+
+class StackFormat(HeadFormat):
+    """A format of `hydrajax.drafters.heads.HeadStack`. Blocks are written once per application, shared or not."""
+
+    def naming(self, drafter) -> Naming:
+        raise NotImplementedError
+
+    def layout(self, drafter, config):
+        return heads_layout(drafter, self.naming(drafter))
+
+    def settled(self, drafter, files, dtype):
+        """Blocks that are copies of one another in every head are one shared block."""
+        naming = self.naming(drafter)
+        own = jnp.dtype(files.dtype(f"{naming.lm_head(0)}.weight")) if dtype is None else jnp.dtype(dtype)
+        return dataclasses.replace(drafter, share_blocks=_blocks_are_copies(drafter, naming, files), dtype=own)
+
+    def check_files(self, drafter, files: TensorFiles, base: LlamaConfig):
+        """The drafter itself, if its files may be compared with it key by key: else the message says what is wrong."""
+        name = f"{self.naming(drafter).lm_head(0)}.weight"
+        if name not in files:
+            raise HydrajaxError(f"missing tensor '{name}'")
+        check_sizes(files.shape(name), base)
+        if drafter.n_heads * drafter.n_layers > len(files):  # or a slip in a number would list millions of names
+            raise HydrajaxError(
+                f"the file has {len(files)} tensors, too few for {drafter.n_heads} heads x {drafter.n_layers} blocks"
+            )
+        return drafter
+
+
+def heads_layout(heads, naming: Naming, path: Path = (), *, block_bias: bool = True) -> Layout:
+    """The key map of a stack of heads, which lies under ``path`` in our parameters.
+
+    block_bias: whether the files hold the blocks' biases; where they do not, the biases are read as zeros.
+    """
+    width, layout = heads.width, []
+    for k in range(heads.n_heads):
+        head, at = heads.head(k), (*path, f"head_{k}")
+        stems = [naming.block(k, i) for i in range(head.n_layers)]
+        if head.path_length is not None:
+            layout.append(_conditioned((*at, "conditioned"), stems.pop(0), k, width))
+        stems = [stem + naming.linear for stem in stems]
+        groups = [stems] if head.share_blocks and stems else [[stem] for stem in stems]
+        for i, (stem, *copies) in enumerate(groups):
+            block = (*at, f"blocks_{i}")
+            weights, biases = (tuple(f"{copy}.{part}" for copy in copies) for part in ("weight", "bias"))
+            layout.append(transposed((*block, "kernel"), f"{stem}.weight", width, width, copies=weights))
+            if block_bias:
+                layout.append(same((*block, "bias"), f"{stem}.bias", width, copies=biases))
+            else:
+                layout.append(zeros((*block, "bias"), width))
+        lm_head = naming.lm_head(k)
+        layout.append(transposed((*at, "lm_kernel"), f"{lm_head}.weight", heads.vocab_size, width))
+        if head.lm_head.bias:
+            layout.append(same((*at, "lm_bias"), f"{lm_head}.bias", heads.vocab_size))
+    return layout
+
+
+def _conditioned(path: Path, stem: str, k: int, width: int) -> Entry:
+    """W and R of `hydrajax.drafters.heads.ConditionedBlock`, which keeps [h, E(root)] and the path's inputs apart."""
+    parts = ("linear", "res_connection")
+    theirs = {f"{stem}.{part}.weight": (width, (k + 2) * width) for part in parts}
+    theirs |= {f"{stem}.{part}.bias": (width,) for part in parts}
+    names = ("shared_kernel", "path_kernel", "bias") if k else ("shared_kernel", "bias")
+
+    def join(w, r, w_bias, r_bias):
+        kernel = np.stack([w.T, r.T], axis=1)
+        halves = (kernel[: 2 * width], kernel[2 * width :]) if k else (kernel,)
+        return (*halves, np.stack([w_bias, r_bias]))
+
+    def split(*ours):
+        *halves, bias = ours
+        kernel = np.concatenate(halves)
+        return kernel[:, 0].T, kernel[:, 1].T, bias[0], bias[1]
+
+    return Entry(tuple((*path, name) for name in names), theirs, join, split)
+
+
+def _blocks_are_copies(heads, naming: Naming, files: TensorFiles) -> bool:
+    def copies(names: list[str]) -> bool:
+        first = files.read(names[0])
+        return all(np.array_equal(first, files.read(name)) for name in names[1:])
+
+    for k in range(heads.n_heads):
+        plain = range(heads.n_layers - heads.head(k).n_plain, heads.n_layers)
+        for part in ("weight", "bias"):
+            names = [f"{naming.block(k, i)}{naming.linear}.{part}" for i in plain]
+            if len(names) > 1 and names[0] in files and not copies(names):
+                return False
+    return True
+
+
+def check_stack(heads, base: LlamaConfig) -> None:
+    """`hydrajax.formats.interface.Files.check` of a stack of heads."""
+    if not (1 <= heads.n_heads <= MOST and 1 <= heads.n_layers <= MOST):
+        raise ValueError(f"it has {heads.n_heads} heads of {heads.n_layers} blocks, allowed are {MOST}")
+    if not 0 <= heads.hidden_state_offset <= base.n_layers:
+        raise ValueError(f"hidden_state_offset is {heads.hidden_state_offset}, the base has {base.n_layers} layers")
+    check_sizes((heads.vocab_size, heads.width), base)
+    small = heads.small_lm_head
+    if small is not None and (small.rank or 0) > base.width:
+        raise ValueError(f"the rank of small_lm_head is {small.rank}, the width is {base.width}")
+    if small is not None and small.vocabulary is not None and small.vocabulary.tokens[-1] >= base.vocab_size:
+        raise ValueError(f"small_lm_head knows token {small.vocabulary.tokens[-1]}, the base has {base.vocab_size}")
+
+
+def check_lm_head(heads) -> None:
+    """Refuse heads whose lm heads are smaller than a matrix over all tokens: no released format knows of them."""
+    if heads.small_lm_head is not None:
+        raise cannot_write(f"small_lm_head is {heads.small_lm_head}", "lm heads of their own over all tokens")
+
+
+def stack_rows(heads) -> dict[str, str]:
+    """The rows of the model card's table that describe a stack of heads."""
+    blocks = f"{heads.n_layers} block{'s' * (heads.n_layers > 1)}"
+    if heads.share_blocks and heads.n_layers > 2:
+        blocks += ", one shared by its layers"
+    return {"heads": f"{heads.n_heads} of {blocks}", "width, vocabulary": f"{heads.width}, {heads.vocab_size}"}

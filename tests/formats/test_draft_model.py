@@ -1,0 +1,185 @@
+"""A draft model from its directory: of any family, with the base's tokenizer, and against assisted generation."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+
+import hydrajax
+from helpers import small_tokenizer
+from hydrajax import assets
+from hydrajax.errors import HydrajaxError
+from hydrajax.formats.draft_model import is_model
+from hydrajax.formats.load import load_draft
+from hydrajax.formats.registry import title_of
+from hydrajax.text.tokenizer import difference
+
+PROMPTS = [[3, 1, 4, 1, 5], [92, 6], [5, 3, 5, 8, 9, 7, 9]]
+DRAFTS = {
+    "llama": {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 1, "num_key_value_heads": 4},
+    "qwen2": {"model_type": "qwen2", "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 1},
+    "mistral": {"model_type": "mistral", "hidden_size": 16, "intermediate_size": 40, "sliding_window": 6},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer.byte_level()
+
+
+def with_tokenizer(folder, tokenizer, target):
+    shutil.copytree(folder, target)
+    tokenizer.save_pretrained(target)
+    return target
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "mistral"))]
+)
+def test_the_text_is_that_of_assisted_generation(llama_checkpoint, tiny_checkpoint, family):
+    """And of the base alone, in transformers, whatever the draft's family is."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    directory = llama_checkpoint(**DRAFTS[family])
+    base, assistant = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (tiny_checkpoint, directory))
+    assistant.generation_config.update(num_assistant_tokens=4, num_assistant_tokens_schedule="constant")
+    assistant.generation_config.update(assistant_confidence_threshold=0.0)
+    m = hydrajax.load(tiny_checkpoint, directory)
+    assert title_of(m.drafter) == "draft model"
+    assert "draft model with 0.0M" in repr(m)
+    found = m.generate(PROMPTS, tree="chain-4", max_new_tokens=24, batch_size=3)
+    for prompt, ours in zip(PROMPTS, found, strict=True):
+        settings = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+        ids, mask = torch.tensor([prompt]), torch.ones((1, len(prompt)), dtype=torch.long)
+        theirs = base.generate(ids, attention_mask=mask, assistant_model=assistant, **settings)
+        assert ours.output_ids == theirs[0, len(prompt) :].tolist()
+
+
+def test_logits_of_a_loaded_draft_are_transformers(llama_checkpoint, tiny_checkpoint):
+    """What it drafts is what the small model says by itself."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    directory = llama_checkpoint(**DRAFTS["qwen2"])
+    m = hydrajax.load(tiny_checkpoint, directory)
+    with torch.inference_mode():
+        theirs = AutoModelForCausalLM.from_pretrained(directory)(torch.tensor([PROMPTS[2]])).logits[0].numpy()
+    ours = m.drafter.next_logits(m.params.draft, np.array([PROMPTS[2]], np.int32))[0]
+    np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=1e-4)
+
+
+def test_a_model_is_told_from_heads(tiny_checkpoint, tmp_path):
+    assert is_model(tiny_checkpoint)
+    for path in assets.HEADS:
+        assert not is_model(assets.path(path))
+    medusa_2 = shutil.copytree(tiny_checkpoint, tmp_path / "medusa-2")
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(medusa_2 / "model.safetensors")
+    tensors["medusa_head.0.0.linear.weight"] = np.zeros((32, 32), np.float32)
+    save_file(tensors, medusa_2 / "model.safetensors")
+    config = json.loads((medusa_2 / "config.json").read_text()) | {"medusa_num_heads": 1}
+    (medusa_2 / "config.json").write_text(json.dumps(config))
+    assert not is_model(medusa_2)
+    other = shutil.copytree(tiny_checkpoint, tmp_path / "gpt")
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    assert not is_model(other)
+    with pytest.raises(HydrajaxError, match="draft: no such directory"):
+        is_model(tmp_path / "nowhere")
+    # It is no heads, so what exports heads refuses it.
+    with pytest.raises(HydrajaxError, match="no directory of draft heads"):
+        load_draft(tiny_checkpoint, hydrajax.load(tiny_checkpoint).model.config)
+
+
+@pytest.mark.slow
+def test_the_same_map_and_padded_vocabularies(llama_checkpoint, tokenizer, tmp_path):
+    """300 tokens, of which the base has 320 and the drafts 304 and 384: the text is the base's own."""
+    base = with_tokenizer(llama_checkpoint(vocab_size=320), tokenizer, tmp_path / "base")
+    plain = hydrajax.load(base).generate(["the tree", "naïve"], max_new_tokens=12, tree="root")
+    for size in (304, 384):
+        draft = llama_checkpoint(vocab_size=size, hidden_size=16, intermediate_size=40, num_hidden_layers=1)
+        draft = with_tokenizer(draft, tokenizer, tmp_path / f"draft-{size}")
+        m = hydrajax.load(base, draft)
+        found = m.generate(["the tree", "naïve"], max_new_tokens=12, tree="cartesian-2x2", batch_size=2)
+        assert [one.output_ids for one in found] == [one.output_ids for one in plain]
+
+
+def test_another_tokenizer_is_refused_by_the_first_token_that_differs(llama_checkpoint, tokenizer, tmp_path):
+    base = with_tokenizer(llama_checkpoint(vocab_size=320), tokenizer, tmp_path / "base")
+    draft = with_tokenizer(llama_checkpoint(vocab_size=320), tokenizer, tmp_path / "draft")
+    content = json.loads((draft / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    seven, nine = (next(token for token, place in vocabulary.items() if place == n) for n in (7, 9))
+    vocabulary[seven], vocabulary[nine] = 9, 7
+    (draft / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(HydrajaxError) as error:
+        hydrajax.load(base, draft)
+    expected = (
+        f"draft: {draft} has another tokenizer than the base: {seven!r} has id 7 in the base and id 9 in the draft"
+    )
+    assert str(error.value) == expected
+
+
+def test_differences_between_maps():
+    assert difference({"a": 0, "b": 1}, {"b": 1, "a": 0}, "one", "two") is None
+    assert difference({"a": 0, "b": 1}, {"a": 0}, "one", "two") == "'b' has id 1 in one and none in two"
+    assert difference({"a": 0}, {"a": 0, "b": 1}, "one", "two") == "'b' has none in one and id 1 in two"
+
+
+def test_without_tokenizers_the_sizes_must_agree(llama_checkpoint, tiny_checkpoint):
+    draft = llama_checkpoint(vocab_size=104, hidden_size=16, intermediate_size=40, num_hidden_layers=1)
+    message = (
+        f"draft: {draft} has a vocabulary of 104 tokens, the base one of 96; other sizes are allowed where the "
+        "tokenizers are the same, and the base has none"
+    )
+    with pytest.raises(HydrajaxError, match=message):
+        hydrajax.load(tiny_checkpoint, draft)
+
+
+def test_a_draft_larger_than_the_base_is_warned_of(llama_checkpoint, tiny_checkpoint):
+    small = llama_checkpoint(**DRAFTS["llama"])
+    with pytest.warns(UserWarning, match=r"hydrajax: draft: .* has [\d,]+ parameters, more than the base's [\d,]+"):
+        hydrajax.load(small, tiny_checkpoint)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hydrajax.load(tiny_checkpoint, small)
+
+
+@pytest.mark.slow
+def test_settings_of_a_draft_model(llama_checkpoint, tiny_checkpoint):
+    small = llama_checkpoint(**DRAFTS["llama"])
+    m = hydrajax.load(tiny_checkpoint, small, draft_confidence=0.4)
+    assert m.drafter.confidence == 0.4
+    assert m.with_draft(small).drafter.confidence == 0
+    without = hydrajax.load(tiny_checkpoint).generate(PROMPTS, max_new_tokens=10, tree="root")
+    found = m.generate(PROMPTS, max_new_tokens=10, tree="chain-5")
+    assert [one.output_ids for one in found] == [one.output_ids for one in without]
+    for settings, message in (
+        ({"draft_confidence": 1.0}, "draft_confidence: must be at least 0 and below 1, found 1.0"),
+        ({"draft_confidence": 0.5, "draft": "lookup"}, "draft_confidence: is for a draft model, found Lookup"),
+        ({"draft_confidence": 0.5, "draft": None}, "draft_confidence: is for a draft model, found no draft"),
+        ({"shard_draft": True, "draft": "lookup"}, "shard_draft: is for a draft model, found Lookup"),
+    ):
+        with pytest.raises(HydrajaxError, match=message):
+            hydrajax.load(tiny_checkpoint, **({"draft": small} | settings))
+
+
+def test_a_damaged_draft_is_refused_as_the_draft(llama_checkpoint, tiny_checkpoint, tmp_path):
+    small = shutil.copytree(llama_checkpoint(**DRAFTS["llama"]), tmp_path / "small")
+    weights = (small / "model.safetensors").read_bytes()
+    (small / "model.safetensors").write_bytes(weights[:-1])
+    with pytest.raises(HydrajaxError, match=r"^draft: .*model\.safetensors is damaged"):
+        hydrajax.load(tiny_checkpoint, small)
+    (small / "model.safetensors").write_bytes(weights)
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    with pytest.raises(HydrajaxError, match=r"^draft: .*config\.json: hidden_act"):
+        hydrajax.load(tiny_checkpoint, small)
+    (small / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(HydrajaxError, match=r"^draft: "):
+        hydrajax.load(tiny_checkpoint, small)

@@ -1,0 +1,231 @@
+"""EAGLE drafts in the layouts of vLLM, SGLang and speculators, and what of them is refused; and the drafts of the
+official code, written again."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.draft_heads import identical
+from helpers.released import refusal
+from helpers.torch_eagle import Eagle1
+from helpers.torch_eagle import Eagle3 as TorchEagle3
+from hydrajax.errors import HydrajaxError
+from hydrajax.formats.export import export_heads
+from hydrajax.formats.load import load_draft
+from hydrajax.models.config import LlamaConfig
+
+BASE = LlamaConfig(61, 32, 80, n_layers=8, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64)
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 61,
+}
+NESTED = {"model_type": "eagle", "model": TINY}  # vLLM's
+SAID = {"speculators_model_type": "eagle3", "norm_before_residual": False, "draft_vocab_size": 20}
+
+
+def tensors_of(version: int, **settings) -> dict:
+    """Of plain torch modules, EAGLE-3's tokens being every third."""
+    c = BASE.replace(n_layers=1, mlp_width=48)
+    torch.manual_seed(0)
+    if version == 1:
+        return Eagle1(c, settings.pop("bias", False), **settings).state_dict()
+    state = TorchEagle3(c, 3, 20, **settings).state_dict()
+    state["d2t"] = 2 * torch.arange(20)
+    return state | {"t2d": (torch.arange(61) % 3 == 0) & (torch.arange(61) < 60)}
+
+
+def save(folder: Path, config: dict, state: dict) -> Path:
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def speculators_1(state: dict) -> dict:
+    names = {"fc": "fusion_fc", "layers.0": "transformer"}
+    return {re.sub("^(fc|layers.0)", lambda found: names[found[0]], name): x for name, x in state.items()}
+
+
+COPIES = {"embed_tokens.weight": torch.ones(61, 32), "lm_head.weight": torch.ones(61, 32)}  # of the base's
+ONE, THREE = tensors_of(1), tensors_of(3)
+RENAMED, BIASED = tensors_of(3, released=False), tensors_of(1, bias=True)
+LAYOUTS = {  # config.json, tensors, and what they are released as
+    "vLLM's own": (NESTED | {"architectures": ["EAGLEModel"]}, ONE | COPIES, ONE),
+    "vLLM's own, truncated to all": (NESTED | {"truncated_vocab_size": 61}, ONE, ONE),
+    "vLLM's own with a bias": (NESTED | {"bias": True}, BIASED, BIASED),
+    "vLLM's own with its bias by the later name": (NESTED | {"eagle_fc_bias": True, "bias": False}, BIASED, BIASED),
+    "vLLM's own, fields beside": (
+        NESTED | {"model": TINY | {"intermediate_size": 7}, "intermediate_size": 48},
+        ONE,
+        ONE,
+    ),
+    "vLLM's own EAGLE-3": (NESTED | {"draft_vocab_size": 20, "method": "eagle3"}, THREE, THREE),
+    "vLLM's name of the layer": (TINY | {"draft_vocab_size": 20}, RENAMED, THREE),
+    "speculators": (SAID | {"transformer_layer_config": TINY}, RENAMED, THREE),
+    "speculators with copies": (
+        SAID | {"transformer_layer_config": TINY},
+        RENAMED | {"embed_tokens.weight": COPIES["embed_tokens.weight"], "verifier_lm_head.weight": torch.ones(20, 32)},
+        THREE,
+    ),
+    "speculators EAGLE-1": (
+        {"speculators_model_type": "eagle", "transformer_layer_config": TINY, "layernorms": False},
+        speculators_1(ONE),
+        ONE,
+    ),
+    "speculators EAGLE-1 with a bias": (
+        {"speculators_model_type": "eagle", "transformer_layer_config": TINY, "fusion_bias": True},
+        speculators_1(BIASED),
+        BIASED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_other_layouts_hold_the_released_tensors(tmp_path, name):
+    config, state, released = LAYOUTS[name]
+    (tmp_path / "theirs").mkdir()
+    drafter, params = load_draft(save(tmp_path / "theirs", config, state), BASE, None)
+    assert drafter.config.mlp_width == 48
+    export_heads(tmp_path / "ours", drafter, params, dtype=None)
+    found = load_file(tmp_path / "ours" / "model.safetensors")
+    assert found.keys() == released.keys()
+    assert all(torch.equal(found[key], released[key]) for key in found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({}, [2, 4, 5]),
+        ({"eagle_aux_hidden_state_layer_ids": None, "eagle_config": None}, [2, 4, 5]),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 3, 7]}, [0, 3, 7]),  # vLLM: if idx in aux_hidden_state_layers
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, [2, 4, 5]),  # SGLang: val + 1
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 2, 6], "use_aux_hidden_state": True}}, [0, 3, 7]),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [], "use_last_layernorm": True}}, [2, 4, 5]),
+    ],
+)
+def test_layers_are_numbered_as_vllm_or_as_sglang_does(tmp_path, fields, layers):
+    drafter, _ = load_draft(save(tmp_path, TINY | {"draft_vocab_size": 20} | fields, THREE), BASE)
+    assert [8 - place for place in drafter.spec.aux_hidden_layers] == layers
+    assert drafter.vocabulary.tokens.tolist() == list(range(0, 60, 3))
+
+
+ONE_SAID = {"speculators_model_type": "eagle", "transformer_layer_config": TINY}
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+REFUSED = [  # fields over a plain config.json of the layout, further tensors, what the message says
+    # of speculators' EAGLE-3: variants that compute something else, each by its field
+    ("speculators", {"norm_before_residual": None}, {}, "norm_before_residual must be true or false, found None"),
+    ("speculators", {"norm_before_fc": True}, {}, "norm_before_fc is True"),
+    ("speculators", {"fc_norm": True}, {}, "fc_norm is True"),
+    ("speculators", {"norm_output": True}, {}, "norm_output is True"),
+    ("speculators", {"embed_requires_grad": True}, {}, "embed_requires_grad is True"),
+    ("speculators", {"target_hidden_size": 64}, {}, "target_hidden_size is 64, supported is 32"),
+    ("speculators", {"draft_vocab_size": None}, {}, "draft_vocab_size must be an integer"),
+    ("speculators", {"speculators_model_type": "peagle"}, {}, "speculators_model_type is 'peagle', supported are"),
+    ("speculators", {"transformer_layer_config": None}, {}, "transformer_layer_config must be an object"),
+    ("speculators", {"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config is 'fp8'"),
+    ("speculators", {"layer": {"model_type": "qwen3"}}, {}, "transformer_layer_config: model_type is 'qwen3'"),
+    ("speculators", {"layer": {"num_hidden_layers": 2}}, {}, "transformer_layer_config: num_hidden_layers is 2"),
+    ("speculators", {"layer": {"attention_bias": True}}, {}, "transformer_layer_config: attention_bias is True"),
+    ("speculators", {"layer": {"layer_types": ["sliding_attention"]}}, {}, "layer_types is ['sliding_attention']"),
+    ("speculators", {"layer": {"partial_rotary_factor": 0.5}}, {}, "partial_rotary_factor is 0.5"),
+    ("speculators", {"layer": {"hidden_size": 64}}, {}, "made for another base: their width is 64, not 32"),
+    ("speculators", {"layer": {"vocab_size": 62}}, {}, "made for another base: their vocabulary is 62, not 61"),
+    ("speculators", {}, {"mask_hidden": torch.ones(96)}, "unexpected tensor 'mask_hidden'"),
+    # layers that the base does not have, or does not read in this order
+    ("speculators", {LAYERS: [2, 4, 8]}, {}, "[2, 4, 8], supported are rising numbers from 0 to 7 for this base of 8"),
+    ("speculators", {LAYERS: [4, 2, 5]}, {}, "[4, 2, 5], supported are rising numbers"),
+    ("speculators", {LAYERS: "2"}, {}, "eagle_aux_hidden_state_layer_ids is '2'"),
+    ("speculators", {LAYERS: [2, 4]}, {}, "fc.weight has shape [32, 96], expected [32, 64]"),
+    (
+        "released",
+        {"eagle_config": {LAYERS: [2, 4, 7]}},
+        {},
+        f"eagle_config.{LAYERS} is [2, 4, 7], supported are rising",
+    ),
+    ("released", {LAYERS: [2, 4, 5], "eagle_config": {LAYERS: [1, 3, 4]}}, {}, f"both {LAYERS} and eagle_config."),
+    # of EAGLE-3 as released
+    ("released", {"norm_before_residual": 1}, {}, "norm_before_residual must be true or false, found 1"),
+    ("released", {"norm_output": True}, {}, "norm_output is True"),
+    ("released", {"eagle_config": {"use_aux_hidden_state": False}}, {}, "eagle_config: use_aux_hidden_state is False"),
+    ("released", {"eagle_config": 3}, {}, "eagle_config must be an object"),
+    ("released", {}, {"t2d": torch.arange(61) < 20}, "t2d tells of other tokens than d2t"),
+    ("released", {}, {"t2d": torch.arange(60) < 20}, "t2d must be bool [61] (the base's tokens), found BOOL [60]"),
+    # of EAGLE-1
+    ("speculators 1", {"layernorms": True}, {}, "layernorms is True"),
+    ("speculators 1", {"fusion_bias": "yes"}, {}, "fusion_bias must be true or false"),
+    ("speculators 1", {"fusion_bias": True}, {}, "missing tensor 'fusion_fc.bias'"),
+    ("nested", {"model": None}, {}, "model must be an object where model_type is 'eagle'"),
+    ("nested", {"model": {}}, {}, "field 'num_attention_heads' is missing"),
+    ("nested", {"truncated_vocab_size": 30}, {}, "truncated_vocab_size is 30, supported is 61"),
+    ("nested", {"add_para_norm": True}, {}, "add_para_norm is True"),
+    ("nested", {}, {"fc.bias": torch.ones(32)}, "unexpected tensor 'fc.bias'"),
+    ("nested", {}, {"layers.0.input_layernorm.weight": torch.ones(32)}, "unexpected tensor 'layers.0.input_layernorm"),
+    ("nested", {}, {"lm_head.weight": torch.ones(20, 32)}, "another base: their vocabulary is 20, not 61"),
+]
+PLAIN = {
+    "speculators": (SAID | {"transformer_layer_config": TINY}, RENAMED),
+    "released": (TINY | {"draft_vocab_size": 20}, THREE),
+    "speculators 1": (ONE_SAID, speculators_1(ONE)),
+    "nested": (NESTED, ONE),
+}
+
+
+@pytest.mark.parametrize(("layout", "fields", "more", "message"), REFUSED)
+def test_what_is_not_computed_here_is_refused_by_its_name(tmp_path, layout, fields, more, message):
+    config, state = PLAIN[layout]
+    fields = dict(fields)
+    layer = {"transformer_layer_config": TINY | fields.pop("layer")} if "layer" in fields else {}
+    save(tmp_path, config | fields | layer, state | more)
+    refusal(lambda: load_draft(tmp_path, BASE), "draft", str(tmp_path), message)
+
+
+def test_vllms_own_without_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(NESTED))
+    with pytest.raises(HydrajaxError, match="no directory of draft heads that loads"):
+        load_draft(tmp_path, BASE)
+
+
+# --- the drafts of the official code --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
+def test_official_drafts_are_written_again(golden, tmp_path, arch):
+    """Tensor for tensor the official file, but for the copy of the base's embedding; and equal through every format."""
+    source = golden / "eagle" / arch / "draft"
+    if not source.is_dir():
+        pytest.skip(f"no EAGLE data in {golden}")
+    raw = json.loads((golden / "base" / "mha" / "config.json").read_text())
+    base = LlamaConfig(
+        raw["vocab_size"], raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"],
+        raw["num_attention_heads"], raw["num_key_value_heads"], 16, raw["max_position_embeddings"],
+    )  # fmt: skip
+    drafter, params = load_draft(source, base, None)
+    official = load_file(source / "model.safetensors")
+    official.pop("embed_tokens.weight", None)
+    for format in (None, "speculators", "native"):
+        export_heads(tmp_path / str(format), drafter, params, format=format, dtype=None)
+        found, again = load_draft(tmp_path / str(format), base, None)
+        assert found == drafter
+        identical(params, again)
+    written = load_file(tmp_path / "None" / "model.safetensors")
+    assert written.keys() == official.keys()
+    for name, tensor in official.items():
+        assert tensor.dtype == written[name].dtype
+        np.testing.assert_array_equal(tensor, written[name])
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "None"))
+    unsaid = {"initializer_range", "use_cache", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"}
+    assert {name: after[name] for name in before if name not in unsaid} == {
+        name: value for name, value in before.items() if name not in unsaid
+    }

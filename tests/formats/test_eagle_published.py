@@ -1,0 +1,251 @@
+"""The ``config.json`` of EAGLE drafts that others published, at their size and with nothing allocated.
+
+Those of the official code are the settings that it trains with, which the published directories repeat; of the others
+sizes and layers are as their authors give them, the further fields as the programs write them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.eagle3 import Eagle3
+from hydrajax.formats.registry import FORMATS
+from hydrajax.formats.tensors import expect_tensors
+from hydrajax.models.config import PRESETS, LlamaConfig
+from hydrajax.models.layout import shapes
+
+LLAMA_8B = PRESETS["8b"]
+QWEN3_4B = LlamaConfig(151_936, 2560, 9728, 36, 32, 8, 128, 40_960, qk_norm=True, tied_lm_head=True)
+QWEN3_8B = LlamaConfig(151_936, 4096, 12_288, 36, 32, 8, 128, 40_960, qk_norm=True)
+QWEN3_32B = LlamaConfig(151_936, 5120, 25_600, 64, 64, 8, 128, 40_960, qk_norm=True)
+WIDE = LlamaConfig(
+    151_936, 4096, 12_288, 94, 64, 4, 128, 40_960, qk_norm=True
+)  # the shapes of Qwen 3 235B but for experts
+
+
+class Shapes(dict):
+    """A file of tensors of which there is nothing but names, shapes and dtypes: ``{name: (shape, dtype)}``."""
+
+    def shape(self, name):
+        return self[name][0]
+
+    def dtype(self, name):
+        return self[name][1]
+
+    def read(self, name):
+        pytest.fail(f"{name} is read")
+
+
+def file_of(version: int, config: dict, *, layer: str, fc: str = "fc", bias=False, known=None, more=()) -> Shapes:
+    """What such a draft's file holds, by the official modules' sizes (eagle/model/cnets.py and cnets1.py)."""
+    width, mlp, heads = (config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    kv_heads, head_dim = config.get("num_key_value_heads", heads), config.get("head_dim", width // heads)
+    read = 2 * width if version == 3 else width
+    found = {
+        f"{layer}self_attn.q_proj.weight": (heads * head_dim, read),
+        f"{layer}self_attn.k_proj.weight": (kv_heads * head_dim, read),
+        f"{layer}self_attn.v_proj.weight": (kv_heads * head_dim, read),
+        f"{layer}self_attn.o_proj.weight": (width, heads * head_dim),
+        f"{layer}mlp.gate_proj.weight": (mlp, width),
+        f"{layer}mlp.up_proj.weight": (mlp, width),
+        f"{layer}mlp.down_proj.weight": (width, mlp),
+        f"{layer}post_attention_layernorm.weight": (width,),
+        f"{fc}.weight": (width, (3 if version == 3 else 2) * width),
+    }
+    found |= {f"{fc}.bias": (width,)} if bias else {}
+    tensors = {name: (shape, "float16") for name, shape in found.items()}
+    if version == 3:
+        tensors |= {f"{layer}{norm}.weight": ((width,), "float16") for norm in ("input_layernorm", "hidden_norm")}
+        tensors |= {"norm.weight": ((width,), "float16"), "lm_head.weight": ((known, width), "float16")}
+        tensors |= {"d2t": ((known,), "int64"), "t2d": ((config["vocab_size"],), "BOOL")}
+    if "embed_tokens.weight" in more:
+        tensors["embed_tokens.weight"] = ((config["vocab_size"], width), "float16")
+    return Shapes(tensors)
+
+
+OLD = {  # what SafeAILab/EAGLE's have in common
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "use_cache": True,
+}
+# eagle/train/vicuna_7B_config.json of SafeAILab/EAGLE, for yuhuili/EAGLE-Vicuna-7B-v1.3
+VICUNA_7B = OLD | {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 32,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "transformers_version": "4.28.1",
+    "vocab_size": 32_000,
+}
+# eagle/train/llama_2_chat_7B_config.json, for yuhuili/EAGLE-llama2-chat-7B
+LLAMA_2_7B = VICUNA_7B | {
+    "max_position_embeddings": 4096,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rope_scaling": None,
+    "transformers_version": "4.32.0.dev0",
+}
+# eagle/train/EAGLE-LLaMA3-Instruct-8B.json, for yuhuili/EAGLE-LLaMA3-Instruct-8B and EAGLE-LLaMA3.1-Instruct-8B
+LLAMA_3_8B = OLD | {
+    "bos_token_id": 128_000,
+    "eos_token_id": 128_001,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "transformers_version": "4.28.1",
+    "vocab_size": 128_256,
+    "rope_theta": 500_000.0,
+    "bias": False,
+}
+# eagle/traineagle3/config.json, for yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
+LLAMA_31_8B_3 = {name: value for name, value in LLAMA_3_8B.items() if name not in ("rope_theta", "bias")}
+LLAMA_31_8B_3 |= {"draft_vocab_size": 32_000}
+# configs/qwen3-32b-eagle3.json of sgl-project/SpecForge
+SPECFORGE = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151_643,
+    "eos_token_id": 151_645,
+    "head_dim": 80,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 25_600,
+    "max_position_embeddings": 40_960,
+    "max_window_layers": 64,
+    "model_type": "llama",
+    "num_attention_heads": 64,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151_936,
+    "draft_vocab_size": 32_000,
+}
+# configs/qwen3-4b-eagle3.json there: it says of its own lm head that it is tied
+SPECFORGE_4B = SPECFORGE | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": True,
+}
+# AngelSlim's heads for Qwen 3, with vLLM's name of the class
+ANGELSLIM_8B = SPECFORGE | {
+    "architectures": ["Eagle3LlamaForCausalLM"],
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_attention_heads": 32,
+}
+# nm-testing/Qwen3-235B-A22B-EAGLE3-converted-speculators-lmsys
+SPECULATORS = {
+    "architectures": ["Eagle3Speculator"],
+    "draft_vocab_size": 32_000,
+    "eagle_aux_hidden_state_layer_ids": [1, 46, 90],
+    "norm_before_residual": False,
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "verifier": {"architectures": ["Qwen3MoeForCausalLM"], "name_or_path": "Qwen/Qwen3-235B-A22B-Instruct-2507"},
+    },
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.1.0.dev42",
+    "target_hidden_size": None,
+    "transformer_layer_config": {
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 24_576,
+        "max_position_embeddings": 262_144,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 64,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 5_000_000,
+        "vocab_size": 151_936,
+    },
+}
+# as RedHatAI's for Qwen 3 8B
+RED_HAT = SPECULATORS | {
+    "eagle_aux_hidden_state_layer_ids": [2, 18, 33],
+    "norm_before_residual": True,
+    "transformer_layer_config": SPECULATORS["transformer_layer_config"]
+    | {"intermediate_size": 12_288, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 1_000_000},
+}
+EAGLE_1 = {"version": 1, "layer": "layers.0.", "more": ("embed_tokens.weight",)}
+EAGLE_3 = {"version": 3, "layer": "midlayer.", "known": 32_000}
+PUBLISHED = {  # config.json, what the file holds, the base, and of the draft: heads, kv heads, head_dim, theta, eps
+    "EAGLE-Vicuna-7B-v1.3": (VICUNA_7B, EAGLE_1 | {"bias": True}, PRESETS["7b"], (32, 32, 128, 1e4, 1e-6)),
+    "EAGLE-llama2-chat-7B": (LLAMA_2_7B, EAGLE_1 | {"bias": True}, PRESETS["7b"], (32, 32, 128, 1e4, 1e-6)),
+    "EAGLE-LLaMA3.1-Instruct-8B": (LLAMA_3_8B, EAGLE_1, LLAMA_8B, (32, 8, 128, 5e5, 1e-5)),
+    "EAGLE3-LLaMA3.1-Instruct-8B": (LLAMA_31_8B_3, EAGLE_3, LLAMA_8B, (32, 8, 128, 1e4, 1e-5)),
+    "SpecForge's Qwen 3 32B": (SPECFORGE, EAGLE_3, QWEN3_32B, (64, 8, 80, 1e6, 1e-6)),
+    "SpecForge's Qwen 3 4B": (SPECFORGE_4B, EAGLE_3, QWEN3_4B, (32, 8, 80, 1e6, 1e-6)),
+    "AngelSlim's Qwen 3 8B": (ANGELSLIM_8B, EAGLE_3, QWEN3_8B, (32, 8, 128, 1e6, 1e-6)),
+    "RedHatAI's Qwen 3 8B": (RED_HAT, EAGLE_3 | {"layer": "layers.0."}, QWEN3_8B, (32, 8, 128, 1e6, 1e-6)),
+    "speculators' Qwen 3 235B": (SPECULATORS, EAGLE_3 | {"layer": "layers.0."}, WIDE, (64, 4, 128, 5e6, 1e-6)),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_drafts_are_understood(name):
+    config, holds, base, (n_heads, n_kv_heads, head_dim, theta, eps) = PUBLISHED[name]
+    layer = config.get("transformer_layer_config", config)
+    version = holds["version"]
+    files = file_of(config=layer, **holds)
+    names = () if "speculators_model_type" in config else files.keys()
+    (format,) = [format for format in FORMATS if format.recognises(config, names)]
+    drafter = format.drafter(config, files, base)
+    expect_tensors(files, shapes(format.layout(drafter, config)), name, re.compile(format.ignored))
+
+    assert type(drafter) is (Eagle3 if version == 3 else Eagle)
+    c = drafter.config
+    assert (c.n_heads, c.n_kv_heads, c.head_dim, c.rope_theta, c.norm_eps) == (
+        n_heads,
+        n_kv_heads,
+        head_dim,
+        theta,
+        eps,
+    )
+    assert (c.width, c.vocab_size, c.mlp_width) == (base.width, base.vocab_size, layer["intermediate_size"])
+    assert (c.n_layers, c.qk_norm, c.tied_lm_head) == (1, False, base.tied_lm_head)
+    if version == 1:
+        assert drafter.fc_bias == holds.get("bias", False)
+    else:
+        assert drafter.lm_head.size(base.vocab_size) == 32_000
+        layers = [1, 46, 90] if name.startswith("speculators") else [2, base.n_layers // 2, base.n_layers - 3]
+        assert [base.n_layers - place for place in drafter.spec.aux_hidden_layers] == layers
+        assert drafter.norm_before_residual == name.startswith("RedHatAI")
+    whole = sum(
+        math.prod(shape) for key, (shape, _) in files.items() if key not in ("embed_tokens.weight", "d2t", "t2d")
+    )
+    assert whole == sum(map(math.prod, shapes(format.layout(drafter, config)).values()))

@@ -1,0 +1,294 @@
+"""Whatever is in a file, a reader loads it or raises `HydrajaxError` with one line. Nothing else is raised, nothing is
+run or written. (Not so of a pickle made to cost memory or time: torch unpacks it before we see it.)
+
+Tiny directories of every format are damaged by a seeded generator, and by name where that found a bug.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from helpers.damage import (
+    BYTES,
+    EMBEDDING,
+    LONG,
+    SHAPES,
+    VOCAB,
+    WIDTH,
+    Call,
+    damage,
+    edit,
+    hostile_tensors,
+    safetensors_file,
+    safetensors_parts,
+    torch_file,
+)
+from helpers.every_format import FORMATS, write_formats
+from helpers.watched import outcomes
+from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.tensors import save_safetensors
+
+DEFAULT, SLOW = 20, 700  # random cases per format
+
+# torch's of prototypes; what tensorstore's threads find after orbax has given up.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+# --- a directory of every format ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def formats(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("formats")
+    write_formats(root)
+    for name in FORMATS:
+        assert all(loads for loads in outcomes(root / name, root / "llama").values()), name
+    return root
+
+
+@pytest.fixture
+def copy(formats, tmp_path) -> Callable[[str], Path]:
+    """``copy(format) -> Path``: a directory that a test may damage."""
+    return lambda name: Path(shutil.copytree(formats / name, tmp_path / name))
+
+
+# --- random damage --------------------------------------------------------------------------------------------
+
+
+def try_at_random(formats: Path, name: str, tmp_path: Path, cases: range) -> None:
+    """Copy, damage, read; the format and the number of a case are its seed."""
+    refused = 0
+    for case in cases:
+        rng, directory = random.Random(f"{name} {case}"), tmp_path / name
+        shutil.copytree(formats / name, directory)
+        damage(directory, rng)
+        try:
+            loads = outcomes(directory, rng.choice((None, formats / "llama")), rng.choice((jnp.float32, None)))
+        except BaseException as error:
+            error.add_note(f"case {case} of {name}")
+            raise
+        refused += not all(loads.values())
+        shutil.rmtree(directory)
+    assert refused > len(cases) // 4  # or it does little damage
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.quick("qwen3", "bin", "shards", "native_eagle3", "speculators", "vllm", "hydra_pt", "medusa_2")
+def test_random_damage(formats, tmp_path, name):
+    try_at_random(formats, name, tmp_path, range(DEFAULT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_much_random_damage(formats, tmp_path, name):
+    try_at_random(formats, name, tmp_path, range(DEFAULT, DEFAULT + SLOW))
+
+
+# --- by name --------------------------------------------------------------------------------------------------
+
+
+def test_fingerprint_of_few_rows(formats):
+    """Fewer than it hashes: both kinds of file give the same, and it depends on what is there."""
+    assert fingerprint(formats / "llama") == fingerprint(formats / "bin") == fingerprint(formats / "shards")
+    assert fingerprint(formats / "llama") == fingerprint(formats / "bin_shards") != fingerprint(formats / "qwen3")
+
+
+HUGE = {
+    "layers": ("mistral", {"num_hidden_layers": 10**8}),
+    "more layers": ("mistral", {"num_hidden_layers": 10**10}),
+    "heads": ("llama", {"num_attention_heads": 10**3000, "head_dim": 10**3000, "num_key_value_heads": None}),
+    "vocabulary": ("llama", {"vocab_size": 10**12}),
+    "window": ("mistral", {"sliding_window": 10**20, "max_position_embeddings": 10**30}),
+    "context": (
+        "llama",
+        {
+            "rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+            | {"original_max_position_embeddings": 10**400}
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HUGE)
+def test_huge_number(copy, what):
+    name, change = HUGE[what]
+    directory = copy(name)
+    edit(directory / "config.json", **change)
+    assert not outcomes(directory)["base"]
+
+
+@pytest.mark.parametrize("field", ["hydra_num_heads", "hydra_num_layers", "hidden_state_offset"])
+@pytest.mark.parametrize("value", [10**9, 10**4000])
+def test_huge_number_of_heads(copy, field, value):
+    directory = copy("hydra")
+    edit(directory / "config.json", **{field: value})
+    assert not outcomes(directory)["draft"]
+
+
+NATIVE = [{"n_heads": n} for n in (0, -1, 200, 10**9)] + [{"n_layers": n} for n in (0, -1, 10**9)]
+NATIVE += [{"n_layers": 10**9, "share_blocks": False}, {"n_heads": 256, "n_layers": 256, "share_blocks": False}]
+NATIVE += [{"a\nb": 1}]
+NATIVE += [{"dtype": name} for name in ("int32", "bool", "object", "S10", "datetime64[s]", "2f4", "f4,f4", "f4,(")]
+NATIVE += [{"dtype": {"names": ["a"], "formats": ["f4"]}}]
+
+
+@pytest.mark.parametrize("change", NATIVE, ids=str)
+def test_native_settings(copy, change):
+    directory = copy("native")
+    drafter = json.loads((directory / "config.json").read_text())["drafter"]
+    edit(directory / "config.json", drafter=drafter | {"settings": drafter["settings"] | change})
+    assert not outcomes(directory)["draft"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", {"rope_scaling": {"type": "a\nb"}}),
+        ("llama", {"rope_parameters": {"rope_type": "\ud800"}}),
+        ("hydra", {"hydra_head_arch": "a\nb"}),
+        ("hydra", {"base_model_name_or_path": "a\nb", "hydrajax": {"base": {"shapes": {}}}}),
+        ("native", {"files": {"a\nb": [1, 2]}}),
+        ("native", {"files": {"\ud800": [1, 2]}}),
+    ],
+)
+def test_message_is_one_line(copy, formats, name, change):
+    directory = copy(name)
+    edit(directory / "config.json", **change)
+    assert not all(outcomes(directory, formats / "llama").values())
+
+
+@pytest.mark.parametrize("name", ["shards", "bin_shards"])
+@pytest.mark.parametrize(
+    "shard", ["", ".", "..", "/etc/hostname", "../llama", "a\0b", "a\nb", "\ud800", "x" * 10**5, "config.json", 3, None]
+)
+def test_index(copy, name, shard):
+    directory = copy(name)
+    index = next(directory.glob("*.index.json"))
+    edit(index, weight_map=dict.fromkeys(json.loads(index.read_text())["weight_map"], shard))
+    assert not outcomes(directory)["base"]
+
+
+def test_name_in_two_shards(copy):
+    directory = copy("shards")
+    for path in directory.glob("*.safetensors"):
+        save_safetensors(path, load_file(path) | {"a\nb": np.zeros(1, np.float32)})
+    assert not outcomes(directory)["base"]
+
+
+def reshape(path: Path, name: str, dtype: str, shape: tuple) -> None:
+    """Another dtype and shape for one tensor of a .safetensors file, all zeros."""
+    header, body = safetensors_parts(path.read_bytes())
+    header.pop("__metadata__", None)
+    tensors = {key: (x["dtype"], x["shape"], body[slice(*x["data_offsets"])]) for key, x in header.items()}
+    tensors[name] = dtype, shape, bytes(int(math.prod(shape) * BYTES[dtype]))
+    path.write_bytes(safetensors_file(tensors))
+
+
+@pytest.mark.parametrize("dtype", BYTES)
+@pytest.mark.parametrize("own", [True, False])
+def test_safetensors_dtype(copy, dtype, own):
+    """own: the heads keep the dtype of their file."""
+    base, heads = copy("llama"), copy("medusa")
+    reshape(base / "model.safetensors", EMBEDDING, dtype, (VOCAB, WIDTH))
+    reshape(heads / "medusa_lm_head.safetensors", "0.1.weight", dtype, (VOCAB, WIDTH))
+    float_file = dtype in ("F64", "F32", "F16", "BF16")
+    assert outcomes(base)["base"] == float_file
+    assert outcomes(heads, dtype=None if own else jnp.float32)["draft"] == float_file
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape[:4]))
+def test_safetensors_shape(copy, shape):
+    directory = copy("llama")
+    reshape(directory / "model.safetensors", EMBEDDING, "F32", shape)
+    assert not outcomes(directory)["base"]
+
+
+@pytest.mark.parametrize("name", ["medusa", "medusa_2"])
+def test_number_in_a_tensor_name(copy, name):
+    directory = copy(name)
+    edit(directory / "config.json", remove=["medusa_num_layers"], medusa_num_heads=2)
+    path = next(directory.glob("*.safetensors"))
+    tensors = {key.replace("0.1.weight", f"0.{LONG}.weight"): x for key, x in load_file(path).items()}
+    save_safetensors(path, tensors)
+    assert not outcomes(directory)["draft"]
+
+
+LOADS = {"negative", "parameter", "torch.float64", "torch.float16", "torch.bfloat16"}
+EITHER = {"expanded", "parameter with a state"}
+
+
+@pytest.mark.parametrize("leaf", hostile_tensors(torch.zeros(1)))
+def test_torch_leaf(copy, leaf):
+    """The embedding of a base."""
+    directory = copy("bin")
+    path = directory / "pytorch_model.bin"
+    state = torch.load(path)
+    path.write_bytes(torch_file(state | {EMBEDDING: hostile_tensors(state[EMBEDDING])[leaf]()}))
+    loads = outcomes(directory)["base"]
+    assert leaf in EITHER or loads == (leaf in LOADS)
+
+
+@pytest.mark.parametrize("rows", [10**9, 10**12])
+def test_torch_tensors_larger_than_their_file(copy, rows):
+    """A stride of 0 makes any matrix of one number."""
+    directory = copy("bin")
+    edit(directory / "config.json", vocab_size=rows)
+    state = torch.load(directory / "pytorch_model.bin")
+    state |= dict.fromkeys((EMBEDDING, "lm_head.weight"), torch.zeros(1, 1).expand(rows, WIDTH))
+    torch.save(state, directory / "pytorch_model.bin")
+    assert not any(outcomes(directory)[reader] for reader in ("base", "fingerprint"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [torch.zeros(1)],
+        {"a": {"b": torch.zeros(1)}},
+        {EMBEDDING: 3},
+        {3: torch.zeros(1)},
+        Call(collections.OrderedDict, state={"items": 3}),
+        Call(collections.Counter),
+        {"a": Call(bytearray, 10**15)},
+        {"a": Call(torch.FloatTensor, 10**15)},
+    ],
+    ids=lambda content: str(getattr(content, "reduced", content))[:30],
+)
+@pytest.mark.parametrize("new", [True, False])
+def test_torch_content(copy, content, new):
+    directory = copy("bin")
+    (directory / "pytorch_model.bin").write_bytes(torch_file(content, new))
+    assert not outcomes(directory)["base"]
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_nothing_is_run(copy, tmp_path, new):
+    directory, created = copy("bin"), tmp_path / "created"
+    state = torch.load(directory / "pytorch_model.bin")
+    for call in (
+        Call(os.system, f"touch {created}"),
+        Call(os.mkdir, str(created)),
+        Call(open, str(created), "w"),
+        Call(eval, f"open({str(created)!r}, 'w')"),
+        Call(exec, f"open({str(created)!r}, 'w')"),
+        Call(Path.touch, created),
+    ):
+        for content in (call, state | {EMBEDDING: call}, Call(collections.OrderedDict, state={"_metadata": call})):
+            (directory / "pytorch_model.bin").write_bytes(torch_file(content, new))
+            assert not outcomes(directory)["base"]
+            assert not created.exists()

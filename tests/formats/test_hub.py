@@ -1,0 +1,400 @@
+"""The Hub: what is fetched and uploaded, and what is said when it fails, by huggingface_hub against a small server."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.formats.hub import push, resolve
+
+NAME = "org/name"
+NOT_HERE = f"base: '{NAME}' is no directory here, and "
+MODEL = {
+    "config.json": b"{}",
+    "generation_config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "tokenizer_config.json": b"{}",
+    "tokenizer.model": b"pieces",
+    "special_tokens_map.json": b"{}",
+    "added_tokens.json": b"{}",
+    "vocab.json": b"{}",
+    "merges.txt": b"a b",
+    "chat_template.jinja": b"{{ messages }}",
+    "chat_template.json": b"{}",
+    "model-00001-of-00002.safetensors": b"one",
+    "model-00002-of-00002.safetensors": b"two",
+    "model.safetensors.index.json": b"{}",
+}
+NATIVE = {"config.json": b"{}", "params/_METADATA": b"{}", "params/d/0a1b": b"array", "params/manifest.ocdbt": b"m"}
+UNREAD = {
+    "README.md": b"# A model",
+    "modeling.py": b"raise SystemExit",
+    "pytorch_model.bin": b"bin",
+    "hydra_lm_head.pt": b"pt",
+    "data.pkl": b"pickle",
+    "code/tokenizer.json": b"{}",
+    "onnx/model.safetensors": b"onnx",
+    "original/model.safetensors.index.json": b"{}",
+    "params/evil.py": b"raise SystemExit",
+    "params/deep/evil.pkl": b"pickle",
+    "params/model.safetensors": b"none",
+    "other/params/_METADATA": b"{}",
+}
+
+
+def refused(message: str, act=resolve, *arguments, **more) -> None:
+    """The call (by default of ``base org/name``) fails with exactly this line."""
+    with pytest.raises(HydrajaxError) as caught:
+        act(*(arguments or (NAME, "base")), **more)
+    assert str(caught.value) == message
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- what is fetched ------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_what_is_not_read(hub):
+    hub.add(NAME, MODEL | UNREAD)
+    assert contents(resolve(NAME, "base")) == MODEL
+    assert hub.fetched() == MODEL.keys()
+
+
+def test_a_native_draft(hub):
+    hub.add(NAME, NATIVE | UNREAD)
+    assert contents(resolve(NAME, "draft")) == NATIVE
+    assert hub.fetched() == NATIVE.keys()
+
+
+@pytest.mark.parametrize("revision", ["v1.0+cpu", "refs/pr/3", "commit"])
+def test_a_revision(hub, revision):
+    old = {"config.json": b"old", "model.safetensors": b"old weights"}
+    commit = hub.add(NAME, old, "main" if revision == "commit" else revision)
+    hub.add(NAME, {"config.json": b"new", "model.safetensors": b"new weights"})
+    revision = commit if revision == "commit" else revision
+    assert contents(resolve(f"{NAME}@{revision}", "base")) == old
+    assert contents(resolve(NAME, "base"))["config.json"] == b"new"
+    assert contents(resolve(f"{NAME}@main", "base"))["config.json"] == b"new"
+
+
+def test_a_newer_commit_is_fetched_and_an_old_file_is_not_fetched_again(hub):
+    hub.add(NAME, {"config.json": b"{}", "model.safetensors": b"old"})
+    resolve(NAME, "base")
+    hub.log.clear()
+    hub.add(NAME, {"config.json": b"{}", "model.safetensors": b"new"})
+    assert contents(resolve(NAME, "base")) == {"config.json": b"{}", "model.safetensors": b"new"}
+    gets = [line for line in hub.log if line.startswith("GET") and "/resolve/" in line]
+    assert len(gets) == 1
+    assert gets[0].endswith("/model.safetensors")
+
+
+def test_a_cached_copy_is_used_without_network(hub, monkeypatch):
+    from huggingface_hub import constants
+
+    commit = hub.add(NAME, MODEL)
+    folder = resolve(NAME, "base")
+    hub.log.clear()
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert resolve(NAME, "base") == resolve(f"{NAME}@{commit}", "base") == folder
+    assert not hub.log
+    hub.fails = (f"/api/models/{NAME}", 503, {})
+    assert resolve(NAME, "base") == folder
+    hub.stop()
+    assert resolve(NAME, "base") == folder
+
+
+def test_a_directory_wins(hub, tmp_path):
+    hub.add(NAME, MODEL)
+    for name in (NAME, f"{NAME}@main"):
+        (tmp_path / name).mkdir(parents=True)
+        assert resolve(name, "base") == Path(name)
+    assert resolve(tmp_path, "base") == tmp_path
+    assert not hub.log
+
+
+# --- what is refused ------------------------------------------------------------------------------------------
+
+NO_IDS = [
+    "",
+    "name",
+    "/org/name",
+    "./name",
+    "../name",
+    "~/name",
+    "~user/name",
+    "org/name/",
+    "a/b/c",
+    "org/na me",
+    "org/name.",
+    "org/-name",
+    "org/na--me",
+    "org/na..me",
+    "org/name.git",
+    "org/näme",
+    "org/name\n",
+    "org/" + "n" * 97,
+    "x" * 5000,
+    "org/na\0me",
+    "@main",
+    "name@main",
+    "org/name@",
+    "org/name@/main",
+    "org/name@../../main",
+    "org/name@a/../../main",
+    "org/name@a b",
+    "org/name@-x",
+    "org/name@a@{1}^",
+]
+
+
+@pytest.mark.parametrize("name", NO_IDS, ids=lambda name: repr(name[:20]))
+def test_no_name_of_a_repository(hub, name):
+    refused(f"base: no such directory: {name}".replace("\n", " "), resolve, name, "base")
+    assert not hub.log
+
+
+def test_a_file_is_no_directory(hub, tmp_path):
+    (tmp_path / "org").mkdir()
+    (tmp_path / NAME).touch()
+    refused(f"base: no such directory: {NAME}")
+    assert not hub.log
+
+
+def test_a_path_that_is_no_name(hub, tmp_path):
+    refused(f"draft: no such directory: {tmp_path / 'none'}", resolve, tmp_path / "none", "draft")
+    assert not hub.log
+
+
+def test_unknown_repository(hub):
+    reason = "the Hub has no such repository (or it is private and you are not logged in)"
+    refused(NOT_HERE + reason)
+    message = f"draft: '{NAME}@v1' is no directory here, and {reason}"
+    refused(message, resolve, f"{NAME}@v1", "draft")
+
+
+@pytest.mark.parametrize("revision", ["v2", "0" * 40])
+def test_unknown_revision(hub, revision):
+    hub.add(NAME, MODEL)
+    message = (
+        f"base: '{NAME}@{revision}' is no directory here, and the Hub's repository has no branch, tag or commit "
+        f"'{revision}'"
+    )
+    refused(message, resolve, f"{NAME}@{revision}", "base")
+
+
+def test_gated(hub):
+    hub.add(NAME, MODEL)
+    hub.gated.add(NAME)
+    refused(
+        f"{NOT_HERE}the Hub's repository is gated: accept its terms at {hub.url}/{NAME} and log in with `hf auth login`"
+    )
+
+
+@pytest.mark.parametrize("files", [UNREAD, {}, {"config.json": b"{}"}], ids=["legacy", "empty", "config"])
+def test_no_weights(hub, files):
+    hub.add(NAME, {file: content for file, content in files.items() if not file.startswith("params/")})
+    refused(
+        f"{NOT_HERE}the Hub's repository (or without a network, its cached copy) has no safetensors files and no "
+        "folder params/; legacy .bin and .pt files are read from a local directory only, and 'hydrajax convert fetch "
+        f"{NAME} --output DIR' makes one of heads in a .pt file"
+    )
+    assert hub.fetched() == files.keys() & {"config.json"}
+
+
+def test_no_network_and_no_copy(hub):
+    hub.add(NAME, MODEL)
+    hub.stop()
+    refused(
+        f"{NOT_HERE}the exchange with {hub.url} failed: ConnectError: [Errno {errno.ECONNREFUSED}] Connection refused; "
+        "the cache has no complete copy"
+    )
+
+
+def test_offline_and_no_copy(hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused(f"{NOT_HERE}huggingface_hub is offline (HF_HUB_OFFLINE is set); the cache has no complete copy")
+    assert not hub.log
+
+
+@pytest.mark.parametrize(("path", "said"), [("/api/models/", ": it failed"), ("00002.safetensors", "")])
+def test_an_error_of_the_server(hub, path, said):  # asking for the headers of a file has an answer without text
+    hub.add(NAME, MODEL)
+    hub.fails = (path, 500, {})
+    refused(f"{NOT_HERE}the Hub answered 500 Internal Server Error{said}; the cache has no complete copy")
+
+
+def test_a_half_finished_download_is_no_copy(hub):
+    hub.add(NAME, MODEL)
+    hub.fails = ("00002.safetensors", 500, {})
+    refused(f"{NOT_HERE}the Hub answered 500 Internal Server Error; the cache has no complete copy")
+    hub.stop()
+    refused(
+        f"{NOT_HERE}the exchange with {hub.url} failed: ConnectError: [Errno {errno.ECONNREFUSED}] Connection refused; "
+        "the cache has no complete copy"
+    )
+
+
+def test_a_wrong_token(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_old")
+    hub.fails = ("/api/models", 401, {"X_Error_Message": "Invalid credentials in Authorization header"})
+    refused(
+        f"{NOT_HERE}the Hub answered 401 Unauthorized: Invalid credentials in Authorization header it failed; "
+        "is the right user logged in (`hf auth login`)?"
+    )
+
+
+def test_a_full_disk(hub, monkeypatch):
+    hub.add(NAME, MODEL)
+
+    def http_get(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", http_get)
+    refused(f"{NOT_HERE}a file cannot be read or written: No space left on device: {Path('cache').absolute()}")
+
+
+def test_a_cache_that_is_a_file(hub, tmp_path):
+    hub.add(NAME, MODEL)
+    (tmp_path / "cache").touch()
+    with pytest.raises(HydrajaxError, match=r"^base: 'org/name' .* a file cannot be read or written: Not a d"):
+        resolve(NAME, "base")
+
+
+# --- uploading ------------------------------------------------------------------------------------------------
+
+EXPORT = {
+    "config.json": b"{}",
+    "hydra_lm_head.safetensors": b"heads",
+    "hydra_lm_head.pt": b"legacy",
+    "README.md": b"---\nlicense: apache-2.0\n---\n# Heads\n",
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "params/_METADATA": b"{}",
+    "params/d/0a1b": b"array",
+}
+KEPT = {
+    ".env": b"HF_TOKEN=secret",
+    "notes.txt": b"mine",
+    "train.py": b"",
+    "optimizer.bin": b"",
+    "logs/config.json": b"{}",
+    "logs/model.safetensors": b"",
+    "logs/model.pt": b"",
+    "params/code.py": b"",
+    ".git/config": b"",
+}
+
+
+@pytest.fixture
+def export(tmp_path) -> Path:
+    for file, content in (EXPORT | KEPT).items():
+        path = tmp_path / "export" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return tmp_path / "export"
+
+
+@pytest.fixture
+def logged_in(hub, monkeypatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+
+
+@pytest.mark.usefixtures("logged_in")
+def test_push(hub, export):
+    url = push(export, NAME)
+    commit = hub.repositories[NAME]["main"]
+    assert url == f"{hub.url}/{NAME}/commit/{commit}"
+    assert hub.commits[commit] == EXPORT
+    assert hub.private == {NAME: None}  # the owner's default
+    assert hub.messages == ["Upload from hydrajax"]
+    read = {file: content for file, content in EXPORT.items() if file not in ("README.md", "hydra_lm_head.pt")}
+    assert contents(resolve(NAME, "draft")) == read
+
+
+@pytest.mark.usefixtures("logged_in")
+def test_push_private_and_again(hub, export):
+    push(export, NAME, private=True, message="Step 100")
+    (export / "config.json").write_bytes(b"[]")
+    push(str(export), NAME, private=True, message="Step 200")
+    assert hub.private == {NAME: True}
+    assert hub.messages == ["Step 100", "Step 200"]
+    assert hub.commits[hub.repositories[NAME]["main"]]["config.json"] == b"[]"
+
+
+@pytest.mark.usefixtures("logged_in")
+def test_nothing_private_goes_into_a_public_repository(hub, export):
+    hub.add(NAME, {})
+    refused(f"push: '{NAME}' is to be private, but exists and is public", push, export, NAME, private=True)
+    assert not any("preupload" in line or "commit" in line for line in hub.log)
+
+
+@pytest.mark.usefixtures("logged_in")
+def test_push_follows_no_link_that_leads_out(hub, export, tmp_path):
+    (export / "hydra_lm_head.safetensors").rename(export / "weights")
+    (export / "hydra_lm_head.safetensors").symlink_to("weights")
+    push(export, NAME)  # a link within the directory
+    (tmp_path / "secret").write_text("of this machine")
+    (export / "config.json").unlink()
+    (export / "config.json").symlink_to(tmp_path / "secret")
+    hub.log.clear()
+    message = f"push: {export / 'config.json'} is a link that leads out of {export}"
+    refused(message, push, export, NAME)
+    assert not hub.log
+
+
+def test_push_needs_a_login(hub, export):
+    refused("push: not logged in to the Hub: run `hf auth login` or set HF_TOKEN", push, export, NAME)
+    assert not hub.log
+
+
+LOGIN = "is the right user logged in (`hf auth login`)?"
+FAILURES = {
+    "no rights": ("/api/repos/create", 403, f"the Hub answered 403 Forbidden: it failed; {LOGIN}"),
+    "read-only token": ("/commit/main", 403, f"the Hub answered 403 Forbidden: it failed; {LOGIN}"),
+    "server": ("/api/repos/create", 500, "the Hub answered 500 Internal Server Error: it failed"),
+    "server later": ("/preupload/", 500, "the Hub answered 500 Internal Server Error: it failed"),
+    "model card": (
+        "/api/validate-yaml",
+        400,
+        "{exchange}ValueError: Invalid metadata in README.md.",
+    ),
+}
+
+
+@pytest.mark.usefixtures("logged_in")
+@pytest.mark.parametrize("case", FAILURES)
+def test_push_fails(hub, export, case):
+    path, status, reason = FAILURES[case]
+    hub.fails = (path, status, {})
+    exchange = f"the exchange with {hub.url} failed: "
+    refused(f"push: cannot upload to '{NAME}': {reason.format(exchange=exchange)}", push, export, NAME)
+
+
+def test_push_with_a_wrong_token(hub, export, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_old")
+    reason = f"the Hub answered 401 Unauthorized: Invalid username or password.; {LOGIN}"
+    refused(f"push: cannot upload to '{NAME}': {reason}", push, export, NAME)
+
+
+@pytest.mark.usefixtures("logged_in")
+def test_push_without_network(hub, export, monkeypatch):
+    hub.stop()
+    reason = f"the exchange with {hub.url} failed: ConnectError: [Errno {errno.ECONNREFUSED}] Connection refused"
+    refused(f"push: cannot upload to '{NAME}': {reason}", push, export, NAME)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused(f"push: cannot upload to '{NAME}': huggingface_hub is offline (HF_HUB_OFFLINE is set)", push, export, NAME)
+
+
+@pytest.mark.usefixtures("logged_in")
+def test_push_refuses_what_is_no_export(hub, export, tmp_path):
+    refused(f"push: no such directory: {tmp_path / 'none'}", push, tmp_path / "none", NAME)
+    refused(f"push: {tmp_path} has no config.json, an exported directory is needed", push, tmp_path, NAME)
+    for name in ("name", "a/b/c", "org/name@main", "org/na--me", ""):
+        refused(f"push: repository is {name!r}, a name such as 'org/name' is needed", push, export, name)
+    assert not hub.log

@@ -1,0 +1,351 @@
+"""Bases in Hugging Face directories: what is read is what torch wrote, transformers computes our logits from what is
+written, and every damaged directory is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file as load_numpy
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from helpers.draft_heads import VOCAB, identical
+from helpers.released import refusal
+from hydrajax.errors import HydrajaxError
+from hydrajax.formats.huggingface import eos_ids, export_llama, load_llama
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base import BoundBase
+from hydrajax.models.config import RopeScaling
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def copy(tiny_checkpoint, tmp_path) -> Path:
+    """A copy of the tiny checkpoint that a test may damage."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
+
+
+def change_json(path: Path, remove=(), **changes) -> None:
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if key not in remove}))
+
+
+def change_tensors(directory: Path, remove=(), **changes) -> None:
+    """Rewrite model.safetensors; names in ``changes`` have ``__`` for dots."""
+    tensors = load_file(directory / "model.safetensors")
+    tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    save_file({key: value for key, value in tensors.items() if key not in remove}, directory / "model.safetensors")
+
+
+def refused(directory, *pieces: str) -> None:
+    refusal(lambda: load_llama(directory), *pieces)
+
+
+def official_names(model, params) -> dict[str, np.ndarray]:
+    """Our fused parameters taken apart again into the matrices of the official file."""
+    c = model.config
+    tensors = {"model.embed_tokens.weight": params["embedding"], "model.norm.weight": params["norm"]["scale"]}
+    if not c.tied_lm_head:
+        tensors["lm_head.weight"] = params["lm_head"].T
+    for i in range(c.n_layers):
+        layer, prefix = params[f"layers_{i}"], f"model.layers.{i}."
+        for name, first, last in (("q", 0, c.queries_per_kv), ("k", -2, -1), ("v", -1, None)):
+            rows = layer["qkv"][:, :, first:last].reshape(c.width, -1).T
+            tensors[f"{prefix}self_attn.{name}_proj.weight"] = rows
+        tensors[f"{prefix}self_attn.o_proj.weight"] = layer["out"].T
+        tensors[f"{prefix}mlp.gate_proj.weight"] = layer["gate_up"][:, 0].T
+        tensors[f"{prefix}mlp.up_proj.weight"] = layer["gate_up"][:, 1].T
+        tensors[f"{prefix}mlp.down_proj.weight"] = layer["down"].T
+        tensors[f"{prefix}input_layernorm.weight"] = layer["attention_norm"]["scale"]
+        tensors[f"{prefix}post_attention_layernorm.weight"] = layer["mlp_norm"]["scale"]
+    return {name: np.asarray(tensor) for name, tensor in tensors.items()}
+
+
+def same_weights(directory, state: dict[str, torch.Tensor], **load) -> None:
+    """Every tensor of a torch state dict, upcast to float32, is in our parameters bit for bit, and nothing else is."""
+    ours = official_names(*load_llama(directory, **load))
+    assert ours.keys() == state.keys()
+    for name, tensor in state.items():
+        np.testing.assert_array_equal(ours[name].astype(np.float32), tensor.float().numpy(), err_msg=name)
+
+
+# --- what is read ---------------------------------------------------------------------------------------------
+
+
+def test_every_tensor_arrives(tiny_checkpoint):
+    same_weights(tiny_checkpoint, LlamaForCausalLM.from_pretrained(tiny_checkpoint).state_dict())
+
+
+def test_shards(tiny_checkpoint, tmp_path):
+    model = LlamaForCausalLM.from_pretrained(tiny_checkpoint)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+    same_weights(tmp_path, model.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_bfloat16_file(tiny_checkpoint, tmp_path, dtype):
+    model = LlamaForCausalLM.from_pretrained(tiny_checkpoint).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors")[Q].dtype == torch.bfloat16
+    same_weights(tmp_path, model.state_dict(), dtype=dtype)
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(load_llama(tmp_path, dtype)[1]))
+
+
+def test_float32_file_as_bfloat16(tiny_checkpoint):
+    model = LlamaForCausalLM.from_pretrained(tiny_checkpoint).to(torch.bfloat16)  # torch rounds to nearest even
+    same_weights(tiny_checkpoint, model.state_dict(), dtype=jnp.bfloat16)
+
+
+def test_tied_file_with_and_without_the_copy(llama_checkpoint, tmp_path):
+    directory = llama_checkpoint(tie_word_embeddings=True)
+    state = load_file(directory / "model.safetensors")
+    assert "lm_head.weight" not in state
+    same_weights(directory, state)
+
+    with_copy = Path(shutil.copytree(directory, tmp_path / "copy"))
+    change_tensors(with_copy, lm_head__weight=state["model.embed_tokens.weight"].clone())
+    same_weights(with_copy, state)
+
+
+def test_untied_file_needs_its_lm_head(copy):
+    change_tensors(copy, remove=["lm_head.weight"])
+    refused(copy, "missing tensor 'lm_head.weight'")
+
+
+def test_rotary_buffers_of_old_files_are_ignored(copy):
+    state = LlamaForCausalLM.from_pretrained(copy).state_dict()
+    change_tensors(
+        copy,
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4),
+        model__layers__1__self_attn__rotary_emb__cos_cached=torch.ones(1, 1, 8, 8),
+        model__rotary_emb__inv_freq=torch.ones(4),
+    )
+    same_weights(copy, state)
+
+
+# --- the configuration ----------------------------------------------------------------------------------------
+
+
+def test_fields_that_old_files_leave_out(copy):
+    """No num_key_value_heads means as many as heads, no head_dim means width / heads."""
+    change_json(copy / "config.json", remove=["num_key_value_heads", "head_dim"])
+    kv = {
+        f"model__layers__{i}__self_attn__{name}_proj__weight": torch.ones(32, 32)
+        for i in range(2)
+        for name in ("k", "v")
+    }
+    change_tensors(copy, **kv)
+    config = load_llama(copy)[0].config
+    assert (config.n_kv_heads, config.head_dim) == (4, 8)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "vocab_size", "model_type"])
+def test_missing_config_field(copy, field):
+    change_json(copy / "config.json", remove=[field])
+    refused(copy, "config.json", field)
+
+
+@pytest.mark.parametrize(
+    ("text", "piece"),
+    [(b"{not json", "as JSON"), (b"\xff\xfe\x00", "as JSON"), (b"[1, 2]", "JSON object")],
+)
+def test_config_that_is_not_a_json_object(copy, text, piece):
+    (copy / "config.json").write_bytes(text)
+    refused(copy, "base", "config.json", piece)
+
+
+# --- damaged and foreign files --------------------------------------------------------------------------------
+
+
+def test_missing_tensor(copy):
+    change_tensors(copy, remove=[Q])
+    refused(copy, f"missing tensor '{Q}'", str(copy))
+
+
+def test_many_missing_tensors_are_counted(copy):
+    change_json(copy / "config.json", num_hidden_layers=4)
+    # A layer has nine tensors; five are named.
+    refused(copy, "missing tensors 'model.layers.2.input_layernorm.weight'", "and 13 more")
+
+
+def test_unexpected_tensor(copy):
+    change_tensors(copy, model__layers__0__self_attn__q_proj__bias=torch.ones(32))
+    refused(copy, "unexpected tensor 'model.layers.0.self_attn.q_proj.bias'")
+
+
+def test_layers_beyond_the_config_are_unexpected(copy):
+    change_json(copy / "config.json", num_hidden_layers=1)
+    refused(copy, "unexpected tensors 'model.layers.1.")
+
+
+def test_wrong_shape(copy):
+    change_tensors(copy, **{Q.replace(".", "__"): torch.ones(32, 16)})
+    refused(copy, f"{Q} has shape [32, 16], expected [32, 32]")
+
+
+def test_missing_directory(tmp_path):
+    refused(tmp_path / "nowhere", "base", "no such directory", str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_missing_file(copy, name):
+    (copy / name).unlink()
+    refused(copy, "base", name)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200, 0.5, -1])
+def test_truncated_safetensors(copy, keep):
+    """Cut to nothing, within the header's length, within the header, within the data, by one byte."""
+    path = copy / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * keep) if keep == 0.5 else keep])
+    refused(copy, "base", str(path), "damaged")
+
+
+@pytest.fixture
+def sharded(tiny_checkpoint, tmp_path) -> Path:
+    LlamaForCausalLM.from_pretrained(tiny_checkpoint).save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    return tmp_path / "sharded"
+
+
+def test_missing_shard(sharded):
+    shard = sorted(sharded.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    refused(sharded, shard.name, "missing from", "index.json")
+
+
+def test_truncated_shard(sharded):
+    shard = sorted(sharded.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-10])
+    refused(sharded, shard.name, "damaged")
+
+
+def test_index_that_names_a_file_elsewhere(sharded):
+    evil = sharded.parent / "evil.safetensors"
+    save_file({Q: torch.zeros(32, 32)}, evil)
+    index = sharded / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    for name in ("../evil.safetensors", str(evil)):
+        change_json(index, weight_map=weight_map | {Q: name})
+        refused(sharded, f"'{name}'", "outside the directory")
+
+
+def test_index_without_a_map(sharded):
+    (sharded / "model.safetensors.index.json").write_text("{}")
+    refused(sharded, "weight_map")
+
+
+def test_tensor_in_two_shards(sharded):
+    first, second = sorted(sharded.glob("model-*.safetensors"))[:2]
+    twice, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {twice: tensor}, second)
+    refused(sharded, f"'{twice}'", first.name, second.name)
+
+
+# --- end-of-sequence ids --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        (7, 2, (7,)),
+        ([7, 9], 2, (7, 9)),
+        (0, 2, (0,)),  # id 0 is an id
+        (None, 2, (2,)),
+        (None, [2, 3], (2, 3)),
+        ("no file", 2, (2,)),
+        (None, None, ()),
+        ("no file", None, ()),
+    ],
+)
+def test_eos_ids(tmp_path, generation, config, expected):
+    """generation_config.json wins over config.json, as in transformers' generate."""
+    if generation != "no file":
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
+    assert eos_ids(tmp_path) == expected
+
+
+@pytest.mark.parametrize("found", ["</s>", [2, "</s>"], True, 2.5])
+def test_eos_ids_that_are_not_ids(tmp_path, found):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": found}))
+    with pytest.raises(HydrajaxError, match=re.escape("eos_token_id")):
+        eos_ids(tmp_path)
+
+
+# --- export ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tied", "rope"),
+    [
+        (False, {}),
+        (True, {"rope_theta": 123.0, "rope_scaling": RopeScaling("linear", 2.5)}),
+        (False, {"rope_theta": 500.0, "rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 16), "norm_eps": 1e-3}),
+    ],
+    ids=["plain", "tied linear", "llama3"],
+)
+def test_transformers_computes_our_logits(tiny_model, tmp_path, rope, tied):
+    model, params = tiny_model
+    params = {name: leaf for name, leaf in params.items() if not (tied and name == "lm_head")}
+    model = model.clone(config=model.config.replace(**rope, tied_lm_head=tied))
+    export_llama(tmp_path / "base", model, params, dtype=None)
+    tokens = np.random.default_rng(1).integers(0, VOCAB, (2, 40))
+    positions = np.broadcast_to(np.arange(40), tokens.shape)
+    hidden = model.apply({"params": params}, tokens, positions, causal_mask(40)).hidden
+    ours = BoundBase(model, params).logits(hidden)
+    theirs, report = LlamaForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert theirs.dtype == torch.float32
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    assert expected.std() > 1
+    np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_llama_round_trip(tiny_model, tmp_path, dtype):
+    model, params = tiny_model
+    export_llama(tmp_path / "base", model, params, dtype=dtype)
+    loaded, ours = load_llama(tmp_path / "base", dtype)
+    assert loaded.config == model.config
+    identical(params, ours, dtype)
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    assert config["torch_dtype"] == np.dtype(dtype).name
+
+
+def test_tensors_are_those_transformers_saves(tiny_checkpoint, tmp_path):
+    model, params = load_llama(tiny_checkpoint)
+    export_llama(tmp_path / "base", model, params, dtype=None)
+    original = load_numpy(tiny_checkpoint / "model.safetensors")
+    exported = load_numpy(tmp_path / "base" / "model.safetensors")
+    assert exported.keys() == original.keys()
+    for name, tensor in original.items():
+        np.testing.assert_array_equal(exported[name], tensor, err_msg=name)
+
+
+class FakeTokenizer:
+    bos_token_id = 1
+
+    def save_pretrained(self, folder):
+        (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(("ids", "written"), [((), None), ((5,), 5), ((5, 7), [5, 7])])
+def test_config_tokenizer_and_extra(tiny_model, tmp_path, ids, written):
+    export_llama(tmp_path / "base", *tiny_model, tokenizer=FakeTokenizer(), eos_ids=ids, extra={"steps": 10})
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["steps"]) == (1, written, 10)
+    assert eos_ids(tmp_path / "base") == ids
+    assert (tmp_path / "base" / "tokenizer.json").exists()

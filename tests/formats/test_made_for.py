@@ -1,0 +1,114 @@
+"""Heads that say which base they were made for are refused by any other, unless forced."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from helpers.torch_heads import Medusa2, medusa_2_config, randomise, refused, save, vllm, vllm_config
+from hydrajax import api
+from hydrajax.errors import HydrajaxError
+from hydrajax.formats.export import export_heads
+from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.load import load_draft
+
+
+@pytest.fixture(scope="module")
+def other_weights(base_state, tiny_checkpoint, tmp_path_factory) -> Path:
+    """A fine-tune of the tiny checkpoint: its shapes, one number of its last norm doubled."""
+    folder = shutil.copytree(tiny_checkpoint, tmp_path_factory.mktemp("fine") / "fine-tune")
+    state = {name: x.clone() for name, x in base_state.items()}
+    state["model.norm.weight"][-1] *= 2
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def some_heads(base, tmp_path_factory) -> tuple:
+    """``(drafter, params)``"""
+    state = randomise(vllm(2, 1, bias=True)).state_dict()
+    config = vllm_config(2, 1, medusa_fc_bias=True)
+    return load_draft(save(tmp_path_factory.mktemp("heads"), state, config), base.config)
+
+
+@pytest.fixture
+def marked_heads(request, tiny_checkpoint, some_heads, tmp_path) -> Path:
+    """Heads that know they were made for the tiny checkpoint, whose name is ``lab/tiny``; Medusa's unless
+    parametrised.
+    """
+    mark = {"base_name": "lab/tiny", "base_fingerprint": fingerprint(tiny_checkpoint)}
+    export_heads(tmp_path / "heads", *some_heads, format=getattr(request, "param", "medusa"), dtype=None, **mark)
+    return tmp_path / "heads"
+
+
+in_every_format = pytest.mark.parametrize("marked_heads", ["medusa", "vllm-medusa", "native"], indirect=True)
+
+
+@in_every_format
+def test_heads_of_another_fine_tune_are_refused(base, marked_heads, tiny_checkpoint, other_weights):
+    load_draft(marked_heads, base.config, base_directory=tiny_checkpoint)
+    pieces = ("made for another base", "lab/tiny", str(other_weights), "other weights", "'force'")
+    refused(marked_heads, base, *pieces, base_directory=other_weights)
+    load_draft(marked_heads, base.config)  # nothing to compare with
+    load_draft(marked_heads, base.config, base_directory=None)
+
+
+def test_heads_of_a_base_of_another_depth_are_refused(base, marked_heads, llama_checkpoint):
+    """The heads would fit: width and vocabulary are the same."""
+    deeper = llama_checkpoint(num_hidden_layers=3)
+    message = refused(marked_heads, base, "lab/tiny", str(deeper), "shapes", base_directory=deeper)
+    assert "'n_layers': 2" in message
+    assert "'n_layers': 3" in message
+
+
+@in_every_format
+def test_force_loads_heads_of_another_base(marked_heads, tiny_checkpoint, other_weights):
+    assert api.load(tiny_checkpoint, marked_heads).drafter.n_heads == 2
+    with pytest.raises(HydrajaxError, match=r"^draft: .*made for another base, lab/tiny: .*; 'force' loads them$"):
+        api.load(other_weights, marked_heads)
+    assert api.load(other_weights, marked_heads, force=True).drafter.n_heads == 2
+
+
+def test_force_loads_no_heads_of_another_width(marked_heads, llama_checkpoint):
+    with pytest.raises(HydrajaxError, match=r"made for another base: their width is 32, not 64"):
+        api.load(llama_checkpoint(hidden_size=64), marked_heads, force=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.float32),
+        (torch.float16, torch.bfloat16),
+    ],
+    ids=lambda dtype: str(dtype).removeprefix("torch."),
+)
+def test_the_same_base_in_another_dtype_is_the_same(base, base_state, base_config, some_heads, tmp_path, first, then):
+    one = {name: x.to(first) for name, x in base_state.items()}
+    other = {name: x.to(then) for name, x in one.items()}
+    save(tmp_path / "one", one, base_config)
+    save(tmp_path / "other", other, base_config, "bin shards")
+    export_heads(tmp_path / "heads", *some_heads, base_fingerprint=fingerprint(tmp_path / "one"))
+    load_draft(tmp_path / "heads", base.config, base_directory=tmp_path / "other")
+
+
+def test_a_medusa_2_checkpoint_is_the_base_in_it(tiny_checkpoint, base_state, base_config, tmp_path):
+    state = base_state | randomise(Medusa2(2, 1)).state_dict()
+    save(tmp_path, state, medusa_2_config(base_config, 2, 1), "safetensors shards")
+    assert fingerprint(tmp_path) == fingerprint(tiny_checkpoint)
+
+
+@pytest.mark.parametrize("record", ["text", ["list"], {"shapes": 3}, {"shapes": {}, "sha256": None}, 7])
+def test_a_record_that_says_nothing_is_another_base(marked_heads, base, tiny_checkpoint, record):
+    path = marked_heads / "config.json"
+    config = json.loads(path.read_text())
+    config["hydrajax"]["base"] = record
+    path.write_text(json.dumps(config))
+    refused(marked_heads, base, "made for another base", base_directory=tiny_checkpoint)

@@ -1,0 +1,228 @@
+"""LoRA directories: read as PEFT means them, beside the base and merged; refused by name; written and read back.
+
+The reference is transformers with W + s B A put in by torch (`lora_files`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM
+
+from helpers.lora_files import LAYERS, apply_lora, linear_layers, write_lora
+from helpers.released import refusal
+from hydrajax.formats.fingerprint import check_fingerprint, fingerprint
+from hydrajax.formats.huggingface import export_merged, load_llama, read_config
+from hydrajax.formats.peft import load_adapter, save_adapter
+from hydrajax.models.adapter import TARGETS
+from hydrajax.models.base import BoundBase
+from hydrajax.models.rows import run_base
+
+TOKENS = np.random.default_rng(4).integers(0, 96, (2, 9)).astype(np.int32)
+RANKS = {"layers.1.self_attn.q_proj": 5, "^model.layers.1.self_attn.o_proj": 5}  # by the end of a name, or all of it
+FAMILIES = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(model, params):
+    hidden = run_base(model, params, jnp.asarray(TOKENS)).hidden
+    return BoundBase(model, params).logits(hidden)
+
+
+def expected_logits(model) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
+
+
+def open_model(directory: Path):
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def lora(tiny_checkpoint, tmp_path):
+    """``lora(**settings) -> Path``: a LoRA of the tiny checkpoint, as `write_lora` makes it."""
+    return lambda **settings: write_lora(tmp_path / "lora", open_model(tiny_checkpoint), **settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.quick("qwen3", "tied")
+def test_every_family_equals_transformers(llama_checkpoint, tmp_path, family):
+    """Beside the base and merged into it, all linear layers (but a tied lm head) being adapted."""
+    base = llama_checkpoint(**FAMILIES[family])
+    targets = LAYERS if family == "tied" else TARGETS
+    folder = write_lora(tmp_path / "lora", open_model(base), targets)
+    expected = expected_logits(apply_lora(open_model(base), folder))
+    assert np.abs(expected - expected_logits(open_model(base))).max() > 1
+    for merge in (False, True):
+        model, params = load_llama(base, adapter=folder, merge=merge)
+        assert (model.adapter is None) == merge
+        np.testing.assert_allclose(logits_of(model, params), expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"targets": ["q_proj", "v_proj"]},
+        {"targets": ["down_proj", "k_proj"], "use_rslora": True},
+        {"targets": ["q_proj", "o_proj"], "ranks": {"layers.1": 5}, "rank_pattern": RANKS},
+        {"targets": ["up_proj", "v_proj"], "alpha_pattern": {"up_proj": 1}},
+        {"targets": ["q_proj"], "target_modules": r".*\.q_proj"},
+    ],
+    ids=["some targets", "rslora", "ranks", "alphas", "expression"],
+)
+@pytest.mark.quick("rslora", "ranks", "expression")
+def test_patterns_and_targets(tiny_checkpoint, lora, settings):
+    folder = lora(**settings)
+    expected = expected_logits(apply_lora(open_model(tiny_checkpoint), folder))
+    model, params = load_llama(tiny_checkpoint, adapter=folder)
+    np.testing.assert_allclose(logits_of(model, params), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_some_layers(tiny_checkpoint, lora):
+    folder = lora(targets=["v_proj"], layers_to_transform=[1])
+    tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    kept = {name: x for name, x in tensors.items() if ".layers.1." in name}
+    safetensors.torch.save_file(kept, folder / "adapter_model.safetensors")
+    expected = expected_logits(apply_lora(open_model(tiny_checkpoint), folder))
+    model, params = load_llama(tiny_checkpoint, adapter=folder)
+    np.testing.assert_allclose(logits_of(model, params), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_beside_an_int8_base(tiny_checkpoint, lora):
+    """As QLoRA: the frozen weights are rounded to a byte, what is added to them is not. Merged, the sum is rounded."""
+    folder = lora(targets=list(TARGETS))
+
+    def rounded(model):
+        for layer in linear_layers(model, TARGETS).values():
+            scale = layer.weight.abs().amax(dim=1, keepdim=True) / 127
+            with torch.no_grad():
+                layer.weight.copy_((layer.weight / scale).round() * scale)
+        return model
+
+    for merge in (False, True):
+        base = open_model(tiny_checkpoint)
+        expected = expected_logits(rounded(apply_lora(base, folder)) if merge else apply_lora(rounded(base), folder))
+        model, params = load_llama(tiny_checkpoint, adapter=folder, int8=True, merge=merge)
+        assert params["layers_0"]["qkv"].dtype == jnp.int8
+        np.testing.assert_allclose(logits_of(model, params), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_torch_files_are_read(tiny_checkpoint, lora):
+    folder = lora()
+    before = load_adapter(folder, read_config(tiny_checkpoint))
+    tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    torch.save(tensors, folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+    assert load_adapter(folder, read_config(tiny_checkpoint)).sha256 == before.sha256
+
+
+def test_written_and_read_back_bit_for_bit(tiny_checkpoint, lora, tmp_path):
+    config = read_config(tiny_checkpoint)
+    folder = lora(targets=["k_proj", "up_proj", "lm_head"])
+    read = load_adapter(folder, config)
+    save_adapter(tmp_path / "again", read.adapter, read.params, config, "some/base")
+    theirs, ours = (
+        safetensors.torch.load_file(path / "adapter_model.safetensors") for path in (folder, tmp_path / "again")
+    )
+    assert ours.keys() == theirs.keys() - {"base_model.model.lm_head.base_layer.weight"}  # which the base has
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+    again = load_adapter(tmp_path / "again", config)
+    assert (again.adapter, again.sha256) == (read.adapter, read.sha256)
+    written = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == "some/base"
+    assert (written["r"], written["lora_alpha"], written["target_modules"]) == (3, 6, ["k_proj", "up_proj", "lm_head"])
+
+
+def test_merged_model_loads_in_transformers(tiny_checkpoint, lora, tmp_path):
+    folder = lora(targets=list(TARGETS))
+    export_merged(tmp_path / "merged", tiny_checkpoint, folder)
+    expected = apply_lora(open_model(tiny_checkpoint), folder)
+    found = open_model(tmp_path / "merged").state_dict()
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_a_merged_model_is_the_base_with_the_adapter(tiny_checkpoint, lora, tmp_path):
+    """For heads: a record of the one fits the other, and neither the base alone nor another adapter."""
+    folder = lora()
+    export_merged(tmp_path / "merged", tiny_checkpoint, folder)
+    both = fingerprint(tiny_checkpoint, adapter=folder)
+    assert fingerprint(tmp_path / "merged") == both
+    alone = fingerprint(tiny_checkpoint)
+    assert alone == {name: both[name] for name in ("shapes", "sha256")}
+    check_fingerprint(both, "it", tmp_path / "merged", "draft")
+    check_fingerprint(both, "it", tiny_checkpoint, "draft", folder)
+    other = write_lora(tmp_path / "other", open_model(tiny_checkpoint), ["q_proj"])
+    for call, reason in (
+        (lambda: check_fingerprint(both, "it", tiny_checkpoint, "draft"), "they were trained with an adapter, which"),
+        (lambda: check_fingerprint(alone, "it", tmp_path / "merged", "draft"), "without an adapter"),
+        (lambda: check_fingerprint(both, "it", tiny_checkpoint, "draft", other), "with another adapter"),
+    ):
+        assert refusal(call, reason).endswith("'force' loads them")
+
+
+def _without(tensors):
+    tensors.pop("base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight")
+
+
+def _misshapen(tensors):
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    tensors[name] = tensors[name][:, 1:].contiguous()
+
+
+def _foreign(tensors):
+    tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(3, 96)
+
+
+@pytest.mark.parametrize(
+    ("changes", "damage", "message"),
+    [
+        ({"peft_type": "IA3"}, None, "peft_type is 'IA3', supported is 'LORA'"),
+        ({"use_dora": True}, None, "use_dora is True, supported is False"),
+        ({"bias": "all"}, None, "bias is 'all', supported is 'none'"),
+        ({"modules_to_save": ["lm_head"]}, None, "modules_to_save is ['lm_head'], supported is []"),
+        ({"init_lora_weights": "pissa_niter_4"}, None, "init_lora_weights is 'pissa_niter_4', which changes"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, None, "target_modules has 'embed_tokens', no linear layer"),
+        ({"target_modules": 3}, None, "target_modules is 3, supported are names of linear layers"),
+        ({"r": 0}, None, "r is 0, supported is a positive integer"),
+        ({"rank_pattern": {"down_proj": 4}}, None, "lora_A.weight has shape [3, 88], expected [4, 88]"),
+        ({"lora_alpha": "x"}, None, "lora_alpha is 'x', supported is a positive number"),
+        ({"rank_pattern": {"(a|b)*": 2}}, None, "rank_pattern has '(a|b)*', supported are names of layers"),
+        ({"alpha_pattern": 3}, None, "alpha_pattern is 3, supported is an object"),
+        ({"lora_dropout": 2}, None, "lora_dropout is 2, allowed is a number from 0 up and below 1"),
+        ({}, _without, "missing tensor 'base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight'"),
+        ({}, _misshapen, "layers.0.mlp.up_proj.lora_A.weight has shape [3, 31], expected [3, 32]"),
+        ({}, _foreign, "unexpected tensor 'base_model.model.model.embed_tokens.lora_embedding_A'"),
+    ],
+)  # fmt: skip
+def test_refusals_name_what_is_wrong(tiny_checkpoint, lora, changes, damage, message):
+    folder = lora(**changes)
+    if damage:
+        tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+        damage(tensors)
+        safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
+    assert refusal(lambda: load_adapter(folder, read_config(tiny_checkpoint)), message).startswith("adapter: ")
+
+
+def test_refusal_of_a_tied_lm_head_and_of_empty_directories(llama_checkpoint, lora, tmp_path):
+    tied = read_config(llama_checkpoint(tie_word_embeddings=True))
+    assert "its lm head is the embedding" in refusal(lambda: load_adapter(lora(targets=["lm_head"]), tied))
+    (tmp_path / "empty").mkdir()
+    assert "no such file" in refusal(lambda: load_adapter(tmp_path / "empty", tied))
+    folder = lora()
+    (folder / "adapter_model.safetensors").unlink()
+    assert "neither adapter_model.safetensors nor adapter_model.bin" in refusal(lambda: load_adapter(folder, tied))

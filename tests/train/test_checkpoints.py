@@ -1,0 +1,344 @@
+"""Training checkpoints: what comes back after donation, damage, a full disk and kill -9 is what was saved."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from helpers.programs import command
+from hydrajax.errors import HydrajaxError
+from hydrajax.train.checkpoints import TrainCheckpoints
+
+
+def numbers(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def small(seed: int) -> dict:
+    return {"kernel": jnp.asarray(numbers(seed, 8, 4)), "count": jnp.int32(seed)}
+
+
+def opened(directory, keep: int = 2, higher_is_better: bool = True) -> TrainCheckpoints:
+    return TrainCheckpoints(directory, keep=keep, higher_is_better=higher_is_better)
+
+
+def fill(directory, *steps: int, keep: int = 3) -> Path:
+    """A directory of checkpoints of ``small(step)``."""
+    with opened(directory, keep) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, small(step), {"position": step})
+    return Path(directory)
+
+
+def newest(directory) -> tuple[int, list[str]]:
+    """The step that is restored, checked against what was saved as that step, and the warnings."""
+    warnings: list[str] = []
+    with opened(directory) as checkpoints:
+        step, state, meta = checkpoints.restore(small(0), on_warning=warnings.append)
+    same(state, small(step))
+    assert meta == {"position": step}
+    return step, warnings
+
+
+def same(ours, theirs) -> None:
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert mine.dtype == other.dtype
+        np.testing.assert_array_equal(mine, other)
+
+
+@contextmanager
+def refused(*pieces: str):
+    with pytest.raises(HydrajaxError) as caught:
+        yield
+    message = str(caught.value)
+    assert "\n" not in message
+    for piece in ("checkpoint", *pieces):
+        assert piece in message
+
+
+def run(program: str, *arguments, **environment) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(program, *arguments),
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# --- saving and restoring -------------------------------------------------------------------------------------
+
+
+def test_training_state(tmp_path, capfd):
+    """An optimizer's named tuples, every dtype in use, a random key's data, nested meta data; nothing is printed."""
+    params = {"a": {"kernel": jnp.asarray(numbers(1, 8, 4), jnp.bfloat16)}, "b": [jnp.ones(3), jnp.arange(4)]}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.masked(optax.adamw(1e-3), {"a": True, "b": False}))
+    state = (params, optimizer.init(params), jax.random.key_data(jax.random.key(3)))
+    meta = {"position": [3, 17], "config": {"lr": 3e-4, "name": "é"}, "loss": 0.1}
+    with opened(tmp_path / "deep" / "run") as checkpoints:
+        assert (checkpoints.latest(), checkpoints.meta()) == (None, None)
+        checkpoints.save(7, state, meta, 0.5, wait=True)
+        assert (checkpoints.latest(), checkpoints.meta()) == (7, meta)
+        abstract = jax.eval_shape(lambda: state)
+        step, ours, found = checkpoints.restore(abstract)
+    assert (step, found) == (7, meta)
+    same(ours, state)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_state_may_be_donated_at_once(tmp_path):
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    with opened(tmp_path, keep=9) as checkpoints:
+        for step in range(4):
+            wanted = {str(i): numbers(10 * step + i, 512, 512) for i in range(6)}
+            state = jax.tree.map(lambda x: jnp.asarray(x) * 1, wanted)
+            checkpoints.save(step, state, {})
+            for _ in range(3):
+                state = overwrite(state)
+            jax.block_until_ready(state)
+            _, ours, _ = checkpoints.restore(wanted)
+            same(ours, wanted)
+
+
+def test_saving_goes_on_in_the_background(tmp_path, monkeypatch):
+    """While the last file is held up the caller goes on, and the checkpoint is not yet one."""
+    released = threading.Event()
+    write_record = TrainCheckpoints._write_record
+    monkeypatch.setattr(TrainCheckpoints, "_write_record", lambda self: released.wait(60) and write_record(self))
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(1, small(1), {"position": 1})
+        assert checkpoints.steps() == []
+        assert not (tmp_path / "1").exists()
+        released.set()
+        checkpoints.wait()
+        assert checkpoints.steps() == [1]
+    assert newest(tmp_path) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "higher", "kept"),
+    [
+        ([5, 1, 2, 3], True, [0, 2, 3]),
+        ([5, 1, 2, 3], False, [1, 2, 3]),
+        ([1, 2, 3, 4], True, [2, 3]),
+        ([2, 2, 1, 1], True, [1, 2, 3]),  # of equals the newest
+        ([1, float("nan"), None, 0], True, [0, 2, 3]),
+        ([None, None, None, None], False, [2, 3]),
+        ([None, -1, None, None], True, [1, 2, 3]),
+    ],
+)
+def test_newest_and_best_are_kept(tmp_path, metrics, higher, kept):
+    for half in (0, 2):  # the best is remembered when the run is resumed
+        with opened(tmp_path, 2, higher) as checkpoints:
+            for step in range(half, half + 2):
+                checkpoints.save(step, small(step), {}, metrics[step])
+    with opened(tmp_path, 2, higher) as checkpoints:
+        assert checkpoints.steps() == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(step) for step in kept]
+
+
+def test_restored_on_another_mesh(tmp_path):
+    process = run("restore_on_meshes", tmp_path, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    assert process.communicate(timeout=120) == ("4 devices\n", "")
+
+
+# --- what does not fit ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "pieces"),
+    [
+        ({"kernel": jnp.ones((8, 5)), "count": jnp.int32(0)}, ("kernel is float32[8, 4]", "expected float32[8, 5]")),
+        ({"kernel": jnp.ones((8, 4), jnp.bfloat16), "count": jnp.int32(0)}, ("float32[8, 4]", "bfloat16[8, 4]")),
+        ({"kernel": jnp.ones((8, 4))}, ("count is int32[]", "expected nothing of that name")),
+        ({**small(0), "more": jnp.ones(2)}, ("more is missing", "expected float32[2]")),
+        ((jnp.ones((8, 4)), jnp.int32(0)), ("another configuration",)),
+    ],
+)
+def test_state_of_another_configuration(tmp_path, other, pieces):
+    """No older checkpoint is tried in its place."""
+    fill(tmp_path, 1)
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(2, small(2), {})
+        with refused("step 2 was saved by another configuration", *pieces):
+            checkpoints.restore(other, on_warning=pytest.fail)
+
+
+def test_what_cannot_be_saved(tmp_path):
+    with opened(tmp_path) as checkpoints:
+        with refused("rng is of type key<", "jax Arrays"):
+            checkpoints.save(1, {"rng": jax.random.key(0)}, {})
+        with refused("a.0 is of type float"):
+            checkpoints.save(1, {"a": [1.0]}, {})
+        checkpoints.save(1, small(1), {"position": 1})
+        with refused("step 1 is already saved"):
+            checkpoints.save(1, small(2), {})
+    assert newest(tmp_path) == (1, [])
+
+
+def test_settings_and_directories(tmp_path):
+    with refused("keep is 0"):
+        opened(tmp_path, keep=0)
+    (tmp_path / "file").write_text("")
+    with refused("cannot use directory", "file"):
+        opened(tmp_path / "file")
+    with opened(tmp_path / "empty") as checkpoints, refused("no checkpoint in", "empty"):
+        checkpoints.restore(small(0))
+
+
+# --- damage ---------------------------------------------------------------------------------------------------
+
+
+def harm(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 255
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "changed"])
+def test_damaged_checkpoint_is_skipped(tmp_path, how, capfd):
+    """Whichever file of the state is damaged, one line says so and the checkpoint before it is used."""
+    fill(tmp_path, 1, 2)
+    files = [path for path in (tmp_path / "2" / "state").rglob("*") if path.is_file()]
+    arrays = [path for path in files if path.stat().st_size >= 100]
+    assert any(path.parent.name == "d" for path in arrays)
+    for path in [*arrays, tmp_path / "2" / "hydrajax.json"]:
+        content = path.read_bytes()
+        harm(path, how)
+        step, warnings = newest(tmp_path)
+        assert step == 1, path
+        assert len(warnings) == 1
+        assert "\n" not in warnings[0]
+        assert "step 2 is damaged" in warnings[0]
+        assert path.name in warnings[0]
+        path.write_bytes(content)
+    harm(tmp_path / "2" / "_CHECKPOINT_METADATA", how)  # orbax's, of which nothing is needed
+    assert newest(tmp_path) == (2, [])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_no_checkpoint_is_whole(tmp_path):
+    fill(tmp_path, 1, 2)
+    for step in (1, 2):
+        harm(tmp_path / str(step) / "hydrajax.json", "truncated")
+    warnings: list[str] = []
+    with opened(tmp_path) as checkpoints, refused("is whole", "step 2 is damaged", "hydrajax.json"):
+        checkpoints.restore(small(0), on_warning=warnings.append)
+    assert len(warnings) == 2
+    assert (tmp_path / "1").exists()  # looking changes nothing
+    assert (tmp_path / "2").exists()
+
+
+def test_training_goes_on_from_the_checkpoint_before_the_damage(tmp_path):
+    """The damaged one gives way to the new one of its step, and does not count as one of the newest."""
+    fill(tmp_path, 1, 2, 3)
+    harm(tmp_path / "2" / "hydrajax.json", "missing")
+    harm(tmp_path / "3" / "state" / "_METADATA", "truncated")
+    with opened(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.restore(small(0))[0] == 1
+        assert checkpoints.latest() == 3
+        checkpoints.save(2, small(2), {"position": 2}, wait=True)
+        assert checkpoints.steps() == [1, 2]
+    assert newest(tmp_path) == (2, [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "2.damaged", "3.damaged"]
+
+
+# --- saves that fail ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def full_disk(room: int = 1024):
+    """No file may have more bytes: the system refuses the write as it does on a full disk, only with another code."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+def large(seed: int) -> dict:
+    return {"kernel": jnp.asarray(numbers(seed, 256, 64)), "count": jnp.int32(seed)}
+
+
+@pytest.mark.parametrize("call", ["wait", "save", "close"])
+def test_failed_write(tmp_path, call, capfd):
+    fill(tmp_path, 1, 2)
+    checkpoints = opened(tmp_path)
+    with full_disk():
+        checkpoints.save(3, large(3), {}, 9.0)
+        with refused("saving step 3", str(tmp_path), "File too large"):
+            {"wait": checkpoints.wait, "save": lambda: checkpoints.save(4, large(4), {}), "close": checkpoints.close}[
+                call
+            ]()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+    if call != "close":
+        assert checkpoints.steps() == [1, 2]
+        assert checkpoints.restore(small(0))[0] == 2
+        checkpoints.save(3, small(3), {"position": 3}, 1.0)
+        checkpoints.close()
+        assert newest(tmp_path) == (3, [])
+    assert newest(tmp_path)[1] == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_no_space_for_any_file(tmp_path):
+    """Then orbax has errors left over when it is closed."""
+    with full_disk(0), pytest.raises(HydrajaxError, match="saving step 1"), opened(tmp_path) as checkpoints:
+        checkpoints.save(1, small(1), {}, wait=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_space_for_the_last_file(tmp_path, monkeypatch):
+    fill(tmp_path, 1)
+
+    def no_space(self):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, opened(tmp_path) as checkpoints:
+        patch.setattr(TrainCheckpoints, "_write_record", no_space)
+        with refused("saving step 2", "No space left on device"):
+            checkpoints.save(2, small(2), {}, wait=True)
+        assert checkpoints.steps() == [1]
+    assert newest(tmp_path) == (1, [])
+
+
+def test_an_error_of_the_training_is_not_hidden_by_a_failed_save(tmp_path):
+    def train():
+        with full_disk(), opened(tmp_path) as checkpoints:
+            checkpoints.save(1, large(1), {})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+
+
+def test_killed_while_saving(tmp_path):
+    """kill -9 when all arrays are written leaves a temporary directory, removed at the next start."""
+    fill(tmp_path, 1, 2)
+    process = run("hang_while_saving", tmp_path)
+    assert process.stdout.readline() == "saving\n", process.stderr.read()
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    left = {path.name for path in tmp_path.iterdir()} - {"1", "2"}
+    assert len(left) == 1
+    assert left.pop().startswith("3.")
+    assert newest(tmp_path) == (2, [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
