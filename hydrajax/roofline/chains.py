@@ -37,13 +37,12 @@ def best_chain(
     one = milliseconds(device, work.step(presets.chain(1))["propose"])
     by_formula = estimate(acceptance, one / plain, drafter.spec.depth)
 
-    def speedup(k: int) -> float:
-        if not k:  # then nothing is drafted at all
-            return 1.0
-        parts = work.step(presets.chain(k)).values()
-        return expected_tokens(acceptance, k) * plain / sum(milliseconds(device, part) for part in parts)
-
-    best = max(range(drafter.spec.depth + 1), key=lambda k: (speedup(k), -k))
-    return BestChain(
-        **asdict(by_formula), batch=batch, context=context, roofline_length=best, roofline_speedup=speedup(best)
-    )
+    best, speedup = 0, 1.0  # without a draft
+    most_tokens = expected_tokens(acceptance, drafter.spec.depth)
+    for k in range(1, drafter.spec.depth + 1):
+        steps = sum(milliseconds(device, part) for part in work.step(presets.chain(k)).values()) / plain
+        if expected_tokens(acceptance, k) / steps > speedup:
+            best, speedup = k, expected_tokens(acceptance, k) / steps
+        if most_tokens / steps < speedup:  # longer chains take longer
+            break
+    return BestChain(**asdict(by_formula), batch=batch, context=context, roofline_length=best, roofline_speedup=speedup)

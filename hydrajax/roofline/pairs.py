@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.roofline import passes
 from hydrajax.roofline.devices import Device
 from hydrajax.roofline.prediction import base_dtype
-from hydrajax.roofline.traced import ranking
+from hydrajax.roofline.traced import Operator, ranking
 from hydrajax.ssd.simulator import Times
 
 
@@ -35,7 +37,7 @@ def pair_times(
 
     def seconds(config: LlamaConfig, tokens: int, beside: int) -> float:
         """A pass of so many tokens a row, which see so many others beyond the context."""
-        operators = passes.forward(Llama(config, base_dtype(itemsize)), batch, tokens, context + beside)
+        operators = _forward(Llama(config, base_dtype(itemsize)), batch, tokens, context + beside)
         ranked = ranking("ranking", batch * tokens, config.vocab_size)
         return sum(map(device.seconds, (*operators, ranked))) + config.n_layers * launch
 
@@ -49,3 +51,17 @@ def pair_times(
         prepare=prepare,
         transfer=transfer,
     )
+
+
+def _forward(model: Llama, batch: int, tokens: int, slots: int) -> list[Operator]:
+    """`passes.forward` from its operators with two other numbers of slots, in which they are linear.
+
+    A pair of devices is asked about with thousands of numbers of slots, and tracing takes a tenth of a second.
+    """
+    first = tokens + 1  # with as many slots as tokens, products with the block and the cache would be equal
+    near, far = (passes.forward(model, batch, tokens, first + more) for more in (0, 1))
+
+    def at(a: float, b: float) -> float:
+        return a + (b - a) * (slots - first)
+
+    return [replace(a, flops=at(a.flops, b.flops), bytes=at(a.bytes, b.bytes)) for a, b in zip(near, far, strict=True)]

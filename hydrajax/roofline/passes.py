@@ -6,7 +6,9 @@ Of ``base`` only the shape and the dtype are used.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -35,7 +37,7 @@ def forward(base: Llama, batch: int, tokens: int, slots: int, logits_at: int | N
         logits_at: tokens per row whose logits are computed, the last ones; None for all.
     """
 
-    def operators_at(layers: int) -> list[Operator]:
+    def operators_at(layers: int) -> Iterable[Operator]:
         model = with_layers(base, layers)
         cache = _abstract(lambda: model.init_cache(batch, slots)) if slots else None
         mask = jax.ShapeDtypeStruct((tokens, tokens), bool) if slots else None
@@ -50,36 +52,45 @@ def forward(base: Llama, batch: int, tokens: int, slots: int, logits_at: int | N
     return tuple(at_depth(base.config.n_layers, operators_at))
 
 
+@cached
 def propose(drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, slots: int) -> Operators:
     """Count filling ``tree`` with the best guesses, for texts that fit ``slots`` cache slots."""
-    return _proposed(drafter, base, tree, batch, slots)[0]
+    return _of_all_layers(drafter, lambda drafter: _proposed(drafter, base, tree, batch, slots)[0])
 
 
 @cached
 def observe(drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, slots: int) -> Operators:
     """Count taking in what became of a proposal, as if a longest path had been accepted."""
-    model, params, state = _drafting(drafter, base, batch, slots)
-    proposal = _proposed(drafter, base, tree, batch, slots)[1]
     path, nodes = drafter.spec.longest_path(tree) + 1, drafter.spec.verified_nodes(tree)
     row, along = _integers(batch), _integers(batch, path)
     outcome = Outcome(along, along, row, row, _features(drafter, base, batch, nodes), _integers(batch, nodes))
 
-    def run(params, state, proposal, outcome):
-        return drafter.observe(params[0], state, proposal, outcome, BoundBase(model, params[1]))
+    def observed(drafter: Drafter) -> Iterable[Operator]:
+        model, params, state = _drafting(drafter, base, batch, slots)
+        proposal = _proposed(drafter, base, tree, batch, slots)[1]
 
-    return tuple(trace(run, params, state, proposal, outcome)[0])
+        def run(params, state, proposal, outcome):
+            return drafter.observe(params[0], state, proposal, outcome, BoundBase(model, params[1]))
+
+        return trace(run, params, state, proposal, outcome)[0]
+
+    return _of_all_layers(drafter, observed)
 
 
 @cached
 def begin(drafter: Drafter, base: Llama, batch: int, tokens: int, slots: int) -> Operators:
     """Count taking in a prompt of ``tokens`` tokens per row."""
-    model, params, state = _drafting(drafter, base, batch, slots)
-
-    def run(params, state, features, text, counts, root):
-        return drafter.begin(params[0], state, features, text, counts, root, BoundBase(model, params[1]))
-
     row, text = _integers(batch), _integers(batch, tokens)
-    return tuple(trace(run, params, state, _features(drafter, base, batch, tokens), text, row, row)[0])
+
+    def begun(drafter: Drafter) -> Iterable[Operator]:
+        model, params, state = _drafting(drafter, base, batch, slots)
+
+        def run(params, state, features, text, counts, root):
+            return drafter.begin(params[0], state, features, text, counts, root, BoundBase(model, params[1]))
+
+        return trace(run, params, state, _features(drafter, base, batch, tokens), text, row, row)[0]
+
+    return _of_all_layers(drafter, begun)
 
 
 def draft_parameters(drafter: Drafter, base: Llama) -> int:
@@ -93,6 +104,30 @@ def draft_parameters(drafter: Drafter, base: Llama) -> int:
 def with_layers(model: Llama, layers: int) -> Llama:
     """Return the same model with another number of layers."""
     return model.clone(config=model.config.replace(n_layers=layers))
+
+
+def _of_all_layers(drafter: Drafter, count: Callable[[Drafter], Iterable[Operator]]) -> Operators:
+    """Return ``count(drafter)``, for a drafter that is a model from those with one and two layers (`at_depth`)."""
+    depth = next((model.config.n_layers for model in _models(drafter)), None)
+    return tuple(count(drafter) if depth is None else at_depth(depth, lambda layers: count(_shallow(drafter, layers))))
+
+
+def _models(drafter: Drafter) -> Iterator[Llama]:
+    for field in dataclasses.fields(drafter):
+        value = getattr(drafter, field.name)
+        yield from [value] if isinstance(value, Llama) else _models(value) if isinstance(value, Drafter) else []
+
+
+def _shallow(drafter: Drafter, layers: int) -> Drafter:
+    """Return the drafter with ``layers`` layers in its model, whether it or one that it wraps has the model."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(drafter):
+        value = getattr(drafter, field.name)
+        if isinstance(value, Llama):
+            changed[field.name] = with_layers(value, layers)
+        elif isinstance(value, Drafter):
+            changed[field.name] = _shallow(value, layers)
+    return dataclasses.replace(drafter, **changed)
 
 
 @cached

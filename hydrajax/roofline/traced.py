@@ -82,7 +82,8 @@ def trace(function: Callable, params: Any, *arguments: Any) -> tuple[list[Operat
     """
     with traced_for(PLAIN):
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *arguments)
-    names = [_name(path) for path, _ in jax.tree.leaves_with_path(params)]
+    paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+    names = [jax.tree_util.keystr(path, simple=True, separator=" ") for path in paths]
     names += [None] * (len(closed.jaxpr.invars) - len(names))
     inputs = [_Value.of_input(variable, name) for variable, name in zip(closed.jaxpr.invars, names, strict=True)]
     count = _Count()
@@ -99,7 +100,7 @@ def merged(operators: Iterable[Operator]) -> list[Operator]:
     return [replace(operator, count=count) for operator, count in counts.items()]
 
 
-def at_depth(layers: int, operators_at: Callable[[int], list[Operator]]) -> list[Operator]:
+def at_depth(layers: int, operators_at: Callable[[int], Iterable[Operator]]) -> list[Operator]:
     """Return the operators of ``layers`` equal layers from those of one and of two.
 
     Tracing all layers of a large model takes seconds. What two layers have more than one, every further layer has.
@@ -113,16 +114,15 @@ def flops(operators: Iterable[Operator]) -> float:
     return sum(operator.count * operator.flops for operator in operators)
 
 
-def _name(path) -> str:
-    """``layers_3/gate_up`` and its like in every layer as "gate up", ``head_2/lm_kernel`` as "head 2 lm kernel"."""
-    name = jax.tree_util.keystr(path, simple=True, separator=" ")
-    return re.sub(r"^(\d+ )?(layers_\d+ )?", "", name).replace("_", " ")
+def _shown(weight: str) -> str:
+    """``layers_3 gate_up`` and its like in every layer as "gate up", ``head_2 lm_kernel`` as "head 2 lm kernel"."""
+    return re.sub(r"^(\d+ )?(layers_\d+ )?", "", weight).replace("_", " ")
 
 
 class _Value(NamedTuple):
     """What is known of a variable.
 
-    weight: the name of the parameter that it shows. itemsize: bytes of a number of the input that it shows, 0 for what
+    weight: the path of the parameter that it shows. itemsize: bytes of a number of the input that it shows, 0 for what
     was computed. number: of the computation that made it. is_real: it was computed from floating-point inputs with no
     integers in between, unlike masks. products: those that it was computed from without another one in between.
     is_product: it shows the output of one.
@@ -145,6 +145,7 @@ class _Product:
     """A product, before it is known what reads it. made: bytes of inputs that were computed; output: bytes of it."""
 
     operator: Operator
+    weight: str | None
     made: int
     output: int
     times: int
@@ -191,7 +192,7 @@ class _Count:
         if jaxpr and len(jaxpr.invars) == len(read):  # a call; a scatter has a jaxpr of another kind
             return self.walk(jaxpr, read, times)
         if name == "gather" and read[0].weight:
-            self.lookups.append(replace(elementwise(read[0].weight, 2 * _bytes(eqn.outvars[0])), count=times))
+            self.lookups.append(replace(elementwise(_shown(read[0].weight), 2 * _bytes(eqn.outvars[0])), count=times))
             return [_Value(number=next(self.numbers), is_real=True)]
         products = frozenset().union(*(value.products for value in read))
         if name in _RANKINGS:
@@ -234,18 +235,18 @@ class _Count:
                 made += size
         weight = next((value.weight for value in read if value.weight), None)
         if weight:
-            kind, name = "weights", weight
+            kind, name = "weights", _shown(weight)
             rows = rows if read[1].weight else out.size // rows
         else:
             softmax = any(self.products[i].operator.kind == "attention" for value in read for i in value.products)
             kind, name = "attention", "weighted sum" if softmax else "scores"
         operator = Operator(name, 2.0 * out.size * terms, sum(sizes) + _bytes(eqn.outvars[0]), rows, kind)
         last = self.products[-1] if self.products else None
-        if weight and last and (last.operator.name, last.operator.rows, last.times) == (weight, rows, times):
+        if weight and last and (last.weight, last.operator.rows, last.times) == (weight, rows, times):
             # The weight was multiplied with just before, so it is still in the device's cache (blocks that are shared).
             last.operator = replace(last.operator, flops=last.operator.flops + operator.flops)
         else:
-            self.products.append(_Product(operator, made, _bytes(eqn.outvars[0]), times))
+            self.products.append(_Product(operator, weight, made, _bytes(eqn.outvars[0]), times))
         made_by = frozenset({len(self.products) - 1})
         return _Value(number=next(self.numbers), is_real=True, products=made_by, is_product=True)
 

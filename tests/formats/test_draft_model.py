@@ -16,6 +16,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_model import is_model
 from hydrajax.formats.load import load_draft
 from hydrajax.formats.registry import title_of
+from hydrajax.sharding import Placement
 from hydrajax.text.tokenizer import difference
 
 PROMPTS = [[3, 1, 4, 1, 5], [92, 6], [5, 3, 5, 8, 9, 7, 9]]
@@ -163,7 +164,10 @@ def test_settings_of_a_draft_model(llama_checkpoint, tiny_checkpoint):
         ({"draft_confidence": 1.0}, "draft_confidence: must be at least 0 and below 1, found 1.0"),
         ({"draft_confidence": 0.5, "draft": "lookup"}, "draft_confidence: is for a draft model, found Lookup"),
         ({"draft_confidence": 0.5, "draft": None}, "draft_confidence: is for a draft model, found no draft"),
-        ({"shard_draft": True, "draft": "lookup"}, "shard_draft: is for a draft model, found Lookup"),
+        (
+            {"placement": Placement(shard_draft=True), "draft": "lookup"},
+            "shard_draft: is for a draft model, found Lookup",
+        ),
     ):
         with pytest.raises(HydrajaxError, match=message):
             hydrajax.load(tiny_checkpoint, **({"draft": small} | settings))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import pytest
 
+from helpers.operator_counts import flops, moved
 from hydrajax.models.config import PRESETS
+from hydrajax.models.llama import Llama
+from hydrajax.roofline import pairs
 from hydrajax.roofline.devices import DEVICES
 from hydrajax.roofline.pairs import pair_times
+from hydrajax.roofline.passes import forward
 
 BASE, DRAFT, DEVICE = PRESETS["7b"], PRESETS["1b"], DEVICES["H200"]
 
@@ -26,6 +31,13 @@ def test_small_passes_take_as_long_as_their_weights():
     assert times.draft == pytest.approx(4 * bytes_read(DRAFT, 1024) / DEVICE.bandwidth, rel=0.05)
     # A pass for eight outcomes reads the same weights, so preparing is a pass more than drafting, and a little.
     assert 5 / 4 < times.prepare / times.draft < 1.1 * 5 / 4
+
+
+@pytest.mark.parametrize("slots", [8, 1000])
+def test_operators_are_linear_in_the_slots_of_the_cache(slots):
+    model = Llama(PRESETS["8b"], jnp.bfloat16)
+    traced, ours = forward(model, 2, 8, slots), pairs._forward(model, 2, 8, slots)
+    assert (moved(ours), flops(ours)) == (moved(traced), flops(traced))
 
 
 def test_what_is_added():
