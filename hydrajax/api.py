@@ -23,6 +23,7 @@ from hydrajax.formats.huggingface import Progress, eos_ids, load_llama
 from hydrajax.formats.registry import beside_lookup, without_weights
 from hydrajax.language_model import LanguageModel, Tree
 from hydrajax.models.base import BaseModel
+from hydrajax.models.weights import QUANTIZED
 from hydrajax.sharding import Placement
 from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.trees import presets
@@ -30,7 +31,6 @@ from hydrajax.trees import presets
 AUTO = "auto"
 NO_DRAFT = "none"
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-QUANTIZED = ("int8",)
 
 
 def make_decode_fn(
@@ -159,7 +159,7 @@ def load(
         base,
         DTYPES.get(name),  # None for "auto"
         placement.place_base,
-        int8=quantize == "int8",
+        quantize=quantize,
         adapter=adapter,
         merge=merge,
         on_progress=on_progress,

@@ -94,7 +94,7 @@ def compile_case(case: Case) -> Compiled:
     config = config.replace(
         n_layers=case.layers or config.n_layers, max_positions=max(config.max_positions, case.context)
     )
-    model = Llama(config, jnp.dtype(case.dtype), case.int8)
+    model = Llama(config, jnp.dtype(case.dtype), "int8" if case.int8 else None)
     drafter, tree = _drafter_and_tree(case, model)
     base = nn.unbox(abstract_base(model))
     draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)

@@ -87,7 +87,7 @@ def main() -> int:
     use_compilation_cache()
     began = time.perf_counter()
     bandwidth = copy_bandwidth(args.copy_megabytes)
-    model, base = random_base(config, args.dtype, int8=args.int8)
+    model, base = random_base(config, args.dtype, quantize="int8" if args.int8 else None)
     room = room_for(tree.depth for tree in [full, *([grown] if grown else [])])
     executors = {}
     for kind in args.drafts:

@@ -19,6 +19,7 @@ from hydrajax.formats.hub import push, resolve
 from hydrajax.formats.huggingface import export_merged, read_config
 from hydrajax.formats.load import RECORD, load_draft
 from hydrajax.formats.tensors import read_json
+from hydrajax.models.weights import QUANTIZED
 from hydrajax.text.prompt import PROMPT_FORMATS
 
 HELP = "write draft heads in other formats, merge an adapter, fetch from and put on the Hub, see what int8 costs"
@@ -31,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("merge", "write a base with an adapter added to its weights", _merge_arguments),
         ("fetch", "keep a safetensors copy of heads that lie on the Hub in a .pt file", _fetch_arguments),
         ("push", "upload an exported directory to the Hugging Face Hub", _push_arguments),
-        ("int8", "compare a base's logits with those of its int8 version", _int8_arguments),
+        *(
+            (name, f"compare a base's logits with those of its {name} version", _quantized_arguments)
+            for name in QUANTIZED
+        ),
     ):
         add(verbs.add_parser(name, help=text, description=text, allow_abbrev=False))
 
@@ -72,7 +76,7 @@ def _push_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--message", metavar="TEXT", help="of the commit")
 
 
-def _int8_arguments(parser: argparse.ArgumentParser) -> None:
+def _quantized_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", metavar="DIR|NAME", required=True, help="the model to quantise")
     parser.add_argument("--prompts", metavar="FILE", help=f"to compare on (default: a few built in): {PROMPT_FORMATS}")
     parser.add_argument("--limit", metavar="N", type=options.positive, default=16, help="prompts (default %(default)s)")
@@ -81,7 +85,8 @@ def _int8_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    {"export": _export, "merge": _merge, "fetch": _fetch, "push": _push, "int8": _int8}[args.verb](args)
+    verbs = {"export": _export, "merge": _merge, "fetch": _fetch, "push": _push} | dict.fromkeys(QUANTIZED, _quantized)
+    verbs[args.verb](args)
 
 
 def _refuse_own(output: str, directories: Mapping[str, str | Path]) -> None:
@@ -137,28 +142,28 @@ def _push(args: argparse.Namespace) -> None:
     print(push(args.directory, args.repository, private=args.private, message=args.message))
 
 
-def _int8(args: argparse.Namespace) -> None:
+def _quantized(args: argparse.Namespace) -> None:
     with WholeFile(args.json, "--json") if args.json else nullcontext() as file:
-        report = _int8_report(args)
+        report = _quantized_report(args)
         if file:
             file.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _int8_report(args: argparse.Namespace) -> dict:
+def _quantized_report(args: argparse.Namespace) -> dict:
     import jax
 
     from hydrajax.measure.quantization import logit_effect
 
     plain = options.api.load(args.base, dtype=args.dtype)
     ids = options.prompts_from(args.prompts, plain, args.limit)
-    quantized = options.api.load(args.base, dtype=args.dtype, quantize="int8")
+    quantized = options.api.load(args.base, dtype=args.dtype, quantize=args.verb)
     effect = logit_effect((plain.model, plain.params.base), (quantized.model, quantized.params.base), ids)
     sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(m.params.base)) for m in (plain, quantized)]
     dtype = plain.model.dtype.name
-    print(f"{args.base}: {sizes[0] / 1e6:.1f} MB in {dtype}, {sizes[1] / 1e6:.1f} MB with int8 weights")
+    print(f"{args.base}: {sizes[0] / 1e6:.1f} MB in {dtype}, {sizes[1] / 1e6:.1f} MB with {args.verb} weights")
     print(
         f"logits at {effect.positions} positions of {len(ids)} prompts: they differ by {effect.mean:.3g} on average, "
         f"{effect.largest:.3g} at most, KL {effect.kl:.3g} nats, same likeliest token at {effect.agreement:.1%}"
     )
-    report = {"base": str(args.base), "dtype": dtype, "bytes": sizes[0], "bytes_int8": sizes[1]}
+    report = {"base": str(args.base), "dtype": dtype, "bytes": sizes[0], f"bytes_{args.verb}": sizes[1]}
     return report | dataclasses.asdict(effect)

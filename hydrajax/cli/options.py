@@ -21,6 +21,7 @@ from hydrajax.files import WholeFile
 from hydrajax.formats.registry import WITHOUT_WEIGHTS
 from hydrajax.generation import SEED_BITS
 from hydrajax.language_model import LanguageModel
+from hydrajax.models.weights import QUANTIZED
 from hydrajax.sharding import Placement, last_devices
 from hydrajax.text.prompt import Prompt, read_prompts
 from hydrajax.trees import presets
@@ -98,8 +99,8 @@ def add_model_arguments(
         add_dtype_argument(group)
         group.add_argument(
             "--quantize",
-            choices=api.QUANTIZED,
-            help="base weights in 8 bits (hydrajax convert int8 says the cost)",
+            choices=QUANTIZED,
+            help="base weights of fewer bits (hydrajax convert int8 measures the effect)",
         )
     group.add_argument("--force", action="store_true", help="load heads that say they were made for another base")
 

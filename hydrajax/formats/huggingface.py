@@ -38,7 +38,7 @@ from hydrajax.models.base import abstract_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import MODEL, Layout, leaf, read, shapes, write
 from hydrajax.models.llama import Llama
-from hydrajax.models.weights import low_rank, quantize
+from hydrajax.models.weights import QUANTIZED, low_rank
 from hydrajax.text.tokenizer import load_tokenizer
 
 WHAT = "base"
@@ -46,7 +46,7 @@ WHAT = "base"
 # checkpoint has beside its base (`hydrajax.formats.medusa`).
 IGNORED = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|medusa_head\..*"
 MERGED = "hydrajax_adapter"  # in config.json: the sha256 of the adapter that the weights hold
-INT8 = ("qkv", "out", "gate_up", "down", "lm_head")  # the weights of matmuls, `Llama` with int8
+KERNELS = ("qkv", "out", "gate_up", "down", "lm_head")  # the weights of matmuls, which `Llama.quantize` is about
 Progress = Callable[[int, int], None]  # told how many numbers of how many have been loaded
 
 
@@ -85,7 +85,7 @@ def load_llama(
     dtype=jnp.float32,
     place: Callable | None = None,
     *,
-    int8: bool = False,
+    quantize: str | None = None,
     adapter: str | Path | None = None,
     merge: bool = False,
     on_progress: Progress = lambda done, total: None,
@@ -95,7 +95,8 @@ def load_llama(
 
     dtype: None is `default_dtype` of what most of the model's numbers are stored in.
     place: ``place(array, logical_axes)`` puts one host array on devices; by default on the default device.
-    int8: quantise the weights of matmuls, one by one as they are read.
+    quantize: quantise the weights of matmuls, one by one as they are read, by a name of
+        `hydrajax.models.weights.QUANTIZED`.
     adapter: a directory of PEFT's (`hydrajax.formats.peft`): its weights then lie beside the base's, in
         ``dtype``. With ``merge`` they are added to them in float32, before anything is rounded or quantised.
     on_progress: told how many numbers of how many have been loaded, after each parameter.
@@ -120,7 +121,7 @@ def load_llama(
     stored = _most(files, layout)
     dtype = default_dtype(stored) if dtype is None else jnp.dtype(dtype)
     beside = stored_adapter and not merge
-    model = Llama(config, dtype, int8, stored_adapter.adapter if beside else None)
+    model = Llama(config, dtype, quantize, stored_adapter.adapter if beside else None)
     axes = nn.get_partition_spec(abstract_base(model))
     place = place or (lambda array, _: jax.device_put(array))
     done, total = 0, sum(math.prod(shape) for shape in shapes(layout).values())
@@ -137,8 +138,8 @@ def load_llama(
         if stored_adapter and merge:
             array = merged(array, tuple(parents), name)
         parts = {name: array}
-        if int8 and name in INT8:
-            parts[name], parts[f"{name}_scale"] = quantize(array)
+        if quantize and name in KERNELS:
+            parts = QUANTIZED[quantize].of(array).stored(name)
         else:
             parts[name] = np.asarray(array, dtype)
         placed = {part: place(x, leaf(axes, (*parents, part))) for part, x in parts.items()}
@@ -192,11 +193,11 @@ def export_llama(
     extra: more fields for ``config.json``.
     overwrite: replace a directory even if it is no earlier export, with all that is in it.
 
-    Raises `HydrajaxError` for an int8 base or one with an adapter, and if the directory may not be replaced or cannot
-    be written.
+    Raises `HydrajaxError` for a quantised base or one with an adapter, and if the directory may not be replaced or
+    cannot be written.
     """
-    if model.int8:
-        raise HydrajaxError(f"{EXPORT}: the base is quantised to int8, supported are float weights")
+    if model.quantize:
+        raise HydrajaxError(f"{EXPORT}: the base is quantised to {model.quantize}, supported are float weights")
     if model.adapter:
         raise HydrajaxError(f"{EXPORT}: the base has an adapter beside it; merge it first")
     with exported(directory, overwrite) as (folder, config):

@@ -21,15 +21,18 @@ LM_HEADS = {"full": None, "shared": LmHead(shared=True), "low-rank": LmHead(rank
 LM_HEADS |= {"reduced": LmHead(vocabulary=Vocabulary(range(8000)))}
 
 
-def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, int8: bool = False):
-    """``(model, base_params)`` of this shape, made on the device; ``int8`` as in `hydrajax.models.llama.Llama`."""
-    model = Llama(config, jnp.dtype(dtype), int8)
+def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, quantize: str | None = None):
+    """``(model, base_params)`` of this shape, made on the device; ``quantize`` as in `hydrajax.models.llama.Llama`."""
+    model = Llama(config, jnp.dtype(dtype), quantize)
 
     def init(rng):
         leaves, treedef = jax.tree.flatten(init_base(model, rng))
         for i, leaf in enumerate(leaves):
-            if leaf.dtype == jnp.int8:  # never zeros: a device can be faster with them
-                leaves[i] = jax.random.randint(jax.random.fold_in(rng, i), leaf.shape, -127, 128, jnp.int8)
+            if jnp.issubdtype(leaf.dtype, jnp.integer):  # quantised; never zeros: a device can be faster with them
+                most = int(jnp.iinfo(leaf.dtype).max)
+                leaves[i] = jax.random.randint(jax.random.fold_in(rng, i), leaf.shape, -most, most + 1).astype(
+                    leaf.dtype
+                )
         return jax.tree.unflatten(treedef, leaves)
 
     return model, jax.jit(init)(jax.random.key(seed))

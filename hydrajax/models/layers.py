@@ -50,7 +50,7 @@ class DecoderLayer(nn.Module):
 
     config: LlamaConfig
     dtype: DType
-    int8: bool = False
+    quantize: str | None = None
     adapter: Adapter | None = None
 
     @nn.compact

@@ -14,21 +14,21 @@ from hydrajax.models.base import Forward
 from hydrajax.models.cache import Ahead, KVCache, init_cache
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer, RMSNorm
-from hydrajax.models.weights import Int8, LowRank, declare, declare_kernel, project
+from hydrajax.models.weights import LowRank, Quantized, declare, declare_kernel, project
 
 
 class Llama(nn.Module):
     """LLaMA: RMSNorm, rotary grouped-query attention, SwiGLU, tied or untied lm head.
 
-    Parameters and computation share ``dtype``; norms, softmax, rotary angles and logits are float32. With ``int8``
-    the matmuls' weights are `hydrajax.models.weights.Int8` (not the embedding, nor an lm head tied to it). With an
-    ``adapter`` some have a low-rank weight beside them, in the computation's dtype. ``remat`` keeps for a gradient no
-    more of a layer than its input and computes the rest again.
+    Parameters and computation share ``dtype``; norms, softmax, rotary angles and logits are float32. ``quantize``
+    names the class of the matmuls' weights in `hydrajax.models.weights.QUANTIZED`; the embedding, and an lm head tied
+    to it, stay as they are. With an ``adapter`` some have a low-rank weight beside them, in the computation's dtype.
+    ``remat`` keeps for a gradient no more of a layer than its input and computes the rest again.
     """
 
     config: LlamaConfig
     dtype: DType = jnp.float32
-    int8: bool = False
+    quantize: str | None = None
     adapter: Adapter | None = None
     remat: bool = False
 
@@ -37,7 +37,7 @@ class Llama(nn.Module):
         normal = nn.initializers.normal(0.02)
         self.embedding = declare(self, "embedding", (c.vocab_size, c.width), ("vocab", "width"), normal)
         layer = nn.remat(DecoderLayer) if self.remat else DecoderLayer
-        self.layers = [layer(c, self.dtype, self.int8, self.adapter) for _ in range(c.n_layers)]
+        self.layers = [layer(c, self.dtype, self.quantize, self.adapter) for _ in range(c.n_layers)]
         self.norm = RMSNorm(c.norm_eps, self.dtype)
         if not c.tied_lm_head:
             self.lm_head = declare_kernel(self, "lm_head", (c.width, c.vocab_size), ("width", "vocab"))
@@ -59,7 +59,7 @@ class Llama(nn.Module):
         kernel, added = self.lm_head, None
         if isinstance(kernel, LowRank):
             kernel, added = kernel.kernel, kernel.delta()
-        kernel = kernel.dequantized().astype(self.dtype) if isinstance(kernel, Int8) else kernel
+        kernel = kernel.dequantized().astype(self.dtype) if isinstance(kernel, Quantized) else kernel
         return kernel if added is None else kernel + added
 
     @nn.nowrap

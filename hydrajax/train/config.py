@@ -19,6 +19,7 @@ from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.formats import registry
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.config import LlamaConfig
+from hydrajax.models.weights import QUANTIZED
 from hydrajax.train.data.conversations import FORMATS as CONVERSATION_FORMATS
 from hydrajax.train.losses import Objective
 
@@ -236,7 +237,7 @@ class TrainConfig:
         one_of("task", self.task, ("heads", "joint", "base"))
         one_of("dtype", self.dtype, ("float32", "bfloat16"))
         if self.quantize is not None:
-            one_of("quantize", self.quantize, ("int8",))
+            one_of("quantize", self.quantize, QUANTIZED)
             if self.task == "base":
                 raise HydrajaxError("quantize: contradicts task base, whose weights are trained")
         one_of("matmul_precision", self.matmul_precision, ("default", "bfloat16"))

@@ -199,7 +199,7 @@ def abstract_task(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> HeadsT
 
 def abstract_model(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> tuple[Llama, Any]:
     """A frozen model of this shape, in the settings' dtype."""
-    model = Llama(shape, jnp.dtype(config.dtype), config.quantize == "int8")
+    model = Llama(shape, jnp.dtype(config.dtype), config.quantize)
     boxed = abstract_base(model)
     return model, placed(nn.unbox(boxed), tree_shardings(mesh, boxed))
 

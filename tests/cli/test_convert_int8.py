@@ -36,7 +36,7 @@ def test_figures_are_printed_and_written(program, base, prompts, tmp_path):
 
     ids = [AutoTokenizer.from_pretrained(base).encode(text) for text in TEXTS]
     assert report["positions"] == sum(map(len, ids))
-    effect = logit_effect(load_llama(base), load_llama(base, int8=True), ids)
+    effect = logit_effect(load_llama(base), load_llama(base, quantize="int8"), ids)
     for name, value in dataclasses.asdict(effect).items():
         assert report[name] == pytest.approx(value, rel=1e-5), name
     assert 0 < report["mean"] < report["largest"]

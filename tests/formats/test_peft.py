@@ -116,7 +116,7 @@ def test_beside_an_int8_base(tiny_checkpoint, lora):
     for merge in (False, True):
         base = open_model(tiny_checkpoint)
         expected = expected_logits(rounded(apply_lora(base, folder)) if merge else apply_lora(rounded(base), folder))
-        model, params = load_llama(tiny_checkpoint, adapter=folder, int8=True, merge=merge)
+        model, params = load_llama(tiny_checkpoint, adapter=folder, quantize="int8", merge=merge)
         assert params["layers_0"]["qkv"].dtype == jnp.int8
         np.testing.assert_allclose(logits_of(model, params), expected, rtol=1e-3, atol=1e-3)
 

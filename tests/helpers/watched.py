@@ -83,7 +83,7 @@ def outcomes(directory: Path, base: Path | None = None, dtype=jnp.float32) -> di
     global seen
     readers: dict[str, Callable] = {}
     if directory.name in BASES:
-        readers = {"base": lambda: load_llama(directory, dtype or jnp.bfloat16, int8=dtype is None)}
+        readers = {"base": lambda: load_llama(directory, dtype or jnp.bfloat16, quantize=None if dtype else "int8")}
         readers |= {"fingerprint": lambda: fingerprint(directory), "eos": lambda: eos_ids(directory)}
     if directory.name not in BASES or directory.name == "medusa_2":
         readers["draft"] = lambda: load_draft(directory, BASE, dtype, base_directory=base)

@@ -13,7 +13,7 @@ from scipy.special import rel_entr, softmax
 from hydrajax.measure.quantization import logit_effect
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.llama import Llama
-from hydrajax.models.weights import quantize
+from hydrajax.models.weights import Int8
 
 TEXTS = [np.random.default_rng(n).integers(0, 61, n).astype(np.int32) for n in (5, 19)]
 
@@ -38,7 +38,7 @@ def int8_params(params: dict) -> dict:
         if isinstance(leaf, dict):
             found[name] = int8_params(leaf)
         elif name in ("qkv", "out", "gate_up", "down", "lm_head"):
-            found[name], found[f"{name}_scale"] = quantize(np.asarray(leaf))
+            found |= Int8.of(np.asarray(leaf)).stored(name)
         else:
             found[name] = leaf
     return found
@@ -48,7 +48,7 @@ def int8_params(params: dict) -> dict:
 def test_figures_are_those_of_the_two_models_logits(tiny_model, change):
     model, params = tiny_model
     if change == "int8":
-        other = Llama(model.config, int8=True), int8_params(params)
+        other = Llama(model.config, quantize="int8"), int8_params(params)
     else:  # so much that likeliest tokens differ
         random = np.random.default_rng(0)
         noise = jax.tree.map(lambda leaf: jnp.asarray(0.03 * random.standard_normal(leaf.shape), leaf.dtype), params)

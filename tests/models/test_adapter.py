@@ -15,7 +15,7 @@ from hydrajax.models.base import abstract_base, init_base
 from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.models.rows import run_base
-from hydrajax.models.weights import LowRank, project, quantize
+from hydrajax.models.weights import Int8, LowRank, project
 
 RANK, SCALE, WIDTH = 3, 1.5, 8
 SHAPE = LlamaConfig(61, 32, 80, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64)
@@ -57,7 +57,7 @@ def test_product_equals_numpy(random, adapted, int8):
         for head in range(2):
             for row, at in enumerate([[0, 1], [2], [3]][part]):
                 expected[:, head, at] += SCALE * a[:, place] @ b[part][:, head, row]
-    frozen = quantize(kernel) if int8 else kernel
+    frozen = Int8.of(kernel) if int8 else kernel
     weight = LowRank(jax.tree.map(jnp.asarray, frozen), jnp.asarray(a), jax.tree.map(jnp.asarray, b), SCALE)
     found = project(jnp.asarray(x), weight)
     np.testing.assert_allclose(found, x @ expected.reshape(WIDTH, -1), rtol=1e-4, atol=1e-4)

@@ -24,7 +24,7 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base import BoundBase
-from hydrajax.models.weights import Int8, project, quantize
+from hydrajax.models.weights import Int8, project
 from hydrajax.trees import presets
 
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all the time these tests take
@@ -73,7 +73,8 @@ KERNELS = arrays.arrays(np.float32, arrays.array_shapes(min_dims=2, max_dims=4, 
 @settings(max_examples=80, deadline=None)
 @given(KERNELS)
 def test_quantize_rounds_to_the_nearest_of_255_steps(kernel):
-    values, scale = quantize(kernel)
+    found = Int8.of(kernel)
+    values, scale = found.values, found.scale
     assert values.dtype == np.int8
     assert scale.dtype == np.float32
     assert values.shape == kernel.shape
@@ -99,13 +100,15 @@ def test_quantize_a_kernel_of_many_rows():
     for given_kernel in (kernel, kernel.astype(jnp.bfloat16)):
         wide = given_kernel.astype(np.float64)
         steps = np.abs(wide).max(axis=0) / 127
-        values, scale = quantize(given_kernel)
+        found = Int8.of(given_kernel)
+        values, scale = found.values, found.scale
         np.testing.assert_allclose(scale, steps, rtol=1e-6)
         assert (np.abs(values - wide / steps) <= 0.5001).all()
 
 
 def test_int8_values_of_known_kernels():
-    values, scale = quantize(np.float32([[127, -2, 0, 1], [-63.4, 0.99, 0, 1], [63.6, 0.0094, 0, -1]]))
+    found = Int8.of(np.float32([[127, -2, 0, 1], [-63.4, 0.99, 0, 1], [63.6, 0.0094, 0, -1]]))
+    values, scale = found.values, found.scale
     np.testing.assert_array_equal(values, [[127, -127, 0, 127], [-63, 63, 0, 127], [64, 1, 0, -127]])
     np.testing.assert_allclose(scale[[0, 1, 3]], [1, 2 / 127, 1 / 127], rtol=1e-6)
 
@@ -114,8 +117,9 @@ def test_int8_values_of_known_kernels():
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)])
 def test_project_with_int8_is_the_product_with_the_dequantised_kernel(rows, dtype, tolerance):
     random = np.random.default_rng(1)
-    values, scale = quantize(random.standard_normal((24, 2, 5)).astype(np.float32) * np.linspace(0.01, 3, 5))
-    kernel = Int8(jnp.asarray(values), jnp.asarray(scale))
+    found = Int8.of(random.standard_normal((24, 2, 5)).astype(np.float32) * np.linspace(0.01, 3, 5))
+    values, scale = found.values, found.scale
+    kernel = jax.tree.map(jnp.asarray, found)
     x = jnp.asarray(random.standard_normal((*rows, 24)), dtype)
     wide = np.asarray(x, np.float64)
     expected = np.tensordot(wide, values.astype(np.float64) * scale, 1).reshape(*rows, -1)
@@ -163,7 +167,7 @@ def greedy(model, prompt: list[int], n_new: int) -> list[int]:
 def loaded(request, llama_checkpoint):
     """A directory, and its base with int8 weights."""
     directory = llama_checkpoint(vocab_size=VOCAB, tie_word_embeddings=request.param)
-    return directory, *load_llama(directory, int8=True)
+    return directory, *load_llama(directory, quantize="int8")
 
 
 def test_kernels_are_within_half_a_step_and_the_rest_is_untouched(loaded):
@@ -216,8 +220,8 @@ def test_int8_logits_are_those_of_the_rounded_model(loaded):
 
 def test_int8_scales_and_bfloat16_numbers(loaded):
     directory, _, params = loaded
-    low_model, low = load_llama(directory, jnp.bfloat16, int8=True)
-    assert low_model.int8
+    low_model, low = load_llama(directory, jnp.bfloat16, quantize="int8")
+    assert low_model.quantize == "int8"
     assert low_model.dtype == jnp.bfloat16
     for (path, mine), before in zip(jax.tree.leaves_with_path(low), jax.tree.leaves(params), strict=True):
         kept = before.dtype == jnp.int8 or jax.tree_util.keystr(path).endswith("_scale']")
@@ -255,7 +259,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 def test_tree_decoding_of_an_int8_base_is_its_greedy_text(llama_checkpoint):
     directory = llama_checkpoint(vocab_size=VOCAB)
-    model, base = load_llama(directory, int8=True)
+    model, base = load_llama(directory, quantize="int8")
     reference = rounded(opened(directory))
     three = prompts(0)
     expected = [greedy(reference, prompt, MAX_NEW) for prompt in three]

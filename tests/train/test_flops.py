@@ -29,7 +29,7 @@ def test_llama_7b():
 
 
 def test_a_weight_of_8_bits_is_multiplied_as_any_other():
-    assert forward_flops(MODEL.clone(int8=True), LENGTH) == forward_flops(MODEL, LENGTH)
+    assert forward_flops(MODEL.clone(quantize="int8"), LENGTH) == forward_flops(MODEL, LENGTH)
 
 
 def test_an_adapter_is_multiplied_beside_the_weights():

@@ -19,7 +19,7 @@ from helpers.released import refusal
 from hydrajax.models.adapter import KERNELS, TARGETS, Adapter, split_adapter, with_adapter
 from hydrajax.models.base import BoundBase, init_base
 from hydrajax.models.rows import run_base
-from hydrajax.models.weights import quantize
+from hydrajax.models.weights import Int8
 from hydrajax.sharding import make_mesh
 from hydrajax.train.config import DataConfig, JointConfig, OptimizerConfig, TrainConfig, draft_of
 from hydrajax.train.loop import Interrupts
@@ -167,14 +167,16 @@ def test_an_int8_base_teaches_what_its_rounded_weights_do(example):
     rounded, in_bytes = {}, {}
     for name, part in frozen.items():
         parts = part if isinstance(part, dict) else {name: part}
-        kernels = {kernel: quantize(np.asarray(x)) for kernel, x in parts.items() if kernel in KERNELS}
+        kernels = {kernel: Int8.of(np.asarray(x)) for kernel, x in parts.items() if kernel in KERNELS}
         floats = parts | {kernel: jnp.asarray(x.dequantized()) for kernel, x in kernels.items()}
         small = parts | {kernel: x.values for kernel, x in kernels.items()}
         small |= {f"{kernel}_scale": x.scale for kernel, x in kernels.items()}
         rounded |= {name: floats} if isinstance(part, dict) else floats
         in_bytes |= {name: small} if isinstance(part, dict) else small
-    model = loss.heads.model.clone(int8=True)
-    quantized = JointLoss(dataclasses.replace(loss.heads, model=model), loss.original.clone(int8=True), loss.joint)
+    model = loss.heads.model.clone(quantize="int8")
+    quantized = JointLoss(
+        dataclasses.replace(loss.heads, model=model), loss.original.clone(quantize="int8"), loss.joint
+    )
     slopes = [
         jax.jit(jax.grad(lambda params, loss=loss, base=base: loss(params, base, batch, loss.totals(batch), None)[0]))
         for loss, base in ((loss, rounded), (quantized, in_bytes))

@@ -35,7 +35,7 @@ def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | H
     directory = resolve(config.model, "model")
     if config.task == "joint":
         check_joint(config, read_config(directory, "model"))  # before gigabytes are read
-    model, base_params = _load("the base", directory, config.dtype, mesh, console, config.quantize == "int8")
+    model, base_params = _load("the base", directory, config.dtype, mesh, console, config.quantize)
     _check_fit(config, data, model.config)
     if config.task == "joint":
         return JointTask(config, data, model, base_params, mesh)
@@ -63,14 +63,14 @@ def _base_task(config: TrainConfig, data: dataset.Dataset, mesh: Mesh, console: 
 
 
 def _load(
-    what: str, directory: Path, dtype: str, mesh: Mesh, console: Console, int8: bool = False
+    what: str, directory: Path, dtype: str, mesh: Mesh, console: Console, quantize: str | None = None
 ) -> tuple[Llama, Any]:
     with console.status(f"loading {what}") as line:
         return load_llama(
             directory,
             jnp.dtype(dtype),
             placer(mesh),
-            int8=int8,
+            quantize=quantize,
             on_progress=lambda done, total: line.update(f"loading {what} {done / total:.0%}"),
         )
 
