@@ -72,7 +72,7 @@ def test_a_weight_is_read_once_by_products_that_follow_each_other():
 
 
 def test_int8_weights_are_a_byte_each():
-    kernel = jax.eval_shape(lambda: Int8(jnp.zeros((8, 8), jnp.int8), jnp.zeros(8)))
+    kernel = Int8(jnp.zeros((8, 8), jnp.int8), jnp.zeros(8))
     (product,) = (op for op in counted(lambda p, x: project(x, p["kernel"]), kernel) if op.kind == "weights")
     assert (product.flops, product.bytes) == (ONE, 64 + 4 * (24 + 24))
 
