@@ -17,6 +17,7 @@ from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.loop import Snapshot
 from hydrajax.decoding.state import DecodeState
 from hydrajax.drafters.drafter import Proposal
+from hydrajax.models import backend
 
 
 class Candidates(NamedTuple):
@@ -75,9 +76,10 @@ class SteppedExecutor(Executor):
         def settle(params, state, forward, logits, proposal, extra):
             return engine.settle(params, state, forward, logits, with_tree(proposal), extra)
 
-        self._propose = jax.jit(propose)
-        self._verify = jax.jit(verify)
-        self._settle = jax.jit(settle, donate_argnums=1)
+        options = backend.compiler_options()
+        self._propose = jax.jit(propose, compiler_options=options)
+        self._verify = jax.jit(verify, compiler_options=options)
+        self._settle = jax.jit(settle, donate_argnums=1, compiler_options=options)
 
     def prefill(self, prompt, lengths, sampling, slots=None):
         return self._prefill(self.params, prompt, lengths, sampling, slots=slots, extra=tuple(self._between(None)))

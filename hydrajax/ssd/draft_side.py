@@ -1,6 +1,6 @@
 """What the draft's devices do: draft, prepare the next round for what may come of this one, take what came of it.
 
-Functions of arrays, like the verbs of `hydrajax.decoding.step`; `hydrajax.ssd.decode` calls them. An outcome that is
+Functions of arrays, like the verbs of `hydrajax.decoding.step`; `hydrajax.ssd.executor` calls them. An outcome that is
 prepared for is no copy of the draft's state. All of them share its cache and the tokens of the round that is being
 verified, and each adds K tokens of its own that no other sees, as the branches of a tree do: one pass of the draft runs
 a token of every outcome.

@@ -56,7 +56,7 @@ class Outcomes:
 
     @classmethod
     def counted(cls, counts: Float[np.ndarray, "accept rank"]) -> Outcomes:
-        """From `hydrajax.ssd.decode.Record.outcomes`, whose last column holds all other roots."""
+        """From `hydrajax.ssd.record.Record.outcomes`, whose last column holds all other roots."""
         counts = np.asarray(counts, float)
         if not counts.sum() > 0:
             raise HydrajaxError("outcomes: none were counted")

@@ -88,7 +88,7 @@ def test_command_says_how_long_a_draft_model_s_chains_should_be(program, tmp_pat
     assert alone["improvement"] == pytest.approx(max(gains))
     assert alone["roofline_speedup"] < alone["improvement"]
     assert many["roofline_length"] < alone["roofline_length"]  # with many rows the base's longer pass costs
-    shown = program(*pair).out
+    shown = program(*pair[:-1], "1").out
     assert f"{alone['improvement']:.2f}x" in shown
     assert "draft model of 0.1" in shown
     assert "…" not in shown
