@@ -19,9 +19,9 @@ from hydrajax.decoding.acceptance import Typical
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 TOLERANCE = 1e-4  # on logits and hidden states, as the data's README advises
 ARCHS, TREES = ("hydra_mlp", "hydra_pp"), ("mc63", "small")

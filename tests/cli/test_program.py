@@ -42,6 +42,6 @@ def test_training_is_a_command_too(program, capsys, name, alone, more):
     asked = ["--config", str(CONFIGS / "demo_hydra.yaml"), *more, "draft.n_head=3"]
     result = program(name, *asked)
     assert (result.code, result.out) == (2, "")
-    assert result.err == "hydrajax: --config: unknown key draft.n_head; did you mean draft.n_heads?\n"
+    assert result.err == "hydrajax: --config: unknown key draft.n_head; did you mean draft.num_draft_heads?\n"
     assert alone(asked) == 2
     assert capsys.readouterr().err == result.err

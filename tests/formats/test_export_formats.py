@@ -23,7 +23,7 @@ from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.formats.export import FORMATS, export_heads
 from hydrajax.formats.load import load_draft
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
 
@@ -86,11 +86,11 @@ def official_module(drafter, base) -> nn.Module:
 def agrees(official: nn.Module, drafter, params, base) -> None:
     """torch's logits from random features are ours, teacher-forced."""
     tokens = np.random.default_rng(3).integers(0, VOCAB, (2, 10))
-    features = np.random.default_rng(5).standard_normal((2, 10, WIDTH)).astype(np.float32)
+    aux_hidden_states = np.random.default_rng(5).standard_normal((2, 10, WIDTH)).astype(np.float32)
     with torch.no_grad():
-        theirs = official.eval()(torch.tensor(features), torch.tensor(tokens)).numpy()
+        theirs = official.eval()(torch.tensor(aux_hidden_states), torch.tensor(tokens)).numpy()
     assert 0.3 < theirs.std() < 10
-    ours = forced_logits(drafter, params, jnp.asarray(features), jnp.asarray(tokens), BoundBase(*base))
+    ours = forced_logits(drafter, params, jnp.asarray(aux_hidden_states), jnp.asarray(tokens), BoundBase(*base))
     np.testing.assert_allclose(theirs, ours, atol=TOLERANCE, rtol=TOLERANCE)
 
 

@@ -22,10 +22,10 @@ import torch
 from helpers import draft_heads
 from helpers.draft_heads import VOCAB, WIDTH, identical
 from helpers.released import refusal
-from hydrajax.drafters import heads as heads_module
+from hydrajax.drafters import head_stack as heads_module
 from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
@@ -35,9 +35,9 @@ heads_of = partial(draft_heads.heads_of, n_heads=2, n_layers=3)
 
 
 def shapes_of(drafter) -> dict[str, tuple[int, ...]]:
-    """Every parameter by its path, from the formulas of the papers and the layout of `hydrajax.drafters.heads`."""
+    """Every parameter by its path, from the formulas of the papers and the layout of `hydrajax.drafters.head_stack`."""
     heads, shapes = drafter, {}
-    for k in range(heads.n_heads):
+    for k in range(heads.num_draft_heads):
         head = {"lm_kernel": (WIDTH, VOCAB)}
         plain = heads.n_layers
         if isinstance(heads, HydraHeads):

@@ -12,8 +12,8 @@ import pytest
 from helpers.noise import noise
 from hydrajax.api import make_decode_fn
 from hydrajax.drafters.drafter import Trainable
-from hydrajax.formats.registry import HEADS, KINDS, WITHOUT_WEIGHTS, kind_of
-from hydrajax.models.base import BoundBase
+from hydrajax.formats.draft_registry import HEADS, KINDS, WITHOUT_WEIGHTS, kind_of
+from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
 
 PROMPTS, MAX_NEW = [[3, 1, 4, 1, 5], [2, 7]], 12

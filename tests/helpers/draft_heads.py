@@ -11,7 +11,7 @@ import numpy as np
 
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 
 VOCAB, WIDTH = 61, 32  # of the tiny model
 

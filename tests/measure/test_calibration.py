@@ -14,7 +14,7 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.measure.calibration import calibrate
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
 from hydrajax.trees.search import simulated
 

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.leaves import by_path
-from hydrajax.models.base import abstract_base, init_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import abstract_base, init_base
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import make_mesh, tree_shardings
-from hydrajax.train.config import DataConfig, OptimizerConfig, TrainConfig, draft_of
 from hydrajax.train.losses import Objective
 from hydrajax.train.optimizer import make_optimizer
-from hydrajax.train.step import batch_placer, init_state, make_train_step, state_shardings
-from hydrajax.train.tasks.heads import HeadsTask
+from hydrajax.train.run_config import DataConfig, OptimizerConfig, TrainConfig, draft_of
+from hydrajax.train.tasks.heads_task import HeadsTask
+from hydrajax.train.train_step import batch_placer, init_state, make_train_step, state_shardings
 
 SHAPE = LlamaConfig(64, 32, 64, n_layers=1, n_heads=8, n_kv_heads=8, head_dim=4, max_positions=64)
 CONFIG = TrainConfig(

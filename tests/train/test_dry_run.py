@@ -14,7 +14,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.adapter import Adapter
 from hydrajax.sharding import make_mesh
 from hydrajax.train import dry_run as module
-from hydrajax.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, draft_of
+from hydrajax.train.run_config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, draft_of
 
 GB = 1e9
 
