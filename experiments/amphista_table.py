@@ -19,7 +19,7 @@ VARIANTS = ablation.ALIKE | {
     "Amphista, no positions": (*AMPHISTA, "draft.position_encoding=false"),
     "Amphista, no adaptation": (*AMPHISTA, "draft.adaptation_layers=0"),
     "Amphista, one adaptation layer": (*AMPHISTA, "draft.adaptation_layers=1"),
-    "Amphista, no sampled token": (*AMPHISTA, "draft.aux_hidden_layers_token=false"),
+    "Amphista, no sampled token": (*AMPHISTA, "draft.reads_token=false"),
     "Amphista alpha": (*AMPHISTA, "draft.auto_embedding_layers=2"),
 }
 FULL = ablation.FULL | {"timed": 8, "rounds": 30}

@@ -134,7 +134,7 @@ def teacher_forced(loaded: LanguageModel, ids: np.ndarray):
     def forward(params):
         base = base_forward(loaded, params, ids)
         bound = BoundBase(loaded.model, params.base)
-        return base.hidden, forced_logits(loaded.drafter, params.draft, base.features, jnp.asarray(ids), bound)
+        return base.hidden, forced_logits(loaded.drafter, params.draft, base.aux_hidden_states, jnp.asarray(ids), bound)
 
     return forward(loaded.params)
 

@@ -138,8 +138,9 @@ class AmphistaHeads(AtOnce):
 
     def __post_init__(self):
         if not 0 <= self.adaptation_layers <= self.num_draft_heads:
+            most = self.num_draft_heads
             raise HydrajaxError(
-                f"adaptation_layers: must be from 0 to n_heads {self.num_draft_heads}, found {self.adaptation_layers}"
+                f"adaptation_layers: must be from 0 to num_draft_heads {most}, found {self.adaptation_layers}"
             )
 
     @classmethod

@@ -25,7 +25,7 @@ def check(heads: AmphistaHeads, base: LlamaConfig) -> None:
 
 def about(heads: AmphistaHeads) -> About:
     rows = {
-        "heads": f"{heads.n_heads}, guessing all tokens in one pass",
+        "heads": f"{heads.num_draft_heads}, guessing all tokens in one pass",
         "layers": f"{heads.adaptation_layers} adaptation, {heads.auto_embedding_layers} auto-embedding",
         "width, vocabulary": f"{heads.width}, {heads.vocab_size}",
     }

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from helpers.programs import command
-from hydrajax.cli.chat_command import answer, at_terminal, read_line
+from hydrajax.cli.chat import answer, at_terminal, read_line
 from hydrajax.cli.signals import Terminated
 from hydrajax.conversation import Turn
 

@@ -189,7 +189,7 @@ class AmphistaInNumPy(HeadsInNumPy):
     def logits(self, k: int, text: tuple[np.ndarray, list[int]], path: list[int]) -> np.ndarray:
         """text: the base's features ``[T, D]`` and the tokens that follow the first T - 1; the root is next."""
         aux_hidden_states, following = text
-        n_heads, config, params = self.drafter.n_heads, self.drafter.config, self.params
+        n_heads, config, params = self.drafter.num_draft_heads, self.drafter.config, self.params
         tokens = [self.embedding[token] for token in [*following, path[0]]]
         stages, hidden = [], list(aux_hidden_states)
         for stage in range(self.drafter.adaptation_layers):

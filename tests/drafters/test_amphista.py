@@ -29,9 +29,13 @@ SMALL = LmHead(rank=7, vocabulary=Vocabulary(range(0, VOCAB, 2)))
 VARIANTS = {
     "as in the paper": {},
     "alpha, narrow, small lm heads": {"auto_embedding_layers": 2, "mlp_width": 24, "small_lm_head": SMALL},
-    "five heads, three stages, no positions": {"n_heads": 5, "adaptation_layers": 3, "position_encoding": False},
+    "five heads, three stages, no positions": {
+        "num_draft_heads": 5,
+        "adaptation_layers": 3,
+        "position_encoding": False,
+    },
     "one stage, no token, no auto-embedding": {"adaptation_layers": 1, "reads_token": False, "n_layers": 2}
-    | {"n_heads": 3, "auto_embedding_layers": 0},
+    | {"num_draft_heads": 3, "auto_embedding_layers": 0},
     "without adaptation, the base's lm head": {"adaptation_layers": 0, "small_lm_head": LmHead(True, shared=True)},
 }
 DECODED = ["alpha, narrow, small lm heads", "without adaptation, the base's lm head"]
@@ -56,12 +60,12 @@ def test_teacher_forcing_matches_numpy(base, oracle, name):
     aux_hidden_states = random.normal(size=(batch, length, base.config.width)).astype(np.float32)
     tokens = random.integers(VOCAB, size=(batch, length), dtype=np.int32)
     logits = quick_jit(lambda *arrays: forced_logits(drafter, *arrays, base))(params, aux_hidden_states, tokens)
-    assert logits.shape == (drafter.n_heads, batch, length, VOCAB)
+    assert logits.shape == (drafter.num_draft_heads, batch, length, VOCAB)
     plain = in_numpy(oracle, drafter, params, base)
     for row in range(batch):
         for t in (0, 1, length - 2):  # the last place has no true token after it
             text = aux_hidden_states[row, : t + 1].astype(np.float64), tokens[row, 1 : t + 1].tolist()
-            for k in range(drafter.n_heads):
+            for k in range(drafter.num_draft_heads):
                 expected = plain.logits(k, text, [int(tokens[row, t + 1])])
                 np.testing.assert_allclose(logits[k, row, t], expected, atol=5e-4, rtol=1e-4)
 
@@ -154,7 +158,9 @@ def test_documents_in_one_row_know_nothing_of_each_other(base, oracle):
 
 @pytest.mark.slow
 def test_every_parameter_learns(base):
-    drafter = dataclasses.replace(AmphistaHeads.for_base(base.config, jnp.float32), n_heads=2, small_lm_head=SMALL)
+    drafter = dataclasses.replace(
+        AmphistaHeads.for_base(base.config, jnp.float32), num_draft_heads=2, small_lm_head=SMALL
+    )
     tokens = jnp.asarray(np.random.default_rng(0).integers(VOCAB, size=(2, 12), dtype=np.int32))
     batch = {"tokens": tokens, "labels": tokens}
 
@@ -213,7 +219,9 @@ def test_the_caches_hold_what_the_base_has_seen_and_no_guess(lab):
 
 def test_settings_that_cannot_be_are_refused(base):
     for layers in (-1, 5):
-        with pytest.raises(HydrajaxError, match=f"adaptation_layers: must be from 0 to n_heads 4, found {layers}"):
+        with pytest.raises(
+            HydrajaxError, match=f"adaptation_layers: must be from 0 to num_draft_heads 4, found {layers}"
+        ):
             dataclasses.replace(AmphistaHeads.for_base(base.config, jnp.float32), adaptation_layers=layers)
     heads = AmphistaHeads.for_base(base.config, jnp.float32)
     with pytest.raises(HydrajaxError, match="the settings ask for"):

@@ -112,7 +112,7 @@ def test_vllm_medusa(base, tmp_path, n_heads, n_layers, bias, kind):
     config = vllm_config(n_heads, n_layers) | ({"medusa_fc_bias": True} if bias else {})
     drafter, params = load_draft(save(tmp_path, official.state_dict(), config, kind), base.config)
     assert isinstance(drafter, MedusaHeads)
-    assert (drafter.n_heads, drafter.n_layers, drafter.lm_head_bias) == (n_heads, n_layers, False)
+    assert (drafter.num_draft_heads, drafter.n_layers, drafter.lm_head_bias) == (n_heads, n_layers, False)
     agrees(drafter, params, official, base)
     assert bool(jnp.any(params["head_0"]["blocks_0"]["bias"])) == bias
 

@@ -56,7 +56,7 @@ def settings_of(name: str) -> set[str]:
 @pytest.mark.parametrize("prefix", [False, True])
 def test_heads_are_known_by_their_name_with_and_without_a_prefix_layer(lab, name, prefix):
     kind = HEADS[name]
-    drafter = kind.for_base(lab.model.config, jnp.bfloat16, kind.Settings(prefix=prefix, n_heads=3))
+    drafter = kind.for_base(lab.model.config, jnp.bfloat16, kind.Settings(prefix=prefix, num_draft_heads=3))
     assert (kind_of(drafter), drafter.prefix is not None, drafter.spec.prefix_layer) == (name, prefix, prefix)
     assert (drafter.spec.depth, drafter.spec.num_draft_heads, drafter.width, drafter.vocab_size) == (3, 3, 32, 17)
     assert drafter.dtype == jnp.bfloat16

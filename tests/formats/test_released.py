@@ -159,7 +159,7 @@ def test_medusa(base, tmp_path, n_layers, blocks, suffix):
 
 def test_medusa_file_with_more_heads_than_its_config_declares(base, tmp_path):
     official = randomise(medusa(5, 1, "shared"))
-    assert agrees(release(tmp_path, official.state_dict(), medusa_config(2, 1)), official, base).n_heads == 5
+    assert agrees(release(tmp_path, official.state_dict(), medusa_config(2, 1)), official, base).num_draft_heads == 5
 
 
 def test_medusa_heads_of_which_one_has_equal_blocks(base, tmp_path):

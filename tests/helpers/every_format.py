@@ -34,7 +34,7 @@ HYDRA = HydraHeads(2, WIDTH, VOCAB, n_layers=2)
 MEDUSA = MedusaHeads(2, WIDTH, VOCAB)
 EAGLE = Eagle.for_base(BASE, np.float32)
 EAGLE_3 = dataclasses.replace(Eagle3.for_base(BASE, np.float32), vocabulary=Vocabulary(range(1, VOCAB, 2)))
-AMPHISTA = dataclasses.replace(AmphistaHeads.for_base(BASE, np.float32), n_heads=2)
+AMPHISTA = dataclasses.replace(AmphistaHeads.for_base(BASE, np.float32), num_draft_heads=2)
 HEADS = {  # drafter, format, as .pt
     "hydra": (HYDRA, "hydra", False),
     "hydra_pt": (HYDRA, "hydra", True),

@@ -32,7 +32,7 @@ CONFIG = TrainConfig(
     steps=10,
     batch_size=8,
     tree="cartesian-2x2",
-    draft=draft_of(heads="medusa", n_heads=2),
+    draft=draft_of(heads="medusa", num_draft_heads=2),
     adapter=Adapter(4, 8.0, 0.1),
     joint=JointConfig(distill=True),
     objective=Objective(lm_weight=1.0, teacher_weight=0.0, chunk_tokens=32),

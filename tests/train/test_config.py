@@ -79,7 +79,7 @@ def test_overrides(load):
 REFUSED = [
     # unknown keys
     ("stepz=3", "unknown key stepz; did you mean steps?"),
-    ("draft.n_head=3", "unknown key draft.n_head; did you mean draft.num_draft_heads?"),
+    ("draft.num_draft_head=3", "unknown key draft.n_head; did you mean draft.num_draft_heads?"),
     ("optimizer.xyz=3", "unknown key optimizer.xyz; allowed are name, lr, schedule"),
     ("scratch.widht=3", "unknown key scratch.widht; did you mean scratch.width?"),
     # wrong types: nothing is guessed
@@ -125,7 +125,7 @@ REFUSED = [
     ("draft.prefix_window=64", "draft.prefix_window: means nothing without draft.prefix, leave it out"),
     ("draft={heads: hydra, prefix: true, prefix_window: 0}", "draft.prefix_window: must be at least 1, found 0"),
     ("draft={heads: eagle, prefix_window: 64}", "draft.prefix_window: means nothing for draft.heads eagle"),
-    ("draft.aux_hidden_layers_token=false", "draft.aux_hidden_layers_token: means nothing for draft.heads hydra"),
+    ("draft.reads_token=false", "draft.reads_token: means nothing for draft.heads hydra"),
     ("draft={heads: amphista, adaptation_layers: -1}", "draft.adaptation_layers: must be at least 0, found -1"),
     ("draft={heads: amphista, auto_embedding_layers: -1}", "draft.auto_embedding_layers: must be at least 0"),
     ("draft={heads: amphista, mlp_width: 0}", "draft.mlp_width: must be at least 1, found 0"),

@@ -111,17 +111,17 @@ def test_every_parameter_learns(tiny_model):
     ("overrides", "message"),
     [
         (
-            ["draft={heads: eagle, n_heads: 3}"],
+            ["draft={heads: eagle, num_draft_heads: 3}"],
             "draft.num_draft_heads: means nothing for draft.heads eagle, leave it out",
         ),
         (["draft={heads: eagle, vocabulary: 9}"], "draft.vocabulary: means nothing for draft.heads eagle"),
-        (["draft={heads: hydra, unroll: 3}"], "draft.ttt_length: means nothing for draft.heads hydra"),
+        (["draft={heads: hydra, ttt_length: 3}"], "draft.ttt_length: means nothing for draft.heads hydra"),
         (["draft={heads: eagle3, vocabulary: 301}"], "draft.vocabulary: must be at most the base's 300 tokens, found"),
         (
-            ["draft={heads: eagle3, reads: [1, 1]}"],
+            ["draft={heads: eagle3, aux_hidden_layers: [1, 1]}"],
             "draft.aux_hidden_layers: layers must rise, from 0 up, found [1, 1]",
         ),
-        (["draft={heads: eagle3, reads: [0, 9]}"], "draft.aux_hidden_layers: must be at most the base's"),
+        (["draft={heads: eagle3, aux_hidden_layers: [0, 9]}"], "draft.aux_hidden_layers: must be at most the base's"),
         (["draft={heads: eagle3}", "data.hidden_cache_gb=1"], "data.hidden_cache_gb: the cache holds the base's last"),
         (["draft={heads: hydra, lm_head: shared, vocabulary: 9}"], "draft.vocabulary: contradicts draft.lm_head"),
         (["tree=dynamic-8-2-4", "draft={heads: eagle}"], "tree: dynamic-8-2-4 has another shape at every step"),

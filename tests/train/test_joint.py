@@ -34,9 +34,9 @@ RATE, DECAY = 1e-3, 0.1
 ADAPTER = Adapter(rank=3, alpha=6.0, dropout=0.0)
 TEXT = Objective(lm_weight=1.0, teacher_weight=0.0, head_decay=0.8, chunk_tokens=8)
 FAMILIES = {
-    "medusa": draft_of(heads="medusa", n_heads=3),
-    "hydra++": draft_of(heads="hydra", n_heads=3, n_layers=2, prefix=True),
-    "amphista": draft_of(heads="amphista", n_heads=3),
+    "medusa": draft_of(heads="medusa", num_draft_heads=3),
+    "hydra++": draft_of(heads="hydra", num_draft_heads=3, n_layers=2, prefix=True),
+    "amphista": draft_of(heads="amphista", num_draft_heads=3),
     "eagle": draft_of(heads="eagle"),
     "eagle3": draft_of(heads="eagle3", aux_hidden_layers=(0, 1, 2), ttt_length=2),
 }
@@ -208,7 +208,7 @@ def steps(tiny_model):
         model, frozen = tiny_model
         config = TrainConfig(
             output="unused", task="joint", model="unused", dtype="float32", steps=10, batch_size=4, objective=TEXT,
-            draft=draft_of(heads="medusa", n_heads=2), tree="cartesian-2x2", adapter=ADAPTER,
+            draft=draft_of(heads="medusa", num_draft_heads=2), tree="cartesian-2x2", adapter=ADAPTER,
             joint=JointConfig(heads_alone_steps=2), accumulation=accumulation,
             optimizer=OptimizerConfig(lr=RATE, warmup_steps=0, schedule="constant", weight_decay=DECAY),
             data=DataConfig(format="standard_library", length=12),

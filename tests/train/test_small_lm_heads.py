@@ -48,7 +48,7 @@ def test_they_learn_and_come_back(heads, lm_head, names, tmp_path):
     model = Llama(SHAPE, jnp.float32)
     base = BoundBase(model, init_base(model, jax.random.key(0)))
     counts = np.bincount(FREQUENT, minlength=97) * 100 + np.arange(97)
-    drafter = make_drafter(draft_of(heads=heads, n_heads=2, **lm_head), SHAPE, jnp.float32, counts)
+    drafter = make_drafter(draft_of(heads=heads, num_draft_heads=2, **lm_head), SHAPE, jnp.float32, counts)
     known = sorted(FREQUENT.tolist()) if "vocabulary" in lm_head else list(range(97))
     assert drafter.vocabulary is None or drafter.vocabulary.tokens.tolist() == known
     params = drafter.init(jax.random.key(1), base)

@@ -29,7 +29,7 @@ def train_lines(output) -> list[dict]:
 
 
 def test_settings(program, config_file, tmp_path):
-    assert refused(program("--config", config_file(draft={"n_head": 3}))).endswith(
+    assert refused(program("--config", config_file(draft={"num_draft_head": 3}))).endswith(
         "did you mean draft.num_draft_heads?"
     )
     assert refused(program("--config", config_file(), "steps=many")) == "steps: must be an integer, found 'many'"
