@@ -49,8 +49,8 @@ def test_no_tokens_wanted_is_refused(lab):
     [
         (np.zeros((2, 41), int), None, "prompt 0: got 41 tokens, expected at most the model's context of 40"),
         (np.zeros((2, 41), int), [40, 41], "prompt 1: got 41 tokens, expected at most the model's context of 40"),
-        (np.zeros((2, 0), int), None, "prompt 0: is empty"),
-        (np.zeros((2, 5), int), [5, 0], "prompt 1: is empty"),
+        (np.zeros((2, 0), int), None, "prompt 0: got no tokens"),
+        (np.zeros((2, 5), int), [5, 0], "prompt 1: got no tokens"),
         (np.array([[1, 2], [3, 17]]), None, r"prompt 1: got token id 17, expected 0 to 16"),
         (np.array([[1, -1]]), None, "prompt 0: got token id -1, expected 0 to"),
         (np.zeros((2, 5), int), [5], "lengths: got shape"),
