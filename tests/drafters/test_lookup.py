@@ -269,7 +269,7 @@ def test_sampling_draws_the_tokens_of_plain_sampling(lab, batch):
 
 
 def test_what_does_not_go_together_is_refused(lab):
-    message = "rule: RejectionSampling needs a drafter that samples, not PromptLookup"
+    message = "rule: got RejectionSampling, expected another one: PromptLookup does not sample candidates"
     with pytest.raises(HydrajaxError, match=f"^{message}$"):
         make_decode_fn(lab.model, PromptLookup(), presets.chain(3), RejectionSampling())
     make_decode_fn(lab.model, PromptLookup(), presets.chain(3), Typical())

@@ -168,7 +168,7 @@ def test_mistakes_end_in_one_line(program, tmp_path):
         ],
         "tree sizes: must be from 1 to 64, found 65": ["--shape", "7b", "--tree-sizes", "65"],
         "depth 5 is deeper than the drafter": ["--shape", "7b", "--tree", "chain-5"],
-        "tree: dynamic-8-1-4 needs a drafter that can grow trees, not PromptLookup": [
+        "tree: got dynamic-8-1-4, expected a static tree because PromptLookup cannot fill dynamic ones": [
             *("--shape", "7b", "--draft-kind", "lookup", "--tree", "dynamic-8-1-4")
         ],
         "dynamic-8-1-4 has another shape at every step, a sweep over tree sizes needs one": [
