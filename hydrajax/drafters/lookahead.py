@@ -178,7 +178,7 @@ class Lookahead:
         return ngrams, whole, tail
 
     def _beside_window(self, parents: Int[Array, "B nodes"], tree: TreeTopology) -> Topology:
-        """Return the trees with these parents, followed by the window, which is equal for all sequences and parentless."""
+        """Return the trees with these parents, then the window, equal for all sequences and without parents."""
         batch, n_nodes = parents.shape
         window_nodes = self.spec.window_nodes
         alone = jnp.full((batch, window_nodes), -1, jnp.int32)

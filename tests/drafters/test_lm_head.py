@@ -180,5 +180,5 @@ def test_settings_that_make_no_sense_are_refused():
     with pytest.raises(HydrajaxError, match=r"lm_head\.rank: got 0, expected at least 1"):
         LmHead(rank=0)
     for tokens in ([], [3, -1]):
-        with pytest.raises(HydrajaxError, match="lm_head.vocabulary: expected at least one token id"):
+        with pytest.raises(HydrajaxError, match=r"lm_head\.vocabulary: expected at least one token id"):
             Vocabulary(tokens)

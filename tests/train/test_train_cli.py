@@ -50,7 +50,7 @@ def test_missing_and_empty_inputs(program, config_file, settings, texts, tmp_pat
 
 def test_data_the_base_cannot_read(program, config_file, base, texts, tmp_path):
     assert refused(program("--config", config_file(), "data.length=65")).startswith(
-        "data.length: got 65, expected at most the base's context 64"
+        "data.length: must be at most the base's context 64, found 65"
     )
     from hydrajax.train.data.corpus import train_tokenizer
 
