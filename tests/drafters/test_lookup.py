@@ -276,7 +276,7 @@ def test_what_does_not_go_together_is_refused(lab):
     with pytest.raises(HydrajaxError, match="depth 11 is deeper than the drafter, which proposes 10 tokens ahead"):
         make_decode_fn(lab.model, PromptLookup(), presets.chain(11))
     for settings in ({"depth": 0}, {"shortest": 0}, {"matches": 0}):
-        with pytest.raises(HydrajaxError, match="lookup: depth, shortest and matches must be at least 1"):
+        with pytest.raises(HydrajaxError, match="lookup: depth, shortest, matches: expected at least 1"):
             PromptLookup(**settings)
-    with pytest.raises(HydrajaxError, match="lookup: longest must be at least shortest, 3, found 2"):
+    with pytest.raises(HydrajaxError, match="lookup: longest: got 2, expected at least shortest, 3"):
         PromptLookup(longest=2, shortest=3)
