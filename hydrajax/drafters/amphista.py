@@ -185,7 +185,7 @@ class AmphistaHeads(AtOnce):
         """Only these tokens go through the adaptation layers, each with the token that came to follow."""
         cache, n_tokens = state.cache, tokens.shape[1]
         positions = cache.lengths[:, None] + jnp.arange(n_tokens)
-        past = [cache.parts(s) for s in range(self.adaptation_layers)]
+        past = [cache.segments(s) for s in range(self.adaptation_layers)]
         following = following_tokens(tokens, counts, bonus_token)
         outputs, block = self._adapt(params, aux_hidden_states, following, positions, causal_mask(n_tokens), base, past)
         if block:
