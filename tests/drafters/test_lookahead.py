@@ -337,7 +337,7 @@ def test_what_does_not_go_together_is_refused(lab):
     message = "rule: RejectionSampling needs a drafter that samples, not Lookahead"
     with pytest.raises(HydrajaxError, match=f"^{message}$"):
         make_decode_fn(lab.model, Lookahead(), presets.chain(3), RejectionSampling())
-    with pytest.raises(HydrajaxError, match="depth 5 is deeper than the drafter, which proposes 4 tokens ahead"):
+    with pytest.raises(HydrajaxError, match="got a depth of 5, expected at most the 4 tokens that the draft proposes"):
         make_decode_fn(lab.model, Lookahead(), presets.chain(5))
     with pytest.raises(HydrajaxError, match="needs a drafter that can grow trees, not Lookahead"):
         make_decode_fn(lab.model, Lookahead(), presets.by_name("dynamic-8-1-4"))
