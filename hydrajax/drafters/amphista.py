@@ -190,7 +190,7 @@ class AmphistaHeads(AtOnce):
         """Run the adaptation layers over these tokens, each with the token that follows it."""
         cache, n_tokens = state.cache, tokens.shape[1]
         positions = cache.lengths[:, None] + jnp.arange(n_tokens)
-        past = [cache.parts(s) for s in range(self.adaptation_layers)]
+        past = [cache.segments(s) for s in range(self.adaptation_layers)]
         following = following_tokens(tokens, counts, bonus_token)
         outputs, block = self._adapt(params, aux_hidden_states, following, positions, causal_mask(n_tokens), base, past)
         if block:

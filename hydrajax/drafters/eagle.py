@@ -26,7 +26,7 @@ from hydrajax.drafters.head_stack import Trained
 from hydrajax.drafters.settings import Settings, at_least
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.attention import KVSegment, SamePlace, causal_mask, rope_table
+from hydrajax.models.attention import KVSegment, SamePosition, causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
 from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.llama_config import LlamaConfig
@@ -151,7 +151,7 @@ class EagleDrafter(Trained):
             self._apply(params, aux_hidden_states, method="fused"),
             state.cache.lengths[:, None] + jnp.arange(tokens.shape[1]),
             causal_mask(tokens.shape[1]),
-            state.cache.parts(0),
+            state.cache.segments(0),
         )
         cache = append(state.cache, (block,), counts, after=hidden[:, 0, 0])
         return EagleState(cache, last_observed(hidden, counts))
@@ -186,7 +186,7 @@ class EagleDrafter(Trained):
             take(so_far.hidden, slot),
             jnp.broadcast_to((cache.lengths + beam.depth - 1)[:, None], beam.tokens.shape),
             itself,
-            (*([above] if sees.shape[-1] else []), *cache.parts(0)),
+            (*([above] if sees.shape[-1] else []), *cache.segments(0)),
         )
         xp = np if sees.ndim == 2 else jnp
         return Branches(
@@ -228,7 +228,7 @@ class EagleDrafter(Trained):
         hidden, outputs, past = self._apply(params, aux_hidden_states, method="fused"), [], []
         for k in range(self.ttt_length):
             embeddings = self._embed(base, jnp.roll(tokens, -(k + 1), axis=1))
-            visible = SamePlace() if k else mask
+            visible = SamePosition() if k else mask
             hidden, block = self._apply(params, embeddings, hidden, positions + k, visible, tuple(past))
             past.append(KVSegment(*block, visible))
             outputs.append(hidden)

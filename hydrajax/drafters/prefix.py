@@ -31,7 +31,7 @@ class PrefixLayer(nn.Module):
         layer = DecoderLayer(self.config, self.dtype, name="layer")
         rope = rope_table(self.config, positions)
         block_mask, first_seen = windowed(block_mask, positions, self.config.sliding_window)
-        past = () if cache is None else cache.parts(0, first_seen)
+        past = () if cache is None else cache.segments(0, first_seen)
         x, added, block = layer(aux_hidden_states.astype(self.dtype), None, rope, block_mask, past)
         return RMSNorm(self.config.norm_eps, self.dtype, name="norm").of_sum(x, added)[1], (block,)
 

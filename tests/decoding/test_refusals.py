@@ -30,8 +30,8 @@ def test_bucket_is_a_power_of_two_within_the_context(length, context):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        (presets.chain(5), "depth 5 is deeper than the drafter, which proposes 4 tokens ahead"),
-        (TreeTopology.from_choices([[17]]), "rank 17 does not exist in a vocabulary of 17 tokens"),
+        (presets.chain(5), "got a depth of 5, expected at most the 4 tokens that the draft proposes"),
+        (TreeTopology.from_choices([[17]]), "got rank 17, expected less than the vocabulary of 17 tokens"),
     ],
 )
 def test_a_tree_the_drafter_cannot_fill_is_refused(lab, tree, message):

@@ -149,7 +149,9 @@ def test_what_cannot_be_is_refused(lab):
         make_decode_fn(lab.model, KINDS["lookup"].build(lab.model.config, jnp.float32), tree)
     with pytest.raises(HydrajaxError, match="tree: dynamic-20-11-4 looks 12 tokens ahead, the drafter proposes 10"):
         make_decode_fn(lab.model, lab.drafters["eagle"], DynamicTree(20, 11, 4))
-    with pytest.raises(HydrajaxError, match="tree: 18 children do not exist in a vocabulary of 17 tokens"):
+    with pytest.raises(
+        HydrajaxError, match="tree: got 18 children per node, expected at most the vocabulary of 17 tokens"
+    ):
         make_decode_fn(lab.model, lab.drafters["eagle"], DynamicTree(20, 1, 18))
     make_decode_fn(lab.model, lab.drafters["eagle"], tree, Greedy())
 

@@ -337,7 +337,7 @@ def test_what_does_not_go_together_is_refused(lab):
     message = "rule: got RejectionSampling, expected another one: Lookahead does not sample candidates"
     with pytest.raises(HydrajaxError, match=f"^{message}$"):
         make_decode_fn(lab.model, Lookahead(), presets.chain(3), RejectionSampling())
-    with pytest.raises(HydrajaxError, match="depth 5 is deeper than the drafter, which proposes 4 tokens ahead"):
+    with pytest.raises(HydrajaxError, match="got a depth of 5, expected at most the 4 tokens that the draft proposes"):
         make_decode_fn(lab.model, Lookahead(), presets.chain(5))
     with pytest.raises(HydrajaxError, match="expected a static tree because Lookahead cannot fill dynamic ones"):
         make_decode_fn(lab.model, Lookahead(), presets.by_name("dynamic-8-1-4"))

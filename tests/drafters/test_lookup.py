@@ -273,7 +273,9 @@ def test_what_does_not_go_together_is_refused(lab):
     with pytest.raises(HydrajaxError, match=f"^{message}$"):
         make_decode_fn(lab.model, PromptLookup(), presets.chain(3), RejectionSampling())
     make_decode_fn(lab.model, PromptLookup(), presets.chain(3), Typical())
-    with pytest.raises(HydrajaxError, match="depth 11 is deeper than the drafter, which proposes 10 tokens ahead"):
+    with pytest.raises(
+        HydrajaxError, match="got a depth of 11, expected at most the 10 tokens that the draft proposes"
+    ):
         make_decode_fn(lab.model, PromptLookup(), presets.chain(11))
     for settings in ({"depth": 0}, {"shortest": 0}, {"matches": 0}):
         with pytest.raises(HydrajaxError, match="lookup: depth, shortest, matches: expected at least 1"):

@@ -68,7 +68,7 @@ def test_data_the_base_cannot_read(program, config_file, base, texts, tmp_path):
 
 def test_settings_that_do_not_fit_the_base_or_the_data(program, config_file):
     config = config_file()
-    assert "tree: depth 4 is deeper than the drafter" in refused(program("--config", config, "tree=chain-4"))
+    assert "tree: got a depth of 4, expected at most" in refused(program("--config", config, "tree=chain-4"))
     assert "allowed are root, chain-K" in refused(program("--config", config, "tree=none"))
     assert "batch_size: must be from 1 to the" in refused(program("--config", config, "batch_size=4000"))
     assert "draft.hidden_state_offset" in refused(program("--config", config, "draft.hidden_state_offset=9"))
