@@ -89,7 +89,7 @@ def test_teacher_gradients_equal_the_official_code(official):
     assert float(value) == pytest.approx(sum(per_head("teacher_loss")), abs=1e-4)
     ours = official_names(folder.name, jax.tree.map(np.asarray, grads))
     expected = load_file(folder / "teacher_loss_grads.safetensors")
-    assert len(expected) > 20
+    assert len(expected) > 15
     for name, gradient in expected.items():
         scale = np.abs(gradient).max()
         found = as_recorded(ours[name], gradient)
