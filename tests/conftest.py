@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: recordings of the official code, tiny checkpoints written by transformers, a tiny base."""
+"""Fixtures shared by all tests: recordings of the official code, tiny checkpoints by transformers, a tiny base."""
 
 from __future__ import annotations
 

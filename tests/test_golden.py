@@ -283,7 +283,7 @@ def test_pt_and_safetensors_are_the_same(golden, arch, loaded, tmp_path):
     ("arch", "tree_name"),
     [
         ("hydra_pp", "mc63"),
-        ("hydra_mlp", "small"),
+        pytest.param("hydra_mlp", "small", marks=pytest.mark.slow),
         pytest.param("hydra_pp", "small", marks=pytest.mark.slow),
         pytest.param("hydra_mlp", "mc63", marks=pytest.mark.slow),
     ],

@@ -172,7 +172,8 @@ def test_eagle_3_teacher_forced(folder, loaded_for):
         near(logits[k][:, : -1 - k], recorded[:, : -1 - k])
 
 
-@pytest.mark.parametrize("arch", ["eagle1_mha", slow("eagle3_mha")])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
 def test_end_of_sequence(folder, loaded_for, arch):
     """The official code keeps the tokens after EOS that its last step accepted; ours ends at EOS itself."""
     record, loaded = np.load(folder / arch / "eos_t32.npz"), loaded_for(arch)

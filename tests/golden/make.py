@@ -1,6 +1,6 @@
-"""Make the archives of this folder from the full set of recordings: ``PYTHONPATH=tests python tests/golden/make.py FULL``.
+"""Make the archives of this folder from the full set: ``PYTHONPATH=tests python tests/golden/make.py FULL_SET``.
 
-README.md lists what is kept. Nothing is rounded: a value is kept as it was recorded, or not at all.
+README.md lists what is kept. Nothing is rounded: a value is kept as it was recorded, or not at all (margins: `CAP`).
 """
 
 from __future__ import annotations
