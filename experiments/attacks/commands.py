@@ -58,9 +58,9 @@ def base(place: Place) -> Path:
         import jax.numpy as jnp
 
         from hydrajax.formats.huggingface import export_llama
-        from hydrajax.models.base import init_base
-        from hydrajax.models.config import LlamaConfig
+        from hydrajax.models.base_model import init_base
         from hydrajax.models.llama import Llama
+        from hydrajax.models.llama_config import LlamaConfig
         from hydrajax.train.data.corpus import train_tokenizer
 
         tokenizer = train_tokenizer([path.read_text() for path in sorted(texts(place).iterdir())], VOCAB)
@@ -90,7 +90,7 @@ def training_config(place: Place, steps: int, checkpoint_every: int) -> Path:
     """JSON is YAML."""
     settings = {
         "task": "heads", "model": str(base(place)), "dtype": "float32", "output": str(place.folder / "run"),
-        "draft": {"heads": "hydra", "n_heads": 2, "dropout": 0.2}, "optimizer": {"lr": 3e-3, "warmup_steps": 3},
+        "draft": {"heads": "hydra", "num_draft_heads": 2, "dropout": 0.2}, "optimizer": {"lr": 3e-3, "warmup_steps": 3},
         "data": {
             "files": [str(texts(place))], "format": "text", "rows": "stream", "length": 32, "held_out": 0.2,
         },

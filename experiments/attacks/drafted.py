@@ -16,14 +16,14 @@ from attacks.told import told
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import DecodeResult, make_decode_fn
 from hydrajax.decoding.processors import LogitBias, Penalties
-from hydrajax.decoding.prompts import SMALLEST_BUCKET, right_padded
+from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, right_padded
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.registry import KINDS, BesideLookup, without_weights
-from hydrajax.models.base import BoundBase
+from hydrajax.formats.draft_registry import KINDS, BesideLookup, without_weights
+from hydrajax.models.base_model import BoundBase
 
 CALLS = 12  # of what was compiled for a seed, each with other parameters, prompts, limits and numbers
 DRAFTS = [*KINDS, *(f"lookup+{name}" for name, kind in KINDS.items() if not kind.about)]

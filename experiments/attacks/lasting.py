@@ -12,7 +12,7 @@ from attacks.commands import CONTEXT, base, text
 from attacks.registry import CannotTry, Fell, Place, attack
 
 import hydrajax
-from hydrajax.decoding.prompts import bucket
+from hydrajax.decoding.prompt_batch import bucket
 
 CALLS = 300
 PROGRAMS = 2  # that a kind of call compiles when it is first made: the prompt's pass, and the loop

@@ -20,10 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
-from hydrajax.formats.registry import KINDS
-from hydrajax.models.base import BaseModel, abstract_base
+from hydrajax.formats.draft_registry import KINDS
+from hydrajax.models.base_model import BaseModel, abstract_base
 from hydrajax.sharding import Placement, last_devices, make_mesh
-from hydrajax.ssd.executor import SplitExecutor
+from hydrajax.ssd.split_executor import SplitExecutor
 from hydrajax.trees import presets
 
 DEVICES, CASES, CALLS = 8, 2, 3

@@ -33,8 +33,8 @@ def told(drafter: Drafter) -> Drafter:
         def init_state(self, batch, slots):
             return ToldState(drafter.init_state(batch, slots), jnp.zeros(batch, jnp.int32))
 
-        def begin(self, params, state, features, tokens, counts, next_root, base):
-            inner = drafter.begin(params["inner"], state.inner, features, tokens, counts, next_root, base)
+        def begin(self, params, state, features, tokens, counts, bonus_token, base):
+            inner = drafter.begin(params["inner"], state.inner, features, tokens, counts, bonus_token, base)
             return ToldState(inner, state.observed + counts)
 
         def rewind(self, state, lengths):

@@ -44,7 +44,7 @@ def greedy_case():
 def test_every_kind_of_draft_is_attacked():
     from attacks.drafted import DRAFTS
 
-    from hydrajax.formats.registry import KINDS
+    from hydrajax.formats.draft_registry import KINDS
 
     assert {name.removeprefix("lookup+") for name in DRAFTS} == set(KINDS)
 
