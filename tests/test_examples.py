@@ -71,18 +71,17 @@ def test_decode_with_draft_heads(model, greedy):
     assert model.decode(result) == [model.tokenizer.decode(greedy(prompt)) for prompt in PROMPTS]
 
 
-def test_train_heads_on_your_own_text(base, greedy, tmp_path, capsys):
-    """Train Hydra heads on a text file with experiments/configs/own_text.yaml, then generate with them.
+def test_train_heads_on_your_own_text(base, greedy, tmp_path):
+    """Train Hydra heads on files of yours with experiments/configs/own_text.yaml, then generate with them.
 
-    The heads learn from the base's logits on the text, so the base accepts some of their guesses.
+    The text is the Python code of this package's drafters. The heads learn the base's predictions on it, and the base
+    then accepts some of their guesses; before training it accepts none.
     """
-    text = tmp_path / "my_text.txt"
-    functions = (f"def area_{i}(width, height):\n    return width * height\n\n\n" for i in range(400))
-    text.write_text("".join(functions))
-    config = Path(hydrajax.__file__).parents[1] / "experiments" / "configs" / "own_text.yaml"
-    settings = [f"model={base}", f"data.files=[{text}]", f"output={tmp_path}/run", "steps=60", "data.length=64"]
-    assert main(["train", "--config", str(config), *settings, "mesh.data=1", "mesh.cpu_devices=null"]) == 0
-    capsys.readouterr()
+    package = Path(hydrajax.__file__).parent
+    config = package.parent / "experiments" / "configs" / "own_text.yaml"
+    settings = [f"model={base}", f"data.files=[{package / 'drafters'}]", f"output={tmp_path}/run"]
+    settings += ["steps=120", "optimizer.lr=1e-2", "data.length=64", "mesh.data=1", "mesh.cpu_devices=null"]
+    assert main(["train", "--config", str(config), *settings]) == 0
 
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
@@ -91,7 +90,7 @@ def test_train_heads_on_your_own_text(base, greedy, tmp_path, capsys):
     assert main(["generate", "--base", str(base), *draft, *files]) == 0
     found = [json.loads(line) for line in answers.read_text().splitlines()]
     assert [answer["output_ids"] for answer in found] == [greedy(prompt) for prompt in PROMPTS]
-    assert sum(answer["steps"] for answer in found) < sum(answer["new_tokens"] for answer in found)
+    assert sum(answer["steps"] for answer in found) < 0.9 * sum(answer["new_tokens"] for answer in found)
 
 
 def test_serve_and_ask(base, heads, model, greedy):
