@@ -159,15 +159,26 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(program, 
     assert not all(np.isfinite([line["loss"], line["grad_norm"]]).all() for line in found[1:])
 
 
-def test_heads_for_a_base_and_conversations_of_others(program, golden, settings, tmp_path):
-    """The golden base has no chat template: the run must say which to use. FastChat's conversations, as released."""
-    conversations = golden.parent / "prompts" / "fastchat_dummy_conversation.json"
-    if not conversations.is_file():
-        pytest.skip(f"no {conversations}")
+def test_heads_for_another_base_from_conversations(program, golden, settings, tmp_path):
+    """Conversations in FastChat's format. The base has no chat template, so the configuration must name one."""
+    conversations = [
+        {
+            "id": f"sum_{i}",
+            "conversations": [
+                {"from": "human", "value": f"Which number follows {i}?"},
+                {"from": "gpt", "value": f"{i + 1} follows {i}."},
+                {"from": "human", "value": f"Write a function that adds {i} to its argument."},
+                {"from": "gpt", "value": f"def add(value):\n    return value + {i}\n"},
+            ],
+        }
+        for i in range(60)
+    ]
+    text = tmp_path / "conversations.json"
+    text.write_text(json.dumps(conversations))
     base = golden / "base" / "mha"
 
     data = {
-        "files": [str(conversations)],
+        "files": [str(text)],
         "template": "vicuna",
         "length": 64,
         "rows": "pack",
