@@ -64,8 +64,8 @@ def speeds(monkeypatch, tmp_path):
 
 def test_the_fastest_is_taken_and_remembered(executor, speeds):
     now = fastest.choose(executor, PROMPTS, 1)
-    assert now == fastest.Choice(presets.chain(4), "chain-4", 1.5, None)
-    assert str(now) == "tree: chain-4, 1.50 times the speed without a draft here (measured just now; or name a tree)"
+    assert now == fastest.FastestTree(presets.chain(4), "chain-4", 1.5, None)
+    assert str(now) == "tree: chain-4, 1.50x the speed without a draft (measured just now; name a tree to override)"
     later = fastest.choose(executor, PROMPTS, 1)
     assert later == dataclasses.replace(now, date=datetime.date.today().isoformat())
     assert len(speeds.names) == 1
@@ -91,7 +91,7 @@ def test_none_where_none_is_faster(executor, speeds):
     speeds.update({name: speed / 2 for name, speed in speeds.items()})
     choice = fastest.choose(executor, PROMPTS, 1)
     assert choice.tree is None
-    assert "tree: none, decoding without the draft: the fastest tree, chain-4, has 0.75 times the speed" in str(choice)
+    assert "tree: none, decoding without the draft: the fastest tree, chain-4, has 0.75x the speed" in str(choice)
     assert fastest.choose(executor, PROMPTS, 1).tree is None  # remembered too
     # Typical acceptance without a draft would be another text.
     assert fastest.choose(executor.with_spec(rule=Typical()), PROMPTS, 1).tree == presets.chain(4)
@@ -130,7 +130,7 @@ def test_a_searched_tree_is_taken_if_it_was_searched_here(executor, speeds, tmp_
     presets.searched_path(tmp_path, 1).write_text(json.dumps(content))
     choice = fastest.choose(executor, PROMPTS, 1, tmp_path)
     assert (choice.tree == presets.chain(3)) == taken
-    assert ("the searched one of 4 nodes, 1.30 times" in str(choice)) == taken
+    assert ("the searched one of 4 nodes, 1.30x" in str(choice)) == taken
     assert bool(speeds.names) != taken
 
 
@@ -163,11 +163,11 @@ def test_a_searched_tree_that_is_grown_is_taken_where_the_rule_takes_it(eagle, s
 
 
 def test_a_tree_that_is_grown_is_tried_and_remembered_where_the_drafter_takes_it(eagle, speeds):
-    speeds |= {fastest.GROWN: 1.9, "eagle_26": 1.3}
+    speeds |= {fastest.DYNAMIC: 1.9, "eagle_26": 1.3}
     executor = make_executor(eagle, eagle.spec(tree="root"))
     now = fastest.choose(executor, PROMPTS, 1)
     assert now.tree == DynamicTree(60, 7, 10)
     later = fastest.choose(executor, PROMPTS, 1)
     assert later == dataclasses.replace(now, date=datetime.date.today().isoformat())
     assert len(speeds.names) == 1
-    assert fastest.choose(executor.with_spec(rule=RejectionSampling(0.8)), PROMPTS, 1).name == fastest.GROWN
+    assert fastest.choose(executor.with_spec(rule=RejectionSampling(0.8)), PROMPTS, 1).name == fastest.DYNAMIC

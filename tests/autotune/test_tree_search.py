@@ -23,8 +23,8 @@ class KnownRace:
     speed: Callable
     ran: list = field(default_factory=list)
 
-    def run(self, trees, repeats, what):
-        self.ran.append((what, [name_of(tree) for tree in trees], repeats))
+    def run(self, trees, repeats, purpose):
+        self.ran.append((purpose, [name_of(tree) for tree in trees], repeats))
         return [
             Measured(name_of(tree), tree.size, 2.0, self.speed(tree), None, None, None, 1.0, True) for tree in trees
         ]
@@ -61,7 +61,7 @@ def test_the_best_numbers_are_found_one_after_the_other(shapes, wanted):
     race = KnownRace(best_at(*wanted))
     found = search(race, CHAINS if shapes == "both" else [], SIZES, looks_ahead(10), 5)
     assert found.trees[found.fastest.name] == DynamicTree(*wanted)
-    assert [what for what, *_ in race.ran] == [
+    assert [purpose for purpose, *_ in race.ran] == [
         "choosing the number of nodes", "choosing the number of expansions", "choosing the number of children",
         "measuring",
     ]  # fmt: skip
@@ -99,7 +99,7 @@ def test_static_trees_alone_are_timed_once():
 def test_a_drafter_that_looks_one_token_ahead_grows_flat_trees():
     found = search(KnownRace(best_at(6, 0, 5)), [], [4, 6, 8], looks_ahead(1), 1)
     assert set(found.trees) == {"dynamic-4-0-3", "dynamic-6-0-5", "dynamic-8-0-7"}
-    with pytest.raises(HydrajaxError, match="shapes: no dynamic tree of 4 to 4 nodes can be grown here"):
+    with pytest.raises(HydrajaxError, match="shapes: no dynamic tree of 4 to 4 nodes fits this draft"):
         search(KnownRace(best_at(4, 1, 2)), [], [4], lambda tree: False, 1)
 
 

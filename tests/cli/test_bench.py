@@ -90,16 +90,16 @@ def test_mistakes_end_in_one_line(program, base, tmp_path, monkeypatch):
             "--random-draft",
             "wings",
         ],
-        "--draft goes with --base": ["--random", "tiny", "--draft", "heads"],
-        "--context: must be more than": ["--random", "tiny", "--context", "10"],
-        "--context: must be at most the model's 1024": ["--random", "tiny", "--context", "4096"],
-        "tree sizes: must be from 1 to 64, found 65": ["--random", "tiny", "--tree-sizes", "65"],
+        "--draft: requires --base": ["--random", "tiny", "--draft", "heads"],
+        "--context: got 10, expected more than": ["--random", "tiny", "--context", "10"],
+        "--context: got 4096, expected at most the model's 1024": ["--random", "tiny", "--context", "4096"],
+        "tree sizes: got 65, expected 1 to 64": ["--random", "tiny", "--tree-sizes", "65"],
         "must be an integer from 1 up, found 'x'": ["--random", "tiny", "--tree-sizes", "1,x"],
         "--draft: found 'lookahead-5-3', allowed are lookahead": ["--base", base, "--draft", "lookahead-5-3"],
-        "--draft-settings: there is no draft 'lookup-5'": [
+        "--draft-settings: got 'lookup-5'": [
             *("--base", base, "--draft", "lookup", "--draft-settings", "5"),
         ],
-        "--draft-settings: goes with --base and --draft, and without --tree": [
+        "--draft-settings: requires --base and --draft, without --tree": [
             *("--base", base, "--draft", "lookahead", "--draft-settings", "5-3-5", "--tree", "chain-2"),
         ],
         "--json: cannot write": ["--random", "tiny", "--json", tmp_path / "no" / "such" / "file"],

@@ -260,7 +260,7 @@ def test_a_wrong_rule_is_not_certified(certify, tiny, monkeypatch, name, rule, f
 def test_without_a_draft_there_is_nothing_to_certify(program):
     result = program("certify", "--base", assets.base())
     assert result.code == 2
-    assert "--draft: there is nothing to certify without draft heads" in result.err
+    assert "--draft: got none, expected a draft to certify" in result.err
 
 
 def test_rare_sequences_are_counted_together():

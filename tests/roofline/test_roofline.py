@@ -1,4 +1,4 @@
-"""The roofline against medusa's printed tables, XLA's own counts and counts by hand; devices and predictions."""
+"""The roofline against XLA's own counts and counts by hand; devices and predictions."""
 
 from __future__ import annotations
 
@@ -19,58 +19,12 @@ from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
 from hydrajax.roofline import devices
 from hydrajax.roofline.devices import DEVICES, Device
-from hydrajax.roofline.medusa_tables import CANDIDATES, TABLES, product
 from hydrajax.roofline.passes import forward
 from hydrajax.roofline.prediction import Workload, predict
 from hydrajax.roofline.traced import Operator
 from hydrajax.trees import presets
 
 SEVEN = PRESETS["7b"]
-
-
-# --- medusa, tables 6 to 8 ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: f"table_{table.number}")
-def test_every_printed_intensity(table):
-    """LLaMA-33B in float16 (hidden 6656, intermediate 17920, 52 heads of 128), 7 rows of 8 columns each."""
-    assert len(table.printed) == 7
-    for row, printed in table.printed.items():
-        assert tuple(round(value, 2) for value in table.ours(row)) == printed, f"table {table.number}, row {row}"
-
-
-@pytest.mark.parametrize(
-    ("number", "row", "candidates", "printed"),
-    [
-        (6, 128, 112, 40.73),  # the cell with the largest share of queries among what is moved
-        (6, 1024, 64, 40.96),  # the text beside it: 41 times the intensity of one token
-        (7, 64, 48, 33.76),
-        (8, 8, 1, 7.99),  # not 8: activations count
-        (8, 64, 112, 2893.91),
-    ],
-)
-def test_what_is_typed_in_where_an_error_would_matter(number, row, candidates, printed):
-    """The same cells read off the paper a second time, and worked out from table 5 with its own letters."""
-    table = TABLES[number - 6]
-    assert table.printed[row][CANDIDATES.index(candidates)] == printed
-    h, i, n, d, q = 6656, 17_920, 52, 128, candidates
-    if number == 8:
-        b = row
-        intensity = 2 * b * q * h * i / (2 * (b * q * (h + i) + h * i))
-    else:
-        b, s = (16, row) if number == 6 else (row, 1024)
-        intensity = 2 * b * s * q * n * d / (2 * (b * s * q * n + b * (s + q) * n * d))
-    assert round(intensity, 2) == printed
-
-
-def test_table_5_is_one_formula_for_all_phases():
-    """Prefill is q = s, decoding q = 1: qkv 2bsh + h², QKᵀ 2bsnd + bs²n and bsn + bsnd + bnd."""
-    b, s, h, n, d = 3, 40, 512, 8, 64
-    assert product("rd,df->rf", (b * s, h), (h, h)).bytes == 2 * (2 * b * s * h + h * h)
-    for q in (1, s):
-        scores = product("bnqd,bnsd->bnqs", (b, n, q, d), (b, n, s, d))
-        assert scores.bytes == 2 * (b * (q + s) * n * d + b * q * s * n)
-        assert (scores.flops, scores.rows) == (2 * b * s * q * n * d, q)
 
 
 # --- a forward pass -------------------------------------------------------------------------------------------------

@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-
-from hydrajax.roofline.compiled import CompiledProgram, array_bytes
+from compiled_program import CompiledProgram, array_bytes
 
 # One turn of the loop: a product, a slice of a cache, a row written into it, a transposed copy, a kernel of somebody's.
 HLO = r"""

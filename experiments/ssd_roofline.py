@@ -1,4 +1,4 @@
-"""What a base and a draft model on devices of their own take, from the roofline, for `hydrajax.ssd.simulator`."""
+"""Predict the times of a base and a draft model on separate devices, as input for `hydrajax.ssd.simulator`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ def pair_times(
     transfer: float = 0.0,
     launch: float = 0.0,
 ) -> Times:
-    """Both on a ``device`` each, with chains of ``depth`` tokens and so many outcomes that are prepared for.
+    """Predict a pair on one ``device`` each, with chains of ``depth`` tokens and ``outcomes`` prepared ahead.
 
-    itemsize: bytes of a number of both. transfer: seconds for a few numbers from one device to the other. launch:
-    seconds that every layer of a pass takes besides what the roofline says; 0 is a bound.
+    As in the split executor, the draft runs one token more than it sends when it prepares, and all outcomes share its
+    cache. Reading the outcome of a verification costs nothing here: it moves a few kilobytes.
 
-    As the code has it the draft runs one token more than it hands over when it prepares, and all outcomes share its
-    cache. Taking a verdict in costs nothing here: it moves a few kilobytes.
+    Args:
+        itemsize: bytes per number of both models.
+        transfer: seconds to send a few numbers from one device to the other.
+        launch: seconds per layer of a pass in addition to the roofline; 0 gives a lower bound.
     """
 
-    def seconds(config: LlamaConfig, tokens: int, beside: int) -> float:
-        """A pass of so many tokens a row, which see so many others beyond the context."""
-        operators = _forward(Llama(config, base_dtype(itemsize)), batch, tokens, context + beside)
+    def seconds(config: LlamaConfig, tokens: int, more: int) -> float:
+        """A pass of ``tokens`` per sequence over the context and ``more`` tokens."""
+        operators = _forward(Llama(config, base_dtype(itemsize)), batch, tokens, context + more)
         ranked = ranking("ranking", batch * tokens, config.vocab_size)
         return sum(map(device.seconds, (*operators, ranked))) + config.n_layers * launch
 
@@ -54,9 +56,9 @@ def pair_times(
 
 
 def _forward(model: Llama, batch: int, tokens: int, slots: int) -> list[Operator]:
-    """`passes.forward` from its operators with two other numbers of slots, in which they are linear.
+    """`passes.forward`, interpolated from two numbers of slots, in which it is linear.
 
-    A pair of devices is asked about with thousands of numbers of slots, and tracing takes a tenth of a second.
+    Tracing takes 0.1 s, and a sweep asks for thousands of numbers of slots.
     """
     first = tokens + 1  # with as many slots as tokens, products with the block and the cache would be equal
     near, far = (passes.forward(model, batch, tokens, first + more) for more in (0, 1))
