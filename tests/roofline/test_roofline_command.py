@@ -170,7 +170,7 @@ def test_mistakes_end_in_one_line(program, tmp_path):
             *("--shape", "7b", "--tree", "dynamic-8-1-4", "--tree-sizes", "2")
         ],
         "must be an integer from 1 up, found 'x'": ["--shape", "7b", "--batch-sizes", "1,x"],
-        "--tokens-per-step: got 1 values for 2 tree sizes": [
+        "--tokens-per-step: got 1 values, expected one for each of 2 tree sizes": [
             *("--shape", "7b", "--tree-sizes", "1,16", "--tokens-per-step", "3")
         ],
         "got 6.0 for 64 nodes, expected 1 to 5": ["--shape", "7b", "--tree-sizes", "64", "--tokens-per-step", "6"],
