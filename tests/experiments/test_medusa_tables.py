@@ -18,14 +18,14 @@ def test_every_printed_intensity(table):
     ("number", "row", "candidates", "printed"),
     [
         (6, 128, 112, 40.73),  # the cell with the largest share of queries among what is moved
-        (6, 1024, 64, 40.96),  # the text beside it: 41 times the intensity of one token
+        (6, 1024, 64, 40.96),  # in the text: 41 times the intensity of one token
         (7, 64, 48, 33.76),
         (8, 8, 1, 7.99),  # not 8: activations count
         (8, 64, 112, 2893.91),
     ],
 )
-def test_what_is_typed_in_where_an_error_would_matter(number, row, candidates, printed):
-    """The same cells read off the paper a second time, and worked out from table 5 with its own letters."""
+def test_printed_cells_against_closed_forms(number, row, candidates, printed):
+    """Cells read from the paper a second time, and computed from table 5 with its own letters."""
     table = TABLES[number - 6]
     assert table.printed[row][CANDIDATES.index(candidates)] == printed
     h, i, n, d, q = 6656, 17_920, 52, 128, candidates

@@ -68,7 +68,7 @@ def test_trees_are_drawn_over_nodes_with_a_star_at_the_fastest():
     assert predicted.get_xydata().tolist() == [[1, 1], [2, 1.6], [8, 2.6]]
 
 
-def test_rules_are_curves_over_what_is_varied_and_lines_where_nothing_is():
+def test_rules_are_curves_over_the_varied_parameter_or_constant_lines():
     above, below = draw(result("acceptance")).axes
     assert [point for point in points(above) if 0 < point[0] < 1] == [(0.1, 3.5), (0.2, 3.0)]
     assert [point for point in points(below) if 0 < point[0] < 1] == [(0.1, 3.0), (0.2, 2.0)]
@@ -94,7 +94,7 @@ def test_categories_accuracies_and_predictions():
     assert {(10.0, 9.0), (3.0, 3.3)} <= set(points(axes))
 
 
-def test_sizes_are_points_and_the_best_of_them_a_line():
+def test_sizes_are_points_with_a_pareto_front():
     figure = draw(result("pareto"))
     fronts = [axes.lines[0].get_xydata().tolist() for axes in figure.axes]
     assert fronts[0] == [[2, 1.5], [8, 2.2], [30, 2.5]]  # medusa's full lm head is larger and worse than another
@@ -107,7 +107,7 @@ def test_sizes_are_points_and_the_best_of_them_a_line():
 
 
 @pytest.mark.parametrize("less_is_better", [True, False])
-def test_a_front_holds_what_nothing_beats(less_is_better):
+def test_the_front_is_pareto_optimal(less_is_better):
     numbers = np.random.default_rng(0).integers(0, 6, (12, 2)).tolist()
     sign = -1 if less_is_better else 1
     expected = [

@@ -1,4 +1,4 @@
-"""Times of a pair against what its weights and caches take to be read."""
+"""Times of a split pair against the bytes of its weights and caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BASE, DRAFT, DEVICE = PRESETS["7b"], PRESETS["1b"], DEVICES["H200"]
 
 
 def bytes_read(config, context: int) -> float:
-    """By one token: every matrix of the layers, the lm head, and the cache, in 16 bits."""
+    """Bytes of one token: every matrix of the layers, the lm head, and the cache, in 16 bits."""
     c = config
     heads = c.n_heads + 2 * c.n_kv_heads + c.n_heads
     layer = c.width * (heads * c.head_dim + 3 * c.mlp_width)
@@ -40,7 +40,7 @@ def test_operators_are_linear_in_the_slots_of_the_cache(slots):
     assert (moved(ours), flops(ours)) == (moved(traced), flops(traced))
 
 
-def test_what_is_added():
+def test_launch_and_transfer_are_added():
     bare = pair_times(DEVICE, BASE, DRAFT, depth=3, outcomes=4)
     slow = pair_times(DEVICE, BASE, DRAFT, depth=3, outcomes=4, launch=1e-5, transfer=2e-5)
     assert slow.transfer == 2e-5

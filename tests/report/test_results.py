@@ -66,7 +66,7 @@ def test_a_wrong_row_is_not_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_machine_is_named():
+def test_the_machine_has_a_device():
     found = machine()
     assert found["platform"] == "cpu"
     assert found["device"]
@@ -148,7 +148,7 @@ def test_evaluate_with_scores_gives_quality(tmp_path):
     ]
 
 
-def test_training_runs_side_by_side_are_one_result(tmp_path):
+def test_training_runs_of_one_folder_are_one_result(tmp_path):
     for run, share in (("medusa", 0.3), ("hydra", 0.5)):
         lines = [{"step": 0, "kind": "eval"} | {f"top{n}": [0.0, 0.0] for n in range(1, 6)}]
         lines += [{"step": 9, "kind": "eval"} | {f"top{n}": [share, share / 2] for n in range(1, 6)}]

@@ -94,7 +94,7 @@ def test_command_predicts_the_best_chain_length(program, tmp_path):
     assert (refused.code, refused.err) == (2, "hydrajax: --acceptance: must be from 0 to 1, found 1.6\n")
 
 
-def test_command_reads_a_base_s_shape(program, tmp_path):
+def test_command_reads_the_shape_of_a_base(program, tmp_path):
     config = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 172}
     config |= {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 1024}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -130,7 +130,7 @@ def test_command_compares_predictions_with_measurements(program, monkeypatch, tm
     assert "…" not in result.out
 
 
-def test_rates_measured_here_are_positive_and_a_bandwidth_is_no_less_than_a_copy_s(monkeypatch):
+def test_measured_rates_are_positive_and_the_bandwidth_is_at_least_that_of_a_copy(monkeypatch):
     monkeypatch.setattr(meter, "CPU_ROWS", (1, 4))
     monkeypatch.setattr(meter, "MIN_SECONDS", 0.001)
     monkeypatch.setattr(meter, "copy_bandwidth", lambda megabytes: 1e6)
