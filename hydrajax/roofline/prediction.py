@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from hydrajax.drafters.drafter import Drafter
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.roofline import passes
@@ -33,7 +34,7 @@ class Workload:
     """
 
     config: LlamaConfig
-    drafter: Any
+    drafter: Drafter
     batch: int
     context: int
     itemsize: int
@@ -105,7 +106,7 @@ class Prediction:
 def predict(
     device: Device,
     config: LlamaConfig,
-    drafter,
+    drafter: Drafter,
     trees: dict[str, CandidateTree],
     batches: Sequence[int],
     contexts: Sequence[int],

@@ -1,4 +1,4 @@
-"""Makes the scripts of ``experiments/`` importable, as they import each other."""
+"""Makes the scripts of ``experiments/`` and ``tools/gpu/`` importable, as they import each other."""
 
 from __future__ import annotations
 
@@ -6,4 +6,5 @@ import sys
 
 from helpers.scripts import EXPERIMENTS
 
-sys.path[:0] = [str(EXPERIMENTS), str(EXPERIMENTS / "gpu")]
+GPU = [EXPERIMENTS / "gpu", EXPERIMENTS.parent / "tools" / "gpu"]
+sys.path[:0] = [str(EXPERIMENTS), *(str(folder) for folder in GPU if folder.is_dir())]
