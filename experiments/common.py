@@ -4,7 +4,7 @@ Every script is one command, with the shipped model and held-out files by defaul
 
     python experiments/hydra_figure_2.py [--quick] [--base B --draft D --draft D2 --prompts FILE.jsonl] [--output FILE]
 
-``hydrajax report DIR`` prints the tables of the results, ``paper_report.py DIR`` also draws them.
+and ``hydrajax report DIR`` draws what it wrote.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-MIN_WIDTH = 120  # columns; narrower terminals and pipes get whole cells on wrapped lines
+WIDTH = 2000  # columns, wider than any table: narrow terminals and pipes get whole cells on wrapped lines
 
 
 def cell(value: Any) -> str:
@@ -40,8 +40,7 @@ def print_table(
         title: a line above the table.
         bold: index of a row to emphasise.
     """
-    console = Console(markup=False, emoji=False, highlight=False)
-    console.width = max(console.width, MIN_WIDTH)
+    console = Console(width=WIDTH, markup=False, emoji=False, highlight=False)
     if title is not None:
         console.print(title, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
