@@ -1,4 +1,4 @@
-"""The program inside the sandbox: `hydrajax.questions.scores.sandbox` starts it as a file, in an isolated Python.
+"""The program inside the sandbox: `scoring.sandbox` starts it as a file, in an isolated Python.
 
 It reads a task from standard input, gives up what it can of its own rights, runs the code and reports to standard
 output how that ended. Nothing of hydrajax can be imported here, and nothing is needed but the standard library.

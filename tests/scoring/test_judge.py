@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.questions.scores.judge import INSTRUCTIONS, Judge, conversation, rating
 from hydrajax.questions.sets import Question
+from scoring.judge import INSTRUCTIONS, Judge, conversation, rating
 
 QUESTION = Question(81, "writing", ("Write.", "Shorten."), {"reference": [None, "A haiku."]})
 TEXTS = ["A long poem.\n", " A poem. "]

@@ -15,11 +15,11 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.questions.scores.score import Score, Scored
 from hydrajax.questions.sets import Question
 from hydrajax.text.appended import append, json_line, whole_lines
 from hydrajax.text.jsonl import json_value
 from hydrajax.text.records import INTEGER, NUMBER, OBJECT, TEXT, checked, either, object_of
+from scoring.score_protocol import Score, Scored
 
 FOLDER = "scores"
 LINE = {"question_id": either(INTEGER, TEXT), "digest": TEXT, "values": object_of(NUMBER), "detail": OBJECT}

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from hydrajax.questions.scores.sandbox import PASSED, Limits, run_confined
-from hydrajax.questions.scores.score import Scored
 from hydrajax.questions.sets import Question
+from scoring.sandbox import PASSED, Limits, run_confined
+from scoring.score_protocol import Scored
 
 # Where a completion has gone beyond the function: the stop sequences of the paper's section 3.2.
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")

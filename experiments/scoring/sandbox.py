@@ -1,6 +1,6 @@
 """Running code that a model wrote, with as few rights as a process without special ones can be given.
 
-What holds (tests/questions/scores/test_sandbox.py): the code runs in a Python of its own in an empty temporary
+What holds (tests/scoring/test_sandbox.py): the code runs in a Python of its own in an empty temporary
 directory, without the environment and with the standard library only; wall-clock time, CPU time, memory and file sizes
 are limited; its process group is killed afterwards. On Linux (x86-64 and arm64) the kernel refuses it new processes,
 sockets, signals and every change of a file, by a seccomp filter.

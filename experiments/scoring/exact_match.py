@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, ClassVar
 
-from hydrajax.questions.scores.score import Scored
 from hydrajax.questions.sets import Question
+from scoring.score_protocol import Scored
 
 # A minus sign belongs to a number, a dash between two numbers or behind a word does not. Thousands are set off by
 # commas in groups of three, so that "1,2" are two numbers.

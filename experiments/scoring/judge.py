@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.questions.scores.score import Scored
 from hydrajax.questions.sets import Question
 from hydrajax.text.jsonl import json_value
+from scoring.score_protocol import Scored
 
 KEYS = ("HYDRAJAX_JUDGE_KEY", "OPENAI_API_KEY")
 INSTRUCTIONS = """\
