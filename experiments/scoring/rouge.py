@@ -1,4 +1,4 @@
-"""Summaries: ROUGE-1, ROUGE-2 and ROUGE-L against a reference (Lin 2004), by the `rouge-score` package."""
+"""ROUGE-1, ROUGE-2 and ROUGE-L of summaries against a reference (Lin 2004), from the `rouge-score` package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.questions.sets import Question
 from scoring.score_protocol import Scored
 
-REFERENCES = ("highlights", "summary")  # as CNN/DailyMail and XSum name them; the first that is there counts
+REFERENCES = ("highlights", "summary")  # as CNN/DailyMail and XSum name them; the first present is used
 NAMES = {"ROUGE-1": "rouge1", "ROUGE-2": "rouge2", "ROUGE-L": "rougeL"}
 
 
@@ -20,7 +20,7 @@ class Rouge:
 
     def __init__(self):
         try:
-            from rouge_score import rouge_scorer  # brings nltk, and only summaries need it
+            from rouge_score import rouge_scorer  # imports nltk
         except ImportError:
             raise HydrajaxError("score: ROUGE needs rouge-score: pip install rouge-score") from None
         self._scorer = rouge_scorer.RougeScorer(list(NAMES.values()), use_stemmer=True)

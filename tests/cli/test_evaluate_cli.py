@@ -228,8 +228,8 @@ def test_every_way_has_a_name_of_its_own_and_they_share_the_base(base, heads):
 
 def test_nothing_to_put_in_a_tree(program, base, wordless, questions, tmp_path):
     common = ["--set", questions, "--output", tmp_path / "out", *QUICK]
-    assert "--tree: found 'chain-2', but without --draft" in program("--base", base, "--tree", "chain-2", *common).err
-    assert "--base: has no tokenizer, and questions are text" in program("--base", wordless, *common).err
+    assert "--tree: got 'chain-2' without a draft" in program("--base", base, "--tree", "chain-2", *common).err
+    assert "--base: has no tokenizer, which question sets need" in program("--base", wordless, *common).err
 
 
 # --- the shipped model ------------------------------------------------------------------------------------------------

@@ -96,5 +96,5 @@ def test_refused_files(tmp_path):
         read_seeds("none.jsonl")
     strange = tmp_path / "strange.jsonl"
     strange.write_text('{"text": "a"}\n')
-    with pytest.raises(HydrajaxError, match=r"strange\.jsonl line 1: got the fields text, expected one of turns, question"):
+    with pytest.raises(HydrajaxError, match=r"strange\.jsonl line 1: got the fields text, expected one of turns"):
         read_seeds(str(strange))

@@ -55,7 +55,7 @@ def test_auto_for_summaries():
             "auto",
             [TALK],
             {"judge": "host", "judge_model": "m"},
-            "judge: must be an http or https address, found",
+            "judge: got 'host', expected an http or https address",
         ),
         ("auto", [SUM], JUDGE, "judge: the score gsm8k asks no judge; add --score judge"),
         ("auto", [TALK], {}, "score: no score but a judge's fits these questions"),

@@ -205,13 +205,11 @@ def test_damaged_and_foreign_files_are_refused(loaded, whole, tmp_path):
     good = path.read_bytes()
     for bad in (b"{}\n", b"not json\n", good.replace(b'"turn": 0', b'"turn": "x"'), good[: len(good) // 2] + b"\n"):
         path.write_bytes(good + bad)
-        with pytest.raises(
-            HydrajaxError, match=r"output: .*out.jsonl line \d: is damaged, or no record of this program"
-        ):
+        with pytest.raises(HydrajaxError, match=r"output: .*out.jsonl line \d: is damaged or not from this program"):
             RecordFile(path, {"seed": 3})
         assert path.read_bytes() == good + bad
     path.write_bytes(good)
-    with pytest.raises(HydrajaxError, match=r"made with other settings: seed was 3, now it is 4; take another file"):
+    with pytest.raises(HydrajaxError, match=r"made with other settings: seed: got 4, expected 3; choose another file"):
         RecordFile(path, {"seed": 4})
     foreign = tmp_path / "notes.txt"
     foreign.write_text("a line without an end")
@@ -312,7 +310,7 @@ def test_another_base_is_refused(program, config_file, make_base, tmp_path):
     assert program("--config", config_file(), *common, main=command.main).code == 0
     result = program("--config", config_file(model=str(make_base(1))), *common, main=command.main)
     assert result.code == 2
-    assert "made with other settings: base was " in result.err
+    assert "made with other settings: base: got " in result.err
 
 
 def test_the_program_answers_conversations_and_says_what_ctrl_c_leaves(
@@ -335,7 +333,7 @@ def test_the_program_answers_conversations_and_says_what_ctrl_c_leaves(
     monkeypatch.setattr(RecordFile, "add", add)
     result = program(*common, *drafted, main=command.main)
     assert result.code == 0, result.err
-    assert f"{output} holds {len(TURNS)} records of 5 conversations" in result.out
+    assert f"{output} has {len(TURNS)} records of 5 conversations" in result.out
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert {(record["conversation"], record["turn"]) for record in records} == TURNS
     assert {(record["draft"], record["source"]) for record in records} == {("lookup", "talks.jsonl")}
