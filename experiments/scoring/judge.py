@@ -44,7 +44,7 @@ def rating(reply: str) -> float | None:
 
 
 def conversation(question: Question, texts: Sequence[str], turn: int) -> str:
-    """Return the judge's prompt for this turn (from 0): the conversation up to it, and the reference if there is one."""
+    """Return the judge's prompt for this turn (from 0): the conversation up to it, and its reference if any."""
     parts = []
     for number in range(turn + 1):
         parts += [f"<user>\n{question.turns[number].strip()}\n</user>"]
