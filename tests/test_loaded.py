@@ -181,9 +181,7 @@ def test_what_cannot_be_used_is_named_as_in_python(m):
     refused(lambda: m.generate([PROMPT], rule="exact", temperature=[1, 2, 3]), message)
     refused(lambda: hydrajax.load("/nowhere"), "base: no such directory: /nowhere")
     refused(lambda: hydrajax.load("shipped", "elm"), "draft: no such directory: elm")
-    refused(
-        lambda: m.chat(), "template: the tokenizer has no chat template of its own; built in are vicuna, plain, raw"
-    )
+    refused(lambda: m.chat(), "template: the tokenizer has no chat template; choose one of vicuna, plain, raw")
     message = "prompts: must be a list of prompts, found one text; write [text]"
     refused(lambda: m.encode(PROMPT), message)
     message = "prompt 0: got messages, but the base has no chat template; give text"

@@ -12,11 +12,13 @@ import numpy as np
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.jsonl import BYTE_ORDER_MARK, file_content, json_lines, objects, shown
-from hydrajax.text.records import INTEGER, TEXT, Kind, list_of
+from hydrajax.text.records import TEXT, Kind, list_of
 from hydrajax.text.tokenizer import run_tokenizer
 
 FIELDS = {
-    "prompt_ids": list_of(INTEGER),
+    "prompt_ids": Kind(
+        "a list of integers", lambda value: isinstance(value, list) and all(type(i) is int for i in value)
+    ),
     "prompt": TEXT,
     "turns": Kind("a list of one or more texts", lambda value: list_of(TEXT).holds(value) and len(value) > 0),
 }
@@ -54,7 +56,7 @@ class Prompt:
             return [self._integer(item) for item in self.content]
         if not self.content:
             # Refused even if the tokenizer adds BOS: an empty prompt is most likely a mistake.
-            raise HydrajaxError(f"{self.where}: got empty text, expected some")
+            raise HydrajaxError(f"{self.where}: is empty, expected some text")
         try:
             self.content.encode()
         except UnicodeEncodeError:

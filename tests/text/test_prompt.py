@@ -124,7 +124,7 @@ def test_ids_from_numpy_are_integers_and_other_things_are_refused():
 def test_text_that_cannot_be_encoded():
     with pytest.raises(HydrajaxError, match="p: got text, but the base has no tokenizer"):
         Prompt("a", "p").ids(None)
-    with pytest.raises(HydrajaxError, match="p: got empty text"):
+    with pytest.raises(HydrajaxError, match="p: is empty"):
         Prompt("", "p").ids(Tokenizer())  # although this tokenizer would add <s>
     with pytest.raises(HydrajaxError, match="p: is not valid Unicode text"):
         Prompt("\udcff", "p").ids(Tokenizer())
