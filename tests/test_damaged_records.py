@@ -368,5 +368,5 @@ def test_no_checkpoint_with_a_readable_record(tmp_path):
         (tmp_path / str(step) / RECORD).write_text("[1]")
     with opened(tmp_path) as checkpoints:
         assert checkpoints.meta() is None
-        with pytest.raises(HydrajaxError, match=r"is whole: step 2 is damaged: hydrajax.json: must be a JSON object"):
+        with pytest.raises(HydrajaxError, match=r"is damaged: step 2 is damaged: hydrajax.json: must be a JSON object"):
             checkpoints.restore({"x": jnp.zeros(3)})
