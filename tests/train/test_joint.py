@@ -358,15 +358,15 @@ def test_greedy_trees_say_what_the_adapted_base_says(base, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["joint.heads_alone_steps=6"], "joint.heads_alone_steps: must be below steps, 6, found 6"),
-        (["data.hidden_cache_gb=1"], "data.hidden_cache_gb: contradicts task joint, whose hidden states change"),
+        (["joint.heads_alone_steps=6"], "joint.heads_alone_steps: got 6, expected less than the run's 6 steps"),
+        (["data.hidden_cache_gb=1"], "data.hidden_cache_gb: has no effect with task joint, remove it"),
         (["optimizer.name=muon"], "optimizer.name: must be adamw for task joint, found muon"),
         (["draft.lm_head=shared"], "adapter.targets: these heads say their tokens by the base's own lm head, whose"),
         (["draft={heads: eagle}"], "adapter.targets: these heads say their tokens by the base's own lm head, whose"),
         (["adapter.targets=[lm_heads]"], "adapter.targets: found 'lm_heads', allowed are q_proj, k_proj"),
-        (["joint.heads_weight=0"], "joint.heads_weight: must be positive, found 0.0"),
-        (["task=heads"], "joint: means nothing for task heads, leave it out"),
-        (["steps=null", "epochs=0.03"], "joint.heads_alone_steps: must be below the run's 1 steps, found 2"),
+        (["joint.heads_weight=0"], "joint.heads_weight: got 0.0, expected a positive number"),
+        (["task=heads"], "joint: has no effect with task heads, remove it"),
+        (["steps=null", "epochs=0.03"], "joint.heads_alone_steps: got 2, expected less than the run's 1 steps"),
     ],
 )
 def test_contradictions(config_file, program, tmp_path, overrides, message):
