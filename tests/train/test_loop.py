@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from helpers.runs import finish, heads_file, start, wait_for_step, without_clock
 from hydrajax.cli.train import main
 from hydrajax.train.checkpoints import TrainCheckpoints
-from hydrajax.train.metrics import Metrics, read_metrics
+from hydrajax.train.metrics import TrainMetrics, read_metrics
 
 STEPS = 60
 TWO_DEVICES = ("mesh.data=2", "mesh.cpu_devices=2")
@@ -54,7 +54,7 @@ def uninterrupted(config, tmp_path_factory, order) -> Path:
         return lambda *args, **settings: (order.append(name), call(*args, **settings))[1]
 
     with contextlib.redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((Metrics, "persist"), (Metrics, "log"), (TrainCheckpoints, "save")):
+        for owner, name in ((TrainMetrics, "persist"), (TrainMetrics, "log"), (TrainCheckpoints, "save")):
             patch.setattr(owner, name, noted(name, getattr(owner, name)))
         assert main(["--config", str(config), f"output={output}"]) == 0
     assert f"finished {STEPS} steps: --draft {output / 'heads'}" in out.getvalue()
