@@ -67,7 +67,7 @@ def test_refused(program, config_of_base, base, tmp_path):
     model = Llama(LlamaConfig(**SMALL | {"vocab_size": 320}))
     export_llama(other, model, init_base(model, jax.random.key(0)), dtype=jnp.float32)
     line = refused(program("--config", config_of_base(teacher=str(other)), f"data.tokenizer={base}"))
-    assert line == "scratch.vocab_size: has 300 token ids, the teacher 320"
+    assert line == "scratch.vocab_size: got 300 token ids, expected 320, those of the teacher"
     assert "no such directory" in refused(program("--config", config_of_base(teacher=str(tmp_path / "nowhere"))))
     line = refused(program("--config", config_of_base(), f"data.tokenizer={base}"))
-    assert line == "scratch.vocab_size: has 300 token ids, the tokenizer 285"
+    assert line == "scratch.vocab_size: got 300 token ids, expected 285, those of the tokenizer"

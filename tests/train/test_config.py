@@ -109,7 +109,7 @@ REFUSED = [
     ("data.length=2", "data.length: must be at least 8"),
     ("data.format=csv", "data.format: found 'csv', allowed are auto, sharegpt"),
     ("dtype=float16", "dtype: found 'float16', allowed are float32, bfloat16"),
-    ("objective.teacher_weight=0", "objective: one of lm_weight"),
+    ("objective.teacher_weight=0", "objective: set at least one of lm_weight"),
     # contradictions
     ("model=null", "model: got null, but task heads needs a base"),
     ("teacher=there", "teacher: has no effect with task heads"),

@@ -292,8 +292,8 @@ def test_what_a_model_learns_from_another_equals_torch(base, example):
     assert float(total) == pytest.approx(kl.item(), rel=1e-5)
     np.testing.assert_allclose(grad, torch.autograd.grad(kl, rows)[0], rtol=1e-4, atol=1e-5)
     overlap = torch.minimum(log_p.exp(), log_q.exp()).sum().item()
-    assert float(found.likeness["acceptance"]) == pytest.approx(overlap, rel=1e-5)
-    assert float(found.likeness["agreement"]) == (log_p.argmax(-1) == log_q.argmax(-1)).sum()
+    assert float(found.similarity["acceptance"]) == pytest.approx(overlap, rel=1e-5)
+    assert float(found.similarity["agreement"]) == (log_p.argmax(-1) == log_q.argmax(-1)).sum()
 
 
 @pytest.mark.parametrize(

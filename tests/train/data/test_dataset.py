@@ -134,7 +134,7 @@ def test_conversations_train_on_the_assistant_or_on_all(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"length": 100_000}, "rows of 100000 tokens are more than"),
+        ({"length": 100_000}, "data.length: got 100000, expected at most"),
         ({"files": ("no/such/folder",)}, "no/such/folder"),
         ({"limit": 1, "held_out": 0.001}, "data.held_out: too little to evaluate on; raise it, or 0 for none"),
     ],

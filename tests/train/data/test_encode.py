@@ -9,7 +9,7 @@ import pytest
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.templates import VICUNA_SYSTEM
-from hydrajax.train.data.conversations import Conversation, Message
+from hydrajax.train.data.conversations import Conversation, DialogueTurn
 from hydrajax.train.data.encode import encode_conversation, encode_conversations
 
 CHATML = (
@@ -50,7 +50,7 @@ TURNS = (
 
 
 def conversation(*turns, where="f line 1"):
-    return Conversation(tuple(Message(*turn) for turn in turns), where)
+    return Conversation(tuple(DialogueTurn(*turn) for turn in turns), where)
 
 
 @pytest.fixture(scope="module", params=["spaces in offsets", "offsets trimmed"])
@@ -202,9 +202,9 @@ def test_a_question_after_the_last_answer_is_not_learnt(with_template):
         (
             CHATML.replace("m.content", "(m.content if loop.last or m.role == 'user' else m.content[1:])"),
             TURNS,
-            "writes message 2 otherwise once others follow",
+            "changes message 2 once others follow",
         ),
-        (CHATML.replace("assistant\n", "assistant\n<think>"), TURNS, "begins message 2 otherwise than its generation"),
+        (CHATML.replace("assistant\n", "assistant\n<think>"), TURNS, "begins message 2 unlike its generation"),
         # The answer stands in the text, but not where the answer belongs.
         (
             CHATML.replace("m.content", "(m.content if m.role == 'user' else 'x')"),
@@ -213,10 +213,10 @@ def test_a_question_after_the_last_answer_is_not_learnt(with_template):
         ),
         (CHATML.replace("m.content", "m.content.upper()"), TURNS, "changes the answer 'A  graph without"),
         (CHATML.replace("m.content", "(m.content[:5])"), TURNS, "changes the answer 'A  graph without"),
-        (CHATML, [("user", "say </s>"), TURNS[1]], "message 1 holds the text of the special token </s>"),
-        (CHATML, [TURNS[0], ("assistant", "a<|im_end|>b")], r"message 2 holds .* special token <\|im_end\|>"),
+        (CHATML, [("user", "say </s>"), TURNS[1]], "message 1 contains the special token </s>"),
+        (CHATML, [TURNS[0], ("assistant", "a<|im_end|>b")], r"message 2 contains the special token <\|im_end\|>"),
         ("{{ bos_token + bos_token }}" + CHATML, TURNS, "writes BOS twice"),
-        (GENERATION.replace("'assistant'", "'user'"), [*TURNS[:2], TURNS[2]], "marks 2 answers of the 1"),
+        (GENERATION.replace("'assistant'", "'user'"), [*TURNS[:2], TURNS[2]], "marks 2 answers, expected 1"),
     ],
 )
 def test_conversations_that_are_refused(with_template, source, turns, reason):
@@ -232,7 +232,7 @@ def test_one_bad_conversation_among_good_ones(with_template):
     bad = conversation(("user", "</s>"), TURNS[1], where="f line 7")
     documents, left_out = encode_conversations(tokenizer, [conversation(*TURNS), bad, conversation(*TURNS[:2])])
     assert [len(learnt(document, tokenizer)) for document in documents] == [2, 1]
-    assert left_out == [("f line 7", "message 1 holds the text of the special token </s>")]
+    assert left_out == [("f line 7", "message 1 contains the special token </s>")]
 
 
 def test_settings_that_do_not_go_together_are_named_as_the_config_names_them(with_template):

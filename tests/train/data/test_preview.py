@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hydrajax.train.data.conversations import Conversation, Message
+from hydrajax.train.data.conversations import Conversation, DialogueTurn
 from hydrajax.train.data.corpus import train_tokenizer
 from hydrajax.train.data.encode import encode_conversation
 from hydrajax.train.data.packing import Document
@@ -25,7 +25,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def document(tokenizer):
-    turns = (Message("user", QUESTION), Message("assistant", ANSWER))
+    turns = (DialogueTurn("user", QUESTION), DialogueTurn("assistant", ANSWER))
     return encode_conversation(tokenizer, Conversation(turns * 2, "f"), "plain")
 
 
