@@ -53,8 +53,6 @@ class TrainCheckpoints:
     unfinished, so only one run may use it at a time.
 
     Args:
-        directory: created if it does not exist.
-        keep: number of newest checkpoints to keep, at least 1.
         higher_is_better: direction of the metric by which the best is kept.
         meta_fields: fields that every ``meta`` must have; a checkpoint without them counts as damaged.
 

@@ -24,10 +24,8 @@ def sum_over_chunks(
         parts: ``parts[k](params, varying[k][i], rows[k][i], shared) -> (loss, sums)``, a float32 scalar and a pytree of
             float32 scalars. Parts run one after the other, so that the large arrays of only one exist at a time.
         prepare: ``prepare(frozen, i) -> shared``, called once per chunk i for all parts.
-        params: shared by all parts and chunks.
-        varying: for each part, what is differentiated, chunked.
-        rows: for each part, what is not differentiated, chunked.
-        frozen: passed to ``prepare``.
+        params, varying: differentiated; ``varying`` is a chunked pytree per part.
+        rows, frozen: not differentiated; ``rows`` is a chunked pytree per part.
 
     Returns:
         ``(sum of all losses, for each part the sum of its sums)``.

@@ -51,7 +51,6 @@ def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) 
 
     Args:
         config: ``model`` and ``teacher`` may be a name in `SHAPES` or a directory with a ``config.json``.
-        console: where to print.
         device_memory: of one device, in GB (10^9 bytes). If the run does not fit, more accumulation is tried.
 
     Returns:

@@ -135,13 +135,7 @@ def language_model_loss(
     Differentiable in ``base_params`` (its lm head) and ``hidden``.
 
     Args:
-        model: the model.
-        base_params: trained parameters.
-        hidden: post-norm hidden states.
-        labels: tokens, or `IGNORED`.
-        segments: documents of packed sequences.
-        chunk_tokens: positions whose logits exist at once.
-        frozen: other parameters, if ``base_params`` are not all.
+        frozen: the model's other parameters, if ``base_params`` are not all.
         teacher: a model with the same vocabulary and its hidden states. The loss is then KL(teacher ‖ model).
         rng: for the model's adapter, see `BoundBase`.
     """
@@ -201,9 +195,7 @@ def draft_loss(
     """Compute the loss of draft heads on a base by teacher forcing, and its metrics per head.
 
     Args:
-        objective: weights of the loss.
-        drafter, draft_params: the heads.
-        aux_hidden_states: read by the drafter.
+        aux_hidden_states: what the drafter reads.
         hidden: the base's post-norm hidden states, the teacher. They get no gradient.
         batch: int32 ``[B, T]`` ``tokens``, ``labels`` (or `IGNORED`) and, if packed, ``segments`` (0 for padding).
             Attention and targets stay within a document.

@@ -102,12 +102,9 @@ def make_train_step(
     the counters.
 
     Args:
-        loss: see `Loss`.
-        optimizer: see `hydrajax.train.optimizer`.
         accumulation: number of micro-batches, which divides B. Their gradients are summed in float32 and equal the
             whole batch's.
-        shardings: of the state.
-        frozen_shardings: of ``frozen``.
+        shardings, frozen_shardings: of the state and of ``frozen``.
         matmul_precision: of the loss and its gradient, see `jax.default_matmul_precision`. None: JAX's setting.
     """
 

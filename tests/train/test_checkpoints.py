@@ -133,7 +133,7 @@ def test_saves_are_written_in_the_background(tmp_path, monkeypatch):
         ([5, 1, 2, 3], True, [0, 2, 3]),
         ([5, 1, 2, 3], False, [1, 2, 3]),
         ([1, 2, 3, 4], True, [2, 3]),
-        ([2, 2, 1, 1], True, [1, 2, 3]),  # of equals the newest
+        ([2, 2, 1, 1], True, [1, 2, 3]),  # the newest of equal ones
         ([1, float("nan"), None, 0], True, [0, 2, 3]),
         ([None, None, None, None], False, [2, 3]),
         ([None, -1, None, None], True, [1, 2, 3]),
@@ -168,7 +168,7 @@ def test_restored_on_another_mesh(tmp_path):
     ],
 )
 def test_state_of_another_configuration(tmp_path, other, pieces):
-    """No older checkpoint is tried in its place."""
+    """An older checkpoint is not used instead."""
     fill(tmp_path, 1)
     with opened(tmp_path) as checkpoints:
         checkpoints.save(2, small(2), {})
@@ -223,7 +223,7 @@ def test_damaged_checkpoint_is_skipped(tmp_path, how, capfd):
         assert "step 2 is damaged" in warnings[0]
         assert path.name in warnings[0]
         path.write_bytes(content)
-    harm(tmp_path / "2" / "_CHECKPOINT_METADATA", how)  # orbax's, of which nothing is needed
+    harm(tmp_path / "2" / "_CHECKPOINT_METADATA", how)  # orbax's, not needed
     assert newest(tmp_path) == (2, [])
     assert capfd.readouterr() == ("", "")
 
@@ -236,7 +236,7 @@ def test_no_checkpoint_is_whole(tmp_path):
     with opened(tmp_path) as checkpoints, refused("every checkpoint in", "step 2 is damaged", "hydrajax.json"):
         checkpoints.restore(small(0), on_warning=warnings.append)
     assert len(warnings) == 2
-    assert (tmp_path / "1").exists()  # looking changes nothing
+    assert (tmp_path / "1").exists()  # reading changes nothing
     assert (tmp_path / "2").exists()
 
 
@@ -259,7 +259,7 @@ def test_training_resumes_from_the_checkpoint_before_the_damage(tmp_path):
 
 @contextmanager
 def full_disk(room: int = 1024):
-    """No file may have more bytes: the system refuses the write as it does on a full disk, only with another code."""
+    """Limit file sizes: writes fail as on a full disk, with another error code."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit[1]))
     try:
@@ -294,7 +294,7 @@ def test_failed_write(tmp_path, call, capfd):
 
 
 def test_no_space_for_any_file(tmp_path):
-    """Then orbax has errors left over when it is closed."""
+    """Orbax then raises further errors when it is closed."""
     with full_disk(0), pytest.raises(HydrajaxError, match="saving step 1"), opened(tmp_path) as checkpoints:
         checkpoints.save(1, small(1), {}, wait=True)
     assert not list(tmp_path.iterdir())
@@ -325,7 +325,7 @@ def test_an_error_of_the_training_is_not_hidden_by_a_failed_save(tmp_path):
 
 
 def test_killed_while_saving(tmp_path):
-    """kill -9 when all arrays are written leaves a temporary directory, removed at the next start."""
+    """kill -9 after all arrays are written leaves a temporary directory, which the next start removes."""
     fill(tmp_path, 1, 2)
     process = run("hang_while_saving", tmp_path)
     assert process.stdout.readline() == "saving\n", process.stderr.read()

@@ -1,4 +1,4 @@
-"""Runs of EAGLE drafts from the settings to text: interrupted, resumed, exported, loaded, taken up again."""
+"""Runs of EAGLE drafts from settings to text: interrupted, resumed, exported, loaded, trained further."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS = {
 
 
 def settings_of(kind: str, settings: dict) -> dict:
-    """Several documents share a row; the checkpoints are frequent."""
+    """A run with packed sequences and frequent checkpoints."""
     data = settings["data"] | {"rows": "pack"}
     return settings | KINDS[kind] | {"data": data, "steps": 6, "checkpoint_every": 2, "eval_every": 3}
 
@@ -69,7 +69,7 @@ def test_a_stopped_run_ends_bitwise_where_another_ends_and_its_draft_decodes(
 
 
 def counts_of(settings: dict) -> np.ndarray:
-    """How often each id is a target, counted one by one; a vocabulary of the most frequent has no less frequent one."""
+    """Target counts equal those counted one by one, and the vocabulary has the most frequent ids."""
     config = config_from({"output": "unused"} | settings)
     rows = dataset.build(config.data, tokenizer_of(config), config.seed, lambda text: None).train
     counts = Counter(rows.labels.ravel().tolist())
@@ -88,7 +88,7 @@ def test_the_vocabulary_is_of_the_most_frequent_targets(settings, base):
 
 @pytest.mark.slow
 def test_every_parameter_learns(tiny_model):
-    """The gradient of every one is finite and not zero."""
+    """The gradient of every parameter is finite and not zero."""
     model, base_params = tiny_model
     base = BoundBase(model, base_params)
     tokens = np.random.default_rng(0).integers(0, 61, (2, 12), dtype=np.int32)

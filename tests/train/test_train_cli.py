@@ -1,4 +1,4 @@
-"""`python -m hydrajax.train` from the outside: what it refuses, the guard against NaN, a base and data not ours."""
+"""`python -m hydrajax.train`: refusals, the guard against NaN, and a base and data of others."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_vocabulary_of_the_most_frequent_targets(program, config_file, base, t
     tokens = loaded.drafter.vocabulary.tokens.tolist()
     ids = [loaded.tokenizer(path.read_text())["input_ids"] for path in texts.iterdir()]
     counts = Counter(token for text in ids for token in text)
-    assert {token for token, _ in counts.most_common(5)} < set(tokens)  # the text is of nine words
+    assert {token for token, _ in counts.most_common(5)} < set(tokens)  # the text has nine words
     assert len(tokens) == 9
 
     prompts = np.array([text[:8] for text in ids], np.int32)

@@ -65,11 +65,10 @@ def read_conversations(
 ) -> tuple[list[Conversation], list[BadRecord]]:
     """Read JSON and JSONL files, gzipped or not, and folders of such files, in order.
 
-    A record is an element of a file's list or a line. Assistant messages before the first user message are dropped, and
-    so are blank system messages.
+    A record is an element of a file's list or a line. Returns conversations and
+    bad records. Assistant messages before the first user message and blank system messages are dropped.
 
     Args:
-        paths: files and folders.
         format: of the records. ``auto`` detects each and takes {"prompt", "response" or "completion"}, {"question",
             "answer"} and {"history": [{"user", "bot"}, ...]} too.
 
@@ -78,9 +77,6 @@ def read_conversations(
                 messages   {"messages": [{"role": ..., "content": text}, ...]}, or the list alone
 
         answered: leave out conversations without an assistant message.
-
-    Returns:
-        The conversations and the records that were left out.
 
     Raises:
         HydrajaxError: a file cannot be read, or no record is usable.

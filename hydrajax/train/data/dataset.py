@@ -65,7 +65,6 @@ def documents(config: DataConfig, tokenizer: Any | None, seed: int, log: Log) ->
     """Read, split and tokenise the data.
 
     Args:
-        config: the section ``data``.
         tokenizer: None trains one on the training texts (`DataConfig.new_tokenizer`).
         seed: of the split.
         log: gets a line about what was read and what was left out.

@@ -28,7 +28,6 @@ def encode_conversation(tokenizer: Any, conversation: Conversation, template: st
 
     Args:
         tokenizer: a fast tokenizer of transformers.
-        conversation: one of `read_conversations`.
         template: ``auto`` for the tokenizer's own, or one of `hydrajax.text.templates.BUILT_IN`.
 
     Raises:

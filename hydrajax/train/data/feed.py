@@ -40,9 +40,6 @@ class Feed:
 
     Args:
         rows: batches hold its ``tokens``, ``labels`` and, if there are any, ``segments``, int32 ``[batch_size, T]``.
-        batch_size: sequences per batch.
-        start, stop: the steps.
-        seed: of the order.
         place: called in the thread with each batch, a dict of NumPy arrays, to put it on the devices. A mesh set by
             `jax.set_mesh` in the caller is not in force there.
         extras: further arrays by name, such as ``np.memmap``, indexed like ``rows``.

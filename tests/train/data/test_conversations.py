@@ -30,7 +30,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant",
 
 
 def write(path, *records, **settings):
-    """JSONL where ``path`` says so, else a JSON list. Records that are text are written as they are."""
+    """Write JSONL or a JSON list, depending on the suffix. Records that are text are written unchanged in JSONL."""
     if path.name.endswith(".jsonl"):
         path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records), encoding="utf-8")
     else:
@@ -260,7 +260,7 @@ def test_texts_of_files_and_folders(tmp_path):
         ("latin.txt", "is binary or not UTF-8 text"),
         ("zeros.bin", "is binary or not UTF-8 text"),
     ]
-    # What is named is read, in the order given.
+    # Named files are read, in the given order.
     texts, _ = read_texts([tmp_path / "b.py", tmp_path / "a/.hidden"])
     assert [t.text for t in texts] == ["x = 1\r\n", "no"]
     with pytest.raises(HydrajaxError, match=r"data.files: found no text in .*empty.py; 1 left out, .* is empty"):

@@ -17,7 +17,7 @@ PATIENCE = 10.0  # seconds until a test gives up on a thread
 
 @pytest.fixture
 def rows() -> Rows:
-    """Twelve rows that hold their own number, and ten times it as labels."""
+    """Twelve sequences of their own index, with ten times the index as labels."""
     tokens = np.repeat(np.arange(12, dtype=np.int32)[:, None], 3, axis=1)
     return Rows(tokens, tokens * 10, None)
 
@@ -123,7 +123,7 @@ def test_leaving_early_ends_the_thread(rows):
             if step == 3:
                 break
     assert list(feed) == []
-    feed.close()  # again, without harm
+    feed.close()  # closing again does nothing
     Feed(rows, 2, 0, 10**9, seed=0).close()  # before anything is taken
 
 
@@ -139,7 +139,7 @@ def test_an_error_of_the_consumer_ends_the_thread(rows):
 def test_ctrl_c_interrupts_a_consumer_that_waits(rows):
     """The consumer waits for a batch that comes only after the signal: it is interrupted, and the thread ends."""
     heard, in_time = threading.Event(), []
-    main = threading.main_thread().ident  # the one to which the kernel gives a Ctrl-C
+    main = threading.main_thread().ident  # the kernel delivers a Ctrl-C to it
     timer = threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT])
 
     def interrupt(*_):

@@ -42,7 +42,7 @@ def test_answers_of_one_conversation_are_held_out_together(tmp_path):
         assert all(len(side) == 1 for side in sides)
         assert len({talks[row] if talks[row] is not None else 10 + row for row in held_out}) == 3  # of 6
         seen.add((6 in held_out, 7 in held_out))
-    assert len(seen) > 2  # lines of no conversation are parted
+    assert len(seen) > 2  # lines without a conversation are split
 
 
 @pytest.mark.parametrize(

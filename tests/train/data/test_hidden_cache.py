@@ -1,4 +1,4 @@
-"""Training on stored hidden states is training without them; what makes the store stale is noticed."""
+"""Training with the hidden-state cache equals training without it, and a stale cache is noticed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_same_run_with_and_without(program, config_file, settings, make_base, tm
     record = json.loads((cached / "hidden.json").read_text())
     size = (cached / "hidden.bin").stat().st_size
     assert size == np.prod(record["shape"]) * 4 > 50 * 32 * BYTES
-    # The size is said before the writing.
+    # The size is printed before anything is written.
     told = f"hidden states: {size / 1e9:.2f} GB to write to {cached / 'hidden.bin'} (limit 0.5 GB)"
     assert told in first.out
 
@@ -46,7 +46,7 @@ def test_same_run_with_and_without(program, config_file, settings, make_base, tm
     for name, tensor in heads(cached).items():
         np.testing.assert_allclose(tensor, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
-    # Read again by the next run over the same data, not read once anything has changed.
+    # The next run with the same data reads it; a run with other data does not.
     before = (cached / "hidden.bin").read_bytes()
     shutil.rmtree(cached / "checkpoints")
     assert f"hidden states: {size / 1e9:.2f} GB, found in " in program("--config", config).out
