@@ -122,12 +122,12 @@ def test_every_parameter_learns(tiny_model):
             "draft.aux_hidden_layers: layers must rise, from 0 up, found [1, 1]",
         ),
         (["draft={heads: eagle3, aux_hidden_layers: [0, 9]}"], "draft.aux_hidden_layers: must be at most the base's"),
-        (["draft={heads: eagle3}", "data.hidden_cache_gb=1"], "data.hidden_cache_gb: the cache holds the base's last"),
+        (["draft={heads: eagle3}", "data.hidden_cache_gb=1"], "data.hidden_cache_gb: got 1.0, expected 0 for heads"),
         (["draft={heads: hydra, lm_head: shared, vocabulary: 9}"], "draft.vocabulary: contradicts draft.lm_head"),
         (["tree=dynamic-8-2-4", "draft={heads: eagle}"], "tree: dynamic-8-2-4 has another shape at every step"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(program, config_file, tmp_path, overrides, message):
+def test_bad_settings_are_refused_in_one_line(program, config_file, tmp_path, overrides, message):
     result = program("--config", config_file(), *overrides)
     assert result.code == 2, result.out
     (line,) = [line for line in result.err.splitlines() if line.startswith("hydrajax: ")]

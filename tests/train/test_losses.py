@@ -299,11 +299,11 @@ def test_what_a_model_learns_from_another_equals_torch(base, example):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lm_weight": -0.1}, "objective.lm_weight: must be at least 0 and finite, found -0.1"),
-        ({"noise_alpha": float("nan")}, "objective.noise_alpha: must be at least 0 and finite, found nan"),
-        ({"head_decay": float("inf")}, "objective.head_decay: must be at least 0 and finite, found inf"),
-        ({"chunk_tokens": 0}, "objective.chunk_tokens: must be at least 1, found 0"),
-        ({"teacher_weight": 0.0}, "objective: one of lm_weight, teacher_weight and reconstruction_weight must be"),
+        ({"lm_weight": -0.1}, "objective.lm_weight: got -0.1, expected a finite number of at least 0"),
+        ({"noise_alpha": float("nan")}, "objective.noise_alpha: got nan, expected a finite number of at least 0"),
+        ({"head_decay": float("inf")}, "objective.head_decay: got inf, expected a finite number of at least 0"),
+        ({"chunk_tokens": 0}, "objective.chunk_tokens: got 0, expected at least 1"),
+        ({"teacher_weight": 0.0}, "objective: set at least one of lm_weight, teacher_weight and reconstruction_weight"),
     ],
 )
 def test_bad_objectives_are_refused(settings, message):

@@ -32,7 +32,7 @@ def test_settings(program, config_file, tmp_path):
     assert refused(program("--config", config_file(draft={"num_draft_head": 3}))).endswith(
         "did you mean draft.num_draft_heads?"
     )
-    assert refused(program("--config", config_file(), "steps=many")) == "steps: must be an integer, found 'many'"
+    assert refused(program("--config", config_file(), "steps=many")) == "steps: got 'many', expected an integer"
     assert "--config: cannot read" in refused(program("--config", tmp_path / "none.yaml"))
     assert "--config" in refused(program())
     assert not (tmp_path / "run").exists()
@@ -50,7 +50,7 @@ def test_missing_and_empty_inputs(program, config_file, settings, texts, tmp_pat
 
 def test_data_the_base_cannot_read(program, config_file, base, texts, tmp_path):
     assert refused(program("--config", config_file(), "data.length=65")).startswith(
-        "data.length: must be at most the base's context 64, found 65"
+        "data.length: got 65, expected at most the base's context 64"
     )
     from hydrajax.train.data.corpus import train_tokenizer
 
