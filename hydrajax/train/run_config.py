@@ -296,7 +296,8 @@ class TrainConfig:
             if value:
                 raise HydrajaxError(f"{name}: has no effect with task {self.task}, remove it")
         if self.task == "joint":
-            one_of("optimizer.name", self.optimizer.name, ("adamw",))
+            if self.optimizer.name != "adamw":
+                raise HydrajaxError(f"optimizer.name: got {self.optimizer.name}, expected adamw with task joint")
             check_alone_steps(self, self.steps)
 
 

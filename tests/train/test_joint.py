@@ -360,7 +360,7 @@ def test_greedy_trees_say_what_the_adapted_base_says(base, tmp_path):
     [
         (["joint.heads_alone_steps=6"], "joint.heads_alone_steps: got 6, expected less than the run's 6 steps"),
         (["data.hidden_cache_gb=1"], "data.hidden_cache_gb: has no effect with task joint, remove it"),
-        (["optimizer.name=muon"], "optimizer.name: found 'muon', allowed are adamw"),
+        (["optimizer.name=muon"], "optimizer.name: got muon, expected adamw with task joint"),
         (["draft.lm_head=shared"], "adapter.targets: got lm_head, but "),
         (["draft={heads: eagle}"], "adapter.targets: got lm_head, but "),
         (["adapter.targets=[lm_heads]"], "adapter.targets: found 'lm_heads', allowed are q_proj, k_proj"),
