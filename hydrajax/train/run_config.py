@@ -255,7 +255,7 @@ class TrainConfig:
         one_of("dtype", self.dtype, ("float32", "bfloat16"))
         one_of("matmul_precision", self.matmul_precision, ("default", "bfloat16"))
         if self.quantize is not None:
-            one_of("quantize", self.quantize, QUANTIZED)
+            one_of("quantize", self.quantize, tuple(QUANTIZED))
         for name in ("batch_size", "accumulation", "log_every", "eval_every", "eval_rows", "checkpoint_every",
                      "keep_checkpoints", "max_bad_steps", "steps"):  # fmt: skip
             at_least(name, getattr(self, name), 1)
