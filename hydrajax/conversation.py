@@ -37,7 +37,7 @@ class Turn:
 class Chat:
     """A conversation with a model, which keeps the KV cache between turns.
 
-    `say` adds a message and yields the answer's text. ``messages`` is the conversation so far and may be edited between
+    `send` adds a message and yields the answer's text. ``messages`` is the conversation so far and may be edited between
     turns; ``turn`` tells what the last answer took. The cache is kept as long as the conversation, written out by the
     template, begins with the very tokens that it holds. Where it does not (an edited message, an answer that was
     interrupted, a template that rewrites what is past), the turn starts from an empty cache.
@@ -70,7 +70,7 @@ class Chat:
         """Begin a new conversation."""
         self.messages, self._state, self._held = [], None, []
 
-    def say(self, message: str) -> Iterator[str]:
+    def send(self, message: str) -> Iterator[str]:
         """Answer a message, piece by piece. ``turn`` says afterwards what it took.
 
         An answer that is broken off (the iterator closed, Ctrl-C) stays in the conversation as far as it was yielded.

@@ -48,7 +48,7 @@ def cold(loaded, chat: Chat) -> str:
 def test_every_turn_answers_the_whole_conversation(loaded):
     chat, reused = make(loaded), []
     for message in MESSAGES:
-        answer = "".join(chat.say(message))
+        answer = "".join(chat.send(message))
         assert answer == cold(loaded, chat)
         assert chat.messages[-2:] == [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
         assert 0 < chat.turn.new_tokens <= NEW
@@ -61,24 +61,24 @@ def test_every_turn_answers_the_whole_conversation(loaded):
 @pytest.mark.slow
 def test_an_edited_conversation_starts_from_an_empty_cache(loaded):
     chat = make(loaded)
-    list(chat.say(MESSAGES[0]))
+    list(chat.send(MESSAGES[0]))
     chat.messages[1]["content"] = "    return items[0]\n"
-    answer = "".join(chat.say(MESSAGES[1]))
+    answer = "".join(chat.send(MESSAGES[1]))
     assert chat.turn.reused == 0
     assert answer == cold(loaded, chat)
 
 
 def test_an_answer_broken_off_stays_as_far_as_it_went(loaded):
     chat = make(loaded)
-    pieces = chat.say(MESSAGES[0])
+    pieces = chat.send(MESSAGES[0])
     first = next(pieces)
     pieces.close()
     assert chat.messages[-1] == {"role": "assistant", "content": first}
-    answer = "".join(chat.say(MESSAGES[1]))
+    answer = "".join(chat.send(MESSAGES[1]))
     assert answer == cold(loaded, chat)
     chat.reset()
     assert chat.messages == []
-    list(chat.say(MESSAGES[2]))
+    list(chat.send(MESSAGES[2]))
     assert chat.turn.reused == 0
 
 
@@ -90,14 +90,14 @@ def test_a_full_context_ends_the_answer_and_refuses_the_next_message(loaded):
         return len(loaded.tokenizer.encode("x = 1\n" * (lines + 1), add_special_tokens=False))
 
     with pytest.raises(HydrajaxError, match=f"tokens, the model's context is {context}"):
-        list(chat.say("x = 1\n" * context))
+        list(chat.send("x = 1\n" * context))
     assert chat.messages == []
     longest = max(lines for lines in range(1, context) if n_tokens(lines) < context - 4)
-    list(chat.say("x = 1\n" * longest))
+    list(chat.send("x = 1\n" * longest))
     if chat.turn.full:
         assert chat.turn.prompt_tokens + chat.turn.new_tokens == context
     with pytest.raises(HydrajaxError, match="message: the conversation would have"):
-        list(chat.say(MESSAGES[0]))
+        list(chat.send(MESSAGES[0]))
 
 
 def test_bad_conversations_are_refused(loaded):
@@ -107,9 +107,9 @@ def test_bad_conversations_are_refused(loaded):
         Chat(executor(loaded))
     chat = make(loaded)
     with pytest.raises(HydrajaxError, match="message: is empty"):
-        list(chat.say("  "))
+        list(chat.send("  "))
     with pytest.raises(HydrajaxError, match="message: holds the text of the special token"):
-        list(chat.say(f"a {loaded.tokenizer.eos_token} b"))
+        list(chat.send(f"a {loaded.tokenizer.eos_token} b"))
     assert chat.messages == []
 
 
@@ -167,7 +167,7 @@ def test_in_the_terminal(loaded, monkeypatch, capfd, tmp_path):
     assert main([*common, "--template", "plain"]) == 0
     out, err = capfd.readouterr()
     chat = make(loaded)
-    first, second = ("".join(chat.say(message)) for message in MESSAGES[:2])
+    first, second = ("".join(chat.send(message)) for message in MESSAGES[:2])
     assert out == f"{first}\n{second}\n{first}\n"
     assert err.count("τ ") == 3
     assert err.count("message: is not valid Unicode text\n") == 1

@@ -154,7 +154,7 @@ def test_without_a_tree_the_fastest_is_taken_once(m, monkeypatch, capsys):
 def test_a_chat_of_a_loaded_model(m):
     chat = m.chat(template="plain", rule="exact", temperature=0.8, tree="chain-2", max_new_tokens=4)
     again = m.chat(template="plain", rule="exact", temperature=0.8, tree="chain-2", max_new_tokens=4, seed=chat.seed)
-    assert "".join(chat.say("def f(")) == "".join(again.say("def f("))
+    assert "".join(chat.send("def f(")) == "".join(again.send("def f("))
 
 
 def test_repr_is_a_line_that_fetches_nothing(m):
