@@ -69,16 +69,16 @@ def test_stop_strings_cut_streamed_and_whole_text_alike(executor, whole, data):
         assert result.text == without.text[:cut]
         assert result.finish_reason == ("length" if cut is None else "stop")
         assert result.output_ids == without.output_ids[: result.new_tokens]
-        assert sum(result.step_lengths) == result.new_tokens
+        assert sum(result.emitted_per_step) == result.new_tokens
         steps = result.steps
-        assert result.step_lengths[:-1] == without.step_lengths[: steps - 1]
-        assert result.step_lengths[-1] <= without.step_lengths[steps - 1]
+        assert result.emitted_per_step[:-1] == without.emitted_per_step[: steps - 1]
+        assert result.emitted_per_step[-1] <= without.emitted_per_step[steps - 1]
     pieces = hydrajax.stream(executor, PROMPTS[number], stop=stop)
     assert joined(pieces) == stopped[number].text
     streamed = pieces.result
-    assert (streamed.output_ids, streamed.step_lengths) == (
+    assert (streamed.output_ids, streamed.emitted_per_step) == (
         stopped[number].output_ids,
-        stopped[number].step_lengths,
+        stopped[number].emitted_per_step,
     )
     assert streamed.finish_reason == "stop"
 
@@ -109,7 +109,10 @@ def test_a_stream_begins_after_one_step_and_compiles_no_burst_of_its_own(executo
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
     assert (asked, pieces.result.steps) == ([1], 1)
     assert first + joined(pieces) == whole[0].text
-    assert (pieces.result.output_ids, pieces.result.step_lengths) == (whole[0].output_ids, whole[0].step_lengths)
+    assert (pieces.result.output_ids, pieces.result.emitted_per_step) == (
+        whole[0].output_ids,
+        whole[0].emitted_per_step,
+    )
     assert asked == [2**number for number in range(len(asked))]
     assert len(asked) > 3
     assert not [event for event in compiled if event.endswith("backend_compile_duration")]
@@ -134,7 +137,7 @@ def test_with_a_seed_of_its_own_a_prompt_draws_as_if_it_were_alone(loaded):
     for prompt, seed, result in zip(PROMPTS, seeds, together, strict=True):
         (alone,) = hydrajax.generate(executor, [prompt], seed=seed)
         assert result.output_ids == alone.output_ids
-    with pytest.raises(HydrajaxError, match="seed: must be one for all prompts or one for each, found 2 for 3"):
+    with pytest.raises(HydrajaxError, match="seed: got 2 for 3 prompts, expected one, or one per prompt"):
         hydrajax.generate(executor, PROMPTS, seed=seeds[:2])
 
 
@@ -181,10 +184,13 @@ def test_end_of_text_and_a_full_context_are_reasons(loaded, whole):
 
 def test_bad_requests_are_refused(loaded, executor):
     for arguments, message in [
-        ({"stop": "\n"}, "stop: must be a list of strings, found one"),
+        ({"stop": "\n"}, "stop: got one string, expected a list"),
         ({"stop": [""]}, "stop: found an empty string"),
-        ({"specs": [executor.spec]}, "specs: must be one per prompt, found 1 for 3 prompts"),
-        ({"specs": with_limits(executor, [3, 65, 1])}, "max_new_tokens: must be at most 64 with this executor, found"),
+        ({"specs": [executor.spec]}, "specs: got 1 for 3 prompts, expected one per prompt"),
+        (
+            {"specs": with_limits(executor, [3, 65, 1])},
+            "max_new_tokens: got 65, expected at most 64",
+        ),
     ]:
         with pytest.raises(HydrajaxError, match=message):
             hydrajax.generate(executor, PROMPTS, **arguments)
@@ -196,5 +202,5 @@ def test_bad_requests_are_refused(loaded, executor):
             loaded.generate(PROMPTS, tree="chain-2", max_new_tokens=limits)
     without = hydrajax.load(assets.base())
     without.tokenizer = None
-    with pytest.raises(HydrajaxError, match="stop: the base has no tokenizer"):
+    with pytest.raises(HydrajaxError, match="stop: requires a tokenizer"):
         hydrajax.generate(without.executor(), [[1, 2]], stop=["a"])

@@ -60,7 +60,7 @@ def test_heads_with_lookup_beside_them_by_name(m):
     refused(lambda: hydrajax.load("shipped", "lookup+nowhere"), "draft: no such directory: nowhere")
     refused(
         lambda: m.with_draft("lookup+hydra", draft_confidence=0.5),
-        "draft_confidence: is for a draft model, found Hydra",
+        "draft_confidence: requires a draft model, got Hydra",
     )
 
 
@@ -92,7 +92,7 @@ def test_a_conversation_is_a_prompt(m, monkeypatch):
     assert answer.prompt_ids == m.tokenizer.encode("system: be brief\nuser: hi\nassistant:")
     wrong = "prompt 0: message 0 must have the texts role and content, found {'role': 'user'}"
     refused(lambda: m.generate([[{"role": "user"}]]), wrong)
-    wrong = "prompts: must be a list of prompts, found one conversation; write [messages]"
+    wrong = "prompts: got one conversation, expected a list of prompts; write [messages]"
     refused(lambda: m.generate(messages), wrong)
 
 
@@ -188,7 +188,7 @@ def test_what_cannot_be_used_is_named_as_in_python(m):
     refused(lambda: m.encode(PROMPT), message)
     message = "prompt 0: is a list of messages, but the base has no chat template; give text"
     refused(lambda: m.generate([[{"role": "user", "content": "hi"}]]), message)
-    message = "drafter: is needed with a base model alone; what hydrajax.load gives brings its own"
+    message = "drafter: is required with a base model; the result of hydrajax.load has one"
     refused(lambda: hydrajax.make_decode_fn(m.model), message)
 
 

@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):  # so that a line of invalid text does not end the program
         sys.stdin.reconfigure(errors="surrogateescape")
     if at_terminal():
-        with suppress(ImportError):  # missing on Windows, whose terminal edits lines itself
-            import readline  # noqa: F401 (lets `input` edit lines and recall earlier ones)
+        edit_lines()
         console.print(", ".join(f"{name}: {what}" for name, what in COMMANDS.items()), style="dim")
     while (line := read_line()) is not None:
         if line.strip() == "/exit":
@@ -58,6 +57,12 @@ def run(args: argparse.Namespace) -> None:
 
 def at_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()  # None in a process without standard input
+
+
+def edit_lines() -> None:
+    """Let `input` edit lines and recall earlier ones, which are kept in memory only."""
+    with suppress(ImportError):  # missing on Windows, whose terminal edits lines itself
+        import readline  # noqa: F401
 
 
 def read_line() -> str | None:

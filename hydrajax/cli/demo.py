@@ -42,7 +42,15 @@ BUILT_IN_CODE = (
     "class BoundedQueue:\n    def __init__(self, limit):",
     "def read_settings(path):\n    with open(path) as file:",
 )
-ENDS = ("\n\n\n", "\ndef ", "\nclass ", "\n    def ", "\n\n    @", "\n@", "\nif ")  # of the function that a prompt begins
+ENDS = (
+    "\n\n\n",
+    "\ndef ",
+    "\nclass ",
+    "\n    def ",
+    "\n\n    @",
+    "\n@",
+    "\nif ",
+)  # of the function that a prompt begins
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     console = Console(highlight=False)
-    with status("loading the shipped model") as update:
-        model = load(assets.base(), dtype="float32")  # so that outputs are equal: bfloat16 has ties
-        prompts = make_prompts(model, args.prompt)
+    model = load(assets.base(), dtype="float32")  # so that outputs are equal: bfloat16 has ties
+    prompts = make_prompts(model, args.prompt)
+    with status("loading drafts") as update:
         executors = make_executors(model)
         rows = measure(executors, prompts, update)
         best = max(rows[1:], key=lambda row: row.tokens_per_second)

@@ -88,7 +88,9 @@ def run(args: argparse.Namespace) -> None:
             progress.update(totals)
     if totals.cut:
         context, outputs = model.config.max_positions, "output" if totals.cut == 1 else "outputs"
-        print(f"{totals.cut} {outputs} cut off: prompt and output fill the context of {context} tokens", file=sys.stderr)
+        print(
+            f"{totals.cut} {outputs} cut off: prompt and output fill the context of {context} tokens", file=sys.stderr
+        )
     print(totals.summary(), file=sys.stderr)
 
 

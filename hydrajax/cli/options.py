@@ -60,7 +60,7 @@ def add_model_arguments(
         several: accept ``--draft`` and ``--tree`` several times; they become lists.
         apart: add ``--draft-devices``.
     """
-    names = "; ".join(f"{name}: {kind.about}" for name, kind in WITHOUT_WEIGHTS.items())
+    names = ", ".join(f"{name} ({kind.about})" for name, kind in WITHOUT_WEIGHTS.items())
     listed: dict[str, Any] = {"action": "append", "default": []} if several else {}
     group = parser.add_argument_group("model")
     if base:
@@ -72,9 +72,9 @@ def add_model_arguments(
         add_adapter_arguments(group)
     group.add_argument(
         "--draft", metavar="DIR|NAME", **listed,
-        help="draft with this: a directory of draft heads, or of a smaller model with the same tokenizer, or a name "
-        f"({names}; of the shipped base: {', '.join(assets.SHIPPED_DRAFTS)}). lookup+DRAFT adds a branch of 5 nodes "
-        "found by lookup to the draft's trees, lookup-L+DRAFT one of L nodes (default: no draft)"
+        help="draft with draft heads or a smaller model of the same tokenizer, from a directory, or by name: "
+        f"{names}; {', '.join(assets.SHIPPED_DRAFTS)} (for the shipped base). lookup+DRAFT adds a branch of 5 nodes "
+        "found by lookup to DRAFT's trees, lookup-L+DRAFT one of L nodes (default none)"
         + ("; repeatable, the base alone always runs too" if several else ""),
     )  # fmt: skip
     if not several:
@@ -147,14 +147,14 @@ def add_seed_argument(parser: argparse._ActionsContainer) -> None:
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--rule`` and the numbers of rules and logits processors, see `spec_from`."""
     group = parser.add_argument_group("acceptance")
-    group.add_argument("--rule", choices=list(RULES), default="greedy", help="accept drafts by this rule (default greedy)")
+    group.add_argument("--rule", choices=list(RULES), default="greedy", help="accept drafts by RULE (default greedy)")
     group.add_argument(
         "--temperature", metavar="T", type=float,
         help="sample at temperature T (default 1.0, for typical 0.7; 0 is greedy, except for typical)",
     )  # fmt: skip
     group.add_argument("--top-k", metavar="K", type=positive, help="keep the K most likely tokens")
     group.add_argument("--top-p", metavar="P", type=float, help="keep the most likely tokens with total probability P")
-    group.add_argument("--min-p", metavar="P", type=float, help="keep tokens at least P times as likely as the likeliest")
+    group.add_argument("--min-p", metavar="P", type=float, help="keep tokens at least P times as likely as the top one")
     group.add_argument("--epsilon", metavar="E", type=float, help="typical: set the posterior threshold (default 0.1)")
     group.add_argument("--alpha", metavar="A", type=float, help="typical: set the entropy factor (default sqrt(E))")
     group = parser.add_argument_group("logits processors, with any rule")

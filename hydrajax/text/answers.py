@@ -24,7 +24,7 @@ class Generation:
     output_ids:    generated ids only, EOS included if it was met.
     text:          the output as text without special tokens, None if the base has no tokenizer.
     steps:         decode steps: forward passes of the base after the prompt's.
-    step_lengths:  tokens emitted by each step, the root counted, so that they sum to ``new_tokens``. The file calls
+    emitted_per_step: tokens emitted by each step, the root counted, so that they sum to ``new_tokens``. The file calls
                    them ``accept_lengths`` as Spec-Bench does; `DecodeResult.accept_lengths` leaves the root out.
     new_tokens:    generated tokens.
     wall_time:     seconds, prompt included and compilation excluded, of the whole batch the prompt was in.
@@ -42,7 +42,7 @@ class Generation:
     output_ids: list[int]
     text: str | None
     steps: int
-    step_lengths: list[int]
+    emitted_per_step: list[int]
     new_tokens: int
     wall_time: float
     finish_reason: str | None = None
@@ -61,7 +61,7 @@ def line_of(answer: Generation) -> dict[str, Any]:
 
 
 def _in_file(name: str) -> str:
-    return {"step_lengths": "accept_lengths"}.get(name, name)
+    return {"emitted_per_step": "accept_lengths"}.get(name, name)
 
 
 class AnswerWriter(WholeFile):
@@ -112,22 +112,23 @@ def _answer(where: str, line: dict) -> Generation:
         output_ids=integers(line["output_ids"], f"{where}: output_ids"),
         text=text,
         steps=number("steps", int, "an integer"),
-        step_lengths=integers(line["accept_lengths"], f"{where}: accept_lengths"),
+        emitted_per_step=integers(line["accept_lengths"], f"{where}: accept_lengths"),
         new_tokens=number("new_tokens", int, "an integer"),
         wall_time=number("wall_time", (int, float), "a number"),
         finish_reason=reason,
         logprobs=None if line.get("logprobs") is None else numbers(line["logprobs"], f"{where}: logprobs"),
         top_logprobs=_alternatives(line.get("top_logprobs"), f"{where}: top_logprobs"),
     )
-    counts = {"output_ids holds": len(answer.output_ids), "accept_lengths sum to": sum(answer.step_lengths)}
+    counts = {"output_ids holds": len(answer.output_ids), "accept_lengths sum to": sum(answer.emitted_per_step)}
     for name in ("logprobs", "top_logprobs"):
         if getattr(answer, name) is not None:
             counts[f"{name} holds"] = len(getattr(answer, name))
     for what, count in counts.items():
         if count != answer.new_tokens:
             raise HydrajaxError(f"{where}: {what} {count} tokens, new_tokens is {answer.new_tokens}")
-    if len(answer.step_lengths) != answer.steps:
-        raise HydrajaxError(f"{where}: accept_lengths has {len(answer.step_lengths)} items, steps is {answer.steps}")
+    if len(answer.emitted_per_step) != answer.steps:
+        count = len(answer.emitted_per_step)
+        raise HydrajaxError(f"{where}: accept_lengths has {count} items, steps is {answer.steps}")
     return answer
 
 

@@ -16,11 +16,11 @@ def text_of(result: Generation) -> str:
 def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
     """The output in pieces ``(text, is_drafted)``, which join to `text_of`.
 
-    Every step of ``step_lengths`` is one token that the base chose and then drafted ones. A character whose bytes are
-    spread over several tokens belongs to the token that completes it.
+    Each item of ``emitted_per_step`` is one token that the base chose and then drafted ones. A character whose bytes
+    are spread over several tokens belongs to the token that completes it.
     """
     text, cuts, end = text_of(result), [], 0
-    for accepted in result.step_lengths:
+    for accepted in result.emitted_per_step:
         for count, is_drafted in ((1, False), (accepted - 1, True)):
             end += count
             cuts.append((end, is_drafted))

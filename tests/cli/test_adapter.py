@@ -51,7 +51,7 @@ def test_beside_the_base_or_merged_it_says_what_transformers_says(said, program,
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("generate --prompt a --base BASE --merge-adapter", "merge: means nothing without an adapter"),
+        ("generate --prompt a --base BASE --merge-adapter", "merge: requires an adapter"),
         ("generate --prompt a --base BASE --adapter nowhere", "--adapter: no such directory: nowhere"),
         ("generate --prompt a --base BASE --adapter BASE", "--adapter: no such file: BASE/adapter_config.json"),
         ("bench --random tiny --adapter BASE", "bench: --adapter goes with --base"),

@@ -94,7 +94,7 @@ def test_mistakes_end_in_one_line(program, base, tmp_path, monkeypatch):
         "--context: must be more than": ["--random", "tiny", "--context", "10"],
         "--context: must be at most the model's 1024": ["--random", "tiny", "--context", "4096"],
         "tree sizes: must be from 1 to 64, found 65": ["--random", "tiny", "--tree-sizes", "65"],
-        "must be an integer from 1 up, found 'x'": ["--random", "tiny", "--tree-sizes", "1,x"],
+        "got 'x', expected an integer from 1 up": ["--random", "tiny", "--tree-sizes", "1,x"],
         "--draft: found 'lookahead-5-3', allowed are lookahead": ["--base", base, "--draft", "lookahead-5-3"],
         "--draft-settings: there is no draft 'lookup-5'": [
             *("--base", base, "--draft", "lookup", "--draft-settings", "5"),

@@ -166,7 +166,7 @@ def test_tree_file(refused, base, heads, tmp_path, content, pattern):
 
 def test_tree_without_draft(refused, program, base):
     for draft in ((), ("--draft", "none")):
-        pattern = r"--tree: found 'chain-2', but without --draft only 'root' is allowed"
+        pattern = r"--tree: got 'chain-2', expected 'root' without --draft"
         refused(pattern, "--base", base, *draft, *TEXT, "--tree", "chain-2")
     args = ["--base", base, "--prompt", "the tree", "--max-new-tokens", 8, "--tree", "root"]
     assert program("generate", *args).code == 0
@@ -253,12 +253,12 @@ def test_prompt_file(refused, base, prompts, tmp_path):
     [
         (("--dtype", "half"), r"--dtype: invalid choice: 'half' \(choose from '?auto'?, '?float32'?, '?bfloat16'?\)"),
         (("--rule", "best"), r"--rule: invalid choice: 'best' \(choose from '?greedy'?, '?typical'?, .*\)"),
-        (("--max-new-tokens", "0"), r"--max-new-tokens: must be an integer from 1 up, found '0'"),
-        (("--max-new-tokens", "many"), r"--max-new-tokens: must be an integer from 1 up, found 'many'"),
-        (("--batch-size", "-2"), r"--batch-size: must be an integer from 1 up, found '-2'"),
-        (("--batch-size", "1.5"), r"--batch-size: must be an integer from 1 up, found '1\.5'"),
-        (("--seed", "-1"), r"--seed: must be an integer from 0 to 4294967295, found '-1'"),
-        (("--seed", str(2**32)), r"--seed: must be an integer from 0 to 4294967295"),
+        (("--max-new-tokens", "0"), r"--max-new-tokens: got '0', expected an integer from 1 up"),
+        (("--max-new-tokens", "many"), r"--max-new-tokens: got 'many', expected an integer from 1 up"),
+        (("--batch-size", "-2"), r"--batch-size: got '-2', expected an integer from 1 up"),
+        (("--batch-size", "1.5"), r"--batch-size: got '1\.5', expected an integer from 1 up"),
+        (("--seed", "-1"), r"--seed: got '-1', expected an integer from 0 to 4294967295"),
+        (("--seed", str(2**32)), r"--seed: got '4294967296', expected an integer from 0 to 4294967295"),
         (("--temperature", "warm"), r"--temperature: invalid float value: 'warm'"),
         (("--max-new", "5"), r"unrecognized arguments: --max-new 5"),
     ],
@@ -277,7 +277,7 @@ def test_flags(refused, base, flags, pattern):
         (("--top-k", "3"), "--top-k: has no meaning with the rule greedy, only with typical, exact, rejection"),
         (("--rule", "exact", "--epsilon", "0.1"), "--epsilon: has no meaning with the rule exact, only with typical"),
         (("--min-p", "0.1"), "--min-p: has no meaning with the rule greedy, only with typical, exact, rejection"),
-        (("--logit-bias", "3"), r"argument --logit-bias: must be ID:B with commas between them, found '3'"),
+        (("--logit-bias", "3"), r"hydrajax: --logit-bias: must be ID:B with commas between them, found '3'"),
         (("--logit-bias", "9999:1"), "--logit-bias: token id 9999 is outside the vocabulary"),
         (("--rule", "exact", "--min-p", "2"), "--min-p: must be from 0 to 1, found 2.0"),
         (("--repetition-penalty", "0"), "--repetition-penalty: must be positive, found 0.0"),
@@ -375,7 +375,7 @@ def test_a_platform_that_is_not_there(program, base, monkeypatch):
     monkeypatch.setattr("jax.devices", no_devices)
     result = program("generate", "--base", base, *TEXT)
     assert result.code == 2
-    assert "hydrajax: JAX_PLATFORMS: found 'cuda', which JAX cannot start here: Unable to initialize" in result.err
+    assert "hydrajax: JAX_PLATFORMS: got 'cuda', which JAX cannot start here: Unable to initialize" in result.err
 
 
 def test_a_crash_leaves_the_old_file_alone(program, base, tmp_path, monkeypatch):

@@ -174,7 +174,7 @@ def test_mistakes_end_in_one_line(program, tmp_path):
         "dynamic-8-1-4 has another shape at every step, a sweep over tree sizes needs one": [
             *("--shape", "7b", "--tree", "dynamic-8-1-4", "--tree-sizes", "2")
         ],
-        "must be an integer from 1 up, found 'x'": ["--shape", "7b", "--batch-sizes", "1,x"],
+        "got 'x', expected an integer from 1 up": ["--shape", "7b", "--batch-sizes", "1,x"],
         "--tokens-per-step: one for each of 2 tree sizes is needed, found 1": [
             *("--shape", "7b", "--tree-sizes", "1,16", "--tokens-per-step", "3")
         ],

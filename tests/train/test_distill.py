@@ -356,7 +356,7 @@ REFUSED = [
     (["--seeds", "none.jsonl"], "--seeds: no such file: none.jsonl"),
     (["--seeds", "mt_bench"], "--data: is needed for the set mt_bench"),
     (["--seeds", "talks.jsonl", "--held-out"], "--held-out: is about the config's data, which --seeds replaces"),
-    (["--tree", "chain-2"], "--tree: found 'chain-2', but without --draft only 'root' is allowed"),
+    (["--tree", "chain-2"], "--tree: got 'chain-2', expected 'root' without --draft"),
     (["--draft", "none.such"], "--draft: "),
 ]
 
