@@ -83,11 +83,7 @@ def make_decode_fn(
         missing = "drafter" if drafter is None else "tree"
         raise HydrajaxError(f"{missing}: is required with a base model; the result of hydrajax.load has one")
     spec = DecodeSpec(
-        drafter,
-        presets.tree_of(tree),
-        max_new_tokens=max_new_tokens,
-        eos_ids=tuple(eos_ids or ()),
-        logprobs=logprobs,
+        drafter, presets.tree_of(tree), max_new_tokens=max_new_tokens, eos_ids=tuple(eos_ids or ()), logprobs=logprobs
     )
     return decode.make_decode_fn(model, with_keywords(spec, rule, processors))
 
@@ -199,9 +195,7 @@ def load(
     if draft is None and draft_confidence is None and not placement.shard_draft:
         return m
     return m.with_draft(
-        NO_DRAFT if draft is None else draft,
-        base_directory=None if force else base,
-        draft_confidence=draft_confidence,
+        NO_DRAFT if draft is None else draft, base_directory=None if force else base, draft_confidence=draft_confidence
     )
 
 

@@ -271,11 +271,7 @@ def _inputs(
 
 
 def _decode(
-    executor: Executor,
-    given: Inputs,
-    texts: list[GrowingText],
-    n_steps: int | None,
-    on_status: Callable[[str], None],
+    executor: Executor, given: Inputs, texts: list[GrowingText], n_steps: int | None, on_status: Callable[[str], None]
 ) -> Iterator[tuple[Snapshot, float]]:
     """Yield snapshots of a batch and the seconds so far; append to ``texts``. Rows beyond ``texts`` fill the batch."""
     if not executor.is_compiled(given):

@@ -228,13 +228,11 @@ class LanguageModel:
         on_status: Callable[[str], None] | None = None,
         **keywords: Any,
     ) -> Generation | list[Generation]:
-        """Generate text for one prompt, or for a list of prompts.
+        """Generate text for one prompt, or for a list of prompts. See `LanguageModel` for ``draft`` and ``tree``.
 
         Args:
             prompts: one text, or a list of prompts: texts, lists of token ids, or conversations (lists of messages with
                 ``role`` and ``content``, written in the tokenizer's chat template).
-            draft: see `LanguageModel`.
-            tree: see `LanguageModel`.
             stop: strings that end a text, which ends before the first of them.
             batch_size: prompts decoded together.
             seed: for sampling rules, one or a list with one per prompt.
@@ -318,17 +316,12 @@ class LanguageModel:
         seed: int | None = None,
         **numbers: Unpack[Numbers],
     ) -> Chat:
-        """Start a conversation that keeps the KV cache between turns.
+        """Start a conversation that keeps the KV cache between turns. See `LanguageModel` for the other arguments.
 
         Args:
-            draft: see `LanguageModel`.
             tree: by default the searched tree, else the drafter's default; nothing is measured.
-            rule: see `LanguageModel`.
-            processors: see `LanguageModel`.
             template: chat template, ``auto`` for the tokenizer's own, or the built-in ``vicuna``, ``plain``, ``raw``.
             max_new_tokens: limit of each answer.
-            seed: see `LanguageModel`.
-            numbers: of the rule and of processors.
 
         Returns:
             A `Chat`.

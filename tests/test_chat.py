@@ -1,4 +1,4 @@
-"""Conversations on the shipped model: every answer is what the whole conversation gives without a kept cache."""
+"""Conversations on the shipped model: every answer equals the one from an empty cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make(loaded) -> Chat:
 
 
 def cold(loaded, chat: Chat) -> str:
-    """The answer to the conversation without its last answer, from an empty cache."""
+    """Return the last answer, generated from an empty cache."""
     ids = loaded.tokenizer.encode(
         "".join(
             message["content"] + ("\n" if message["role"] == "user" else loaded.tokenizer.eos_token)
@@ -116,7 +116,7 @@ def test_bad_conversations_are_refused(loaded):
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["medusa", "hydra_pp"])
 def test_more_text_on_a_kept_cache_is_the_whole_text_at_once(draft):
-    """`Engine.extend` after some steps, rows of different lengths, against a prefill of everything."""
+    """`Engine.extend` after some steps, on rows of different lengths, equals one prefill of all tokens."""
     loaded = hydrajax.load(assets.base(), assets.path(draft))
     engine = hydrajax.make_decode_fn(loaded.model, loaded.drafter, TREE, max_new_tokens=100).engine
     random = np.random.default_rng(0)
@@ -155,7 +155,7 @@ def test_more_text_on_a_kept_cache_is_the_whole_text_at_once(draft):
 
 
 def test_in_the_terminal(loaded, monkeypatch, capfd, tmp_path):
-    """Through the program, messages from a pipe."""
+    """Messages from a pipe, through the program."""
     from hydrajax.cli import main
 
     monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

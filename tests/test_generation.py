@@ -1,4 +1,4 @@
-"""`generate` and `stream` on the shipped model: stop strings, reasons, limits by row, and pieces that join."""
+"""`generate` and `stream` on the shipped model: stop strings, finish reasons, limits per prompt, and streamed text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loaded():
 
 
 def of(loaded, rule=None, limit: int = NEW, **fields):
-    """Its executor with a chain."""
+    """Return the model's executor with a chain."""
     return loaded.executor(loaded.spec(tree="chain-2", rule=rule or hydrajax.Greedy(), max_new_tokens=limit, **fields))
 
 
@@ -41,7 +41,7 @@ def with_limits(executor, limits) -> list:
 
 @pytest.fixture(scope="module")
 def whole(executor):
-    """The full texts, without a stop string."""
+    """The texts without stop strings."""
     return list(hydrajax.generate(executor, PROMPTS))
 
 
@@ -57,7 +57,7 @@ def test_reasons(loaded, whole):
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_stop_strings_cut_streamed_and_whole_text_alike(executor, whole, data):
-    """Stop strings are stretches of the text itself, some with a strange character; some straddle steps or tokens."""
+    """Stop strings are parts of the text, some span steps or tokens."""
     number = data.draw(st.integers(0, len(PROMPTS) - 1))
     full = whole[number]
     places = st.tuples(st.integers(0, len(full.text) - 1), st.integers(1, 12))
@@ -94,7 +94,7 @@ def test_streamed_pieces_are_several_and_join_to_the_text(executor, whole):
 
 
 def test_a_stream_begins_after_one_step_and_compiles_no_burst_of_its_own(executor, whole, monkeypatch):
-    """However long the bursts are, the tokens are the same; here each takes twice as many steps as the one before."""
+    """Tokens do not depend on the length of bursts; here each burst is twice as long as the last."""
     asked, compiled = [], []
     advance = FusedExecutor.advance
 
@@ -143,7 +143,7 @@ def test_with_a_seed_of_its_own_a_prompt_draws_as_if_it_were_alone(loaded):
 
 @pytest.mark.slow
 def test_logprobs_of_the_tokens_that_are_left(loaded, whole):
-    """Cut by a stop string, by limits and by a stream that is not read to its end; each against a plain pass."""
+    """Texts cut by a stop string, by limits and by an unfinished stream, compared with a plain forward pass."""
     stop = [whole[0].text[40:48]]
     executor = of(loaded, logprobs=3)
     specs = with_limits(executor, [NEW, NEW, 7])
@@ -168,7 +168,7 @@ def test_every_prompt_may_have_its_own_limit(executor, whole):
 
 
 def test_end_of_text_and_a_full_context_are_reasons(loaded, whole):
-    """Any token can be an end: here the tenth of the first text."""
+    """Any token can be EOS: here the tenth of the first text."""
     ends = of(loaded, eos_ids=(whole[0].output_ids[9], whole[1].output_ids[30]))
     first, second, _ = hydrajax.generate(ends, PROMPTS)
     assert first.finish_reason == "eos"
@@ -187,10 +187,7 @@ def test_bad_requests_are_refused(loaded, executor):
         ({"stop": "\n"}, "stop: got one string, expected a list"),
         ({"stop": [""]}, "stop: found an empty string"),
         ({"specs": [executor.spec]}, "specs: got 1 for 3 prompts, expected one per prompt"),
-        (
-            {"specs": with_limits(executor, [3, 65, 1])},
-            "max_new_tokens: got 65, expected at most 64",
-        ),
+        ({"specs": with_limits(executor, [3, 65, 1])}, "max_new_tokens: got 65, expected at most 64"),
     ]:
         with pytest.raises(HydrajaxError, match=message):
             hydrajax.generate(executor, PROMPTS, **arguments)

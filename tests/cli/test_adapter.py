@@ -1,4 +1,4 @@
-"""``--adapter`` and ``convert merge``: what the adapted model says, whichever way it is named; what is refused."""
+"""``--adapter`` and ``convert merge``: equal outputs either way, and errors."""
 
 from __future__ import annotations
 

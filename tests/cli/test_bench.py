@@ -29,9 +29,7 @@ def report_of(result) -> dict:
 
 @pytest.mark.slow
 def test_random_shape_reports_every_phase_at_the_size_and_batch(program):
-    result = program(
-        *("bench", "--random", "tiny", "--tree-sizes", "5", "--batch-sizes", "2", "--json", *FAST),
-    )
+    result = program(*("bench", "--random", "tiny", "--tree-sizes", "5", "--batch-sizes", "2", "--json", *FAST))
     report = report_of(result)
     assert [(row["batch"], row["nodes"]) for row in report["rows"]] == [(2, 5)]
     for row in report["rows"]:
@@ -84,12 +82,7 @@ def test_mistakes_end_in_one_line(program, base, tmp_path, monkeypatch):
     cases = {
         "exactly one of --base and --random": [],
         "--random: found '8x7b', allowed are tiny": ["--random", "8x7b"],
-        "--random-draft: found 'wings', allowed are none, lookup": [
-            "--random",
-            "tiny",
-            "--random-draft",
-            "wings",
-        ],
+        "--random-draft: found 'wings', allowed are none, lookup": ["--random", "tiny", "--random-draft", "wings"],
         "--draft goes with --base": ["--random", "tiny", "--draft", "heads"],
         "--context: must be more than": ["--random", "tiny", "--context", "10"],
         "--context: must be at most the model's 1024": ["--random", "tiny", "--context", "4096"],
@@ -97,10 +90,10 @@ def test_mistakes_end_in_one_line(program, base, tmp_path, monkeypatch):
         "got 'x', expected an integer from 1 up": ["--random", "tiny", "--tree-sizes", "1,x"],
         "--draft: found 'lookahead-5-3', allowed are lookahead": ["--base", base, "--draft", "lookahead-5-3"],
         "--draft-settings: there is no draft 'lookup-5'": [
-            *("--base", base, "--draft", "lookup", "--draft-settings", "5"),
+            *("--base", base, "--draft", "lookup", "--draft-settings", "5")
         ],
         "--draft-settings: goes with --base and --draft, and without --tree": [
-            *("--base", base, "--draft", "lookahead", "--draft-settings", "5-3-5", "--tree", "chain-2"),
+            *("--base", base, "--draft", "lookahead", "--draft-settings", "5-3-5", "--tree", "chain-2")
         ],
         "--json: cannot write": ["--random", "tiny", "--json", tmp_path / "no" / "such" / "file"],
         "no such file": ["--base", base, "--prompts", tmp_path / "none.jsonl"],

@@ -158,7 +158,7 @@ def test_whole_functions_without_repeated_lines_are_shown_first(shipped, monkeyp
 # --- prompts --------------------------------------------------------------------------------------------------------
 
 
-def test_held_out_files_are_those_this_python_has(shipped, tmp_path):
+def test_held_out_files_are_those_of_this_python(shipped, tmp_path):
     (tmp_path / "heapq.py").write_text("text")
     assert list(held_out_files({"standard_library": tmp_path, "packages": tmp_path})) == [("heapq.py", "text")]
 
@@ -175,7 +175,7 @@ def test_held_out_prompts_begin_at_a_function_of_the_second_half(tokenizer):
     assert text[text.index("    def second") :].startswith(start)
 
 
-def test_prompts_are_built_in_where_nothing_held_out_is_found(shipped, monkeypatch):
+def test_prompts_are_built_in_without_held_out_files(shipped, monkeypatch):
     monkeypatch.setattr(demo, "held_out_files", lambda: iter(()))
     model = demo.load(assets.base())
     texts = [model.tokenizer.decode(p.ids, skip_special_tokens=True) for p in demo.make_prompts(model, None)]

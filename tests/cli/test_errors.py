@@ -1,4 +1,4 @@
-"""Every mistake a user can make: one line naming field, found and allowed, exit code 2, and no output file."""
+"""Errors of the command line: one line with the field, exit code 2, no output file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hydrajax.text.answers import Generation
 
 @pytest.fixture
 def refused(program, tmp_path):
-    """``refused(pattern, *argv)``: `hydrajax generate` prints one line holding the pattern, and leaves no file."""
+    """``refused(pattern, *argv)``: `hydrajax generate` prints one line that matches, and leaves no file."""
 
     def check(pattern: str, *argv, output=True) -> str:
         folder = tmp_path / "results"
@@ -41,7 +41,7 @@ def refused(program, tmp_path):
 
 @pytest.fixture
 def prompts(tmp_path):
-    """``prompts(*lines) -> Path`` of a prompt file; lines are objects, or text as it is."""
+    """``prompts(*lines) -> Path`` of a prompt file; lines are objects or text."""
 
     def write(*lines):
         path = tmp_path / "prompts.jsonl"
@@ -324,7 +324,7 @@ def test_output_without_permission(refused, base, tmp_path):
 
 
 def results_then(error):
-    """A stand-in for `generate` that is hit by an error after its first result."""
+    """A stand-in for `generate` that raises after its first result."""
 
     def generate(*_, **__):
         yield Generation([1], [2], "a", 1, [1], 1, 0.1)
@@ -436,7 +436,7 @@ def test_a_real_ctrl_c(base, prompts, tmp_path):
 
 
 def test_a_reader_that_leaves_early_is_no_error(monkeypatch, capfd):
-    """Such as `head`. The program must not complain of it again while it exits, either."""
+    """Such as `head`. The program must not report it at exit either."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:

@@ -144,11 +144,7 @@ def test_a_judge_that_is_not_there_leaves_the_answers(program, arguments, sets, 
     ("name", "flags", "message"),
     [
         ("code", ["--score", "humaneval"], "--run-code: is needed for pass@1"),
-        (
-            "talk",
-            ["--score", "gsm8k"],
-            "--score: gsm8k needs an answer that ends in '#### NUMBER', which question 1",
-        ),
+        ("talk", ["--score", "gsm8k"], "--score: gsm8k needs an answer that ends in '#### NUMBER', which question 1"),
         ("talk", ["--score", "bleu"], "--score: found 'bleu', allowed are auto, none, humaneval, gsm8k, rouge, judge"),
         ("talk", ["--score", "judge"], "--judge: is needed for the score judge"),
         ("talk", ["--judge", "http://host/v1"], "--judge-model: is needed for the score judge"),
