@@ -77,7 +77,7 @@ def test_mistakes_end_in_one_line(program, base, draft, prompts, llama_checkpoin
         "--tree: depth 17 is deeper than the drafter, which proposes 16 tokens": (*common, draft, "--tree", "chain-17"),
         "--draft-confidence: must be at least 0 and below 1, found 1.5": (*common, draft, "--draft-confidence", "1.5"),
         "--draft-confidence: requires a draft model, got Lookup": (*common, "lookup", "--draft-confidence", "0.5"),
-        "--how: chains are of draft models, found Lookup": (
+        "--how: got 'chains', which needs a draft model; the draft is Lookup": (
             "tree", "search", "--base", base, "--draft", "lookup", "--prompts", prompts, "--how", "chains", "--output",
             tmp_path / "tree.json"),
         "no directory of draft heads that loads": (
