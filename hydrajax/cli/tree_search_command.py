@@ -68,9 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from hydrajax.autotune.tree_search import Race, search
     from hydrajax.files import WholeFile
-    from hydrajax.report.drawing import new_figure, png
-    from hydrajax.report.figures import draw
-    from hydrajax.report.outputs import tree_search_result
+    from hydrajax.report.drawing import draw_sizes, new_figure, png
 
     if options.draft_of(args) is None:
         raise HydrajaxError("--draft: is required, as the tree is searched for a draft")
@@ -126,7 +124,7 @@ def run(args: argparse.Namespace) -> None:
             )
         file.write_text(json.dumps(content, indent=1) + "\n")
         if args.picture:
-            picture_file.write_bytes(png(draw(tree_search_result(content))))
+            picture_file.write_bytes(png(draw_sizes(content["provenance"]["measured"])))
     print(f"saved {title} to {path}")
 
 
@@ -170,7 +168,7 @@ def _proposals(
     And the predicted best chain of a draft model, None for other drafts.
     """
     from hydrajax.measure.calibration import calibrate
-    from hydrajax.measure.chain_length import draft_cost
+    from hydrajax.measure.draft_cost import draft_cost
     from hydrajax.trees import search
     from hydrajax.trees.speculation import estimate
 
