@@ -280,11 +280,11 @@ def test_flags(refused, base, flags, pattern):
         (("--min-p", "0.1"), "--min-p: got a value for the rule greedy, expected none, only with typical"),
         (("--logit-bias", "3"), r"hydrajax: --logit-bias: expected ID:B,ID:B,..., found '3'"),
         (("--logit-bias", "9999:1"), "--logit-bias: got token id 9999, expected 0 to"),
-        (("--rule", "exact", "--min-p", "2"), "--min-p: must be from 0 to 1, found 2.0"),
+        (("--rule", "exact", "--min-p", "2"), "--min-p: got 2.0, expected a number from 0 to 1"),
         (("--repetition-penalty", "0"), "--repetition-penalty: got 0.0, expected a positive number"),
         (("--frequency-penalty", "nan"), "--frequency-penalty: got nan, expected a finite number"),
         (("--rule", "exact", "--temperature", "-1"), "--temperature: got -1.0, expected a finite number from 0 up"),
-        (("--rule", "exact", "--top-p", "1.5"), "--top-p: must be above 0 and at most 1, found 1.5"),
+        (("--rule", "exact", "--top-p", "1.5"), "--top-p: got 1.5, expected "),
         (("--rule", "typical", "--epsilon", "2"), "--epsilon: got 2.0, expected a number from 0 to 1"),
     ],
 )
