@@ -215,7 +215,7 @@ def test_an_interrupted_script_keeps_its_parts(tmp_path):
 def test_mistakes(in_process):
     for argv, message in (
         (["--base", "none"], "--draft: heads for this base are needed"),
-        (["--calibration", "x"], "must be an integer from 1 up, found 'x'"),
+        (["--calibration", "x"], "got 'x', expected an integer from 1 up"),
         (["--prompts", "none.jsonl"], "none.jsonl"),
         (["--output", "no/folder.json"], "--output: cannot write no/folder.json"),
     ):

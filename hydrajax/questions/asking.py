@@ -149,7 +149,7 @@ class ContenderDialogue(Dialogue):
             "idxs": [run.steps - 1 for run in first],
             "new_tokens": [run.new_tokens for run in first],
             "wall_time": [statistics.median(seconds) for seconds in times],
-            "accept_lengths": [length for run in first for length in run.step_lengths],
+            "accept_lengths": [length for run in first for length in run.emitted_per_step],
             # Fields of this package, which the published scripts ignore:
             "output_ids": [run.output_ids for run in first],
             "finish_reasons": [run.finish_reason for run in first],

@@ -66,7 +66,7 @@ class Choice:
         """Of the last tokens that were shown whether they were drafted: all of a step but the first, its root."""
         if not self._drafts or self.ticket.result is None:
             return None
-        roots = set(itertools.accumulate(self.ticket.result.step_lengths, initial=0))
+        roots = set(itertools.accumulate(self.ticket.result.emitted_per_step, initial=0))
         return [
             {"text": self._token_text(token), "drafted": number not in roots}
             for number, token in enumerate(ids, start=self._tokens - len(ids))

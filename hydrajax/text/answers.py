@@ -25,7 +25,7 @@ class Generation:
         output_ids: generated ids only, with the EOS if it was generated.
         text: the output as text without special tokens; None if the base has no tokenizer.
         steps: decode steps, that is forward passes of the base after the prefill.
-        step_lengths: tokens emitted by each step, bonus token included; they sum to ``new_tokens``. Files name them
+        emitted_per_step: tokens emitted by each step, root included; they sum to ``new_tokens``. Files name them
             ``accept_lengths``, as Spec-Bench does; `DecodeResult.accept_lengths` excludes the bonus token.
         new_tokens: number of generated tokens.
         wall_time: seconds of the prompt's whole batch, prefill included, compilation excluded.
@@ -42,7 +42,7 @@ class Generation:
     output_ids: list[int]
     text: str | None
     steps: int
-    step_lengths: list[int]
+    emitted_per_step: list[int]
     new_tokens: int
     wall_time: float
     finish_reason: str | None = None
@@ -72,7 +72,7 @@ OPTIONAL = {
 def line_of(answer: Generation) -> dict[str, Any]:
     """Return the output line of a generation."""
     line = dataclasses.asdict(answer)
-    line = {{"step_lengths": "accept_lengths"}.get(name, name): value for name, value in line.items()}
+    line = {{"emitted_per_step": "accept_lengths"}.get(name, name): value for name, value in line.items()}
     return {
         name: value
         for name, value in line.items()
@@ -120,7 +120,7 @@ def _answer(where: str, line: dict) -> Generation:
             f"{where}: accept_lengths has {len(line['accept_lengths'])} items, steps is {line['steps']}"
         )
     fields = {name: line[name] for name in REQUIRED | OPTIONAL}
-    fields["step_lengths"] = fields.pop("accept_lengths")
+    fields["emitted_per_step"] = fields.pop("accept_lengths")
     if (top := fields["top_logprobs"]) is not None:
         fields["top_logprobs"] = [[tuple(pair) for pair in position] for position in top]
     return Generation(**fields)

@@ -21,7 +21,7 @@ def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
     belongs to the token that completes it.
     """
     text, cuts, end = text_of(result), [], 0
-    for accepted in result.step_lengths:
+    for accepted in result.emitted_per_step:
         for count, is_drafted in ((1, False), (accepted - 1, True)):
             end += count
             cuts.append((end, is_drafted))

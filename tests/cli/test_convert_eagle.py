@@ -78,11 +78,7 @@ BAD = [  # what the released directory has that it should not, and the message
     (3, {"without": ["d2t"]}, "missing tensor 'd2t', which says what tokens the 40 are"),
     (3, {"draft_vocab_size": 97}, "draft_vocab_size 97 exceeds the base's 96 tokens"),
     (3, {"draft_vocab_size": 41}, r"d2t must be int64 \[41\] \(draft_vocab_size of config.json\), found I64 \[40\]"),
-    (
-        3,
-        {"more": {"d2t": torch.full((KNOWN,), 90)}},
-        "d2t: the tokens that it tells of must rise, from 0",
-    ),
+    (3, {"more": {"d2t": torch.full((KNOWN,), 90)}}, "d2t: the tokens that it tells of must rise, from 0"),
     (3, {"more": {"t2d": torch.ones(VOCAB, dtype=torch.bool)}}, "t2d tells of other tokens than d2t"),
     # declared, and not there
     (1, {"without": ["fc.bias"], "bias": True}, "missing tensor 'fc.bias'"),

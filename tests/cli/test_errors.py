@@ -1,4 +1,4 @@
-"""Every mistake a user can make: one line naming field, found and allowed, exit code 2, and no output file."""
+"""Errors of the command line: one line with the field, exit code 2, no output file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hydrajax.text.answers import Generation
 
 @pytest.fixture
 def refused(program, tmp_path):
-    """``refused(pattern, *argv)``: `hydrajax generate` prints one line holding the pattern, and leaves no file."""
+    """``refused(pattern, *argv)``: `hydrajax generate` prints one line that matches, and leaves no file."""
 
     def check(pattern: str, *argv, output=True) -> str:
         folder = tmp_path / "results"
@@ -41,7 +41,7 @@ def refused(program, tmp_path):
 
 @pytest.fixture
 def prompts(tmp_path):
-    """``prompts(*lines) -> Path`` of a prompt file; lines are objects, or text as it is."""
+    """``prompts(*lines) -> Path`` of a prompt file; lines are objects or text."""
 
     def write(*lines):
         path = tmp_path / "prompts.jsonl"
@@ -166,7 +166,7 @@ def test_tree_file(refused, base, heads, tmp_path, content, pattern):
 
 def test_tree_without_draft(refused, program, base):
     for draft in ((), ("--draft", "none")):
-        pattern = r"--tree: found 'chain-2', but without --draft only 'root' is allowed"
+        pattern = r"--tree: got 'chain-2', expected 'root' without --draft"
         refused(pattern, "--base", base, *draft, *TEXT, "--tree", "chain-2")
     args = ["--base", base, "--prompt", "the tree", "--max-new-tokens", 8, "--tree", "root"]
     assert program("generate", *args).code == 0
@@ -251,12 +251,12 @@ def test_prompt_file(refused, base, prompts, tmp_path):
     [
         (("--dtype", "half"), r"--dtype: invalid choice: 'half' \(choose from '?auto'?, '?float32'?, '?bfloat16'?\)"),
         (("--rule", "best"), r"--rule: invalid choice: 'best' \(choose from '?greedy'?, '?typical'?, .*\)"),
-        (("--max-new-tokens", "0"), r"--max-new-tokens: must be an integer from 1 up, found '0'"),
-        (("--max-new-tokens", "many"), r"--max-new-tokens: must be an integer from 1 up, found 'many'"),
-        (("--batch-size", "-2"), r"--batch-size: must be an integer from 1 up, found '-2'"),
-        (("--batch-size", "1.5"), r"--batch-size: must be an integer from 1 up, found '1\.5'"),
-        (("--seed", "-1"), r"--seed: must be an integer from 0 to 4294967295, found '-1'"),
-        (("--seed", str(2**32)), r"--seed: must be an integer from 0 to 4294967295"),
+        (("--max-new-tokens", "0"), r"--max-new-tokens: got '0', expected an integer from 1 up"),
+        (("--max-new-tokens", "many"), r"--max-new-tokens: got 'many', expected an integer from 1 up"),
+        (("--batch-size", "-2"), r"--batch-size: got '-2', expected an integer from 1 up"),
+        (("--batch-size", "1.5"), r"--batch-size: got '1\.5', expected an integer from 1 up"),
+        (("--seed", "-1"), r"--seed: got '-1', expected an integer from 0 to 4294967295"),
+        (("--seed", str(2**32)), r"--seed: got '4294967296', expected an integer from 0 to 4294967295"),
         (("--temperature", "warm"), r"--temperature: invalid float value: 'warm'"),
         (("--max-new", "5"), r"unrecognized arguments: --max-new 5"),
     ],
@@ -278,13 +278,13 @@ def test_flags(refused, base, flags, pattern):
             "--epsilon: got a value for the rule exact, expected none, only with typical",
         ),
         (("--min-p", "0.1"), "--min-p: got a value for the rule greedy, expected none, only with typical"),
-        (("--logit-bias", "3"), r"argument --logit-bias: expected ID:B,ID:B,..., found '3'"),
+        (("--logit-bias", "3"), r"hydrajax: --logit-bias: expected ID:B,ID:B,..., found '3'"),
         (("--logit-bias", "9999:1"), "--logit-bias: got token id 9999, expected 0 to"),
-        (("--rule", "exact", "--min-p", "2"), "--min-p: must be from 0 to 1, found 2.0"),
+        (("--rule", "exact", "--min-p", "2"), "--min-p: got 2.0, expected a number from 0 to 1"),
         (("--repetition-penalty", "0"), "--repetition-penalty: got 0.0, expected a positive number"),
         (("--frequency-penalty", "nan"), "--frequency-penalty: got nan, expected a finite number"),
         (("--rule", "exact", "--temperature", "-1"), "--temperature: got -1.0, expected a finite number from 0 up"),
-        (("--rule", "exact", "--top-p", "1.5"), "--top-p: must be above 0 and at most 1, found 1.5"),
+        (("--rule", "exact", "--top-p", "1.5"), "--top-p: got 1.5, expected "),
         (("--rule", "typical", "--epsilon", "2"), "--epsilon: got 2.0, expected a number from 0 to 1"),
     ],
 )
@@ -325,7 +325,7 @@ def test_output_without_permission(refused, base, tmp_path):
 
 
 def results_then(error):
-    """A stand-in for `generate` that is hit by an error after its first result."""
+    """A stand-in for `generate` that raises after its first result."""
 
     def generate(*_, **__):
         yield Generation([1], [2], "a", 1, [1], 1, 0.1)
@@ -376,7 +376,7 @@ def test_a_platform_that_is_not_there(program, base, monkeypatch):
     monkeypatch.setattr("jax.devices", no_devices)
     result = program("generate", "--base", base, *TEXT)
     assert result.code == 2
-    assert "hydrajax: JAX_PLATFORMS: found 'cuda', which JAX cannot start here: Unable to initialize" in result.err
+    assert "hydrajax: JAX_PLATFORMS: got 'cuda', which JAX cannot start here: Unable to initialize" in result.err
 
 
 def test_a_crash_leaves_the_old_file_alone(program, base, tmp_path, monkeypatch):
@@ -437,7 +437,7 @@ def test_a_real_ctrl_c(base, prompts, tmp_path):
 
 
 def test_a_reader_that_leaves_early_is_no_error(monkeypatch, capfd):
-    """Such as `head`. The program must not complain of it again while it exits, either."""
+    """Such as `head`. The program must not report it at exit either."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:

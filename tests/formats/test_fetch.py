@@ -149,4 +149,4 @@ def test_not_over_the_heads_themselves(hub, hydra, tmp_path, capsys):
     hub.add(NAME, release(HYDRA, hydra_lm_head=saved(hydra)))
     fetch_heads(NAME, tmp_path / "heads")
     assert main(["convert", "fetch", "heads", "--output", "./heads/"]) == 2
-    assert "--output: is the directory of the heads themselves" in capsys.readouterr().err
+    assert "the directory of the heads; choose another one" in capsys.readouterr().err

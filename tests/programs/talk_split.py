@@ -40,7 +40,7 @@ def turns(m: LanguageModel) -> list:
     spec = m.spec(tree="chain-2", rule=ExactSampling(0.6), max_new_tokens=12)
     chat, found = Chat(m.executor(spec), seed=3), []
     for message in MESSAGES:
-        found.append(["".join(chat.say(message)), chat.turn.reused, chat.turn.steps])
+        found.append(["".join(chat.send(message)), chat.turn.reused, chat.turn.steps])
     return found
 
 

@@ -115,7 +115,7 @@ def check_random_arrivals(served, batcher, count: int, pause: float) -> None:
         results = [ticket.wait(SECONDS) for ticket in tickets]
     for result, wanted in zip(results, answers(served, prompts, rules, limits, seeds), strict=True):
         assert (result.output_ids, result.finish_reason) == (wanted.output_ids, wanted.finish_reason)
-        assert sum(result.step_lengths) == result.new_tokens
+        assert sum(result.emitted_per_step) == result.new_tokens
         np.testing.assert_allclose(result.logprobs, wanted.logprobs, atol=1e-4)
     assert {ticket.result.finish_reason for ticket in tickets} >= {"length", "eos"}
     stats = batcher.stats()

@@ -55,7 +55,7 @@ def test_every_piece_says_which_tokens_were_drafted(address, served):
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 found += json.loads(line.removeprefix("data: ")).get("hydrajax", {}).get("tokens", [])
-    roots = {sum(wanted.step_lengths[:step]) for step in range(wanted.steps)}
+    roots = {sum(wanted.emitted_per_step[:step]) for step in range(wanted.steps)}
     assert [token["drafted"] for token in found] == [number not in roots for number in range(wanted.new_tokens)]
     assert "".join(token["text"] for token in found).removesuffix("</s>") == wanted.text
     assert 0 < sum(token["drafted"] for token in found) == wanted.new_tokens - wanted.steps

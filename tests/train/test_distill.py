@@ -356,7 +356,7 @@ REFUSED = [
     (["--seeds", "none.jsonl"], "--seeds: got none.jsonl, expected a file"),
     (["--seeds", "mt_bench"], "--data: the set mt_bench needs the directory"),
     (["--seeds", "talks.jsonl", "--held-out"], "--held-out: selects from the config's data, which --seeds replaces"),
-    (["--tree", "chain-2"], "--tree: found 'chain-2', but without --draft only 'root' is allowed"),
+    (["--tree", "chain-2"], "--tree: got 'chain-2', expected 'root' without --draft"),
     (["--draft", "none.such"], "--draft: "),
 ]
 

@@ -352,7 +352,7 @@ def test_greedy_trees_say_what_the_adapted_base_says(base, tmp_path):
     quantized = hydrajax.load(base, "lookup", adapter=adapter, quantize="int8")
     alone = quantized.generate([prompt], draft="none", max_new_tokens=new, tree="root")[0]
     assert list(quantized.generate([prompt], **settings)[0].output_ids) == list(alone.output_ids)
-    assert "merge: means nothing without an adapter" in refusal(lambda: hydrajax.load(base, merge=True))
+    assert "merge: requires an adapter" in refusal(lambda: hydrajax.load(base, merge=True))
 
 
 @pytest.mark.parametrize(
