@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +15,9 @@ from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.prompt_batch import batches
 from hydrajax.decoding.state import Params
-from hydrajax.ssd.draft_side import MISS
 from hydrajax.ssd.fan_out import FanOut
-from hydrajax.ssd.record import Record
-from hydrajax.ssd.simulator import Times
+from hydrajax.ssd.record import SpeculationRecord
+from hydrajax.ssd.speculator import MISS
 from hydrajax.ssd.split_executor import PARTS, SplitExecutor
 
 IN_TURN, ONE_PROGRAM = "in turn", "one program"
@@ -29,8 +27,8 @@ IN_TURN, ONE_PROGRAM = "in turn", "one program"
 class SplitRow:
     """The figures of an executor, with those of its preparations.
 
-    fan_out: the counts of `FanOut`, None where base and draft are not split. hit_rate, ready_rate: of `Record`, over
-    all prompts; None where nothing is prepared.
+    fan_out: the counts of `FanOut`, None if base and draft are not split. hit_rate, ready_rate: of
+    `SpeculationRecord`, over all prompts; None if the speculation cache is empty.
     """
 
     measured: Measured
@@ -72,17 +70,19 @@ def split_contest(
     return rows
 
 
-def recorded(executor: SplitExecutor, prompts: Sequence[np.ndarray], batch_size: int, seed: int = 0) -> list[Record]:
+def recorded(
+    executor: SplitExecutor, prompts: Sequence[np.ndarray], batch_size: int, seed: int = 0
+) -> list[SpeculationRecord]:
     """Return the record of each batch of prompts."""
     key = jax.random.key(seed)
     found = []
     for prompt, lengths, n_real in batches(prompts, batch_size):
         record = executor.recorded(prompt, lengths, key)[1]
-        found.append(Record(record.numbers[:n_real], record.accept_lengths[:n_real], record.fan_out))
+        found.append(SpeculationRecord(record.numbers[:n_real], record.accept_lengths[:n_real], record.fan_out))
     return found
 
 
-def joined(records: Sequence[Record]) -> Record:
+def joined(records: Sequence[SpeculationRecord]) -> SpeculationRecord:
     """One after the other, as if a batch had gone on with the next prompts."""
     rows = max(len(record.numbers) for record in records)
 
@@ -93,7 +93,7 @@ def joined(records: Sequence[Record]) -> Record:
             [np.pad(part, pad, constant_values=fill) for part, pad in zip(parts, missing, strict=True)], axis=1
         )
 
-    return Record(beside("numbers", MISS - 1), beside("accept_lengths", -1), records[0].fan_out)
+    return SpeculationRecord(beside("numbers", MISS - 1), beside("accept_lengths", -1), records[0].fan_out)
 
 
 def part_seconds(executor: SplitExecutor, prompt: np.ndarray, lengths: np.ndarray, seed: int = 0) -> dict[str, float]:
@@ -140,20 +140,6 @@ def round_seconds(
         rounds = int(np.max(out.steps)) - 1
         times.append((took[executor.room] - took[1]) / max(rounds, 1))
     return statistics.median(times)
-
-
-def times_of(parts: Mapping[int, Mapping[str, float]], total: int) -> Times:
-    """What `hydrajax.ssd.simulator` wants to know of rounds with ``total`` outcomes, from parts by number of outcomes.
-
-    parts: as `part_seconds` gives them, for 0 outcomes too. What a draft in turn takes is the whole answer where
-    nothing was prepared; without the drafting an answer takes what it takes on a hit, if need be with other outcomes.
-    """
-    hits = [found["hit"] for found in parts.values() if not math.isnan(found["hit"])]
-    own = parts[total]["hit"]
-    take = min(hits, default=0.0) if math.isnan(own) else own
-    transfer = (parts[total]["hand over"] + parts[total]["tell"]) / 2
-    prepare = parts[total]["prepare"] if total else 0.0
-    return Times(parts[total]["verify"], max(parts[0]["miss"] - take, 0.0), prepare, transfer, take)
 
 
 def _median(values: Sequence[float] | np.ndarray) -> float:
