@@ -24,7 +24,7 @@ from helpers.contrast import colours, contrast, luminance  # noqa: E402
 from helpers.serving import SECONDS, running, serving  # noqa: E402
 from hydrajax import assets  # noqa: E402
 from hydrajax.serve.batcher import Batcher  # noqa: E402
-from hydrajax.serve.pool import Sizes  # noqa: E402
+from hydrajax.serve.executor_pool import PoolSizes  # noqa: E402
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 CONTEXT = 240  # with pieces of 16 tokens a cache of one size: few pool to compile
@@ -265,7 +265,7 @@ def test_a_key_is_asked_for_and_a_full_queue_said(opened, served, monkeypatch):
     """A server whose only row is taken, as its batcher does nothing for a while."""
     goes_on, turn = threading.Event(), Batcher._turn
     monkeypatch.setattr(Batcher, "_turn", lambda batcher: (goes_on.wait(), turn(batcher)))
-    pool = letters.pool(served, Sizes(rows=1, chunk=16, places=128))
+    pool = letters.pool(served, PoolSizes(slots=1, chunk=16, cache_len=128))
     about = {"draft": "medusa", "tree": "small"}
     with running(pool, queue=0, api_key="k", about=about) as (address, batcher):
         page = opened(address, refusals=3)
