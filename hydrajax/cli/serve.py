@@ -40,18 +40,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="also serve the base with another draft, or with none, as model NAME:DRAFT[@TREE]; repeatable",
     )
-    web.add_argument("--timeout", metavar="S", type=positive, default=600, help=f"cut answers off after S s {default}")
-    web.add_argument("--grace", metavar="S", type=int, default=30, help=f"finish answers for S s at the end {default}")
-    web.add_argument("--max-body", metavar="BYTES", type=positive, default=4 << 20, help=f"limit requests {default}")
+    web.add_argument(
+        "--timeout", metavar="S", type=positive, default=600, help=f"cut answers off after S seconds {default}"
+    )
+    web.add_argument(
+        "--grace", metavar="S", type=int, default=30, help=f"finish answers for S seconds at shutdown {default}"
+    )
+    web.add_argument(
+        "--max-body", metavar="BYTES", type=positive, default=4 << 20, help=f"limit request bodies to BYTES {default}"
+    )
     web.add_argument("--quiet", action="store_true", help="log warnings only")
     requests = parser.add_argument_group("defaults of requests")
-    requests.add_argument("--max-new-tokens", metavar="N", type=positive, default=256, help=f"limit answers {default}")
-    requests.add_argument("--temperature", metavar="T", type=float, default=0.0, help=f"0 is greedy {default}")
+    requests.add_argument(
+        "--max-new-tokens", metavar="N", type=positive, default=256, help=f"limit of tokens {default}"
+    )
+    requests.add_argument(
+        "--temperature", metavar="T", type=float, default=0.0, help=f"temperature, 0 is greedy {default}"
+    )
     batch = parser.add_argument_group("batch")
-    batch.add_argument("--slots", metavar="B", type=positive, default=8, help=f"run B sequences at once {default}")
+    batch.add_argument(
+        "--slots", metavar="B", type=positive, default=8, help=f"run up to B sequences at once {default}"
+    )
     batch.add_argument("--queue", metavar="N", type=int, default=64, help=f"let up to N requests wait {default}")
-    batch.add_argument("--chunk", metavar="N", type=positive, default=256, help=f"prefill N tokens per step {default}")
-    batch.add_argument("--max-prompt", metavar="N", type=positive, help="limit prompts to N tokens (default: context)")
+    batch.add_argument(
+        "--chunk", metavar="N", type=positive, default=256, help=f"prefill prompts in chunks of N tokens {default}"
+    )
+    batch.add_argument(
+        "--max-prompt", metavar="N", type=positive, help="limit prompts to N tokens (default: the context)"
+    )
     batch.add_argument(
         "--cache-memory",
         metavar="MB",
