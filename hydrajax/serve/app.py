@@ -24,7 +24,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.serve.batcher import Batcher, Stats
 from hydrajax.serve.prometheus import ServerMetrics
 from hydrajax.serve.protocol import MOST_CHOICES, ChatBody, CompletionBody, RequestBody, parse_body
-from hydrajax.serve.replies import ChatFormat, CompletionFormat, ReplyChoice, ReplyFormat, usage
+from hydrajax.serve.replies import ReplyChoice, ReplyFormat, usage
 from hydrajax.serve.request_encoder import RequestEncoder
 from hydrajax.serve.requests import Closed, QueueFull
 from hydrajax.serve.served_models import ServedModel, check_unique, total
@@ -103,13 +103,13 @@ class Api:
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, CompletionBody)
         prompts = await run_in_threadpool(lambda: [self._encoder.prompt(content) for content in body.prompts()])
-        return await self._answer(request, body, prompts, CompletionFormat)
+        return await self._answer(request, body, prompts, chat=False)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatBody)
         messages = [message.plain() for message in body.messages]
         prompts = [await run_in_threadpool(self._encoder.conversation, messages)]
-        return await self._answer(request, body, prompts, ChatFormat)
+        return await self._answer(request, body, prompts, chat=True)
 
     # --- a request --------------------------------------------------------------------------------------------
 
@@ -143,11 +143,11 @@ class Api:
             raise HTTPException(408, f"the body was not received within {seconds} seconds") from None
         return await run_in_threadpool(parse_body, kind, bytes(body))
 
-    async def _answer(self, request: Request, body: RequestBody, prompts: list, kind: type[ReplyFormat]) -> Response:
+    async def _answer(self, request: Request, body: RequestBody, prompts: list, chat: bool) -> Response:
         model = (
             next(iter(self._models.values())) if len(self._models) == 1 or not body.model else self._model(body.model)
         )
-        batcher, form = model.batcher, kind(model.name)
+        batcher, form = model.batcher, ReplyFormat(model.name, chat)
         n, sampling, seed = body.n or 1, body.sampling(), body.seed
         if sampling["temperature"] is None:
             sampling["temperature"] = self._settings.temperature

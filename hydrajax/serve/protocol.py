@@ -18,6 +18,10 @@ MOST_CHOICES, MOST_STOPS, MOST_PROMPTS, MOST_ALTERNATIVES = 128, 16, 128, 20
 Text = Annotated[StrictStr, Field(min_length=1)]
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
 Several = Field(min_length=1, max_length=MOST_PROMPTS)
+UNIONS = {
+    "prompt": f"a text, a list of token ids, or a list of up to {MOST_PROMPTS} of either",
+    "stop": f"a text or a list of up to {MOST_STOPS} texts",
+}
 
 
 class StreamOptions(BaseModel):
@@ -78,7 +82,7 @@ class RequestBody(BaseModel):
         return found | {"top_k": self.top_k if self.top_k and self.top_k > 0 else None, "logit_bias": self.logit_bias}
 
     def wants_logprobs(self) -> bool:
-        raise NotImplementedError
+        return self.logprobs is not None and self.logprobs is not False  # a number in completions, a flag in chats
 
     def top_logprobs_count(self) -> int:
         return getattr(self, self.TOP_LOGPROBS) or 0
@@ -97,9 +101,6 @@ class CompletionBody(RequestBody):
 
     def prompts(self) -> list[str | list[int]]:
         return [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
-
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
 
     @pydantic.model_validator(mode="after")
     def _best_of_is_n(self):
@@ -150,9 +151,6 @@ class ChatBody(RequestBody):
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def wants_logprobs(self) -> bool:
-        return bool(self.logprobs)
-
     @pydantic.model_validator(mode="after")
     def _top_logprobs_need_logprobs(self):
         if self.top_logprobs is not None and not self.logprobs:
@@ -172,7 +170,7 @@ def _message(error: dict[str, Any]) -> str:
     message, found = error["msg"].removeprefix("Value error, "), reprlib.repr(error["input"])
     if error["type"] == "json_invalid":
         return f"the body is not JSON ({message.removeprefix('Invalid JSON: ')})"
-    # In a union, pydantic appends the member that it tried.
+    # In a union, pydantic appends the type that it tried.
     field = ".".join(str(part) for part in error["loc"] if _is_field(part)) or "the body"
     if error["type"] == "value_error":
         return message
@@ -180,8 +178,8 @@ def _message(error: dict[str, Any]) -> str:
         return f"{field}: is missing"
     if error["type"] == "extra_forbidden":
         return f"{field}: this field is not supported"
-    if error["loc"][:1] == ("prompt",):
-        return f"prompt: got {found}, expected a text, a list of token ids, or a list of up to {MOST_PROMPTS} of either"
+    if field.split(".")[0] in UNIONS:  # pydantic names the type that it tried first
+        return f"{field}: got {found}, expected {UNIONS[field.split('.')[0]]}"
     if message.startswith("Input should be "):
         return f"{field}: got {found}, expected {message.removeprefix('Input should be ')}"
     return f"{field}: {message}"

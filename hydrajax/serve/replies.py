@@ -71,9 +71,15 @@ class ReplyChoice:
             for number, token in enumerate(ids, start=self._tokens - len(ids))
         ]
 
-    def completion_logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def logprobs(self, delta: Delta, chat: bool) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
+        if chat:
+            content = []
+            for token, logprob, top in zip(delta.ids, delta.logprobs, delta.top, strict=True):
+                top = [self._chat_token(other, its_own) for other, its_own in top]
+                content.append(self._chat_token(token, logprob) | {"top_logprobs": top})
+            return {"content": content, "refusal": None}
         tokens, offsets = [self._token_text(token) for token in delta.ids], []
         for token in tokens:
             offsets.append(self._offset)
@@ -88,102 +94,59 @@ class ReplyChoice:
             found.setdefault(self._token_text(other), its_own)
         return {token: logprob} | found if token not in found else found
 
-    def chat_logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
-        content = []
-        for token, logprob, top in zip(delta.ids, delta.logprobs, delta.top, strict=True):
-            top = [self._chat_token(other, its_own) for other, its_own in top]
-            content.append(self._chat_token(token, logprob) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
-
     def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._token_text(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 class ReplyFormat:
-    """The format of a response, whole or as a stream of events."""
+    """The response to a chat or to a completion, whole or as a stream of events."""
 
-    name: str
-    chunk_name: str
-    prefix: str
-
-    def __init__(self, model: str):
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    def __init__(self, model: str, chat: bool):
+        self._chat, prefix = chat, "chatcmpl" if chat else "cmpl"
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, choices: Sequence[ReplyChoice], usage: dict[str, Any]) -> dict[str, Any]:
-        whole = [self._whole(choice) for choice in choices]
-        return {**self._head, "object": self.name, "choices": whole, "usage": usage, "hydrajax": extensions(choices)}
+        found = []
+        for choice in choices:
+            delta = choice.delta()
+            message = {"role": "assistant", "content": delta.text, "refusal": None}
+            content = {"message": message} if self._chat else {"text": delta.text}
+            found.append(self._choice(choice, content, choice.logprobs(delta, self._chat), choice.finish_reason))
+        name = "chat.completion" if self._chat else "text_completion"
+        return {**self._head, "object": name, "choices": found, "usage": usage, "hydrajax": extensions(choices)}
+
+    def opening(self, choices: Sequence[ReplyChoice]) -> list[dict[str, Any]]:
+        """Return the first events of a stream."""
+        first = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return [self._chunk([{"index": choice.index, **first}]) for choice in choices if self._chat]
 
     def events(self, choice: ReplyChoice) -> list[dict[str, Any]]:
         """Return the events for the new part of a choice."""
         found, ended = [], choice.handle.done  # read first, so that the end follows all of the answer
         delta = choice.delta()
         if delta.text or delta.ids:
-            found.append(self._chunk([self._delta(choice, delta)]))
+            content = {"delta": {"content": delta.text}} if self._chat else {"text": delta.text}
+            found.append(self._chunk([self._choice(choice, content, choice.logprobs(delta, self._chat), None)]))
             if (drafts := choice.drafts(delta.ids)) is not None:
                 found[-1]["hydrajax"] = {"tokens": drafts}
         if ended and not choice.ended:
             choice.ended = True
-            found.append(self._chunk([self._end(choice)]))
+            content = {"delta": {}} if self._chat else {"text": ""}
+            found.append(self._chunk([self._choice(choice, content, None, choice.finish_reason)]))
         return found
-
-    def opening(self, choices: Sequence[ReplyChoice]) -> list[dict[str, Any]]:
-        return []
 
     def closing(self, choices: Sequence[ReplyChoice], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the event with the token counts."""
         return self._chunk([]) | {"usage": usage, "hydrajax": extensions(choices)}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": self.chunk_name, "choices": choices}
+        name = "chat.completion.chunk" if self._chat else "text_completion"
+        return {**self._head, "object": name, "choices": choices}
 
-    def _whole(self, choice: ReplyChoice) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _delta(self, choice: ReplyChoice, delta: Delta) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _end(self, choice: ReplyChoice) -> dict[str, Any]:
-        raise NotImplementedError
-
-
-class CompletionFormat(ReplyFormat):
-    name = chunk_name = "text_completion"
-    prefix = "cmpl"
-
-    def _whole(self, choice):
-        return self._delta(choice, choice.delta()) | {"finish_reason": choice.finish_reason}
-
-    def _delta(self, choice, delta):
-        logprobs = choice.completion_logprobs(delta)
-        return {"index": choice.index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
-
-    def _end(self, choice):
-        return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}
-
-
-class ChatFormat(ReplyFormat):
-    name, chunk_name = "chat.completion", "chat.completion.chunk"
-    prefix = "chatcmpl"
-
-    def opening(self, choices):
-        delta = {"role": "assistant", "content": ""}
-        return [self._chunk([{"index": choice.index, "delta": delta, "finish_reason": None}]) for choice in choices]
-
-    def _whole(self, choice):
-        delta = choice.delta()
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
-        logprobs = choice.chat_logprobs(delta)
-        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
-
-    def _delta(self, choice, delta):
-        logprobs = choice.chat_logprobs(delta)
-        return {"index": choice.index, "delta": {"content": delta.text}, "logprobs": logprobs, "finish_reason": None}
-
-    def _end(self, choice):
-        return {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
+    @staticmethod
+    def _choice(choice: ReplyChoice, content: dict, logprobs: dict | None, finish_reason: str | None) -> dict[str, Any]:
+        return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def usage(choices: Sequence[ReplyChoice], n: int) -> dict[str, Any]:

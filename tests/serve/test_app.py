@@ -155,7 +155,7 @@ GOOD = {"prompt": "abc", "max_tokens": 3}
         ("completions", GOOD | {"seed": -1}, 400, "seed: got -1, expected greater"),
         ("completions", GOOD | {"n": 1000}, 400, "n: got 1000, expected less than or equal to 128"),
         ("completions", {"prompt": ["a"] * 3, "n": 50}, 400, "n: got 3 prompts x 50 choices, expected at most 128"),
-        ("completions", GOOD | {"stop": [""]}, 400, "stop"),
+        ("completions", GOOD | {"stop": [""]}, 400, "stop.*: got .*, expected a text or a list of up to 16 texts"),
         (
             "completions",
             GOOD | {"logprobs": 3},
