@@ -4,10 +4,10 @@
     python experiments/ssd.py --quick
     python experiments/ssd.py --base DIR --draft SMALLER_BASE --prompts FILE.jsonl
 
-The base runs on one CPU device, the draft on another. Measures the hit rate, the seconds of each part of a round, of whole
-rounds, and tokens per second for each fan-out, against the same pair in turn (on the two devices, and in one program on
-one of them) and against the base alone. From the parts and the counted outcomes the simulator predicts whole rounds. Then
-it predicts two H200 by their roofline, and the best fan-out for a 7B base.
+The base runs on one CPU device, the draft on another. Measures the hit rate, the seconds of each part of a round, of
+whole rounds, and tokens per second for each fan-out, against the same pair in turn (on the two devices, and in one
+program on one of them) and against the base alone. From the parts and the counted outcomes the simulator predicts whole
+rounds. Then it predicts two H200 by their roofline, and the best fan-out for a 7B base.
 
 By default the shipped base and its draft model.
 """

@@ -5,9 +5,9 @@
     python experiments/ssd_two_processes.py --base DIR --draft SMALLER_BASE --prompts FILE.jsonl
 
 The base runs in this process on its first allowed core, the draft in another process on the second core, and a pipe
-connects them. The script compares with the same pair in turn, and with the base alone and the pair in one program, each on
-one core and on both. All parts of a round are timed in the same runs; from these and the counted outcomes the simulator
-predicts the rounds. Linux only, because it pins processes to cores.
+connects them. The script compares with the same pair in turn, and with the base alone and the pair in one program, each
+on one core and on both. All parts of a round are timed in the same runs; from these and the counted outcomes the
+simulator predicts the rounds. Linux only, because it pins processes to cores.
 
 By default the shipped base and its draft model, one prompt at a time, greedily.
 """
