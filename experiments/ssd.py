@@ -1,13 +1,14 @@
-"""Speculative speculative decoding on two simulated devices, compared with the simulator's predictions.
+"""Speculative speculative decoding on two simulated devices, beside what the simulator foretells.
 
     python experiments/ssd.py --output experiments/results/ssd.json
     python experiments/ssd.py --quick
     python experiments/ssd.py --base DIR --draft SMALLER_BASE --prompts FILE.jsonl
 
-The base runs on one CPU device, the draft on another. Measures the hit rate, the seconds of each part of a round, of
-whole rounds, and tokens per second for each fan-out, against the same pair in turn (on the two devices, and in one
-program on one of them) and against the base alone. From the parts and the counted outcomes the simulator predicts whole
-rounds. Then it predicts two H200 by their roofline, and the best fan-out for a 7B base.
+The base on one CPU device, the draft on another. What is measured: hits, the seconds of every part of a round, the
+seconds of whole rounds and tokens per second for every fan-out, against the same pair in turn (on the two devices, and
+in one program on one of them) and against the base alone. The simulator is told the parts' seconds and what outcomes
+came about, and foretells the whole rounds. Then it is told what two H200 would take by their roofline, and names the
+fan-out for a 7B base.
 
 By default the shipped base and its draft model.
 """
@@ -17,8 +18,8 @@ from __future__ import annotations
 import os
 import sys
 
-# The nearest to one core per device that XLA offers; it reads this at its start. The devices share one more thread;
-# `cores` measures how many cores a device keeps busy.
+# As near to a core for each device as XLA comes, before JAX is imported: it reads this when it starts. What the devices
+# share is then one thread, beside one of each device's own; `cores` says how many cores a device keeps busy with that.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
@@ -53,8 +54,8 @@ FULL = {"count": 8, "prompt_tokens": 128, "new_tokens": 128, "repeats": 5, "dept
 FULL |= {"fan_outs": [2, 4, 8, 12, 16]}
 QUICK = {"count": 2, "prompt_tokens": 32, "new_tokens": 32, "repeats": 1, "depth": 2, "ranks": 4, "fan_outs": [4]}
 
-# A pair of H200. The seconds of a small message between GPUs and of launching a layer's kernels are assumed, not
-# measured: 12 kernels a layer (docs/gpu.md) at a microsecond each inside a CUDA graph.
+# A pair of H200: what a small message takes from GPU to GPU and a layer's kernels to be launched are assumed, not
+# measured. 12 kernels a layer (docs/gpu.md) at a microsecond each inside a CUDA graph.
 TRANSFER, LAUNCH = 10e-6, 12e-6
 DRAFTS = {
     "68m": LlamaConfig(32_000, 768, 3072, 2, 12, 12, 64),  # JackFram/llama-68m
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     executor, prompts = pair(args)
     remarks = [cores(executor, prompts[0])]
 
-    # Count the outcomes with the widest fan-out, and time the parts.
+    # What outcomes there are, from as many guesses as will be asked for, and the times of the parts.
     wide = executor.with_fan_out(FanOut.uniform(args.depth, args.ranks))
     counted = joined(recorded(wide, prompts, 1)).outcomes()
     outcomes = Outcomes.counted(counted)
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
             prepared = executor.with_fan_out(fan_out)
             parts[total] = part_seconds(prepared, prompt, lengths)
             rounds[total] = round_seconds(prepared, prompt, lengths, args.repeats)
-    # The rounds of one prompt are timed, so the simulator gets that prompt's hits.
+    # One prompt's rounds are timed, so it is that prompt's own hits that the simulator is told.
     one = Outcomes.counted(joined(recorded(wide, prompts[:1], 1)).outcomes())
     print(f"\n{'outcomes':>8} {'hits':>6} {'prepare':>8} {'round':>8} {'foretold':>9} {'hidden':>7} {'foretold':>9}")
     in_turn, measured_draft = rounds[0], parts[0]["miss"]

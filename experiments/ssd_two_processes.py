@@ -4,10 +4,10 @@
     python experiments/ssd_two_processes.py --quick
     python experiments/ssd_two_processes.py --base DIR --draft SMALLER_BASE --prompts FILE.jsonl
 
-The base runs in this process on its first allowed core, the draft in another process on the second core, and a pipe
-connects them. The script compares with the same pair in turn, and with the base alone and the pair in one program, each
-on one core and on both. All parts of a round are timed in the same runs; from these and the counted outcomes the
-simulator predicts the rounds. Linux only, because it pins processes to cores.
+The base runs in this process, on the first core that it may use, the draft in another, on the second. What each has to
+know of the other goes through a pipe. It is timed against the same pair in turn, and against the base alone and the
+pair in one program, each on one core and on both. All parts of a round are timed in the same runs; the simulator is
+told them and which outcomes came about, and foretells the rounds. Linux only, as it chooses cores.
 
 By default the shipped base and its draft model, one prompt at a time, greedily.
 """

@@ -131,15 +131,15 @@ class ExecutorPool:
         return sampling_params([spec], keys, self._vocab_size, self._like)
 
     def batch_for(self, sequences: int) -> int:
-        """Return the smallest batch size for so many sequences."""
+        """Return the smallest batch size that holds ``sequences``."""
         return next(batch for batch in self.batches if batch >= sequences)
 
     def cache_len_for(self, tokens: int) -> int:
-        """Return the smallest cache length for so many tokens, including those fed in a step."""
+        """Return the smallest cache length for ``tokens``, including those fed in a step."""
         return next(cache_len for cache_len in self.cache_lens if cache_len >= tokens)
 
     def nbytes(self, sequences: int, tokens: int) -> int:
-        """Return the bytes of a batch whose longest sequence has so many tokens."""
+        """Return the bytes of a batch whose longest sequence has ``tokens``."""
         return self.shapes.nbytes(self.batch_for(sequences), self.cache_len_for(tokens + self.headroom))
 
     def prefill_nbytes(self, length: int) -> int:
