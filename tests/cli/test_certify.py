@@ -123,9 +123,7 @@ def slow(*case):
     ],
 )
 def test_eagle(certify, golden, arch, rule, tree):
-    """Trained drafts, so that much is accepted, on trees that are grown and on the one that stays."""
-    if not (golden / "eagle").is_dir():
-        pytest.skip(f"no EAGLE data in {golden}")
+    """Trained drafts, so that many tokens are accepted, on dynamic trees and on a static one."""
     flags = [] if rule == "greedy" else ["--temperature", 0.8]
     draft = golden / "eagle" / arch / "draft"
     out = certify("--base", golden / "base" / "mha", "--draft", draft, "--tree", tree, "--rule", rule, *flags)

@@ -96,7 +96,7 @@ def test_command_says_how_long_a_draft_model_s_chains_should_be(program, tmp_pat
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert "--acceptance: is for draft models" in refused.err
     refused = program("--shape", "7b", "--draft", tmp_path, "--acceptance", "1.6")
-    assert (refused.code, refused.err) == (2, "hydrajax: --acceptance: must be from 0 to 1, found 1.6\n")
+    assert (refused.code, refused.err) == (2, "hydrajax: --acceptance: got 1.6, expected 0 to 1\n")
 
 
 def test_command_reads_a_base_s_shape(program, tmp_path):
@@ -167,11 +167,11 @@ def test_mistakes_end_in_one_line(program, tmp_path):
             *("--shape", "7b", "--device", "A100", "--dtype", "float32")
         ],
         "tree sizes: must be from 1 to 64, found 65": ["--shape", "7b", "--tree-sizes", "65"],
-        "depth 5 is deeper than the drafter": ["--shape", "7b", "--tree", "chain-5"],
-        "tree: dynamic-8-1-4 needs a drafter that can grow trees, not PromptLookup": [
+        "got a depth of 5, expected at most": ["--shape", "7b", "--tree", "chain-5"],
+        "tree: got dynamic-8-1-4, expected a static tree because PromptLookup cannot fill dynamic ones": [
             *("--shape", "7b", "--draft-kind", "lookup", "--tree", "dynamic-8-1-4")
         ],
-        "dynamic-8-1-4 has another shape at every step, a sweep over tree sizes needs one": [
+        "dynamic-8-1-4 expected a static tree, a sweep over tree sizes needs one": [
             *("--shape", "7b", "--tree", "dynamic-8-1-4", "--tree-sizes", "2")
         ],
         "must be an integer from 1 up, found 'x'": ["--shape", "7b", "--batch-sizes", "1,x"],
