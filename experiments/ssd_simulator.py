@@ -8,8 +8,7 @@ finished, the draft looks up the outcome: after a hit it sends the next draft at
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -191,18 +190,3 @@ def best(
     speeds = [predict(times_of(total), outcomes, fan_out, batch) for total, fan_out in sorted(fan_outs.items())]
     fastest = min(speed.seconds for speed in speeds)
     return next(speed for speed in speeds if speed.seconds <= fastest * (1 + within))
-
-
-def times_of(parts: Mapping[int, Mapping[str, float]], total: int) -> Times:
-    """Return the `Times` of rounds with ``total`` outcomes.
-
-    parts: `hydrajax.measure.split.part_seconds` by number of outcomes, 0 included. The draft after a miss takes the
-    whole "miss" of rounds with an empty speculation cache minus the lookup; the lookup takes a "hit", measured with
-    other fan-outs if this one never hit.
-    """
-    hits = [found["hit"] for found in parts.values() if not math.isnan(found["hit"])]
-    own = parts[total]["hit"]
-    take = min(hits, default=0.0) if math.isnan(own) else own
-    transfer = (parts[total]["hand over"] + parts[total]["tell"]) / 2
-    prepare = parts[total]["prepare"] if total else 0.0
-    return Times(parts[total]["verify"], max(parts[0]["miss"] - take, 0.0), prepare, transfer, take)

@@ -30,7 +30,8 @@ from typing import Any
 import jax
 import numpy as np
 from common import CONSOLE, draft_model_of, program, prompts_of, speed_rows, write
-from ssd_simulator import Outcomes, predict, times_of
+from ssd_parts import times_of
+from ssd_simulator import Outcomes, predict
 
 import hydrajax
 from hydrajax import assets
@@ -44,7 +45,7 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel
-from hydrajax.measure.split import ONE_PROGRAM, joined
+from hydrajax.measure.split_contest import ONE_PROGRAM, joined
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.record import SpeculationRecord
 from hydrajax.ssd.speculator import MISS, Speculator
@@ -342,7 +343,7 @@ class TwoProcesses:
         return joined(self._records)
 
     def parts(self) -> dict[str, float]:
-        """Median seconds of a round's parts, as `hydrajax.measure.split.part_seconds`; NaN of nothing."""
+        """Median seconds of a round's parts, as `ssd_parts.part_seconds`; NaN of nothing."""
         return {name: median(self._took[name]) for name in ("verify", "prepare", "hit", "miss")}
 
     def round_seconds(self) -> float:

@@ -142,7 +142,7 @@ def test_without_a_tree_the_fastest_is_taken_once(m, monkeypatch, capsys):
 
     def choose(executor, prompts, batch_size, draft_directory, on_status):
         asked.append((batch_size, type(executor.spec.rule).__name__, len(next(iter(prompts)))))
-        return fastest.Choice(None, "chain-9", 0.5, None)  # none is faster
+        return fastest.FastestTree(None, "chain-9", 0.5, None)  # none is faster
 
     monkeypatch.setattr("hydrajax.language_model.choose", choose)
     fresh = m.with_draft("lookup")

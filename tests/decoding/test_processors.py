@@ -24,7 +24,7 @@ from hydrajax.decoding.processors import LogitBias, NodeContext, Penalties, Toke
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.plain_pass import last_logits
+from hydrajax.measure.uncached_forward import last_logits
 from hydrajax.trees import presets
 
 V = 12
