@@ -26,7 +26,7 @@ class Generation:
         text: the output as text without special tokens; None if the base has no tokenizer.
         steps: decode steps, that is forward passes of the base after the prefill.
         emitted_per_step: tokens emitted by each step, root included; they sum to ``new_tokens``. Files name them
-            ``accept_lengths``, as Spec-Bench does; `DecodeResult.accept_lengths` excludes the bonus token.
+            ``accept_lengths``, as Spec-Bench does; `DecodeResult.accept_lengths` excludes the root.
         new_tokens: number of generated tokens.
         wall_time: seconds of the prompt's whole batch, prefill included, compilation excluded.
         finish_reason: "eos", "stop" (a stop string), "length" (the limit) or "context" (the context is full); None in

@@ -1,9 +1,9 @@
-"""How fast base and draft are on devices of their own, from times and chances. NumPy only.
+"""Predict the speed of speculative speculative decoding from times and outcome probabilities. NumPy only.
 
-A round begins when the draft sends its tokens. They reach the base after a transfer, the base verifies them, its
-verdict comes back after another; meanwhile the draft prepares. When both are there, the draft takes the verdict: if it
-had prepared for it, that is all, and if not it drafts now. Then it sends again. `predict` says what that comes to on
-the mean, `simulate` plays it with dice.
+A round begins when the draft sends its tokens. They reach the base after a transfer, the base verifies them, and the
+verification outcome returns after another transfer; meanwhile the draft fills its speculation cache. When both have
+finished, the draft looks up the outcome: after a hit it sends the next draft at once, after a miss it drafts first.
+`predict` computes the mean round in closed form, `simulate` plays random rounds.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import numpy as np
 from jaxtyping import Float
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.ssd.fan_out import FanOut, likeliest, supposed
+from hydrajax.ssd.fan_out import FanOut, power_law
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds. verify: of a round, with accept and commit. draft: K tokens, in turn. prepare: for all outcomes of a
-    fan-out. transfer: from one side to the other, one way. take: a verdict taken in, without drafting.
+    """Seconds of the parts of a round.
+
+    verify: the base's, with accept and commit. draft: K tokens after a miss. prepare: the speculation cache. transfer:
+    one way. take: the lookup of an outcome, without drafting.
     """
 
     verify: float
@@ -32,18 +34,19 @@ class Times:
 
     @property
     def in_turn(self) -> float:
-        """A round of the same pair where nothing is prepared."""
+        """Seconds of a round with an empty speculation cache."""
         return self.verify + 2 * self.transfer + self.take + self.draft
 
 
 @dataclass(frozen=True, eq=False)
 class Outcomes:
-    """The chances of a verification's outcomes.
+    """Probabilities of verification outcomes.
 
-    known: ``[K+1, R]``, of accept length a and the draft's guess of rank j as the next root, together. other:
-    ``[K+1]``, of accept length a and a root beyond these guesses.
+    known: ``[K+1, R]`` joint probability of each accept length and of the draft's guess of each rank as the bonus
+    token. other: ``[K+1]`` probability of each accept length with another bonus token.
 
-    Raises `HydrajaxError` unless they are probabilities that sum to 1.
+    Raises:
+        HydrajaxError: unless they are probabilities that sum to 1.
     """
 
     known: Float[np.ndarray, "accept rank"]
@@ -52,21 +55,21 @@ class Outcomes:
     def __post_init__(self):
         total = float(self.known.sum() + self.other.sum())
         if min(self.known.min(initial=0), self.other.min(initial=0)) < -1e-12 or abs(total - 1) > 1e-6:
-            raise HydrajaxError(f"outcomes: must be probabilities that sum to 1, found {total:.6g}")
+            raise HydrajaxError(f"outcomes: got a sum of {total:.6g}, expected probabilities that sum to 1")
 
     @classmethod
     def counted(cls, counts: Float[np.ndarray, "accept rank"]) -> Outcomes:
-        """From `hydrajax.ssd.record.Record.outcomes`, whose last column holds all other roots."""
+        """Normalise the counts of `SpeculationRecord.outcomes`, whose last column counts the misses."""
         counts = np.asarray(counts, float)
         if not counts.sum() > 0:
-            raise HydrajaxError("outcomes: none were counted")
+            raise HydrajaxError("outcomes: got no counts, expected at least one round")
         shares = counts / counts.sum()
         return cls(shares[:, :-1], shares[:, -1])
 
     @classmethod
-    def supposed(cls, depth: int, acceptance: float, exponent: float = 1.0, ranks: int = 64) -> Outcomes:
-        """`hydrajax.ssd.fan_out.supposed`, and what is left."""
-        known = supposed(depth, acceptance, exponent, ranks)
+    def power_law(cls, depth: int, acceptance: float, exponent: float = 1.0, ranks: int = 64) -> Outcomes:
+        """Outcomes under `hydrajax.ssd.fan_out.power_law`."""
+        known = power_law(depth, acceptance, exponent, ranks)
         lengths = acceptance ** np.arange(depth + 1)
         lengths[:-1] *= 1 - acceptance
         return cls(known, lengths - known.sum(axis=1))
@@ -77,7 +80,7 @@ class Outcomes:
 
     @property
     def accept_lengths(self) -> Float[np.ndarray, " accept"]:
-        """The chance of each."""
+        """The probability of each accept length."""
         return self.known.sum(axis=1) + self.other
 
     @property
@@ -85,15 +88,14 @@ class Outcomes:
         return float(self.accept_lengths @ (np.arange(self.depth + 1) + 1))
 
     def hit_rate(self, fan_out: FanOut) -> float:
-        """The chance that the outcome is one of those that are prepared for."""
+        """The probability that the outcome is in the speculation cache."""
         if fan_out.depth != self.depth:
-            raise HydrajaxError(f"fan_out: is for a chain of {fan_out.depth}, the outcomes are of {self.depth}")
+            raise HydrajaxError(f"fan_out: got a chain of {fan_out.depth}, expected {self.depth} as in the outcomes")
         return float(sum(row[:count].sum() for row, count in zip(self.known, fan_out.counts, strict=True)))
 
     @property
     def exponent(self) -> float:
-        """r of the power law (1 + F) ** -r that misses follow over fan-outs, `hydrajax.ssd.fan_out.supposed`: the least
-        squares of logarithms. Infinite where nothing is ever missed."""
+        """r of the misses' power law (1 + F) ** -r, by least squares of logarithms; inf without misses."""
         missed = 1 - np.cumsum(self.known.sum(axis=0))
         if not len(missed) or missed.min() <= 0:
             return float("inf")
@@ -101,17 +103,17 @@ class Outcomes:
         return float(-(steps @ np.log(missed)) / (steps @ steps))
 
     def best(self, budget: int) -> FanOut:
-        """The likeliest outcomes, so many of them."""
-        return likeliest(self.known, budget)
+        """Return the ``budget`` likeliest outcomes."""
+        return FanOut.likeliest(self.known, budget)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of rounds with this fan-out, for a batch whose rows all must hit for nobody to wait.
+    """The speed of rounds with a fan-out.
 
-    ready: the chance of that. seconds: of a round. in_turn: of a round where nothing is prepared. tokens_per_second:
-    over all rows. speedup: against the same pair in turn. hidden: which share of the drafting is no longer waited for,
-    below 0 where preparing takes longer than what it saves.
+    ready: probability that all sequences of the batch hit. seconds: of a round. in_turn: seconds of a round with an
+    empty speculation cache. tokens_per_second: of the batch. speedup: over the pair in turn. hidden: share of the
+    drafting time that is hidden, below 0 if preparing costs more than it saves.
     """
 
     fan_out: FanOut
@@ -128,7 +130,7 @@ class Speed:
 
 
 def predict(times: Times, outcomes: Outcomes, fan_out: FanOut, batch: int = 1) -> Speed:
-    """The mean over many rounds, whose outcomes do not depend on each other; rows neither."""
+    """Compute the mean over many rounds with independent outcomes, for rounds and for sequences."""
     hit_rate = outcomes.hit_rate(fan_out)
     ready = hit_rate**batch
     seconds = max(times.verify + 2 * times.transfer, times.prepare) + times.take + (1 - ready) * times.draft
@@ -138,7 +140,7 @@ def predict(times: Times, outcomes: Outcomes, fan_out: FanOut, batch: int = 1) -
 def simulate(
     times: Times, outcomes: Outcomes, fan_out: FanOut, batch: int = 1, rounds: int = 10_000, seed: int = 0
 ) -> Speed:
-    """The same from so many rounds that are played: tokens are accepted one by one or not, each side has a clock."""
+    """Estimate the same from random rounds: tokens are accepted one by one, and each side has a clock."""
     random = np.random.default_rng(seed)
     lengths, depth = outcomes.accept_lengths.tolist(), outcomes.depth
     reaches = np.cumsum(lengths[::-1])[::-1].tolist()  # the chance of each accept length or a longer one
@@ -162,9 +164,9 @@ def simulate(
         if not all_hit:
             clock += times.draft
         readies += all_hit
-    per_row = tokens / (rounds * batch)
+    per_sequence = tokens / (rounds * batch)
     hit_rate = hits / (rounds * batch)
-    return _speed(times, outcomes, fan_out, batch, hit_rate, readies / rounds, clock / rounds, per_row)
+    return _speed(times, outcomes, fan_out, batch, hit_rate, readies / rounds, clock / rounds, per_sequence)
 
 
 def _speed(times, outcomes, fan_out, batch, hit_rate, ready, seconds, tokens) -> Speed:
@@ -179,10 +181,10 @@ def best(
     batch: int = 1,
     within: float = 0.0,
 ) -> Speed:
-    """The fastest of the fan-outs of so many outcomes each; ``times_of(outcomes)`` is its cost.
+    """Return the fastest of the fan-outs with ``budgets`` outcomes; ``times_of(total)`` gives the cost of each.
 
-    within: the smallest is taken that needs at most this share of time more. A budget that the known outcomes cannot
-    fill is cut to them.
+    within: choose the smallest fan-out that takes at most this share longer than the fastest. Budgets are cut to the
+    number of known outcomes.
     """
     fan_outs = {fan_out.total: fan_out for fan_out in map(outcomes.best, budgets)}
     speeds = [predict(times_of(total), outcomes, fan_out, batch) for total, fan_out in sorted(fan_outs.items())]
