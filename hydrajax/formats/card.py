@@ -1,4 +1,4 @@
-"""The model card of exported heads: what they are, whose, how they were made, how to load them."""
+"""Model card of exported heads."""
 
 from __future__ import annotations
 
@@ -13,22 +13,29 @@ NOT_RECORDED = "not recorded"
 
 
 def model_card(drafter, format: str, read_by: str, base_name: str, story: dict[str, Any]) -> str:
-    """Markdown with the Hub's front matter.
+    """Return Markdown with the Hub's front matter.
 
-    format: the name of the files' format. read_by: a sentence about who reads it, in which HEADS is their number.
-    story: ``data, recipe, tokens_per_step``; what is not in it is said to be not recorded.
+    Args:
+        drafter: the exported drafter.
+        format: name of the files' format.
+        read_by: the programs that read it, in which HEADS stands for the number of heads.
+        base_name: name of the base; ``base_model`` of the front matter if it can be a repository on the Hub.
+        story: ``data, recipe, tokens_per_step``; missing ones are `NOT_RECORDED`.
     """
-    base_name, story = _in_a_cell(base_name), {name: _in_a_cell(value) for name, value in story.items()}
+    base_name = _table_cell(base_name)
     about = describe(drafter)
     front = {"library_name": "hydrajax", "tags": ["speculative-decoding", about.tag]}
-    if REPOSITORY.fullmatch(base_name):  # a name on the Hub and no path
+    if REPOSITORY.fullmatch(base_name):
         front["base_model"] = base_name
+    data, recipe, tokens_per_step = (
+        _table_cell(story.get(name, NOT_RECORDED)) for name in ("data", "recipe", "tokens_per_step")
+    )
     rows = {
         "base": base_name or NOT_RECORDED,
         **about.rows,
-        "data": story.get("data", NOT_RECORDED),
-        "recipe": story.get("recipe", NOT_RECORDED),
-        "tokens_per_step (τ)": story.get("tokens_per_step", NOT_RECORDED),
+        "data": data,
+        "recipe": recipe,
+        "tokens_per_step (τ)": tokens_per_step,
         "format": format,
     }
     return "\n".join(
@@ -37,10 +44,10 @@ def model_card(drafter, format: str, read_by: str, base_name: str, story: dict[s
             *(f"{name}: {json.dumps(value)}" for name, value in front.items()),
             "---",
             "",
-            f"# {about.title} for {base_name or 'a base that was not named'}",
+            f"# {about.title} for {base_name or 'an unnamed base'}",
             "",
-            "Draft heads for tree speculative decoding: they propose tokens, the base checks them. They say nothing "
-            "without their base.",
+            "Draft heads for tree speculative decoding: they propose tokens, which the base verifies. They work with "
+            "this base only.",
             "",
             "| | |",
             "|---|---|",
@@ -53,13 +60,13 @@ def model_card(drafter, format: str, read_by: str, base_name: str, story: dict[s
 
 
 def describe(drafter) -> About:
-    """What a drafter is, by the file of its kind; a prefix layer in front of it is said in the title."""
+    """Describe a drafter; the title mentions a prefix layer."""
     about = FILES[kind_of(drafter)].about(drafter)
     if not drafter.spec.prefix_layer:
         return about
     return About(f"{about.title} with a prefix layer", about.tag, about.rows)
 
 
-def _in_a_cell(value: Any) -> str:
-    """Text that cannot end the cell of a Markdown table."""
+def _table_cell(value: Any) -> str:
+    """Escape text for a Markdown table."""
     return " ".join(str(value).split()).replace("|", "\\|")

@@ -1,7 +1,4 @@
-"""Saving draft heads in the formats that other programs read, and in our own.
-
-It is the inverse of `hydrajax.formats.load`, bit for bit.
-"""
+"""Export draft heads to formats of other programs and to our own: the exact inverse of `hydrajax.formats.load`."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from hydrajax.models.layout import write
 
 WRITTEN = {format.name: format for format in RELEASED if format.read_by}
 NATIVE = "native"
-NATIVE_READ_BY = "`hydrajax generate --base BASE --draft THIS`. `hydrajax convert export` turns it into other formats."
+NATIVE_READ_BY = "`hydrajax generate --base BASE --draft THIS`. `hydrajax convert export` converts it to other formats."
 FORMATS = (*WRITTEN, NATIVE)
 
 
@@ -44,37 +41,37 @@ def export_heads(
     extra: dict | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Save draft heads with their ``config.json`` and a model card, ``README.md``.
+    """Save draft heads with ``config.json`` and a model card, ``README.md``.
 
-    drafter: of a kind with trained parameters.
-    format: a name of `FORMATS`. ``native`` is our own, an orbax directory, of any drafter. The others are described
-        beside the drafters, such as in `hydrajax.formats.medusa_format`. None takes the first that can say what the
-        drafter is, those of its own kind before others, and our own if no other can.
-    base_name: becomes ``base_model_name_or_path``.
-    base_fingerprint: `hydrajax.formats.fingerprint.fingerprint` of the base; the heads then load onto no other.
-        It also says how many layers the base has, for formats that count those which heads read from the first on.
-    story: ``data``, ``recipe`` (texts) and ``tokens_per_step`` (a number or text), for the card and later exports.
-    dtype: of the file; None keeps each parameter's own.
-    torch_file: write a ``.pt`` too, where the released code opens no other and torch is installed.
-    extra: more fields for ``config.json``.
-    overwrite: replace a directory even if it is no earlier export, with all that is in it.
+    A shared block is written once per application, as in the official code; copies of the base's embedding are not
+    written.
 
-    A shared block is written once per application, as the official code does; the loader takes equal blocks for a
-    shared one. The official files also hold copies of the base's embedding, which their code takes from the base
-    anyway: they are left out.
+    Args:
+        directory: the output. An earlier export is replaced.
+        drafter: of a kind with trained parameters.
+        params: its parameters.
+        format: one of `FORMATS`. None takes the first that can express the drafter, those of its own kind first, and
+            ``native`` if no other can.
+        base_name: ``base_model_name_or_path`` of ``config.json``.
+        base_fingerprint: of `hydrajax.formats.fingerprint.fingerprint`. The heads then load onto no other base. It also
+            has the base's depth, which some formats need.
+        story: ``data``, ``recipe`` and ``tokens_per_step``, for the card and later exports.
+        dtype: of the file; None keeps each parameter's own.
+        torch_file: write a ``.pt`` too, if the official code opens no other and torch is installed.
+        extra: more fields for ``config.json``.
+        overwrite: replace a directory with any content.
 
-    Raises `HydrajaxError` for drafters that the format cannot express, and if the directory may not be replaced or
-    cannot be written.
+    Raises:
+        HydrajaxError: the format cannot express the drafter, or the directory may not be replaced or cannot be written.
     """
     kind = kind_of(drafter)
     made_for = MadeFor(base_name, ((base_fingerprint or {}).get("shapes") or {}).get("n_layers"))
     try:
         if kind is None:
-            allowed = ", ".join(kind.__name__ for kind in HEADS.values())
-            raise cannot_write(f"drafter is {type(drafter).__name__}", allowed)
+            raise cannot_write("drafter", type(drafter).__name__, ", ".join(kind.__name__ for kind in HEADS.values()))
         if format not in (None, *FORMATS):
             raise not_allowed("format", format, FORMATS)
-        chosen = _chosen(format, drafter, kind, made_for)
+        chosen = _choose(format, drafter, kind, made_for)
         fields = chosen.config(drafter, made_for) if chosen else {}
     except HydrajaxError as error:
         raise HydrajaxError(f"{WHAT}: {error}") from None
@@ -100,11 +97,8 @@ def export_heads(
         config |= fields | (extra or {})
 
 
-def _chosen(name: str | None, drafter, kind: str, made_for: MadeFor) -> HeadFormat | None:
-    """The format of this name, None for our own; without a name the first that can say what the drafter is.
-
-    Raises `HydrajaxError` where the named one cannot, and says which can.
-    """
+def _choose(name: str | None, drafter, kind: str, made_for: MadeFor) -> HeadFormat | None:
+    """The format of this name, or the first that can express the drafter; None for our own."""
     own = [format for format in FILES[kind].formats if format.read_by]
     refusals: dict[HeadFormat, HydrajaxError] = {}
     fitting: list[HeadFormat] = []
@@ -118,9 +112,8 @@ def _chosen(name: str | None, drafter, kind: str, made_for: MadeFor) -> HeadForm
         return fitting[0] if fitting else None
     chosen = WRITTEN.get(name)
     if chosen in refusals:
-        allowed = ", ".join([*(format.name for format in fitting), NATIVE])
+        expected = ", ".join([*(format.name for format in fitting), NATIVE])
         raise HydrajaxError(
-            f"these are {describe(drafter).title}, formats that can hold them: {allowed}; {name} cannot: "
-            f"{refusals[chosen]}"
+            f"format: got {name} for {describe(drafter).title}, expected one of {expected}; {refusals[chosen]}"
         )
     return chosen

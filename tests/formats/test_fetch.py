@@ -129,7 +129,7 @@ def test_what_is_refused(hub, hydra, tmp_path, monkeypatch):
         (release(HYDRA, hydra_lm_head=saved({"a": Evil()})), "hydra_lm_head.pt is damaged or holds more than tensors"),
         (release(HYDRA, hydra_lm_head=saved(hydra)[:-500]), "hydra_lm_head.pt is damaged"),
         (release(HYDRA, hydra_lm_head=saved([1])), "must hold a state dict of tensors"),
-        (release(HYDRA, hydra_lm_head=saved({"a": torch.ones(2, dtype=torch.int32)})), "a has dtype int32, expected"),
+        (release(HYDRA, hydra_lm_head=saved({"a": torch.ones(2, dtype=torch.int32)})), "a: got dtype int32, expected"),
     ]:
         hub.add(NAME, files)
         refused(message, NAME, output)

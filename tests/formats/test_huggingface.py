@@ -190,7 +190,7 @@ def test_layers_beyond_the_config_are_unexpected(copy):
 
 def test_wrong_shape(copy):
     change_tensors(copy, **{Q.replace(".", "__"): torch.ones(32, 16)})
-    refused(copy, f"{Q} has shape [32, 16], expected [32, 32]")
+    refused(copy, f"{Q}: got shape [32, 16], expected [32, 32]")
 
 
 def test_missing_directory(tmp_path):

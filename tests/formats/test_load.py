@@ -209,7 +209,7 @@ def test_unexpected_tensor(base, release):
     ("role", "shape"), [("weight", (WIDTH, 2 * WIDTH)), ("bias", (WIDTH + 1,)), ("weight", (WIDTH,)), ("bias", ())]
 )
 def test_wrong_shape(base, release, role, shape):
-    pieces = f"{release.names[role]} has shape {list(shape)}, expected {[WIDTH] * (1 + (role == 'weight'))}"
+    pieces = f"{release.names[role]}: got shape {list(shape)}, expected {[WIDTH] * (1 + (role == 'weight'))}"
     refused(release(**{role: torch.ones(shape)}), base, pieces)
 
 
@@ -320,11 +320,11 @@ def test_eagle_3_loads_and_knows_its_tokens(eagle):
         (1, {"without": ["fc.weight"]}, ("missing tensor 'fc.weight'",)),
         (1, {"without": ["fc.bias"]}, ("missing tensor 'fc.bias'",)),
         (1, {"bias": False}, ("unexpected tensor 'fc.bias'",)),
-        (1, {"bias": "no"}, ("config.json: bias must be true or false, found 'no'",)),
-        (1, {"state": {"fc.weight": torch.ones(WIDTH, WIDTH)}}, ("fc.weight has shape [32, 32], expected [32, 64]",)),
-        (1, {"hidden_size": 2 * WIDTH}, ("made for another base", "width is 64, not 32")),
-        (1, {"state": {"embed_tokens.weight": torch.ones(7, WIDTH)}}, ("another base", "vocabulary is 7, not 96")),
-        (1, {"num_hidden_layers": 2}, ("num_hidden_layers is 2, supported is 1 in an EAGLE draft",)),
+        (1, {"bias": "no"}, ("config.json: bias: got 'no', expected true or false",)),
+        (1, {"state": {"fc.weight": torch.ones(WIDTH, WIDTH)}}, ("fc.weight: got shape [32, 32], expected [32, 64]",)),
+        (1, {"hidden_size": 2 * WIDTH}, ("made for another base", "width: got 64, expected 32")),
+        (1, {"state": {"embed_tokens.weight": torch.ones(7, WIDTH)}}, ("another base", "vocabulary: got 7, expected 96")),
+        (1, {"num_hidden_layers": 2}, ("num_hidden_layers: got 2, expected 1 in an EAGLE draft",)),
         (1, {"state": {"layers.1.mlp.up_proj.weight": torch.ones(88, WIDTH)}}, ("unexpected tensor 'layers.1.mlp",)),
         (1, {"num_attention_heads": 0}, ("config.json", "num_attention_heads")),
         (3, {"without": ["d2t"]}, ("missing tensor 'd2t'",)),
@@ -333,7 +333,7 @@ def test_eagle_3_loads_and_knows_its_tokens(eagle):
         (3, {"state": {"d2t": -torch.arange(VOCAB // 2)}}, ("d2t: the tokens that it tells of must rise",)),
         (3, {"state": {"d2t": torch.full((VOCAB // 2,), VOCAB)}}, ("d2t: ", f"below {VOCAB}")),
         (3, {"draft_vocab_size": VOCAB + 1}, ("draft_vocab_size", "exceeds")),
-        (3, {"draft_vocab_size": 0}, ("draft_vocab_size must be an integer from 1 up, found 0",)),
+        (3, {"draft_vocab_size": 0}, ("draft_vocab_size: got 0, expected an integer from 1 up",)),
         (3, {"draft_vocab_size": VOCAB}, ("lm_head.weight has shape",)),
     ],
 )

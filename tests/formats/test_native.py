@@ -445,8 +445,8 @@ def test_files_that_are_none_of_the_parameters(tiny_model, copied, name):
 
 def test_another_base(tiny_model, copied):
     config = tiny_model[0].config
-    refused(copied, config.replace(width=64), "draft", "made for another base", "width is 32, not 64")
-    refused(copied, config.replace(vocab_size=62), "draft", "made for another base", "vocabulary is 61, not 62")
+    refused(copied, config.replace(width=64), "draft", "made for another base", "width: got 32, expected 64")
+    refused(copied, config.replace(vocab_size=62), "draft", "made for another base", "vocabulary: got 61, expected 62")
 
 
 @pytest.mark.parametrize("change", [{"n_kv_heads": 4}, {"mlp_width": 96}, {"head_dim": 16}], ids=str)

@@ -277,7 +277,7 @@ def test_more_hydra_heads_than_declared(base, hydra_state, tmp_path):
 def test_wrong_shape(base, hydra_state, tmp_path):
     state = hydra_state | {"hydra_mlp.1.0.linear.weight": torch.ones(WIDTH, 2 * WIDTH)}
     directory = release(tmp_path, state, hydra_config(2, 1))
-    refused(directory, base, "hydra_mlp.1.0.linear.weight has shape [32, 64], expected [32, 96]")
+    refused(directory, base, "hydra_mlp.1.0.linear.weight: got shape [32, 64], expected [32, 96]")
 
 
 def test_medusa_1_layer_file_declared_as_2(base, medusa_state, tmp_path):
@@ -286,7 +286,7 @@ def test_medusa_1_layer_file_declared_as_2(base, medusa_state, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "found"),
-    [({"width": 64}, "width is 32, not 64"), ({"vocab_size": 97}, "vocabulary is 96, not 97")],
+    [({"width": 64}, "width: got 32, expected 64"), ({"vocab_size": 97}, "vocabulary: got 96, expected 97")],
 )
 def test_heads_of_another_base(base, hydra_state, medusa_state, tmp_path, change, found):
     other = base[0], BoundBase(base[1].model.clone(config=base[1].config.replace(**change)), None)

@@ -180,7 +180,7 @@ def test_the_first_rows_of_a_tensor(tmp_path, kind, rows):
     }
     files = opened(tmp_path, tensors, kind)
     for name, tensor in tensors.items():
-        part = files.read_first(name, rows)
+        part = files.read(name, rows)
         expected = tensor[:rows].float().numpy()
         assert part.dtype == (ml_dtypes.bfloat16 if name == "half" else np.float32)
         np.testing.assert_array_equal(part.astype(np.float32), expected, err_msg=name)
@@ -199,7 +199,7 @@ def opened(folder: Path, tensors: dict[str, torch.Tensor], kind: str):
 def test_no_other_rows_are_read(tmp_path):
     files = opened(tmp_path, {"long": torch.zeros(2**20, 4)}, "safetensors")
     peaks = []
-    for read in (lambda: files.read_first("long", 64), lambda: files.read("long")):
+    for read in (lambda: files.read("long", 64), lambda: files.read("long")):
         tracemalloc.start()
         read()
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -376,7 +376,7 @@ def test_missing_unexpected_and_misshapen_tensors(state, save, kind):
     refused(save(state | {"model.bias": torch.zeros(2)}, kind), "unexpected tensor 'model.bias'")
     wrong = {Q: torch.zeros(32, 16), NORM: torch.tensor(1.0)}
     refused(
-        save(state | wrong, kind), f"{Q} has shape [32, 16], expected [32, 32]", f"{NORM} has shape [], expected [32]"
+        save(state | wrong, kind), f"{Q}: got shape [32, 16], expected [32, 32]", f"{NORM}: got shape [], expected [32]"
     )
 
 
@@ -395,7 +395,7 @@ def test_tensors_that_are_not_floats(state, save, kind, dtype, names):
     folder = save(state | {Q: torch.ones(32, 32).to(dtype), NORM: torch.ones(32).to(dtype)}, kind)
     found = names[kind == "safetensors"]
     allowed = "expected float64, float32, float16, bfloat16"
-    refused(folder, f"{Q} has dtype {found}, {allowed}", f"{NORM} has dtype {found}, {allowed}")
+    refused(folder, f"{Q}: got dtype {found}, {allowed}", f"{NORM}: got dtype {found}, {allowed}")
 
 
 @pytest.mark.parametrize("kind", ["sparse", "compressed", "meta"])
