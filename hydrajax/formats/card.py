@@ -16,8 +16,6 @@ def model_card(drafter, format: str, read_by: str, base_name: str, story: dict[s
     """Return Markdown with the Hub's front matter.
 
     Args:
-        drafter: the exported drafter.
-        format: name of the files' format.
         read_by: the programs that read it, in which HEADS stands for the number of heads.
         base_name: name of the base; ``base_model`` of the front matter if it can be a repository on the Hub.
         story: ``data, recipe, tokens_per_step``; missing ones are `NOT_RECORDED`.

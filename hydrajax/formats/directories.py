@@ -22,15 +22,11 @@ MARK = "hydrajax_export"  # in config.json: the directory's files, by which a la
 
 @contextmanager
 def exported(directory: str | Path, overwrite: bool, what: str = WHAT) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield ``(folder, config)`` to fill; ``config`` becomes ``config.json``.
+    """Yield ``(folder, config)`` to fill; ``config`` becomes ``config.json``. Replaces an earlier export.
 
     Args:
-        directory: the output. An earlier export is replaced.
         overwrite: replace a directory with any content.
-        what: begins error messages.
-
-    Raises:
-        HydrajaxError: the directory may not be replaced or cannot be written.
+        what: begins the error that the directory may not be replaced or cannot be written.
     """
     _check_replaceable(Path(os.path.realpath(directory)), overwrite, what)
     with whole_directory(directory, what) as folder:

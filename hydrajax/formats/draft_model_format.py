@@ -57,9 +57,6 @@ def load_draft_model(
     """Load ``(drafter, draft_params)`` in the base's dtype. Warns if the draft is larger than the base.
 
     Args:
-        directory: the draft's directory.
-        base: the base.
-        base_params: its parameters.
         tokenizer: the base's, None if it has none. Both tokenizers must map tokens to the same ids, while the models'
             vocabularies may be padded differently. If either has no tokenizer, the vocabularies must have equal size.
         confidence: as in `hydrajax.drafters.draft_model.DraftModel`.

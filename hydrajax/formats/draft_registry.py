@@ -93,16 +93,17 @@ def without_weights(draft: Any) -> DrafterKind | None:
     """
     if not isinstance(draft, str):
         return None
-    if draft in WITHOUT_WEIGHTS:
-        return WITHOUT_WEIGHTS[draft]
-    for name, kind in WITHOUT_WEIGHTS.items():
-        if kind.numbers and re.fullmatch(rf"{name}(-\d{{1,6}})+", draft):
-            found = [int(number) for number in draft.removeprefix(f"{name}-").split("-")]
-            if len(found) != len(kind.numbers):
-                raise HydrajaxError(f"draft: got '{draft}', expected {name} or {'-'.join([name, *kind.numbers])}")
-            kind.drafter(*found)  # refuses invalid numbers before a base is loaded
-            return replace(kind, given=tuple(found))
-    return None
+    name, *numbers = draft.split("-")
+    kind = WITHOUT_WEIGHTS.get(name)
+    if kind is None or not numbers:
+        return kind
+    if not kind.numbers or not all(re.fullmatch(r"\d{1,6}", number) for number in numbers):
+        return None
+    if len(numbers) != len(kind.numbers):
+        raise HydrajaxError(f"draft: got '{draft}', expected {name} or {'-'.join([name, *kind.numbers])}")
+    given = tuple(map(int, numbers))
+    kind.drafter(*given)  # refuses invalid numbers before a base is loaded
+    return replace(kind, given=given)
 
 
 class LookupAndDraft(NamedTuple):

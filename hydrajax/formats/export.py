@@ -41,15 +41,12 @@ def export_heads(
     extra: dict | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Save draft heads with ``config.json`` and a model card, ``README.md``.
+    """Save trained draft heads with ``config.json`` and a model card, ``README.md``. Replaces an earlier export.
 
     A shared block is written once per application, as in the official code; copies of the base's embedding are not
     written.
 
     Args:
-        directory: the output. An earlier export is replaced.
-        drafter: of a kind with trained parameters.
-        params: its parameters.
         format: one of `FORMATS`. None takes the first that can express the drafter, those of its own kind first, and
             ``native`` if no other can.
         base_name: ``base_model_name_or_path`` of ``config.json``.

@@ -88,7 +88,6 @@ def load_llama(
     Host memory holds one parameter at a time (three matrices where ours are fused) and the pages of one file.
 
     Args:
-        directory: the base in Hugging Face's format.
         dtype: of parameters and computation; None for `default_dtype` of the stored weights.
         place: ``place(array, logical_axes)`` puts a host array on devices; by default on the default device.
         quantize: a name of `hydrajax.models.weights.QUANTIZED`; quantises the weights of matrix products.
@@ -171,12 +170,9 @@ def export_llama(
     extra: dict | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Save a base in transformers' format: the inverse of `load_llama`, bit for bit. The host holds the whole model.
+    """Save a base in transformers' format: the inverse of `load_llama`, bit for bit. Replaces an earlier export.
 
     Args:
-        directory: the output. An earlier export is replaced.
-        model: the base.
-        params: its parameters.
         tokenizer: anything with transformers' ``save_pretrained``.
         dtype: of the file; None keeps each parameter's own.
         eos_ids: the ids that end generation, for ``config.json``.

@@ -33,11 +33,9 @@ def load_draft(
     base_directory: str | Path | None = None,
     adapter: str | Path | None = None,
 ):
-    """Load ``(drafter, draft_params)``.
+    """Load ``(drafter, draft_params)`` for a base of this configuration.
 
     Args:
-        directory: the heads' directory.
-        base: configuration of the base.
         dtype: of parameters and computation; None for the files' own.
         base_directory: directory of the base. Heads that record their base are then refused for any other; most
             released ones have no record.

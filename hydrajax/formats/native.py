@@ -20,7 +20,7 @@ import numpy as np
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import abstract_draft
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.files import check_file, checksums, size_and_checksum
+from hydrajax.files import checksums
 from hydrajax.formats.draft_registry import FILES, HEADS, kind_of
 from hydrajax.formats.interface import integer
 from hydrajax.formats.tensors import FLOATS
@@ -52,12 +52,10 @@ def save_native(folder: Path, drafter, params: Any) -> dict[str, Any]:
 
 
 def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
-    """Load ``(drafter, draft_params)``.
+    """Load ``(drafter, draft_params)`` for a base of this configuration.
 
     Args:
-        directory: the heads' directory.
-        config: the content of its ``config.json``.
-        base: configuration of the base.
+        config: the content of ``config.json``.
         dtype: of parameters and computation; None for the saved one.
 
     Raises:
@@ -161,17 +159,12 @@ def _value(value: Any, kind: Any, name: str) -> Any:
 def _check_files(directory: Path, files: Any) -> None:
     if not isinstance(files, dict) or not files:
         raise HydrajaxError(f"{WHAT}: config.json: files: got {files!r}, expected sizes and checksums")
-    paths = (directory / PARAMS).rglob("*")
-    present = {str(path.relative_to(directory)) for path in paths if path.is_symlink() or not path.is_dir()}
-    for name in sorted(files.keys() | present):
+    try:
+        found = checksums(directory, PARAMS)
+    except OSError as error:
+        raise HydrajaxError(f"{WHAT}: cannot read {error.filename}: {error.strerror}") from None
+    for name in sorted(files.keys() | found.keys()):
         if name not in files:
-            raise HydrajaxError(f"{WHAT}: {directory} holds {name}, which was not written with it")
-        if name not in present:
-            raise HydrajaxError(f"{WHAT}: {name} is missing from {directory}")
-        check_file(directory / name, WHAT)
-        try:
-            found = size_and_checksum(directory / name)
-        except OSError as error:  # such as a circular link
-            raise HydrajaxError(f"{WHAT}: cannot read {directory / name}: {error.strerror}") from None
-        if found != files[name]:
-            raise HydrajaxError(f"{WHAT}: {directory / name} is damaged: its checksum differs")
+            raise HydrajaxError(f"{WHAT}: {directory / name} was not written with it")
+        if files[name] != found.get(name):
+            raise HydrajaxError(f"{WHAT}: {directory / name} is {'damaged' if name in found else 'missing'}")

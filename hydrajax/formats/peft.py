@@ -49,47 +49,39 @@ CHANGES_BASE = ("pissa", "loftq", "olora", "corda", "lora_ga")
 
 
 class LinearLayer(NamedTuple):
-    """A linear layer as a part (``target``) of our parameter ``kernel`` of this shape, under ``path``."""
+    """A linear layer as the part ``target`` of our parameter ``kernel`` under ``path``."""
 
     path: tuple[str, ...]
     kernel: str
     target: str
-    shape: tuple[int, ...]
-
-    @property
-    def inputs(self) -> int:
-        return self.shape[0]
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        return part_shapes(self.kernel, self.shape)[self.target]
+    inputs: int
+    features: tuple[int, ...]
 
 
 def linear_layers(base: LlamaConfig) -> dict[str, LinearLayer]:
     """Return all linear layers of a base of this shape, by transformers' names."""
     shapes = abstract_base(Llama(base))
+
+    def layer(path, kernel, target):
+        shape = leaf(shapes, (*path, kernel)).value.shape
+        return LinearLayer(path, kernel, target, shape[0], part_shapes(kernel, shape)[target])
+
     found = {}
     for i in range(base.n_layers):
         for target, block in BLOCKS.items():
             kernel = next(kernel for kernel, targets in KERNELS.items() if target in targets)
-            shape = leaf(shapes, (f"layers_{i}", kernel)).value.shape
-            found[f"model.layers.{i}.{block}.{target}"] = LinearLayer((f"layers_{i}",), kernel, target, shape)
+            found[f"model.layers.{i}.{block}.{target}"] = layer((f"layers_{i}",), kernel, target)
     if not base.tied_lm_head:
-        found["lm_head"] = LinearLayer((), "lm_head", "lm_head", shapes["lm_head"].value.shape)
+        found["lm_head"] = layer((), "lm_head", "lm_head")
     return found
 
 
 def save_adapter(
     directory: str | Path, adapter: Adapter, params: dict[str, Any], base: LlamaConfig, base_name: str = ""
 ) -> None:
-    """Write an adapter in float32; the directory is replaced.
+    """Write an adapter for a base of this shape in float32; the directory is replaced.
 
-    Args:
-        directory: the output.
-        adapter: the adapter's settings.
-        params: as returned by `hydrajax.models.adapter.split_adapter`.
-        base: shape of the base.
-        base_name: ``base_model_name_or_path``.
+    params: as returned by `hydrajax.models.adapter.split_adapter`.
     """
     tensors = {}
     for name, layer in linear_layers(base).items():

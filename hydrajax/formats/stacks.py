@@ -54,11 +54,7 @@ class StackFormat(HeadFormat):
 def heads_layout(heads, naming: Naming, path: Path = (), *, block_bias: bool = True) -> Layout:
     """Return the key map of a stack of heads.
 
-    Args:
-        heads: the drafter.
-        naming: the format's tensor names.
-        path: path of the stack in our parameters.
-        block_bias: False if the files hold no biases of blocks, which are then read as zeros.
+    path: of the stack in our parameters. block_bias: False if the files hold no biases of blocks, which are then zeros.
     """
     width, layout = heads.width, []
     for k in range(heads.num_draft_heads):

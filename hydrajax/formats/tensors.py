@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,33 +49,32 @@ class TensorFiles:
     def __init__(self, files: list[Path], what: str):
         self._what = what
         self._open_file: tuple[Path, Any] | None = None
-        self._file_of: dict[str, Path] = {}
-        self._described: dict[str, tuple[Shape, str]] = {}
+        self._found: dict[str, tuple[Path, Shape, str]] = {}
         for path in files:
-            for key, description in self._describe(self._opened(path)).items():
-                if key in self._file_of:
-                    raise HydrajaxError(f"{what}: tensor '{key}' is in both {self._file_of[key].name} and {path.name}")
-                self._file_of[key], self._described[key] = path, description
+            for key, (shape, dtype) in self._describe(self._opened(path)).items():
+                if key in self._found:
+                    raise HydrajaxError(f"{what}: tensor '{key}' is in both {self._found[key][0].name} and {path.name}")
+                self._found[key] = path, shape, dtype
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._described)
+        return iter(self._found)
 
     def __len__(self) -> int:
-        return len(self._described)
+        return len(self._found)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._described
+        return key in self._found
 
     def shape(self, key: str) -> Shape:
-        return self._described[key][0]
+        return self._found[key][1]
 
     def dtype(self, key: str) -> str:
         """Return NumPy's name of the dtype, or the file's own name if NumPy has no such dtype."""
-        return self._described[key][1]
+        return self._found[key][2]
 
     def read(self, key: str, rows: int | None = None) -> np.ndarray:
         """Return one tensor, or its first rows alone; bfloat16 as ml_dtypes' type."""
-        return self._read(self._opened(self._file_of[key]), key, rows)
+        return self._read(self._opened(self._found[key][0]), key, rows)
 
     def _opened(self, path: Path):
         if self._open_file is None or self._open_file[0] != path:
@@ -83,14 +82,9 @@ class TensorFiles:
             self._open_file = path, self._open(path)
         return self._open_file[1]
 
-    def _open(self, path: Path):
-        raise NotImplementedError
-
-    def _describe(self, file) -> dict[str, tuple[Shape, str]]:
-        raise NotImplementedError
-
-    def _read(self, file, key: str, rows: int | None) -> np.ndarray:
-        raise NotImplementedError
+    _open: Callable[[Path], Any]
+    _describe: Callable[[Any], dict[str, tuple[Shape, str]]]
+    _read: Callable[[Any, str, int | None], np.ndarray]
 
 
 class SafetensorFiles(TensorFiles):

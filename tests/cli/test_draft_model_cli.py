@@ -73,14 +73,14 @@ def test_mistakes_end_in_one_line(program, base, draft, prompts, llama_checkpoin
     cases = {
         f"--draft: {foreign} has another tokenizer than the base: {first!r} has id 11 in the base and id 299 in the": (
             *common, foreign),
-        f"--draft: {wordless} has a vocabulary of 304 tokens, the base one of 320; ": (*common, wordless),
+        f"--draft: {wordless}: vocab_size: got 304, expected the base's 320; ": (*common, wordless),
         "--tree: depth 17 is deeper than the drafter, which proposes 16 tokens": (*common, draft, "--tree", "chain-17"),
         "--draft-confidence: must be at least 0 and below 1, found 1.5": (*common, draft, "--draft-confidence", "1.5"),
         "--draft-confidence: is for a draft model, found Lookup": (*common, "lookup", "--draft-confidence", "0.5"),
         "--how: chains are of draft models, found Lookup": (
             "tree", "search", "--base", base, "--draft", "lookup", "--prompts", prompts, "--how", "chains", "--output",
             tmp_path / "tree.json"),
-        "no directory of draft heads that loads": (
+        "no draft heads of a supported format": (
             "convert", "export", "--base", base, "--draft", draft, "--format", "native", "--output", tmp_path / "out"),
     }  # fmt: skip
     for message, arguments in cases.items():

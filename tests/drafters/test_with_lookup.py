@@ -225,7 +225,7 @@ def test_names():
     assert parse_lookup("lookup-8+path/to+heads") == ("path/to+heads", 8)
     assert [parse_lookup(name) for name in ("lookup", "hydra++", "./lookup+x", None, PromptLookup())] == [None] * 5
     for name in ("lookup+", "lookup+lookup", "lookup+none", "lookup-3+lookahead-3-3-3", "lookup+lookup+hydra"):
-        with pytest.raises(HydrajaxError, match=r"what follows 'lookup\+' must be heads or a model"):
+        with pytest.raises(HydrajaxError, match=r"expected heads or a model after 'lookup\+'"):
             parse_lookup(name)
     for name in ("lookup-0+hydra", "lookup-1000+hydra"):
         with pytest.raises(HydrajaxError, match=r"^draft: lookup-L\+... adds L nodes, from 1 to 999, found"):

@@ -93,7 +93,7 @@ def test_a_model_is_told_from_heads(tiny_checkpoint, tmp_path):
     with pytest.raises(HydrajaxError, match="draft: no such directory"):
         is_model(tmp_path / "nowhere")
     # It is no heads, so what exports heads refuses it.
-    with pytest.raises(HydrajaxError, match="no directory of draft heads"):
+    with pytest.raises(HydrajaxError, match="no draft heads of a supported format"):
         load_draft(tiny_checkpoint, hydrajax.load(tiny_checkpoint).model.config)
 
 
@@ -135,8 +135,8 @@ def test_differences_between_maps():
 def test_without_tokenizers_the_sizes_must_agree(llama_checkpoint, tiny_checkpoint):
     draft = llama_checkpoint(vocab_size=104, hidden_size=16, intermediate_size=40, num_hidden_layers=1)
     message = (
-        f"draft: {draft} has a vocabulary of 104 tokens, the base one of 96; other sizes are allowed where the "
-        "tokenizers are the same, and the base has none"
+        f"draft: {draft}: vocab_size: got 104, expected the base's 96; other sizes need equal "
+        "tokenizers, and the base has none"
     )
     with pytest.raises(HydrajaxError, match=message):
         hydrajax.load(tiny_checkpoint, draft)

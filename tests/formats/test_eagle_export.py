@@ -219,7 +219,7 @@ def test_the_model_card_says_who_reads_it(small, tmp_path):
         export_heads(tmp_path / format, drafter, with_random_bits(drafter, small, np.float32), format=format)
         card = (tmp_path / format / "README.md").read_text()
         assert words in card.split("Read by:")[1]
-        assert f"| tokens it knows | {len(ODD)} |" in card
+        assert f"| draft vocabulary | {len(ODD)} |" in card
         assert "EAGLE-3 heads" in card
 
 
@@ -237,7 +237,7 @@ def test_other_layers_than_the_default_are_kept_by_speculators_alone(small, tmp_
     found, kept = load_draft(tmp_path / "heads", base, None)
     assert found == drafter
     identical(params, kept)
-    pieces = ("formats that can hold them: speculators, native", f"layers {layers}", "2, L // 2 and L - 3")
+    pieces = ("expected one of speculators, native", f"layers {layers}", "2, L // 2 and L - 3")
     refused(tmp_path, drafter, "eagle-3", *pieces, base_fingerprint=record)
 
 
@@ -257,14 +257,22 @@ def test_the_default_of_any_base_is_known_without_its_depth(small, tmp_path, n_l
 @pytest.mark.parametrize(
     ("format", "drafter", "pieces"),
     [
-        ("eagle", drafter_of("eagle3"), ("these are EAGLE-3 heads", "can hold them: eagle-3, speculators, native")),
-        ("eagle-3", drafter_of("eagle"), ("these are EAGLE heads", "can hold them: eagle, speculators, native")),
-        ("eagle-3", drafter_of("eagle3, normed"), ("norm_before_residual is True", "hold them: speculators, native")),
-        ("hydra", drafter_of("eagle"), ("these are EAGLE heads", "hydra cannot")),
-        ("medusa", drafter_of("eagle3"), ("these are EAGLE-3 heads", "medusa cannot")),
+        (
+            "eagle",
+            drafter_of("eagle3"),
+            ("eagle for EAGLE-3 heads", "one of eagle-3, speculators, native"),
+        ),
+        ("eagle-3", drafter_of("eagle"), ("eagle-3 for EAGLE heads", "one of eagle, speculators, native")),
+        (
+            "eagle-3",
+            drafter_of("eagle3, normed"),
+            ("norm_before_residual: got True", "one of speculators, native"),
+        ),
+        ("hydra", drafter_of("eagle"), ("got hydra for EAGLE heads",)),
+        ("medusa", drafter_of("eagle3"), ("got medusa for EAGLE-3 heads",)),
         ("eagle", Eagle(BASE.replace(n_layers=1, qkv_bias=True)), ("qkv_bias=True", "LLaMA's plain layer")),
-        ("speculators", Eagle3(BASE.plain_layer, (9, 2)), ("reads is (9, 2)", "unknown depth")),
-        ("speculators", Eagle3(BASE.plain_layer, (3, 5)), ("reads is (3, 5)", "unknown depth")),
+        ("speculators", Eagle3(BASE.plain_layer, (9, 2)), ("aux_hidden_layers: got (9, 2)", "unknown depth")),
+        ("speculators", Eagle3(BASE.plain_layer, (3, 5)), ("aux_hidden_layers: got (3, 5)", "unknown depth")),
     ],
 )
 def test_formats_that_cannot_say_it(tmp_path, format, drafter, pieces):
@@ -288,30 +296,30 @@ def native(small, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("name", "value", "pieces"),
     [
-        ("depth", 0, ("depth is 0",)),
-        ("depth", 10**9, ("depth is 1000000000",)),
-        ("ttt_length", 0, ("ttt_length is 0",)),
+        ("depth", 0, ("depth: got 0",)),
+        ("depth", 10**9, ("depth: got 1000000000",)),
+        ("ttt_length", 0, ("ttt_length: got 0",)),
         ("aux_hidden_layers", [9, 4, 3], ("aux_hidden_layers: got [9, 4, 3]", "has 8")),
         ("aux_hidden_layers", [-1, 4, 3], ("drafter",)),
-        ("aux_hidden_layers", [6] * 9, ("another base",)),
+        ("aux_hidden_layers", [6] * 9, ("aux_hidden_layers: got", "has 8")),
         ("aux_hidden_layers", [], ("drafter",)),
         ("aux_hidden_layers", 3, ("drafter",)),
-        ("vocabulary", [1, VOCAB], ("another base", f"they know token {VOCAB}")),
+        ("vocabulary", [1, VOCAB], ("another base", f"got token {VOCAB}")),
         ("vocabulary", [1.5], ("drafter",)),
         ("vocabulary", "all", ("drafter",)),
         ("config", 3, ("drafter",)),
         ("config", {"vocab_size": VOCAB}, ("drafter",)),
         ("config.vocab_size", VOCAB + 1, ("another base", f"vocabulary: got {VOCAB + 1}, expected {VOCAB}")),
         ("config.width", 64, ("another base", "width: got 64, expected 32")),
-        ("config.mlp_width", 10**9, ("mlp_width of 1000000000",)),
+        ("config.mlp_width", 10**9, ("mlp_width 1000000000",)),
         ("config.head_dim", 10**9, ("heads of 1000000000",)),
         ("config.n_layers", 2, ("plain layer",)),
         ("config.qk_norm", True, ("plain layer",)),
-        ("config.width", True, ("width of config is True",)),
-        ("config.rope_theta", "10", ("rope_theta of config is '10'",)),
+        ("config.width", True, ("width of config: got True",)),
+        ("config.rope_theta", "10", ("rope_theta of config: got '10'",)),
         ("config.rope_scaling", {"kind": "yarn", "factor": 2.0}, ("rope scaling", "'yarn'")),
         ("config.rope_scaling", 7, ("drafter",)),
-        ("config.extra", 1, ("config has extra",)),
+        ("config.extra", 1, ("config: got unknown fields extra",)),
         ("unknown", 1, ("drafter",)),
     ],
 )
@@ -331,4 +339,4 @@ def test_our_own_format_knows_no_prefix_layer_before_it(small, tmp_path):
     config = config_in(tmp_path)
     config["drafter"]["prefix"] = True
     (tmp_path / "config.json").write_text(json.dumps(config))
-    refusal(lambda: load_draft(tmp_path, MHA), "draft", "prefix is true, eagle has no prefix layer")
+    refusal(lambda: load_draft(tmp_path, MHA), "draft", "prefix: got true, expected false: eagle has no prefix layer")

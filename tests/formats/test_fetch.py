@@ -88,7 +88,7 @@ def test_medusa_heads_and_a_directory_here(hub, tmp_path, tiny_model):
 def test_the_refusal_of_such_a_repository_names_the_command(hub, hydra, capsys, tmp_path):
     hub.add(NAME, release(HYDRA, hydra_lm_head=saved(hydra)))
     with pytest.raises(
-        HydrajaxError, match=f"'hydrajax convert fetch {NAME} --output DIR' makes one of heads in a .pt"
+        HydrajaxError, match=f"convert heads in a .pt file with 'hydrajax convert fetch {NAME} --output DIR'"
     ):
         resolve(NAME, "--draft")
     assert main(["convert", "fetch", NAME, "--output", str(tmp_path / "heads")]) == 0  # also after that
@@ -138,7 +138,7 @@ def test_what_is_refused(hub, hydra, tmp_path, monkeypatch):
     hub.add(NAME, release(HYDRA, hydra_lm_head=saved(hydra)))
     (output.parent / "mine").mkdir()
     (output.parent / "mine" / "notes.txt").write_text("mine")
-    refused("holds files that are no earlier export, such as 'notes.txt'", NAME, output.parent / "mine")
+    refused("holds other files than an earlier export, such as 'notes.txt'", NAME, output.parent / "mine")
     hub.log.clear()
     monkeypatch.setitem(sys.modules, "torch", None)
     refused(".pt and .bin files need torch: pip install 'hydrajax[torch]'", NAME, output)

@@ -75,7 +75,7 @@ def test_force_loads_heads_of_another_base(marked_heads, tiny_checkpoint, other_
 
 
 def test_force_loads_no_heads_of_another_width(marked_heads, llama_checkpoint):
-    with pytest.raises(HydrajaxError, match=r"made for width: got 32, expected 64"):
+    with pytest.raises(HydrajaxError, match=r"width: got 32, expected 64; the heads were made for another base"):
         api.load(llama_checkpoint(hidden_size=64), marked_heads, force=True)
 
 

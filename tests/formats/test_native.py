@@ -276,7 +276,7 @@ def test_truncated_longer_and_missing_files(tiny_model, copied):
             path.write_bytes(content)
             refused(copied, config, "draft", str(path), "damaged")
         path.unlink()
-        refused(copied, config, "draft", str(path.relative_to(copied)), "is missing from", str(copied))
+        refused(copied, config, "draft", f"{path} is missing")
         path.write_bytes(whole)
     load_draft(copied, config)
 
@@ -285,7 +285,7 @@ def test_a_link_in_a_circle_for_a_file(tiny_model, copied):
     path = files_of(copied)[0]
     path.unlink()
     path.symlink_to(path)
-    refused(copied, tiny_model[0].config, "draft", f"cannot read {path}: Too many levels of symbolic links")
+    refused(copied, tiny_model[0].config, "draft", f"{path} is missing")
 
 
 @pytest.mark.parametrize("name", ["params/notes.txt", "params/d/0a1b", "params/.hidden"])
@@ -297,9 +297,9 @@ def test_file_that_was_not_written(tiny_model, copied, name):
 
 def test_no_parameters(tiny_model, copied):
     shutil.rmtree(copied / "params")
-    refused(copied, tiny_model[0].config, "draft", "params/", "is missing from")
+    refused(copied, tiny_model[0].config, "draft", "params/", "is missing")
     (copied / "params").touch()
-    refused(copied, tiny_model[0].config, "draft", "params/", "is missing from")
+    refused(copied, tiny_model[0].config, "draft", "params/", "is missing")
 
 
 def test_files_beside_the_parameters_may_be_anything(tiny_model, copied):
@@ -339,7 +339,7 @@ def test_other_versions(tiny_model, copied):
 
 def test_without_the_version_it_is_nothing_known(tiny_model, copied):
     with rewritten(copied, "hydrajax_draft", to=ABSENT):
-        refused(copied, tiny_model[0].config, "draft", "no directory of draft heads")
+        refused(copied, tiny_model[0].config, "draft", "no draft heads of a supported format")
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_without_the_version_it_is_nothing_known(tiny_model, copied):
 @pytest.mark.parametrize("field", ["drafter", "files"])
 def test_fields_of_the_wrong_type(tiny_model, copied, field, to):
     with rewritten(copied, field, to=to):
-        refused(copied, tiny_model[0].config, "draft", "config.json", f"'{field}'")
+        refused(copied, tiny_model[0].config, "draft", "config.json", field)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_settings_that_were_not_written(tiny_model, copied, name):
 def test_unknown_settings(tiny_model, copied):
     for name in ("lm_head_bias", "parent", "__class__"):  # the first is one of Medusa heads
         with rewritten(copied, "drafter", "settings", name, to=False):
-            refused(copied, tiny_model[0].config, "draft", "'drafter'", name)
+            refused(copied, tiny_model[0].config, "draft", "drafter", name)
 
 
 def test_heads_of_the_other_kind(tiny_model, copied):

@@ -316,7 +316,7 @@ def test_unsupported_config(base, hydra_state, tmp_path, change, pieces):
 
 def test_config_of_neither_kind(base, tmp_path):
     (tmp_path / "config.json").write_text('{"num_heads": 2}')
-    refused(tmp_path, base, "hydra_num_heads", "medusa_num_heads", "no directory of draft heads", str(tmp_path))
+    refused(tmp_path, base, "hydra_num_heads", "medusa_num_heads", "no draft heads of a supported", str(tmp_path))
 
 
 def test_missing_files(base, hydra_state, tmp_path):
