@@ -12,7 +12,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats.directories import exported
 from hydrajax.formats.draft_registry import FORMATS
 from hydrajax.formats.hub import downloaded
-from hydrajax.formats.tensors import FLOATS, holds, open_tensors, read_json, save_safetensors, torch_module
+from hydrajax.formats.tensors import expect_tensors, holds, open_tensors, read_json, save_safetensors, torch_module
 from hydrajax.models.layout import MODEL
 from hydrajax.optional_deps import needs
 
@@ -42,8 +42,6 @@ def fetch_heads(name: str | Path, directory: str | Path) -> None:
             known = " nor ".join(one.known_by for one in OFFICIAL)
             raise HydrajaxError(f"{WHAT}: '{name}' holds neither {known}")
         found = open_tensors(source, format.stem, WHAT)
-        for key in found:
-            if (dtype := found.dtype(key)) not in FLOATS.values():
-                raise HydrajaxError(f"{WHAT}: {key}: got dtype {dtype}, expected {', '.join(FLOATS.values())}")
+        expect_tensors(found, {key: found.shape(key) for key in found}, WHAT)  # floats
         save_safetensors(folder / f"{format.stem}.safetensors", {key: found.read(key) for key in found})
         config |= fields

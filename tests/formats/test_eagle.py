@@ -1,5 +1,4 @@
-"""EAGLE drafts in the layouts of vLLM, SGLang and speculators, and what of them is refused; and the drafts of the
-official code, written again."""
+"""EAGLE drafts in the layouts of vLLM, SGLang and speculators, variants that are refused, and official drafts."""
 
 from __future__ import annotations
 
@@ -33,11 +32,11 @@ TINY = {
     "vocab_size": 61,
 }
 NESTED = {"model_type": "eagle", "model": TINY}  # vLLM's
-SAID = {"speculators_model_type": "eagle3", "norm_before_residual": False, "draft_vocab_size": 20}
+FIELDS = {"speculators_model_type": "eagle3", "norm_before_residual": False, "draft_vocab_size": 20}
 
 
 def tensors_of(version: int, **settings) -> dict:
-    """Of plain torch modules, EAGLE-3's tokens being every third."""
+    """Tensors of plain torch modules; EAGLE-3 drafts every third token."""
     c = BASE.replace(n_layers=1, mlp_width=48)
     torch.manual_seed(0)
     if version == 1:
@@ -66,16 +65,16 @@ LAYOUTS = {  # config.json, tensors, and what they are released as
     "vLLM's own, truncated to all": (NESTED | {"truncated_vocab_size": 61}, ONE, ONE),
     "vLLM's own with a bias": (NESTED | {"bias": True}, BIASED, BIASED),
     "vLLM's own with its bias by the later name": (NESTED | {"eagle_fc_bias": True, "bias": False}, BIASED, BIASED),
-    "vLLM's own, fields beside": (
+    "vLLM's own, outer fields": (
         NESTED | {"model": TINY | {"intermediate_size": 7}, "intermediate_size": 48},
         ONE,
         ONE,
     ),
     "vLLM's own EAGLE-3": (NESTED | {"draft_vocab_size": 20, "method": "eagle3"}, THREE, THREE),
     "vLLM's name of the layer": (TINY | {"draft_vocab_size": 20}, RENAMED, THREE),
-    "speculators": (SAID | {"transformer_layer_config": TINY}, RENAMED, THREE),
+    "speculators": (FIELDS | {"transformer_layer_config": TINY}, RENAMED, THREE),
     "speculators with copies": (
-        SAID | {"transformer_layer_config": TINY},
+        FIELDS | {"transformer_layer_config": TINY},
         RENAMED | {"embed_tokens.weight": COPIES["embed_tokens.weight"], "verifier_lm_head.weight": torch.ones(20, 32)},
         THREE,
     ),
@@ -121,9 +120,9 @@ def test_layers_are_numbered_as_vllm_or_as_sglang_does(tmp_path, fields, layers)
     assert drafter.vocabulary.tokens.tolist() == list(range(0, 60, 3))
 
 
-ONE_SAID = {"speculators_model_type": "eagle", "transformer_layer_config": TINY}
+ONE_FIELDS = {"speculators_model_type": "eagle", "transformer_layer_config": TINY}
 LAYERS = "eagle_aux_hidden_state_layer_ids"
-REFUSED = [  # fields over a plain config.json of the layout, further tensors, what the message says
+REFUSED = [  # fields over a plain config.json of the layout, further tensors, the message
     # of speculators' EAGLE-3: variants that compute something else, each by its field
     ("speculators", {"norm_before_residual": None}, {}, "norm_before_residual: got None, expected true or false"),
     ("speculators", {"norm_before_fc": True}, {}, "norm_before_fc: got True"),
@@ -195,9 +194,9 @@ REFUSED = [  # fields over a plain config.json of the layout, further tensors, w
     ("nested", {}, {"lm_head.weight": torch.ones(20, 32)}, "vocabulary: got 20, expected 61"),
 ]
 PLAIN = {
-    "speculators": (SAID | {"transformer_layer_config": TINY}, RENAMED),
+    "speculators": (FIELDS | {"transformer_layer_config": TINY}, RENAMED),
     "released": (TINY | {"draft_vocab_size": 20}, THREE),
-    "speculators 1": (ONE_SAID, speculators_1(ONE)),
+    "speculators 1": (ONE_FIELDS, speculators_1(ONE)),
     "nested": (NESTED, ONE),
 }
 
@@ -222,7 +221,7 @@ def test_vllms_own_without_weights(tmp_path):
 
 @pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
 def test_official_drafts_are_written_again(golden, tmp_path, arch):
-    """Tensor for tensor the official file, but for the copy of the base's embedding; and equal through every format."""
+    """The export equals the official file without the embedding, and every chain of formats keeps it."""
     source = golden / "eagle" / arch / "draft"
     if not source.is_dir():
         pytest.skip(f"no EAGLE data in {golden}")

@@ -1,4 +1,4 @@
-"""`hydrajax convert fetch`: heads in a `.pt` on the Hub, as the official code writes them, become safetensors here."""
+"""`hydrajax convert fetch`: official heads in a `.pt` on the Hub become safetensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def saved(state: object) -> bytes:
 
 
 def release(config: dict, **files: bytes) -> dict[str, bytes]:
-    """The files of a repository: its ``config.json``, a ``.pt`` for each name, and what nobody shall fetch."""
+    """The files of a repository: ``config.json``, a ``.pt`` per name, and files that must not be fetched."""
     pickles = {"train.py": b"raise SystemExit", "optimizer.pt": saved({"a": 1}), "old/hydra_lm_head.pt": b"old"}
     return {"config.json": json.dumps(config).encode(), **pickles, **{f"{name}.pt": x for name, x in files.items()}}
 
@@ -104,7 +104,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def refused(message: str, name: str, output: Path) -> None:
-    """Refused in one line with this in it, and what lay there before lies there still."""
+    """One line with this message; the earlier files stay."""
     before = contents(output.parent)
     with pytest.raises(HydrajaxError) as caught:
         fetch_heads(name, output)

@@ -1,4 +1,4 @@
-"""The Hub: what is fetched and uploaded, and what is said when it fails, by huggingface_hub against a small server."""
+"""The Hub: downloads, uploads and error messages, through huggingface_hub and a small local server."""
 
 from __future__ import annotations
 
@@ -392,7 +392,7 @@ def test_push_without_network(hub, export, monkeypatch):
 
 
 @pytest.mark.usefixtures("logged_in")
-def test_push_refuses_what_is_no_export(hub, export, tmp_path):
+def test_push_needs_an_export(hub, export, tmp_path):
     refused(f"push: no such directory: {tmp_path / 'none'}", push, tmp_path / "none", NAME)
     refused(f"push: {tmp_path} has no config.json, expected an exported directory", push, tmp_path, NAME)
     for name in ("name", "a/b/c", "org/name@main", "org/na--me", ""):

@@ -1,5 +1,4 @@
-"""Draft heads told apart: Medusa-2 checkpoints and vLLM's layout must give the logits of plain torch modules; plain
-bases and damaged files must be refused by name."""
+"""Loading heads of other programs: logits equal those of torch modules; plain bases and damaged files are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ LOADS = ("hydra_lm_head", "medusa_lm_head", "medusa_head.", "model_type 'medusa'
 
 
 def agrees(drafter, params, official: nn.Module, base: BoundBase) -> None:
-    """Our teacher-forced logits are those of the torch module, from random features."""
+    """Our teacher-forced logits equal the torch module's on random hidden states."""
     aux_hidden_states = torch.randn((2, 12, WIDTH), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         expected = official(aux_hidden_states).numpy()
@@ -44,7 +43,7 @@ def agrees(drafter, params, official: nn.Module, base: BoundBase) -> None:
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-# --- Medusa-2: the heads beside their base --------------------------------------------------------------------
+# --- Medusa-2: heads and base in one file --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "undeclared"])
@@ -197,7 +196,7 @@ def test_undamaged(base, release):
 @pytest.mark.parametrize("kind", ["safetensors", "bin shards"])
 @pytest.mark.parametrize("role", ["bias", "weight", "lm"])
 def test_missing_tensor(base, release, role, kind):
-    """Also where it is the lm head of the first head: the second still has one."""
+    """Also if it is the first lm head, which the second head still has."""
     refused(release(kind, **{role: None}), base, f"missing tensor '{release.names[role]}'")
 
 
@@ -222,7 +221,7 @@ def test_heads_of_another_size_of_base(base, release, shape):
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 @pytest.mark.parametrize(("role", "shape"), [("bias", (WIDTH,)), ("lm", (VOCAB, WIDTH))])
 def test_tensor_that_holds_no_floats(base, release, role, shape, kind, dtype):
-    """Also where the file's own dtype is asked for, which is that of the first lm head."""
+    """Also with the file's own dtype, which is taken from the first lm head."""
     directory = release(kind, **{role: torch.ones(shape, dtype=torch.int8)})
     refused(directory, base, f"{release.names[role]}: got dtype", "expected float64", dtype=dtype)
 
@@ -301,7 +300,7 @@ def test_eagle_1_loads(eagle, kind):
     assert "fc_bias" not in without[1]
 
 
-def test_eagle_3_loads_and_knows_its_tokens(eagle):
+def test_eagle_3_loads_with_its_vocabulary(eagle):
     write, config = eagle
     config = config.replace(n_layers=8)
     drafter, params = load_draft(write(3), config, jnp.bfloat16)

@@ -1,6 +1,6 @@
-"""LoRA directories: read as PEFT means them, beside the base and merged; refused by name; written and read back.
+"""LoRA directories: separate and merged logits, unsupported settings, and adapters written and read back.
 
-The reference is transformers with W + s B A put in by torch (`lora_files`).
+The reference is transformers with W + s B A computed by torch (`lora_files`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def lora(tiny_checkpoint, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.quick("qwen3", "tied")
 def test_every_family_equals_transformers(llama_checkpoint, tmp_path, family):
-    """Beside the base and merged into it, all linear layers (but a tied lm head) being adapted."""
+    """Separate from the base and merged, with all linear layers except a tied lm head adapted."""
     base = llama_checkpoint(**FAMILIES[family])
     targets = LAYERS if family == "tied" else TARGETS
     folder = write_lora(tmp_path / "lora", open_model(base), targets)
@@ -102,8 +102,8 @@ def test_some_layers(tiny_checkpoint, lora):
     np.testing.assert_allclose(logits_of(model, params), expected, rtol=2e-4, atol=2e-4)
 
 
-def test_beside_an_int8_base(tiny_checkpoint, lora):
-    """As QLoRA: the frozen weights are rounded to a byte, what is added to them is not. Merged, the sum is rounded."""
+def test_with_an_int8_base(tiny_checkpoint, lora):
+    """As QLoRA: the frozen weights are rounded to int8 and the adapter is not; merged, the sum is rounded."""
     folder = lora(targets=list(TARGETS))
 
     def rounded(model):
@@ -157,7 +157,7 @@ def test_merged_model_loads_in_transformers(tiny_checkpoint, lora, tmp_path):
 
 
 def test_a_merged_model_is_the_base_with_the_adapter(tiny_checkpoint, lora, tmp_path):
-    """For heads: a record of the one fits the other, and neither the base alone nor another adapter."""
+    """Heads that record one load on the other, and neither on the base alone nor with another adapter."""
     folder = lora()
     export_merged(tmp_path / "merged", tiny_checkpoint, folder)
     both = fingerprint(tiny_checkpoint, adapter=folder)

@@ -1,4 +1,4 @@
-"""PyTorch files that are made to cost memory or time, or to be two things at once: each is refused at once."""
+"""PyTorch files crafted to exhaust memory or time, or to look different to Python and torch, are refused at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MUCH = (10**12).to_bytes(6, "little")
 
 
 def tensor(count: bytes, offset: bytes = b"K\0", shape: bytes = b"K\x02\x85", stride: bytes = b"K\x01\x85") -> bytes:
-    """A program that makes a tensor of storage "0"."""
+    """A pickle program that makes a tensor of storage "0"."""
     return TENSOR + count + b"tQ" + offset + shape + stride + b"\x89)tR"
 
 
@@ -79,12 +79,12 @@ def refused(path: Path, *pieces: str) -> None:
 
 @pytest.mark.parametrize("what", PICKLES)
 def test_a_pickle_that_costs_more_than_its_length(tmp_path, what):
-    program, said = PICKLES[what]
-    refused(zipped(tmp_path / "x.pt", [("x/data.pkl", program), ("x/data/0", TWO), ("x/version", b"3\n")]), said)
+    program, reason = PICKLES[what]
+    refused(zipped(tmp_path / "x.pt", [("x/data.pkl", program), ("x/data/0", TWO), ("x/version", b"3\n")]), reason)
 
 
 def test_what_is_refused_is_close_to_what_is_read(tmp_path):
-    """The programs above differ from this one by what they are named for."""
+    """The programs above differ from this valid one only in the named detail."""
     members = [("x/data.pkl", named(tensor(b"K\x02"))), ("x/data/0", TWO), ("x/version", b"3\n")]
     path = zipped(tmp_path / "x.pt", members)
     assert TorchFiles([path], "base").read("a").tolist() == [1.5, -2.0]
@@ -94,17 +94,17 @@ def test_what_is_refused_is_close_to_what_is_read(tmp_path):
 def test_zips_that_are_not_as_torch_writes_them(tmp_path):
     good = [("x/data.pkl", named(tensor(b"K\x02"))), ("x/data/0", TWO), ("x/version", b"3\n")]
     bomb = [("x/data.pkl", named(tensor(b"\x8a\x04\0\0\0\x01"))), ("x/data/0", bytes(2**26))]
-    for members, kind, said in [
+    for members, kind, reason in [
         (bomb, zipfile.ZIP_DEFLATED, "compressed"),
         (good + good[:1], zipfile.ZIP_STORED, "not a zip as torch writes it"),
         ([*good, ("y/data.pkl", b"\x80\x02}.")], zipfile.ZIP_STORED, "not a zip as torch writes it"),
         (good[:1], zipfile.ZIP_STORED, "damaged"),
     ]:
-        refused(zipped(tmp_path / "x.pt", members, kind), said)
+        refused(zipped(tmp_path / "x.pt", members, kind), reason)
 
 
 def test_a_zip_that_is_another_to_torch(tmp_path):
-    """Python takes the directory before the end, torch the one where the end says: here two zips of one length."""
+    """Python reads the directory before the end record, torch where that points to: here two zips of one length."""
     harmless, other = (
         zipped(tmp_path / name, [("x/data.pkl", named(value)), ("x/version", b"3\n")]).read_bytes()
         for name, value in (("harmless", b"K\x05"), ("other", b"K\x07"))

@@ -1,5 +1,5 @@
-"""Released Hydra and Medusa heads: directories written by plain torch modules, built here to the formulas of
-docs/design.md 4, must give torch's logits; damaged, foreign and hostile directories must be refused by name."""
+"""Released Hydra and Medusa heads, written by torch modules of the formulas in docs/design.md 4, give torch's logits;
+damaged, foreign and hostile directories are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def medusa(n_heads: int, n_layers: int, blocks: str) -> Medusa:
 
 
 def randomise(module: nn.Module, seed: int = 1) -> nn.Module:
-    """Weights large enough for SiLU to bend; the embedding, shared with the base, stays."""
+    """Weights large enough for SiLU to be nonlinear; the shared embedding stays."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -94,7 +94,7 @@ def some_tokens() -> np.ndarray:
 
 
 def agrees(directory: Path, official: nn.Module, base, aux_hidden_states: torch.Tensor | None = None):
-    """Our teacher-forced logits equal torch's on random features; returns the drafter."""
+    """Check that our teacher-forced logits equal torch's on random hidden states; return the drafter."""
     _, bound = base
     drafter, params = load_draft(directory, bound.config)
     tokens = some_tokens()
@@ -163,7 +163,7 @@ def test_medusa_file_with_more_heads_than_its_config_declares(base, tmp_path):
 
 
 def test_medusa_heads_of_which_one_has_equal_blocks(base, tmp_path):
-    """Blocks that are equal in one head only must not be taken for one shared block in all."""
+    """Blocks that are equal in one head only are not a shared block."""
     official = randomise(medusa(2, 3, "separate"))
     for layer in (1, 2):
         official[0][layer].load_state_dict(official[0][0].state_dict())
@@ -171,7 +171,7 @@ def test_medusa_heads_of_which_one_has_equal_blocks(base, tmp_path):
 
 
 def test_blocks_that_differ_in_one_number(base, tmp_path):
-    """A copy is a copy only if every number agrees, the bias included."""
+    """Blocks are copies only if all numbers agree, also of the biases."""
     official = randomise(medusa(2, 2, "separate"))
     for head in official:
         head[1].load_state_dict(head[0].state_dict())
@@ -336,7 +336,7 @@ def test_truncated_file(base, hydra_state, tmp_path, suffix):
 
 
 def test_pt_without_torch(base, hydra_state, tmp_path, monkeypatch):
-    """torch is no dependency: a .pt then has its own message, a .safetensors needs none."""
+    """torch is optional: a .pt file without it is refused, a .safetensors file loads."""
     pt = release(tmp_path / "pt", hydra_state, hydra_config(2, 1))
     safe = release(tmp_path / "safe", hydra_state, hydra_config(2, 1), ".safetensors")
     monkeypatch.setitem(sys.modules, "torch", None)
