@@ -213,8 +213,8 @@ def open_tensors(directory: Path, stem: str, what: str) -> TensorFiles:
             return kind(_shards(directory, path, what), what)
         if path.suffix != ".json" and path.is_file():
             return kind([path], what)
-    names = " nor ".join(path.name for path, _ in candidates)
-    raise HydrajaxError(f"{what}: {directory} has neither {names}")
+    names = " nor ".join(path.name for path, _ in candidates if path.suffix != ".json")
+    raise HydrajaxError(f"{what}: {directory} has neither {names}" + ", nor their .index.json" * (stem == MODEL))
 
 
 def _shards(directory: Path, index: Path, what: str) -> list[Path]:

@@ -264,10 +264,10 @@ def test_formats(refused, base, heads, hydra, tmp_path):
     common = ("export", "--base", base, "--output", tmp_path / "out", "--draft")
     names = ".*".join(FILES)
     refused(rf"--format: invalid choice: 'x' \(choose from .*{names}.*see hydrajax", *common, heads, "--format", "x")
-    can = "export: these are Medusa heads, formats that can hold them: medusa, vllm-medusa, native; hydra cannot"
+    can = "export: format: got hydra for Medusa heads, expected one of medusa, vllm-medusa, native; "
     refused(can, *common, heads, "--format", "hydra")
     for format in ("medusa", "vllm-medusa"):
-        can = rf"export: these are Hydra heads, formats that can hold them: hydra, native; {format} cannot: "
+        can = rf"export: format: got {format} for Hydra heads, expected one of hydra, native; "
         refused(can, *common, hydra, "--format", format)
     assert list(tmp_path.iterdir()) == []
 
@@ -371,7 +371,7 @@ def test_push_arguments(refused, heads, tmp_path):
     refused(r"push: no such directory: .*/nowhere", "push", tmp_path / "nowhere", "lab/heads")
     refused(r"push: .* has no config\.json", "push", tmp_path, "lab/heads")
     for name in ("heads", "a/b/c", "lab/heads@main", "lab/he ads", "", "/", "lab/", "https://host/lab/heads"):
-        refused(r"push: repository is '.*', a name such as 'org/name' is needed", "push", heads, name)
+        refused(r"push: repository: got '.*', expected a name such as 'org/name'", "push", heads, name)
     refused(r"required: ORG/NAME", "push", heads)
     refused(r"required: DIR, ORG/NAME", "push")
     refused(r"--message: expected one argument", "push", heads, "lab/heads", "--message")

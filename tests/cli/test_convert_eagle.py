@@ -106,10 +106,10 @@ def test_bad_drafts_are_refused_in_one_line(program, three_layers, tmp_path, ver
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_format_that_cannot_say_it(program, three_layers, tmp_path):
+def test_a_format_that_cannot_express_it(program, three_layers, tmp_path):
     source = write(tmp_path / "source", 3)
     flags = ("--base", three_layers, "--draft", source, "--output", tmp_path / "out", "--format", "eagle")
     result = program("convert", "export", *flags)
     assert result.code == 2
-    assert "these are EAGLE-3 heads, formats that can hold them: eagle-3, speculators, native; eagle" in result.err
+    assert "got eagle for EAGLE-3 heads, expected one of eagle-3, speculators, native" in result.err
     assert result.err.count("\n") == 1
