@@ -26,7 +26,6 @@ from hydrajax.drafters.with_lookup import NODES, WithLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import amphista_format, eagle_format, hydra_format, medusa_format
 from hydrajax.formats.interface import Files
-from hydrajax.formats.speculators import SPECULATORS
 from hydrajax.models.llama_config import LlamaConfig
 
 
@@ -73,10 +72,8 @@ KINDS = {
     "medusa": DrafterKind("Medusa", MedusaHeads, medusa_format.FILES),
     "hydra++": DrafterKind("Hydra++", HydraHeads, settings=StackSettings(prefix=True, n_layers=4)),
     "amphista": DrafterKind("Amphista", AmphistaHeads, amphista_format.FILES),
-    "eagle": DrafterKind("EAGLE", Eagle, eagle_format.files(eagle_format.EAGLE)),
-    "eagle3": DrafterKind(
-        "EAGLE-3", Eagle3, eagle_format.files(eagle_format.EAGLE_3, eagle_format.VLLM_EAGLE_3, SPECULATORS)
-    ),
+    "eagle": DrafterKind("EAGLE", Eagle, eagle_format.EAGLE_FILES),
+    "eagle3": DrafterKind("EAGLE-3", Eagle3, eagle_format.EAGLE_3_FILES),
     "model": DrafterKind("draft model", DraftModel),
 }
 WITHOUT_WEIGHTS = {name: kind for name, kind in KINDS.items() if kind.about}

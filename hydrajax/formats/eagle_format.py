@@ -1,4 +1,4 @@
-"""Files of EAGLE drafts: as released (SafeAILab/EAGLE), and vLLM's variants. See also `hydrajax.formats.speculators`.
+"""Files of EAGLE drafts: as released (SafeAILab/EAGLE), vLLM's variants, and those of vLLM's library speculators.
 
 A released directory holds ``config.json`` of a one-layer LLaMA, and ``pytorch_model.bin`` or ``model.safetensors``:
 
@@ -10,6 +10,10 @@ A copy of the base's embedding may be there; it is not read and not written.
 
 vLLM also reads a ``config.json`` with ``model_type`` ``eagle`` whose ``model`` holds the layer's fields, which outer
 fields override (``vllm/transformers_utils/configs/eagle.py``), and ``layers.0.`` for ``midlayer.``.
+
+speculators (vllm-project/speculators) has ``speculators_model_type``, the layer as ``transformer_layer_config``, and
+the base and the number of draft tokens as ``speculators_config``. Its EAGLE-3 (``src/speculators/models/eagle3``) has
+``layers.0.*`` for ``midlayer.*``. Its EAGLE-1, dropped by newer versions, has ``fusion_fc.*`` and ``transformer.*``.
 
 EAGLE-3 reads the *inputs* of the base's layers 2, L // 2 and L - 3, counted from 0 (SafeAILab/EAGLE
 ``eagle/model/modeling_llama_kv.py``). vLLM and speculators use these numbers; SGLang numbers the layers whose *output*
@@ -53,6 +57,8 @@ IGNORED = r"embed_tokens\.weight|.*rotary_emb\.inv_freq|d2t|t2d"  # the embeddin
 INTEGERS, BOOLS = ("I64", "I32", "int64", "int32"), ("BOOL", "bool")  # names of safetensors and of torch
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 NESTED = "eagle"  # model_type of vLLM's own config.json
+KIND, LAYER = "speculators_model_type", "transformer_layer_config"  # fields of speculators
+DRAFT_TOKENS = 5  # vLLM's num_speculative_tokens unless it is given
 OFF, ON = (None, False), (None, True)
 VARIANTS = {  # of EAGLE-3, which are not implemented
     "norm_before_fc": OFF,
@@ -183,6 +189,75 @@ class VLLMEagle3(Eagle3Format):
 
     def recognises(self, config, names):
         return f"{self.layer}hidden_norm.weight" in names
+
+
+class Speculators(FeatureFormat):
+    """EAGLE-3, and EAGLE-1 without further norms."""
+
+    name = "speculators"
+    known_by = "EAGLE of speculators (speculators_model_type 'eagle3' or 'eagle')"
+    read_by = (
+        "`hydrajax generate --base BASE --draft THIS`, speculators (older versions EAGLE-1 too), and versions of vLLM "
+        "with the `eagle3` method: "
+        f'`--speculative-config \'{{"method": "eagle3", "model": "THIS", "num_speculative_tokens": {DRAFT_TOKENS}}}\'`.'
+    )
+    ignored = IGNORED + r"|verifier_(norm|lm_head)\.weight"  # the base's, which some versions saved
+
+    def recognises(self, config, names):
+        return KIND in config
+
+    def drafter(self, config, files, base):
+        kind, where, fields = config[KIND], f"{CONFIG}: {LAYER}", config.get(LAYER)
+        if kind not in ("eagle3", "eagle"):
+            raise HydrajaxError(f"{CONFIG}: {KIND}: got {kind!r}, expected 'eagle3' or 'eagle'")
+        if not isinstance(fields, dict):
+            raise HydrajaxError(f"{where}: got {fields!r}, expected an object")
+        # Here model_type is the layer's: Qwen 3's has norms that LLaMA's does not have.
+        expect(fields, {"model_type": ("llama",)}, where)
+        layer = read_layer(fields | {"quantization_config": config.get("quantization_config")}, base, where)
+        if kind == "eagle3":
+            # No default: a missing norm_before_residual means true to vLLM and false to speculators.
+            flag(config, "norm_before_residual")
+            integer(config, "draft_vocab_size", 1)
+            aux_hidden_layers = read_aux_layers(config.get(AUX_LAYERS), base, AUX_LAYERS)
+            return read_eagle_3(config, layer, aux_hidden_layers, files, base)
+        check_copies(files, base, EMBEDDING)
+        expect(config, {"transformer_layer_architecture": ("LlamaDecoderLayer", None), "layernorms": OFF})
+        return Eagle(layer, fc_bias=flag(config, "fusion_bias", default=False))
+
+    def layout(self, drafter, config):
+        if isinstance(drafter, Eagle):
+            return eagle_layout(drafter, "transformer.", "fusion_fc")
+        return eagle_3_layout(drafter, "layers.0.")
+
+    def config(self, drafter, made_for):
+        if type(drafter) is Eagle:
+            fields = {
+                "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
+                KIND: "eagle",
+                "transformer_layer_architecture": "LlamaDecoderLayer",
+                LAYER: layer_fields(drafter.config),
+                "layernorms": False,
+                "fusion_bias": drafter.fc_bias,
+            }
+        else:
+            check_class(drafter, Eagle3)
+            fields = {
+                "architectures": ["Eagle3Speculator"],
+                KIND: "eagle3",
+                LAYER: layer_fields(drafter.config),
+                "draft_vocab_size": drafter.lm_head.size(drafter.config.vocab_size),
+                "norm_before_residual": drafter.norm_before_residual,
+                AUX_LAYERS: layers_read(drafter, made_for)[0],
+            }
+        method = {"proposal_type": "greedy", "speculative_tokens": min(drafter.depth, DRAFT_TOKENS)}
+        fields["speculators_config"] = {
+            "algorithm": fields[KIND],
+            "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": made_for.name, "architectures": []},
+        }
+        return fields
 
 
 def eagle_layout(drafter: Eagle, layer: str, fc: str = "fc") -> Layout:
@@ -345,13 +420,6 @@ def layers_read(drafter: Eagle3, made_for: MadeFor) -> tuple[list[int], int]:
     return layers, n_layers
 
 
-EAGLE, EAGLE_3, VLLM_EAGLE_3 = EagleFormat(), Eagle3Format(), VLLMEagle3()
-
-
-def files(*formats: HeadFormat) -> Files:
-    return Files(formats, check, about)
-
-
 def check(heads: FeatureDrafter, base: LlamaConfig) -> None:
     """`Files.check`."""
     c: LlamaConfig = heads.config
@@ -387,3 +455,8 @@ def about(heads: FeatureDrafter) -> About:
     rows["draft vocabulary"] = str(heads.lm_head.size(c.vocab_size))
     rows["reads"] = f"{len(heads.aux_hidden_layers)} layers of the base"
     return About("EAGLE-3 heads", "eagle3", rows)
+
+
+EAGLE, EAGLE_3 = EagleFormat(), Eagle3Format()
+EAGLE_FILES = Files((EAGLE,), check, about)
+EAGLE_3_FILES = Files((EAGLE_3, VLLMEagle3(), Speculators()), check, about)
