@@ -166,5 +166,7 @@ def _check_files(directory: Path, files: Any) -> None:
     for name in sorted(files.keys() | found.keys()):
         if name not in files:
             raise HydrajaxError(f"{WHAT}: {directory / name} was not written with it")
-        if files[name] != found.get(name):
-            raise HydrajaxError(f"{WHAT}: {directory / name} is {'damaged' if name in found else 'missing'}")
+        if name not in found:
+            raise HydrajaxError(f"{WHAT}: {name} is missing from {directory}")
+        if files[name] != found[name]:
+            raise HydrajaxError(f"{WHAT}: {directory / name} is damaged: its size or checksum differs")

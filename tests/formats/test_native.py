@@ -275,7 +275,7 @@ def test_truncated_longer_and_missing_files(tiny_model, copied):
             path.write_bytes(content)
             refused(copied, config, "draft", str(path), "damaged")
         path.unlink()
-        refused(copied, config, "draft", f"{path} is missing")
+        refused(copied, config, "draft", f"{path.relative_to(copied)} is missing from {copied}")
         path.write_bytes(whole)
     load_draft(copied, config)
 
@@ -284,7 +284,7 @@ def test_a_link_in_a_circle_for_a_file(tiny_model, copied):
     path = files_of(copied)[0]
     path.unlink()
     path.symlink_to(path)
-    refused(copied, tiny_model[0].config, "draft", f"{path} is missing")
+    refused(copied, tiny_model[0].config, "draft", f"{path.relative_to(copied)} is missing from {copied}")
 
 
 @pytest.mark.parametrize("name", ["params/notes.txt", "params/d/0a1b", "params/.hidden"])
@@ -296,9 +296,9 @@ def test_file_that_was_not_written(tiny_model, copied, name):
 
 def test_no_parameters(tiny_model, copied):
     shutil.rmtree(copied / "params")
-    refused(copied, tiny_model[0].config, "draft", "params/", "is missing")
+    refused(copied, tiny_model[0].config, "draft", "params/", "is missing from")
     (copied / "params").touch()
-    refused(copied, tiny_model[0].config, "draft", "params/", "is missing")
+    refused(copied, tiny_model[0].config, "draft", "params/", "is missing from")
 
 
 def test_other_files_in_the_directory_may_be_anything(tiny_model, copied):
