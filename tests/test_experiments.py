@@ -372,13 +372,8 @@ def test_every_script_is_listed_with_its_command():
     assert numbers < set(PAPERS)
 
 
-def test_the_committed_report_is_that_of_the_committed_results(tmp_path):
-    """What the text says is what the files say; the pictures may differ with the version of matplotlib."""
-    from hydrajax.report.markdown import write_report
-
+def test_every_paper_script_has_a_committed_result():
     results, _ = find_results(EXPERIMENTS / "results")
     assert {result.source for _, result in results} >= {
         f"{name.split('_')[0]} {' '.join(name.split('_')[1:])}" for name in PAPERS
     }
-    write_report(results, tmp_path / "REPORT.md")
-    assert (tmp_path / "REPORT.md").read_text() == (EXPERIMENTS / "results" / "REPORT.md").read_text()

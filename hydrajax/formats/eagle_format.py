@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.drafters.draft_lm_head import Vocabulary
-from hydrajax.drafters.eagle import Eagle, FeatureDrafter
+from hydrajax.drafters.eagle import Eagle, EagleDrafter
 from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
@@ -420,7 +420,7 @@ def layers_read(drafter: Eagle3, made_for: MadeFor) -> tuple[list[int], int]:
     return layers, n_layers
 
 
-def check(heads: FeatureDrafter, base: LlamaConfig) -> None:
+def check(heads: EagleDrafter, base: LlamaConfig) -> None:
     """`Files.check`."""
     c: LlamaConfig = heads.config
     for name in ("depth", "ttt_length"):
@@ -444,7 +444,7 @@ def check(heads: FeatureDrafter, base: LlamaConfig) -> None:
         )
 
 
-def about(heads: FeatureDrafter) -> About:
+def about(heads: EagleDrafter) -> About:
     c: LlamaConfig = heads.config
     rows = {
         "draft": f"one layer, up to {heads.depth} tokens ahead",
