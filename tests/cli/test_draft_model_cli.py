@@ -74,7 +74,7 @@ def test_mistakes_end_in_one_line(program, base, draft, prompts, llama_checkpoin
         f"--draft: {foreign} has another tokenizer than the base: {first!r} has id 11 in the base and id 299 in the": (
             *common, foreign),
         f"--draft: {wordless}: vocab_size: got 304, expected the base's 320; ": (*common, wordless),
-        "--tree: got a depth of 17, expected at most the 16 tokens that the draft proposes": (*common, draft, "--tree", "chain-17"),
+        "--tree: got a depth of 17, expected at most the 16 tokens": (*common, draft, "--tree", "chain-17"),
         "--draft-confidence: got 1.5, expected at least 0": (*common, draft, "--draft-confidence", "1.5"),
         "--draft-confidence: is for a draft model, found Lookup": (*common, "lookup", "--draft-confidence", "0.5"),
         "--how: chains are of draft models, found Lookup": (
