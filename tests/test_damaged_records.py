@@ -27,8 +27,6 @@ from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.directories import exported
 from hydrajax.machine import machine
-from hydrajax.questions.scores.score import Scored
-from hydrajax.questions.scores.scoring import score_answers
 from hydrajax.questions.summary import summarise
 from hydrajax.report.markdown import write_report
 from hydrajax.report.outputs import find_results
@@ -42,6 +40,8 @@ from hydrajax.train.train_loop import check_settings, settings_of
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.dynamic import guesses_of
 from hydrajax.trees.tree_json import read_tree
+from scoring.score_files import score_answers
+from scoring.score_protocol import Scored
 
 
 class Record(NamedTuple):
@@ -366,5 +366,7 @@ def test_no_checkpoint_with_a_readable_record(tmp_path):
         (tmp_path / str(step) / RECORD).write_text("[1]")
     with opened(tmp_path) as checkpoints:
         assert checkpoints.meta() is None
-        with pytest.raises(HydrajaxError, match=r"is whole: step 2 is damaged: hydrajax.json: must be a JSON object"):
+        with pytest.raises(
+            HydrajaxError, match=r"is whole: step 2 is damaged: hydrajax.json: got \[1\], expected a JSON object"
+        ):
             checkpoints.restore({"x": jnp.zeros(3)})

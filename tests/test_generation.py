@@ -182,7 +182,7 @@ def test_end_of_text_and_a_full_context_are_reasons(loaded, whole):
 def test_bad_requests_are_refused(loaded, executor):
     for arguments, message in [
         ({"stop": "\n"}, "stop: must be a list of strings, found one"),
-        ({"stop": [""]}, "stop: found an empty string"),
+        ({"stop": [""]}, "stop: got an empty string"),
         ({"specs": [executor.spec]}, "specs: must be one per prompt, found 1 for 3 prompts"),
         ({"specs": with_limits(executor, [3, 65, 1])}, "max_new_tokens: must be at most 64 with this executor, found"),
     ]:

@@ -90,7 +90,7 @@ def test_a_conversation_is_a_prompt(m, monkeypatch):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     (answer,) = m.generate([messages], tree="chain-2", max_new_tokens=NEW)
     assert answer.prompt_ids == m.tokenizer.encode("system: be brief\nuser: hi\nassistant:")
-    wrong = "prompt 0: message 0 must have the texts role and content, found {'role': 'user'}"
+    wrong = "prompt 0: message 0: got {'role': 'user'}, expected texts role and content"
     refused(lambda: m.generate([[{"role": "user"}]]), wrong)
     wrong = "prompts: must be a list of prompts, found one conversation; write [messages]"
     refused(lambda: m.generate(messages), wrong)
@@ -182,12 +182,10 @@ def test_what_cannot_be_used_is_named_as_in_python(m):
     refused(lambda: m.generate([PROMPT], rule="exact", temperature=[1, 2, 3]), message)
     refused(lambda: hydrajax.load("/nowhere"), "base: no such directory: /nowhere")
     refused(lambda: hydrajax.load("shipped", "elm"), "draft: no such directory: elm")
-    refused(
-        lambda: m.chat(), "template: the tokenizer has no chat template of its own; built in are vicuna, plain, raw"
-    )
+    refused(lambda: m.chat(), "template: the tokenizer has no chat template; choose one of vicuna, plain, raw")
     message = "prompts: got one text, expected a list: write [text]"
     refused(lambda: m.encode(PROMPT), message)
-    message = "prompt 0: is a list of messages, but the base has no chat template; give text"
+    message = "prompt 0: got messages, but the base has no chat template; give text"
     refused(lambda: m.generate([[{"role": "user", "content": "hi"}]]), message)
     message = "drafter: is needed with a base model alone; what hydrajax.load gives brings its own"
     refused(lambda: hydrajax.make_decode_fn(m.model), message)

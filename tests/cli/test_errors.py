@@ -221,9 +221,9 @@ def test_id_outside_the_vocabulary(refused, base, prompts, token):
 
 
 def test_text_without_tokenizer(refused, wordless, prompts):
-    refused(r"--prompt: is text, but the base has no tokenizer; give token ids", "--base", wordless, *TEXT)
+    refused(r"--prompt: got text, but the base has no tokenizer; give token ids", "--base", wordless, *TEXT)
     file = prompts({"turns": ["hello"]})
-    refused(r"line 1: turns: is text, but the base has no tokenizer", "--base", wordless, "--prompts", file)
+    refused(r"line 1: turns: got text, but the base has no tokenizer", "--base", wordless, "--prompts", file)
 
 
 def test_text_that_is_not_unicode(refused, base, prompts):
@@ -309,7 +309,7 @@ def test_unwritable_output_shows_before_anything_is_loaded(refused, base, tmp_pa
     file.touch()
     common = ("--base", base, *TEXT, "--output")
     for path, pattern in [
-        (tmp_path, r"--output: '.*' is a directory, the name of a file is needed"),
+        (tmp_path, r"--output: '.*' is a directory, expected a file"),
         (tmp_path / "none" / "out.jsonl", r"--output: cannot write .*: no such directory: .*/none"),
         (file / "out.jsonl", r"--output: cannot write .*: no such directory: .*/file"),
         ("/dev/null", r"--output: '/dev/null' is not a regular file"),

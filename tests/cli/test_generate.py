@@ -304,4 +304,4 @@ def test_what_stop_and_stream_cannot_do(program, base, tmp_path):
     assert not (tmp_path / "a.jsonl").exists()
     result = program(*common, "--stop", "")
     assert result.code == 2
-    assert "stop: found an empty string" in result.err
+    assert "stop: got an empty string" in result.err

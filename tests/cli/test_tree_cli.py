@@ -274,7 +274,7 @@ def test_what_was_rejected_of_a_large_tree_is_cut_short(program, model, wide_tre
         (["--base", "BASE", "--prompt", "x"], "--draft: is needed with --base, to draw a step"),
         (["--base", "BASE", "--draft", "none", "--prompt", "x"], "--draft: is needed with --base, to draw a step"),
         (["--base", "BASE", "--draft", "HEADS"], "--prompt: is needed with --base, to draw a step"),
-        (["--base", "BASE", "--draft", "HEADS", "--prompt", ""], "--prompt: is empty, some text is needed"),
+        (["--base", "BASE", "--draft", "HEADS", "--prompt", ""], "--prompt: is empty, expected some text"),
         (["--draft", "HEADS"], "--draft: needs --base: a step is drawn of a model that decodes"),
         (["--step", "2"], "--step: needs --base: a step is drawn of a model that decodes"),
         (["--step", "0"], "argument --step: must be an integer from 1 up, found '0'"),

@@ -146,7 +146,7 @@ def test_a_rule_of_another_kind_is_refused(lab):
         decode_fn(params, prompt, rule=[ExactSampling(0.7, top_p=0.9)] * 3)
     with pytest.raises(HydrajaxError, match="rule: got several kinds in one batch, expected"):
         decode_fn(params, prompt, rule=[ExactSampling(0.7, top_k=3, top_p=0.9), Typical()])
-    with pytest.raises(HydrajaxError, match="temperature: got -1.0, expected a finite number from 0 up"):
+    with pytest.raises(HydrajaxError, match=r"temperature: got -1\.0, expected a finite number from 0 up"):
         ExactSampling(-1.0)
 
 

@@ -128,8 +128,8 @@ def test_another_tokenizer_is_refused_by_the_first_token_that_differs(llama_chec
 
 def test_differences_between_maps():
     assert difference({"a": 0, "b": 1}, {"b": 1, "a": 0}, "one", "two") is None
-    assert difference({"a": 0, "b": 1}, {"a": 0}, "one", "two") == "'b' has id 1 in one and none in two"
-    assert difference({"a": 0}, {"a": 0, "b": 1}, "one", "two") == "'b' has none in one and id 1 in two"
+    assert difference({"a": 0, "b": 1}, {"a": 0}, "one", "two") == "'b' has id 1 in one and no id in two"
+    assert difference({"a": 0}, {"a": 0, "b": 1}, "one", "two") == "'b' has no id in one and id 1 in two"
 
 
 def test_without_tokenizers_the_sizes_must_agree(llama_checkpoint, tiny_checkpoint):

@@ -326,7 +326,7 @@ def test_bad_requests_are_refused(served, small, start):
         ("presence_penalty: penalties are not counted here", [1], {"presence_penalty": 1.0}),
         ("logit_bias: got token id 17, expected 0 to 16", [1], {"logit_bias": {17: 1.0}}),
         ("logit_bias: got", [1], {"logit_bias": {"the": 1.0}}),
-        ("stop: found an empty string", [1], {"stop": [""]}),
+        ("stop: got an empty string", [1], {"stop": [""]}),
     ):
         with pytest.raises(HydrajaxError, match=match):
             batcher.request(ids, **settings)

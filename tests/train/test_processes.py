@@ -117,4 +117,4 @@ def test_one_that_is_killed_ends_the_other_at_once_and_they_resume(two, launch, 
 
 def test_what_several_processes_cannot_do_is_refused_by_all(launch, tmp_path):
     for process in launch(tmp_path / "run", 2, "mesh.data=1"):
-        assert "hydrajax: mesh: data=1 x model=2 are 2 devices; 2 processes must use all 4" in finish(process, 2)
+        assert "hydrajax: mesh: got data=1 x model=2, expected all 4 devices of 2 processes" in finish(process, 2)

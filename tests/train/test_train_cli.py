@@ -72,7 +72,7 @@ def test_settings_that_do_not_fit_the_base_or_the_data(program, config_file):
     assert "allowed are root, chain-K" in refused(program("--config", config, "tree=none"))
     assert "batch_size: must be from 1 to the" in refused(program("--config", config, "batch_size=4000"))
     assert "draft.hidden_state_offset" in refused(program("--config", config, "draft.hidden_state_offset=9"))
-    assert "mesh: data=64" in refused(program("--config", config, "mesh.data=64", "batch_size=64"))
+    assert "mesh: got data=64" in refused(program("--config", config, "mesh.data=64", "batch_size=64"))
 
 
 @pytest.mark.parametrize("task", ["heads", "base", "joint"])
@@ -210,12 +210,12 @@ def test_heads_for_another_base_from_conversations(program, golden, settings, tm
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"JAX_COORDINATOR_ADDRESS": "nowhere"}, "JAX_COORDINATOR_ADDRESS: must be host:port, found 'nowhere'"),
-        ({"JAX_COORDINATOR_ADDRESS": "host:99999"}, "JAX_COORDINATOR_ADDRESS: must be host:port, found 'host:99999'"),
-        ({"JAX_PROCESS_ID": "first"}, "JAX_PROCESS_ID: must be an integer from 0 up, found 'first'"),
+        ({"JAX_COORDINATOR_ADDRESS": "nowhere"}, "JAX_COORDINATOR_ADDRESS: got 'nowhere', expected host:port"),
+        ({"JAX_COORDINATOR_ADDRESS": "host:99999"}, "JAX_COORDINATOR_ADDRESS: got 'host:99999', expected host:port"),
+        ({"JAX_PROCESS_ID": "first"}, "JAX_PROCESS_ID: got 'first', expected an integer from 0 up"),
         (
             {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
-            "JAX_PROCESS_ID: must be below JAX_NUM_PROCESSES = 2, found 2",
+            "JAX_PROCESS_ID: got 2, expected less than JAX_NUM_PROCESSES = 2",
         ),
     ],
 )

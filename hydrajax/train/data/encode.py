@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.templates import Encoder, make_encoder, run_template
+from hydrajax.text.templates import PromptEncoder, make_encoder, run_template
 from hydrajax.train.data.conversations import BadRecord, Conversation
 from hydrajax.train.data.packing import Document
 
@@ -56,11 +56,11 @@ def encode_conversations(
     return documents, bad
 
 
-def _encoder(tokenizer: Any, template: str) -> Encoder:
+def _encoder(tokenizer: Any, template: str) -> PromptEncoder:
     return make_encoder(tokenizer, template, field="data.template", tokenizer_field="data.tokenizer")
 
 
-def _document(encoder: Encoder, conversation: Conversation) -> Document:
+def _document(encoder: PromptEncoder, conversation: Conversation) -> Document:
     """As `encode_conversation`, whose errors have the conversation's place besides."""
     for number, message in enumerate(conversation.messages, start=1):
         if found := encoder.special.search(message.content):
@@ -106,7 +106,7 @@ def _tiling(offsets: Int[np.ndarray, "n 2"]) -> tuple[Int[np.ndarray, " n"], Int
     return np.concatenate([[0], ends[:-1]]), ends
 
 
-def _marked_spans(encoder: Encoder, messages: list[dict]) -> tuple[str, Spans]:
+def _marked_spans(encoder: PromptEncoder, messages: list[dict]) -> tuple[str, Spans]:
     """The rendered text, and the characters that the template marks as generated.
 
     `apply_chat_template` would give the tokens (``return_assistant_tokens_mask``), but leaves out whole answers that
@@ -124,7 +124,7 @@ def _marked_spans(encoder: Encoder, messages: list[dict]) -> tuple[str, Spans]:
     return texts[0], [(start, end) for start, end in spans[0] if end > start]
 
 
-def _rendered_spans(encoder: Encoder, messages: list[dict]) -> tuple[str, Spans]:
+def _rendered_spans(encoder: PromptEncoder, messages: list[dict]) -> tuple[str, Spans]:
     """The rendered text, and the characters from each generation prompt to the end of the answer's rendering."""
     text = encoder.render(messages, prompt=False)
     spans = []

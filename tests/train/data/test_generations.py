@@ -50,7 +50,7 @@ def test_answers_of_one_conversation_are_held_out_together(tmp_path):
     [
         ('{"prompt_ids": [1], ', "line 2: is not JSON"),
         ("[" * 100_000, "line 2: is not JSON"),
-        ("[1, 2]", "line 2: must be a JSON object, found"),
+        ("[1, 2]", r"line 2: got \[1, 2\], expected a JSON object"),
         ('{"output_ids": [1]}', "line 2: prompt_ids must be a list of token ids"),
         ('{"prompt_ids": [1]}', "line 2: output_ids must be a list of token ids"),
         ('{"prompt_ids": "12", "output_ids": [1]}', "line 2: prompt_ids must be"),

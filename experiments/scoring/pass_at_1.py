@@ -1,4 +1,4 @@
-"""HumanEval: whether the code that a model wrote passes the problem's tests (Chen et al. 2021, arXiv:2107.03374)."""
+"""HumanEval: share of generated programs that pass the problem's tests (Chen et al. 2021, arXiv:2107.03374)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from hydrajax.questions.scores.sandbox import PASSED, Limits, run_confined
-from hydrajax.questions.scores.score import Scored
 from hydrajax.questions.sets import Question
+from scoring.sandbox import PASSED, Limits, run_confined
+from scoring.score_protocol import Scored
 
-# Where a completion has gone beyond the function: the stop sequences of the paper's section 3.2.
+# Stop sequences of the paper's section 3.2, which end the function.
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 FENCED = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 FIELDS = ("prompt", "test", "entry_point")
 
 
 def program(prompt: str, text: str, entry_point: str) -> str:
-    """The problem's prompt with the answer behind it.
+    """Return the prompt followed by the answer.
 
-    An answer is a completion and ends at the first of `STOPS`. Chat models write a whole function between code fences
-    instead: a block with the function that is asked for stands behind the prompt, whose own it replaces.
+    A completion ends at the first of `STOPS`. Chat models write the whole function in a code fence instead: the first
+    block that defines it follows the prompt and overrides its definition.
     """
     for block in FENCED.findall(text):
         if re.search(rf"^def {re.escape(entry_point)}\b", block, re.MULTILINE):
@@ -32,7 +32,7 @@ def program(prompt: str, text: str, entry_point: str) -> str:
 
 @dataclass(frozen=True)
 class PassAt1:
-    """pass@1 of one answer to each problem: the share whose ``check`` ran to its end in the sandbox."""
+    """pass@1 of one answer per problem: the share whose ``check`` returns in the sandbox."""
 
     limits: Limits = field(default_factory=Limits)
     metrics: ClassVar[dict[str, float]] = {"pass@1": 100}

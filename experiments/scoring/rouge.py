@@ -1,4 +1,4 @@
-"""Summaries: ROUGE-1, ROUGE-2 and ROUGE-L against a reference (Lin 2004), by the `rouge-score` package."""
+"""ROUGE-1, ROUGE-2 and ROUGE-L of summaries against a reference (Lin 2004), from the `rouge-score` package."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.optional_deps import needs
-from hydrajax.questions.scores.score import Scored
 from hydrajax.questions.sets import Question
+from scoring.score_protocol import Scored
 
-REFERENCES = ("highlights", "summary")  # as CNN/DailyMail and XSum name them; the first that is there counts
+REFERENCES = ("highlights", "summary")  # as CNN/DailyMail and XSum name them; the first present is used
 NAMES = {"ROUGE-1": "rouge1", "ROUGE-2": "rouge2", "ROUGE-L": "rougeL"}
 
 
 class Rouge:
-    """F1 of each, with Porter's stemmer. Raises `HydrajaxError` where `rouge-score` is not installed."""
+    """F1 of each, with Porter's stemmer. Raises `HydrajaxError` if `rouge-score` is not installed."""
 
     metrics: ClassVar[dict[str, float]] = dict.fromkeys(NAMES, 100)
 
     def __init__(self):
         try:
-            from rouge_score import rouge_scorer  # brings nltk, and only summaries need it
+            from rouge_score import rouge_scorer  # imports nltk
         except ImportError:
-            raise HydrajaxError(f"score: {needs('rouge-score')}") from None
+            raise HydrajaxError("score: ROUGE needs rouge-score: pip install rouge-score") from None
         self._scorer = rouge_scorer.RougeScorer(list(NAMES.values()), use_stemmer=True)
 
     @staticmethod

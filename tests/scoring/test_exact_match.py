@@ -6,8 +6,8 @@ from decimal import Decimal
 
 import pytest
 
-from hydrajax.questions.scores.exact_match import ExactMatch, last_number
 from hydrajax.questions.sets import Question
+from scoring.exact_match import ExactMatch, last_number
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a score is: figures for the answers to one question, of which the means are taken elsewhere."""
+"""Interface of a score: values for the answers to one question."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from hydrajax.questions.sets import Question
 
 @dataclass(frozen=True)
 class Scored:
-    """values: by the names of the score's ``metrics``. detail: what they come from, for who reads the file."""
+    """Values by metric, and their derivation for readers of the score file."""
 
     values: dict[str, float]
     detail: dict[str, Any] = field(default_factory=dict)
 
 
 class Score(Protocol):
-    """metrics: what it measures, and the factor by which tables show it: 100 for shares."""
+    """A score; ``metrics`` maps its metrics to the factor that tables multiply them by (100 for shares)."""
 
     metrics: ClassVar[dict[str, float]]
 
     @staticmethod
     def lacks(question: Question) -> str | None:
-        """What the question would need to be scored, in words; None where it has all."""
+        """Return the missing fields of a question, in words; None if it has all."""
 
     def identity(self) -> dict[str, Any]:
-        """The settings that its values depend on."""
+        """Return the settings that values depend on."""
 
     def of(self, question: Question, texts: Sequence[str]) -> Scored | None:
-        """The answers to the question's turns, as they were written. None where there is no figure to be had."""
+        """Score the answers to the question's turns; None without a value."""

@@ -1,14 +1,13 @@
-"""Running code that a model wrote, with as few rights as a process without special ones can be given.
+"""Run generated code with the fewest rights that an unprivileged process can give it.
 
-What holds (tests/questions/scores/test_sandbox.py): the code runs in a Python of its own in an empty temporary
-directory, without the environment and with the standard library only; wall-clock time, CPU time, memory and file sizes
-are limited; its process group is killed afterwards. On Linux (x86-64 and arm64) the kernel refuses it new processes,
-sockets, signals and every change of a file, by a seccomp filter.
+Guaranteed (tests/scoring/test_sandbox.py): the code runs in a separate Python in an empty temporary directory, without
+the environment and with the standard library only; wall-clock time, CPU time, memory and file sizes are limited; its
+process group is killed afterwards. On Linux (x86-64 and arm64) a seccomp filter refuses new processes, sockets, signals
+and every change of a file.
 
-What does not: it may read what its user may read. On macOS, and on other machines, the filter's place is taken by a
-hook of Python that code which sets out to can get round, and the memory limit may not hold. Code made to deceive its
-judge can: it shares a process with the check that it is put to. Who runs models that are not trusted should run the
-evaluation in a container or a virtual machine.
+Not guaranteed: the code can read what its user can read. On macOS and other machines an audit hook of Python replaces
+the filter, which hostile code can bypass, and the memory limit may not hold. Code that shares a process with its check
+can deceive it. Score untrusted models in a container or a virtual machine.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TIMED_OUT, NO_REPORT = "timed out", "ended before its check did"
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds on the clock and of CPU time, bytes of memory (address space), and bytes of any file."""
+    """Limits on wall-clock and CPU seconds, bytes of memory (address space) and bytes per file."""
 
     wall_seconds: float = 10.0
     cpu_seconds: int = 5
@@ -44,21 +43,25 @@ class Limits:
 
 
 def run_confined(parts: Sequence[str], call: tuple[str, str], limits: Limits | None = None) -> str:
-    """Run the parts of a program one after the other in one module, then call one of its names with another.
+    """Run the parts of a program in one module, then call one of its names with another as the argument.
 
-    Returns `PASSED` where the call came back; else the name of the exception, `TIMED_OUT`, or `NO_REPORT` where the
-    process ended by itself, with whatever exit code. Raises `HydrajaxError` where there are no such processes.
+    Returns:
+        `PASSED` if the call returned; else the name of the exception, `TIMED_OUT`, or `NO_REPORT` if the process ended
+        by itself with any exit code.
+
+    Raises:
+        HydrajaxError: on a system without POSIX processes.
     """
     if os.name != "posix":
         raise HydrajaxError("run_code: needs Linux or macOS")
     limits, nonce = limits or Limits(), secrets.token_hex(16)
     task = asdict(limits) | {"parts": list(parts), "call": list(call), "nonce": nonce}
-    # -S: without site-packages, so that a score does not depend on what is installed beside hydrajax.
+    # -S: without site-packages, so that scores do not depend on installed packages.
     command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(PROGRAM)]
     with (
         tempfile.TemporaryDirectory(prefix="hydrajax-") as folder,
         tempfile.TemporaryFile() as given,
-        tempfile.TemporaryFile() as report,  # and no pipe: the limit on files holds for it
+        tempfile.TemporaryFile() as report,  # a file, as the size limit applies to it
     ):
         given.write(json.dumps(task).encode())
         given.seek(0)
@@ -69,7 +72,7 @@ def run_confined(parts: Sequence[str], call: tuple[str, str], limits: Limits | N
         except subprocess.TimeoutExpired:
             return TIMED_OUT
         finally:
-            with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group that has ended
+            with suppress(ProcessLookupError, PermissionError):  # macOS: the latter for a group that has ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if process.returncode == -signal.SIGXCPU:

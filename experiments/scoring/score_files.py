@@ -1,7 +1,7 @@
-"""Scoring the answers of all contenders, every question on disk when it is done.
+"""Score the answers of all contenders; each value is on disk once it is computed.
 
-``scores/NAME/MODEL_ID.jsonl`` beside the answer files holds a line per question. A folder of its own: FastChat takes
-every ``*.jsonl`` beside the answers for answers.
+``scores/NAME/MODEL_ID.jsonl`` has one line per question. It is a subfolder because FastChat reads every ``*.jsonl`` of
+the answer directory as answers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.questions.scores.score import Score, Scored
 from hydrajax.questions.sets import Question
 from hydrajax.text.appended import append, json_line, whole_lines
 from hydrajax.text.jsonl import json_value
 from hydrajax.text.records import INTEGER, NUMBER, OBJECT, TEXT, checked, either, object_of
+from scoring.score_protocol import Score, Scored
 
 FOLDER = "scores"
 LINE = {"question_id": either(INTEGER, TEXT), "digest": TEXT, "values": object_of(NUMBER), "detail": OBJECT}
@@ -35,14 +35,19 @@ def score_answers(
     decode: Callable[[list[int]], str],
     on_question: Callable[[], None] = lambda: None,
 ) -> Values:
-    """``[model_id][question_id]`` of the questions that could be scored, to the metrics' values.
+    """Return the values by model id, question id and metric, without questions that have none.
 
-    name: of the score, for its folder. answers: records by model and question, as `AnswerFiles` has them. decode: token
-    ids to the text that they add to a prompt, with the spaces it begins with (published answer files have lost these).
+    An answer is scored once, also if several contenders give it or a later run has it again. So equal outputs have
+    equal scores, even from a judge whose ratings vary. An answer without a value (`Score.of`) is tried again next time.
 
-    What was scored before with the same settings, question and answer is not scored again; nor is an answer that
-    another contender has given too. So contenders with equal outputs have equal scores, even of a judge that is not
-    of one mind. An answer without a figure (see `Score.of`) has no line, and the next run tries again.
+    Args:
+        name: of the score, for its folder.
+        score: scores one answer.
+        questions: the questions to score.
+        answers: records by model id and question id, as in `AnswerFiles.answers`.
+        directory: of the answer files.
+        decode: token ids to text with its leading spaces, which the answer files lack.
+        on_question: called after each question.
     """
     files = {model_id: _ScoreFile(Path(directory) / FOLDER / name, model_id) for model_id in answers}
     known: dict[str, Scored | None] = {
@@ -63,13 +68,13 @@ def score_answers(
 
 
 def _digest(identity: dict[str, Any], question: Question, texts: Sequence[str]) -> str:
-    """Of all that a value depends on."""
+    """Return a hash of everything that a value depends on."""
     parts = [identity, question.question_id, question.turns, question.record, texts]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 class _ScoreFile:
-    """A contender's scores. A line that is damaged, or that was being written when its run was killed, is dropped."""
+    """One contender's scores; damaged and incomplete lines are dropped."""
 
     def __init__(self, folder: Path, model_id: str):
         self._path, self._model_id = folder / f"{model_id}.jsonl", model_id
@@ -89,7 +94,7 @@ class _ScoreFile:
         return list(self._lines.values())
 
     def keep(self, question_id: int | str, digest: str, scored: Scored) -> None:
-        """On disk when this returns; of two lines about a question the later counts."""
+        """Add a score; it is on disk when this returns. The last line of a question counts."""
         if self._lines.get(question_id, {}).get("digest") == digest:
             return
         line = {"question_id": question_id, "model_id": self._model_id, "values": scored.values}

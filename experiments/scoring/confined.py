@@ -1,7 +1,7 @@
-"""The program inside the sandbox: `hydrajax.questions.scores.sandbox` starts it as a file, in an isolated Python.
+"""The program inside the sandbox, which `scoring.sandbox` starts as a file in an isolated Python.
 
-It reads a task from standard input, gives up what it can of its own rights, runs the code and reports to standard
-output how that ended. Nothing of hydrajax can be imported here, and nothing is needed but the standard library.
+It reads a task from standard input, drops its rights, runs the code and reports the outcome to standard output. It may
+import the standard library only.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import struct
 import sys
 import types
 
-# Linux's numbers of the system calls that the code is refused: what makes processes or reaches others, the network,
-# and whatever changes files. (x86-64, arm64); one that arm64 does not have is None.
+# Numbers of refused Linux system calls, (x86-64, arm64): those that make or reach processes, use the network or change
+# files. None: arm64 lacks the call.
 REFUSED = {
     "clone": (56, 220), "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "clone3": (435, 435),
     "execveat": (322, 281), "unshare": (272, 97), "setns": (308, 268), "ptrace": (101, 117),
@@ -38,8 +38,8 @@ REFUSED = {
     "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "chroot": (161, 51),
     "mount": (165, 40), "umount2": (166, 39), "open_tree": (428, 428),
 }  # fmt: skip
-# Refused with some arguments: (numbers, which argument, the bits of it that are refused). Files may be opened to be
-# read, which every import does; limits may be asked for, not set.
+# Refused with some arguments: (numbers, index of the argument, refused bits). Opening files for reading, which every
+# import does, and reading limits are permitted.
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 REFUSED_WITH = {"open": ((2, None), 1, WRITING), "openat": ((257, 56), 2, WRITING)}
 REFUSED_WITH |= {"prlimit64": ((302, 261), 2, 0xFFFFFFFF)}
@@ -50,7 +50,7 @@ LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL_PROCESS, NOT_PERMITTED = 0x7FFF0000, 0x80000000, 0x00050000 | 1
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2
 
-# Where there is no such filter: what Python tells its hooks of. Code that sets out to get round it can.
+# Audit events that are refused without the filter; hostile code can bypass the hook.
 HOOKED = ("socket.", "subprocess.", "ctypes.", "shutil.", "os.fork", "os.exec", "os.posix_spawn", "os.spawn")
 HOOKED += ("os.system", "os.kill", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink")
 HOOKED += ("os.truncate", "os.chmod")
@@ -65,13 +65,13 @@ def main() -> None:
     if not refuse_system_calls():
         sys.addaudithook(refuse_event)
     outcome = outcome_of(task)
-    # Only here is the nonce written: not where the code has ended the process, whatever exit code it chose.
+    # The nonce is written only here, so code that ends the process has not passed, whatever its exit code.
     os.write(report, json.dumps({"nonce": task["nonce"], "outcome": outcome}).encode())
     os._exit(0)
 
 
 def outcome_of(task: dict) -> str:
-    """``passed``, or the name of what was raised. Part after part in one module, then the call of one of its names."""
+    """Run the parts in one module and make the call; return ``passed`` or the name of the exception."""
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     try:
@@ -85,24 +85,24 @@ def outcome_of(task: dict) -> str:
 
 
 def limit(task: dict) -> None:
-    """Hard limits, which a process without special rights cannot raise again."""
+    """Set hard limits, which an unprivileged process cannot raise again."""
     limits = {"RLIMIT_CPU": task["cpu_seconds"], "RLIMIT_AS": task["memory"], "RLIMIT_FSIZE": task["file_bytes"]}
     limits |= {"RLIMIT_NPROC": 0, "RLIMIT_CORE": 0, "RLIMIT_NOFILE": 32}
     for name, value in limits.items():
         kind = getattr(resource, name)
         most = resource.getrlimit(kind)[1]
         value = value if most == resource.RLIM_INFINITY else min(value, most)
-        # A second more until the kernel kills: the first signal of the two tells what has run out.
+        # The hard limit is a second later, so that SIGXCPU comes before SIGKILL and names the reason.
         hard = value + (name == "RLIMIT_CPU" and value != most)
         try:
             resource.setrlimit(kind, (value, hard))
-        except (ValueError, OSError):  # macOS knows RLIMIT_AS and refuses most values of it
+        except (ValueError, OSError):  # macOS refuses most values of RLIMIT_AS
             if sys.platform == "linux":
                 raise
 
 
 def refuse_system_calls() -> bool:
-    """Have Linux refuse `REFUSED` from here on, with EPERM; whether it could be done. Needs no special rights."""
+    """Make Linux refuse `REFUSED` with EPERM from now on; return whether it does. Needs no privileges."""
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         return False
     code = filter_program(*MACHINES[platform.machine()])
@@ -110,7 +110,7 @@ def refuse_system_calls() -> bool:
     program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
     prctl = ctypes.CDLL(None).prctl
     prctl.argtypes, prctl.restype = [ctypes.c_int] + [ctypes.c_ulong] * 4, ctypes.c_int
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # should the evaluation be killed, so is this
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # die with the parent
     address = ctypes.create_string_buffer(program)
     return (
         prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
@@ -119,10 +119,10 @@ def refuse_system_calls() -> bool:
 
 
 def filter_program(column: int, machine: int) -> bytes:
-    """The filter in the kernel's language: instructions (code, to skip if true, to skip if false, number)."""
+    """Return the BPF program: instructions (code, jump if true, jump if false, operand)."""
     refuse = (RETURN, 0, 0, NOT_PERMITTED)
     code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, machine), (RETURN, 0, 0, KILL_PROCESS), (LOAD, 0, 0, 0)]
-    code += [(AT_LEAST, 0, 1, 0x40000000), refuse]  # x86-64's second set of numbers
+    code += [(AT_LEAST, 0, 1, 0x40000000), refuse]  # x32 numbers on x86-64
     for numbers in REFUSED.values():
         if numbers[column] is not None:
             code += [(EQUAL, 0, 1, numbers[column]), refuse]

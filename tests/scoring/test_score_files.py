@@ -7,11 +7,9 @@ from typing import ClassVar
 
 import pytest
 
-from hydrajax.errors import HydrajaxError
-from hydrajax.questions.scores.registry import SCORES, choose
-from hydrajax.questions.scores.score import Scored
-from hydrajax.questions.scores.scoring import score_answers
 from hydrajax.questions.sets import Question
+from scoring.score_files import score_answers
+from scoring.score_protocol import Scored
 
 QUESTIONS = [Question(1, "a", ("one?",), {"r": 1}), Question("x/2", "a", ("two?", "more?"), {"r": 2})]
 
@@ -105,73 +103,3 @@ def test_a_killed_run_keeps_the_whole_lines(tmp_path):
     assert values == {"plain": {1: {"length": 2.0}, "x/2": {"length": 3.0}}}
     assert again.calls == [("x/2", ("c", "de"))]
     assert len(list(map(json.loads, path.read_text().splitlines()))) == 2
-
-
-# --- which score belongs to a set -------------------------------------------------------------------------------------
-
-CODE = Question("H/0", "code", ("def f():",), {"prompt": "def f():", "test": "def check(f): f()", "entry_point": "f"})
-SUM = Question(1, "gsm8k", ("1 + 1?",), {"answer": "#### 2"})
-ARTICLE = Question(1, "cnn", ("Summarise",), {"article": "x", "highlights": "y"})
-TALK = Question(81, "writing", ("Write.", "More."))
-JUDGE = {"judge": "http://host/v1", "judge_model": "m"}
-
-
-@pytest.mark.parametrize(
-    ("questions", "more", "name", "note"),
-    [
-        ([CODE], {"run_code": True}, "humaneval", ""),
-        ([CODE], {}, "none", "not scored: --run-code: is needed for pass@1, which runs what the model wrote"),
-        ([SUM], {"run_code": True}, "gsm8k", ""),
-        ([TALK], {}, "none", ""),
-        ([TALK], JUDGE, "judge", ""),
-        ([SUM, TALK], {}, "none", ""),
-    ],
-)
-def test_auto(questions, more, name, note):
-    found, score, said = choose("auto", questions, **more)
-    assert (found, score is None) == (name, name == "none")
-    assert said.startswith(note)
-    assert bool(said) == bool(note)
-    assert score is None or type(score) is SCORES[name]
-
-
-def test_auto_for_summaries():
-    pytest.importorskip("rouge_score")
-    assert choose("auto", [ARTICLE])[0] == "rouge"
-
-
-@pytest.mark.parametrize(
-    ("name", "questions", "more", "message"),
-    [
-        ("bleu", [SUM], {}, "score: found 'bleu', allowed are auto, none, humaneval, gsm8k, rouge, judge"),
-        (
-            "gsm8k",
-            [SUM, TALK],
-            {},
-            "score: gsm8k needs an answer that ends in '#### NUMBER', which question 81",
-        ),
-        (
-            "humaneval",
-            [TALK],
-            {"run_code": True},
-            "score: humaneval needs prompt, test, entry_point, which question 81",
-        ),
-        ("rouge", [SUM], {}, "score: rouge needs one of highlights, summary, which question 1 has not"),
-        ("humaneval", [CODE], {}, "run_code: is needed for pass@1"),
-        ("judge", [TALK], {}, "judge: is needed for the score judge"),
-        ("judge", [TALK], {"judge": "http://host"}, "judge_model: is needed for the score judge"),
-        ("auto", [TALK], {"judge": "http://host"}, "judge_model: is needed for the score judge"),
-        (
-            "auto",
-            [TALK],
-            {"judge": "host", "judge_model": "m"},
-            "judge: must be an http or https address, found",
-        ),
-        ("auto", [SUM], JUDGE, "judge: has no meaning with the score gsm8k; --score judge asks it"),
-        ("none", [TALK], JUDGE, "judge: has no meaning with the score none"),
-    ],
-)
-def test_refused(name, questions, more, message):
-    with pytest.raises(HydrajaxError) as caught:
-        choose(name, questions, **more)
-    assert str(caught.value).startswith(message)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from helpers.programs import command
-from hydrajax.questions.scores.confined import MACHINES
-from hydrajax.questions.scores.sandbox import NO_REPORT, PASSED, TIMED_OUT, Limits, run_confined
+from scoring.confined import MACHINES
+from scoring.sandbox import NO_REPORT, PASSED, TIMED_OUT, Limits, run_confined
 
 FILTERED = sys.platform == "linux" and os.uname().machine in MACHINES
 filtered = pytest.mark.skipif(not FILTERED, reason="the kernel's filter is of Linux on x86-64 and arm64")

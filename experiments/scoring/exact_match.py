@@ -1,4 +1,4 @@
-"""GSM8K: whether the last number of an answer is the reference's."""
+"""GSM8K: exact match of the last number of an answer."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, ClassVar
 
-from hydrajax.questions.scores.score import Scored
 from hydrajax.questions.sets import Question
+from scoring.score_protocol import Scored
 
-# A minus sign belongs to a number, a dash between two numbers or behind a word does not. Thousands are set off by
-# commas in groups of three, so that "1,2" are two numbers.
+# A dash after a number or a word is not a minus sign. Commas separate groups of three digits, so "1,2" is two numbers.
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 NUMBER = re.compile(rf"(?:(?<![\w.)])-)?\$?(?:{DIGITS})")
 REFERENCE = re.compile(r"####\s*(.+)")
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text, without the signs for dollars and thousands: ``$1,234.50`` is 1234.50."""
+    """Return the last number in a text, without dollar signs and thousands separators."""
     found = NUMBER.findall(text)
     return Decimal(found[-1].replace("$", "").replace(",", "")) if found else None
 
 
 class ExactMatch:
-    """The share of answers whose last number is that behind the reference's ``####``; 42 and 42.00 are the same."""
+    """Share of answers whose last number equals the one after the reference's ``####``; 42 equals 42.00."""
 
     metrics: ClassVar[dict[str, float]] = {"exact match": 100}
 

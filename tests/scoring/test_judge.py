@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.questions.scores.judge import INSTRUCTIONS, Judge, conversation, rating
 from hydrajax.questions.sets import Question
+from scoring.judge import INSTRUCTIONS, Judge, conversation, rating
 
 QUESTION = Question(81, "writing", ("Write.", "Shorten."), {"reference": [None, "A haiku."]})
 TEXTS = ["A long poem.\n", " A poem. "]
@@ -108,10 +108,10 @@ def test_a_busy_server_is_asked_again(server):
 @pytest.mark.parametrize(
     ("replies", "message", "asked"),
     [
-        ([500, 502, 429], "says 429: no key ... here", 3),
-        ([401], "says 401: no key ... here", 1),
-        ([302], "says 302: no key ... here", 1),  # a redirect is not followed: the key would go with it
-        ([307], "says 307: no key ... here", 1),
+        ([500, 502, 429], "returned 429: no key ... here", 3),
+        ([401], "returned 401: no key ... here", 1),
+        ([302], "returned 302: no key ... here", 1),  # a redirect is not followed: the key would go with it
+        ([307], "returned 307: no key ... here", 1),
     ],
 )
 def test_a_server_that_refuses(server, replies, message, asked):
@@ -129,12 +129,12 @@ def test_a_server_that_is_not_there(server):
 
 @pytest.mark.parametrize("url", ["localhost:80", "ftp://host/v1", "file:///etc/passwd", "http://", "http://["])
 def test_addresses_that_are_none(url):
-    with pytest.raises(HydrajaxError, match=r"^judge: must be an http or https address, found"):
+    with pytest.raises(HydrajaxError, match=r"^judge: got .*, expected an http or https address"):
         Judge(url, "m")
 
 
 def test_the_key_comes_from_the_environment_and_is_shown_nowhere(server, monkeypatch):
-    with pytest.raises(HydrajaxError, match="must hold no password; a key is taken from HYDRAJAX_JUDGE_KEY or OPENAI"):
+    with pytest.raises(HydrajaxError, match="contains a password; set HYDRAJAX_JUDGE_KEY or OPENAI"):
         Judge("https://me:secret@host/v1", "m")
     monkeypatch.delenv("HYDRAJAX_JUDGE_KEY", raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hydrajax.questions.scores.pass_at_1 import PassAt1, program
 from hydrajax.questions.sets import FILES, Question, read_questions
+from scoring.pass_at_1 import PassAt1, program
 
 PROMPT = 'import math\n\ndef double(x):\n    """Twice x."""\n'
 RECORD = {"prompt": PROMPT, "entry_point": "double", "test": "def check(candidate):\n    assert candidate(4) == 8\n"}
