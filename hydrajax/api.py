@@ -18,7 +18,7 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.formats.draft_registry import beside_lookup, without_weights
+from hydrajax.formats.draft_registry import parse_lookup, without_weights
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import Progress, eos_ids, load_llama
 from hydrajax.language_model import LanguageModel, Tree
@@ -170,7 +170,7 @@ def load(
     base = resolve(base, "base")
     if adapter is not None:
         adapter = resolve(adapter, "adapter")
-    if with_lookup := beside_lookup(draft):
+    if with_lookup := parse_lookup(draft):
         resolve(with_lookup.draft, "draft")  # report a missing draft before the base is read
     elif isinstance(draft, (str, Path)) and not without_weights(draft):
         draft = resolve(draft, "draft")

@@ -11,7 +11,7 @@ from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_model_format import is_model, load_draft_model
-from hydrajax.formats.draft_registry import beside_lookup, title_of, without_weights
+from hydrajax.formats.draft_registry import parse_lookup, title_of, without_weights
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.load import load_draft
 from hydrajax.models.base_model import BaseModel
@@ -53,12 +53,12 @@ def find_draft(
         HydrajaxError: for a draft that is missing, damaged or made for another base, and for settings that need a draft
             model if the draft is another kind.
     """
-    if with_lookup := beside_lookup(draft):
+    if with_lookup := parse_lookup(draft):
         inner = find_draft(
             with_lookup.draft, model, base_params, tokenizer, placement,
             base_directory=base_directory, adapter_directory=adapter_directory, confidence=confidence,
         )  # fmt: skip
-        return inner._replace(drafter=with_lookup.around(inner.drafter))
+        return inner._replace(drafter=with_lookup.wrap(inner.drafter))
     directory, params = None, {}
     if kind := without_weights(draft):
         draft = kind.build(model.config, model.dtype)

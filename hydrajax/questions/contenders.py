@@ -16,7 +16,7 @@ import numpy as np
 from hydrajax.autotune.contest import AUTOREGRESSIVE
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.formats.draft_registry import beside_lookup
+from hydrajax.formats.draft_registry import parse_lookup
 from hydrajax.generation import generate
 from hydrajax.language_model import LanguageModel
 from hydrajax.text.answers import Generation
@@ -84,7 +84,7 @@ def contenders(
 
 def folder_name(name: str) -> str:
     """Return the last part of a directory's or repository's name, keeping a leading ``lookup+``."""
-    if beside := beside_lookup(name):
+    if beside := parse_lookup(name):
         return name.removesuffix(beside.draft) + folder_name(beside.draft)
     return Path(os.path.realpath(name)).name if os.path.isdir(name) else name.rpartition("/")[2]
 

@@ -124,8 +124,8 @@ def test_missing_shipped_model(program, monkeypatch, tmp_path):
     monkeypatch.setattr(assets, "FOLDER", tmp_path)
     result = program("demo")
     assert (result.code, result.err.count("\n")) == (2, 1)
-    assert f"assets: no base in {tmp_path}: the package is installed without its shipped model" in result.err
-    with pytest.raises(HydrajaxError, match="found 'eagle', shipped are base, medusa, hydra, hydra_pp, draft_model"):
+    assert f"assets: no base in {tmp_path}: this installation has no bundled model" in result.err
+    with pytest.raises(HydrajaxError, match="got 'eagle', expected one of base, medusa, hydra, hydra_pp, draft_model"):
         assets.path("eagle")
 
 

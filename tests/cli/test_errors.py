@@ -86,9 +86,9 @@ def test_base_weights_missing_or_truncated(refused, copied):
 def test_base_of_another_shape_or_kind(refused, copied):
     config = json.loads((copied / "config.json").read_text())
     for change, pattern in [
-        ({"vocab_size": 319}, r"embed_tokens\.weight has shape \[320, 32\], expected \[319, 32\]"),
+        ({"vocab_size": 319}, r"embed_tokens\.weight: got shape \[320, 32\], expected \[319, 32\]"),
         ({"num_hidden_layers": 2}, r"missing tensors 'model\.layers\.1\."),
-        ({"model_type": "gpt2"}, r"model_type is 'gpt2', supported is 'llama' .*'mistral' .*'qwen2' .*'qwen3'"),
+        ({"model_type": "gpt2"}, r"model_type: got 'gpt2', expected 'llama' .*'mistral' .*'qwen2' .*'qwen3'"),
     ]:
         (copied / "config.json").write_text(json.dumps(config | change))
         refused(pattern, "--base", copied, *TEXT)
@@ -108,13 +108,17 @@ def test_draft_missing_or_foreign(refused, base, tmp_path):
     other = shutil.copytree(base, tmp_path / "gpt")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    refused(r"--draft: .* is no directory of draft heads that loads; those are: .*'hydra_num_heads'", *common, other)
+    refused(r"--draft: .* holds no draft heads of a supported format: .*'hydra_num_heads'", *common, other)
 
 
 def test_draft_made_for_another_base(refused, base, medusa):
     common = ("--base", base, *TEXT, "--draft")
-    refused(r"--draft: .*made for another base: their width is 16, not 32", *common, medusa(width=16))
-    refused(r"--draft: .*made for another base: their vocabulary is 300, not 320", *common, medusa(vocab=300))
+    refused(r"--draft: .*width: got 16, expected 32; the heads were made for", *common, medusa(width=16))
+    refused(
+        r"--draft: .*vocabulary: got 300, expected 320; the heads were made",
+        *common,
+        medusa(vocab=300),
+    )
 
 
 def test_draft_weights_missing_or_truncated(refused, base, medusa):
