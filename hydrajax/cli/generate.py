@@ -129,7 +129,9 @@ def print_result(executor: Executor, result: Generation, number: int, count: int
 class Totals:
     """Sums over all results.
 
-    seconds: decoding time, each batch counted once, without compilation. cut: outputs that the context cut off.
+    Attributes:
+        seconds: Decoding time, each batch counted once, without compilation.
+        cut: Outputs that the context cut off.
     """
 
     prompts: int = 0

@@ -383,8 +383,9 @@ def _check_mapping(files: TensorFiles, name: str, size: int, dtypes: tuple[str, 
 def read_aux_layers(numbers: Any, base: LlamaConfig, name: str, offset: int = 0) -> tuple[int, ...]:
     """Return ``aux_hidden_layers`` of the layer numbers in field ``name``; None and an empty list are the default.
 
-    offset: from a number to the layer whose input is read: 0 in vLLM, 1 in SGLang. Both programs collect the hidden
-    states in the order of the layers, so the numbers must increase.
+    Args:
+        offset: From a number to the layer whose input is read: 0 in vLLM, 1 in SGLang. Both programs collect the hidden
+            states in the order of the layers, so the numbers must increase.
     """
     if numbers is None or numbers == []:
         layers = default_aux_hidden_layers(base.n_layers)

@@ -205,7 +205,8 @@ def export_merged(
 ) -> None:
     """Save a base with an adapter merged into its weights, for transformers and ``--base``.
 
-    dtype: of the file, to which the float32 sums are rounded; None for the base's main one. See `export_llama`.
+    Args:
+        dtype: Of the file, to which the float32 sums are rounded; None for the base's main one. See `export_llama`.
     """
     base = Path(base)
     # Stays on the host, as nothing is computed with it.

@@ -81,7 +81,8 @@ def save_adapter(
 ) -> None:
     """Write an adapter for a base of this shape in float32; the directory is replaced.
 
-    params: as returned by `hydrajax.models.adapter.split_adapter`.
+    Args:
+        params: As returned by `hydrajax.models.adapter.split_adapter`.
     """
     tensors = {}
     for name, layer in linear_layers(base).items():

@@ -54,7 +54,9 @@ class StackFormat(HeadFormat):
 def heads_layout(heads, naming: Naming, path: Path = (), *, block_bias: bool = True) -> Layout:
     """Return the key map of a stack of heads.
 
-    path: of the stack in our parameters. block_bias: False if the files hold no biases of blocks, which are then zeros.
+    Args:
+        path: Of the stack in our parameters.
+        block_bias: False if the files hold no biases of blocks, which are then zeros.
     """
     width, layout = heads.width, []
     for k in range(heads.num_draft_heads):

@@ -256,7 +256,8 @@ def save_torch(path: Path, tensors: dict[str, np.ndarray]) -> bool:
 def expect_tensors(found: TensorFiles, wanted: dict[str, Shape], what: str, ignored: str = "(?!)") -> None:
     """Refuse missing, unexpected, misshapen and non-float tensors, naming the first few.
 
-    ignored: regular expression of further names that may be there.
+    Args:
+        ignored: Regular expression of further names that may be there.
     """
     missing = sorted(set(wanted) - set(found))
     extra = sorted(key for key in set(found) - set(wanted) if not re.fullmatch(ignored, key, re.DOTALL))

@@ -25,8 +25,9 @@ IN_TURN, ONE_PROGRAM = "in turn", "one program"
 class SplitRow:
     """The measurements of one executor.
 
-    fan_out: counts of `FanOut`; None if base and draft are not split. hit_rate, ready_rate: of `SpeculationRecord`,
-    over all prompts; None if nothing is prepared ahead.
+    Attributes:
+        fan_out: Counts of `FanOut`; None if base and draft are not split.
+        hit_rate, ready_rate: Of `SpeculationRecord`, over all prompts; None if nothing is prepared ahead.
     """
 
     measured: Measured

@@ -14,7 +14,9 @@ from hydrajax.serve.requests import Request
 class GroupUsage(NamedTuple):
     """The memory of a slot group.
 
-    max_lengths: tokens that each sequence can reach. nbytes: of the present shape, which may be larger than needed.
+    Attributes:
+        max_lengths: Tokens that each sequence can reach.
+        nbytes: Of the present shape, which may be larger than needed.
     """
 
     max_lengths: tuple[int, ...]

@@ -25,8 +25,9 @@ class Delta(NamedTuple):
 class ReplyChoice:
     """One choice of a response: a request's answer, and how much of it has been sent.
 
-    logprobs, drafts: include log-probabilities, and marks of drafted tokens. top_logprobs: number of most likely tokens
-    at each position.
+    Attributes:
+        logprobs, drafts: Include log-probabilities, and marks of drafted tokens.
+        top_logprobs: Number of most likely tokens at each position.
     """
 
     def __init__(

@@ -29,7 +29,8 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """Closes the batchers at SIGTERM or Ctrl-C, so that they finish while uvicorn waits for the connections.
 
-    signal: the last one received. Unlike uvicorn, this server does not raise it again after a clean shutdown.
+    Attributes:
+        signal: The last one received. Unlike uvicorn, this server does not raise it again after a clean shutdown.
     """
 
     def __init__(self, app: Starlette, batchers: Sequence[Batcher], *, grace: float, quiet: bool = False):

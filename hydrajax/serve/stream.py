@@ -13,8 +13,9 @@ from starlette.types import Receive, Scope, Send
 class EventStream(Response):
     """A response of server-sent events. At its end the generator of events is closed at once.
 
-    write_timeout: seconds that a client may take to read one event before its connection is closed. on_end: called at
-    the end.
+    Attributes:
+        write_timeout: Seconds that a client may take to read one event before its connection is closed.
+        on_end: Called at the end.
     """
 
     media_type = "text/event-stream"

@@ -34,9 +34,10 @@ MISS, NO_ROUND = -1, -2  # in `SpeculatorState.record`; other values are indices
 class VerificationOutcome(NamedTuple):
     """The base's result of a round, as sent to the draft devices.
 
-    counts:      int32 ``[B]`` tokens emitted, root included; 0 for a finished sequence.
-    bonus_token: int32 ``[B]`` the base's token after the accepted path.
-    done:        bool ``[B]`` the sequence has finished with this round.
+    Attributes:
+        counts: int32 ``[B]`` tokens emitted, root included; 0 for a finished sequence.
+        bonus_token: int32 ``[B]`` the base's token after the accepted path.
+        done: bool ``[B]`` the sequence has finished with this round.
     """
 
     counts: Int[Array, " B"]
@@ -47,10 +48,12 @@ class VerificationOutcome(NamedTuple):
 class Speculation(NamedTuple):
     """The draft of a round: a chain of K tokens below a root.
 
-    tokens:     int32 ``[B, K+1]`` root and chain, which the base verifies.
-    log_q:      float32 ``[B, K, V]`` as `Proposal.log_q`; None if nothing was sampled.
-    runners_up: int32 ``[B, S]`` the draft model's next guesses at each accept length below K, as `FanOut` counts them.
-    block:      keys and values of K+1 tokens: two of `DraftModel`'s first pass, and the chain without its last token.
+    Attributes:
+        tokens: int32 ``[B, K+1]`` root and chain, which the base verifies.
+        log_q: float32 ``[B, K, V]`` as `Proposal.log_q`; None if nothing was sampled.
+        runners_up: int32 ``[B, S]`` the draft model's next guesses at each accept length below K, as `FanOut` counts
+            them.
+        block: Keys and values of K+1 tokens: two of `DraftModel`'s first pass, and the chain without its last token.
     """
 
     tokens: Int[Array, "B chain"]
@@ -62,10 +65,11 @@ class Speculation(NamedTuple):
 class SpeculationCache(NamedTuple):
     """The next round's drafts for F outcomes; axes 0 and 1 of the fields are B and F.
 
-    bonus_tokens: int32 ``[B, F]``; the accept lengths are `FanOut.accept_lengths`.
-    tokens, log_q, runners_up: as in `Speculation`.
-    block:        keys and values of the ``K * F`` tokens, those of one pass next to each other.
-    last:         keys and values of the last token of the chain under verification.
+    Attributes:
+        bonus_tokens: int32 ``[B, F]``; the accept lengths are `FanOut.accept_lengths`.
+        tokens, log_q, runners_up: As in `Speculation`.
+        block: Keys and values of the ``K * F`` tokens, those of one pass next to each other.
+        last: Keys and values of the last token of the chain under verification.
     """
 
     bonus_tokens: Int[Array, "B F"]
@@ -79,14 +83,15 @@ class SpeculationCache(NamedTuple):
 class SpeculatorState(NamedTuple):
     """The state that stays on the draft devices from round to round.
 
-    draft:       the draft model's state after the emitted tokens.
-    speculation: the draft under verification.
-    lengths:     int32 ``[B]`` tokens emitted.
-    done:        bool ``[B]``.
-    keys, rule:  as in `hydrajax.decoding.state.OutputState`, so that samples equal those of the fused step.
-    record:      int32 ``[B, max_new + 1]`` for each round that a sequence continued after, the index of the outcome in
-        the speculation cache or `MISS`; `NO_ROUND` beyond.
-    rounds:      int32 ``[B]`` entries of ``record``.
+    Attributes:
+        draft: The draft model's state after the emitted tokens.
+        speculation: The draft under verification.
+        lengths: int32 ``[B]`` tokens emitted.
+        done: bool ``[B]``.
+        keys, rule: As in `hydrajax.decoding.state.OutputState`, so that samples equal those of the fused step.
+        record: int32 ``[B, max_new + 1]`` for each round that a sequence continued after, the index of the outcome in
+            the speculation cache or `MISS`; `NO_ROUND` beyond.
+        rounds: int32 ``[B]`` entries of ``record``.
     """
 
     draft: DraftState

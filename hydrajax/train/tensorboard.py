@@ -14,7 +14,8 @@ from pathlib import Path
 class TensorBoardWriter:
     """Write scalars to a new event file in ``directory``. Methods raise `OSError` if it cannot be written.
 
-    first_step: TensorBoard hides this and later steps of older files in the directory.
+    Attributes:
+        first_step: TensorBoard hides this and later steps of older files in the directory.
     """
 
     def __init__(self, directory: Path, first_step: int):

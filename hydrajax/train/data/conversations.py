@@ -39,7 +39,8 @@ class Conversation(NamedTuple):
     """At most one system message, then user and assistant in turn, with at least one assistant message (if read with
     ``answered=False``, at least one user message).
 
-    where: the place in the files for messages, such as ``"chat.jsonl line 3"`` or ``"chat.json record 3"``, from 1.
+    Attributes:
+        where: The place in the files for messages, such as ``"chat.jsonl line 3"`` or ``"chat.json record 3"``, from 1.
     """
 
     messages: tuple[DialogueTurn, ...]

@@ -77,7 +77,9 @@ class BaseLoss:
 class BaseTask:
     """A whole model; see `hydrajax.train.train_loop.Task`.
 
-    start: float32 parameters to start from; None for random ones. teacher: a model and its parameters.
+    Attributes:
+        start: float32 parameters to start from; None for random ones.
+        teacher: A model and its parameters.
     """
 
     higher_is_better = False
