@@ -40,7 +40,7 @@ def test_python_samples_run(page, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "sample"}
     for number, block in enumerate(blocks(page, "python")):
-        exec(compile(block, f"{page.name}, sample {number}", "exec"), names)
+        exec(compile(block, f"{page.name}, sample {number}", "exec", dont_inherit=True), names)
     assert list(tmp_path.iterdir()) == []  # a sample that writes files should say so
     assert capfd.readouterr().out.strip()
 
