@@ -44,6 +44,4 @@ class HydrajaxError(ValueError):
 def not_allowed(field: str, found: object, allowed: Iterable[str], more: str = "") -> HydrajaxError:
     """Return the error for a value that is not one of ``allowed``; ``more`` describes choices that cannot be listed."""
     allowed = tuple(allowed)
-    return HydrajaxError(
-        f"{field}: found '{found}', allowed are {', '.join(allowed)}{more}", found=found, allowed=allowed
-    )
+    return HydrajaxError(f"{field}: got '{found}', expected {', '.join(allowed)}{more}", found=found, allowed=allowed)

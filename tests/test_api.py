@@ -66,5 +66,5 @@ def test_unknown_dtype(tiny_checkpoint):
     for name in ("float16", None):
         refusal(
             lambda name=name: hydrajax.load(tiny_checkpoint, dtype=name),
-            f"dtype: found '{name}', allowed are auto, float32, bfloat16",
+            f"dtype: got '{name}', expected auto, float32, bfloat16",
         )

@@ -101,7 +101,7 @@ def test_a_full_context_ends_the_answer_and_refuses_the_next_message(loaded):
 
 
 def test_bad_conversations_are_refused(loaded):
-    with pytest.raises(HydrajaxError, match="template: found 'nice', allowed are auto, vicuna, plain, raw"):
+    with pytest.raises(HydrajaxError, match="template: got 'nice', expected auto, vicuna, plain, raw"):
         Chat(executor(loaded), template="nice")
     with pytest.raises(HydrajaxError, match="template: the tokenizer has no chat template"):
         Chat(executor(loaded))

@@ -171,7 +171,7 @@ def test_dtypes_as_jax_gives_them():
 
 def test_what_cannot_be_used_is_named_as_in_python(m):
     rules = "greedy, typical, exact, rejection"
-    refused(lambda: m.generate(PROMPT, rule="oak"), f"rule: found 'oak', allowed are {rules}")
+    refused(lambda: m.generate(PROMPT, rule="oak"), f"rule: got 'oak', expected {rules}")
     message = "temperature: got a value for the rule greedy, expected none, only with typical, exact, rejection"
     refused(lambda: m.generate(PROMPT, temperature=0.5), message)
     refused(lambda: m.generate(PROMPT, warmth=0.5), "warmth: got a value for the rule greedy, expected none")
@@ -201,4 +201,4 @@ def test_a_field_is_a_flag_where_the_command_has_it(capsys):
 
     for flag, name in (("--max-nodes", "--max-nodes"), ("--other", "max_nodes")):
         assert run_command("x", "help", lambda parser, flag=flag: parser.add_argument(flag), run, []) == 2
-        assert capsys.readouterr().err == f"hydrajax: {name}: found '7', allowed are 1, 2\n"
+        assert capsys.readouterr().err == f"hydrajax: {name}: got '7', expected 1, 2\n"

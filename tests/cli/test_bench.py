@@ -81,8 +81,8 @@ def test_mistakes_end_in_one_line(program, base, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "random_model", without_weights)
     cases = {
         "exactly one of --base and --random": [],
-        "--random: found '8x7b', allowed are tiny": ["--random", "8x7b"],
-        "--random-draft: found 'wings', allowed are none, lookup": [
+        "--random: got '8x7b', expected tiny": ["--random", "8x7b"],
+        "--random-draft: got 'wings', expected none, lookup": [
             "--random",
             "tiny",
             "--random-draft",
@@ -93,7 +93,7 @@ def test_mistakes_end_in_one_line(program, base, tmp_path, monkeypatch):
         "--context: got 4096, expected at most the model's 1024": ["--random", "tiny", "--context", "4096"],
         "tree sizes: got 65, expected 1 to 64": ["--random", "tiny", "--tree-sizes", "65"],
         "got 'x', expected an integer from 1 up": ["--random", "tiny", "--tree-sizes", "1,x"],
-        "--draft: found 'lookahead-5-3', allowed are lookahead": ["--base", base, "--draft", "lookahead-5-3"],
+        "--draft: got 'lookahead-5-3', expected lookahead": ["--base", base, "--draft", "lookahead-5-3"],
         "--draft-settings: got 'lookup-5'": [
             *("--base", base, "--draft", "lookup", "--draft-settings", "5"),
         ],

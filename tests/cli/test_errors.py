@@ -140,7 +140,7 @@ def test_tree(refused, base, heads, tmp_path):
     refused(r"tree: got a depth of 3, expected at most the 2 tokens that the draft proposes", *common, "chain-3")
     refused(r"tree: got a depth of 4, expected at most", *common, "mc_sim_7b_63")
     refused(
-        r"--tree: found 'oak', allowed are root, chain-K, .*mc_sim_7b_63.*, a \.json file or a JSON list of",
+        r"--tree: got 'oak', expected root, chain-K, .*mc_sim_7b_63.*, a \.json file or a JSON list of",
         *common,
         "oak",
     )
@@ -414,7 +414,7 @@ def test_a_real_process_prints_one_line_and_no_traceback():
     process = start("tree", "show", "oak")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, "")
-    assert re.fullmatch(r"hydrajax: tree: found 'oak', allowed are root, [^\n]+\n", err), err
+    assert re.fullmatch(r"hydrajax: tree: got 'oak', expected root, [^\n]+\n", err), err
 
 
 @pytest.mark.slow

@@ -190,9 +190,9 @@ def test_other_rules(program, arguments, rule, tmp_path):
     ("flags", "message"),
     [
         (["--set", "mt_bench"], "--data: the set mt_bench needs the directory"),
-        (["--categories", "cats"], "--categories: found 'cats', allowed are trees, cafés"),
+        (["--categories", "cats"], "--categories: got 'cats', expected trees, cafés"),
         (["--max-new-tokens", 127], "--max-new-tokens: got 127, expected at most 126"),
-        (["--template", "llama"], "--template: found 'llama', allowed are auto, vicuna, plain"),
+        (["--template", "llama"], "--template: got 'llama', expected auto, vicuna, plain"),
         (["--tree", "oak"], "tree: found 'oak'"),
         (["--draft", "nowhere"], "--draft: no such directory: nowhere"),
         (["--top-k", 3], "--top-k: got a value for the rule greedy, expected none"),

@@ -164,7 +164,7 @@ def test_a_judge(program, arguments, sets, answers, score, summary, monkeypatch,
     ("name", "flags", "message"),
     [
         ("code", [], "--run-code: pass@1 runs the generated code in a sandbox; add --run-code"),
-        ("talk", ["--score", "bleu"], "--score: found 'bleu', allowed are auto, humaneval, gsm8k, rouge, judge"),
+        ("talk", ["--score", "bleu"], "--score: got 'bleu', expected auto, humaneval, gsm8k, rouge, judge"),
         ("talk", [], "--score: no score but a judge's fits these questions"),
         ("talk", ["--judge", "http://host/v1"], "--judge-model: is needed for the score judge"),
         ("sums", ["--data", "elsewhere", "--set", "changed"], "--set: changed.jsonl has other questions than "),

@@ -142,7 +142,7 @@ def test_refused_names(tmp_path):
             read_questions(name, tmp_path)
     with pytest.raises(HydrajaxError, match=r"set: no such file: none.jsonl"):
         read_questions("none.jsonl")
-    with pytest.raises(HydrajaxError, match=r"set: found 'mtbench', allowed are mt_bench, .*FILE.jsonl and org/name"):
+    with pytest.raises(HydrajaxError, match=r"set: got 'mtbench', expected mt_bench, .*FILE.jsonl and org/name"):
         read_questions("mtbench")
 
 
@@ -176,5 +176,5 @@ def test_select():
     assert [q.question_id for q in select(questions, ["b"], 2)] == [1, 3]
     assert [q.question_id for q in select(questions, per_category=1)] == [0, 1]
     assert [q.question_id for q in select(questions, ["a"], 3, per_category=2)] == [0, 2]
-    with pytest.raises(HydrajaxError, match="categories: found 'c', allowed are a, b"):
+    with pytest.raises(HydrajaxError, match="categories: got 'c', expected a, b"):
         select(questions, ["a", "c"])

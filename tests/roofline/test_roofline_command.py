@@ -155,7 +155,7 @@ def test_command_measures_here(program):
 def test_mistakes_end_in_one_line(program, tmp_path):
     cases = {
         "exactly one of --shape and --base": [],
-        "--shape: found '8x7b', allowed are tiny": ["--shape", "8x7b"],
+        "--shape: got '8x7b', expected tiny": ["--shape", "8x7b"],
         "--base: no such file": ["--base", tmp_path / "none"],
         "invalid choice: 'B200'": ["--shape", "7b", "--device", "B200"],
         "--dtype: got 'float32', expected bfloat16 for the peaks of A100": [

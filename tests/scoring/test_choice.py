@@ -33,7 +33,7 @@ def test_auto_for_summaries():
 @pytest.mark.parametrize(
     ("name", "questions", "more", "message"),
     [
-        ("bleu", [SUM], {}, "score: found 'bleu', allowed are auto, humaneval, gsm8k, rouge, judge"),
+        ("bleu", [SUM], {}, "score: got 'bleu', expected auto, humaneval, gsm8k, rouge, judge"),
         (
             "gsm8k",
             [SUM, TALK],

@@ -66,7 +66,7 @@ class SlowTokenizer:
     ("changes", "template", "message"),
     [
         ({}, "auto", "template: the tokenizer has no chat template; choose one of vicuna, plain"),
-        ({}, "alpaca", "template: found 'alpaca', allowed are auto, vicuna, plain"),
+        ({}, "alpaca", "template: got 'alpaca', expected auto, vicuna, plain"),
         ({"chat_template": {"tool_use": OWN}}, "auto", "template: .*multiple chat templates with no default"),
         (
             {"eos_token": None},

@@ -69,7 +69,7 @@ def test_data_the_base_cannot_read(program, config_file, base, texts, tmp_path):
 def test_settings_that_do_not_fit_the_base_or_the_data(program, config_file):
     config = config_file()
     assert "tree: got a depth of 4, expected at most" in refused(program("--config", config, "tree=chain-4"))
-    assert "allowed are root, chain-K" in refused(program("--config", config, "tree=none"))
+    assert "expected root, chain-K" in refused(program("--config", config, "tree=none"))
     assert "batch_size: got 4000, expected 1 to " in refused(program("--config", config, "batch_size=4000"))
     assert "draft.hidden_state_offset" in refused(program("--config", config, "draft.hidden_state_offset=9"))
     assert "mesh: got data=64" in refused(program("--config", config, "mesh.data=64", "batch_size=64"))

@@ -207,7 +207,7 @@ def test_a_named_format_takes_nothing_else(tmp_path, format, kept):
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(HydrajaxError, match=r"data.format: found 'csv', allowed are auto, sharegpt, alpaca, messages"):
+    with pytest.raises(HydrajaxError, match=r"data.format: got 'csv', expected auto, sharegpt, alpaca, messages"):
         read_conversations(tmp_path, "csv")
     with pytest.raises(HydrajaxError, match=r"data.files: no such file: .*none\.json"):
         read_conversations(tmp_path / "none.json")

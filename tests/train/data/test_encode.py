@@ -239,7 +239,7 @@ def test_settings_that_do_not_go_together_are_named_as_the_config_names_them(wit
     tokenizer, one = with_template(None), conversation(*TURNS)
     with pytest.raises(HydrajaxError, match=r"^data\.template: the tokenizer has no chat template"):
         encode_conversation(tokenizer, one)
-    with pytest.raises(HydrajaxError, match=r"^data\.template: found 'alpaca', allowed are auto, vicuna, plain"):
+    with pytest.raises(HydrajaxError, match=r"^data\.template: got 'alpaca', expected auto, vicuna, plain"):
         encode_conversations(tokenizer, [one], "alpaca")
     with pytest.raises(HydrajaxError, match=r"^data\.tokenizer: got object, expected a fast tokenizer"):
         encode_conversation(object(), one, "vicuna")
