@@ -2,8 +2,7 @@
 
 Four full lm heads are 1 GB of a 7B base's draft (docs/design.md 7). Smaller kinds are the base's own lm head, a
 product of two narrow matrices, and a vocabulary of the most frequent tokens. Indices into a reduced vocabulary stay
-inside this
-module: its results are token ids, or logits over all tokens.
+inside this module: its results are token ids, or logits over all tokens.
 """
 
 from __future__ import annotations
