@@ -1,11 +1,12 @@
-"""The scripts of ``experiments/``, where tests find them."""
+"""The scripts of ``experiments/`` and ``tools/``, for their tests."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 
-EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS, TOOLS = ROOT / "experiments", ROOT / "tools"
 
 
 def module(path: Path):

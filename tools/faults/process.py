@@ -1,4 +1,4 @@
-"""An attack on a process that serves for hours, in short: hundreds of calls, and what they may leave behind."""
+"""Hundreds of calls of `hydrajax.LanguageModel.generate` in one process: compilations and memory."""
 
 from __future__ import annotations
 
@@ -8,43 +8,42 @@ import random
 from pathlib import Path
 from typing import Any
 
-from attacks.commands import CONTEXT, base, text
-from attacks.registry import CannotTry, Fell, Place, attack
-
 import hydrajax
 from hydrajax.decoding.prompts import bucket
+from tools.faults.fixtures import CONTEXT, base, text
+from tools.faults.registry import Failure, Trial, Unsupported, fault
 
 CALLS = 300
-PROGRAMS = 2  # that a kind of call compiles when it is first made: the prompt's pass, and the loop
-SMALL = 16  # others, in all: random keys and what is drawn from them
-MEGABYTES = 48  # by which memory may grow from the last new kind of call on, and that is without what they compile
-LONGEST = 30  # tokens of a prompt, and of an answer, so that kinds are few
+PROGRAMS = 2  # compiled for a new kind of call: prefill and loop
+SMALL = 16  # other programs in all, such as random keys
+MEGABYTES = 48  # allowed growth of memory after the last new kind of call
+LONGEST = 30  # tokens of a prompt and of an answer, which keeps the kinds few
 BATCHES = (1, 3)
 
 
 class Compilations:
-    """How many there have been since this was made. JAX has no way to stop listening that is its public interface."""
+    """Count compilations from now on. JAX has no public way to remove the listener."""
 
     def __init__(self):
         import jax
 
         self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _heard(self, event: str, seconds: float, **_) -> None:
+    def _on_event(self, event: str, seconds: float, **_) -> None:
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
 def resident() -> float:
-    """Megabytes."""
+    """Resident memory in megabytes."""
     if not Path("/proc/self/statm").exists():
-        raise CannotTry("this system does not say how much memory a process has now")
+        raise Unsupported("no /proc/self/statm")
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
 
 
 def call(random: random.Random) -> tuple[list, dict[str, Any]]:
-    """Prompts and settings of `hydrajax.LanguageModel.generate`."""
+    """Random prompts and settings."""
     prompts: list[Any] = []
     for _ in range(random.choice((1, 1, 2, 5))):
         ids = [random.randrange(1, 250) for _ in range(random.randrange(1, LONGEST))]
@@ -62,7 +61,7 @@ def call(random: random.Random) -> tuple[list, dict[str, Any]]:
 
 
 def kinds_of(loaded: Any, prompts: list, settings: dict[str, Any]) -> set[tuple]:
-    """What of a call decides which programs it needs: widths of its batches, room for answers, rows, kind of rule."""
+    """The properties that select a call's programs: prompt width, room for answers, batch size, rule."""
     rows = min(settings["batch_size"], len(prompts))
     lengths = [len(ids) for ids in loaded.ids_of_prompts(prompts)]
     widths = {bucket(max(lengths[start : start + rows]), CONTEXT) for start in range(0, len(lengths), rows)}
@@ -70,28 +69,28 @@ def kinds_of(loaded: Any, prompts: list, settings: dict[str, Any]) -> set[tuple]
     return {(width, room, rows, kind) for width in widths}
 
 
-@attack("hundreds of calls", count=1)
-def lasting(place: Place) -> int:
-    """A kind of call that was made before compiles nothing, a new one a few programs; memory stays what it was."""
-    loaded = hydrajax.load(base(place), "lookup", dtype="float32")
+@fault("repeated-calls")
+def repeated_calls(trial: Trial) -> int:
+    """A known kind of call compiles nothing, a new one `PROGRAMS`; memory does not grow."""
+    loaded = hydrajax.load(base(trial), "lookup", dtype="float32")
     tree, known, new_at, compilations = hydrajax.TreeTopology.from_choices([[0], [0, 0]]), set(), 0, Compilations()
     memory, small = resident(), 0
     for number in range(CALLS):
-        prompts, settings = call(place.random)
+        prompts, settings = call(trial.random)
         before, new = compilations.count, kinds_of(loaded, prompts, settings) - known
         results = loaded.generate(prompts, tree=tree, **settings)
         compiled = compilations.count - before
         small += compiled - PROGRAMS * len(new)
         if (compiled and not new) or small > SMALL:
-            raise Fell(f"call {number} compiled {compiled} programs for {len(new)} new kinds of call: {settings}")
+            raise Failure(f"call {number} compiled {compiled} programs for {len(new)} new kinds of call: {settings}")
         if [len(result.prompt_ids) for result in results] != [len(ids) for ids in loaded.ids_of_prompts(prompts)]:
-            raise Fell(f"call {number} answers other prompts: {settings}")
+            raise Failure(f"call {number} answered other prompts: {settings}")
         known |= new
         if new:
             new_at, memory = number + 1, resident()
     grown = resident() - memory
     if grown > MEGABYTES:
-        raise Fell(f"{grown:.0f} MB more after {CALLS - new_at} calls of kinds that were known")
+        raise Failure(f"memory grew by {grown:.0f} MB in {CALLS - new_at} calls of known kinds")
     summary = f"{CALLS} calls of {len(known)} kinds compiled {compilations.count} programs"
     print(f"{summary}; the last {CALLS - new_at} added {grown:.1f} MB to {memory:.0f}")
     return CALLS

@@ -1,4 +1,4 @@
-"""Random bases and trees, and what a base says alone: the whole text fed again for every token, without a cache."""
+"""Random bases and trees, and reference decoding: the whole text is fed again for every token, without a cache."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hydrajax.models.llama import Llama
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.tree import TreeTopology
 
-# Rounding changes logits by some 1e-6 of their spread. A place whose token changes with so much is a draw, and what
-# follows it is not compared.
+# Rounding changes logits by about 1e-6 of their spread. Noise of 1e-4 is added to copies of them: where it changes the
+# token, the position is a tie, and later positions are not compared.
 ROUNDING, COPIES = 1e-4, 7
 
 
 def random_config(random: random.Random) -> LlamaConfig:
-    """Shapes that nobody would choose: any number of queries for each key, small heads, windows, odd widths."""
+    """Unusual shapes: any number of queries per key, small heads, sliding windows, odd widths."""
     context, n_kv_heads = random.randrange(26, 49), random.choice((1, 1, 2, 3))
     scaling = random.choice((None, None, RopeScaling("linear", 2.5), RopeScaling("llama3", 8.0, 1.0, 4.0, 16)))
     return LlamaConfig(
@@ -48,20 +48,20 @@ def random_config(random: random.Random) -> LlamaConfig:
     )
 
 
-def random_tree(random: random.Random, depth: int, widest: int, grows: bool) -> TreeTopology | DynamicTree:
-    """One that the drafter can fill. Ranks are drawn freely, so that most trees skip some; or one that is grown."""
-    if grows and depth and random.random() < 0.3:
-        expansions, top_k = random.randrange(min(depth, 4)), random.randrange(1, min(widest, 4) + 1)
+def random_tree(random: random.Random, depth: int, vocab_size: int, dynamic: bool) -> TreeTopology | DynamicTree:
+    """A static tree, whose ranks mostly have gaps, or a dynamic tree where the drafter supports one."""
+    if dynamic and depth and random.random() < 0.3:
+        expansions, top_k = random.randrange(min(depth, 4)), random.randrange(1, min(vocab_size, 4) + 1)
         return DynamicTree(1 + random.randint(1, min(top_k + expansions * top_k**2, 20)), expansions, top_k)
     known = {()}
     for _ in range(random.choice((0, 1, 3, 8, 20)) if depth else 0):
         parent = random.choice(sorted(path for path in known if len(path) < depth))
-        known.add((*parent, random.randrange(min(widest, 9))))
+        known.add((*parent, random.randrange(min(vocab_size, 9))))
     return TreeTopology.from_choices(known - {()})
 
 
 def noise(shapes: Any, seed: int) -> Any:
-    """Random leaves of these shapes: large enough that attention is uneven and logits differ by more than rounding."""
+    """Random arrays of these shapes, large enough that attention is uneven and logits differ by more than rounding."""
     random = np.random.default_rng(seed)
 
     def leaf(shape) -> np.ndarray:
@@ -72,8 +72,8 @@ def noise(shapes: Any, seed: int) -> Any:
 
 
 @dataclass(frozen=True)
-class Alone:
-    """A base that decodes on its own, in the slowest way there is."""
+class Reference:
+    """A base that decodes without draft or cache."""
 
     config: LlamaConfig
 
@@ -86,20 +86,20 @@ class Alone:
         return jax.eval_shape(lambda: init_base(self.model, jax.random.key(0)))
 
     @cached_property
-    def _continued(self):
+    def _decode(self):
         context = self.config.max_positions
 
-        def continued(params, texts, starts, sampling):
-            batch, places = len(texts), jnp.arange(context)
-            positions = jnp.broadcast_to(places, texts.shape)
+        def decode(params, texts, starts, sampling):
+            batch, slots = len(texts), jnp.arange(context)
+            positions = jnp.broadcast_to(slots, texts.shape)
 
             def chosen(logits, texts, last):
                 counts = None
                 if count_tokens(sampling.processors):
                     is_token = texts[:, :, None] == jnp.arange(self.config.vocab_size)
-                    emitted = (places >= starts[:, None]) & (places <= last)
+                    emitted = (slots >= starts[:, None]) & (slots <= last)
                     counts = TokenCounts(
-                        jnp.any(is_token & (places < starts[:, None])[:, :, None], axis=1),
+                        jnp.any(is_token & (slots < starts[:, None])[:, :, None], axis=1),
                         jnp.sum(is_token & emitted[:, :, None], axis=1, dtype=jnp.int32),
                     )
                 logits = process(sampling.processors, logits, NodeContext(jnp.zeros(batch, jnp.int32), counts))
@@ -109,9 +109,9 @@ class Alone:
                 texts, clear = carry
                 hidden = self.model.apply({"params": params}, texts, positions, causal_mask(context)).hidden[:, last]
                 logits = self.model.apply({"params": params}, hidden, method="logits")
-                shaken = jax.random.normal(jax.random.key(last), (COPIES, *logits.shape)).at[0].set(0)
-                shaken = logits + ROUNDING * jnp.std(logits, axis=-1, keepdims=True) * shaken
-                tokens = jax.vmap(lambda one: chosen(one, texts, last))(shaken)
+                noisy = jax.random.normal(jax.random.key(last), (COPIES, *logits.shape)).at[0].set(0)
+                noisy = logits + ROUNDING * jnp.std(logits, axis=-1, keepdims=True) * noisy
+                tokens = jax.vmap(lambda one: chosen(one, texts, last))(noisy)
                 token, same = tokens[0], jnp.all(tokens == tokens[0], axis=0)
                 grows = starts <= last + 1
                 texts = texts.at[:, last + 1].set(jnp.where(grows, token, texts[:, last + 1]))
@@ -120,17 +120,21 @@ class Alone:
             first = jnp.ones((batch, context), bool)
             return jax.lax.fori_loop(jnp.min(starts) - 1, context - 1, grow, (texts, first))
 
-        return jax.jit(continued, compiler_options={"xla_backend_optimization_level": 0})
+        return jax.jit(decode, compiler_options={"xla_backend_optimization_level": 0})
 
-    def continued(self, params, prompts: list[list[int]], sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-        """Each prompt and what follows, int32 ``[B, context]``, and up to where that is no draw, int32 ``[B]``.
+    def decode(self, params, prompts: list[list[int]], sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+        """Continue each prompt to the end of the context.
 
-        sampling: with a key for each row; the limits do not count.
+        Args:
+            sampling: Rule, processors and one key per sequence. Limits are ignored.
+
+        Returns:
+            Prompts and continuations, int32 ``[B, context]``, and the first position after a tie, int32 ``[B]``.
         """
         context = self.config.max_positions
         texts = np.zeros((len(prompts), context), np.int32)
         for row, prompt in zip(texts, prompts, strict=True):
             row[: len(prompt)] = prompt
         starts = np.array([len(prompt) for prompt in prompts], np.int32)
-        texts, clear = jax.device_get(self._continued(params, texts, starts, sampling))
+        texts, clear = jax.device_get(self._decode(params, texts, starts, sampling))
         return texts, np.where(clear.all(axis=1), context, np.argmin(clear, axis=1))

@@ -1,4 +1,4 @@
-"""Attacks on text that goes on in a kept cache, up to the context's last token, and that ends at stop strings."""
+"""Decoding that continues in a cache, up to the end of the context, and decoding with stop strings."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from attacks.commands import base, text
-from attacks.drafted import Case, check_bookkeeping, check_row
-from attacks.registry import Fell, Place, attack
 
 import hydrajax
 from hydrajax.decoding.decode import result_of
@@ -17,30 +14,33 @@ from hydrajax.decoding.processors import TokenCounts
 from hydrajax.decoding.prompts import right_padded
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.text.tokenizer import decode_text
+from tools.faults.drafts import Case, check_bookkeeping, check_row
+from tools.faults.fixtures import base, text
+from tools.faults.registry import Failure, Trial, fault
 
-TURNS, WIDEST = 8, 8  # of a text, and tokens of what is added in each
-TEXTS = 12  # that are stopped, of one program
+TURNS, WIDTH = 8, 8  # turns of a text, and the most tokens of a chunk
+TEXTS = 12  # batches with stop strings
 
 
-@attack("drafted decoding goes on", count=40)
-def goes_on(place: Place) -> int:
-    """Answers and more text, perhaps in pieces or from an earlier place on: each answer is that of the whole text."""
-    random = place.random
+@fault("drafts-cached", seeds=40)
+def cached(trial: Trial) -> int:
+    """Turns of text and answers, in chunks and after rewinds: each answer equals that of the whole text."""
+    random = trial.random
     case = Case.drawn(random)
     while not case.has_reference:
         case = Case.drawn(random)
-    config, rows = case.alone.config, np.arange(case.batch)
+    config, rows = case.reference.config, np.arange(case.batch)
     case = case.with_spec(max_new_tokens=config.max_positions)
     params = case.params(random)
-    executor = FusedExecutor(case.alone.model, params, case.spec)
+    executor = FusedExecutor(case.reference.model, params, case.spec)
     texts, state = case.prompts(random, random.choice((16, config.max_positions))), None
     for turn in range(TURNS):
         limits = np.array([random.choice((0, 1, 5, 999)) for _ in rows], np.int32)
         sampling = case.sampling(case.rows(random), random)._replace(limits=limits)
         if state is not None:
-            texts, state, more, counts = more_text(case, executor, texts, state, params, random)
-        whole, clear = case.continued(params, texts, sampling)
-        executor.params = case.helped(params, whole, random)
+            texts, state, more, counts = extend(case, executor, texts, state, params, random)
+        whole, clear = case.expected(params, texts, sampling)
+        executor.params = case.with_truth(params, whole, random)
         if state is None:
             state = executor.prefill(*right_padded(texts, config.max_positions), sampling)
         else:
@@ -57,13 +57,14 @@ def goes_on(place: Place) -> int:
     return TURNS * case.batch
 
 
-def more_text(case: Case, executor: Executor, texts: list, state: DecodeState, params: Params, random):
-    """What each row goes on with: ``texts`` with it, the state before its last piece, and this for `Executor.extend`.
+def extend(case: Case, executor: Executor, texts: list, state: DecodeState, params: Params, random):
+    """Append random chunks to each text, after rewinding any that lack room and some others.
 
-    A row without room for it goes back first, and so may any.
+    Returns:
+        The texts with them, the state before the last chunk, and this chunk with its lengths for `Executor.extend`.
     """
-    config, width, pieces = case.alone.config, random.choice((1, WIDEST)), random.choice((1, 1, 2))
-    room = config.max_positions - pieces * width  # all rows write as many slots, which must be there
+    config, width, n_chunks = case.reference.config, random.choice((1, WIDTH)), random.choice((1, 1, 2))
+    room = config.max_positions - n_chunks * width  # all sequences write this many slots
     back = [min(len(ids), room) if random.random() < 0.7 else random.randint(1, room) for ids in texts]
     back = [min(length, len(ids)) for length, ids in zip(back, texts, strict=True)]
     if [len(ids) for ids in texts] != back:
@@ -71,13 +72,13 @@ def more_text(case: Case, executor: Executor, texts: list, state: DecodeState, p
         if state.output.counts is not None:
             counts = TokenCounts.of_prompt(*right_padded(texts, config.max_positions), config.vocab_size)
         state = executor.rewind(state, np.array(back, np.int32), counts)
-    for piece in range(pieces):
+    for chunk in range(n_chunks):
         new = [[random.randrange(config.vocab_size) for _ in range(random.randint(1, width))] for _ in texts]
         more, counts = right_padded(new, width)
         texts = [before + ids for before, ids in zip(texts, new, strict=True)]
-        if piece < pieces - 1:
+        if chunk < n_chunks - 1:
             following = np.array([random.randrange(config.vocab_size) for _ in texts], np.int32)
-            executor.params = case.helped(params, np.zeros((case.batch, config.max_positions), np.int32), random)
+            executor.params = case.with_truth(params, np.zeros((case.batch, config.max_positions), np.int32), random)
             state = executor.feed(state, more, counts, following)
     return texts, state, more, counts
 
@@ -86,21 +87,21 @@ def more_text(case: Case, executor: Executor, texts: list, state: DecodeState, p
 
 
 def cut(decode: Callable, ids: list[int], stop: list[str]) -> tuple[str, int]:
-    """The definition, token by token and letter by letter: the text, and how many ids it takes."""
+    """The definition, token by token and character by character. Returns the text and its number of ids."""
     for used in range(1, len(ids) + 1):
         known = decode(ids[:used])
-        known = known if used == len(ids) else known.rstrip("\ufffd")  # a character that may yet become another
+        known = known if used == len(ids) else known.rstrip("\ufffd")  # an incomplete character
         for end in range(1, len(known) + 1):
             if complete := [string for string in stop if known[:end].endswith(string)]:
                 return known[: end - max(map(len, complete))], used
     return decode(ids), len(ids)
 
 
-@attack("stop strings", count=20)
-def stop_strings(place: Place) -> int:
-    """Pieces of what is said anyway, across tokens and within characters: cut alike alone, in a batch and streamed."""
-    random = place.random
-    m = place.once("stopped", lambda folder: hydrajax.load(base(place), "lookup", dtype="float32"))
+@fault("stop-strings", seeds=20)
+def stop_strings(trial: Trial) -> int:
+    """Stop strings across tokens and within characters: one result alone, in a batch and streamed."""
+    random = trial.random
+    m = trial.once("stopped", lambda folder: hydrajax.load(base(trial), "lookup", dtype="float32"))
     tree = hydrajax.TreeTopology.from_choices([[0], [0, 0], [1], [0, 0, 0]])
     settings = {"tree": tree, "max_new_tokens": 40}
 
@@ -110,9 +111,9 @@ def stop_strings(place: Place) -> int:
     for _ in range(TEXTS):
         prompts = [text(random.randrange(10**6), random.randint(1, 6)) for _ in range(3)]
         whole = m.generate(prompts, batch_size=3, **settings)
-        said = random.choice(whole).text
-        at = [random.randrange(len(said)) for _ in range(random.randint(1, 4))]
-        stop = [piece for start in at if (piece := said[start : start + random.randint(1, 5)])]
+        sample = random.choice(whole).text
+        at = [random.randrange(len(sample)) for _ in range(random.randint(1, 4))]
+        stop = [piece for start in at if (piece := sample[start : start + random.randint(1, 5)])]
         wanted = [cut(decode, each.output_ids, stop) for each in whole]
         found = m.generate(prompts, stop=stop, batch_size=3, **settings)
         streams = [m.stream(prompt, stop=stop, **settings) for prompt in prompts]
@@ -120,8 +121,8 @@ def stop_strings(place: Place) -> int:
             pieces = "".join(streamed)
             for how, result in (("in a batch", one), ("streamed", streamed.result)):
                 if (result.text, len(result.output_ids)) != wanted[number]:
-                    told = f"{result.text!r} of {len(result.output_ids)} ids, wanted {wanted[number]}"
-                    raise Fell(f"stop {stop} {how}: {told}")
+                    got = (result.text, len(result.output_ids))
+                    raise Failure(f"stop {stop} {how}: got {got}, expected {wanted[number]}")
             if pieces != wanted[number][0]:
-                raise Fell(f"stop {stop}: the pieces are {pieces!r}, wanted {wanted[number][0]!r}")
+                raise Failure(f"stop {stop}: streamed {pieces!r}, expected {wanted[number][0]!r}")
     return 3 * TEXTS

@@ -1,18 +1,18 @@
-"""Attacks by result files that somebody else wrote: what they say ends in Markdown, in pictures and in file names."""
+"""Malformed result files for `hydrajax report`: their texts reach Markdown, pictures and file names."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
+from functools import partial
 from random import Random
-
-from attacks.hostile import KINDS, put, tried
-from attacks.inputs import check, hydrajax
-from attacks.registry import Fell, Place, attack
 
 from hydrajax.report.results import BOOL, NUMBER, NUMBERS, OR_NULL, TEXT, WHOLE
 from hydrajax.report.results import KINDS as RESULTS
+from tools.faults.commands import check_call
+from tools.faults.models import KINDS, put, run_cases
+from tools.faults.registry import Failure, Trial, fault
 
 TEXTS = (
     "x](javascript:alert(1))", "<script>alert(1)</script>", "a\nb\n# c", "a|b\\|c", "`x`", "$\\frac{$", "$x$", "\ud800",
@@ -29,7 +29,7 @@ NAMES = (
     "$x$.json",
     "x" * 240 + ".json",
 )
-# What may stand in a report and is no harm: pictures of its own, and whatever is between backquotes.
+# Markup that a report may contain: its own pictures, and anything between backquotes.
 HARMLESS = re.compile(r"!\[.*\]\(figures/[\w.-]+\.png\)|`[^`]*`")
 
 
@@ -43,50 +43,50 @@ def value(wanted: str, random: Random) -> object:
 
 
 def result(random: Random) -> dict:
-    """A result file with odd values in the fields that its kind has."""
+    """A result file with odd values in the fields of its kind."""
     kind = random.choice([*RESULTS])
     rows = [
         {name: value(wanted, random) for name, wanted in RESULTS[kind].items()}
         for _ in range(random.choice((1, 2, 5, 5, 2000)))
     ]
-    for row in rows:  # both ends of an interval, or none
+    for row in rows:  # an interval has both ends or none
         for low, high in (("low", "high"), ("difference_low", "difference_high")):
             if row.get(low) is None or row.get(high) is None:
                 row |= {end: None for end in (low, high) if end in row}
     texts = [random.choice(TEXTS) for _ in range(8)]
-    said = {"source": texts[0], "title": texts[1], "command": texts[2], "remarks": [texts[3], texts[4]]}
-    said |= {"machine": {texts[5]: texts[6]}, "settings": {texts[7]: [texts[0], 3]}}
-    return {"hydrajax_result": 1, "kind": kind, "rows": rows, **said}
+    head = {"source": texts[0], "title": texts[1], "command": texts[2], "remarks": [texts[3], texts[4]]}
+    head |= {"machine": {texts[5]: texts[6]}, "settings": {texts[7]: [texts[0], 3]}}
+    return {"hydrajax_result": 1, "kind": kind, "rows": rows, **head}
 
 
-@attack("results that somebody else wrote", count=60)
-def results(place: Place) -> None:
-    folder = place.folder / "results"
+@fault("report-values", seeds=60)
+def values(trial: Trial) -> None:
+    """No link, HTML, heading or file of the result's own ends in the report."""
+    folder = trial.folder / "results"
     folder.mkdir()
-    (folder / place.random.choice(NAMES)).write_text(json.dumps(content := result(place.random)))
-    found = hydrajax("report", folder)
-    check(found, content["kind"])
-    written = {path.relative_to(place.folder) for path in place.folder.rglob("*") if path.is_file()}
+    (folder / trial.random.choice(NAMES)).write_text(json.dumps(content := result(trial.random)))
+    found = check_call(content["kind"], "report", folder)
+    written = {path.relative_to(trial.folder) for path in trial.folder.rglob("*") if path.is_file()}
     if strange := [path for path in written if path.parts[0] != "results"]:
-        raise Fell(f"{strange[0]} was written")
+        raise Failure(f"{strange[0]} was written")
     report = folder / "REPORT.md"
     if found.code or not report.exists():
         return
     for line in report.read_text().splitlines():
         if "](" in (rest := HARMLESS.sub("", line)) or re.search(r"<\w", rest) or line.startswith("# c"):
-            raise Fell(f"{content['kind']}: the report says {line[:100]!r}")
+            raise Failure(f"{content['kind']}: the report contains {line[:100]!r}")
 
 
-@attack("result files that are none", count=1)
-def none(place: Place) -> int:
-    """Pipes, devices and circles beside a good file."""
+@fault("report-special-files")
+def special_files(trial: Trial) -> int:
+    """Pipes, devices, circular links and a file of 20 GB as results."""
 
-    def spoilt(name: str, kind: str) -> tuple:
-        folder = place.folder / "a" / "results"
+    def prepare(name: str, kind: str) -> tuple:
+        folder = trial.folder / "a" / "results"
         shutil.rmtree(folder.parent, ignore_errors=True)
         folder.mkdir(parents=True)
         put(folder / name, kind)
         return ("report", folder)
 
     pairs = [(name, kind) for name in ("x.json", "metrics.jsonl") for kind in KINDS]
-    return tried(place, {f"{name}: {kind}": lambda pair=(name, kind): spoilt(*pair) for name, kind in pairs})
+    return run_cases(trial, {f"{name}: {kind}": partial(prepare, name, kind) for name, kind in pairs})
