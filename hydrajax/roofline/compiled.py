@@ -1,7 +1,7 @@
 """What a compiled program launches and moves: kernels, bytes and copies, counted in the text of XLA's optimised HLO.
 
 The text is there wherever a program can be compiled, also for a GPU that is only described
-(`experiments/gpu/compile_report.py`). Counted is what every kernel reads and writes by its shapes: what a cache of the
+(`tools/gpu/compile_report.py`). Counted is what every kernel reads and writes by its shapes: what a cache of the
 device saves is not seen, and of a kernel that XLA did not make only the caller knows how much of its inputs it reads.
 """
 

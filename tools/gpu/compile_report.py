@@ -3,7 +3,7 @@
     pip install 'jax[cuda12]'                    # or cuda13; 2 to 3 GB. Only the compiler is used: for less,
                                                  # nvidia-cuda-nvcc-cu12, and without dependencies jax-cuda12-plugin
                                                  # and jax-cuda12-pjrt of jax's own version (0.5 GB)
-    python experiments/gpu/compile_report.py --what ar,verify,medusa,hydra++ --batches 1,8 --contexts 512,2048,8192
+    python tools/gpu/compile_report.py --what ar,verify,medusa,hydra++ --batches 1,8 --contexts 512,2048,8192
     hydrajax report OUTPUT_FOLDER
 
 Nothing is allocated and nothing runs, so it tells no time. A 7B takes 10 to 40 seconds a program. The floor of a step
@@ -107,7 +107,7 @@ def report(args: argparse.Namespace, cases: list, file) -> None:
                 print(line_of_kernel(kernel))
     if file:
         title = f"the program of a decode step, {args.shape}, {args.dtype}{', int8 base' if args.int8 else ''}"
-        command = shlex.join(["python", "experiments/gpu/compile_report.py", *sys.argv[1:]])
+        command = shlex.join(["python", "tools/gpu/compile_report.py", *sys.argv[1:]])
         settings = {name: getattr(args, name) for name in ("shape", "dtype", "int8", "lm_head", "gemm")}
         settings |= {"compiled for": args.device}
         settings |= {name: found for name in ("layers", "flags") if (found := getattr(args, name))}

@@ -1,8 +1,8 @@
 """Decode-step times of a published shape with random weights on one GPU, against the bandwidth floor.
 
-    python experiments/gpu/decode_bench.py --out results.jsonl            # 7B in bfloat16, as the time limit allows
-    python experiments/gpu/decode_bench.py --shape tiny --contexts 128 --nodes 8,1 --dtype float32
-    python experiments/gpu/decode_bench.py --drafts eagle,eagle3 --dynamic dynamic-60-7-10
+    python tools/gpu/decode_bench.py --out results.jsonl            # 7B in bfloat16, as the time limit allows
+    python tools/gpu/decode_bench.py --shape tiny --contexts 128 --nodes 8,1 --dtype float32
+    python tools/gpu/decode_bench.py --drafts eagle,eagle3 --dynamic dynamic-60-7-10
 
 For every batch and context, in order of interest: the autoregressive step, the verify step at the largest tree, the
 whole steps of the drafts, the other sizes of tree, and the phases of the steps. One JSON line per cell as soon as

@@ -1,6 +1,6 @@
 """Minutes 0 to 5 on a GPU: what the fast tests show, without pytest, which a bare machine may lack.
 
-    python experiments/gpu/device_check.py --out device_check.json
+    python tools/gpu/device_check.py --out device_check.json
 
 The GPU kernels against NumPy; and with the shipped model and each of its heads, in float32 and in bfloat16, whether
 the tree writes what one token at a time does, with the kernels and CUDA graphs and without.

@@ -1,8 +1,8 @@
 """All that is to be measured on a GPU, in half an hour, unattended; what matters most comes first.
 
-    python experiments/gpu/half_hour.py --out FOLDER                  # 28 minutes on a 7B in bfloat16
-    python experiments/gpu/half_hour.py --out FOLDER --minutes 9      # the same in several calls: what is done is kept
-    python experiments/gpu/half_hour.py --out FOLDER --tiny           # seconds a part, on a CPU, to see that it runs
+    python tools/gpu/half_hour.py --out FOLDER                  # 28 minutes on a 7B in bfloat16
+    python tools/gpu/half_hour.py --out FOLDER --minutes 9      # the same in several calls: what is done is kept
+    python tools/gpu/half_hour.py --out FOLDER --tiny           # seconds a part, on a CPU, to see that it runs
 
 Every part is a script of this folder in a process of its own and writes its result as it goes. What each printed is
 beside its result, and ``parts.json`` says how each ended. A part that failed is not tried again; delete its line.
@@ -108,7 +108,7 @@ def run(part: Part, args: argparse.Namespace, seconds: float) -> dict:
             code = code.returncode
         except subprocess.TimeoutExpired:
             code = 124
-    shown = " ".join(["python", f"experiments/gpu/{words[0]}", *words[1:], "--out", out.name])
+    shown = " ".join(["python", f"tools/gpu/{words[0]}", *words[1:], "--out", out.name])
     return {"exit_code": code, "seconds": time.monotonic() - began, "command": shown, "environment": part.environment}
 
 

@@ -1,6 +1,6 @@
 """Where the time of a decode step goes on the device: its kernels by name, from one trace of the profiler.
 
-python experiments/gpu/trace_step.py --shape 7b --draft hydra++ --out trace.json
+python tools/gpu/trace_step.py --shape 7b --draft hydra++ --out trace.json
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Training speed of Hydra++ heads on a frozen base of a 7B shape in bf16 with random weights, on one GPU.
 
-    python experiments/gpu/train_bench.py --out train_bench.jsonl
-    python experiments/gpu/train_bench.py --shape tiny --length 64 --batches 2 --repeats 2 --dtype float32
+    python tools/gpu/train_bench.py --out train_bench.jsonl
+    python tools/gpu/train_bench.py --shape tiny --length 64 --batches 2 --repeats 2 --dtype float32
 
 For every batch size: the real train step (`hydrajax.train.step.make_train_step`) as tokens per second, model FLOPs
 utilisation and peak memory, and its parts compiled by themselves: the base's forward pass, loss and gradient of the

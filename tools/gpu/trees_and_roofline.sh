@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trees and the roofline on a GPU, from the root of the repository; every command keeps what it has when time is short.
 #
-#     bash experiments/gpu/trees_and_roofline.sh OUTPUT_FOLDER [SHAPE] [DTYPE]      (default: 7b, bfloat16)
+#     bash tools/gpu/trees_and_roofline.sh OUTPUT_FOLDER [SHAPE] [DTYPE]      (default: 7b, bfloat16)
 #
 # 1. Predicted and measured steps of a published shape with random weights, over batch sizes.
 # 2. What the phases of its step cost, with Medusa and Hydra++ heads.
