@@ -27,7 +27,7 @@ from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest, measure
 from hydrajax.cli import options, run_command
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.prompts import batches
+from hydrajax.decoding.prompt_batch import batches
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile

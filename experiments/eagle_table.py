@@ -19,7 +19,13 @@ DECAY = (*ablation.TEACHER, "objective.head_decay=0.8")
 VARIANTS = ablation.ALIKE | {
     "EAGLE-1": (),  # the configuration itself
     # The released 2, 4 and 5 of a base of 8 layers say little of its end.
-    "EAGLE-3": ("draft.heads=eagle3", "draft.vocabulary=3072", "draft.reads=[2,5,8]", "draft.unroll=5", *DECAY),
+    "EAGLE-3": (
+        "draft.heads=eagle3",
+        "draft.vocabulary=3072",
+        "draft.aux_hidden_layers=[2,5,8]",
+        "draft.ttt_length=5",
+        *DECAY,
+    ),
 }
 FULL = {"count": 48, "calibration": 48, "prompt_tokens": 64, "new_tokens": 128, "timed": 8, "repeats": 3, "rounds": 30}
 FULL |= {"sizes": [2, 3, 4, 6, 8, 12], "steps": 400}

@@ -15,7 +15,7 @@ from hydrajax.cli import run_command
 from hydrajax.measure.one_step import SeenStep, seen_steps
 from hydrajax.report.drawing import GREEN, GREY, draw_step, new_figure, save_png
 from hydrajax.text.tokenizer import decode_text, visible
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "def quicksort(items):"
@@ -46,7 +46,7 @@ def tree_picture(path: Path) -> None:
     step = max(seen_steps(executor, m.prompt_ids(PROMPT, "prompt"), most=16), key=merit)
     words = [visible(m.tokenizer, token) for token in step.tokens]
     note = f"One pass of the base over these {tree.size} nodes: {len(step.path)} tokens accepted (green), "
-    note += f"and {visible(m.tokenizer, step.next_root)} to go on from."
+    note += f"and {visible(m.tokenizer, step.bonus_token)} to go on from."
     save_png(draw_step(tree, words, step.path, decode_text(m.tokenizer, step.before), note), path, "images")
 
 

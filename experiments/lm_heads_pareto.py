@@ -14,11 +14,11 @@ import common
 from hydrajax import assets
 from hydrajax.formats.huggingface import read_config
 from hydrajax.measure.benchmark import nbytes
-from hydrajax.models.config import PRESETS, LlamaConfig
+from hydrajax.models.llama_config import PRESETS, LlamaConfig
 from hydrajax.roofline.devices import DEVICES
 from hydrajax.roofline.prediction import predict
-from hydrajax.train.config import draft_of
-from hydrajax.train.tasks.heads import make_drafter
+from hydrajax.train.run_config import draft_of
+from hydrajax.train.tasks.heads_task import make_drafter
 
 FULL = ablation.FULL | {"timed": 8, "rounds": 30}
 QUICK = ablation.QUICK | {"timed": 2, "rounds": 5}
@@ -35,7 +35,7 @@ AT, DEVICE, CONTEXT, ITEMSIZE = "7b", "H100", 1024, 2  # of the prediction
 
 
 def draft_settings(heads: str, lm_head: str, base: LlamaConfig) -> dict:
-    """Of `hydrajax.train.config.draft_of`."""
+    """Of `hydrajax.train.run_config.draft_of`."""
     width, vocab_size = base.width, base.vocab_size
     rank = max(1, width * vocab_size // (SHARE * (width + vocab_size)))
     small = {

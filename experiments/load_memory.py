@@ -21,10 +21,10 @@ import numpy as np
 from rich.progress import Progress
 from safetensors.numpy import save_file
 
-from hydrajax.families.registry import base_layout, from_llama_config
+from hydrajax.families.family_registry import base_layout, from_llama_config
 from hydrajax.files import WholeFile
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import shapes
+from hydrajax.models.llama_config import LlamaConfig
 
 TIMES_A_SHARD = 1.3  # host memory beside the device copy, in largest shards
 

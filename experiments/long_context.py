@@ -25,13 +25,13 @@ from common import CONSOLE, held_out_stretches
 import hydrajax
 from hydrajax.cli import options, run_command
 from hydrajax.decoding.executor import FusedExecutor
-from hydrajax.decoding.prompts import batches
+from hydrajax.decoding.prompt_batch import batches
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.files import WholeFile
-from hydrajax.formats.registry import without_weights
+from hydrajax.formats.draft_registry import without_weights
 from hydrajax.machine import machine
 from hydrajax.measure.random_models import random_base, random_draft
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.serve.pool import Pool, Sizes
 from hydrajax.trees import presets
 

@@ -24,7 +24,7 @@ from hydrajax.files import WholeFile
 from hydrajax.machine import machine
 from hydrajax.questions.held_out import held_out_files
 from hydrajax.trees import presets
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 STEPS, EMITTED = 200, 3
 

@@ -30,7 +30,7 @@ import hydrajax
 from hydrajax import assets
 from hydrajax.autotune.fastest import choose
 from hydrajax.cli.options import prompts_from
-from hydrajax.formats.registry import title_of
+from hydrajax.formats.draft_registry import title_of
 from hydrajax.machine import machine
 from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.trees import presets

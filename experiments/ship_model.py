@@ -20,8 +20,8 @@ from hydrajax.formats.export import export_heads
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.formats.load import load_draft
-from hydrajax.train.config import load_config
 from hydrajax.train.data import dataset
+from hydrajax.train.run_config import load_config
 
 CONFIGS = Path(__file__).parent / "configs" / "shipped"
 MOST_BYTES = 80_000_000

@@ -22,7 +22,7 @@ import hydrajax
 from hydrajax import assets
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.prompts import batches
+from hydrajax.decoding.prompt_batch import batches
 from hydrajax.files import WholeFile
 from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.trees import presets

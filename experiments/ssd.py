@@ -39,15 +39,15 @@ from common import CONSOLE, draft_model_of, program, prompts_of, speed_rows, wri
 
 import hydrajax
 from hydrajax import assets
-from hydrajax.decoding.prompts import right_padded
+from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.measure.split import joined, part_seconds, recorded, round_seconds, split_contest, times_of
-from hydrajax.models.config import PRESETS, LlamaConfig
+from hydrajax.models.llama_config import PRESETS, LlamaConfig
 from hydrajax.roofline.devices import DEVICES
 from hydrajax.roofline.pairs import pair_times
 from hydrajax.sharding import Placement, last_devices
-from hydrajax.ssd.executor import SplitExecutor
 from hydrajax.ssd.fan_out import even, nothing
 from hydrajax.ssd.simulator import Outcomes, Speed, Times, best, predict
+from hydrajax.ssd.split_executor import SplitExecutor
 from hydrajax.trees.presets import chain
 
 FULL = {"count": 8, "prompt_tokens": 128, "new_tokens": 128, "repeats": 5, "depth": 4, "ranks": 8}

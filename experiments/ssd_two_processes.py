@@ -35,20 +35,20 @@ import hydrajax
 from hydrajax import assets
 from hydrajax.autotune.contest import AUTOREGRESSIVE, contest
 from hydrajax.decoding.decode import DecodeResult, result_of, settled_inputs
+from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.prompts import batches
+from hydrajax.decoding.prompt_batch import batches
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
-from hydrajax.decoding.step import Engine
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel
 from hydrajax.measure.split import ONE_PROGRAM, joined, times_of
 from hydrajax.ssd.draft_side import MISS, DraftSide
-from hydrajax.ssd.executor import verify_round
 from hydrajax.ssd.fan_out import FanOut, even, nothing
 from hydrajax.ssd.record import Record
 from hydrajax.ssd.simulator import Outcomes, predict
+from hydrajax.ssd.split_executor import verify_round
 from hydrajax.trees.presets import chain
 
 FULL = {"count": 8, "prompt_tokens": 128, "new_tokens": 128, "repeats": 5, "depth": 4, "ranks": 8}

@@ -30,7 +30,7 @@ from hydrajax.drafters.none import NoDrafter
 from hydrajax.files import WholeFile
 from hydrajax.machine import machine
 from hydrajax.measure.random_models import random_base, random_draft
-from hydrajax.models.config import PRESETS
+from hydrajax.models.llama_config import PRESETS
 from hydrajax.trees import presets
 
 

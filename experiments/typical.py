@@ -17,7 +17,7 @@ from rich.progress import track
 from scipy.special import logsumexp
 
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
-from hydrajax.decoding.prompts import right_padded
+from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.language_model import LanguageModel
 from hydrajax.measure.plain_pass import all_logits
 

@@ -9,7 +9,7 @@ out = decode_fn(m.params, *m.encode(["def area("]))  # out.tokens, out.lengths, 
 
 from hydrajax import assets, trees
 from hydrajax.api import load, make_autoregressive_fn, make_decode_fn
-from hydrajax.chat import Chat
+from hydrajax.conversation import Chat
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import DecodeResult
 from hydrajax.decoding.processors import AllowedTokens, LogitBias, Penalties

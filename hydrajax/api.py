@@ -18,11 +18,11 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.formats.draft_registry import beside_lookup, without_weights
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import Progress, eos_ids, load_llama
-from hydrajax.formats.registry import beside_lookup, without_weights
 from hydrajax.language_model import LanguageModel, Tree
-from hydrajax.models.base import BaseModel
+from hydrajax.models.base_model import BaseModel
 from hydrajax.models.weights import QUANTIZED
 from hydrajax.sharding import Placement
 from hydrajax.text.tokenizer import load_tokenizer
@@ -112,10 +112,11 @@ def load(
         base: a Hugging Face directory (``config.json`` and weights; the tokenizer if it holds one), a repository on the
             Hub, ``org/name`` or ``org/name@revision``, or ``"shipped"``, the small model that comes with the package.
         draft: a directory or repository of heads (`hydrajax.formats.load`), or of a small model of any family
-            with the base's tokenizer (`hydrajax.formats.draft_model`); the name of a drafter without weights
-            (`hydrajax.formats.registry`); ``"medusa"``, ``"hydra"`` or ``"hydra++"`` of the shipped base; heads or a
-            model after ``"lookup+"``, with lookup's chain as one more branch of their trees (``"lookup-8+hydra"``: of 8
-            nodes; `hydrajax.drafters.with_lookup`); a `Drafter` without weights; or None to decode autoregressively.
+            with the base's tokenizer (`hydrajax.formats.draft_model_format`); the name of a drafter without weights
+            (`hydrajax.formats.draft_registry`); ``"medusa"``, ``"hydra"`` or ``"hydra++"`` of the shipped base; heads
+            or a model after ``"lookup+"``, with lookup's chain as one more branch of their trees
+            (``"lookup-8+hydra"``: of 8 nodes; `hydrajax.drafters.with_lookup`); a `Drafter` without weights; or None
+            to decode autoregressively.
         dtype: ``"float32"`` or ``"bfloat16"`` (or ``jnp.bfloat16``), of parameters, cache and matmuls; the model's
             ``dtype`` then tells which. ``"auto"`` is float32 on a CPU, elsewhere what most of the base's numbers are
             stored in, with bfloat16 for float16 (`hydrajax.formats.huggingface.default_dtype` says why).

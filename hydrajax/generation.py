@@ -13,9 +13,9 @@ import numpy as np
 
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import Inputs
+from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.loop import Snapshot
-from hydrajax.decoding.prompts import batches, bucket, encode_prompt, encode_prompts
+from hydrajax.decoding.prompt_batch import batches, bucket, encode_prompt, encode_prompts
 from hydrajax.decoding.sampling import row_keys
 from hydrajax.decoding.spec import DecodeSpec, sampling_params
 from hydrajax.errors import HydrajaxError
@@ -84,9 +84,10 @@ def stream(
 ) -> Stream:
     """Generate text for one prompt, piece by piece: iterate over the returned value, then read its ``result``.
 
-    The first piece comes after one step, later ones 10 to 20 times a second (`hydrajax.decoding.loop.next_burst`). No
-    piece ends within a character or shows a part of a stop string. Together they are the text that `generate` gives for
-    the prompt of this ``number``. Arguments and errors: `generate`.
+    The first piece comes after one step, later ones 10 to 20 times a second
+    (`hydrajax.decoding.decode_loop.next_burst`). No piece ends within a character or shows a part of a stop string.
+    Together they are the text that `generate` gives for the prompt of this ``number``. Arguments and errors:
+    `generate`.
     """
     _check(executor, [executor.spec], stop)
     ids = encode_prompt(prompt, "prompt", executor.tokenizer, executor.model.config)

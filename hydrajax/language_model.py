@@ -13,26 +13,26 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax.autotune.fastest import choose
-from hydrajax.chat import Chat
+from hydrajax.conversation import Chat
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import DecodeResult
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.keywords import Numbers, Rule, specs_of_prompts, with_keywords
-from hydrajax.decoding.prompts import bucket, encode_prompt, encode_prompts, right_padded
+from hydrajax.decoding.prompt_batch import bucket, encode_prompt, encode_prompts, right_padded
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import Between, SteppedExecutor
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.registry import title_of
+from hydrajax.formats.draft_registry import title_of
 from hydrajax.generation import Stream, generate, stream
 from hydrajax.loading import find_draft
-from hydrajax.models.base import BaseModel
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import BaseModel
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import Placement
-from hydrajax.ssd.executor import SplitExecutor
 from hydrajax.ssd.fan_out import FanOut
+from hydrajax.ssd.split_executor import SplitExecutor
 from hydrajax.text.answers import Generation
 from hydrajax.text.prompt import OnePrompt, Prompt, is_conversation
 from hydrajax.text.tokenizer import decode_text
@@ -309,11 +309,11 @@ class LanguageModel:
         return [decode_text(self.tokenizer, ids) for ids in result.ids()]
 
     def prompt_ids(self, prompt: OnePrompt, where: str) -> Int[np.ndarray, " P"]:
-        """Return `hydrajax.decoding.prompts.encode_prompt` for this model."""
+        """Return `hydrajax.decoding.prompt_batch.encode_prompt` for this model."""
         return encode_prompt(prompt, where, self.tokenizer, self.config)
 
     def ids_of_prompts(self, prompts: Sequence[OnePrompt]) -> Iterator[Int[np.ndarray, " P"]]:
-        """Yield `hydrajax.decoding.prompts.encode_prompts` for this model."""
+        """Yield `hydrajax.decoding.prompt_batch.encode_prompts` for this model."""
         return encode_prompts(prompts, self.tokenizer, self.config)
 
     # --- parts --------------------------------------------------------------------------------------------------------

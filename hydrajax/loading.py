@@ -10,11 +10,11 @@ import jax
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.draft_model import is_model, load_draft_model
+from hydrajax.formats.draft_model_format import is_model, load_draft_model
+from hydrajax.formats.draft_registry import beside_lookup, title_of, without_weights
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.load import load_draft
-from hydrajax.formats.registry import beside_lookup, title_of, without_weights
-from hydrajax.models.base import BaseModel
+from hydrajax.models.base_model import BaseModel
 from hydrajax.sharding import Placement
 
 

@@ -31,9 +31,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.llama import Llama
-from hydrajax.models.base import init_base
+from hydrajax.models.base_model import init_base
 
 PROJECT = Path(__file__).resolve().parents[1]
 QUICK = (

@@ -11,7 +11,7 @@ import pytest
 import hydrajax
 from helpers.how import sampling
 from hydrajax import assets
-from hydrajax.chat import Chat
+from hydrajax.conversation import Chat
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 

@@ -22,7 +22,7 @@ from helpers.report_examples import RATE, result, write_to
 from helpers.wrong_records import wrong_fields, wrong_texts
 from hydrajax.autotune import fastest
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.distill.records import RecordFile
+from hydrajax.distill.distill_records import RecordFile
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.directories import exported
@@ -35,13 +35,13 @@ from hydrajax.report.outputs import find_results
 from hydrajax.text.answers import read_answers
 from hydrajax.text.records import OBJECT
 from hydrajax.train.checkpoints import RECORD, TrainCheckpoints
-from hydrajax.train.config import TrainConfig, load_config
 from hydrajax.train.data import hidden_cache
-from hydrajax.train.loop import check_settings, settings_of
 from hydrajax.train.metrics import Metrics, read_metrics
+from hydrajax.train.run_config import TrainConfig, load_config
+from hydrajax.train.train_loop import check_settings, settings_of
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.dynamic import guesses_of
-from hydrajax.trees.files import read_tree
+from hydrajax.trees.tree_json import read_tree
 
 
 class Record(NamedTuple):
@@ -154,7 +154,7 @@ def restored(folder: Path) -> None:
 
 
 CONFIG = {
-    "task": "heads", "model": "x", "output": "y", "steps": 3, "draft": {"heads": "hydra", "n_heads": 2},
+    "task": "heads", "model": "x", "output": "y", "steps": 3, "draft": {"heads": "hydra", "num_draft_heads": 2},
     "data": {"files": ["a.txt"], "format": "text"}, "optimizer": {"lr": 3e-3},
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ import pytest
 
 from hydrajax.cli import COMMANDS, build_parser
 from hydrajax.errors import HydrajaxError
-from hydrajax.train.config import load_config
+from hydrajax.train.run_config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

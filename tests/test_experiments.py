@@ -382,3 +382,17 @@ def test_the_committed_report_is_that_of_the_committed_results(tmp_path):
     }
     write_report(results, tmp_path / "REPORT.md")
     assert (tmp_path / "REPORT.md").read_text() == (EXPERIMENTS / "results" / "REPORT.md").read_text()
+
+
+@pytest.mark.slow
+def test_loading_holds_little_more_than_the_device_copy(tmp_path):
+    """2 GB in four shards: host memory exceeds the device copy by at most 1.3 shards, also cast, quantised and sharded."""
+    script = [sys.executable, str(EXPERIMENTS / "load_memory.py"), "--directory", str(tmp_path)]
+    subprocess.run([*script, "--output", str(tmp_path / "report.json")], check=True, capture_output=True)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["checkpoint_bytes"] > 1.9e9
+    assert report["largest_shard_bytes"] < report["checkpoint_bytes"] / 3
+    assert len(report["cases"]) == 4
+    for case in report["cases"]:
+        assert case["device_bytes"] > report["checkpoint_bytes"] / 5  # it really holds the model
+        assert 0 < case["beside_device_copy_in_largest_shards"] < 1.3

@@ -11,7 +11,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import LONGEST_TEXT, check_directory
 from hydrajax.formats.huggingface import load_llama, read_config
 from hydrajax.formats.load import load_draft
-from hydrajax.models.config import PRESETS
+from hydrajax.models.llama_config import PRESETS
 from hydrajax.report.outputs import find_results
 from hydrajax.text.tokenizer import load_tokenizer
 

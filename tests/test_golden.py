@@ -19,9 +19,9 @@ from hydrajax.decoding.acceptance import Typical
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 TOLERANCE = 1e-4  # on logits and hidden states, as the data's README advises
 ARCHS, TREES = ("hydra_mlp", "hydra_pp"), ("mc63", "small")
@@ -134,7 +134,7 @@ def teacher_forced(loaded: LanguageModel, ids: np.ndarray):
     def forward(params):
         base = base_forward(loaded, params, ids)
         bound = BoundBase(loaded.model, params.base)
-        return base.hidden, forced_logits(loaded.drafter, params.draft, base.features, jnp.asarray(ids), bound)
+        return base.hidden, forced_logits(loaded.drafter, params.draft, base.aux_hidden_states, jnp.asarray(ids), bound)
 
     return forward(loaded.params)
 

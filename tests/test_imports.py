@@ -21,13 +21,13 @@ MODULES = {
 # A module belongs to the longest name that fits it.
 ORDER = (
     "errors",
-    "extras",
+    "optional_deps",
     "files",
     "locking",
     "assets",
     "processes",
     "compilation",
-    "models.config",
+    "models.llama_config",
     "sharding",
     "models",
     "families",
@@ -38,7 +38,7 @@ ORDER = (
     "decoding",
     "ssd",
     "generation",
-    "chat",
+    "conversation",
     "machine",
     "autotune",
     "loading",
@@ -60,7 +60,7 @@ ORDER = (
 
 
 def part_of(module: str) -> str:
-    """The table's name for a module such as ``hydrajax.trees.tree``."""
+    """The table's name for a module such as ``hydrajax.trees.static_tree``."""
     inside = module.removeprefix("hydrajax").removeprefix(".")
     fitting = [name for name in ORDER if inside == name or (name and inside.startswith(name + "."))]
     assert fitting, f"{module} is in no part of the table: decide what it may import and add it"
@@ -106,14 +106,14 @@ def test_no_upward_import(module):
         ("hydrajax.models.llama", "from . import cache", []),
         ("hydrajax.drafters.hydra", "def f():\n    from hydrajax import api", ["hydrajax.api"]),
         ("hydrajax.drafters.hydra", "from hydrajax import make_decode_fn", ["hydrajax"]),
-        ("hydrajax.drafters.hydra", "from hydrajax.decoding.step import Params", ["hydrajax.decoding.step"]),
-        ("hydrajax.drafters.hydra", "from hydrajax.formats import registry", ["hydrajax.formats.registry"]),
-        ("hydrajax.text.prompt", "from hydrajax.train.config import load_config", ["hydrajax.train.config"]),
+        ("hydrajax.drafters.hydra", "from hydrajax.decoding.engine import Params", ["hydrajax.decoding.engine"]),
+        ("hydrajax.drafters.hydra", "from hydrajax.formats import draft_registry", ["hydrajax.formats.draft_registry"]),
+        ("hydrajax.text.prompt", "from hydrajax.train.run_config import load_config", ["hydrajax.train.run_config"]),
         ("hydrajax.measure.benchmark", "from hydrajax.autotune.contest import contest", []),
-        ("hydrajax.train.loop", "from hydrajax.cli import main", ["hydrajax.cli"]),
+        ("hydrajax.train.train_loop", "from hydrajax.cli import main", ["hydrajax.cli"]),
         ("hydrajax.train.__main__", "from hydrajax.cli.train import main", []),
         ("hydrajax.api", "from hydrajax.cli import main", ["hydrajax.cli"]),
-        ("hydrajax.cli.demo", "from hydrajax.train import step\nfrom hydrajax import api", []),
+        ("hydrajax.cli.demo", "from hydrajax.train import train_step\nfrom hydrajax import api", []),
         ("hydrajax.errors", "import hydrajax.files", ["hydrajax.files"]),
     ],
 )

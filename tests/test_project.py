@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hydrajax.extras import PACKAGES, needs
+from hydrajax.optional_deps import PACKAGES, needs
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.prompts import batches
+from hydrajax.decoding.prompt_batch import batches
 from hydrajax.trees.dynamic import CandidateTree
 
 AUTOREGRESSIVE = "autoregressive"  # the name of the baseline

@@ -27,7 +27,7 @@ from hydrajax.machine import machine
 from hydrajax.text.records import BOOL, NUMBER, OBJECT, TEXT, checked, list_of, read_record
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
-from hydrajax.trees.files import content_of, read_tree, tree_from
+from hydrajax.trees.tree_json import content_of, read_tree, tree_from
 
 CANDIDATES = ("chain-2", "chain-4", "cartesian-2x2")  # beside the drafter's own; each costs a compilation
 GROWN = "dynamic-60-7-10"  # where the drafter can grow trees: the numbers of EAGLE-2

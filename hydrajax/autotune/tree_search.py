@@ -18,7 +18,7 @@ from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 EXPANSIONS = (1, 2, 3, 4, 5, 7, 9)  # D, as far as the drafter looks ahead; EAGLE-2 has 7
 TOP_K = (2, 4, 8, 12)  # EAGLE-2 has 10

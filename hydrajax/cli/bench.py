@@ -17,14 +17,14 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.formats.registry import KINDS, without_weights
+from hydrajax.formats.draft_registry import KINDS, without_weights
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.machine import machine
 from hydrajax.measure.benchmark import BenchmarkRow, first_nodes, run_benchmark
 from hydrajax.measure.random_models import random_draft, random_model
 from hydrajax.measure.split import split_contest
-from hydrajax.models.base import BaseModel
-from hydrajax.models.config import PRESETS
+from hydrajax.models.base_model import BaseModel
+from hydrajax.models.llama_config import PRESETS
 from hydrajax.ssd.fan_out import DEFAULT_BUDGET
 from hydrajax.text.prompt import PROMPT_FORMATS
 from hydrajax.trees import presets

@@ -9,9 +9,9 @@ from contextlib import suppress
 
 from rich.console import Console
 
-from hydrajax.chat import Chat
 from hydrajax.cli import options
 from hydrajax.cli.signals import Terminated
+from hydrajax.conversation import Chat
 from hydrajax.errors import HydrajaxError
 
 HELP = "talk with a model; the cache is kept between turns"

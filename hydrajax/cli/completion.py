@@ -10,7 +10,7 @@ from argcomplete import autocomplete
 from argcomplete.completers import DirectoriesCompleter, FilesCompleter
 
 from hydrajax import assets
-from hydrajax.formats.registry import WITHOUT_WEIGHTS
+from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS
 from hydrajax.trees import presets
 
 

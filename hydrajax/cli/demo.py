@@ -25,7 +25,7 @@ from hydrajax.api import load
 from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest
 from hydrajax.cli.screen import bar, write_marked
 from hydrajax.decoding.executor import Executor
-from hydrajax.formats.registry import WITHOUT_WEIGHTS, title_of
+from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS, title_of
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.questions.contenders import Answerer
 from hydrajax.questions.held_out import NamedPrompt, held_out_files, held_out_prompts

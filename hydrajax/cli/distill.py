@@ -16,10 +16,10 @@ from hydrajax.locking import in_use
 
 if TYPE_CHECKING:
     from hydrajax.decoding.executor import Executor
-    from hydrajax.distill.records import RecordFile
+    from hydrajax.distill.distill_records import RecordFile
     from hydrajax.distill.seeds import Seeds
     from hydrajax.distill.talks import Outcome, Writing
-    from hydrajax.train.config import TrainConfig
+    from hydrajax.train.run_config import TrainConfig
 
 PROG = "python -m hydrajax.train.distill"
 HELP = "let a base answer seed conversations, or continue its training text, for heads to learn from"
@@ -85,13 +85,13 @@ def temperatures(text: str) -> tuple[float, ...]:
 
 def run(args: argparse.Namespace) -> None:
     from hydrajax.api import load
-    from hydrajax.distill.records import RecordFile
+    from hydrajax.distill.distill_records import RecordFile
     from hydrajax.distill.talks import Writing
     from hydrajax.formats.fingerprint import fingerprint
     from hydrajax.formats.hub import resolve
     from hydrajax.questions.contenders import folder_name
     from hydrajax.text.templates import make_encoder
-    from hydrajax.train.config import load_config
+    from hydrajax.train.run_config import load_config
 
     tree, draft = tree_from(args), draft_of(args)
     if args.seeds is not None and args.held_out:

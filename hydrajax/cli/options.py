@@ -18,7 +18,7 @@ from hydrajax.decoding.processors import PROCESSORS
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import WholeFile
-from hydrajax.formats.registry import WITHOUT_WEIGHTS
+from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS
 from hydrajax.generation import SEED_BITS
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.weights import QUANTIZED

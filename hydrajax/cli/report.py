@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.extras import needs
+from hydrajax.optional_deps import needs
 
 HELP = "make Markdown tables and PNG figures from the result files below a directory"
 

@@ -17,13 +17,13 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.formats.draft_registry import KINDS, title_of
 from hydrajax.formats.huggingface import read_config
-from hydrajax.formats.registry import KINDS, title_of
 from hydrajax.machine import machine
 from hydrajax.measure.benchmark import first_nodes
 from hydrajax.measure.random_models import fresh, random_base
-from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import PRESETS, LlamaConfig
 from hydrajax.roofline.chains import BestChain, best_chain
 from hydrajax.roofline.comparison import Comparison, compare
 from hydrajax.roofline.devices import DEVICES, Device

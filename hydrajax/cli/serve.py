@@ -12,8 +12,8 @@ from hydrajax.cli import options
 from hydrajax.cli.screen import status
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.errors import HydrajaxError
-from hydrajax.extras import needs
 from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.optional_deps import needs
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         raise HydrajaxError(needs("starlette")) from None
     from hydrajax.serve.batcher import Batcher
     from hydrajax.serve.pool import Sizes
-    from hydrajax.serve.prompts import Encoder
+    from hydrajax.serve.request_encoder import Encoder
     from hydrajax.serve.served import Served, check_names, close_all, plain_step_seconds
 
     if args.grace < 0:

@@ -18,7 +18,7 @@ from hydrajax.cli import run_command
 from hydrajax.cli.options import positive
 from hydrajax.errors import HydrajaxError
 from hydrajax.locking import in_use
-from hydrajax.train.config import TrainConfig, load_config
+from hydrajax.train.run_config import TrainConfig, load_config
 
 PROG = "python -m hydrajax.train"
 HELP = "train draft heads on a frozen base, or a base from scratch; the same command resumes an interrupted run"
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> None:
         preview(config, args.preview, console)
         return
     from hydrajax.sharding import make_mesh
-    from hydrajax.train.loop import train
     from hydrajax.train.tasks.from_config import make_task
+    from hydrajax.train.train_loop import train
 
     mesh = make_mesh(config.mesh.data, config.mesh.model)
     output = Path(config.output)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from hydrajax.cli import tree_search, tree_show
+from hydrajax.cli import tree_search_command, tree_show
 
 HELP = "search the candidate tree that is fastest here, or draw one"
-VERBS = {"search": tree_search, "show": tree_show}
+VERBS = {"search": tree_search_command, "show": tree_show}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, static
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 HELP = "draw a tree, or with --base, --draft and --prompt what became of it in one step"
 KEPT = "bold green"  # and a tick, for where no colours are shown
@@ -89,8 +89,8 @@ def _show_step(args: argparse.Namespace, tree: CandidateTree) -> None:
         before = decode_text(model.tokenizer, step.before)
         size, count = step.tree.size, len(step.path)
         following = "the text ends here"
-        if step.next_root is not None:
-            following = f"the base goes on with {visible(model.tokenizer, step.next_root)}"
+        if step.bonus_token is not None:
+            following = f"the base goes on with {visible(model.tokenizer, step.bonus_token)}"
         note = f"One pass of the base over {size} nodes gives {count} token{'s' * (count > 1)}; {following}."
 
         def label(node: int) -> Text:

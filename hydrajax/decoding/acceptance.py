@@ -2,7 +2,7 @@
 
 `Greedy` and `Typical` judge the whole tree at once. `ExactSampling` draws from the base, node by node from the root
 down, and so looks at the few nodes that it reaches; so does `hydrajax.decoding.rejection.RejectionSampling`. What the
-base's logits are at a node, logits processors included, a rule asks `Verified`.
+base's logits are at a node, logits processors included, a rule asks `VerifyResult`.
 
 A rule is a frozen dataclass of numbers and at the same time a pytree of them (`hydrajax.decoding.numbers`): in a decode
 state its numbers are arrays with one entry per row.
@@ -37,10 +37,10 @@ class Acceptance(NamedTuple):
 
     path: Int[Array, "B path"]
     accept_length: Int[Array, " B"]
-    next_root: Int[Array, " B"]
+    bonus_token: Int[Array, " B"]
 
 
-class Verified(NamedTuple):
+class VerifyResult(NamedTuple):
     """A proposal and what the base gives at its nodes.
 
     logits: float32 ``[B, N, V]``, before any processor. processors: of the batch. counts: the tokens of the text before
@@ -116,7 +116,7 @@ class AcceptanceRule(Protocol):
     def first_root(self, logits: Float[Array, "B V"], keys: Array) -> Int[Array, " B"]:
         """Return the first token, from the processed logits of the last prompt token and a key per row."""
 
-    def accept(self, verified: Verified, keys: Array) -> Acceptance:
+    def accept(self, verify_result: VerifyResult, keys: Array) -> Acceptance:
         """Judge the tree; ``keys`` are as at `draw`."""
 
 
@@ -150,11 +150,11 @@ class Greedy(JudgesBestGuesses):
     def first_root(self, logits, keys):
         return best_token(logits)
 
-    def accept(self, verified, keys):
-        if verified.processors:
-            return walk(verified.proposal, lambda node, depth: best_token(verified.at(node, depth)))
-        tokens, tree = verified.proposal.tokens, verified.proposal.tree
-        chosen = best_token(verified.logits)
+    def accept(self, verify_result, keys):
+        if verify_result.processors:
+            return walk(verify_result.proposal, lambda node, depth: best_token(verify_result.at(node, depth)))
+        tokens, tree = verify_result.proposal.tokens, verify_result.proposal.tree
+        chosen = best_token(verify_result.logits)
         agrees = tokens[:, 1:] == take(chosen, tree.parents[..., 1:])
         last = deepest(accepted_nodes(agrees, tree), tree)
         return ending_at(last, tree, jnp.take_along_axis(chosen, last[:, None], axis=1)[:, 0])
@@ -196,10 +196,10 @@ class Typical(JudgesBestGuesses):
     def first_root(self, logits, keys):
         return best_token(logits)
 
-    def accept(self, verified, keys):
-        tree, tokens = verified.proposal.tree, verified.proposal.tokens[:, 1:]
+    def accept(self, verify_result, keys):
+        tree, tokens = verify_result.proposal.tree, verify_result.proposal.tokens[:, 1:]
         # Only nodes that may have children are asked about: two thirds of a static tree are leaves.
-        log_p = jax.nn.log_softmax(shaped(self, verified.at_inner()), axis=-1)
+        log_p = jax.nn.log_softmax(shaped(self, verify_result.at_inner()), axis=-1)
         p = jnp.exp(log_p)
         entropy = -jnp.sum(p * jnp.log(p + 1e-5), axis=-1)  # the released code's guard against log 0
         epsilon = over_rows(self.epsilon, entropy)
@@ -209,9 +209,9 @@ class Typical(JudgesBestGuesses):
         log_p_node = log_p[jnp.arange(len(tokens))[:, None], slots, jnp.maximum(tokens, 0)]
         accepted = accepted_nodes((jnp.exp(log_p_node) > threshold) & (tokens >= 0), tree)
         last = _likeliest_longest(accepted, jnp.pad(log_p_node, ((0, 0), (1, 0))), tree)
-        if verified.processors:
-            return ending_at(last, tree, best_token(verified.at(last, tree.at(tree.depths, last))))
-        root = best_token(jnp.take_along_axis(verified.logits, last[:, None, None], axis=1)[:, 0])
+        if verify_result.processors:
+            return ending_at(last, tree, best_token(verify_result.at(last, tree.at(tree.depths, last))))
+        root = best_token(jnp.take_along_axis(verify_result.logits, last[:, None, None], axis=1)[:, 0])
         return ending_at(last, tree, root)
 
 
@@ -237,17 +237,19 @@ class ExactSampling(Sampling, JudgesBestGuesses):
         some = jnp.any(self.sampled_rows())
         return jax.lax.cond(some, lambda: self.choose(keys, logits), lambda: best_token(logits))
 
-    def accept(self, verified, keys):
+    def accept(self, verify_result, keys):
         def node_by_node():
-            return walk(verified.proposal, lambda node, depth: self.choose(keys[:, depth], verified.at(node, depth)))
+            return walk(
+                verify_result.proposal, lambda node, depth: self.choose(keys[:, depth], verify_result.at(node, depth))
+            )
 
         if not is_mixed(self):
             return node_by_node()
         # Where no row samples and no processor is active, the whole tree is judged at once.
         some = jnp.any(self.sampled_rows())
-        if verified.processors:
-            some |= ~verified.unprocessed()
-        plain = verified._replace(processors=(), counts=None)
+        if verify_result.processors:
+            some |= ~verify_result.unprocessed()
+        plain = verify_result._replace(processors=(), counts=None)
         return jax.lax.cond(some, node_by_node, lambda: Greedy().accept(plain, keys))
 
 
@@ -312,6 +314,6 @@ def _likeliest_longest(
     return jnp.argmax(jnp.where(longest & (log_p_path == likeliest), last_below, -1), axis=1).astype(jnp.int32)
 
 
-def ending_at(last: Int[Array, " B"], tree: Topology, next_root: Int[Array, " B"]) -> Acceptance:
+def ending_at(last: Int[Array, " B"], tree: Topology, bonus_token: Int[Array, " B"]) -> Acceptance:
     """The path from the root to node ``last`` of each row."""
-    return Acceptance(tree.at(tree.paths, last), tree.at(tree.depths, last), next_root)
+    return Acceptance(tree.at(tree.paths, last), tree.at(tree.depths, last), bonus_token)

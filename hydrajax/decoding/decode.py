@@ -11,19 +11,19 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.decode_loop import run_steps
+from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.logprobs import TopTokens
-from hydrajax.decoding.loop import run_steps
 from hydrajax.decoding.numbers import batched, broadcast
 from hydrajax.decoding.processors import batched_processors
-from hydrajax.decoding.prompts import bucket, check_prompts
+from hydrajax.decoding.prompt_batch import bucket, check_prompts
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams
 from hydrajax.decoding.state import OutputState, Params
-from hydrajax.decoding.step import Engine
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
-from hydrajax.models.base import BaseModel
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import BaseModel
+from hydrajax.models.llama_config import LlamaConfig
 
 
 class DecodeResult(NamedTuple):

@@ -2,7 +2,7 @@
 
 Everything that generates, serves or measures takes an executor and asks nothing about devices. `FusedExecutor` runs
 base and draft in one program. `hydrajax.decoding.stepped.SteppedExecutor` returns to the host in every step,
-`hydrajax.ssd.executor.SplitExecutor` runs base and draft on devices of their own.
+`hydrajax.ssd.split_executor.SplitExecutor` runs base and draft on devices of their own.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from hydrajax.decoding.decode import DecodeResult, Inputs, decode_programs, result_of, settled_inputs
-from hydrajax.decoding.loop import Snapshot, next_burst, run_steps
+from hydrajax.decoding.decode_loop import Snapshot, next_burst, run_steps
+from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.processors import TokenCounts
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams
 from hydrajax.decoding.state import DecodeState, OutputState, Params
-from hydrajax.decoding.step import Engine
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
-from hydrajax.models.base import BaseModel
+from hydrajax.models.base_model import BaseModel
 
 State = Any  # a pytree of arrays whose first axis is the batch: `DecodeState`, or what another executor makes of it
 

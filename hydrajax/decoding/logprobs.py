@@ -64,7 +64,7 @@ class Logprobs(NamedTuple):
         """
         # Beyond its last node a path repeats it, and what follows there is the next root.
         accepts = jnp.arange(tokens.shape[1]) < accepted.accept_length[:, None]
-        following = jnp.where(accepts, jnp.roll(tokens, -1, axis=1), accepted.next_root[:, None])
+        following = jnp.where(accepts, jnp.roll(tokens, -1, axis=1), accepted.bonus_token[:, None])
         along_path = jnp.take_along_axis(logits, accepted.path[:, :, None], axis=1)
         found = Logprobs.of(along_path, following, 0 if self.top is None else self.top.ids.shape[-1])
 

@@ -70,15 +70,15 @@ class RejectionSampling(Sampling):
     def first_root(self, logits, keys):
         return self.choose(_fold(keys, BASE), logits)
 
-    def accept(self, verified, keys):
-        proposal = verified.proposal
+    def accept(self, verify_result, keys):
+        proposal = verify_result.proposal
         tree, tokens = proposal.tree, proposal.tokens
         most_children = tree.children.shape[-1]
         n_slots = 0 if proposal.log_q is None else proposal.log_q.shape[1]
         some_given = tree.inner.shape[-1] > n_slots
 
         def choose(node, depth):
-            p = self._probabilities(verified.at(node, depth))
+            p = self._probabilities(verify_result.at(node, depth))
             token, open_ = jnp.zeros_like(node), jnp.ones_like(node, bool)
             children, log_q = tree.at(tree.children, node), jnp.zeros_like(p)
             if most_children and n_slots:

@@ -17,7 +17,7 @@ from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.loop import Snapshot
 from hydrajax.decoding.state import DecodeState
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.models import backend

@@ -14,10 +14,10 @@ from jaxtyping import Int
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.questions import sets
-from hydrajax.train.config import DataConfig
-from hydrajax.train.data import conversations, dataset, rows
+from hydrajax.train.data import conversations, dataset, packing
 from hydrajax.train.data.conversations import BadRecord, Conversation
-from hydrajax.train.data.rows import Document
+from hydrajax.train.data.packing import Document
+from hydrajax.train.run_config import DataConfig
 
 # What a number is drawn for: two draws of one seed and number must not be the same.
 CUT, SHARE = 1, 2
@@ -104,7 +104,7 @@ def cut(names: Sequence[str], documents: Sequence[Document], count: int, length:
         start = place - int(ends[chosen] - places[chosen])
         ids = np.asarray(documents[chosen].ids[start : start + length], np.int32)
         seeds.append(Seed(names[chosen], start, ids))
-    return Seeds(seeds, rows.digest(*(document.ids for document in documents)), conversations=False)
+    return Seeds(seeds, packing.digest(*(document.ids for document in documents)), conversations=False)
 
 
 def temperature_of(number: int, temperatures: Sequence[float], seed: int) -> float:

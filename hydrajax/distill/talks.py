@@ -16,8 +16,8 @@ from typing import Any
 
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.prompts import bucket
-from hydrajax.distill.records import RecordFile
+from hydrajax.decoding.prompt_batch import bucket
+from hydrajax.distill.distill_records import RecordFile
 from hydrajax.distill.seeds import Seed, temperature_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate

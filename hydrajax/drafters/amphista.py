@@ -21,17 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import following_tokens, last_observed
-from hydrajax.drafters.heads import AtOnce
-from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.head_stack import AtOnce
 from hydrajax.drafters.settings import HeadSettings, at_least
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.attention import Part, causal_mask, rope_table
+from hydrajax.models.attention import KVSegment, causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer
-from hydrajax.models.rows import row_layout
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.packed_forward import row_layout
 from hydrajax.models.weights import declare, project
 
 
@@ -80,10 +80,10 @@ class AutoEmbedding(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "rows K D"]) -> Float[Array, "rows K D"]:
-        n_heads, width = x.shape[1:]
+        num_draft_heads, width = x.shape[1:]
         if self.position_encoding:
-            x = x + declare(self, "positions", (n_heads, width), (None, "width"), nn.initializers.normal(0.02))
-        added, everything = None, np.ones((n_heads, n_heads), bool)
+            x = x + declare(self, "positions", (num_draft_heads, width), (None, "width"), nn.initializers.normal(0.02))
+        added, everything = None, np.ones((num_draft_heads, num_draft_heads), bool)
         for i in range(self.n_layers):
             x, added, _ = DecoderLayer(self.config, self.dtype, name=f"layer_{i}")(x, added, None, everything)
         return x if added is None else x + added
@@ -120,7 +120,7 @@ class AmphistaHeads(AtOnce):
     mlp_width:             of all these layers; None for the base's.
     """
 
-    n_heads: int
+    num_draft_heads: int
     config: LlamaConfig
     n_layers: int = 1
     adaptation_layers: int = 2
@@ -137,9 +137,10 @@ class AmphistaHeads(AtOnce):
     Settings = AmphistaSettings
 
     def __post_init__(self):
-        if not 0 <= self.adaptation_layers <= self.n_heads:
+        if not 0 <= self.adaptation_layers <= self.num_draft_heads:
+            most = self.num_draft_heads
             raise HydrajaxError(
-                f"adaptation_layers: must be from 0 to n_heads {self.n_heads}, found {self.adaptation_layers}"
+                f"adaptation_layers: must be from 0 to num_draft_heads {most}, found {self.adaptation_layers}"
             )
 
     @classmethod
@@ -147,7 +148,8 @@ class AmphistaHeads(AtOnce):
         """With layers like the base's."""
         s = settings or AmphistaSettings()
         return cls(
-            s.n_heads, base.plain_layer, s.n_layers, s.adaptation_layers, s.auto_embedding_layers, s.position_encoding,
+            s.num_draft_heads, base.plain_layer, s.n_layers, s.adaptation_layers, s.auto_embedding_layers,
+            s.position_encoding,
             s.reads_token, s.mlp_width, jnp.dtype(dtype), s.small_lm_head(base, target_counts),
         )  # fmt: skip
 
@@ -179,13 +181,13 @@ class AmphistaHeads(AtOnce):
         nothing = jnp.zeros((batch, self.width), self.dtype)
         return AmphistaState(cache, (nothing,) * max(self.adaptation_layers, 1))
 
-    def advance(self, params, state, features, tokens, counts, next_root, base):
+    def advance(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
         """Only these tokens go through the adaptation layers, each with the token that came to follow."""
         cache, n_tokens = state.cache, tokens.shape[1]
         positions = cache.lengths[:, None] + jnp.arange(n_tokens)
         past = [cache.parts(s) for s in range(self.adaptation_layers)]
-        following = following_tokens(tokens, counts, next_root)
-        outputs, block = self._adapt(params, features, following, positions, causal_mask(n_tokens), base, past)
+        following = following_tokens(tokens, counts, bonus_token)
+        outputs, block = self._adapt(params, aux_hidden_states, following, positions, causal_mask(n_tokens), base, past)
         if block:
             cache = append(cache, block, counts, after=outputs[-1][:, 0, 0])
         else:
@@ -202,20 +204,20 @@ class AmphistaHeads(AtOnce):
     def init_boxed(self, rng: Array, base) -> Any:
         """Every lm head starts as a copy of the base's."""
         params, vector = super().init_boxed(rng, base), jnp.zeros((1, 1, self.width), self.dtype)
-        keys = jax.random.split(jax.random.fold_in(rng, self.n_heads), self.adaptation_layers + 1)
+        keys = jax.random.split(jax.random.fold_in(rng, self.num_draft_heads), self.adaptation_layers + 1)
         for s in range(self.adaptation_layers):
             example = vector, vector, jnp.zeros((1, 1), jnp.int32), np.ones((1, 1), bool)
             params[f"adaptation_{s}"] = dict(self._adaptation.init(keys[s], *example)["params"])
         if self.auto_embedding_layers:
-            heads = jnp.zeros((1, self.n_heads, self.width), self.dtype)
+            heads = jnp.zeros((1, self.num_draft_heads, self.width), self.dtype)
             params["auto_embedding"] = dict(self._auto_embedding.init(keys[-1], heads)["params"])
         return params
 
-    def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
+    def teacher_hidden(self, params, aux_hidden_states, tokens, base, rng=None, positions=None, mask=None):
         """At place t with the true token t + 1; the last place's wraps around and must be masked."""
         if positions is None:
             positions, mask = row_layout(tokens)
-        adapted, _ = self._adapt(params, features, jnp.roll(tokens, -1, axis=1), positions, mask, base)
+        adapted, _ = self._adapt(params, aux_hidden_states, jnp.roll(tokens, -1, axis=1), positions, mask, base)
         return self._heads_together(params, adapted)
 
     # --- the network --------------------------------------------------------------------------------------------------
@@ -230,23 +232,23 @@ class AmphistaHeads(AtOnce):
 
     def _stage_of(self, k: int) -> int:
         """Which stage's output head k reads: of two stages, the first half of the heads the first."""
-        return self.adaptation_layers * k // self.n_heads
+        return self.adaptation_layers * k // self.num_draft_heads
 
     def _adapt(
         self,
         params,
-        features: Float[Array, "B T D"],
+        aux_hidden_states: Float[Array, "B T D"],
         following: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         mask,
         base,
-        past: list[tuple[Part, ...]] | None = None,
+        past: list[tuple[KVSegment, ...]] | None = None,
     ) -> tuple[list[Float[Array, "B T D"]], tuple]:
         """The output of every stage at T places, and their keys and values, stage by stage.
 
         following: the token after each place. past: what each stage sees of earlier places.
         """
-        hidden, outputs, block = features.astype(self.dtype), [], []
+        hidden, outputs, block = aux_hidden_states.astype(self.dtype), [], []
         embeddings = base.embed(following).astype(self.dtype) if self.reads_token else None
         for s in range(self.adaptation_layers):
             hidden, keys_values = self._adaptation.apply(
@@ -258,11 +260,13 @@ class AmphistaHeads(AtOnce):
 
     def _heads_together(self, params, adapted: list[Float[Array, "B T D"]]) -> tuple[Float[Array, "B T D"], ...]:
         """What the lm head of each head reads at T places, of the stages' outputs there."""
-        hidden = [self.apply_head(params, k, adapted[self._stage_of(k)], method="hidden") for k in range(self.n_heads)]
+        hidden = [
+            self.apply_head(params, k, adapted[self._stage_of(k)], method="hidden") for k in range(self.num_draft_heads)
+        ]
         if not self.auto_embedding_layers:
             return tuple(hidden)
         batch, n_places, width = hidden[0].shape
-        rows = jnp.stack(hidden, axis=2).reshape(batch * n_places, self.n_heads, width)
+        rows = jnp.stack(hidden, axis=2).reshape(batch * n_places, self.num_draft_heads, width)
         rows = self._auto_embedding.apply({"params": params["auto_embedding"]}, rows)
-        rows = rows.reshape(batch, n_places, self.n_heads, width)
-        return tuple(rows[:, :, k] for k in range(self.n_heads))
+        rows = rows.reshape(batch, n_places, self.num_draft_heads, width)
+        return tuple(rows[:, :, k] for k in range(self.num_draft_heads))

@@ -16,22 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import DrafterSpec, Draw, Outcome
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import Beam
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.ranks import token_ranks
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base import BaseModel, BoundBase, Forward, init_base
-from hydrajax.models.cache import Ahead, Block, KVCache, append, cut_caches
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import BaseModel, BoundBase, Forward, init_base
+from hydrajax.models.cache import Block, KVCache, PendingKVCache, append, cut_caches
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.packed_forward import run_base
 from hydrajax.models.ranking import log_probabilities
-from hydrajax.models.rows import run_base
+from hydrajax.trees.static_tree import TreeTopology
 from hydrajax.trees.topology import take
-from hydrajax.trees.tree import TreeTopology
 
 DEPTH = 16  # how far it drafts; each further token is another pass, so a tree is where the limit really is
 FIRST = 2  # tokens of the first pass: the one that waits, and the root
@@ -151,7 +151,7 @@ class DraftModel:
         cache = self.model.init_cache(batch, slots + 1)
         return DraftState(cache, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
 
-    def begin(self, params, state, features, tokens, counts, next_root, base):
+    def begin(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
         """The end of the last answer, if it waits, and then the text: two passes, the first of a single token.
 
         The cache is written after both, as what is read in between would be copied (`after_reads`).
@@ -161,7 +161,9 @@ class DraftModel:
         first = self.forward(params, state.waiting[:, None], place, causal_mask(1), cache)
         sees = jnp.broadcast_to(state.waits[:, None, None], (batch, n_tokens, 1))
         positions = place + state.waits[:, None] + jnp.arange(n_tokens)
-        text = self.forward(params, tokens, positions, causal_mask(n_tokens), Ahead(cache, first.block, sees, place))
+        text = self.forward(
+            params, tokens, positions, causal_mask(n_tokens), PendingKVCache(cache, first.block, sees, place)
+        )
         cache = append(cache, first.block, state.waits.astype(jnp.int32), after=text.hidden[:, -1, 0])
         cache = append(cache, text.block, counts, after=text.hidden[:, -1, 0])
         return DraftState(cache, jnp.zeros_like(state.waiting), jnp.zeros_like(state.waits))
@@ -231,7 +233,7 @@ class DraftModel:
         itself = np.eye(tokens.shape[1], dtype=bool)
 
         def forward():
-            past = Ahead(state.cache, drafted.block, sees, drafted.positions)
+            past = PendingKVCache(state.cache, drafted.block, sees, drafted.positions)
             found = self.forward(params, tokens, positions, itself, past)
             return found.hidden, found.block
 
@@ -275,7 +277,7 @@ class DraftModel:
             place = place.at[level.parents].set(jnp.where(was, place[level.parents], -1))
         return proposal._replace(tokens=tokens), drafted, place
 
-    def forward(self, params, tokens, positions, mask, past: KVCache | Ahead) -> Forward:
+    def forward(self, params, tokens, positions, mask, past: KVCache | PendingKVCache) -> Forward:
         """A pass of the draft model; the arguments are those of `BaseModel.__call__`."""
         return BoundBase(self.model, params).forward(tokens, positions, mask, past)
 
@@ -286,7 +288,7 @@ class DraftModel:
 
     # --- how good its guesses are -------------------------------------------------------------------------------------
 
-    def ranks(self, params, features, batch, base, chunk_tokens, depth):
+    def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
         """A guess k places further on is the guess at the place k tokens later: one pass tells all of them."""
         tokens, segments = batch["tokens"], batch.get("segments")
         hidden = run_base(self.model, params, tokens, segments=segments).hidden

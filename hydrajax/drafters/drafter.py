@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.drafters.lm_head import Vocabulary
+from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.settings import Settings
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.base import BaseModel, BoundBase, abstract_base
+from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.cache import cut_caches
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.topology import Topology
 
@@ -74,13 +74,13 @@ class Outcome(NamedTuple):
     path: Int[Array, "B path"]
     tokens: Int[Array, "B path"]
     counts: Int[Array, " B"]
-    next_root: Int[Array, " B"]
-    features: Float[Array, "B N D"]
+    bonus_token: Int[Array, " B"]
+    aux_hidden_states: Float[Array, "B N D"]
     chosen: Int[Array, "B N"]
 
     def along_path(self) -> Float[Array, "B path D"]:
-        """``features`` at the nodes of ``path``; beyond the first ``counts[b]`` they are to be ignored."""
-        return jnp.take_along_axis(self.features, self.path[:, :, None], axis=1)
+        """``aux_hidden_states`` at the nodes of ``path``; beyond the first ``counts[b]`` they are to be ignored."""
+        return jnp.take_along_axis(self.aux_hidden_states, self.path[:, :, None], axis=1)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class DrafterSpec:
 
     depth:                 K, the most tokens after the root that it can propose.
     default_tree:          the name of the tree that it is used with where the user names none.
-    aux_hidden_layers:     the hidden states of the base that it reads, see `hydrajax.models.base.BaseModel.__call__`.
+    aux_hidden_layers:     the hidden states of the base that it reads (`BaseModel.__call__`).
     supports_sampling:     it can draw candidates from distributions of its own, which fills `Proposal.log_q`.
     supports_dynamic_tree: it can fill a `hydrajax.trees.dynamic.DynamicTree`; otherwise it is handed none.
     has_distribution:      it defines a distribution over all tokens after any text, as a model does, and has the method
@@ -152,15 +152,15 @@ class Drafter(Protocol):
         self,
         params: DraftParams,
         state: DraftState,
-        features: Float[Array, "B T D"],
+        aux_hidden_states: Float[Array, "B T D"],
         tokens: Int[Array, "B T"],
         counts: Int[Array, " B"],
-        next_root: Int[Array, " B"],
+        bonus_token: Int[Array, " B"],
         base: BoundBase,
     ) -> DraftState:
         """Take in text that was not drafted: a prompt, or the next message of a conversation.
 
-        Of the T tokens of row b the first ``counts[b]`` are text, with the base's ``features`` there.
+        Of the T tokens of row b the first ``counts[b]`` are text, with the base's ``aux_hidden_states`` there.
         """
 
     def rewind(self, state: DraftState, lengths: Int[Array, " B"]) -> DraftState:
@@ -190,7 +190,7 @@ class Drafter(Protocol):
     def ranks(
         self,
         params: DraftParams,
-        features: Float[Array, "B T D"],
+        aux_hidden_states: Float[Array, "B T D"],
         batch: dict[str, Array],
         base: BoundBase,
         chunk_tokens: int,
@@ -199,9 +199,9 @@ class Drafter(Protocol):
         """The rank that the guess for token t + 2 + k, made at position t with the text up to there known, gives to the
         text's token (0: the best guess), int32. From these trees are searched (`hydrajax.trees.search`).
 
-        batch: ``tokens`` int32 ``[B, T]`` and perhaps ``segments`` (`hydrajax.models.rows`). At most ``chunk_tokens``
-        positions' logits exist at once. depth: K, at most the drafter's. Positions without such a token hold garbage;
-        a token that the draft cannot say ranks behind the whole vocabulary.
+        batch: ``tokens`` int32 ``[B, T]`` and perhaps ``segments`` (`hydrajax.models.packed_forward`). At most
+        ``chunk_tokens`` positions' logits exist at once. depth: K, at most the drafter's. Positions without such a
+        token hold garbage; a token that the draft cannot say ranks behind the whole vocabulary.
         """
 
 
@@ -250,7 +250,7 @@ class Trainable(Drafter, Protocol):
     def teacher_hidden(
         self,
         params: DraftParams,
-        features: Float[Array, "B T D"],
+        aux_hidden_states: Float[Array, "B T D"],
         tokens: Int[Array, "B T"],
         base: BoundBase,
         rng: Array | None = None,
@@ -280,12 +280,12 @@ class SeesAcceptedOnly:
     the text than caches (`hydrajax.models.cache.KVCache`) and what belongs to its last token.
     """
 
-    def begin(self, params, state, features, tokens, counts, next_root, base):
-        return self.advance(params, state, features, tokens, counts, next_root, base)
+    def begin(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
+        return self.advance(params, state, aux_hidden_states, tokens, counts, bonus_token, base)
 
     def observe(self, params, state, proposal, outcome, base):
         return self.advance(
-            params, state, outcome.along_path(), outcome.tokens, outcome.counts, outcome.next_root, base
+            params, state, outcome.along_path(), outcome.tokens, outcome.counts, outcome.bonus_token, base
         )
 
     def rewind(self, state, lengths):
@@ -300,7 +300,7 @@ def abstract_draft(drafter: Trainable, model: BaseModel):
 
 
 def following_tokens(
-    tokens: Int[Array, "B T"], counts: Int[Array, " B"], next_root: Int[Array, " B"]
+    tokens: Int[Array, "B T"], counts: Int[Array, " B"], bonus_token: Int[Array, " B"]
 ) -> Int[Array, "B T"]:
     """The token after each valid one of a row (`Drafter.begin`): after the last it is the next root.
 
@@ -308,10 +308,10 @@ def following_tokens(
     answer's last one what the base would have gone on with, in one place that only a guess depends on.
     """
     places = jnp.arange(tokens.shape[1])
-    return jnp.where(places == counts[:, None] - 1, next_root[:, None], jnp.roll(tokens, -1, axis=1))
+    return jnp.where(places == counts[:, None] - 1, bonus_token[:, None], jnp.roll(tokens, -1, axis=1))
 
 
-def last_observed(features: Float[Array, "B T D"], counts: Int[Array, " B"]) -> Float[Array, "B D"]:
+def last_observed(aux_hidden_states: Float[Array, "B T D"], counts: Int[Array, " B"]) -> Float[Array, "B D"]:
     """The features of the last valid token of each row."""
     index = jnp.maximum(counts - 1, 0)[:, None, None]
-    return jnp.take_along_axis(features, index, axis=1)[:, 0]
+    return jnp.take_along_axis(aux_hidden_states, index, axis=1)[:, 0]

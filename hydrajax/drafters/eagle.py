@@ -18,19 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import DrafterSpec, following_tokens, last_observed
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import Beam
-from hydrajax.drafters.heads import Trained
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
+from hydrajax.drafters.head_stack import Trained
 from hydrajax.drafters.settings import Settings, at_least
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.attention import Part, SamePlace, causal_mask, rope_table
+from hydrajax.models.attention import KVSegment, SamePlace, causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer
-from hydrajax.models.rows import row_layout
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.packed_forward import row_layout
 from hydrajax.models.weights import declare, project
 from hydrajax.trees import presets
 from hydrajax.trees.topology import take
@@ -77,9 +77,9 @@ class EagleNetwork(nn.Module):
             self.bias = declare(self, "fc_bias", (width,), axes[1:], nn.initializers.zeros)
         self.layer = DecoderLayer(self.config, self.dtype)
 
-    def fused(self, features: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
+    def fused(self, aux_hidden_states: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
         """What the layer reads of the base at places that the base has seen; at guessed ones that is its own output."""
-        return features.astype(self.dtype)
+        return aux_hidden_states.astype(self.dtype)
 
     def __call__(self, embeddings, hidden, positions, block_mask, past=()):
         """Outputs ``[B, T, D]`` at T places, and their keys and values."""
@@ -92,26 +92,28 @@ class EagleNetwork(nn.Module):
         """Float32 logits over the tokens that it can guess."""
         return base_logits(hidden)
 
-    def everything(self, features, embeddings, positions, base_logits):
+    def everything(self, aux_hidden_states, embeddings, positions, base_logits):
         """Touches every parameter, for `init`."""
-        return self.logits(self(embeddings, self.fused(features), positions, np.ones((1, 1), bool))[0], base_logits)
+        return self.logits(
+            self(embeddings, self.fused(aux_hidden_states), positions, np.ones((1, 1), bool))[0], base_logits
+        )
 
 
 @dataclass(frozen=True)
 class EagleSettings(Settings):
     """unroll: see `FeatureDrafter`; None for the released number, 1 of EAGLE and 7 of EAGLE-3."""
 
-    unroll: int | None = None
+    ttt_length: int | None = None
 
     def __post_init__(self):
-        at_least("draft.unroll", self.unroll, 1)
+        at_least("draft.ttt_length", self.ttt_length, 1)
 
 
 class FeatureDrafter(Trained):
     """How EAGLE drafts, whichever network it has.
 
     A subclass is a frozen dataclass with ``config`` (of its layer, with the base's width and vocabulary), ``dtype``,
-    ``depth``, ``unroll``, ``reads``, ``vocabulary``, ``lm_head`` and ``network``. unroll: how many
+    ``depth``, ``ttt_length``, ``aux_hidden_layers``, ``vocabulary``, ``lm_head`` and ``network``. unroll: how many
     guesses one after the other it is trained for. Methods: `hydrajax.drafters.drafter.Trainable`.
     """
 
@@ -120,10 +122,10 @@ class FeatureDrafter(Trained):
         return DrafterSpec(
             depth=self.depth,
             default_tree=presets.default_name(self.depth, self.lm_head.size(self.config.vocab_size), "eagle_26"),
-            aux_hidden_layers=self.reads,
+            aux_hidden_layers=self.aux_hidden_layers,
             supports_sampling=True,
             supports_dynamic_tree=True,
-            num_draft_heads=self.unroll,  # each further guess is a head in training, all of one set of parameters
+            num_draft_heads=self.ttt_length,  # each further guess is a head in training, all of one set of parameters
             shared_lm_head=self.lm_head.shared,
         )
 
@@ -133,12 +135,12 @@ class FeatureDrafter(Trained):
         cache = init_cache(self.config, batch, slots, self.dtype)
         return EagleState(cache, jnp.zeros((batch, self.config.width), self.dtype))
 
-    def advance(self, params, state, features, tokens, counts, next_root, base):
+    def advance(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
         """The base's hidden states in place of the guessed ones, each with the token that came to follow."""
         hidden, block = self._apply(
             params,
-            self._embed(base, following_tokens(tokens, counts, next_root)),
-            self._apply(params, features, method="fused"),
+            self._embed(base, following_tokens(tokens, counts, bonus_token)),
+            self._apply(params, aux_hidden_states, method="fused"),
             state.cache.lengths[:, None] + jnp.arange(tokens.shape[1]),
             causal_mask(tokens.shape[1]),
             state.cache.parts(0),
@@ -168,7 +170,7 @@ class FeatureDrafter(Trained):
             sees = so_far.sees[slot]
         else:
             sees = take(so_far.sees, slot) if so_far.sees.ndim == 3 else jnp.asarray(so_far.sees)[slot]
-        above = Part(so_far.keys, so_far.values, sees if sees.ndim == 2 else sees[:, None, None])
+        above = KVSegment(so_far.keys, so_far.values, sees if sees.ndim == 2 else sees[:, None, None])
         itself = np.eye(n_nodes, dtype=bool)
         hidden, (keys, values) = self._apply(
             params,
@@ -200,26 +202,27 @@ class FeatureDrafter(Trained):
     def init_boxed(self, rng: Array, base) -> Any:
         """Fresh parameters with their logical axes attached (`flax.core.meta` boxes, `hydrajax.sharding`)."""
         vector = jnp.zeros((1, 1, self.config.width), self.dtype)
-        features = jnp.zeros((1, 1, len(self.reads) * self.config.width), self.dtype)
-        example = features, vector, jnp.zeros((1, 1), jnp.int32), base.logits
+        aux_hidden_states = jnp.zeros((1, 1, len(self.aux_hidden_layers) * self.config.width), self.dtype)
+        example = aux_hidden_states, vector, jnp.zeros((1, 1), jnp.int32), base.logits
         return dict(self.network.init(rng, *example, method="everything")["params"])
 
-    def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
-        """Its outputs ``[B, T, D]`` for each of the ``unroll`` guesses at every place t, given the text up to there.
+    def teacher_hidden(self, params, aux_hidden_states, tokens, base, rng=None, positions=None, mask=None):
+        """Its outputs ``[B, T, D]`` for each of the ``ttt_length`` guesses at every place t, given the text up to
+        there.
 
         The first reads the base's hidden states. The k-th reads the output of the one before at the *same* place, with
         token t + 1 + k, at position t + k; it sees what the first saw, and its own way there: EAGLE-3's training-time
         test (eagle-3 3.2, figure 6). It is what decoding does below a path of right guesses, so that the ranks of text
-        are found in the same way, whatever ``unroll`` the draft was trained with.
+        are found in the same way, whatever ``ttt_length`` the draft was trained with.
         """
         if positions is None:
             positions, mask = row_layout(tokens)
-        hidden, outputs, past = self._apply(params, features, method="fused"), [], []
-        for k in range(self.unroll):
+        hidden, outputs, past = self._apply(params, aux_hidden_states, method="fused"), [], []
+        for k in range(self.ttt_length):
             embeddings = self._embed(base, jnp.roll(tokens, -(k + 1), axis=1))
             visible = SamePlace() if k else mask
             hidden, block = self._apply(params, embeddings, hidden, positions + k, visible, tuple(past))
-            past.append(Part(*block, visible))
+            past.append(KVSegment(*block, visible))
             outputs.append(hidden)
         return tuple(outputs)
 
@@ -228,13 +231,13 @@ class FeatureDrafter(Trained):
         return self._logits(params, hidden, base)
 
     def reaching(self, depth):
-        return dataclasses.replace(self, unroll=depth)
+        return dataclasses.replace(self, ttt_length=depth)
 
     def trained_on(self, found):
         """A draft of the same kind, its layer and its vocabulary as they were read."""
         if type(found) is not type(self):
             raise HydrajaxError(f"the heads are {type(found).__name__}, the settings ask for {type(self).__name__}")
-        return dataclasses.replace(found, unroll=self.unroll, dtype=self.dtype)
+        return dataclasses.replace(found, ttt_length=self.ttt_length, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -249,8 +252,8 @@ class Eagle(FeatureDrafter):
     dtype: DType = jnp.float32
     fc_bias: bool = True
     depth: int = DEPTH
-    unroll: int = 1
-    reads: ClassVar[tuple[int, ...]] = (0,)
+    ttt_length: int = 1
+    aux_hidden_layers: ClassVar[tuple[int, ...]] = (0,)
     vocabulary: ClassVar[Vocabulary | None] = None
     Settings = EagleSettings
 
@@ -258,7 +261,7 @@ class Eagle(FeatureDrafter):
     def for_base(cls, base, dtype, settings=None, target_counts=None):
         """With a layer like the base's."""
         s = settings or EagleSettings()
-        return cls(base.plain_layer, jnp.dtype(dtype), unroll=s.unroll or cls.unroll)
+        return cls(base.plain_layer, jnp.dtype(dtype), ttt_length=s.ttt_length or cls.ttt_length)
 
     @property
     def lm_head(self) -> LmHead:

@@ -9,14 +9,14 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.eagle import DEPTH, EagleSettings, FeatureDrafter
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.settings import at_least, vocabulary_of, within_base
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import rope_table
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer, RMSNorm
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import declare, project
 
 
@@ -43,9 +43,9 @@ class Eagle3Network(nn.Module):
         self.norm = RMSNorm(c.norm_eps, self.dtype)
         self.lm_params = self.lm_head.declare(self, c.width, c.vocab_size)
 
-    def fused(self, features: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
+    def fused(self, aux_hidden_states: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
         """What the layer reads of the base at places that the base has seen; at guessed ones that is its own output."""
-        return project(features.astype(self.dtype), self.fc)
+        return project(aux_hidden_states.astype(self.dtype), self.fc)
 
     def __call__(self, embeddings, hidden, positions, block_mask, past=()):
         """Outputs ``[B, T, D]`` at T places, before the norm, and their keys and values."""
@@ -59,18 +59,18 @@ class Eagle3Network(nn.Module):
         """Float32 logits over the tokens that it can guess."""
         return self.lm_head.logits(self.lm_params, self.norm(hidden), base_logits)
 
-    def everything(self, features, embeddings, positions, base_logits):
+    def everything(self, aux_hidden_states, embeddings, positions, base_logits):
         """Touches every parameter, for `init`."""
         block_mask = jnp.ones((1, 1), bool)
-        return self.logits(self(embeddings, self.fused(features), positions, block_mask)[0], base_logits)
+        return self.logits(self(embeddings, self.fused(aux_hidden_states), positions, block_mask)[0], base_logits)
 
 
-def reads_of(n_layers: int) -> tuple[int, ...]:
+def default_aux_hidden_layers(n_layers: int) -> tuple[int, ...]:
     """What is read of a base of so many layers: the inputs of a low, a middle and a high one (eagle-3 3.1).
 
     These are, counted from 0, layers 2, L // 2 and L - 3, as in the released code, where they are three: for 3 layers
     and from 7 up. In a base of fewer than 3 layers they are the nearest there are, and where several fall together
-    fewer are read. The places are counted from the end, see `hydrajax.models.base.BaseModel.__call__`.
+    fewer are read. The places are counted from the end, see `hydrajax.models.base_model.BaseModel.__call__`.
     """
     layers = sorted({min(2, n_layers - 1), n_layers // 2, max(n_layers - 3, 0)})
     return tuple(n_layers - layer for layer in layers)
@@ -83,30 +83,32 @@ class Eagle3Settings(EagleSettings):
     """
 
     vocabulary: int | None = None
-    reads: tuple[int, ...] = ()
+    aux_hidden_layers: tuple[int, ...] = ()
 
     def __post_init__(self):
         at_least("draft.vocabulary", self.vocabulary, 1)
         super().__post_init__()
-        if any(low >= high for low, high in itertools.pairwise((-1, *self.reads))):
-            raise HydrajaxError(f"draft.reads: layers must rise, from 0 up, found {list(self.reads)}")
+        if any(low >= high for low, high in itertools.pairwise((-1, *self.aux_hidden_layers))):
+            raise HydrajaxError(
+                f"draft.aux_hidden_layers: layers must rise, from 0 up, found {list(self.aux_hidden_layers)}"
+            )
 
 
 @dataclass(frozen=True)
 class Eagle3(FeatureDrafter):
     """EAGLE-3. config: of its layer; with the base's width and vocabulary.
 
-    reads: what is read of the base (`reads_of`). vocabulary: of the tokens that it can guess; None for all. unroll: see
-    `hydrajax.drafters.eagle.FeatureDrafter`; 7 as released. norm_before_residual: as many drafts of vLLM's library
-    speculators have it, see `Eagle3Network`.
+    reads: what is read of the base (`default_aux_hidden_layers`). vocabulary: of the tokens that it can guess; None
+    for all. unroll: see `hydrajax.drafters.eagle.FeatureDrafter`; 7 as released. norm_before_residual: as many drafts
+    of vLLM's library speculators have it, see `Eagle3Network`.
     """
 
     config: LlamaConfig
-    reads: tuple[int, ...]
+    aux_hidden_layers: tuple[int, ...]
     vocabulary: Vocabulary | None = None
     dtype: DType = jnp.float32
     depth: int = DEPTH
-    unroll: int = 7
+    ttt_length: int = 7
     norm_before_residual: bool = False
     Settings = Eagle3Settings
 
@@ -114,13 +116,13 @@ class Eagle3(FeatureDrafter):
     def for_base(cls, base, dtype, settings=None, target_counts=None):
         """With a layer like the base's."""
         s = settings or Eagle3Settings()
-        within_base("draft.reads", max(s.reads, default=0), base.n_layers, "layers")
+        within_base("draft.aux_hidden_layers", max(s.aux_hidden_layers, default=0), base.n_layers, "layers")
         return cls(
             base.plain_layer,
-            tuple(base.n_layers - layer for layer in s.reads) or reads_of(base.n_layers),
+            tuple(base.n_layers - layer for layer in s.aux_hidden_layers) or default_aux_hidden_layers(base.n_layers),
             vocabulary_of(s.vocabulary, base, target_counts),
             jnp.dtype(dtype),
-            unroll=s.unroll or cls.unroll,
+            ttt_length=s.ttt_length or cls.ttt_length,
         )
 
     @property
@@ -129,7 +131,7 @@ class Eagle3(FeatureDrafter):
 
     @property
     def network(self) -> Eagle3Network:
-        n_reads = len(self.reads)
+        n_reads = len(self.aux_hidden_layers)
         return Eagle3Network(self.config, self.dtype, n_reads, self.lm_head, self.norm_before_residual)
 
     def init_boxed(self, rng, base):

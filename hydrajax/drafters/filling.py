@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Draw, Proposal
 from hydrajax.drafters.growing import Beam, Guess, grow
-from hydrajax.drafters.lm_head import LmHead
 from hydrajax.models.arrays import Array
 from hydrajax.models.ranking import over_rows
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Draw, Proposal
-from hydrajax.drafters.lm_head import LmHead
 from hydrajax.models.arrays import Array
 from hydrajax.models.ranking import over_rows
 from hydrajax.trees.dynamic import DynamicTree

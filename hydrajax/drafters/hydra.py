@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.filling import fill
-from hydrajax.drafters.heads import HeadStack
-from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.head_stack import HeadStack
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.models.arrays import DType
 
@@ -20,7 +20,7 @@ class HydraHeads(HeadStack):
     ``n_layers`` 1 is Hydra, 4 with a ``prefix`` layer is Hydra++ (hydra 3.1).
     """
 
-    n_heads: int
+    num_draft_heads: int
     width: int
     vocab_size: int
     n_layers: int = 1
@@ -58,9 +58,11 @@ class HydraHeads(HeadStack):
         path = base.embed(paths[:, :, 1:]).astype(self.dtype)
         return shared, path.reshape(*paths.shape[:2], -1)
 
-    def teacher_inputs(self, features, tokens, base):
+    def teacher_inputs(self, aux_hidden_states, tokens, base):
         """Head k at position t reads the true tokens t+1 ... t+1+k; the last k+1 positions wrap and must be masked."""
         embeddings = base.embed(tokens).astype(self.dtype)
-        shifted = [jnp.roll(embeddings, -(k + 1), axis=1) for k in range(self.n_heads)]
-        shared = jnp.concatenate([features.astype(self.dtype), shifted[0]], axis=-1)
-        return [(shared, jnp.concatenate(shifted[1 : k + 1], axis=-1) if k else None) for k in range(self.n_heads)]
+        shifted = [jnp.roll(embeddings, -(k + 1), axis=1) for k in range(self.num_draft_heads)]
+        shared = jnp.concatenate([aux_hidden_states.astype(self.dtype), shifted[0]], axis=-1)
+        return [
+            (shared, jnp.concatenate(shifted[1 : k + 1], axis=-1) if k else None) for k in range(self.num_draft_heads)
+        ]

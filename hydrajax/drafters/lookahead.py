@@ -37,8 +37,8 @@ from jaxtyping import Bool, Int
 from hydrajax.drafters.drafter import DrafterSpec, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
+from hydrajax.trees.static_tree import MAX_NODES, TreeTopology
 from hydrajax.trees.topology import Topology, from_parents
-from hydrajax.trees.tree import MAX_NODES, TreeTopology
 
 NOTHING = -1  # in the place of a token
 MOST_GUESSES = 999  # that a tree's name can say
@@ -124,7 +124,7 @@ class Lookahead:
             jnp.zeros(batch, jnp.int32),
         )
 
-    def begin(self, params, state, features, tokens, counts, next_root, base):
+    def begin(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
         cells = (self.ngram - 1) * self.window
         places = jnp.arange(cells) % jnp.maximum(counts, 1)[:, None]
         window = jnp.take_along_axis(tokens, places, axis=1).reshape(state.window.shape)
@@ -158,7 +158,7 @@ class Lookahead:
             ngrams, kept = jnp.concatenate([ngrams, of_text], axis=1), jnp.concatenate([kept, whole], axis=1)
         return Memory(columns[:, 1:], remember(state.pool, ngrams, kept), tail, state.steps + 1)
 
-    def ranks(self, params, features, batch, base, chunk_tokens, depth):
+    def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
         raise HydrajaxError(f"draft: what {self.name} guesses depends on the steps before and not on the text alone")
 
     def _of_text(

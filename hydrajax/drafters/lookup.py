@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from hydrajax.drafters import ngrams
+from hydrajax.drafters import ngram
 from hydrajax.drafters.drafter import DrafterSpec, Proposal, SeesAcceptedOnly
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
@@ -68,13 +68,13 @@ class PromptLookup(SeesAcceptedOnly):
         return range(self.shortest, self.longest + 1)
 
     def init_state(self, batch, slots):
-        return ngrams.empty(batch, slots, self.sizes)
+        return ngram.empty(batch, slots, self.sizes)
 
-    def advance(self, params, state, features, tokens, counts, next_root, base):
-        return ngrams.append(state, tokens, counts, self.sizes)
+    def advance(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
+        return ngram.append(state, tokens, counts, self.sizes)
 
     def rewind(self, state, lengths):
-        return ngrams.rewound(state, lengths, self.sizes)
+        return ngram.rewound(state, lengths, self.sizes)
 
     def propose(self, params, state, root, tree, base, draw=None):
         # With one leaf below every node only the best match is ever asked.
@@ -92,17 +92,17 @@ class PromptLookup(SeesAcceptedOnly):
             agreeing = holds
         return Proposal(jnp.concatenate(tokens, axis=1), tree.topology)
 
-    def ranks(self, params, features, batch, base, chunk_tokens, depth):
+    def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
         """Every position is looked up as decoding would do it there: a link points to an earlier place, whatever comes
         after. Rows must hold one document each.
         """
         tokens = batch["tokens"]
         n_rows, length = tokens.shape
         whole = jnp.full(n_rows, length, jnp.int32)
-        known = ngrams.append(ngrams.empty(n_rows, length, self.sizes), tokens, whole, self.sizes)
+        known = ngram.append(ngram.empty(n_rows, length, self.sizes), tokens, whole, self.sizes)
         roots = jnp.broadcast_to(jnp.minimum(jnp.arange(length) + 1, length - 1), tokens.shape)
         found = self._continuations(
-            known, roots, tokens[:, roots[0]], ngrams.matches_within(known, roots, self.matches, self.sizes), depth
+            known, roots, tokens[:, roots[0]], ngram.matches_within(known, roots, self.matches, self.sizes), depth
         )
         agreeing, ranks = found.found, []
         for k in range(depth):
@@ -113,18 +113,18 @@ class PromptLookup(SeesAcceptedOnly):
             agreeing = same
         return jnp.stack(ranks).astype(jnp.int32)
 
-    def look_up(self, state: ngrams.History, root: Int[Array, " B"], depth: int, n_matches: int = 1) -> Continuations:
+    def look_up(self, state: ngram.History, root: Int[Array, " B"], depth: int, n_matches: int = 1) -> Continuations:
         """How the text went on where it ended before as it ends with ``root``: one query for each row."""
-        end = ngrams.end_of(state, root, self.sizes)
-        found = ngrams.matches_of_end(state, end, n_matches, self.sizes)
+        end = ngram.end_of(state, root, self.sizes)
+        found = ngram.matches_of_end(state, end, n_matches, self.sizes)
         return self._continuations(state, state.lengths[:, None], root[:, None], found, depth)
 
     def _continuations(
         self,
-        history: ngrams.History,
+        history: ngram.History,
         ends: Int[Array, "B Q"],
         last: Int[Array, "B Q"],
-        matches: ngrams.Matches,
+        matches: ngram.Matches,
         depth: int,
     ) -> Continuations:
         """What followed each match up to the text's end at ``ends``, where the token ``last`` stands, and so on from

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from hydrajax.drafters.heads import AtOnce
-from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.draft_lm_head import LmHead
+from hydrajax.drafters.head_stack import AtOnce
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.models.arrays import DType
 from hydrajax.trees.dynamic import guesses_of
@@ -20,7 +20,7 @@ class MedusaHeads(AtOnce):
     ``lm_head_bias=True`` gives the *ungrounded* heads of the released Hydra code.
     """
 
-    n_heads: int
+    num_draft_heads: int
     width: int
     vocab_size: int
     n_layers: int = 1
@@ -48,5 +48,5 @@ class MedusaHeads(AtOnce):
         hidden = [self.apply_head(params, k, last, method="hidden") for k in levels]
         return self.filled(params, hidden, root, tree, base, draw)
 
-    def teacher_inputs(self, features, tokens, base):
-        return [(features.astype(self.dtype),)] * self.n_heads
+    def teacher_inputs(self, aux_hidden_states, tokens, base):
+        return [(aux_hidden_states.astype(self.dtype),)] * self.num_draft_heads

@@ -27,7 +27,7 @@ class NoDrafter:
     def init_state(self, batch, slots):
         return ()
 
-    def begin(self, params, state, features, tokens, counts, next_root, base):
+    def begin(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
         return ()
 
     def rewind(self, state, lengths):
@@ -39,5 +39,5 @@ class NoDrafter:
     def observe(self, params, state, proposal, outcome, base):
         return ()
 
-    def ranks(self, params, features, batch, base, chunk_tokens, depth):
+    def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
         return jnp.zeros((0, *batch["tokens"].shape), jnp.int32)

@@ -14,9 +14,9 @@ from hydrajax.drafters.drafter import last_observed
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask, rope_table, windowed
 from hydrajax.models.cache import KVCache, append, init_cache
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layers import DecoderLayer, RMSNorm
-from hydrajax.models.rows import row_layout
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.packed_forward import row_layout
 
 
 class PrefixLayer(nn.Module):
@@ -26,13 +26,13 @@ class PrefixLayer(nn.Module):
     dtype: DType
 
     @nn.compact
-    def __call__(self, features, positions, block_mask, cache: KVCache | None = None):
+    def __call__(self, aux_hidden_states, positions, block_mask, cache: KVCache | None = None):
         """Return refined features ``[B, T, D]`` and the layer's keys and values for the T tokens."""
         layer = DecoderLayer(self.config, self.dtype, name="layer")
         rope = rope_table(self.config, positions)
         block_mask, first_seen = windowed(block_mask, positions, self.config.sliding_window)
         past = () if cache is None else cache.parts(0, first_seen)
-        x, added, block = layer(features.astype(self.dtype), None, rope, block_mask, past)
+        x, added, block = layer(aux_hidden_states.astype(self.dtype), None, rope, block_mask, past)
         return RMSNorm(self.config.norm_eps, self.dtype, name="norm").of_sum(x, added)[1], (block,)
 
 
@@ -74,14 +74,16 @@ class Prefix:
         self,
         params,
         state: PrefixState,
-        features: Float[Array, "B T D"],
+        aux_hidden_states: Float[Array, "B T D"],
         counts: Int[Array, " B"],
         dtype: DType,
     ) -> PrefixState:
         """Run the layer over the first ``counts[b]`` of T more tokens."""
-        cache, n_tokens = state.cache, features.shape[1]
+        cache, n_tokens = state.cache, aux_hidden_states.shape[1]
         positions = cache.lengths[:, None] + jnp.arange(n_tokens)
-        refined, block = self.layer(dtype).apply({"params": params}, features, positions, causal_mask(n_tokens), cache)
+        refined, block = self.layer(dtype).apply(
+            {"params": params}, aux_hidden_states, positions, causal_mask(n_tokens), cache
+        )
         hidden = last_observed(refined, counts)
         return PrefixState(append(cache, block, counts, after=refined[:, 0, 0]), hidden)
 
@@ -93,8 +95,10 @@ class Prefix:
         position = jnp.zeros((1, 1), jnp.int32)
         return self.layer(dtype).init(rng, example, position, np.ones((1, 1), bool))["params"]
 
-    def refine_rows(self, params, features, tokens, dtype: DType, positions=None, mask=None) -> Float[Array, "B T D"]:
+    def refine_rows(
+        self, params, aux_hidden_states, tokens, dtype: DType, positions=None, mask=None
+    ) -> Float[Array, "B T D"]:
         """Run the layer over whole rows without a cache; see `hydrajax.drafters.drafter.Trainable.teacher_hidden`."""
         if positions is None:
             positions, mask = row_layout(tokens)
-        return self.layer(dtype).apply({"params": params}, features, positions, mask)[0]
+        return self.layer(dtype).apply({"params": params}, aux_hidden_states, positions, mask)[0]

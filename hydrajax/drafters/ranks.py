@@ -8,15 +8,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.drafter import Trainable
-from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.models.arrays import Array
-from hydrajax.models.base import BoundBase
-from hydrajax.models.rows import chunk_width, into_chunks, row_layout
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.packed_forward import chunk_width, into_chunks, row_layout
 
 
 def head_ranks(
-    drafter: Trainable, params, features, batch: dict[str, Array], base: BoundBase, chunk_tokens: int, depth: int
+    drafter: Trainable,
+    params,
+    aux_hidden_states,
+    batch: dict[str, Array],
+    base: BoundBase,
+    chunk_tokens: int,
+    depth: int,
 ) -> Int[Array, "K B T"]:
     """The rank (0: the best guess) that head k < depth at position t gives to the text's token t + 2 + k, int32.
 
@@ -25,7 +31,7 @@ def head_ranks(
     """
     tokens, segments = batch["tokens"], batch.get("segments")
     positions, mask = row_layout(tokens, segments)
-    read = drafter.teacher_hidden(params, features, tokens, base, None, positions, mask)
+    read = drafter.teacher_hidden(params, aux_hidden_states, tokens, base, None, positions, mask)
 
     def one_head(k):
         def logits(hidden):

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 
 
 def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class HeadSettings(Settings):
-    """``n_heads`` heads of ``n_layers`` blocks each.
+    """``num_draft_heads`` heads of ``n_layers`` blocks each.
 
     lm_head:    ``full``, a product of rank ``lm_rank`` (``low_rank``), or the base's own (``shared``). Heads with the
                 latter two, or with a vocabulary, are saved in hydrajax's own format.
@@ -53,7 +53,7 @@ class HeadSettings(Settings):
                 those of the heads to start from. None for all.
     """
 
-    n_heads: int = 4
+    num_draft_heads: int = 4
     n_layers: int = 1
     lm_head: str = "full"
     lm_rank: int | None = None
@@ -64,7 +64,7 @@ class HeadSettings(Settings):
         if (self.lm_head == "low_rank") != (self.lm_rank is not None):
             raise HydrajaxError("draft.lm_rank: is needed for draft.lm_head low_rank, and means nothing for the others")
         at_least("draft.lm_rank", self.lm_rank, 1)
-        at_least("draft.n_heads", self.n_heads, 1)
+        at_least("draft.num_draft_heads", self.num_draft_heads, 1)
         at_least("draft.n_layers", self.n_layers, 1)
         at_least("draft.vocabulary", self.vocabulary, 1)
         if self.vocabulary is not None and self.lm_head == "shared":

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from hydrajax.drafters import ngrams
+from hydrajax.drafters import ngram
 from hydrajax.drafters.drafter import Drafter, DrafterSpec, Proposal
 from hydrajax.drafters.lookup import NOTHING, PromptLookup
 from hydrajax.errors import HydrajaxError
@@ -29,7 +29,7 @@ class BothStates(NamedTuple):
     """The wrapped drafter's state, and the text so far."""
 
     drafter: Any
-    history: ngrams.History
+    history: ngram.History
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class WithLookup:
     def init_state(self, batch, slots):
         return BothStates(self.drafter.init_state(batch, slots), self.lookup.init_state(batch, slots))
 
-    def begin(self, params, state, features, tokens, counts, next_root, base):
+    def begin(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
         return BothStates(
-            self.drafter.begin(params, state.drafter, features, tokens, counts, next_root, base),
-            self.lookup.begin({}, state.history, features, tokens, counts, next_root, base),
+            self.drafter.begin(params, state.drafter, aux_hidden_states, tokens, counts, bonus_token, base),
+            self.lookup.begin({}, state.history, aux_hidden_states, tokens, counts, bonus_token, base),
         )
 
     def rewind(self, state, lengths):
@@ -92,12 +92,12 @@ class WithLookup:
         return Proposal(tokens, with_chain(proposal.tree, last, self.branch_nodes), proposal.log_q)
 
     def observe(self, params, state, proposal, outcome, base):
-        features, counts = outcome.along_path(), outcome.counts
-        return self.begin(params, state, features, outcome.tokens, counts, outcome.next_root, base)
+        aux_hidden_states, counts = outcome.along_path(), outcome.counts
+        return self.begin(params, state, aux_hidden_states, outcome.tokens, counts, outcome.bonus_token, base)
 
-    def ranks(self, params, features, batch, base, chunk_tokens, depth):
+    def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
         """Those of the drafter: the branch needs no place in its tree."""
-        return self.drafter.ranks(params, features, batch, base, chunk_tokens, depth)
+        return self.drafter.ranks(params, aux_hidden_states, batch, base, chunk_tokens, depth)
 
 
 def last_shared(tokens: Int[Array, "B N"], tree: Topology, chain: Int[Array, "B n"]) -> Int[Array, " B"]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.config import LlamaConfig, RopeScaling
 from hydrajax.models.layout import Entry, Layout, Path, Shape, same, transposed
+from hydrajax.models.llama_config import LlamaConfig, RopeScaling
 
 
 @dataclass(frozen=True)

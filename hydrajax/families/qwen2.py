@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hydrajax.families.family import Family, by_kv_head, integer
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 
 
 def window(raw: dict) -> Any:

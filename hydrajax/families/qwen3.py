@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hydrajax.families import qwen2
 from hydrajax.families.family import Family
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import Layout, Path, same
+from hydrajax.models.llama_config import LlamaConfig
 
 
 def norms(path: Path, prefix: str, c: LlamaConfig) -> Layout:

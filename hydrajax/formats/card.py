@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from hydrajax.formats.draft_registry import FILES, kind_of
 from hydrajax.formats.hub import REPOSITORY
 from hydrajax.formats.interface import About
-from hydrajax.formats.registry import FILES, kind_of
 
 NOT_RECORDED = "not recorded"
 

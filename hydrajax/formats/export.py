@@ -17,10 +17,10 @@ from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats import native
 from hydrajax.formats.card import describe, model_card
 from hydrajax.formats.directories import WHAT, cast, exported
+from hydrajax.formats.draft_registry import FILES, HEADS, kind_of
+from hydrajax.formats.draft_registry import FORMATS as RELEASED
 from hydrajax.formats.interface import HeadFormat, MadeFor, cannot_write
 from hydrajax.formats.load import RECORD
-from hydrajax.formats.registry import FILES, HEADS, kind_of
-from hydrajax.formats.registry import FORMATS as RELEASED
 from hydrajax.formats.tensors import save_safetensors, save_torch
 from hydrajax.models.layout import write
 
@@ -48,7 +48,7 @@ def export_heads(
 
     drafter: of a kind with trained parameters.
     format: a name of `FORMATS`. ``native`` is our own, an orbax directory, of any drafter. The others are described
-        beside the drafters, such as in `hydrajax.formats.medusa`. None takes the first that can say what the
+        beside the drafters, such as in `hydrajax.formats.medusa_format`. None takes the first that can say what the
         drafter is, those of its own kind before others, and our own if no other can.
     base_name: becomes ``base_model_name_or_path``.
     base_fingerprint: `hydrajax.formats.fingerprint.fingerprint` of the base; the heads then load onto no other.

@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.extras import needs
 from hydrajax.formats.directories import exported
+from hydrajax.formats.draft_registry import FORMATS
 from hydrajax.formats.hub import downloaded
-from hydrajax.formats.registry import FORMATS
 from hydrajax.formats.tensors import FLOATS, holds, open_tensors, read_json, save_safetensors, torch_module
 from hydrajax.models.layout import MODEL
+from hydrajax.optional_deps import needs
 
 WHAT = "fetch"
 OFFICIAL = [format for format in FORMATS if format.stem != MODEL]  # those with a file of their own

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.registry import base_layout, from_llama_config, to_llama_config
+from hydrajax.families.family_registry import base_layout, from_llama_config, to_llama_config
 from hydrajax.files import check_directory
 from hydrajax.formats.directories import WHAT as EXPORT
 from hydrajax.formats.directories import cast, exported
@@ -34,16 +34,16 @@ from hydrajax.formats.tensors import (
 from hydrajax.models import backend
 from hydrajax.models.adapter import MARK as ADAPTER_MARK
 from hydrajax.models.adapter import with_adapter
-from hydrajax.models.base import abstract_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import abstract_base
 from hydrajax.models.layout import MODEL, Layout, leaf, read, shapes, write
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import QUANTIZED, low_rank
 from hydrajax.text.tokenizer import load_tokenizer
 
 WHAT = "base"
 # Rotary buffers, which old transformers versions saved and which follow from the config; and the heads that a Medusa-2
-# checkpoint has beside its base (`hydrajax.formats.medusa`).
+# checkpoint has beside its base (`hydrajax.formats.medusa_format`).
 IGNORED = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|medusa_head\..*"
 MERGED = "hydrajax_adapter"  # in config.json: the sha256 of the adapter that the weights hold
 KERNELS = ("qkv", "out", "gate_up", "down", "lm_head")  # the weights of matmuls, which `Llama.quantize` is about

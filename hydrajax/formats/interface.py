@@ -1,6 +1,6 @@
 """How a kind of drafter is kept in files: what `hydrajax.formats` asks the drafter's own files.
 
-A kind of drafter that is trained has one `Files`, which its line in `hydrajax.formats.registry` names. Loading,
+A kind of drafter that is trained has one `Files`, which its line in `hydrajax.formats.draft_registry` names. Loading,
 exporting and the model card go through these, so none of them knows any kind by name.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.tensors import TensorFiles
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import Layout
+from hydrajax.models.llama_config import LlamaConfig
 
 CONFIG = "config.json"
 MOST = 64  # heads, and blocks of one: more are a slip, which would take all memory

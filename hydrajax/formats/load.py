@@ -15,12 +15,12 @@ import numpy as np
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import check_directory
 from hydrajax.formats import native
+from hydrajax.formats.draft_registry import FORMATS
 from hydrajax.formats.fingerprint import check_fingerprint
 from hydrajax.formats.interface import HeadFormat
-from hydrajax.formats.registry import FORMATS
 from hydrajax.formats.tensors import expect_tensors, holds, open_tensors, read_json
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import MODEL, read, shapes
+from hydrajax.models.llama_config import LlamaConfig
 
 WHAT = "draft"
 RECORD = "hydrajax"  # the field of an exported config.json that says what the heads were made for, and how

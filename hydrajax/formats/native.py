@@ -1,8 +1,8 @@
 """Draft heads in our own format: an orbax directory ``params/`` beside a ``config.json`` that describes the drafter.
 
-``config.json`` names the kind of drafter (`hydrajax.formats.registry`) and gives the settings of its dataclass, the
-shapes of all parameters, and the size and checksum of every file: orbax alone would load an array of which a byte has
-changed.
+``config.json`` names the kind of drafter (`hydrajax.formats.draft_registry`) and gives the settings of its dataclass,
+the shapes of all parameters, and the size and checksum of every file: orbax alone would load an array of which a byte
+has changed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import abstract_draft
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import check_file, checksums, size_and_checksum
+from hydrajax.formats.draft_registry import FILES, HEADS, kind_of
 from hydrajax.formats.interface import integer
-from hydrajax.formats.registry import FILES, HEADS, kind_of
 from hydrajax.formats.tensors import FLOATS
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import named_leaves
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 
 WHAT = "draft"
 MARK = "hydrajax_draft"  # the field of config.json by which the format is known; its value is the version

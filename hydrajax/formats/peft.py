@@ -19,10 +19,10 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import check_directory, whole_directory
 from hydrajax.formats.tensors import expect_tensors, open_tensors, read_json, save_safetensors
 from hydrajax.models.adapter import KERNELS, TARGETS, Adapter, check_adapter
-from hydrajax.models.base import abstract_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import abstract_base
 from hydrajax.models.layout import ADAPTER, leaf
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import part_shapes
 
 WHAT = "adapter"

@@ -29,7 +29,7 @@ NAMES = {
 MAY_BE_USED_AGAIN = {"GLOBAL", "BINUNICODE", "SHORT_BINUNICODE", "BINPERSID", "REDUCE"}
 
 
-class Refused(Exception):
+class RefusedPickle(Exception):
     """The file is none that torch has written for a state dict; the message says why."""
 
 
@@ -39,7 +39,7 @@ def starts_as_zip(path: Path) -> bool:
 
 
 def check_torch_file(path: Path) -> None:
-    """Raises `Refused`, and `OSError`, `ValueError` or `zipfile.BadZipFile` for what is damaged."""
+    """Raises `RefusedPickle`, and `OSError`, `ValueError` or `zipfile.BadZipFile` for what is damaged."""
     if not starts_as_zip(path):
         with path.open("rb") as file:
             for _ in range(LEGACY):
@@ -52,11 +52,11 @@ def check_torch_file(path: Path) -> None:
         names = {member.orig_filename.lower() for member in found}
         programs = [member for member in found if member.orig_filename.lower().endswith("/data.pkl")]
         if len(found) > MOST_MEMBERS or len(names) != len(found) or len(programs) != 1 or programs[0].extra:
-            raise Refused("it is a zip, but not as torch writes one")
+            raise RefusedPickle("it is a zip, but not as torch writes one")
         if any(member.compress_type != zipfile.ZIP_STORED for member in found):
-            raise Refused("it is a zip with compressed members, which torch does not write")
+            raise RefusedPickle("it is a zip with compressed members, which torch does not write")
         if programs[0].file_size > LONGEST:
-            raise Refused(f"its pickle has {programs[0].file_size} bytes, allowed are {LONGEST}")
+            raise RefusedPickle(f"its pickle has {programs[0].file_size} bytes, allowed are {LONGEST}")
         _check(io.BytesIO(members.read(programs[0])))
 
 
@@ -83,7 +83,7 @@ def _check_directory(path: Path) -> None:
         same &= begins in (wide_begins, 2**32 - 1)
         length, begins = wide_length, wide_begins
     if not same or begins + length != ends:
-        raise Refused("it is a zip, but its directory is not where torch writes it")
+        raise RefusedPickle("it is a zip, but its directory is not where torch writes it")
 
 
 def _check(file: BinaryIO) -> None:
@@ -92,17 +92,17 @@ def _check(file: BinaryIO) -> None:
     for code, value, at in pickletools.genops(file):
         name = code.name
         if at is not None and at - start > LONGEST:
-            raise Refused(f"its pickle has more than {LONGEST} bytes")
+            raise RefusedPickle(f"its pickle has more than {LONGEST} bytes")
         if name == "PROTO" and value > 2:
-            raise Refused(f"its pickle is of protocol {value}, torch writes 2")
+            raise RefusedPickle(f"its pickle is of protocol {value}, torch writes 2")
         if name in ("GLOBAL", "STACK_GLOBAL", "INST") and not _is_known(name, value):
-            raise Refused(
+            raise RefusedPickle(
                 f"it names {value if name == 'GLOBAL' else 'something'}, which no state dict of tensors needs"
             )
         if "PUT" in name:
             kinds[value] = before
         elif name in ("DUP", "MEMOIZE") or ("GET" in name and kinds.get(value) not in MAY_BE_USED_AGAIN):
-            raise Refused("it uses a value twice that is neither a name nor a tensor")
+            raise RefusedPickle("it uses a value twice that is neither a name nor a tensor")
         before = name
 
 

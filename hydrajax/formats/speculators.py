@@ -16,15 +16,15 @@ from typing import Any
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats import eagle
+from hydrajax.formats import eagle_format
 from hydrajax.formats.interface import CONFIG, MadeFor, expect, flag, integer
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 
 KIND, LAYER = "speculators_model_type", "transformer_layer_config"
 GUESSES = 5  # how many tokens vLLM drafts, one after the other, unless it is told a number
 
 
-class Speculators(eagle.FeatureFormat):
+class Speculators(eagle_format.FeatureFormat):
     """EAGLE-3, and EAGLE-1 without further norms."""
 
     name = "speculators"
@@ -34,7 +34,7 @@ class Speculators(eagle.FeatureFormat):
         "with the `eagle3` method: "
         f'`--speculative-config \'{{"method": "eagle3", "model": "THIS", "num_speculative_tokens": {GUESSES}}}\'`.'
     )
-    ignored = eagle.IGNORED + r"|verifier_(norm|lm_head)\.weight"  # the base's, which some versions kept
+    ignored = eagle_format.IGNORED + r"|verifier_(norm|lm_head)\.weight"  # the base's, which some versions kept
 
     def recognises(self, config, names):
         return KIND in config
@@ -48,22 +48,26 @@ class Speculators(eagle.FeatureFormat):
             raise HydrajaxError(f"{CONFIG}: {LAYER} must be an object, found {fields!r}")
         # Here it names the layer: a Qwen 3's has norms that a LLaMA's does not have.
         expect(fields, {"model_type": ("llama",)}, where)
-        layer = eagle.layer_of(fields | {"quantization_config": config.get("quantization_config")}, base, where)
+        layer = eagle_format.layer_of(fields | {"quantization_config": config.get("quantization_config")}, base, where)
         if kind == "eagle3":
             flag(config, "norm_before_residual")
             integer(config, "draft_vocab_size", 1)
-            return eagle.eagle_3_of(
-                config, layer, eagle.reads_from(config.get(eagle.LAYERS), base, eagle.LAYERS), files, base
+            return eagle_format.eagle_3_of(
+                config,
+                layer,
+                eagle_format.reads_from(config.get(eagle_format.LAYERS), base, eagle_format.LAYERS),
+                files,
+                base,
             )
-        eagle.check_embedding(files, base)
+        eagle_format.check_embedding(files, base)
         names = {"transformer_layer_architecture": ("LlamaDecoderLayer", None)}
-        expect(config, names | {"layernorms": eagle.OFF})
+        expect(config, names | {"layernorms": eagle_format.OFF})
         return Eagle(layer, fc_bias=flag(config, "fusion_bias", default=False))
 
     def layout(self, drafter, config):
         if isinstance(drafter, Eagle):
-            return eagle.eagle_layout(drafter, "transformer.", "fusion_fc")
-        return eagle.eagle_3_layout(drafter, "layers.0.")
+            return eagle_format.eagle_layout(drafter, "transformer.", "fusion_fc")
+        return eagle_format.eagle_3_layout(drafter, "layers.0.")
 
     def config(self, drafter, made_for):
         if type(drafter) is Eagle:
@@ -71,25 +75,25 @@ class Speculators(eagle.FeatureFormat):
                 "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
                 KIND: "eagle",
                 "transformer_layer_architecture": "LlamaDecoderLayer",
-                LAYER: eagle.layer_fields(drafter.config),
+                LAYER: eagle_format.layer_fields(drafter.config),
                 "layernorms": False,
                 "fusion_bias": drafter.fc_bias,
                 "speculators_config": speculators_config("eagle", drafter.depth, made_for),
             }
-        eagle.plain(drafter, Eagle3, self.name)
+        eagle_format.plain(drafter, Eagle3, self.name)
         c: LlamaConfig = drafter.config
         return {
             "architectures": ["Eagle3Speculator"],
             KIND: "eagle3",
-            LAYER: eagle.layer_fields(c),
+            LAYER: eagle_format.layer_fields(c),
             "draft_vocab_size": drafter.lm_head.size(c.vocab_size),
             "norm_before_residual": drafter.norm_before_residual,
-            eagle.LAYERS: eagle.layers_read(drafter, made_for)[0],
+            eagle_format.LAYERS: eagle_format.layers_read(drafter, made_for)[0],
             "speculators_config": speculators_config("eagle3", drafter.depth, made_for),
         }
 
     def constants(self, drafter):
-        return eagle.token_tensors(drafter)
+        return eagle_format.token_tensors(drafter)
 
 
 def speculators_config(algorithm: str, depth: int, made_for: MadeFor) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import numpy as np
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.interface import MOST, HeadFormat, cannot_write, check_sizes
 from hydrajax.formats.tensors import TensorFiles
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import Entry, Layout, Path, same, transposed, zeros
+from hydrajax.models.llama_config import LlamaConfig
 
 
 class Naming(NamedTuple):
@@ -30,7 +30,7 @@ class Naming(NamedTuple):
 
 
 class StackFormat(HeadFormat):
-    """A format of `hydrajax.drafters.heads.HeadStack`. Blocks are written once per application, shared or not."""
+    """A format of `hydrajax.drafters.head_stack.HeadStack`. Blocks are written once per application, shared or not."""
 
     def naming(self, drafter) -> Naming:
         raise NotImplementedError
@@ -50,10 +50,9 @@ class StackFormat(HeadFormat):
         if name not in files:
             raise HydrajaxError(f"missing tensor '{name}'")
         check_sizes(files.shape(name), base)
-        if drafter.n_heads * drafter.n_layers > len(files):  # or a slip in a number would list millions of names
-            raise HydrajaxError(
-                f"the file has {len(files)} tensors, too few for {drafter.n_heads} heads x {drafter.n_layers} blocks"
-            )
+        n_heads, n_layers = drafter.num_draft_heads, drafter.n_layers
+        if n_heads * n_layers > len(files):  # or a slip in a number would list millions of names
+            raise HydrajaxError(f"the file has {len(files)} tensors, too few for {n_heads} heads x {n_layers} blocks")
         return drafter
 
 
@@ -63,7 +62,7 @@ def heads_layout(heads, naming: Naming, path: Path = (), *, block_bias: bool = T
     block_bias: whether the files hold the blocks' biases; where they do not, the biases are read as zeros.
     """
     width, layout = heads.width, []
-    for k in range(heads.n_heads):
+    for k in range(heads.num_draft_heads):
         head, at = heads.head(k), (*path, f"head_{k}")
         stems = [naming.block(k, i) for i in range(head.n_layers)]
         if head.path_length is not None:
@@ -86,7 +85,7 @@ def heads_layout(heads, naming: Naming, path: Path = (), *, block_bias: bool = T
 
 
 def _conditioned(path: Path, stem: str, k: int, width: int) -> Entry:
-    """W and R of `hydrajax.drafters.heads.ConditionedBlock`, which keeps [h, E(root)] and the path's inputs apart."""
+    """W and R of `ConditionedBlock`, which keeps [h, E(root)] and the path's inputs apart."""
     parts = ("linear", "res_connection")
     theirs = {f"{stem}.{part}.weight": (width, (k + 2) * width) for part in parts}
     theirs |= {f"{stem}.{part}.bias": (width,) for part in parts}
@@ -110,7 +109,7 @@ def _blocks_are_copies(heads, naming: Naming, files: TensorFiles) -> bool:
         first = files.read(names[0])
         return all(np.array_equal(first, files.read(name)) for name in names[1:])
 
-    for k in range(heads.n_heads):
+    for k in range(heads.num_draft_heads):
         plain = range(heads.n_layers - heads.head(k).n_plain, heads.n_layers)
         for part in ("weight", "bias"):
             names = [f"{naming.block(k, i)}{naming.linear}.{part}" for i in plain]
@@ -121,8 +120,8 @@ def _blocks_are_copies(heads, naming: Naming, files: TensorFiles) -> bool:
 
 def check_stack(heads, base: LlamaConfig) -> None:
     """`hydrajax.formats.interface.Files.check` of a stack of heads."""
-    if not (1 <= heads.n_heads <= MOST and 1 <= heads.n_layers <= MOST):
-        raise ValueError(f"it has {heads.n_heads} heads of {heads.n_layers} blocks, allowed are {MOST}")
+    if not (1 <= heads.num_draft_heads <= MOST and 1 <= heads.n_layers <= MOST):
+        raise ValueError(f"it has {heads.num_draft_heads} heads of {heads.n_layers} blocks, allowed are {MOST}")
     if not 0 <= heads.hidden_state_offset <= base.n_layers:
         raise ValueError(f"hidden_state_offset is {heads.hidden_state_offset}, the base has {base.n_layers} layers")
     check_sizes((heads.vocab_size, heads.width), base)
@@ -144,4 +143,4 @@ def stack_rows(heads) -> dict[str, str]:
     blocks = f"{heads.n_layers} block{'s' * (heads.n_layers > 1)}"
     if heads.share_blocks and heads.n_layers > 2:
         blocks += ", one shared by its layers"
-    return {"heads": f"{heads.n_heads} of {blocks}", "width, vocabulary": f"{heads.width}, {heads.vocab_size}"}
+    return {"heads": f"{heads.num_draft_heads} of {blocks}", "width, vocabulary": f"{heads.width}, {heads.vocab_size}"}

@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.extras import needs
 from hydrajax.files import check_file
 from hydrajax.formats.pickles import check_torch_file, starts_as_zip
 from hydrajax.models.layout import ADAPTER, MODEL, Shape
+from hydrajax.optional_deps import needs
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names, NumPy's
 LONGEST_HEADER = 16 << 20  # bytes of a safetensors file that name its tensors: 100,000 of them

@@ -17,11 +17,11 @@ import numpy as np
 from hydrajax.autotune.contest import AUTOREGRESSIVE, contest
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.memory import copy_bandwidth, peak_memory
+from hydrajax.measure.device_memory import copy_bandwidth, peak_memory
 from hydrajax.measure.timing import StepTimer, interleaved_ms
-from hydrajax.models.base import BaseModel
+from hydrajax.models.base_model import BaseModel
 from hydrajax.trees.dynamic import CandidateTree, static
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 PHASES = ("step", "propose", "verify", "accept_commit", "observe")
 TIMED_STEPS = 8  # steps per timed call; short, so that the context hardly grows while being timed

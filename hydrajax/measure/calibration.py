@@ -11,12 +11,12 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.prompts import batches
+from hydrajax.decoding.prompt_batch import batches
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.models.arrays import Array
-from hydrajax.models.base import BoundBase
-from hydrajax.models.rows import run_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.packed_forward import run_base
 
 CHUNK_TOKENS = 1024  # positions whose logits exist at once
 
@@ -76,7 +76,7 @@ def calibrate(
         forward = run_base(model, params.base, tokens, drafter.spec.aux_hidden_layers)
         base = BoundBase(model, params.base)
         ranks = drafter.ranks(
-            params.draft, forward.features, {"tokens": tokens}, base, CHUNK_TOKENS, drafter.spec.depth
+            params.draft, forward.aux_hidden_states, {"tokens": tokens}, base, CHUNK_TOKENS, drafter.spec.depth
         )
         if not (spec.rule.needs_draws and drafter.spec.has_distribution):
             return ranks, None

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from hydrajax.decoding.engine import true_float32
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.prompts import TokenIds, bucket
+from hydrajax.decoding.prompt_batch import TokenIds, bucket
 from hydrajax.decoding.spec import sampling_params
-from hydrajax.decoding.step import true_float32
 from hydrajax.drafters.drafter import Trainable
-from hydrajax.models.base import BoundBase
-from hydrajax.models.rows import run_base
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.packed_forward import run_base
+from hydrajax.trees.static_tree import TreeTopology
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SeenStep:
     tree: TreeTopology
     tokens: Int[np.ndarray, " N"]
     path: tuple[int, ...]
-    next_root: int | None
+    bonus_token: int | None
 
 
 def seen_steps(executor: Executor, prompt: TokenIds, *, most: int, seed: int = 0) -> Iterator[SeenStep]:
@@ -59,7 +59,7 @@ def seen_steps(executor: Executor, prompt: TokenIds, *, most: int, seed: int = 0
         accepted = engine.accept(state, logits, proposal)
         state, outcome = engine.commit(state, forward, logits, proposal, accepted)
         parents = jnp.broadcast_to(proposal.tree.parents, proposal.tokens.shape)[0, :shown]
-        found = parents, proposal.tokens[0, :shown], outcome.path[0], outcome.counts[0], outcome.next_root[0]
+        found = parents, proposal.tokens[0, :shown], outcome.path[0], outcome.counts[0], outcome.bonus_token[0]
         return engine.observe(params, state, proposal, outcome), (*found, state.output.done[0])
 
     ids = np.asarray(prompt, np.int32)[None]
@@ -119,9 +119,9 @@ def _log_probabilities(model, drafter: Trainable, depth: int):
 
     drafter, vocabulary = drafter.reaching(depth), drafter.vocabulary
 
-    def of_row(params, base, features, known, row):
+    def of_row(params, base, aux_hidden_states, known, row):
         places = row if vocabulary is None else vocabulary.places_of(row, model.config.vocab_size)
-        hidden = drafter.teacher_hidden(params.draft, features, row[None], base)
+        hidden = drafter.teacher_hidden(params.draft, aux_hidden_states, row[None], base)
         found = []
         for k in range(depth):
             logits = drafter.head_logits(params.draft, k, hidden[k][0, known - 1][None], base)[0]
@@ -133,7 +133,7 @@ def _log_probabilities(model, drafter: Trainable, depth: int):
     def run(params, rows, known):
         with true_float32(model.dtype):
             # The rows are one text up to the root, and no guess is made from what the base says of later places.
-            features = run_base(model, params.base, rows[:1], drafter.spec.aux_hidden_layers).features
-            return jax.lax.map(partial(of_row, params, BoundBase(model, params.base), features, known), rows)
+            aux_hidden_states = run_base(model, params.base, rows[:1], drafter.spec.aux_hidden_layers).aux_hidden_states
+            return jax.lax.map(partial(of_row, params, BoundBase(model, params.base), aux_hidden_states, known), rows)
 
     return run

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from hydrajax.decoding.prompts import bucket, right_padded
-from hydrajax.decoding.step import true_float32
-from hydrajax.models.base import BaseModel, BoundBase
-from hydrajax.models.rows import run_base
+from hydrajax.decoding.engine import true_float32
+from hydrajax.decoding.prompt_batch import bucket, right_padded
+from hydrajax.models.base_model import BaseModel, BoundBase
+from hydrajax.models.packed_forward import run_base
 
 
 def last_logits(model: BaseModel, base_params, texts: Sequence[np.ndarray]) -> Float[np.ndarray, "n V"]:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.models.base import BaseModel, BoundBase
-from hydrajax.models.rows import run_base
+from hydrajax.models.base_model import BaseModel, BoundBase
+from hydrajax.models.packed_forward import run_base
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from hydrajax.decoding.state import Params
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import Drafter
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.registry import KINDS
-from hydrajax.models.base import BaseModel, BoundBase, init_base
-from hydrajax.models.config import PRESETS, LlamaConfig
+from hydrajax.formats.draft_registry import KINDS
+from hydrajax.models.base_model import BaseModel, BoundBase, init_base
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import PRESETS, LlamaConfig
 
 # Draft lm heads to measure: the released ones, the base's own, a product of rank 512, one of 8000 tokens.
 LM_HEADS = {"full": None, "shared": LmHead(shared=True), "low-rank": LmHead(rank=512)}
@@ -39,7 +39,7 @@ def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, quantize:
 
 
 def drafter_for(model: BaseModel, kind: str, lm_head: str = "full") -> Drafter:
-    """A drafter of a kind in `hydrajax.formats.registry.KINDS` for a base, heads with this one of `LM_HEADS`.
+    """A drafter of a kind in `hydrajax.formats.draft_registry.KINDS` for a base, heads with this one of `LM_HEADS`.
 
     Raises `HydrajaxError` for another lm head than a drafter's own where it has no choice of them.
     """
@@ -63,6 +63,6 @@ def fresh(model: BaseModel, base, drafter: Drafter, seed: int = 0):
 
 
 def random_model(preset: str, kind: str = "none", dtype=jnp.float32, seed: int = 0):
-    """``(model, drafter, params)`` of a shape in `hydrajax.models.config.PRESETS`."""
+    """``(model, drafter, params)`` of a shape in `hydrajax.models.llama_config.PRESETS`."""
     model, base = random_base(PRESETS[preset], dtype, seed)
     return model, *random_draft(model, base, kind, seed)

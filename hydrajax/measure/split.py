@@ -14,13 +14,13 @@ import numpy as np
 
 from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest
 from hydrajax.decoding.executor import FusedExecutor
-from hydrajax.decoding.prompts import batches
+from hydrajax.decoding.prompt_batch import batches
 from hydrajax.decoding.state import Params
 from hydrajax.ssd.draft_side import MISS
-from hydrajax.ssd.executor import PARTS, SplitExecutor
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.record import Record
 from hydrajax.ssd.simulator import Times
+from hydrajax.ssd.split_executor import PARTS, SplitExecutor
 
 IN_TURN, ONE_PROGRAM = "in turn", "one program"
 

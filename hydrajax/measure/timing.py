@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import sampling_params
 from hydrajax.decoding.state import DecodeState, Params
-from hydrajax.decoding.step import Engine
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
@@ -249,8 +249,8 @@ class StepTimer:
             state = self.engine.observe(params, state, proposal, outcome)
             # Feed something of the new draft state back, so that iterations follow each other.
             changed = [jnp.max(x).astype(jnp.float32) for x in jax.tree.leaves(state.draft) if x.ndim == 2]
-            nudge = sum(changed, jnp.float32(0)).astype(outcome.features.dtype) * 1e-6
-            return state, outcome._replace(features=outcome.features + nudge)
+            nudge = sum(changed, jnp.float32(0)).astype(outcome.aux_hidden_states.dtype) * 1e-6
+            return state, outcome._replace(aux_hidden_states=outcome.aux_hidden_states + nudge)
 
         return self._time(body, (state, outcome))
 

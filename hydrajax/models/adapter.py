@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 
 # Our kernels and the linear layers of transformers that each holds, along its last axis but one. All but the first
 # take one place there: a key-value head has its queries, then its key and its value.

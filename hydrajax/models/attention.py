@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float, Int
 
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.kernels import few_rows, tree_attention
+from hydrajax.models.llama_config import LlamaConfig
 
 # Large enough that exp() underflows to zero after the row maximum is taken off, finite so that a fully
 # masked row (a padding token) gives a harmless average and not NaN.
@@ -100,7 +100,7 @@ class Filled(NamedTuple):
         return filled if self.first_seen is None else filled & (slots >= self.first_seen[:, None, None, :, None])
 
 
-class Part(NamedTuple):
+class KVSegment(NamedTuple):
     """Some keys and values that queries may attend to, and which of them each query sees.
 
     keys, values: ``[B, n_kv_heads, S, head_dim]``. visible: bool, broadcastable to ``[B, 1, 1, T, S]``: whether query t
@@ -112,7 +112,7 @@ class Part(NamedTuple):
     values: Float[Array, "B kv S H"]
     visible: Mask | Filled | SamePlace
 
-    def with_mask(self) -> Part:
+    def with_mask(self) -> KVSegment:
         """The same with ``visible`` as an array."""
         if isinstance(self.visible, Filled):
             return self._replace(visible=self.visible.mask(self.keys.shape[2]))
@@ -122,7 +122,7 @@ class Part(NamedTuple):
             return self._replace(visible=np.eye(self.keys.shape[2], dtype=bool))
         return self
 
-    def seen_by(self, queries: Int[Array, " R"] | Int[np.ndarray, " R"]) -> Part:
+    def seen_by(self, queries: Int[Array, " R"] | Int[np.ndarray, " R"]) -> KVSegment:
         """What some of the queries see of it."""
         if isinstance(self.visible, SamePlace):
             return self._replace(keys=self.keys[:, :, queries], values=self.values[:, :, queries])
@@ -165,7 +165,7 @@ def rotate(x: Float[Array, "B h T H"], rope) -> Float[Array, "B h T H"]:
     return rotated.reshape(x.shape).astype(x.dtype)
 
 
-def attend(queries: Float[Array, "B n_heads T H"], parts: Sequence[Part]) -> Float[Array, "B T width"]:
+def attend(queries: Float[Array, "B n_heads T H"], parts: Sequence[KVSegment]) -> Float[Array, "B T width"]:
     """Attention of T queries per row over all parts together, as if they were one sequence.
 
     Softmax in float32 and without copying the parts side by side. The candidate tree stays out of the cache until it is
@@ -190,7 +190,7 @@ def attend(queries: Float[Array, "B n_heads T H"], parts: Sequence[Part]) -> Flo
     return jnp.concatenate([_attend_in_chunks(queries, parts, stretch) for stretch in stretches], axis=1)
 
 
-def _attend_in_chunks(queries, parts: Sequence[Part], stretch: slice):
+def _attend_in_chunks(queries, parts: Sequence[KVSegment], stretch: slice):
     """Of the queries of a text those of one stretch, `QUERY_CHUNK` of them at a time."""
     (keys, values, causal), *caches = parts
     # The first queries of a long text see none of its last keys: with 4 stretches two fifths of the work is left out.
@@ -198,7 +198,7 @@ def _attend_in_chunks(queries, parts: Sequence[Part], stretch: slice):
     keys, values = keys[:, :, seen], values[:, :, seen]
 
     def attend_some(queries, places):
-        text = Part(keys, values, causal.rows(places)[:, seen])
+        text = KVSegment(keys, values, causal.rows(places)[:, seen])
         return attend_plain(queries, [text, *(part.seen_by(places) for part in caches)])
 
     places = np.arange(stretch.start, stretch.stop)
@@ -213,7 +213,7 @@ def _attend_in_chunks(queries, parts: Sequence[Part], stretch: slice):
     return jnp.moveaxis(done, 0, 1).reshape(queries.shape[0], n_chunks * QUERY_CHUNK, -1)[:, : len(places)]
 
 
-def attend_plain(queries, parts: Sequence[Part]):
+def attend_plain(queries, parts: Sequence[KVSegment]):
     """`attend` in XLA's own operations."""
     batch, n_heads, n_tokens, head_dim = queries.shape
     n_kv = parts[0].keys.shape[1]
@@ -222,7 +222,7 @@ def attend_plain(queries, parts: Sequence[Part]):
     rows = rows * jnp.asarray(head_dim**-0.5, rows.dtype)
     parts = [part if isinstance(part.visible, SamePlace) else part.with_mask() for part in parts]
 
-    def scores(part: Part):
+    def scores(part: KVSegment):
         if isinstance(part.visible, SamePlace):
             by_place = rows.reshape(batch, n_kv, -1, n_tokens, head_dim)
             return jnp.einsum("bkgtd,bktd->bkgt", by_place, part.keys, preferred_element_type=jnp.float32)[..., None]
@@ -231,7 +231,7 @@ def attend_plain(queries, parts: Sequence[Part]):
         # Adding costs less than choosing, also for the gradient, and a masked score is MASKED to the last bit as well.
         return s + jnp.where(part.visible, 0.0, MASKED)
 
-    def weighted_sum(exps, part: Part):
+    def weighted_sum(exps, part: KVSegment):
         if isinstance(part.visible, SamePlace):
             return (exps * part.values[:, :, None].astype(jnp.float32)).reshape(batch, n_kv, -1, head_dim)
         weights = exps.reshape(batch, n_kv, -1, part.values.shape[2]).astype(part.values.dtype)

@@ -15,8 +15,8 @@ from jaxtyping import Bool, Int, Num
 
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
-from hydrajax.models.attention import Filled, KeyValue, Part
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.attention import Filled, KeyValue, KVSegment
+from hydrajax.models.llama_config import LlamaConfig
 
 Block = tuple[KeyValue, ...]  # keys and values of the tokens fed now, layer by layer
 
@@ -27,15 +27,15 @@ class KVCache(NamedTuple):
     layers: Block
     lengths: Int[Array, " B"]
 
-    def parts(self, layer: int, first_seen: Int[Array, "B T"] | None = None) -> tuple[Part, ...]:
+    def parts(self, layer: int, first_seen: Int[Array, "B T"] | None = None) -> tuple[KVSegment, ...]:
         """What queries may attend to in this layer: the filled slots of each row.
 
         first_seen: the first slot that each query still sees, where a sliding window ends; None for all of them.
         """
-        return (Part(*self.layers[layer], Filled(self.lengths, first_seen)),)
+        return (KVSegment(*self.layers[layer], Filled(self.lengths, first_seen)),)
 
 
-class Ahead(NamedTuple):
+class PendingKVCache(NamedTuple):
     """A cache, and M tokens beyond it that were run but not committed, such as those of a tree that is being drafted.
 
     It stands in a forward pass for the cache. block: their keys and values. sees: bool ``[B, T, M]`` which of them each
@@ -47,12 +47,12 @@ class Ahead(NamedTuple):
     sees: Bool[Array, "B T M"]
     positions: Int[Array, "B M"]
 
-    def parts(self, layer: int, first_seen: Int[Array, "B T"] | None = None) -> tuple[Part, ...]:
+    def parts(self, layer: int, first_seen: Int[Array, "B T"] | None = None) -> tuple[KVSegment, ...]:
         """What queries may attend to in this layer; see `KVCache.parts`."""
         sees = self.sees
         if first_seen is not None:
             sees = sees & (self.positions[:, None, :] >= first_seen[:, :, None])
-        return (Part(*self.block[layer], sees[:, None, None]), *self.cache.parts(layer, first_seen))
+        return (KVSegment(*self.block[layer], sees[:, None, None]), *self.cache.parts(layer, first_seen))
 
 
 def init_cache(config: LlamaConfig, batch: int, slots: int, dtype) -> KVCache:

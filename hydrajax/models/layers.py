@@ -16,8 +16,8 @@ from jaxtyping import Float
 from hydrajax.models import backend
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.attention import KeyValue, Part, attend, rotate
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.attention import KeyValue, KVSegment, attend, rotate
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import declare, declare_kernel, project
 
 
@@ -60,14 +60,14 @@ class DecoderLayer(nn.Module):
         added: Float[Array, "B T D"] | None,
         rope,
         block_mask,
-        past: Sequence[Part] = (),
+        past: Sequence[KVSegment] = (),
         attends_from: Float[Array, "B T E"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], KeyValue]:
         """From ``x + added`` (None: ``x``) two arrays whose sum is the output, and the T tokens' keys and values.
 
         rope: `rope_table` of the tokens' positions; None where the input itself tells them. block_mask: the ``visible``
-        of their `Part`. attends_from: what queries, keys and values are made of in place of the norm of the input; the
-        layer has no norm of its own there then (EAGLE's layers).
+        of their `KVSegment`. attends_from: what queries, keys and values are made of in place of the norm of the
+        input; the layer has no norm of its own there then (EAGLE's layers).
         """
         c = self.config
         batch, n_tokens, width = x.shape
@@ -95,7 +95,7 @@ class DecoderLayer(nn.Module):
             keys = RMSNorm(c.norm_eps, self.dtype, name="key_norm")(keys)
         if rope is not None:
             queries, keys = rotate(queries, rope), rotate(keys, rope)
-        attended = attend(queries, [Part(keys, values, block_mask), *past])
+        attended = attend(queries, [KVSegment(keys, values, block_mask), *past])
         attended = project(attended, out_kernel)
 
         x, normed = RMSNorm(c.norm_eps, self.dtype, name="mlp_norm").of_sum(x, attended)

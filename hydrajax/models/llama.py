@@ -10,10 +10,10 @@ from hydrajax.models import backend
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Mask, rope_table, windowed
-from hydrajax.models.base import Forward
-from hydrajax.models.cache import Ahead, KVCache, init_cache
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import Forward
+from hydrajax.models.cache import KVCache, PendingKVCache, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import LowRank, Quantized, declare, declare_kernel, project
 
 
@@ -72,10 +72,10 @@ class Llama(nn.Module):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         block_mask: Mask,
-        cache: KVCache | Ahead | None = None,
-        reads: tuple[int, ...] = (0,),
+        cache: KVCache | PendingKVCache | None = None,
+        aux_hidden_layers: tuple[int, ...] = (0,),
     ) -> Forward:
-        """Run T tokens per row through the model; see `hydrajax.models.base.BaseModel` for the arguments."""
+        """Run T tokens per row through the model; see `hydrajax.models.base_model.BaseModel` for the arguments."""
         x = self.embed(tokens)
         rope = rope_table(self.config, positions)
         block_mask, first_seen = windowed(block_mask, positions, self.config.sliding_window)
@@ -85,6 +85,6 @@ class Llama(nn.Module):
             x, added, key_value = layer(x, added, rope, block_mask, () if cache is None else cache.parts(i, first_seen))
             block.append(key_value)
         _, hidden = self.norm.of_sum(x, added)
-        wanted = [hidden if place == 0 else inputs[-place] for place in reads]
-        features = wanted[0] if len(wanted) == 1 else jnp.concatenate(wanted, axis=-1)
-        return Forward(hidden, features, tuple(block))
+        wanted = [hidden if place == 0 else inputs[-place] for place in aux_hidden_layers]
+        aux_hidden_states = wanted[0] if len(wanted) == 1 else jnp.concatenate(wanted, axis=-1)
+        return Forward(hidden, aux_hidden_states, tuple(block))

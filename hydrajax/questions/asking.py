@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hydrajax.decoding.prompts import bucket
+from hydrajax.decoding.prompt_batch import bucket
 from hydrajax.errors import HydrajaxError
 from hydrajax.questions.answer_files import AnswerFiles
 from hydrajax.questions.sets import Question

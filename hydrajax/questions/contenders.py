@@ -16,7 +16,7 @@ import numpy as np
 from hydrajax.autotune.contest import AUTOREGRESSIVE
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.formats.registry import beside_lookup
+from hydrajax.formats.draft_registry import beside_lookup
 from hydrajax.generation import generate
 from hydrajax.language_model import LanguageModel
 from hydrajax.text.answers import Generation

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.extras import needs
 from hydrajax.files import WholeFile
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.optional_deps import needs
+from hydrajax.trees.static_tree import TreeTopology
 
 DOTS_PER_INCH = 120
 

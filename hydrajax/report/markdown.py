@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.extras import needs
 from hydrajax.files import WholeFile
+from hydrajax.optional_deps import needs
 from hydrajax.report.drawing import can_draw, save_png
 from hydrajax.report.figures import distinct, draw, fastest
 from hydrajax.report.results import Result, each_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.roofline.devices import Device
 from hydrajax.roofline.prediction import Workload, milliseconds
 from hydrajax.trees import presets

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from hydrajax.models.config import PRESETS
+from hydrajax.models.llama_config import PRESETS
 from hydrajax.roofline.traced import Operator, trace
 
 CANDIDATES = (1, 16, 32, 48, 64, 80, 96, 112)  # the columns of all three

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from hydrajax.measure.memory import copy_bandwidth
-from hydrajax.models.attention import Part, attend
-from hydrajax.models.config import LlamaConfig
+from hydrajax.measure.device_memory import copy_bandwidth
+from hydrajax.models.attention import KVSegment, attend
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import project
 from hydrajax.roofline.devices import Device, Rates
 
@@ -75,7 +75,7 @@ def _through_caches(
 ) -> Float[Array, "1 kv rows H"]:
     """Attention, as the decode step has it, layer after layer."""
     for keys, values in caches:
-        out = attend(x, [Part(keys, values, np.ones((x.shape[2], keys.shape[2]), bool))])
+        out = attend(x, [KVSegment(keys, values, np.ones((x.shape[2], keys.shape[2]), bool))])
         x = out.reshape(1, x.shape[2], *x.shape[1::2]).swapaxes(1, 2)
     return x
 

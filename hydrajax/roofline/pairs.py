@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.roofline import passes
 from hydrajax.roofline.devices import Device
 from hydrajax.roofline.prediction import base_dtype

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from hydrajax.drafters.drafter import Drafter, Outcome
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.backend import traced_for
-from hydrajax.models.base import BoundBase, abstract_base
+from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.roofline.traced import PLAIN, Operator, at_depth, trace
 from hydrajax.trees.dynamic import CandidateTree
@@ -85,8 +85,8 @@ def begin(drafter: Drafter, base: Llama, batch: int, tokens: int, slots: int) ->
     def begun(drafter: Drafter) -> Iterable[Operator]:
         model, params, state = _drafting(drafter, base, batch, slots)
 
-        def run(params, state, features, text, counts, root):
-            return drafter.begin(params[0], state, features, text, counts, root, BoundBase(model, params[1]))
+        def run(params, state, aux_hidden_states, text, counts, root):
+            return drafter.begin(params[0], state, aux_hidden_states, text, counts, root, BoundBase(model, params[1]))
 
         return trace(run, params, state, _features(drafter, base, batch, tokens), text, row, row)[0]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.roofline import passes
 from hydrajax.roofline.devices import Device
 from hydrajax.roofline.traced import Operator, ranking

@@ -22,11 +22,11 @@ from starlette.routing import Route
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.batcher import Batcher, Stats
-from hydrajax.serve.metrics import Metrics
-from hydrajax.serve.prompts import Encoder
+from hydrajax.serve.prometheus import Metrics
 from hydrajax.serve.protocol import MOST_CHOICES, ChatBody, Common, CompletionBody, parsed
 from hydrajax.serve.replies import ChatCompletion, Choice, Completion, Form, usage
-from hydrajax.serve.requests import Closed, Refused
+from hydrajax.serve.request_encoder import Encoder
+from hydrajax.serve.requests import Closed, QueueFull
 from hydrajax.serve.served import Served, check_names, together
 from hydrajax.serve.stream import EventStream
 
@@ -284,6 +284,6 @@ async def _refusal(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         status, message, headers = error.status_code, error.detail, error.headers
     else:
-        status = 429 if isinstance(error, Refused) else 503 if isinstance(error, Closed) else 400
+        status = 429 if isinstance(error, QueueFull) else 503 if isinstance(error, Closed) else 400
         message, headers = str(error), {"retry-after": "1"} if status == 429 else None
     return JSONResponse(_error(message, status), status_code=status, headers=headers)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 
+from hydrajax.serve.admission import Use
 from hydrajax.serve.group import Group, Running
-from hydrajax.serve.memory import Use
 from hydrajax.serve.pool import Pool
 
 

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from hydrajax.decoding.decode_loop import next_burst
 from hydrajax.decoding.executor import State
 from hydrajax.decoding.keywords import with_keywords
-from hydrajax.decoding.loop import next_burst
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.generation import growing_text, row_result, seed_for
+from hydrajax.serve.admission import Memory
 from hydrajax.serve.batch import Batch
 from hydrajax.serve.drafting import Drafting
 from hydrajax.serve.group import Group, Running
-from hydrajax.serve.kept import Kept
-from hydrajax.serve.memory import Memory
 from hydrajax.serve.pool import Pool
-from hydrajax.serve.requests import Closed, Refused, Request, Ticket
+from hydrajax.serve.prefix_cache import CachedPrefix
+from hydrajax.serve.requests import Closed, QueueFull, Request, RequestHandle
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _Reading:
     takes over, if there is one.
     """
 
-    def __init__(self, ticket: Ticket, group: Group, places: int, at: int, kept: Kept | None):
+    def __init__(self, ticket: RequestHandle, group: Group, places: int, at: int, kept: CachedPrefix | None):
         self.ticket, self.group, self.places, self.at, self.kept = ticket, group, places, at, kept
         self.state: State | None = None
 
@@ -96,7 +96,7 @@ class Batcher:
         self._batch = Batch(pool, self._changed)
         self._drafting = Drafting()
         self._reading: _Reading | None = None
-        self._waiting: deque[Ticket] = deque()
+        self._waiting: deque[RequestHandle] = deque()
         self._closing, self._failed, self._finished = False, False, True
         self._counts = dict.fromkeys(
             ("requests", "ended", "cancelled", "refused", "prompt_tokens", "cached", "tokens", "steps", "drafted"), 0
@@ -156,9 +156,9 @@ class Batcher:
         self._memory.check(found)
         return found
 
-    def submit(self, requests: Sequence[Request], on_change: Callable[[], None] | None = None) -> list[Ticket]:
-        """Take requests, all or none. Raises `Refused` where the queue has no room, and `Closed`."""
-        tickets = [Ticket(request, on_change) for request in requests]
+    def submit(self, requests: Sequence[Request], on_change: Callable[[], None] | None = None) -> list[RequestHandle]:
+        """Take requests, all or none. Raises `QueueFull` where the queue has no room, and `Closed`."""
+        tickets = [RequestHandle(request, on_change) for request in requests]
         with self._changed:
             if self._failed:
                 raise Closed("the server has failed; its log says why")
@@ -168,13 +168,13 @@ class Batcher:
             room = self._queue + max(free - (self._reading is not None), 0) - len(self._waiting)
             if len(tickets) > room:
                 self._counts["refused"] += len(tickets)
-                raise Refused(f"the queue of {self._queue} requests is full; try again later")
+                raise QueueFull(f"the queue of {self._queue} requests is full; try again later")
             self._counts["requests"] += len(tickets)
             self._waiting.extend(tickets)
             self._changed.notify()
         return tickets
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: RequestHandle) -> None:
         ticket.cancel()
         with self._changed:
             self._changed.notify()
@@ -240,7 +240,7 @@ class Batcher:
             for ticket in tickets:
                 ticket.end(Closed(f"the server has failed: {one_line(error)}"))
 
-    def _tickets(self) -> list[Ticket]:
+    def _tickets(self) -> list[RequestHandle]:
         """All that are not over."""
         reading = [] if self._reading is None else [self._reading.ticket]
         return [*(row.ticket for _, _, row in self._batch.live), *reading, *self._waiting]
@@ -375,4 +375,4 @@ class Batcher:
         self._memory.leave_room(self._batch.uses, reading)
         nbytes = self._pool.shapes.nbytes(1, places)
         if self._memory.kept.worth(ids, nbytes):
-            self._memory.kept.add(Kept(ids, copied(), nbytes))
+            self._memory.kept.add(CachedPrefix(ids, copied(), nbytes))

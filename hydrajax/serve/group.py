@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import State
-from hydrajax.decoding.loop import Snapshot
 from hydrajax.generation import growing_text
-from hydrajax.serve.memory import Use
+from hydrajax.serve.admission import Use
 from hydrajax.serve.pool import Pool
-from hydrajax.serve.requests import Ticket
+from hydrajax.serve.requests import RequestHandle
 
 TURNS_BEFORE_SHRINKING = 8  # a smaller shape must have been enough for so many
 
@@ -21,7 +21,7 @@ TURNS_BEFORE_SHRINKING = 8  # a smaller shape must have been enough for so many
 class Running:
     """A row. end: tokens that it can ever come to hold. emitted, steps: so far."""
 
-    def __init__(self, ticket: Ticket, tokenizer: Any, end: int):
+    def __init__(self, ticket: RequestHandle, tokenizer: Any, end: int):
         self.ticket, self.end = ticket, end
         self.text = growing_text(tokenizer, ticket.request.stop)
         self.emitted, self.steps = 0, 0

@@ -13,10 +13,10 @@ import numpy as np
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.executor import Executor, State
 from hydrajax.decoding.processors import LogitBias, Penalties, TokenCounts
-from hydrajax.decoding.prompts import SMALLEST_BUCKET, bucket, right_padded
+from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, bucket, right_padded
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
 from hydrajax.errors import HydrajaxError
-from hydrajax.serve.rows import Shapes, put_row
+from hydrajax.serve.shapes import Shapes, put_row
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 
@@ -212,7 +212,7 @@ class Pool:
 
         For p sizes of caches, b of batches and w of last pieces these are at most p * (w + 2) programs that read, p * b
         that decode, as many that decode without the draft, and p * (b + 1) that rewind; and of those that move one
-        array (`hydrajax.serve.rows`), for every kind of array, p * b that put a row in, as many that take one out and
+        array (`hydrajax.serve.shapes`), for every kind of array, p * b that put a row in, as many that take one out and
         that copy one, p * (p - 1) that fit one.
         """
         piece = np.zeros(self.chunk, np.int32)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hydrajax.serve.requests import Ticket
+from hydrajax.serve.requests import RequestHandle
 
 ENDS = {"eos": "stop", "stop": "stop"}  # every other end is "length": the limit, the context, or broken off
 
@@ -32,7 +32,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        ticket: Ticket,
+        ticket: RequestHandle,
         token_text: Callable[[int], str],
         logprobs: bool,
         alternatives: int = 0,

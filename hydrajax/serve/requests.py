@@ -14,7 +14,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.text.answers import Generation
 
 
-class Refused(HydrajaxError):
+class QueueFull(HydrajaxError):
     """Not now: the queue is full."""
 
 
@@ -38,7 +38,7 @@ class Request:
     stop: tuple[str, ...] = ()
 
 
-class Ticket:
+class RequestHandle:
     """A request that was taken, and its answer as far as it is. Written by the batcher's thread, read by any.
 
     result: the answer up to now, None before its first token; its ``finish_reason`` is None until it has ended, and

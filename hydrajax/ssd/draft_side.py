@@ -1,9 +1,9 @@
 """What the draft's devices do: draft, prepare the next round for what may come of this one, take what came of it.
 
-Functions of arrays, like the verbs of `hydrajax.decoding.step`; `hydrajax.ssd.executor` calls them. An outcome that is
-prepared for is no copy of the draft's state. All of them share its cache and the tokens of the round that is being
-verified, and each adds K tokens of its own that no other sees, as the branches of a tree do: one pass of the draft runs
-a token of every outcome.
+Functions of arrays, like the verbs of `hydrajax.decoding.engine`; `hydrajax.ssd.split_executor` calls them. An
+outcome that is prepared for is no copy of the draft's state. All of them share its cache and the tokens of the round
+that is being verified, and each adds K tokens of its own that no other sees, as the branches of a tree do: one pass
+of the draft runs a token of every outcome.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.engine import exact
 from hydrajax.decoding.sampling import position_keys
-from hydrajax.decoding.step import exact
 from hydrajax.drafters.draft_model import FIRST, DraftModel, DraftState, Scratch
 from hydrajax.drafters.drafter import Outcome, Proposal
 from hydrajax.models.arrays import Array
-from hydrajax.models.cache import Ahead, Block, write_tokens
+from hydrajax.models.cache import Block, PendingKVCache, write_tokens
 from hydrajax.models.ranking import over_rows
 from hydrajax.ssd.fan_out import FanOut
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 MISS, NO_ROUND = -1, -2  # in `Carry.record`, where others are the number of a prepared outcome
 
@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
     """
 
     counts: Int[Array, " B"]
-    next_root: Int[Array, " B"]
+    bonus_token: Int[Array, " B"]
     done: Bool[Array, " B"]
 
 
@@ -170,7 +170,7 @@ class DraftSide:
         lengths, done = carry.lengths + verdict.counts, verdict.done
 
         def in_turn():
-            return self._in_turn(params, state, verdict.next_root, lengths, carry.keys, carry.rule)
+            return self._in_turn(params, state, verdict.bonus_token, lengths, carry.keys, carry.rule)
 
         if prepared is None:
             nothing = jax.eval_shape(in_turn)
@@ -180,7 +180,7 @@ class DraftSide:
             )
         else:
             agrees = (self.fan_out.accept_lengths == verdict.counts[:, None] - 1) & (
-                prepared.roots == verdict.next_root[:, None]
+                prepared.roots == verdict.bonus_token[:, None]
             )
             hit = jnp.any(agrees, axis=1)
             at = jnp.argmax(agrees, axis=1).astype(jnp.int32)
@@ -222,7 +222,7 @@ class DraftSide:
         )
         of_first = jnp.concatenate([jnp.ones_like(waits), waits], axis=1)  # the second is nobody's where none waited
         sees = jnp.concatenate([of_first, jnp.ones((batch, depth - 1), bool)], axis=1)[:, None]
-        past = Ahead(state.cache, drafted.block, sees, positions)
+        past = PendingKVCache(state.cache, drafted.block, sees, positions)
         alone = np.ones((1, 1), bool)
         last = drafter.forward(params, drafted.tokens[:, -1:], after_root + depth, alone, past)
         best = drafter.lm_head.top(drafter.logits(params, last.hidden[:, 0]), self.fan_out.counts[-1])
@@ -248,7 +248,9 @@ class DraftSide:
         tokens, runners_up, log_q = [roots], [], []
         for level in range(depth):
             places = after_root + accepts + 1 + level
-            forward = drafter.forward(params, tokens[-1], places, itself, Ahead(state.cache, block, sees, positions))
+            forward = drafter.forward(
+                params, tokens[-1], places, itself, PendingKVCache(state.cache, block, sees, positions)
+            )
             block = _beside(block, forward.block)
             positions = jnp.concatenate([positions, places], axis=1)
             sees = jnp.concatenate([sees, jnp.broadcast_to(itself, (batch, *itself.shape))], axis=-1)
@@ -296,7 +298,7 @@ class DraftSide:
         tokens = jnp.take_along_axis(drafted.tokens, path, axis=1)
         # This program has not read the cache before it is written, so there is nothing to wait for.
         scratch = Scratch(block, place, jnp.zeros(len(tokens)))
-        outcome = Outcome(path, tokens, verdict.counts, verdict.next_root, None, None)
+        outcome = Outcome(path, tokens, verdict.counts, verdict.bonus_token, None, None)
         proposal = Proposal(drafted.tokens, self.comb.topology, drafted.log_q, scratch)
         return self.drafter.observe(params, carry.state, proposal, outcome, None)
 

@@ -20,17 +20,17 @@ from rich.console import Console
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.huggingface import read_config
-from hydrajax.models.base import abstract_base
-from hydrajax.models.config import PRESETS, LlamaConfig
+from hydrajax.models.base_model import abstract_base
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import PRESETS, LlamaConfig
 from hydrajax.roofline.devices import DEVICES
 from hydrajax.sharding import make_mesh, tree_shardings
-from hydrajax.train.config import TrainConfig, check_length
 from hydrajax.train.optimizer import optimizer_of
-from hydrajax.train.step import TrainState, abstract_state, batch_sharding, make_train_step, state_shardings
-from hydrajax.train.tasks.base import BaseTask
-from hydrajax.train.tasks.heads import HeadsTask, make_drafter
-from hydrajax.train.tasks.joint import JointTask
+from hydrajax.train.run_config import TrainConfig, check_length
+from hydrajax.train.tasks.base_task import BaseTask
+from hydrajax.train.tasks.heads_task import HeadsTask, make_drafter
+from hydrajax.train.tasks.joint_task import JointTask
+from hydrajax.train.train_step import TrainState, abstract_state, batch_sharding, make_train_step, state_shardings
 
 SHAPES = PRESETS | {
     "vicuna-7b": PRESETS["7b"],

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from hydrajax.drafters.drafter import Trainable, abstract_draft
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama import Llama
-from hydrajax.models.rows import run_base
+from hydrajax.models.packed_forward import run_base
 from hydrajax.roofline.passes import abstract_params, with_layers
 from hydrajax.roofline.traced import at_depth, flops, trace
 
@@ -53,9 +53,9 @@ def drafter_forward_flops(drafter: Trainable, model: Llama, length: int) -> floa
     width = len(drafter.spec.aux_hidden_layers) * base.config.width
     params = nn.unbox(abstract_draft(drafter, base)), abstract_params(base)
 
-    def forward(params, features, tokens):
+    def forward(params, aux_hidden_states, tokens):
         bound = BoundBase(base, params[1])
-        read = drafter.teacher_hidden(params[0], features, tokens, bound)
+        read = drafter.teacher_hidden(params[0], aux_hidden_states, tokens, bound)
         return [drafter.head_logits(params[0], k, hidden, bound) for k, hidden in enumerate(read)]
 
     def operators(tokens):

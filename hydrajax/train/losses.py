@@ -23,8 +23,8 @@ from jaxtyping import Bool, Float, Int
 from hydrajax.drafters.drafter import Trainable
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
-from hydrajax.models.base import BaseModel, BoundBase
-from hydrajax.models.rows import chunk_width, into_chunks, row_layout
+from hydrajax.models.base_model import BaseModel, BoundBase
+from hydrajax.models.packed_forward import chunk_width, into_chunks, row_layout
 from hydrajax.train.chunks import sum_over_chunks
 
 IGNORED = -100  # a label that is no target, as in transformers and the released training code
@@ -170,13 +170,13 @@ def _where_counted(counts: Bool[Array, "*rows"], each: Float[Array, "*rows"]) ->
     return jnp.sum(jnp.where(counts, each, 0.0))
 
 
-def head_counts(labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, n_heads: int) -> HeadCounts:
+def head_counts(labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, num_draft_heads: int) -> HeadCounts:
     """What the means of `draft_loss` are divided by, at least 1. They depend on the batch alone."""
 
     def count(shift):
         return jnp.maximum(jnp.sum(targets(labels, shift, segments)[1], dtype=jnp.float32), 1)
 
-    by_shift = jnp.stack([count(shift) for shift in range(1, n_heads + 2)])
+    by_shift = jnp.stack([count(shift) for shift in range(1, num_draft_heads + 2)])
     return HeadCounts(tokens=by_shift[1:], hidden=by_shift[:-1])
 
 
@@ -184,7 +184,7 @@ def draft_loss(
     objective: Objective,
     drafter: Trainable,
     draft_params: Any,
-    features: Float[Array, "B T nD"],
+    aux_hidden_states: Float[Array, "B T nD"],
     hidden: Float[Array, "B T D"],
     batch: Mapping[str, Array],
     base: BoundBase,
@@ -201,22 +201,24 @@ def draft_loss(
               then add up to the whole batch's, exactly.
     """
     tokens, labels, segments = batch["tokens"], batch["labels"], batch.get("segments")
-    n_heads = drafter.spec.num_draft_heads
+    num_draft_heads = drafter.spec.num_draft_heads
     if counts is None:
-        counts = head_counts(labels, segments, n_heads)
+        counts = head_counts(labels, segments, num_draft_heads)
     noise_key, hidden_key, logits_key = (None,) * 3 if rng is None else jax.random.split(rng, 3)
     if (objective.noise_alpha or objective.feature_noise) and noise_key is not None:
-        features = features + input_noise(noise_key, objective, labels, segments, features)
+        aux_hidden_states = aux_hidden_states + input_noise(noise_key, objective, labels, segments, aux_hidden_states)
     positions, mask = row_layout(tokens, segments)
     hidden = jax.lax.stop_gradient(hidden)
-    read = drafter.teacher_hidden(draft_params, features, tokens, base, hidden_key, positions, mask)
-    weights = objective.head_decay ** jnp.arange(n_heads, dtype=jnp.float32)
+    read = drafter.teacher_hidden(draft_params, aux_hidden_states, tokens, base, hidden_key, positions, mask)
+    weights = objective.head_decay ** jnp.arange(num_draft_heads, dtype=jnp.float32)
 
     loss = jnp.zeros(())
-    missing = jnp.full(n_heads, jnp.nan)
+    missing = jnp.full(num_draft_heads, jnp.nan)
     reconstruction = missing
     if objective.reconstruction_weight:
-        reconstruction = jnp.stack([_reconstruction(read[k], hidden, labels, segments, k) for k in range(n_heads)])
+        reconstruction = jnp.stack(
+            [_reconstruction(read[k], hidden, labels, segments, k) for k in range(num_draft_heads)]
+        )
         reconstruction = reconstruction / counts.hidden
         loss = loss + objective.reconstruction_weight * jnp.sum(weights * reconstruction)
 
@@ -293,7 +295,7 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, lab
 
     One pass over chunks of positions: the base's distribution once, then one head after the other.
     """
-    n_heads, vocabulary = len(read), drafter.vocabulary
+    num_draft_heads, vocabulary = len(read), drafter.vocabulary
     width = chunk_width(objective.chunk_tokens, labels.shape)
 
     def known(tokens):
@@ -306,7 +308,7 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, lab
         if not objective.teacher_weight:
             return _Shared(rng, scale, base_params, None, None)
         # Head k at position t has its teacher at t + 1 + k.
-        halo = jax.lax.dynamic_slice_in_dim(hidden, index * width + 1, width + n_heads - 1, axis=1)
+        halo = jax.lax.dynamic_slice_in_dim(hidden, index * width + 1, width + num_draft_heads - 1, axis=1)
         logits = BoundBase(base.model, base_params).logits(halo)
         sayable = logits if vocabulary is None else logits[..., vocabulary.tokens]
         best = known(jnp.argmax(logits, axis=-1))
@@ -333,9 +335,9 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, lab
 
         return chunk_loss
 
-    per_head = tuple(targets(labels, k + 2, segments) for k in range(n_heads))
+    per_head = tuple(targets(labels, k + 2, segments) for k in range(num_draft_heads))
     read, rows = into_chunks((tuple(read), per_head), width)
-    padding = len(rows[0][0]) * width + n_heads - labels.shape[1]
+    padding = len(rows[0][0]) * width + num_draft_heads - labels.shape[1]
     frozen = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))), base.params, rng, scale
-    loss, sums = sum_over_chunks([head(k) for k in range(n_heads)], prepare, draft_params, read, rows, frozen)
+    loss, sums = sum_over_chunks([head(k) for k in range(num_draft_heads)], prepare, draft_params, read, rows, frozen)
     return loss, [None if x[0] is None else jnp.stack(x) for x in zip(*sums, strict=True)]

@@ -18,7 +18,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile, sync
 from hydrajax.text.jsonl import file_content, json_lines
 from hydrajax.text.records import INTEGER, TEXT, checked
-from hydrajax.train.curves import Curves
+from hydrajax.train.tensorboard import Curves
 
 FILE = "metrics.jsonl"
 FIELDS = {"step": INTEGER, "kind": TEXT}  # of every line

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from hydrajax.train.config import OptimizerConfig, TrainConfig
+from hydrajax.train.run_config import OptimizerConfig, TrainConfig
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -112,7 +112,7 @@ def _update(config: OptimizerConfig, steps: int) -> optax.GradientTransformation
 
 
 def _decaying(params):
-    """True for matrices. The bias of a conditioned block, ``[2, D]``, is none (`hydrajax.drafters.heads`)."""
+    """True for matrices. The bias of a conditioned block, ``[2, D]``, is none (`hydrajax.drafters.head_stack`)."""
     return jax.tree.map_with_path(lambda path, x: x.ndim > 1 and path[-1].key != "bias", params)
 
 

@@ -15,11 +15,11 @@ from hydrajax.trees.simulation import accepted_lengths, runs, walk
 class Tally:
     """Adds up batches of `head_ranks`: tokens per step of walks over the targets, accuracies of every head."""
 
-    def __init__(self, tree: TreeTopology, n_heads: int, top_k: int):
+    def __init__(self, tree: TreeTopology, num_draft_heads: int, top_k: int):
         self._tree, self._top_k = tree, top_k
         self._tokens = self._steps = 0
-        self._hits = np.zeros((top_k, n_heads), int)
-        self._counts = np.zeros(n_heads, int)
+        self._hits = np.zeros((top_k, num_draft_heads), int)
+        self._counts = np.zeros(num_draft_heads, int)
 
     def add(
         self,
@@ -27,9 +27,9 @@ class Tally:
         labels: Int[np.ndarray, "B T"],
         segments: Int[np.ndarray, "B T"] | None = None,
     ) -> None:
-        n_heads, batch, length = ranks.shape
+        num_draft_heads, batch, length = ranks.shape
         owner = np.ones_like(labels) if segments is None else segments
-        for k in range(n_heads):
+        for k in range(num_draft_heads):
             shift = k + 2
             counted = (labels[:, shift:] != IGNORED) & (owner[:, shift:] == owner[:, :-shift])
             found = ranks[k, :, : length - shift][counted]

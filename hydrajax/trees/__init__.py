@@ -2,6 +2,6 @@
 
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 __all__ = ["DynamicTree", "TreeTopology", "presets"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.trees.tree import MAX_NODES, TreeTopology
+from hydrajax.trees.static_tree import MAX_NODES, TreeTopology
 
 
 @dataclass(frozen=True)

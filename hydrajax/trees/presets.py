@@ -15,8 +15,8 @@ from pathlib import Path
 
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
-from hydrajax.trees.files import read_tree
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
+from hydrajax.trees.tree_json import read_tree
 
 _SPARSE = {
     "mc_sim_7b_63": """

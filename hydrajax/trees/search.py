@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees.simulation import accepted_lengths, walk
 from hydrajax.trees.speculation import expected_tokens
-from hydrajax.trees.tree import Choice, TreeTopology
+from hydrajax.trees.static_tree import Choice, TreeTopology
 
 WIDEST = 64  # ranks beyond are not looked at: no released tree has a child beyond rank 17
 

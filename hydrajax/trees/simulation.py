@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int
 
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 
 def accepted_lengths(tree: TreeTopology, ranks: Int[np.ndarray, " K *positions"]) -> Int[np.ndarray, "*positions"]:

@@ -1,8 +1,9 @@
 """What the decode step reads of a tree, as arrays.
 
-A static tree (`hydrajax.trees.tree.TreeTopology`) gives NumPy constants, the same for all rows, and XLA folds them into
-the program. A tree that is made on the device gives jax arrays with a leading batch axis, a tree for every row, always
-of the same number of nodes. `take` and `Topology.at` read either kind, so that the step and the rules are written once.
+A static tree (`hydrajax.trees.static_tree.TreeTopology`) gives NumPy constants, the same for all rows, and XLA folds
+them into the program. A tree that is made on the device gives jax arrays with a leading batch axis, a tree for every
+row, always of the same number of nodes. `take` and `Topology.at` read either kind, so that the step and the rules are
+written once.
 """
 
 from __future__ import annotations

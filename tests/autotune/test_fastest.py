@@ -21,9 +21,9 @@ from hydrajax.drafters.eagle import Eagle
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.machine import machine
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import DynamicTree, presets
-from hydrajax.trees.files import content_of
+from hydrajax.trees.tree_json import content_of
 
 PROMPTS = [np.arange(1, 9, dtype=np.int32)]
 

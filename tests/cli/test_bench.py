@@ -8,9 +8,9 @@ import pytest
 
 from hydrajax.cli import bench
 from hydrajax.decoding.state import Params
-from hydrajax.formats.registry import KINDS
-from hydrajax.models.config import PRESETS
+from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import PRESETS
 
 
 def without_weights(shape, kind, dtype, seed):

@@ -145,8 +145,8 @@ def test_eagle(certify, golden, arch, rule, tree):
 class WrongRoot(Greedy):
     def accept(self, verified, keys):
         accepted = super().accept(verified, keys)
-        unlucky = (accepted.next_root % 7 == 0) & (verified.proposal.tree.size > 1)
-        return accepted._replace(next_root=jnp.where(unlucky, accepted.next_root + 1, accepted.next_root))
+        unlucky = (accepted.bonus_token % 7 == 0) & (verified.proposal.tree.size > 1)
+        return accepted._replace(bonus_token=jnp.where(unlucky, accepted.bonus_token + 1, accepted.bonus_token))
 
 
 @numbers_as_arrays
@@ -203,7 +203,7 @@ class NoResidual(RejectionSampling):
     def accept(self, verified, keys):
         accepted = super().accept(verified, keys)
         shaped = self.shape(at_rows(verified.logits, accepted.path[:, -1]))
-        return accepted._replace(next_root=sample(keys[:, 0], shaped))
+        return accepted._replace(bonus_token=sample(keys[:, 0], shaped))
 
 
 @numbers_as_arrays

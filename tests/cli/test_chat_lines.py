@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from helpers.programs import command
-from hydrajax.chat import Turn
 from hydrajax.cli.chat import answer, at_terminal, read_line
 from hydrajax.cli.signals import Terminated
+from hydrajax.conversation import Turn
 
 pytest.importorskip("readline")
 pty = pytest.importorskip("pty")

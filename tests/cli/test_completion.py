@@ -12,7 +12,7 @@ from argcomplete import CompletionFinder
 from hydrajax import assets
 from hydrajax.cli import EPILOG, build_parser
 from hydrajax.cli.completion import add_completers
-from hydrajax.formats.registry import WITHOUT_WEIGHTS
+from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS
 
 
 @pytest.fixture

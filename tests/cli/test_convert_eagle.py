@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.torch_eagle import Eagle1, Eagle3
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 
 WIDTH, VOCAB, KNOWN = 32, 96, 40
 CONFIG = {

@@ -18,7 +18,7 @@ from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.huggingface import load_llama
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.train.data.preview import CLOSE, OPEN
 from hydrajax.trees import presets

@@ -112,7 +112,7 @@ class Careless(Greedy):
 
     def accept(self, verified, keys):
         accepted = super().accept(verified, keys)
-        return accepted if verified.proposal.tree.size == 1 else accepted._replace(next_root=accepted.next_root ^ 1)
+        return accepted if verified.proposal.tree.size == 1 else accepted._replace(bonus_token=accepted.bonus_token ^ 1)
 
 
 def test_a_wrong_rule_is_found_out(program, arguments, monkeypatch, tmp_path):

@@ -39,9 +39,9 @@ def test_the_version_names_jax_and_python_and_starts_no_device(capsys, monkeypat
 )
 def test_training_is_a_command_too(program, capsys, name, alone, more):
     """`hydrajax train` and `python -m hydrajax.train` refuse a setting in the same words, and so for distill."""
-    asked = ["--config", str(CONFIGS / "demo_hydra.yaml"), *more, "draft.n_head=3"]
+    asked = ["--config", str(CONFIGS / "demo_hydra.yaml"), *more, "draft.num_draft_head=3"]
     result = program(name, *asked)
     assert (result.code, result.out) == (2, "")
-    assert result.err == "hydrajax: --config: unknown key draft.n_head; did you mean draft.n_heads?\n"
+    assert result.err == "hydrajax: --config: unknown key draft.num_draft_head; did you mean draft.num_draft_heads?\n"
     assert alone(asked) == 2
     assert capsys.readouterr().err == result.err

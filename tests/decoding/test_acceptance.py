@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from helpers.how import per_row
 from helpers.lab import quick_jit
 from helpers.tree_tools import leaf_paths, random_tree
-from hydrajax.decoding.acceptance import Greedy, Typical, Verified
+from hydrajax.decoding.acceptance import Greedy, Typical, VerifyResult
 from hydrajax.decoding.processors import LogitBias, Penalties, TokenCounts, batched_processors
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.certificate import shaped
 from hydrajax.trees import presets
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 VOCAB = 5  # small, so that siblings often hold the same token
 
@@ -32,7 +32,7 @@ TREES += [random_tree(n_choices, n_choices, depth=4, widest=4) for n_choices in 
 @functools.partial(quick_jit, static_argnames="tree")
 def accept(rule, logits, tokens, tree):
     """What a rule accepts, on the host; the rule's numbers are arguments, so a tree compiles once for each kind."""
-    return rule.accept(Verified(logits, Proposal(tokens, tree.topology)), None)
+    return rule.accept(VerifyResult(logits, Proposal(tokens, tree.topology)), None)
 
 
 def walk(tree: TreeTopology, logits: np.ndarray, candidates: np.ndarray) -> tuple[list[int], int]:
@@ -64,11 +64,11 @@ def test_greedy_matches_a_walk(tree, seed, agreement):
     accepted = jax.device_get(accept(Greedy(), logits, candidates, tree))
     assert accepted.path.shape == (batch, tree.depth + 1)
     for row in range(batch):
-        nodes, next_root = walk(tree, logits[row], candidates[row])
+        nodes, bonus_token = walk(tree, logits[row], candidates[row])
         event(f"accept_length {len(nodes) - 1}")
         assert accepted.accept_length[row] == len(nodes) - 1
         assert accepted.path[row].tolist() == nodes + [nodes[-1]] * (tree.depth + 1 - len(nodes))
-        assert accepted.next_root[row] == next_root
+        assert accepted.bonus_token[row] == bonus_token
 
 
 def logits_choosing(tokens: list[int]) -> np.ndarray:
@@ -80,7 +80,7 @@ def test_of_siblings_with_the_same_token_the_first_wins():
     accepted = accept(Greedy(), logits_choosing([4, 0, 1, 2]), np.array([[3, 2, 4, 4]], np.int32), tree)
     assert accepted.path.tolist() == [[0, 2]]
     assert accepted.accept_length.tolist() == [1]
-    assert accepted.next_root.tolist() == [1]
+    assert accepted.bonus_token.tolist() == [1]
 
 
 def test_of_siblings_with_the_same_token_the_one_with_the_longer_path_wins():
@@ -96,7 +96,7 @@ def test_an_agreeing_node_under_a_rejected_one_is_rejected():
     accepted = accept(Greedy(), logits_choosing([4, 0, 0, 0, 0]), candidates, tree)
     assert accepted.path.tolist() == [[0, 0, 0, 0]]
     assert accepted.accept_length.tolist() == [0]
-    assert accepted.next_root.tolist() == [4]
+    assert accepted.bonus_token.tolist() == [4]
 
 
 def test_first_root_is_the_smallest_best_token():
@@ -144,7 +144,7 @@ def test_typical_matches_a_walk_over_paths(rule):
             nodes = typical_walk(rule, tree, p, candidates[row])
             assert accepted.path[row].tolist() == nodes + [nodes[-1]] * (tree.depth + 1 - len(nodes))
             assert accepted.accept_length[row] == len(nodes) - 1
-            assert accepted.next_root[row] == np.argmax(logits[row, nodes[-1]])
+            assert accepted.bonus_token[row] == np.argmax(logits[row, nodes[-1]])
             lengths.add(len(nodes))
         assert len(lengths) > 1 or tree.depth == 0 or rule.epsilon == 0
 
@@ -168,7 +168,7 @@ def test_typical_with_cuts_and_processors_matches_a_walk(rule):
     def accept(rule, processors, logits, tokens, prompts, output):
         three = np.full(batch, 3, np.int32)
         counts = TokenCounts.of_prompt(prompts, three, VOCAB).with_output(output, three)
-        return rule.accept(Verified(logits, Proposal(tokens, tree.topology), processors, counts), None)
+        return rule.accept(VerifyResult(logits, Proposal(tokens, tree.topology), processors, counts), None)
 
     found = jax.device_get(
         accept(per_row(rule, batch), batched_processors(rows, VOCAB), logits, candidates, prompts, output)
@@ -183,7 +183,7 @@ def test_typical_with_cuts_and_processors_matches_a_walk(rule):
         p = np.stack([shaped(node, rule) for node in processed])
         nodes = typical_walk(rule, tree, p, candidates[row])
         assert found.path[row].tolist() == nodes + [nodes[-1]] * (tree.depth + 1 - len(nodes))
-        assert found.next_root[row] == np.argmax(processed[nodes[-1]])
+        assert found.bonus_token[row] == np.argmax(processed[nodes[-1]])
         lengths.add(len(nodes))
         plain = np.stack([shaped(node, rule) for node in logits[row].astype(np.float64)])
         changed += typical_walk(rule, tree, plain, candidates[row]) != nodes

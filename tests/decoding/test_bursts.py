@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hydrajax.decoding.loop import next_burst
+from hydrajax.decoding.decode_loop import next_burst
 
 
 def rates(step: float, burst: float, slow_first: float) -> list[float]:

@@ -16,13 +16,13 @@ import pytest
 
 from helpers.how import sampling
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding import step
+from hydrajax.decoding import engine as engine_module
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy
 from hydrajax.decoding.decode import result_of
-from hydrajax.decoding.loop import run_steps
+from hydrajax.decoding.decode_loop import run_steps
+from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
-from hydrajax.decoding.step import Engine
 from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.eagle import Eagle
@@ -31,9 +31,9 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.with_lookup import WithLookup
-from hydrajax.models.base import BoundBase, init_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
 
@@ -193,8 +193,8 @@ class RewritingEngine(Engine):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_control_a_write_that_does_not_wait_for_the_reads_is_found(monkeypatch, batch):
     """Without `append`'s data dependency the autoregressive loop copies every cache on jax 0.10's CPU backend."""
-    append = step.append
-    monkeypatch.setattr(step, "append", lambda *args, index=None, after=None: append(*args, index=index))
+    append = engine_module.append
+    monkeypatch.setattr(engine_module, "append", lambda *args, index=None, after=None: append(*args, index=index))
     engine = make_engine("autoregressive")
     assert len(cache_copies(engine, optimised_hlo(engine, batch))) >= 2 * CONFIG.n_layers
     assert len(cache_copies(engine, extended_hlo(engine, batch))) >= 2 * CONFIG.n_layers

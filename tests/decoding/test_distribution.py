@@ -29,24 +29,24 @@ from hydrajax.decoding.sampling import sample
 from hydrajax.decoding.state import Params
 from hydrajax.drafters import growing
 from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base import BoundBase, init_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.ranking import over_rows, sampled_tokens
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
+from hydrajax.trees.static_tree import TreeTopology
 from hydrajax.trees.topology import at_rows
-from hydrajax.trees.tree import TreeTopology
 
 VOCAB, WIDTH, LENGTH = 5, 16, 3
 MANY, FEWER = 102_400, 25_600  # decodings: of the slow tests, and of the others
@@ -295,12 +295,12 @@ def test_rejection_sampling(temperature, cut, drafter, tree, samples):
 class TwoChances(ExactSampling):
     """Wrong: where no child holds the sample, it samples again, and may then follow one."""
 
-    def accept(self, verified, keys):
-        proposal = verified.proposal
+    def accept(self, verify_result, keys):
+        proposal = verify_result.proposal
         parents = jnp.asarray(proposal.tree.parents)
 
         def choose(node, depth):
-            shaped = self.shape(verified.at(node, depth))
+            shaped = self.shape(verify_result.at(node, depth))
             token = sample(keys[:, depth], shaped)
             held = jnp.any((parents == node[:, None]) & (proposal.tokens == token[:, None]), axis=1)
             return jnp.where(held, token, sample(keys[:, depth + 1], shaped))
@@ -313,8 +313,8 @@ class TwoChances(ExactSampling):
 class Uncut(ExactSampling):
     """Wrong: forgets top-k and top-p after the first token."""
 
-    def accept(self, verified, keys):
-        return per_row(ExactSampling(1.0), len(verified.logits)).accept(verified, keys)
+    def accept(self, verify_result, keys):
+        return per_row(ExactSampling(1.0), len(verify_result.logits)).accept(verify_result, keys)
 
 
 @numbers_as_arrays
@@ -322,10 +322,10 @@ class Uncut(ExactSampling):
 class NoResidual(RejectionSampling):
     """Wrong: after a rejection it draws from p and not from norm(max(0, p - q))."""
 
-    def accept(self, verified, keys):
-        accepted = super().accept(verified, keys)
-        again = sample(keys[:, 0], self.shape(at_rows(verified.logits, accepted.path[:, -1])))
-        return accepted._replace(next_root=again)
+    def accept(self, verify_result, keys):
+        accepted = super().accept(verify_result, keys)
+        again = sample(keys[:, 0], self.shape(at_rows(verify_result.logits, accepted.path[:, -1])))
+        return accepted._replace(bonus_token=again)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from scipy import stats
 
 from helpers.how import per_row
 from helpers.lab import quick_jit
-from hydrajax.decoding.acceptance import Verified
+from hydrajax.decoding.acceptance import VerifyResult
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import position_keys, row_keys
 from hydrajax.drafters import growing
-from hydrajax.drafters.lm_head import LmHead
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.trees.dynamic import DynamicTree
 
 VOCAB, ROWS, P_VALUE = 4, 100_000, 0.001
@@ -44,10 +44,10 @@ def steps(tree: DynamicTree, draft_temperature: float | None = None):
     def step(root, emitted):
         below = position_keys(keys, emitted[:, None] + 1 + jnp.arange(tree.depth + 1))
         proposal, _ = growing.grow(tree, root, guess, None, LmHead(), VOCAB, rule.draw(below))
-        accepted = rule.accept(Verified(base[proposal.tokens], proposal), below)
+        accepted = rule.accept(VerifyResult(base[proposal.tokens], proposal), below)
         child = proposal.tokens[rows, accepted.path[:, 1]]
-        follows = jnp.where(accepted.accept_length > 0, child, accepted.next_root)
-        return (root, follows, accepted.accept_length), accepted.next_root, emitted + accepted.accept_length + 1
+        follows = jnp.where(accepted.accept_length > 0, child, accepted.bonus_token)
+        return (root, follows, accepted.accept_length), accepted.bonus_token, emitted + accepted.accept_length + 1
 
     first, root, emitted = step(jnp.zeros(ROWS, jnp.int32), jnp.zeros(ROWS, jnp.int32))
     second, _, _ = step(root, emitted)
@@ -56,8 +56,8 @@ def steps(tree: DynamicTree, draft_temperature: float | None = None):
 
 def p_values(found) -> tuple[float, float]:
     """Of the tokens after each step's root given all that went before: for the second how far the first step got."""
-    (root, follows, length), (next_root, next_follows, _) = found
-    before = np.stack([root, next_root]), np.stack([np.zeros_like(length), length])
+    (root, follows, length), (bonus_token, next_follows, _) = found
+    before = np.stack([root, bonus_token]), np.stack([np.zeros_like(length), length])
     return tuple(
         given(then, group * VOCAB + token) for then, token, group in zip((follows, next_follows), *before, strict=True)
     )

@@ -12,11 +12,11 @@ import pytest
 from helpers.how import how, per_row
 from helpers.lab import CONTEXT, NEW, VOCAB, Scripted, quick_jit
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical, Verified
+from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical, VerifyResult
 from hydrajax.decoding.processors import LogitBias, Penalties
 from hydrajax.drafters.drafter import Proposal
+from hydrajax.trees.static_tree import TreeTopology
 from hydrajax.trees.topology import from_parents
-from hydrajax.trees.tree import TreeTopology
 
 N_NODES, DEPTH = 12, 4
 # Only its size and its depth are used.
@@ -175,7 +175,7 @@ def test_typical_acceptance_of_a_tree_for_every_row_matches_a_walk():
     @quick_jit
     def accept(rule, parents, logits, tokens):
         made = from_parents(parents, DEPTH, most_children=N_NODES - 1)
-        return rule.accept(Verified(logits, Proposal(tokens, made)), None)
+        return rule.accept(VerifyResult(logits, Proposal(tokens, made)), None)
 
     found = jax.device_get(accept(per_row(rule, batch), parents, logits, tokens))
     p = np.asarray(jax.nn.softmax(logits.astype(np.float64) / rule.temperature, axis=-1), np.float64)
@@ -184,7 +184,7 @@ def test_typical_acceptance_of_a_tree_for_every_row_matches_a_walk():
         nodes = typical_by_hand(rule, parents[row], p[row], tokens[row])
         assert found.path[row].tolist() == nodes + [nodes[-1]] * (DEPTH + 1 - len(nodes))
         assert found.accept_length[row] == len(nodes) - 1
-        assert found.next_root[row] == logits[row, nodes[-1]].argmax()
+        assert found.bonus_token[row] == logits[row, nodes[-1]].argmax()
         lengths.append(len(nodes) - 1)
     assert np.bincount(lengths, minlength=3)[:3].all()
 
@@ -197,7 +197,7 @@ def test_a_node_without_a_parent_is_never_accepted():
     keys = jax.random.split(jax.random.key(0), (2, 3))
     for rule in (Greedy(), Typical(0.1, temperature=1.0), ExactSampling(0.1)):
         accepted = jax.device_get(
-            quick_jit(lambda rule: rule.accept(Verified(logits, proposal), keys))(per_row(rule, 2))
+            quick_jit(lambda rule: rule.accept(VerifyResult(logits, proposal), keys))(per_row(rule, 2))
         )
         assert accepted.path.tolist() == [[0, 2, 2], [0, 1, 3]]
         assert accepted.accept_length.tolist() == [1, 2]

@@ -18,15 +18,15 @@ from jax.sharding import AbstractMesh
 from helpers.how import sampling
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.state import Params
-from hydrajax.decoding.step import Engine
-from hydrajax.formats.registry import KINDS
+from hydrajax.formats.draft_registry import KINDS
 from hydrajax.measure.random_models import random_base, random_draft
 from hydrajax.models import backend
-from hydrajax.models.base import BoundBase, abstract_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.kernels import add_norm, append_rows, tree_attention
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets
 
 GPU = backend.Platform("gpu", 1, 9.0)

@@ -8,7 +8,7 @@ import pytest
 from helpers.how import how, sampling
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.processors import Penalties, TokenCounts
-from hydrajax.decoding.prompts import right_padded
+from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding.prompts import bucket
+from hydrajax.decoding.prompt_batch import bucket
 from hydrajax.decoding.state import Params
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000))

@@ -10,7 +10,7 @@ import pytest
 
 from hydrajax.distill.seeds import cut, read_seeds, temperature_of
 from hydrajax.errors import HydrajaxError
-from hydrajax.train.data.rows import all_targets
+from hydrajax.train.data.packing import all_targets
 
 NAMES = ["short", "long", "exact", "nearly"]
 

@@ -14,8 +14,8 @@ import pytest
 from helpers.lab import Lab, shared_lab
 from helpers.noise import noise
 from helpers.tree_tools import random_tree
-from hydrajax.models.base import BoundBase
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.models.base_model import BoundBase
+from hydrajax.trees.static_tree import TreeTopology
 
 
 def to_float64(params):
@@ -140,11 +140,11 @@ def decoder_layer_in_numpy(
     ]
 
 
-def prefix_layer_in_numpy(drafter, params, features: np.ndarray) -> np.ndarray:
+def prefix_layer_in_numpy(drafter, params, aux_hidden_states: np.ndarray) -> np.ndarray:
     """The prefix layer over a whole text ``[T, D]`` from position 0."""
-    prefix, params, features = drafter.prefix, to_float64(params), np.asarray(features, np.float64)
+    prefix, params, aux_hidden_states = drafter.prefix, to_float64(params), np.asarray(aux_hidden_states, np.float64)
     config = prefix.config
-    rows = decoder_layer_in_numpy(config, params["layer"], features, causal=True, window=prefix.window)
+    rows = decoder_layer_in_numpy(config, params["layer"], aux_hidden_states, causal=True, window=prefix.window)
     return np.stack([rms_norm(x, params["norm"]["scale"], config.norm_eps) for x in rows])
 
 
@@ -158,14 +158,14 @@ class EagleInNumPy(HeadsInNumPy):
 
     def logits(self, k: int, text: tuple[np.ndarray, list[int]], path: list[int]) -> np.ndarray:
         """text: the base's features ``[T, n * D]`` and the tokens that follow the first T - 1; the root is next."""
-        features, following = text
+        aux_hidden_states, following = text
         config, params, made = self.drafter.config, self.params, []
         eps, third, out = config.norm_eps, "hidden_norm" in params, None
         for place, token in enumerate([*following, *path]):
             e = self.embedding[token]
-            hidden = features[place] if place < len(features) else out
+            hidden = aux_hidden_states[place] if place < len(aux_hidden_states) else out
             if third:
-                x = hidden = hidden @ params["fc"] if place < len(features) else hidden
+                x = hidden = hidden @ params["fc"] if place < len(aux_hidden_states) else hidden
                 e = rms_norm(e, params["embedding_norm"]["scale"], eps)
                 read = np.concatenate([e, rms_norm(hidden, params["hidden_norm"]["scale"], eps)])
             else:
@@ -188,10 +188,10 @@ class AmphistaInNumPy(HeadsInNumPy):
 
     def logits(self, k: int, text: tuple[np.ndarray, list[int]], path: list[int]) -> np.ndarray:
         """text: the base's features ``[T, D]`` and the tokens that follow the first T - 1; the root is next."""
-        features, following = text
-        n_heads, config, params = self.drafter.n_heads, self.drafter.config, self.params
+        aux_hidden_states, following = text
+        n_heads, config, params = self.drafter.num_draft_heads, self.drafter.config, self.params
         tokens = [self.embedding[token] for token in [*following, path[0]]]
-        stages, hidden = [], list(features)
+        stages, hidden = [], list(aux_hidden_states)
         for stage in range(self.drafter.adaptation_layers):
             layer = params[f"adaptation_{stage}"]
             if "fc" in layer:
@@ -199,12 +199,12 @@ class AmphistaInNumPy(HeadsInNumPy):
                 hidden = [x @ layer["fc"] + layer["fc_bias"] for x in both]
             hidden = decoder_layer_in_numpy(config, layer["layer"], hidden, causal=True)
             stages.append(hidden[-1])
-        reads = [hidden[-1]] * n_heads
+        aux_hidden_layers = [hidden[-1]] * n_heads
         for stage, heads in enumerate(np.array_split(range(n_heads), max(len(stages), 1))):
             for head in heads if stages else ():
-                reads[head] = stages[stage]
+                aux_hidden_layers[head] = stages[stage]
         together = []
-        for head, x in enumerate(reads):
+        for head, x in enumerate(aux_hidden_layers):
             for i in range(self.drafter.n_layers):
                 block = params[f"head_{head}"][f"blocks_{i}"]
                 x = x + silu(x @ block["kernel"] + block["bias"])

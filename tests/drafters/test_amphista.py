@@ -16,10 +16,10 @@ from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import Draw
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.rows import row_layout, run_base
+from hydrajax.models.packed_forward import row_layout, run_base
 from hydrajax.train.losses import Objective, draft_loss
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
@@ -29,9 +29,13 @@ SMALL = LmHead(rank=7, vocabulary=Vocabulary(range(0, VOCAB, 2)))
 VARIANTS = {
     "as in the paper": {},
     "alpha, narrow, small lm heads": {"auto_embedding_layers": 2, "mlp_width": 24, "small_lm_head": SMALL},
-    "five heads, three stages, no positions": {"n_heads": 5, "adaptation_layers": 3, "position_encoding": False},
+    "five heads, three stages, no positions": {
+        "num_draft_heads": 5,
+        "adaptation_layers": 3,
+        "position_encoding": False,
+    },
     "one stage, no token, no auto-embedding": {"adaptation_layers": 1, "reads_token": False, "n_layers": 2}
-    | {"n_heads": 3, "auto_embedding_layers": 0},
+    | {"num_draft_heads": 3, "auto_embedding_layers": 0},
     "without adaptation, the base's lm head": {"adaptation_layers": 0, "small_lm_head": LmHead(True, shared=True)},
 }
 DECODED = ["alpha, narrow, small lm heads", "without adaptation, the base's lm head"]
@@ -53,15 +57,15 @@ def in_numpy(oracle, drafter, params, base):
 def test_teacher_forcing_matches_numpy(base, oracle, name):
     drafter, (batch, length) = variant(name, base), (2, 6)
     params, random = oracle.random_draft_params(drafter, base, 1), np.random.default_rng(0)
-    features = random.normal(size=(batch, length, base.config.width)).astype(np.float32)
+    aux_hidden_states = random.normal(size=(batch, length, base.config.width)).astype(np.float32)
     tokens = random.integers(VOCAB, size=(batch, length), dtype=np.int32)
-    logits = quick_jit(lambda *arrays: forced_logits(drafter, *arrays, base))(params, features, tokens)
-    assert logits.shape == (drafter.n_heads, batch, length, VOCAB)
+    logits = quick_jit(lambda *arrays: forced_logits(drafter, *arrays, base))(params, aux_hidden_states, tokens)
+    assert logits.shape == (drafter.num_draft_heads, batch, length, VOCAB)
     plain = in_numpy(oracle, drafter, params, base)
     for row in range(batch):
         for t in (0, 1, length - 2):  # the last place has no true token after it
-            text = features[row, : t + 1].astype(np.float64), tokens[row, 1 : t + 1].tolist()
-            for k in range(drafter.n_heads):
+            text = aux_hidden_states[row, : t + 1].astype(np.float64), tokens[row, 1 : t + 1].tolist()
+            for k in range(drafter.num_draft_heads):
                 expected = plain.logits(k, text, [int(tokens[row, t + 1])])
                 np.testing.assert_allclose(logits[k, row, t], expected, atol=5e-4, rtol=1e-4)
 
@@ -76,13 +80,13 @@ def taught(request, base, oracle):
     params, random = oracle.random_draft_params(drafter, base, 1), np.random.default_rng(0)
     lengths, batch = [(7, 3), (4, 1), (1, 4)], 3
     # Small, so that no head is so sure that a dynamic tree is a chain.
-    features = 0.3 * random.normal(size=(2, batch, 7, base.config.width)).astype(np.float32)
+    aux_hidden_states = 0.3 * random.normal(size=(2, batch, 7, base.config.width)).astype(np.float32)
     tokens = random.integers(VOCAB, size=(2, batch, 7), dtype=np.int32)
     roots = random.integers(VOCAB, size=batch, dtype=np.int32)
     texts = []
     for row, (first, second) in enumerate(lengths):
         text = [*tokens[0, row, :first], *tokens[1, row, :second]]
-        seen = np.concatenate([features[0, row, :first], features[1, row, :second]])
+        seen = np.concatenate([aux_hidden_states[0, row, :first], aux_hidden_states[1, row, :second]])
         texts.append((seen.astype(np.float64), [int(token) for token in text[1:]]))
 
     def propose(tree, draw=None):
@@ -91,7 +95,7 @@ def taught(request, base, oracle):
             state = drafter.init_state(batch, 24)
             for part, counts in enumerate(np.array(lengths).T):
                 follows = tokens[1, :, 0] if part == 0 else roots
-                arguments = features[part], tokens[part], jnp.asarray(counts), jnp.asarray(follows), base
+                arguments = aux_hidden_states[part], tokens[part], jnp.asarray(counts), jnp.asarray(follows), base
                 state = drafter.begin(params, state, *arguments)
             return drafter.propose(params, state, jnp.asarray(roots), tree, base, draw), state.cache.lengths
 
@@ -138,23 +142,25 @@ def test_draws_come_from_the_distribution_that_is_reported(taught):
 def test_documents_in_one_row_know_nothing_of_each_other(base, oracle):
     drafter, random = variant("as in the paper", base), np.random.default_rng(3)
     params = oracle.random_draft_params(drafter, base, 2)
-    features = random.normal(size=(1, 9, base.config.width)).astype(np.float32)
+    aux_hidden_states = random.normal(size=(1, 9, base.config.width)).astype(np.float32)
     tokens, segments = random.integers(VOCAB, size=(1, 9), dtype=np.int32), np.array([[1] * 5 + [2] * 4], np.int32)
 
     @quick_jit
-    def hidden(features, tokens, segments):
-        return drafter.teacher_hidden(params, features, tokens, base, None, *row_layout(tokens, segments))
+    def hidden(aux_hidden_states, tokens, segments):
+        return drafter.teacher_hidden(params, aux_hidden_states, tokens, base, None, *row_layout(tokens, segments))
 
-    packed = hidden(features, tokens, segments)
+    packed = hidden(aux_hidden_states, tokens, segments)
     for where in (slice(0, 5), slice(5, 9)):
-        alone = hidden(features[:, where], tokens[:, where], np.ones_like(segments[:, where]))
+        alone = hidden(aux_hidden_states[:, where], tokens[:, where], np.ones_like(segments[:, where]))
         for k in range(4):  # a document's last place reads a token that is not its own, and is no target
             np.testing.assert_allclose(packed[k][:, where][:, :-1], alone[k][:, :-1], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.slow
 def test_every_parameter_learns(base):
-    drafter = dataclasses.replace(AmphistaHeads.for_base(base.config, jnp.float32), n_heads=2, small_lm_head=SMALL)
+    drafter = dataclasses.replace(
+        AmphistaHeads.for_base(base.config, jnp.float32), num_draft_heads=2, small_lm_head=SMALL
+    )
     tokens = jnp.asarray(np.random.default_rng(0).integers(VOCAB, size=(2, 12), dtype=np.int32))
     batch = {"tokens": tokens, "labels": tokens}
 
@@ -164,7 +170,7 @@ def test_every_parameter_learns(base):
 
         def loss(params):
             objective = Objective(lm_weight=0.5, teacher_weight=2.0)
-            return draft_loss(objective, drafter, params, out.features, out.hidden, batch, base)[0]
+            return draft_loss(objective, drafter, params, out.aux_hidden_states, out.hidden, batch, base)[0]
 
         return jax.grad(loss)(drafter.init(rng, base))
 
@@ -213,7 +219,9 @@ def test_the_caches_hold_what_the_base_has_seen_and_no_guess(lab):
 
 def test_settings_that_cannot_be_are_refused(base):
     for layers in (-1, 5):
-        with pytest.raises(HydrajaxError, match=f"adaptation_layers: must be from 0 to n_heads 4, found {layers}"):
+        with pytest.raises(
+            HydrajaxError, match=f"adaptation_layers: must be from 0 to num_draft_heads 4, found {layers}"
+        ):
             dataclasses.replace(AmphistaHeads.for_base(base.config, jnp.float32), adaptation_layers=layers)
     heads = AmphistaHeads.for_base(base.config, jnp.float32)
     with pytest.raises(HydrajaxError, match="the settings ask for"):

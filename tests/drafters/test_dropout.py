@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from helpers.forced import forced_logits
-from hydrajax.drafters.heads import drop
+from hydrajax.drafters.head_stack import drop
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
@@ -90,10 +90,10 @@ def test_the_lm_head_drops_its_own_input(base, prefix):
 def test_decoding_and_evaluation_never_drop(base, oracle):
     plain, dropping = (HydraHeads(2, WIDTH, VOCAB, 2, dropout=rate).with_prefix(base.config) for rate in (0.0, 0.9))
     params = oracle.random_draft_params(plain, base, seed=3)
-    features = np.random.default_rng(0).standard_normal((1, 5, WIDTH)).astype(np.float32)
+    aux_hidden_states = np.random.default_rng(0).standard_normal((1, 5, WIDTH)).astype(np.float32)
 
     def logits(drafter):
-        forward = quick_jit(lambda params: forced_logits(drafter, params, features, TOKENS[:1, :5], base))
+        forward = quick_jit(lambda params: forced_logits(drafter, params, aux_hidden_states, TOKENS[:1, :5], base))
         return np.asarray(forward(params))
 
     np.testing.assert_array_equal(logits(plain), logits(dropping))

@@ -15,11 +15,11 @@ from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.state import Params
+from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle import Eagle
-from hydrajax.drafters.eagle3 import Eagle3, reads_of
-from hydrajax.drafters.lm_head import Vocabulary
+from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.registry import HEADS, KINDS, kind_of, title_of
+from hydrajax.formats.draft_registry import HEADS, KINDS, kind_of, title_of
 from hydrajax.trees.dynamic import DynamicTree
 
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7], [1] * 17]
@@ -42,15 +42,15 @@ def taught(drafter, base, oracle):
     """
     params, random = oracle.random_draft_params(drafter, base, 1), np.random.default_rng(0)
     lengths, batch = [(7, 3), (4, 1), (1, 4)], 3
-    features = random.normal(size=(2, batch, 7, len(drafter.spec.aux_hidden_layers) * base.config.width)).astype(
-        np.float32
-    )
+    aux_hidden_states = random.normal(
+        size=(2, batch, 7, len(drafter.spec.aux_hidden_layers) * base.config.width)
+    ).astype(np.float32)
     tokens = random.integers(0, base.config.vocab_size, (2, batch, 7), dtype=np.int32)
     roots = random.integers(0, base.config.vocab_size, batch, dtype=np.int32)
     texts = []
     for row, (first, second) in enumerate(lengths):
         text = [*tokens[0, row, :first], *tokens[1, row, :second]]
-        seen = np.concatenate([features[0, row, :first], features[1, row, :second]])
+        seen = np.concatenate([aux_hidden_states[0, row, :first], aux_hidden_states[1, row, :second]])
         texts.append((seen.astype(np.float64), [int(token) for token in text[1:]]))
 
     def propose(tree):
@@ -59,7 +59,7 @@ def taught(drafter, base, oracle):
             state = drafter.init_state(batch, 24)
             for part, counts in enumerate(np.array(lengths).T):
                 last = tokens[1, :, 0] if part == 0 else roots  # the token that comes to follow
-                arguments = features[part], tokens[part], jnp.asarray(counts), jnp.asarray(last), base
+                arguments = aux_hidden_states[part], tokens[part], jnp.asarray(counts), jnp.asarray(last), base
                 state = drafter.begin(params, state, *arguments)
             return drafter.propose(params, state, jnp.asarray(roots), tree, base)
 
@@ -136,7 +136,7 @@ def padded(texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("n_layers", [*range(1, 12), 32])
 def test_eagle_3_reads_a_low_a_middle_and_a_high_layer(n_layers):
-    layers = [n_layers - place for place in reads_of(n_layers)]
+    layers = [n_layers - place for place in default_aux_hidden_layers(n_layers)]
     assert layers == sorted(set(layers))
     assert all(0 <= layer < n_layers for layer in layers)
     if n_layers == 3 or n_layers >= 7:

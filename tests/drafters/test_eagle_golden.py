@@ -13,11 +13,11 @@ from helpers.how import sampling
 from helpers.lab import quick_jit
 from hydrajax.api import load, make_decode_fn
 from hydrajax.language_model import LanguageModel
-from hydrajax.models.base import BoundBase
-from hydrajax.models.rows import run_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.packed_forward import run_base
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 TOLERANCE = 1e-4  # on logits and hidden states, as the data's README advises
 CLOSE = 1e-4  # where a decision of a tree was as close as this, two of its tokens may change places
@@ -85,18 +85,18 @@ def teacher_forced(loaded: LanguageModel, ids: np.ndarray):
     @quick_jit
     def forward(params):
         base = BoundBase(loaded.model, params.base)
-        features = run_base(loaded.model, params.base, ids, drafter.spec.aux_hidden_layers).features
-        hidden = drafter.teacher_hidden(params.draft, features, ids, base)
+        aux_hidden_states = run_base(loaded.model, params.base, ids, drafter.spec.aux_hidden_layers).aux_hidden_states
+        hidden = drafter.teacher_hidden(params.draft, aux_hidden_states, ids, base)
         logits = [drafter.head_logits(params.draft, k, rows, base) for k, rows in enumerate(hidden)]
-        return features, hidden, logits
+        return aux_hidden_states, hidden, logits
 
     return forward(loaded.params)
 
 
 def test_eagle_1_teacher_forced(folder, loaded_for):
     record = np.load(folder / "eagle1_mha" / "teacher_forced.npz")
-    features, hidden, logits = teacher_forced(loaded_for("eagle1_mha"), record["input_ids"].astype(np.int32))
-    near(features, record["base_hidden_postnorm"])
+    aux_hidden_states, hidden, logits = teacher_forced(loaded_for("eagle1_mha"), record["input_ids"].astype(np.int32))
+    near(aux_hidden_states, record["base_hidden_postnorm"])
     # At the last place no token follows: the official code puts a zero there.
     near(hidden[0][:, :-1], record["draft_hidden"][:, :-1])
     near(logits[0][:, :-1], record["draft_logits"][:, :-1])
@@ -164,8 +164,8 @@ def test_dynamic_trees(folder, loaded_for, arch, name):
 def test_eagle_3_teacher_forced(folder, loaded_for):
     """The first pass over the text, and the passes over its own outputs of the official training forward."""
     record = np.load(folder / "eagle3_mha" / "teacher_forced.npz")
-    features, hidden, logits = teacher_forced(loaded_for("eagle3_mha"), record["input_ids"].astype(np.int32))
-    near(features, np.concatenate([record[f"hidden_layer_{layer}"] for layer in range(3)], axis=-1))
+    aux_hidden_states, hidden, logits = teacher_forced(loaded_for("eagle3_mha"), record["input_ids"].astype(np.int32))
+    near(aux_hidden_states, np.concatenate([record[f"hidden_layer_{layer}"] for layer in range(3)], axis=-1))
     near(logits[0][:, :-1], record["draft_logits"][:, :-1])
     for k, recorded in enumerate(record["ttt_hidden"]):
         near(hidden[k][:, : -1 - k], recorded[:, : -1 - k])  # beyond, no token follows

@@ -17,7 +17,7 @@ from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 WIDTH, VOCAB = 32, 61  # of the `tiny_model` fixture
 DRAFTERS = {
@@ -50,8 +50,10 @@ def propose(drafter, params, state, root, tree, base):
     return np.array(compiled[drafter, tree](params, state, root))
 
 
-def teacher_forced(drafter, params, features, tokens, base):
-    return np.asarray(quick_jit(lambda *arrays: forced_logits(drafter, *arrays, base))(params, features, tokens))
+def teacher_forced(drafter, params, aux_hidden_states, tokens, base):
+    return np.asarray(
+        quick_jit(lambda *arrays: forced_logits(drafter, *arrays, base))(params, aux_hidden_states, tokens)
+    )
 
 
 # Nearly all the time here is compilation, and half of that LLVM's optimisation.
@@ -131,14 +133,14 @@ def test_teacher_forced_matches_numpy_along_the_true_tokens(heads, base):
     drafter, params, in_numpy = heads
     random = np.random.default_rng(3)
     batch, length = 2, 9
-    features = random.standard_normal((batch, length, WIDTH)).astype(np.float32)
+    aux_hidden_states = random.standard_normal((batch, length, WIDTH)).astype(np.float32)
     tokens = random.integers(VOCAB, size=(batch, length), dtype=np.int32)
-    logits = teacher_forced(drafter, params, features, tokens, base)
+    logits = teacher_forced(drafter, params, aux_hidden_states, tokens, base)
     assert logits.shape == (drafter.spec.depth, batch, length, VOCAB)
     for k in range(drafter.spec.depth):
         for row in range(batch):
             for t in range(length - k - 1):  # later positions have no true token t+1+k
-                expected = in_numpy.logits(k, features[row, t], tokens[row, t + 1 : t + 2 + k].tolist())
+                expected = in_numpy.logits(k, aux_hidden_states[row, t], tokens[row, t + 1 : t + 2 + k].tolist())
                 np.testing.assert_allclose(logits[k, row, t], expected, atol=2e-4, rtol=1e-4)
 
 
@@ -150,18 +152,20 @@ def test_teacher_forced_ranks_what_propose_proposes(heads, base):
     chain = propose(drafter, params, state, root, presets.chain(4), base)
     # Position 0 carries the state; what comes before the root does not matter.
     tokens = np.concatenate([np.zeros((3, 1), np.int32), chain], axis=1)
-    features = np.repeat(state[:, None], tokens.shape[1], axis=1)
-    logits = teacher_forced(drafter, params, features, tokens, base)
+    aux_hidden_states = np.repeat(state[:, None], tokens.shape[1], axis=1)
+    logits = teacher_forced(drafter, params, aux_hidden_states, tokens, base)
     assert np.argmax(logits[:, :, 0], axis=-1).T.tolist() == chain[:, 1:].tolist()
 
 
 def test_only_the_last_counted_feature_is_kept(heads, base):
     drafter, params, _ = heads
-    features = np.random.default_rng(5).standard_normal((3, 6, WIDTH)).astype(np.float32)
+    aux_hidden_states = np.random.default_rng(5).standard_normal((3, 6, WIDTH)).astype(np.float32)
     counts = np.array([1, 6, 3], np.int32)
-    state = drafter.begin(params, drafter.init_state(3, 16), features, np.zeros((3, 6), np.int32), counts, None, base)
-    np.testing.assert_array_equal(state, [features[0, 0], features[1, 5], features[2, 2]])
-    np.testing.assert_array_equal(last_observed(features, counts), state)
+    state = drafter.begin(
+        params, drafter.init_state(3, 16), aux_hidden_states, np.zeros((3, 6), np.int32), counts, None, base
+    )
+    np.testing.assert_array_equal(state, [aux_hidden_states[0, 0], aux_hidden_states[1, 5], aux_hidden_states[2, 2]])
+    np.testing.assert_array_equal(last_observed(aux_hidden_states, counts), state)
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra", "hydra, 3 layers"])

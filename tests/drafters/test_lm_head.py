@@ -12,12 +12,12 @@ from helpers.lab import NEW, VOCAB, WIDTH, quick_jit
 from helpers.noise import noise
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
 
 KNOWN = [1, 2, 5, 7, 8, 11, 12, 13, 16]  # the tokens of the reduced vocabulary; an index into it is another token

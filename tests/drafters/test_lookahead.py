@@ -20,10 +20,10 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.lookahead import Lookahead, as_nodes, candidates, remember
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.registry import title_of, without_weights
+from hydrajax.formats.draft_registry import title_of, without_weights
 from hydrajax.models.attention import causal_mask
 from hydrajax.trees import presets
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 DRAFTERS = {
     "4-3-3": Lookahead(4, 3, 3),

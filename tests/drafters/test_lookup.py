@@ -18,7 +18,7 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 SLOTS, BATCH = 24, 16
 TREES = {

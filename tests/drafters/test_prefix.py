@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from helpers.forced import forced_logits
 from helpers.how import sampling
+from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.state import Params
-from hydrajax.decoding.step import Engine
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.models.attention import causal_mask
 from hydrajax.trees import presets
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 WIDTH, VOCAB = 32, 61  # of the `tiny_model` fixture
 LENGTH, SLOTS = 12, 24
@@ -47,21 +47,21 @@ def prefixed(request, base, oracle):
 
 def random_text(batch: int, seed: int = 0):
     random = np.random.default_rng(seed)
-    features = random.standard_normal((batch, LENGTH, WIDTH)).astype(np.float32)
-    return features, random.integers(VOCAB, size=(batch, LENGTH), dtype=np.int32)
+    aux_hidden_states = random.standard_normal((batch, LENGTH, WIDTH)).astype(np.float32)
+    return aux_hidden_states, random.integers(VOCAB, size=(batch, LENGTH), dtype=np.int32)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_prompt_at_once_matches_numpy(prefixed, base, oracle, batch):
     drafter, params, advance, propose, in_numpy = prefixed
-    features, tokens = random_text(batch)
+    aux_hidden_states, tokens = random_text(batch)
     lengths = np.array([LENGTH, 1, 7][:batch], np.int32)
-    state = advance(drafter.init_state(batch, SLOTS), features, tokens, lengths)
+    state = advance(drafter.init_state(batch, SLOTS), aux_hidden_states, tokens, lengths)
     assert state.cache.lengths.tolist() == lengths.tolist()
     root = np.array([3, 5, 60][:batch], np.int32)
     candidates = np.asarray(propose(state, root))
     for row, length in enumerate(lengths):
-        refined = oracle.prefix_layer(drafter, params["prefix"], features[row, :length])
+        refined = oracle.prefix_layer(drafter, params["prefix"], aux_hidden_states[row, :length])
         np.testing.assert_allclose(state.hidden[row], refined[-1], **TOLERANCE)
         in_numpy.check_proposal(TREE, refined[-1], int(root[row]), candidates[row])
 
@@ -74,21 +74,21 @@ def test_ragged_chunks_give_the_state_of_the_whole(prefixed, base, oracle, data)
     batch, width = 3, 4  # one chunk width, so one compilation
     n_chunks = data.draw(st.integers(1, 3), label="chunks")
     counts = [data.draw(st.lists(st.integers(1, width), min_size=batch, max_size=batch)) for _ in range(n_chunks)]
-    features, tokens = random_text(batch, seed=data.draw(st.integers(0, 3)))
+    aux_hidden_states, tokens = random_text(batch, seed=data.draw(st.integers(0, 3)))
     junk = np.random.default_rng(99)
     state, taken = drafter.init_state(batch, SLOTS), np.zeros(batch, int)
     for chunk in counts:
         fed = 9 * junk.standard_normal((batch, width, WIDTH)).astype(np.float32)
         for row, count in enumerate(chunk):
-            fed[row, :count] = features[row, taken[row] : taken[row] + count]
+            fed[row, :count] = aux_hidden_states[row, taken[row] : taken[row] + count]
         state = advance(state, fed, np.zeros((batch, width), np.int32), np.array(chunk, np.int32))
         taken += chunk
     assert state.cache.lengths.tolist() == taken.tolist()
 
-    at_once = advance(drafter.init_state(batch, SLOTS), features, tokens, taken.astype(np.int32))
+    at_once = advance(drafter.init_state(batch, SLOTS), aux_hidden_states, tokens, taken.astype(np.int32))
     np.testing.assert_allclose(state.hidden, at_once.hidden, **TOLERANCE)
     for row, length in enumerate(taken):
-        refined = oracle.prefix_layer(drafter, params["prefix"], features[row, :length])
+        refined = oracle.prefix_layer(drafter, params["prefix"], aux_hidden_states[row, :length])
         np.testing.assert_allclose(state.hidden[row], refined[-1], **TOLERANCE)
         for mine, whole in zip(state.cache.layers[0], at_once.cache.layers[0], strict=True):
             np.testing.assert_allclose(mine[row, :, :length], whole[row, :, :length], **TOLERANCE)
@@ -96,11 +96,11 @@ def test_ragged_chunks_give_the_state_of_the_whole(prefixed, base, oracle, data)
 
 def test_token_by_token_gives_the_state_of_the_whole(prefixed):
     drafter, _, advance, propose, _ = prefixed
-    features, tokens = random_text(2)
+    aux_hidden_states, tokens = random_text(2)
     state = drafter.init_state(2, SLOTS)
     for t in range(LENGTH):
-        state = advance(state, features[:, t : t + 1], tokens[:, t : t + 1], np.ones(2, np.int32))
-    at_once = advance(drafter.init_state(2, SLOTS), features, tokens, np.full(2, LENGTH, np.int32))
+        state = advance(state, aux_hidden_states[:, t : t + 1], tokens[:, t : t + 1], np.ones(2, np.int32))
+    at_once = advance(drafter.init_state(2, SLOTS), aux_hidden_states, tokens, np.full(2, LENGTH, np.int32))
     np.testing.assert_allclose(state.hidden, at_once.hidden, **TOLERANCE)
     root = np.array([8, 9], np.int32)
     proposals = [propose(s, root).tolist() for s in (state, at_once)]
@@ -110,13 +110,13 @@ def test_token_by_token_gives_the_state_of_the_whole(prefixed):
 def test_uncounted_tokens_never_influence(prefixed):
     """Two histories that differ only in the rejected part of each chunk lead to the same state, bit for bit."""
     drafter, _, advance, propose, _ = prefixed
-    features, _ = random_text(2)
+    aux_hidden_states, _ = random_text(2)
     histories = []
     for seed in (1, 2):
         junk = np.random.default_rng(seed)
         state = drafter.init_state(2, SLOTS)
         for start, counts in ((0, [3, 1]), (3, [1, 2]), (6, [4, 3])):
-            fed = features[:, start : start + 4].copy()
+            fed = aux_hidden_states[:, start : start + 4].copy()
             tokens = junk.integers(VOCAB, size=(2, 4), dtype=np.int32)
             for row, count in enumerate(counts):
                 fed[row, count:] = junk.standard_normal(fed[row, count:].shape)
@@ -160,11 +160,13 @@ def test_after_decode_steps_the_state_is_that_of_the_accepted_text(prefixed, bas
 
 def test_teacher_forced_matches_numpy(prefixed, base, oracle):
     drafter, params, _, _, in_numpy = prefixed
-    features, tokens = random_text(2)
-    logits = np.asarray(quick_jit(lambda *arrays: forced_logits(drafter, *arrays, base))(params, features, tokens))
+    aux_hidden_states, tokens = random_text(2)
+    logits = np.asarray(
+        quick_jit(lambda *arrays: forced_logits(drafter, *arrays, base))(params, aux_hidden_states, tokens)
+    )
     assert logits.shape == (3, 2, LENGTH, VOCAB)
     for row in range(2):
-        refined = oracle.prefix_layer(drafter, params["prefix"], features[row])
+        refined = oracle.prefix_layer(drafter, params["prefix"], aux_hidden_states[row])
         for k in range(drafter.spec.depth):
             for t in range(LENGTH - k - 1):
                 expected = in_numpy.logits(k, refined[t], tokens[row, t + 1 : t + 2 + k].tolist())
@@ -174,22 +176,22 @@ def test_teacher_forced_matches_numpy(prefixed, base, oracle):
 def test_packed_documents_do_not_see_each_other(prefixed, base, oracle):
     """With positions and a mask per row, each document of a row is refined as if it stood alone."""
     drafter, params, _, _, in_numpy = prefixed
-    features, tokens = random_text(2)
+    aux_hidden_states, tokens = random_text(2)
     lengths = [(7, 5), (1, 11)]
     positions = np.array([np.concatenate([np.arange(n) for n in row]) for row in lengths])
     owner = np.array([np.repeat([0, 1], row) for row in lengths])
     mask = ((owner[:, :, None] == owner[:, None, :]) & causal_mask(LENGTH))[:, None, None]
 
     @quick_jit
-    def last_head(params, features, tokens, positions, mask):
-        read = drafter.teacher_hidden(params, features, tokens, base, positions=positions, mask=mask)
+    def last_head(params, aux_hidden_states, tokens, positions, mask):
+        read = drafter.teacher_hidden(params, aux_hidden_states, tokens, base, positions=positions, mask=mask)
         return drafter.head_logits(params, drafter.spec.depth - 1, read[-1], base)
 
-    logits = np.asarray(last_head(params, features, tokens, positions, mask))
+    logits = np.asarray(last_head(params, aux_hidden_states, tokens, positions, mask))
     k = drafter.spec.depth - 1
     for row, (first, _) in enumerate(lengths):
         for start, end in ((0, first), (first, LENGTH)):
-            refined = oracle.prefix_layer(drafter, params["prefix"], features[row, start:end])
+            refined = oracle.prefix_layer(drafter, params["prefix"], aux_hidden_states[row, start:end])
             for t in range(start, end - k - 1):
                 expected = in_numpy.logits(k, refined[t - start], tokens[row, t + 1 : t + 2 + k].tolist())
                 np.testing.assert_allclose(logits[row, t], expected, atol=1e-3, rtol=1e-3)

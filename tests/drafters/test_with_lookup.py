@@ -17,15 +17,15 @@ from helpers.tree_tools import random_tree
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import result_of
-from hydrajax.decoding.loop import run_steps
-from hydrajax.decoding.prompts import right_padded
+from hydrajax.decoding.decode_loop import run_steps
+from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.registry import beside_lookup, title_of
+from hydrajax.formats.draft_registry import beside_lookup, title_of
 from hydrajax.measure.timing import some_topology
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 from hydrajax.questions.contenders import folder_name
 from hydrajax.trees import presets
 

@@ -16,8 +16,8 @@ from transformers import AutoConfig
 from helpers.configs import as_transformers_reads, sizes, written
 from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.registry import FAMILIES, from_llama_config, to_llama_config
-from hydrajax.models.config import LlamaConfig, RopeScaling
+from hydrajax.families.family_registry import FAMILIES, from_llama_config, to_llama_config
+from hydrajax.models.llama_config import LlamaConfig, RopeScaling
 
 # --- fields left out ------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from helpers.fake_hub import FakeHub
 from helpers.lab import Lab, shared_lab
 from hydrajax.formats.huggingface import load_llama
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 
 
 @pytest.fixture(scope="module")

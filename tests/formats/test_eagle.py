@@ -19,7 +19,7 @@ from helpers.torch_eagle import Eagle3 as TorchEagle3
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 
 BASE = LlamaConfig(61, 32, 80, n_layers=8, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64)
 TINY = {

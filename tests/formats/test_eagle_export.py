@@ -18,13 +18,13 @@ from helpers.draft_heads import VOCAB, WIDTH, config_in, identical, random_param
 from helpers.released import refusal
 from helpers.torch_eagle import Eagle1
 from helpers.torch_eagle import Eagle3 as TorchEagle3
+from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle import Eagle
-from hydrajax.drafters.eagle3 import Eagle3, reads_of
-from hydrajax.drafters.lm_head import Vocabulary
+from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
-from hydrajax.models.base import BoundBase
-from hydrajax.models.config import LlamaConfig, RopeScaling
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.llama_config import LlamaConfig, RopeScaling
 
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
 ODD = Vocabulary(range(1, VOCAB, 2))
@@ -142,11 +142,11 @@ def test_official_modules_load_it_strictly_and_compute_our_logits(small, tmp_pat
 
     random = np.random.default_rng(5)
     tokens = random.integers(0, VOCAB, (2, 10))
-    features = random.standard_normal((2, 10, len(drafter.spec.aux_hidden_layers) * WIDTH)).astype(np.float32)
+    aux_hidden_states = random.standard_normal((2, 10, len(drafter.spec.aux_hidden_layers) * WIDTH)).astype(np.float32)
     following = np.asarray(small.params["embedding"])[np.roll(tokens, -1, axis=1)]
     with torch.no_grad():
-        theirs = official(torch.tensor(following), torch.tensor(features)).numpy()
-    hidden = drafter.teacher_hidden(params, jnp.asarray(features), jnp.asarray(tokens), small)
+        theirs = official(torch.tensor(following), torch.tensor(aux_hidden_states)).numpy()
+    hidden = drafter.teacher_hidden(params, jnp.asarray(aux_hidden_states), jnp.asarray(tokens), small)
     ours = drafter.head_logits(params, 0, hidden[0], small)
     if isinstance(drafter, Eagle):
         theirs = theirs @ np.asarray(small.head_kernel())
@@ -244,7 +244,7 @@ def test_other_layers_than_the_default_are_kept_by_speculators_alone(small, tmp_
 @pytest.mark.parametrize("n_layers", [*range(1, 12), 32])
 def test_the_default_of_any_base_is_known_without_its_depth(small, tmp_path, n_layers):
     base = BASE.replace(n_layers=n_layers)
-    drafter = Eagle3(base.plain_layer, reads_of(n_layers))
+    drafter = Eagle3(base.plain_layer, default_aux_hidden_layers(n_layers))
     export_heads(tmp_path, drafter, with_random_bits(drafter, small, np.float32), dtype=None)
     assert load_draft(tmp_path, base, None)[0] == drafter
     three = n_layers == 3 or n_layers >= 7
@@ -290,12 +290,12 @@ def native(small, tmp_path_factory) -> Path:
     [
         ("depth", 0, ("depth is 0",)),
         ("depth", 10**9, ("depth is 1000000000",)),
-        ("unroll", 0, ("unroll is 0",)),
-        ("reads", [9, 4, 3], ("another base", "reads is [9, 4, 3]", "8 layers")),
-        ("reads", [-1, 4, 3], ("drafter",)),
-        ("reads", [6] * 9, ("another base",)),
-        ("reads", [], ("drafter",)),
-        ("reads", 3, ("drafter",)),
+        ("ttt_length", 0, ("ttt_length is 0",)),
+        ("aux_hidden_layers", [9, 4, 3], ("aux_hidden_layers: got [9, 4, 3]", "has 8")),
+        ("aux_hidden_layers", [-1, 4, 3], ("drafter",)),
+        ("aux_hidden_layers", [6] * 9, ("another base",)),
+        ("aux_hidden_layers", [], ("drafter",)),
+        ("aux_hidden_layers", 3, ("drafter",)),
         ("vocabulary", [1, VOCAB], ("another base", f"they know token {VOCAB}")),
         ("vocabulary", [1.5], ("drafter",)),
         ("vocabulary", "all", ("drafter",)),

@@ -19,7 +19,7 @@ from helpers.released import refusal
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.huggingface import load_llama
-from hydrajax.formats.hydra import Hydra
+from hydrajax.formats.hydra_format import Hydra
 from hydrajax.formats.load import load_draft
 
 

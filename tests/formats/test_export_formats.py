@@ -23,7 +23,7 @@ from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.formats.export import FORMATS, export_heads
 from hydrajax.formats.load import load_draft
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
 
@@ -77,20 +77,20 @@ def official_module(drafter, base) -> nn.Module:
         prefix = one_layer(config)
         prefix.embed_tokens = nn.Identity()  # the released file's is a copy of the base's
     if isinstance(heads, MedusaHeads) and not heads.lm_head_bias:
-        return Medusa(heads.n_heads, heads.n_layers, VOCAB)
+        return Medusa(heads.num_draft_heads, heads.n_layers, VOCAB)
     embedding = torch.tensor(np.asarray(base[1]["embedding"]))
     settings = {"grounded": isinstance(heads, HydraHeads), "prefix": prefix}
-    return Hydra(heads.n_heads, heads.n_layers, VOCAB, lambda tokens: embedding[tokens], **settings)
+    return Hydra(heads.num_draft_heads, heads.n_layers, VOCAB, lambda tokens: embedding[tokens], **settings)
 
 
 def agrees(official: nn.Module, drafter, params, base) -> None:
     """torch's logits from random features are ours, teacher-forced."""
     tokens = np.random.default_rng(3).integers(0, VOCAB, (2, 10))
-    features = np.random.default_rng(5).standard_normal((2, 10, WIDTH)).astype(np.float32)
+    aux_hidden_states = np.random.default_rng(5).standard_normal((2, 10, WIDTH)).astype(np.float32)
     with torch.no_grad():
-        theirs = official.eval()(torch.tensor(features), torch.tensor(tokens)).numpy()
+        theirs = official.eval()(torch.tensor(aux_hidden_states), torch.tensor(tokens)).numpy()
     assert 0.3 < theirs.std() < 10
-    ours = forced_logits(drafter, params, jnp.asarray(features), jnp.asarray(tokens), BoundBase(*base))
+    ours = forced_logits(drafter, params, jnp.asarray(aux_hidden_states), jnp.asarray(tokens), BoundBase(*base))
     np.testing.assert_allclose(theirs, ours, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -173,7 +173,7 @@ def test_what_text_generation_inference_needs(tiny_model, tmp_path):
 @pytest.mark.parametrize(("n_heads", "n_layers", "share"), [(3, 1, True), (2, 3, False), (2, 2, True)])
 def test_what_vllm_needs(tiny_model, tmp_path, n_heads, n_layers, share):
     """Names and shapes of vllm/model_executor/models/medusa.py, fields of vllm/transformers_utils/configs/medusa.py."""
-    drafter = heads_of("medusa", n_heads=n_heads, n_layers=n_layers, share_blocks=share)
+    drafter = heads_of("medusa", num_draft_heads=n_heads, n_layers=n_layers, share_blocks=share)
     params = random_params(drafter, tiny_model)
     mark = {"sha256": "0", "shapes": {"n_heads": 4, "n_layers": 7}}
     story = {"data": "some texts", "recipe": "num_layers of heads", "tokens_per_step": 2.5}

@@ -81,7 +81,7 @@ def test_medusa_heads_and_a_directory_here(hub, tmp_path, tiny_model):
     found = load_file(tmp_path / "one" / "medusa_lm_head.safetensors")
     assert {name: x.tolist() for name, x in found.items()} == {name: x.tolist() for name, x in state.items()}
     fetch_heads(tmp_path / "one", tmp_path / "two")
-    assert load_draft(tmp_path / "two", tiny_model[0].config)[0].n_heads == 2
+    assert load_draft(tmp_path / "two", tiny_model[0].config)[0].num_draft_heads == 2
     assert files_in(tmp_path / "two") == {"config.json", "medusa_lm_head.safetensors"}
 
 

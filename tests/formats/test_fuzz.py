@@ -141,8 +141,8 @@ def test_huge_number_of_heads(copy, field, value):
     assert not outcomes(directory)["draft"]
 
 
-NATIVE = [{"n_heads": n} for n in (0, -1, 200, 10**9)] + [{"n_layers": n} for n in (0, -1, 10**9)]
-NATIVE += [{"n_layers": 10**9, "share_blocks": False}, {"n_heads": 256, "n_layers": 256, "share_blocks": False}]
+NATIVE = [{"num_draft_heads": n} for n in (0, -1, 200, 10**9)] + [{"n_layers": n} for n in (0, -1, 10**9)]
+NATIVE += [{"n_layers": 10**9, "share_blocks": False}, {"num_draft_heads": 256, "n_layers": 256, "share_blocks": False}]
 NATIVE += [{"a\nb": 1}]
 NATIVE += [{"dtype": name} for name in ("int32", "bool", "object", "S10", "datetime64[s]", "2f4", "f4,f4", "f4,(")]
 NATIVE += [{"dtype": {"names": ["a"], "formats": ["f4"]}}]

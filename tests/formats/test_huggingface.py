@@ -22,8 +22,8 @@ from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.huggingface import eos_ids, export_llama, load_llama
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base import BoundBase
-from hydrajax.models.config import RopeScaling
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.llama_config import RopeScaling
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 

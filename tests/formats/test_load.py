@@ -24,7 +24,7 @@ from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.formats.load import load_draft
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
 # What the message for a directory of no known kind must offer.
@@ -36,11 +36,11 @@ LOADS = ("hydra_lm_head", "medusa_lm_head", "medusa_head.", "model_type 'medusa'
 
 def agrees(drafter, params, official: nn.Module, base: BoundBase) -> None:
     """Our teacher-forced logits are those of the torch module, from random features."""
-    features = torch.randn((2, 12, WIDTH), generator=torch.Generator().manual_seed(2))
+    aux_hidden_states = torch.randn((2, 12, WIDTH), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        expected = official(features).numpy()
+        expected = official(aux_hidden_states).numpy()
     assert 0.3 < expected.std() < 10
-    ours = forced_logits(drafter, params, jnp.asarray(features.numpy()), jnp.zeros((2, 12), int), base)
+    ours = forced_logits(drafter, params, jnp.asarray(aux_hidden_states.numpy()), jnp.zeros((2, 12), int), base)
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -77,8 +77,10 @@ def test_medusa_2_is_its_own_base(tiny_checkpoint, base_state, base_config, tmp_
         expected = official(theirs(torch.tensor(tokens), output_hidden_states=True).hidden_states[-1]).numpy()
     bound = BoundBase(loaded.model, loaded.params.base)
     positions = np.broadcast_to(np.arange(12), tokens.shape)
-    features = bound.model.apply({"params": bound.params}, tokens, positions, causal_mask(12)).features
-    ours = forced_logits(loaded.drafter, loaded.params.draft, features, jnp.asarray(tokens), bound)
+    aux_hidden_states = bound.model.apply(
+        {"params": bound.params}, tokens, positions, causal_mask(12)
+    ).aux_hidden_states
+    ours = forced_logits(loaded.drafter, loaded.params.draft, aux_hidden_states, jnp.asarray(tokens), bound)
     np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)  # the base's rounding is in it too
 
 
@@ -110,7 +112,7 @@ def test_vllm_medusa(base, tmp_path, n_heads, n_layers, bias, kind):
     config = vllm_config(n_heads, n_layers) | ({"medusa_fc_bias": True} if bias else {})
     drafter, params = load_draft(save(tmp_path, official.state_dict(), config, kind), base.config)
     assert isinstance(drafter, MedusaHeads)
-    assert (drafter.n_heads, drafter.n_layers, drafter.lm_head_bias) == (n_heads, n_layers, False)
+    assert (drafter.num_draft_heads, drafter.n_layers, drafter.lm_head_bias) == (n_heads, n_layers, False)
     agrees(drafter, params, official, base)
     assert bool(jnp.any(params["head_0"]["blocks_0"]["bias"])) == bias
 

@@ -68,10 +68,10 @@ def test_heads_of_a_base_of_another_depth_are_refused(base, marked_heads, llama_
 
 @in_every_format
 def test_force_loads_heads_of_another_base(marked_heads, tiny_checkpoint, other_weights):
-    assert api.load(tiny_checkpoint, marked_heads).drafter.n_heads == 2
+    assert api.load(tiny_checkpoint, marked_heads).drafter.num_draft_heads == 2
     with pytest.raises(HydrajaxError, match=r"^draft: .*made for another base, lab/tiny: .*; 'force' loads them$"):
         api.load(other_weights, marked_heads)
-    assert api.load(other_weights, marked_heads, force=True).drafter.n_heads == 2
+    assert api.load(other_weights, marked_heads, force=True).drafter.num_draft_heads == 2
 
 
 def test_force_loads_no_heads_of_another_width(marked_heads, llama_checkpoint):

@@ -22,22 +22,22 @@ import torch
 from helpers import draft_heads
 from helpers.draft_heads import VOCAB, WIDTH, identical
 from helpers.released import refusal
-from hydrajax.drafters import heads as heads_module
+from hydrajax.drafters import head_stack as heads_module
 from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
 
 KINDS = ["hydra", "hydra++", "medusa", "medusa++", "ungrounded"]
-heads_of = partial(draft_heads.heads_of, n_heads=2, n_layers=3)
+heads_of = partial(draft_heads.heads_of, num_draft_heads=2, n_layers=3)
 
 
 def shapes_of(drafter) -> dict[str, tuple[int, ...]]:
-    """Every parameter by its path, from the formulas of the papers and the layout of `hydrajax.drafters.heads`."""
+    """Every parameter by its path, from the formulas of the papers and the layout of `hydrajax.drafters.head_stack`."""
     heads, shapes = drafter, {}
-    for k in range(heads.n_heads):
+    for k in range(heads.num_draft_heads):
         head = {"lm_kernel": (WIDTH, VOCAB)}
         plain = heads.n_layers
         if isinstance(heads, HydraHeads):
@@ -103,7 +103,7 @@ def test_the_prefix_layers_window(tiny_model, tmp_path, format):
 AMPHISTA = {
     "": {},
     "alpha": {"auto_embedding_layers": 2, "mlp_width": 20, "small_lm_head": LmHead(rank=5)},
-    "ablated": {"n_heads": 3, "adaptation_layers": 1, "reads_token": False, "position_encoding": False},
+    "ablated": {"num_draft_heads": 3, "adaptation_layers": 1, "reads_token": False, "position_encoding": False},
 }
 
 
@@ -119,7 +119,7 @@ def test_amphista(tiny_model, tmp_path, name):
     if name:
         return
     for setting, values in {
-        "n_heads": [1, 0, 10**9, "4", None],
+        "num_draft_heads": [1, 0, 10**9, "4", None],
         "adaptation_layers": [-1, 1, 5, 2.0, "2"],
         "auto_embedding_layers": [-1, 0, 10**9, True],
         "position_encoding": [0, "yes", False],
@@ -149,7 +149,7 @@ SMALL_LM_HEADS = [
 def test_small_lm_heads(tiny_model, tmp_path, kind, lm_head):
     """They come back; and other formats, which would not tell which tokens they know, refuse them."""
     config = tiny_model[0].config
-    drafter = heads_of(kind, config, n_heads=1, n_layers=1, small_lm_head=lm_head)
+    drafter = heads_of(kind, config, num_draft_heads=1, n_layers=1, small_lm_head=lm_head)
     params = draft_heads.random_params(drafter, tiny_model)
     export_heads(tmp_path / "heads", drafter, params, dtype=None)
     loaded, ours = load_draft(tmp_path / "heads", config, None)
@@ -193,7 +193,7 @@ def test_settings_that_an_older_file_does_not_have(tiny_model, tmp_path):
     params = random_params(drafter)
     export_heads(tmp_path / "heads", drafter, params, format="native", dtype=None)
     settings = json.loads((tmp_path / "heads" / "config.json").read_text())["drafter"]["settings"]
-    old = {name: settings[name] for name in ("n_heads", "width", "vocab_size", "dtype")}
+    old = {name: settings[name] for name in ("num_draft_heads", "width", "vocab_size", "dtype")}
     with rewritten(tmp_path / "heads", "drafter", "settings", to=old):
         loaded, ours = load_draft(tmp_path / "heads", config, None)
     assert loaded == drafter
@@ -355,7 +355,7 @@ def test_fields_of_the_wrong_type(tiny_model, copied, field, to):
     ("field", "values"),
     [
         ("heads", [ABSENT, None, "eagle", "swan", "Hydra", ["hydra"], {}, 3]),
-        ("settings", [ABSENT, None, {}, [], "n_heads", 3]),
+        ("settings", [ABSENT, None, {}, [], "num_draft_heads", 3]),
         ("prefix", [ABSENT, None, "yes", 1, [], {}]),
         ("prefix_window", [0, -1, True, 2.0, "5", [5], {}]),
     ],
@@ -369,7 +369,7 @@ def test_the_drafter_of_the_wrong_type(tiny_model, copied, field, values):
 SMALL = {"bias": True, "shared": False, "rank": 3, "vocabulary": [1, 2]}
 NUMBERS = [ABSENT, None, "3", 3.0, True, [3], {}]
 SETTINGS = {
-    "n_heads": [*NUMBERS, 0, -1, 1, 3],
+    "num_draft_heads": [*NUMBERS, 0, -1, 1, 3],
     "n_layers": [*NUMBERS, 0, -1, 1],
     "width": [*NUMBERS, 0, -32, 31],
     "vocab_size": [*NUMBERS, 0, -61, 62],
@@ -406,7 +406,7 @@ def test_heads_of_the_other_kind(tiny_model, copied):
         refused(copied, tiny_model[0].config, "draft", "another base")
 
 
-@pytest.mark.parametrize("name", ["n_heads", "n_layers"])
+@pytest.mark.parametrize("name", ["num_draft_heads", "n_layers"])
 def test_a_slip_in_a_number_is_refused_at_once(tiny_model, tmp_path, monkeypatch, name):
     """A billion heads, or separate blocks, must not be listed first: that takes all memory."""
     drafter = heads_of("medusa", None, share_blocks=False)

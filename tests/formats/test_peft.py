@@ -23,8 +23,8 @@ from hydrajax.formats.fingerprint import check_fingerprint, fingerprint
 from hydrajax.formats.huggingface import export_merged, load_llama, read_config
 from hydrajax.formats.peft import load_adapter, save_adapter
 from hydrajax.models.adapter import TARGETS
-from hydrajax.models.base import BoundBase
-from hydrajax.models.rows import run_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.packed_forward import run_base
 
 TOKENS = np.random.default_rng(4).integers(0, 96, (2, 9)).astype(np.int32)
 RANKS = {"layers.1.self_attn.q_proj": 5, "^model.layers.1.self_attn.o_proj": 5}  # by the end of a name, or all of it

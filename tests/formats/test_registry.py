@@ -12,8 +12,8 @@ import pytest
 from helpers.noise import noise
 from hydrajax.api import make_decode_fn
 from hydrajax.drafters.drafter import Trainable
-from hydrajax.formats.registry import HEADS, KINDS, WITHOUT_WEIGHTS, kind_of
-from hydrajax.models.base import BoundBase
+from hydrajax.formats.draft_registry import HEADS, KINDS, WITHOUT_WEIGHTS, kind_of
+from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
 
 PROMPTS, MAX_NEW = [[3, 1, 4, 1, 5], [2, 7]], 12
@@ -56,7 +56,7 @@ def settings_of(name: str) -> set[str]:
 @pytest.mark.parametrize("prefix", [False, True])
 def test_heads_are_known_by_their_name_with_and_without_a_prefix_layer(lab, name, prefix):
     kind = HEADS[name]
-    drafter = kind.for_base(lab.model.config, jnp.bfloat16, kind.Settings(prefix=prefix, n_heads=3))
+    drafter = kind.for_base(lab.model.config, jnp.bfloat16, kind.Settings(prefix=prefix, num_draft_heads=3))
     assert (kind_of(drafter), drafter.prefix is not None, drafter.spec.prefix_layer) == (name, prefix, prefix)
     assert (drafter.spec.depth, drafter.spec.num_draft_heads, drafter.width, drafter.vocab_size) == (3, 3, 32, 17)
     assert drafter.dtype == jnp.bfloat16

@@ -22,7 +22,7 @@ from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.formats.load import load_draft
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
 VOCAB = 96  # of the tiny checkpoint
@@ -93,17 +93,17 @@ def some_tokens() -> np.ndarray:
     return np.random.default_rng(3).integers(0, VOCAB, (2, 12))
 
 
-def agrees(directory: Path, official: nn.Module, base, features: torch.Tensor | None = None):
+def agrees(directory: Path, official: nn.Module, base, aux_hidden_states: torch.Tensor | None = None):
     """Our teacher-forced logits equal torch's on random features; returns the drafter."""
     _, bound = base
     drafter, params = load_draft(directory, bound.config)
     tokens = some_tokens()
-    if features is None:
-        features = torch.randn((2, 12, WIDTH), generator=torch.Generator().manual_seed(2))
+    if aux_hidden_states is None:
+        aux_hidden_states = torch.randn((2, 12, WIDTH), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        expected = official(features, torch.tensor(tokens)).numpy()
+        expected = official(aux_hidden_states, torch.tensor(tokens)).numpy()
     assert 0.3 < expected.std() < 10
-    ours = forced_logits(drafter, params, jnp.asarray(features.numpy()), jnp.asarray(tokens), bound)
+    ours = forced_logits(drafter, params, jnp.asarray(aux_hidden_states.numpy()), jnp.asarray(tokens), bound)
     assert ours.shape == expected.shape
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
     return drafter
@@ -159,7 +159,7 @@ def test_medusa(base, tmp_path, n_layers, blocks, suffix):
 
 def test_medusa_file_with_more_heads_than_its_config_declares(base, tmp_path):
     official = randomise(medusa(5, 1, "shared"))
-    assert agrees(release(tmp_path, official.state_dict(), medusa_config(2, 1)), official, base).n_heads == 5
+    assert agrees(release(tmp_path, official.state_dict(), medusa_config(2, 1)), official, base).num_draft_heads == 5
 
 
 def test_medusa_heads_of_which_one_has_equal_blocks(base, tmp_path):
@@ -209,12 +209,12 @@ def test_hidden_state_offset(base, tmp_path):
     assert drafter.spec.aux_hidden_layers == (1,)
 
     positions = np.broadcast_to(np.arange(12), tokens.shape)
-    forward = bound.forward(tokens, positions, causal_mask(12), reads=drafter.spec.aux_hidden_layers)
-    np.testing.assert_allclose(forward.features, states[-2].numpy(), atol=TOLERANCE, rtol=TOLERANCE)
+    forward = bound.forward(tokens, positions, causal_mask(12), aux_hidden_layers=drafter.spec.aux_hidden_layers)
+    np.testing.assert_allclose(forward.aux_hidden_states, states[-2].numpy(), atol=TOLERANCE, rtol=TOLERANCE)
     np.testing.assert_allclose(forward.hidden, states[-1].numpy(), atol=TOLERANCE, rtol=TOLERANCE)
     with torch.no_grad():
         expected = official(states[-2], torch.tensor(tokens)).numpy()
-    ours = forced_logits(drafter, params, forward.features, jnp.asarray(tokens), bound)
+    ours = forced_logits(drafter, params, forward.aux_hidden_states, jnp.asarray(tokens), bound)
     np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)  # after the base, whose rounding is in it too
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from hydrajax.models.config import LlamaConfig, RopeScaling
+from hydrajax.models.llama_config import LlamaConfig, RopeScaling
 
 
 def written(folder: Path, raw: dict) -> Path:

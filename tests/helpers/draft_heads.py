@@ -11,7 +11,7 @@ import numpy as np
 
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 
 VOCAB, WIDTH = 61, 32  # of the tiny model
 
@@ -21,7 +21,7 @@ def heads_of(kind: str, config=None, **settings):
 
     Three heads of one block unless the settings say otherwise.
     """
-    sizes = {"n_heads": 3, "width": WIDTH, "vocab_size": VOCAB, "n_layers": 1} | settings
+    sizes = {"num_draft_heads": 3, "width": WIDTH, "vocab_size": VOCAB, "n_layers": 1} | settings
     medusa = {"lm_head_bias": kind.startswith("ungrounded")}
     heads = HydraHeads(**sizes) if kind.startswith("hydra") else MedusaHeads(**sizes, **medusa)
     return heads.with_prefix(config) if kind.endswith("++") else heads

@@ -14,18 +14,18 @@ from safetensors.numpy import load_file
 
 from helpers.damage import VOCAB, WIDTH, edit
 from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import export_llama, load_llama
 from hydrajax.formats.tensors import save_safetensors, save_torch
-from hydrajax.models.base import BoundBase, abstract_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 
 BASE = LlamaConfig(VOCAB, WIDTH, 6, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=2, max_positions=16)
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 8}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
@@ -34,7 +34,7 @@ HYDRA = HydraHeads(2, WIDTH, VOCAB, n_layers=2)
 MEDUSA = MedusaHeads(2, WIDTH, VOCAB)
 EAGLE = Eagle.for_base(BASE, np.float32)
 EAGLE_3 = dataclasses.replace(Eagle3.for_base(BASE, np.float32), vocabulary=Vocabulary(range(1, VOCAB, 2)))
-AMPHISTA = dataclasses.replace(AmphistaHeads.for_base(BASE, np.float32), n_heads=2)
+AMPHISTA = dataclasses.replace(AmphistaHeads.for_base(BASE, np.float32), num_draft_heads=2)
 HEADS = {  # drafter, format, as .pt
     "hydra": (HYDRA, "hydra", False),
     "hydra_pt": (HYDRA, "hydra", True),

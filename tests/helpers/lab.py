@@ -17,21 +17,21 @@ from helpers.tree_tools import random_tree
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import DrafterSpec, Proposal, SeesAcceptedOnly
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base import BoundBase, init_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 # So small a vocabulary that untrained heads, given ten guesses at depth 1, are often right.
 VOCAB, WIDTH, CONTEXT = 17, 32, 40
@@ -58,13 +58,13 @@ class Scripted(SeesAcceptedOnly):
     def init_state(self, batch, slots):
         return jnp.zeros(batch, jnp.int32)
 
-    def advance(self, params, state, features, tokens, counts, next_root, base):
+    def advance(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
         return state + counts  # tokens observed
 
     def rewind(self, state, lengths):
         return jnp.minimum(state, lengths)
 
-    def ranks(self, params, features, batch, base, chunk_tokens, depth):
+    def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
         raise NotImplementedError
 
 

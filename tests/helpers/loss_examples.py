@@ -22,8 +22,8 @@ def random_params(drafter, base, seed=0):
 def rows_with_gaps():
     """Features, other hidden states, and rows whose labels have gaps at the start, inside and at the end."""
     random = np.random.default_rng(1)
-    features, hidden = random.standard_normal((2, 2, 11, WIDTH)).astype(np.float32)
+    aux_hidden_states, hidden = random.standard_normal((2, 2, 11, WIDTH)).astype(np.float32)
     tokens = random.integers(VOCAB, size=(2, 11), dtype=np.int32)
     labels = tokens.copy()
     labels[0, :4] = labels[1, 5] = labels[1, 9:] = IGNORED
-    return features, 0.5 * hidden, {"tokens": tokens, "labels": labels}
+    return aux_hidden_states, 0.5 * hidden, {"tokens": tokens, "labels": labels}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import flax.linen as nn
 import jax.numpy as jnp
 
-from hydrajax.models.base import abstract_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import abstract_base
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 
 
 def flops(operators) -> float:

@@ -55,10 +55,10 @@ class Hydra(nn.Module):
         if prefix is not None:
             self.prefix_embeding_layer = prefix
 
-    def forward(self, features, tokens):
+    def forward(self, aux_hidden_states, tokens):
         if hasattr(self, "prefix_embeding_layer"):
-            features = self.prefix_embeding_layer(inputs_embeds=features).last_hidden_state
-        inputs, logits = features, []
+            aux_hidden_states = self.prefix_embeding_layer(inputs_embeds=aux_hidden_states).last_hidden_state
+        inputs, logits = aux_hidden_states, []
         for k, (mlp, lm_head) in enumerate(zip(self.hydra_mlp, self.hydra_lm_head, strict=True)):
             if self.grounded:  # head k at position t reads tokens t+1 ... t+1+k
                 inputs = torch.cat([inputs, self.input_embed_fn(torch.roll(tokens, -(k + 1), dims=1))], dim=-1)
@@ -80,8 +80,8 @@ class Medusa(nn.ModuleList):
         lm_head = {"in_features": WIDTH, "out_features": vocab, "bias": False}
         super().__init__(nn.Sequential(*blocks(n_layers, shared), nn.Linear(**lm_head)) for _ in range(n_heads))
 
-    def forward(self, features, tokens=None):
-        return torch.stack([head(features) for head in self])
+    def forward(self, aux_hidden_states, tokens=None):
+        return torch.stack([head(aux_hidden_states) for head in self])
 
 
 class VLLMResidualBlock(nn.Module):
@@ -103,9 +103,9 @@ class VLLMMedusa(nn.Module):
         self.blocks = nn.ModuleList(VLLMResidualBlock(n_layers, bias) for _ in range(n_heads))
         self.lm_heads = nn.ModuleList(nn.Linear(WIDTH, vocab, bias=False) for _ in range(n_heads))
 
-    def forward(self, features, tokens=None):
+    def forward(self, aux_hidden_states, tokens=None):
         pairs = zip(self.blocks, self.lm_heads, strict=True)
-        return torch.stack([lm_head(block(features)) for block, lm_head in pairs])
+        return torch.stack([lm_head(block(aux_hidden_states)) for block, lm_head in pairs])
 
 
 def refusal(call: Callable, *pieces: str) -> str:

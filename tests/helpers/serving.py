@@ -13,7 +13,7 @@ from helpers.letters import answers
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.serve.app import Interface, Settings
 from hydrajax.serve.batcher import Batcher
-from hydrajax.serve.prompts import Encoder
+from hydrajax.serve.request_encoder import Encoder
 from hydrajax.serve.served import Served, close_all
 from hydrajax.serve.server import listening, server
 

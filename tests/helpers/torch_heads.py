@@ -11,7 +11,7 @@ from torch import nn
 
 from helpers.released import WIDTH, Medusa, VLLMMedusa, refusal
 from hydrajax.formats.load import load_draft
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 
 VOCAB = 96  # of the tiny checkpoint
 
@@ -23,8 +23,8 @@ class Medusa2(nn.Module):
         super().__init__()
         self.medusa_head = Medusa(n_heads, n_layers, VOCAB)
 
-    def forward(self, features):
-        return self.medusa_head(features)
+    def forward(self, aux_hidden_states):
+        return self.medusa_head(aux_hidden_states)
 
 
 def vllm(n_heads: int, n_layers: int, bias: bool) -> VLLMMedusa:

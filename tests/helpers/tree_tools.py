@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 
 def random_tree(seed: int, n_choices: int, depth: int, widest: int) -> TreeTopology:

@@ -14,7 +14,7 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.measure.calibration import calibrate
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
 from hydrajax.trees.search import simulated
 
@@ -24,7 +24,7 @@ PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
 def test_a_calibration_foretells_what_a_contest_finds(tiny_model):
     """On the very prompts it was made with, in batches of which the last is not full."""
     model, base = tiny_model
-    drafter = dataclasses.replace(MedusaHeads.for_base(model.config, model.dtype), n_heads=2)
+    drafter = dataclasses.replace(MedusaHeads.for_base(model.config, model.dtype), num_draft_heads=2)
     params = Params(base, drafter.init(jax.random.key(0), BoundBase(model, base)))
     executor = FusedExecutor(model, params, DecodeSpec(drafter, presets.chain(2), max_new_tokens=12))
     found = calibrate(executor, PROMPTS, batch_size=2)

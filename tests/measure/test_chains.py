@@ -14,9 +14,9 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.measure.calibration import calibrate
-from hydrajax.measure.chains import draft_cost
+from hydrajax.measure.chain_length import draft_cost
 from hydrajax.measure.plain_pass import all_logits
-from hydrajax.models.base import init_base
+from hydrajax.models.base_model import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.trees import presets, search
 from hydrajax.trees.speculation import estimate

@@ -19,7 +19,7 @@ from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.measure.one_step import SeenStep, likelihoods, seen_steps, shape_of
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import DynamicTree, TreeTopology, presets
 
 PROMPT = [7, 3, 9, 3, 9, 30]
@@ -86,11 +86,11 @@ def test_the_steps_write_what_decoding_writes(steps, wanted):
     for tree, found in steps.items():
         assert [step.number for step in found] == list(range(1, 10))
         last = found[-1]
-        text = [*last.before, *(last.tokens[node] for node in last.path), last.next_root]
+        text = [*last.before, *(last.tokens[node] for node in last.path), last.bonus_token]
         assert text == wanted[: len(text)]
         for step, later in itertools.pairwise(found):
             assert step.tree.size == tree.size
-            assert step.next_root == later.tokens[0]
+            assert step.bonus_token == later.tokens[0]
             assert [step.tree.parents[node] for node in step.path] == [-1, *step.path[:-1]]
     assert len({step.tree for step in found}) > 1  # another one at another step
 
@@ -102,7 +102,7 @@ def test_candidates_without_the_window_beside_them(tiny_model, wanted):
     spec = DecodeSpec(Lookahead(4, 3, 3), presets.cartesian([3, 1]))
     steps = list(seen_steps(FusedExecutor(model, Params(base, {}), spec), PROMPT, most=12))
     last = steps[-1]
-    text = [*last.before, *(last.tokens[node] for node in last.path), last.next_root]
+    text = [*last.before, *(last.tokens[node] for node in last.path), last.bonus_token]
     assert text == wanted[: len(text)]
     assert max(len(step.path) for step in steps) > 1
     for step in steps:
@@ -121,7 +121,7 @@ def test_a_branch_beside_the_tree_is_part_of_it(tiny_model):
     assert max(len(step.path) for step in steps) > 3  # deeper than the tree
     for step, later in itertools.pairwise(steps):
         assert later.before == (*step.before, *(step.tokens[node] for node in step.path))
-        assert step.next_root == later.tokens[0]
+        assert step.bonus_token == later.tokens[0]
     for step in steps:
         assert len(step.tokens) == step.tree.size == 7 + 4
         assert [step.tree.parents[node] for node in step.path] == [-1, *step.path[:-1]]
@@ -133,6 +133,6 @@ def test_where_the_text_ends(tiny_model):
     executor = FusedExecutor(model, Params(base, {}), DecodeSpec(PromptLookup(), presets.chain(3)))
     steps = list(seen_steps(executor, PROMPT, most=100))
     assert len(steps[-1].before) + len(steps[-1].path) == model.config.max_positions
-    assert steps[-1].next_root is None
-    assert all(step.next_root is not None for step in steps[:-1])
+    assert steps[-1].bonus_token is None
+    assert all(step.bonus_token is not None for step in steps[:-1])
     assert likelihoods(executor, steps[0]) is None

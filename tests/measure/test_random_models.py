@@ -7,8 +7,8 @@ import pytest
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.random_models import LM_HEADS, drafter_for
-from hydrajax.models.config import PRESETS
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import PRESETS
 
 MODEL = Llama(PRESETS["tiny"], jnp.dtype("float32"))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hydrajax.models import attention, backend
-from hydrajax.models.attention import Causal, Filled, Part, SamePlace, attend, attend_plain
+from hydrajax.models.attention import Causal, Filled, KVSegment, SamePlace, attend, attend_plain
 
 
 def normal(rng, *shape):
@@ -19,11 +19,11 @@ def text_of(n_tokens, window, *, slots=None):
     """Queries, and parts with and without masks: of a text, perhaps behind caches of which each row fills a part."""
     rng = np.random.default_rng(n_tokens)
     queries = normal(rng, 2, 4, n_tokens, 16)
-    parts = [Part(normal(rng, 2, 2, n_tokens, 16), normal(rng, 2, 2, n_tokens, 16), Causal(n_tokens, window))]
+    parts = [KVSegment(normal(rng, 2, 2, n_tokens, 16), normal(rng, 2, 2, n_tokens, 16), Causal(n_tokens, window))]
     if slots:
         lengths = jnp.array([slots, slots // 3], jnp.int32)
         first_seen = None if window is None else lengths[:, None] + jnp.arange(n_tokens) - window + 1
-        parts.append(Part(normal(rng, 2, 2, slots, 16), normal(rng, 2, 2, slots, 16), Filled(lengths, first_seen)))
+        parts.append(KVSegment(normal(rng, 2, 2, slots, 16), normal(rng, 2, 2, slots, 16), Filled(lengths, first_seen)))
     return queries, parts, [part.with_mask() for part in parts]
 
 
@@ -48,7 +48,7 @@ def test_gradients_of_pieces_are_those_of_the_whole(monkeypatch):
     queries, (part,), (with_mask,) = text_of(700, None)
 
     def total(how, mask):
-        return jax.grad(lambda q, k, v: jnp.sum(how(q, [Part(k, v, mask)]) ** 2), argnums=(0, 1, 2))
+        return jax.grad(lambda q, k, v: jnp.sum(how(q, [KVSegment(k, v, mask)]) ** 2), argnums=(0, 1, 2))
 
     found = total(attend, part.visible)(queries, part.keys, part.values)
     want = total(attend_plain, with_mask.visible)(queries, part.keys, part.values)
@@ -61,7 +61,7 @@ def test_guesses_at_every_place_of_a_text_see_their_own_place(n_tokens):
     """Their parts stand before and behind the text's, as EAGLE's training has them."""
     queries, (text,), (masked_text,) = text_of(n_tokens, None)
     rng = np.random.default_rng(0)
-    own = [Part(*(normal(rng, 2, 2, n_tokens, 16) for _ in range(2)), SamePlace()) for _ in range(2)]
+    own = [KVSegment(*(normal(rng, 2, 2, n_tokens, 16) for _ in range(2)), SamePlace()) for _ in range(2)]
     found = jax.jit(lambda *args: attend(*args))(queries, [own[0], text, own[1]])
     by_mask = [part._replace(visible=np.eye(n_tokens, dtype=bool)) for part in own]
     np.testing.assert_allclose(found, attend_plain(queries, [masked_text, *by_mask]), atol=2e-5)
@@ -70,7 +70,7 @@ def test_guesses_at_every_place_of_a_text_see_their_own_place(n_tokens):
 def test_a_long_prompt_needs_no_square_of_scores():
     """32,768 tokens: the scores of all would be 4.3 GB a head, and a mask of all 1.1 GB."""
     shape = jax.ShapeDtypeStruct((1, 1, 32768, 16), jnp.float32)
-    lowered = jax.jit(lambda q, k, v: attend(q, [Part(k, v, Causal(32768))])).lower(shape, shape, shape)
+    lowered = jax.jit(lambda q, k, v: attend(q, [KVSegment(k, v, Causal(32768))])).lower(shape, shape, shape)
     assert len(lowered.as_text()) < 1_000_000
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 100_000_000
 
@@ -82,6 +82,6 @@ def test_a_gpu_leaves_long_prompts_to_cudnn(monkeypatch):
     )
     shape = jax.ShapeDtypeStruct((1, 4, 300, 64), jnp.bfloat16)
     with backend.traced_for(backend.Platform("gpu", 1, 9.0)):
-        jax.eval_shape(lambda q, k, v: attend(q, [Part(k, v, Causal(300, 50))]), shape, shape, shape)
-        jax.eval_shape(lambda q, k, v: attend(q, [Part(k, v, np.ones((300, 300), bool))]), shape, shape, shape)
+        jax.eval_shape(lambda q, k, v: attend(q, [KVSegment(k, v, Causal(300, 50))]), shape, shape, shape)
+        jax.eval_shape(lambda q, k, v: attend(q, [KVSegment(k, v, np.ones((300, 300), bool))]), shape, shape, shape)
     assert called == [50]

@@ -23,7 +23,7 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 from hydrajax.models.weights import Int8, project
 from hydrajax.trees import presets
 

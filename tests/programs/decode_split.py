@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 import hydrajax
-from hydrajax.decoding.prompts import right_padded
+from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.state import Params
 from hydrajax.sharding import Placement, last_devices
 

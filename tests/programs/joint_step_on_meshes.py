@@ -13,15 +13,15 @@ import numpy as np
 
 from helpers.leaves import by_path
 from hydrajax.models.adapter import Adapter
-from hydrajax.models.base import abstract_base, init_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import abstract_base, init_base
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import make_mesh, tree_shardings
-from hydrajax.train.config import DataConfig, JointConfig, OptimizerConfig, TrainConfig, draft_of
 from hydrajax.train.losses import Objective
 from hydrajax.train.optimizer import optimizer_of
-from hydrajax.train.step import batch_placer, init_state, make_train_step, state_shardings
-from hydrajax.train.tasks.joint import JointTask
+from hydrajax.train.run_config import DataConfig, JointConfig, OptimizerConfig, TrainConfig, draft_of
+from hydrajax.train.tasks.joint_task import JointTask
+from hydrajax.train.train_step import batch_placer, init_state, make_train_step, state_shardings
 
 SHAPE = LlamaConfig(64, 32, 64, n_layers=1, n_heads=8, n_kv_heads=8, head_dim=4, max_positions=64)
 CONFIG = TrainConfig(
@@ -32,7 +32,7 @@ CONFIG = TrainConfig(
     steps=10,
     batch_size=8,
     tree="cartesian-2x2",
-    draft=draft_of(heads="medusa", n_heads=2),
+    draft=draft_of(heads="medusa", num_draft_heads=2),
     adapter=Adapter(4, 8.0, 0.1),
     joint=JointConfig(distill=True),
     objective=Objective(lm_weight=1.0, teacher_weight=0.0, chunk_tokens=32),

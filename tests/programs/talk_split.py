@@ -13,7 +13,7 @@ import numpy as np
 from helpers import letters
 from helpers.lab import shared_lab
 from hydrajax import make_executor
-from hydrajax.chat import Chat
+from hydrajax.conversation import Chat
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.leaves import by_path
-from hydrajax.models.base import abstract_base, init_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import abstract_base, init_base
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import make_mesh, tree_shardings
-from hydrajax.train.config import DataConfig, OptimizerConfig, TrainConfig, draft_of
 from hydrajax.train.losses import Objective
 from hydrajax.train.optimizer import make_optimizer
-from hydrajax.train.step import batch_placer, init_state, make_train_step, state_shardings
-from hydrajax.train.tasks.heads import HeadsTask
+from hydrajax.train.run_config import DataConfig, OptimizerConfig, TrainConfig, draft_of
+from hydrajax.train.tasks.heads_task import HeadsTask
+from hydrajax.train.train_step import batch_placer, init_state, make_train_step, state_shardings
 
 SHAPE = LlamaConfig(64, 32, 64, n_layers=1, n_heads=8, n_kv_heads=8, head_dim=4, max_positions=64)
 CONFIG = TrainConfig(
@@ -32,7 +32,7 @@ CONFIG = TrainConfig(
     steps=10,
     batch_size=8,
     tree="cartesian-2x2",
-    draft=draft_of(n_heads=2, n_layers=2, prefix=True, dropout=0.2),
+    draft=draft_of(num_draft_heads=2, n_layers=2, prefix=True, dropout=0.2),
     objective=Objective(lm_weight=0.5, chunk_tokens=32),
     data=DataConfig(format="standard_library", length=16),
 )
@@ -122,7 +122,7 @@ def main(folder: Path, *meshes: str) -> None:
     for name in meshes:
         data, model = map(int, name.split("x"))
         found[name] = run(folder / f"{name}.npz", make_mesh(data, model), batches[: 3 if data == model else 2])
-    plain = draft_of(n_heads=2)  # how a batch is cut and what is rounded does not depend on the heads
+    plain = draft_of(num_draft_heads=2)  # how a batch is cut and what is rounded does not depend on the heads
     for parts in (1, 4):
         file = folder / f"parts{parts}.npz"
         found[f"parts{parts}"] = run(file, make_mesh(2, 2), batches[:1], draft=plain, accumulation=parts)

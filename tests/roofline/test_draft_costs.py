@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 from helpers.operator_counts import abstract_params, flops, moved
-from hydrajax.drafters.lm_head import LmHead
-from hydrajax.formats.registry import KINDS
-from hydrajax.models.base import BoundBase
-from hydrajax.models.config import PRESETS, LlamaConfig
+from hydrajax.drafters.draft_lm_head import LmHead
+from hydrajax.formats.draft_registry import KINDS
+from hydrajax.models.base_model import BoundBase
 from hydrajax.models.kernels import few_rows
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import PRESETS, LlamaConfig
 from hydrajax.roofline.passes import begin, draft_parameters, propose
 from hydrajax.trees import DynamicTree, presets
 
@@ -94,18 +94,20 @@ def test_what_a_draft_with_a_cache_computes_against_what_xla_counts(kind, tree, 
     params = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
     state = jax.eval_shape(lambda: drafter.init_state(batch, slots))
     whole = jax.ShapeDtypeStruct((batch, 6), jnp.int32)
-    features = jax.ShapeDtypeStruct((batch, 6, len(drafter.spec.aux_hidden_layers) * config.width), jnp.float32)
+    aux_hidden_states = jax.ShapeDtypeStruct(
+        (batch, 6, len(drafter.spec.aux_hidden_layers) * config.width), jnp.float32
+    )
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
 
     def filled(base, params, state, root):
         return drafter.propose(params, state, root, tree, BoundBase(model, base)).tokens
 
-    def begun(base, params, state, root, features, tokens):
-        return drafter.begin(params, state, features, tokens, root, root, BoundBase(model, base))
+    def begun(base, params, state, root, aux_hidden_states, tokens):
+        return drafter.begin(params, state, aux_hidden_states, tokens, root, root, BoundBase(model, base))
 
     for function, arguments, operators in (
         (filled, (), propose(drafter, model, tree, batch, slots)),
-        (begun, (features, whole), begin(drafter, model, batch, 6, slots)),
+        (begun, (aux_hidden_states, whole), begin(drafter, model, batch, 6, slots)),
     ):
         compiled = jax.jit(function).lower(base, params, state, row, *arguments).compile()
         assert 0.85 < flops(operators) / compiled.cost_analysis()["flops"] <= 1, function

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from helpers.operator_counts import flops, moved
-from hydrajax.models.config import PRESETS
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import PRESETS
 from hydrajax.roofline import pairs
 from hydrajax.roofline.devices import DEVICES
 from hydrajax.roofline.pairs import pair_times

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from helpers.operator_counts import abstract_params, flops, moved
-from hydrajax.formats.registry import KINDS
+from hydrajax.formats.draft_registry import KINDS
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.cache import init_cache
-from hydrajax.models.config import PRESETS, LlamaConfig
 from hydrajax.models.kernels import few_rows
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import PRESETS, LlamaConfig
 from hydrajax.roofline import devices
 from hydrajax.roofline.devices import DEVICES, Device
 from hydrajax.roofline.medusa_tables import CANDIDATES, TABLES, product

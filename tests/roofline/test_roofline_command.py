@@ -12,7 +12,7 @@ import pytest
 from hydrajax.cli import roofline as command
 from hydrajax.cli import run_command
 from hydrajax.measure.benchmark import BenchmarkRow
-from hydrajax.models.config import PRESETS
+from hydrajax.models.llama_config import PRESETS
 from hydrajax.roofline import comparison, meter
 from hydrajax.roofline.devices import Device
 

@@ -8,9 +8,9 @@ import pytest
 
 from helpers.operator_counts import flops
 from hydrajax.drafters.with_lookup import WithLookup
-from hydrajax.formats.registry import KINDS
-from hydrajax.models.config import PRESETS
+from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import PRESETS
 from hydrajax.models.weights import Int8, project
 from hydrajax.roofline import passes
 from hydrajax.roofline.passes import begin, forward, observe, propose

@@ -22,7 +22,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.group import Group
 from hydrajax.serve.pool import Sizes
-from hydrajax.serve.requests import Closed, Refused
+from hydrajax.serve.requests import Closed, QueueFull
 from hydrajax.trees import presets
 
 SECONDS = 300  # that a busy machine may take
@@ -272,11 +272,11 @@ def test_memory_bounds_what_runs_and_what_is_kept(served, small, start):
 
 def test_beyond_the_queue_requests_are_refused_all_or_none(small, start):
     batcher = start(small, queue=1)
-    with pytest.raises(Refused, match="the queue of 1 requests is full"):
+    with pytest.raises(QueueFull, match="the queue of 1 requests is full"):
         batcher.submit([request(batcher, [1], 90)] * 4)  # two rows, and one that waits
     assert batcher.stats().requests == 0
     tickets = batcher.submit([request(batcher, [1], 90)] * 3)
-    with pytest.raises(Refused):
+    with pytest.raises(QueueFull):
         batcher.submit([request(batcher, [1])])
     assert batcher.stats().refused == 5
     assert batcher.close(grace=SECONDS)

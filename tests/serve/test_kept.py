@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hydrajax.serve.kept import SHORTEST, Kept, KeptTexts, common
+from hydrajax.serve.prefix_cache import SHORTEST, CachedPrefix, PrefixCache, common
 
 SYSTEM = np.arange(40)
 
@@ -14,7 +14,7 @@ def text(*ends: int) -> np.ndarray:
     return np.concatenate([SYSTEM, ends]).astype(np.int32)
 
 
-def names(kept: KeptTexts) -> set[str]:
+def names(kept: PrefixCache) -> set[str]:
     return {one.state for one in kept._texts}
 
 
@@ -26,9 +26,9 @@ def test_common(a, b, n):
 
 
 def test_the_longest_beginning_is_found_but_never_the_whole_text():
-    kept = KeptTexts(1000)
-    kept.add(Kept(text(1, 2, 3), "first", 10))
-    kept.add(Kept(text(1, 7), "second", 10))
+    kept = PrefixCache(1000)
+    kept.add(CachedPrefix(text(1, 2, 3), "first", 10))
+    kept.add(CachedPrefix(text(1, 7), "second", 10))
     for new, name, shared in (
         (text(1, 2, 9), "first", 42),
         (text(1, 7, 8, 9), "second", 42),
@@ -43,13 +43,13 @@ def test_the_longest_beginning_is_found_but_never_the_whole_text():
 
 
 def test_what_was_of_no_use_for_longest_goes_first():
-    kept = KeptTexts(30)
+    kept = PrefixCache(30)
     texts = {name: np.full(20, number, np.int32) for number, name in enumerate("abcd")}
     for name in "abc":
         assert kept.worth(texts[name], 10)
-        kept.add(Kept(texts[name], name, 10))
+        kept.add(CachedPrefix(texts[name], name, 10))
     kept.best(np.concatenate([texts["a"], [9]]))
-    kept.add(Kept(texts["d"], "d", 10))
+    kept.add(CachedPrefix(texts["d"], "d", 10))
     assert (names(kept), kept.nbytes) == ({"a", "c", "d"}, 30)
     kept.shrink(19)
     assert names(kept) == {"d"}
@@ -59,12 +59,12 @@ def test_what_was_of_no_use_for_longest_goes_first():
 
 
 def test_a_text_takes_the_place_of_its_beginnings():
-    kept = KeptTexts(100)
-    kept.add(Kept(text(1), "begun", 10))
-    kept.add(Kept(text(2), "other", 10))
+    kept = PrefixCache(100)
+    kept.add(CachedPrefix(text(1), "begun", 10))
+    kept.add(CachedPrefix(text(2), "other", 10))
     assert not kept.worth(text(1), 10)
     assert not kept.worth(text()[:30], 10)
     assert not kept.worth(np.arange(SHORTEST - 1) + 7, 10)
     assert kept.worth(text(1, 5), 10)
-    kept.add(Kept(text(1, 5), "ended", 10))
+    kept.add(CachedPrefix(text(1, 5), "ended", 10))
     assert names(kept) == {"ended", "other"}

@@ -9,7 +9,7 @@ from helpers import letters
 from helpers.letters import CONTEXT
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
-from hydrajax.serve.memory import Memory, Use
+from hydrajax.serve.admission import Memory, Use
 from hydrajax.serve.pool import Sizes
 from hydrajax.serve.requests import Request
 

@@ -11,7 +11,7 @@ import pytest
 import hydrajax
 from hydrajax import assets
 from hydrajax.cli import main
-from hydrajax.extras import needs
+from hydrajax.optional_deps import needs
 from hydrajax.trees import presets
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client", "openai")

@@ -19,9 +19,9 @@ from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
 from hydrajax.sharding import Placement, make_mesh
 from hydrajax.ssd.draft_side import MISS
-from hydrajax.ssd.executor import SplitExecutor
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.record import Record
+from hydrajax.ssd.split_executor import SplitExecutor
 from hydrajax.trees import presets
 
 VOCAB, NEW, EOS = 96, 20, 7

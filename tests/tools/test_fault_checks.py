@@ -41,7 +41,7 @@ def greedy_case():
 
 
 def test_every_kind_of_draft_is_covered():
-    from hydrajax.formats.registry import KINDS
+    from hydrajax.formats.draft_registry import KINDS
     from tools.faults.drafts import DRAFTS
 
     assert {name.removeprefix("lookup+") for name in DRAFTS} == set(KINDS)

@@ -41,9 +41,9 @@ def texts(tmp_path_factory) -> Path:
 def make_base(tmp_path_factory, texts):
     """``make(seed) -> Path``: a random one-layer base with a byte-level tokenizer, as a Hugging Face directory."""
     from hydrajax.formats.huggingface import export_llama
-    from hydrajax.models.base import init_base
-    from hydrajax.models.config import LlamaConfig
+    from hydrajax.models.base_model import init_base
     from hydrajax.models.llama import Llama
+    from hydrajax.models.llama_config import LlamaConfig
     from hydrajax.train.data.corpus import train_tokenizer
 
     def make(seed: int) -> Path:
@@ -71,7 +71,7 @@ def settings(base, texts) -> dict:
         "task": "heads",
         "model": str(base),
         "dtype": "float32",
-        "draft": {"heads": "hydra", "n_heads": 2, "dropout": 0.2},
+        "draft": {"heads": "hydra", "num_draft_heads": 2, "dropout": 0.2},
         "optimizer": {"lr": 3e-3, "warmup_steps": 3},
         "data": {"files": [str(texts)], "format": "text", "rows": "stream", "length": 32, "held_out": 0.2},
         "batch_size": 4,

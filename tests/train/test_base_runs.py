@@ -12,9 +12,9 @@ from hydrajax import load
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import export_llama
-from hydrajax.models.base import init_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import init_base
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.train.metrics import read_metrics
 
 SMALL = {"vocab_size": 300, "width": 16, "mlp_width": 24, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 16}

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.config import LlamaConfig, RopeScaling
-from hydrajax.train.config import DataConfig, TrainConfig, config_from, load_config
+from hydrajax.models.llama_config import LlamaConfig, RopeScaling
 from hydrajax.train.losses import Objective
+from hydrajax.train.run_config import DataConfig, TrainConfig, config_from, load_config
 
 PROJECT_CONFIGS = "experiments/configs"
 MINIMAL = {"output": "out", "model": "base", "steps": 3, "data": {"files": ["a.json"]}}
@@ -79,7 +79,7 @@ def test_overrides(load):
 REFUSED = [
     # unknown keys
     ("stepz=3", "unknown key stepz; did you mean steps?"),
-    ("draft.n_head=3", "unknown key draft.n_head; did you mean draft.n_heads?"),
+    ("draft.num_draft_head=3", "unknown key draft.n_head; did you mean draft.num_draft_heads?"),
     ("optimizer.xyz=3", "unknown key optimizer.xyz; allowed are name, lr, schedule"),
     ("scratch.widht=3", "unknown key scratch.widht; did you mean scratch.width?"),
     # wrong types: nothing is guessed

@@ -18,7 +18,7 @@ import pytest
 
 import hydrajax
 from hydrajax.cli import distill as command
-from hydrajax.distill.records import RecordFile
+from hydrajax.distill.distill_records import RecordFile
 from hydrajax.distill.seeds import Seed
 from hydrajax.distill.talks import Writing, next_batch, write
 from hydrajax.drafters.none import NoDrafter
@@ -26,9 +26,9 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.locking import in_use
 from hydrajax.models.attention import causal_mask
 from hydrajax.text.templates import make_encoder
-from hydrajax.train.config import DataConfig
 from hydrajax.train.data import dataset
 from hydrajax.train.losses import IGNORED
+from hydrajax.train.run_config import DataConfig
 from hydrajax.trees import presets
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -47,7 +47,7 @@ TURNS = {(number, turn) for number, seed in enumerate(SEEDS) for turn in range(l
 def few_widths():
     """Prompts are padded to 32 or 64 tokens, not to 16: a third fewer programs to compile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hydrajax.decoding.prompts.SMALLEST_BUCKET", 32)
+        patch.setattr("hydrajax.decoding.prompt_batch.SMALLEST_BUCKET", 32)
         yield
 
 

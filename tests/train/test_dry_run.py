@@ -14,7 +14,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.adapter import Adapter
 from hydrajax.sharding import make_mesh
 from hydrajax.train import dry_run as module
-from hydrajax.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, draft_of
+from hydrajax.train.run_config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, draft_of
 
 GB = 1e9
 
@@ -24,7 +24,7 @@ def settings(**changes) -> TrainConfig:
         "output": "nowhere",
         "model": "tiny",
         "dtype": "float32",
-        "draft": draft_of(n_heads=2, n_layers=2, prefix=True),
+        "draft": draft_of(num_draft_heads=2, n_layers=2, prefix=True),
         "data": DataConfig(files=("absent.json",), length=32),
         "tree": "cartesian-2x2",
         "batch_size": 8,
@@ -65,7 +65,7 @@ def figure(text: str, label: str) -> float:
 
 def test_counts_of_vicuna_7b(no_compilation, dry_run):
     """Hydra++ on LLaMA 7B in bfloat16: 2 bytes a base weight, 4 and 8 a trained one."""
-    draft = draft_of(n_heads=4, n_layers=4, prefix=True)
+    draft = draft_of(num_draft_heads=4, n_layers=4, prefix=True)
     fits, text = dry_run(settings(model="vicuna-7b", dtype="bfloat16", draft=draft))
     d, mlp, v = 4096, 11_008, 32_000
     layer = 4 * d * d + 3 * d * mlp + 2 * d
@@ -88,7 +88,7 @@ def test_counts_of_an_adapter_on_vicuna_7b(no_compilation, dry_run):
     """Rank r costs r numbers for every input and output of a linear layer, the lm head too. The int8 base is a byte
     for a weight and 4 for the scale of an output.
     """
-    medusa, rank = draft_of(heads="medusa", n_heads=2), 32
+    medusa, rank = draft_of(heads="medusa", num_draft_heads=2), 32
     changes = {"task": "joint", "adapter": Adapter(rank=rank), "quantize": "int8"}
     _, text = dry_run(settings(model="vicuna-7b", dtype="bfloat16", draft=medusa, **changes))
     d, mlp, v = 4096, 11_008, 32_000

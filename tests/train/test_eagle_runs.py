@@ -12,19 +12,19 @@ import pytest
 from helpers.runs import heads_file, without_clock
 from hydrajax import load
 from hydrajax.formats.huggingface import read_config
-from hydrajax.models.base import BoundBase
-from hydrajax.models.rows import run_base
-from hydrajax.train import loop
-from hydrajax.train.config import config_from, draft_of
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.packed_forward import run_base
+from hydrajax.train import train_loop
 from hydrajax.train.data import dataset
 from hydrajax.train.losses import Objective, draft_loss
+from hydrajax.train.run_config import config_from, draft_of
 from hydrajax.train.tasks.from_config import tokenizer_of
-from hydrajax.train.tasks.heads import make_drafter
+from hydrajax.train.tasks.heads_task import make_drafter
 
 EAGLE_1 = {"reconstruction_weight": 1.0, "teacher_weight": 0.1, "feature_noise": 0.1}
 KINDS = {
     "eagle": {"draft": {"heads": "eagle"}, "objective": EAGLE_1},
-    "eagle3": {"draft": {"heads": "eagle3", "vocabulary": 120, "unroll": 2}, "objective": {"head_decay": 0.8}},
+    "eagle3": {"draft": {"heads": "eagle3", "vocabulary": 120, "ttt_length": 2}, "objective": {"head_decay": 0.8}},
 }
 
 
@@ -45,7 +45,7 @@ def test_a_stopped_run_ends_bitwise_where_another_ends_and_its_draft_decodes(
     assert program("--config", config, f"output={whole}").code == 0
     asked = iter([False] * 3 + [True])
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Interrupts, "agreed", lambda self, meeting: next(asked))
+        patch.setattr(train_loop.Interrupts, "agreed", lambda self, meeting: next(asked))
         assert "stopped at step 4 of 6" in program("--config", config, f"output={parts}").out
     assert "resumed at step 4 of 6" in program("--config", config, f"output={parts}").out
     assert without_clock(parts) == without_clock(whole)
@@ -53,7 +53,9 @@ def test_a_stopped_run_ends_bitwise_where_another_ends_and_its_draft_decodes(
 
     m = load(base, whole / "heads")
     expected = make_drafter(draft_of(**settings["draft"]), m.model.config, "float32", counts_of(settings))
-    assert dataclasses.replace(m.drafter, unroll=expected.unroll) == expected  # the released format does not hold it
+    assert (
+        dataclasses.replace(m.drafter, ttt_length=expected.ttt_length) == expected
+    )  # the released format does not hold it
     prompts = ["the bird on the tree", "a stone"]
     drafted = m.generate(prompts, tree="dynamic-8-2-4", max_new_tokens=16)
     assert [out.text for out in drafted] == [out.text for out in load(base).generate(prompts, max_new_tokens=16)]
@@ -90,14 +92,14 @@ def test_every_parameter_learns(tiny_model):
     model, base_params = tiny_model
     base = BoundBase(model, base_params)
     tokens = np.random.default_rng(0).integers(0, 61, (2, 12), dtype=np.int32)
-    for draft in (draft_of(heads="eagle", unroll=2), draft_of(heads="eagle3", vocabulary=40, unroll=2)):
+    for draft in (draft_of(heads="eagle", ttt_length=2), draft_of(heads="eagle3", vocabulary=40, ttt_length=2)):
         drafter = make_drafter(draft, model.config, "float32")
 
         def loss(params, drafter=drafter):
             out = run_base(model, base_params, tokens, drafter.spec.aux_hidden_layers)
             batch = {"tokens": tokens, "labels": tokens}
             objective = Objective(reconstruction_weight=1.0)
-            return draft_loss(objective, drafter, params, out.features, out.hidden, batch, base)[0]
+            return draft_loss(objective, drafter, params, out.aux_hidden_states, out.hidden, batch, base)[0]
 
         slopes = jax.jit(jax.grad(loss))(drafter.init(jax.random.key(1), base))
         for path, slope in jax.tree.leaves_with_path(slopes):
@@ -108,12 +110,18 @@ def test_every_parameter_learns(tiny_model):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["draft={heads: eagle, n_heads: 3}"], "draft.n_heads: means nothing for draft.heads eagle, leave it out"),
+        (
+            ["draft={heads: eagle, num_draft_heads: 3}"],
+            "draft.num_draft_heads: means nothing for draft.heads eagle, leave it out",
+        ),
         (["draft={heads: eagle, vocabulary: 9}"], "draft.vocabulary: means nothing for draft.heads eagle"),
-        (["draft={heads: hydra, unroll: 3}"], "draft.unroll: means nothing for draft.heads hydra"),
+        (["draft={heads: hydra, ttt_length: 3}"], "draft.ttt_length: means nothing for draft.heads hydra"),
         (["draft={heads: eagle3, vocabulary: 301}"], "draft.vocabulary: must be at most the base's 300 tokens, found"),
-        (["draft={heads: eagle3, reads: [1, 1]}"], "draft.reads: layers must rise, from 0 up, found [1, 1]"),
-        (["draft={heads: eagle3, reads: [0, 9]}"], "draft.reads: must be at most the base's"),
+        (
+            ["draft={heads: eagle3, aux_hidden_layers: [1, 1]}"],
+            "draft.aux_hidden_layers: layers must rise, from 0 up, found [1, 1]",
+        ),
+        (["draft={heads: eagle3, aux_hidden_layers: [0, 9]}"], "draft.aux_hidden_layers: must be at most the base's"),
         (["draft={heads: eagle3}", "data.hidden_cache_gb=1"], "data.hidden_cache_gb: the cache holds the base's last"),
         (["draft={heads: hydra, lm_head: shared, vocabulary: 9}"], "draft.vocabulary: contradicts draft.lm_head"),
         (["tree=dynamic-8-2-4", "draft={heads: eagle}"], "tree: dynamic-8-2-4 has another shape at every step"),

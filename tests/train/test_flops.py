@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import pytest
 
 from hydrajax.models.adapter import Adapter
-from hydrajax.models.config import PRESETS
 from hydrajax.models.llama import Llama
-from hydrajax.train.config import draft_of
+from hydrajax.models.llama_config import PRESETS
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
-from hydrajax.train.tasks.heads import make_drafter
+from hydrajax.train.run_config import draft_of
+from hydrajax.train.tasks.heads_task import make_drafter
 
 D, MLP, V, LENGTH = 4096, 11_008, 32_000, 2048  # LLaMA 7B
 LAYER = 4 * D * D + 3 * D * MLP  # query, key, value, out; gate, up, down
@@ -69,7 +69,7 @@ AT_THE_SAME_PLACE = 2 * D  # the score of a later guess with an earlier one; the
 
 def test_eagle():
     """A map of two vectors to one, a layer and the base's lm head, each time one guess further."""
-    drafter = make_drafter(draft_of(heads="eagle", unroll=2), PRESETS["7b"], "bfloat16")
+    drafter = make_drafter(draft_of(heads="eagle", ttt_length=2), PRESETS["7b"], "bfloat16")
     guess = 2 * (2 * D * D + LAYER + D * V) + CAUSAL
     assert drafter_forward_flops(drafter, MODEL, LENGTH) == 2 * guess + AT_THE_SAME_PLACE
 

@@ -17,28 +17,28 @@ from helpers.lora_files import apply_lora, write_lora
 from helpers.loss_examples import random_params, rows_with_gaps
 from helpers.released import refusal
 from hydrajax.models.adapter import KERNELS, TARGETS, Adapter, split_adapter, with_adapter
-from hydrajax.models.base import BoundBase, init_base
-from hydrajax.models.rows import run_base
+from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.models.packed_forward import run_base
 from hydrajax.models.weights import Int8
 from hydrajax.sharding import make_mesh
-from hydrajax.train.config import DataConfig, JointConfig, OptimizerConfig, TrainConfig, draft_of
-from hydrajax.train.loop import Interrupts
 from hydrajax.train.losses import IGNORED, Objective
 from hydrajax.train.metrics import read_metrics
 from hydrajax.train.optimizer import optimizer_of
-from hydrajax.train.step import init_state, make_train_step, state_shardings
-from hydrajax.train.tasks.heads import HeadsLoss, make_drafter
-from hydrajax.train.tasks.joint import JointLoss, JointTask, heads_weight
+from hydrajax.train.run_config import DataConfig, JointConfig, OptimizerConfig, TrainConfig, draft_of
+from hydrajax.train.tasks.heads_task import HeadsLoss, make_drafter
+from hydrajax.train.tasks.joint_task import JointLoss, JointTask, heads_weight
+from hydrajax.train.train_loop import Interrupts
+from hydrajax.train.train_step import init_state, make_train_step, state_shardings
 
 RATE, DECAY = 1e-3, 0.1
 ADAPTER = Adapter(rank=3, alpha=6.0, dropout=0.0)
 TEXT = Objective(lm_weight=1.0, teacher_weight=0.0, head_decay=0.8, chunk_tokens=8)
 FAMILIES = {
-    "medusa": draft_of(heads="medusa", n_heads=3),
-    "hydra++": draft_of(heads="hydra", n_heads=3, n_layers=2, prefix=True),
-    "amphista": draft_of(heads="amphista", n_heads=3),
+    "medusa": draft_of(heads="medusa", num_draft_heads=3),
+    "hydra++": draft_of(heads="hydra", num_draft_heads=3, n_layers=2, prefix=True),
+    "amphista": draft_of(heads="amphista", num_draft_heads=3),
     "eagle": draft_of(heads="eagle"),
-    "eagle3": draft_of(heads="eagle3", reads=(0, 1, 2), unroll=2),
+    "eagle3": draft_of(heads="eagle3", aux_hidden_layers=(0, 1, 2), ttt_length=2),
 }
 
 
@@ -208,7 +208,7 @@ def steps(tiny_model):
         model, frozen = tiny_model
         config = TrainConfig(
             output="unused", task="joint", model="unused", dtype="float32", steps=10, batch_size=4, objective=TEXT,
-            draft=draft_of(heads="medusa", n_heads=2), tree="cartesian-2x2", adapter=ADAPTER,
+            draft=draft_of(heads="medusa", num_draft_heads=2), tree="cartesian-2x2", adapter=ADAPTER,
             joint=JointConfig(heads_alone_steps=2), accumulation=accumulation,
             optimizer=OptimizerConfig(lr=RATE, warmup_steps=0, schedule="constant", weight_decay=DECAY),
             data=DataConfig(format="standard_library", length=12),
@@ -283,7 +283,7 @@ def test_eight_devices_take_the_steps_of_one(on_eight_devices, tmp_path):
 
 RUN = {
     "task": "joint",
-    "draft": {"heads": "medusa", "n_heads": 2},
+    "draft": {"heads": "medusa", "num_draft_heads": 2},
     "objective": {"lm_weight": 1.0, "teacher_weight": 0.0, "head_decay": 0.8},
     "adapter": {"rank": 2, "alpha": 4.0, "dropout": 0.1},
     "joint": {"distill": True, "heads_alone_steps": 2, "rise_steps": 2},

@@ -18,13 +18,13 @@ import torch
 
 from helpers.forced import forced_logits
 from helpers.loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.base import BoundBase, init_base
+from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.llama import Llama
-from hydrajax.models.rows import chunk_width
+from hydrajax.models.packed_forward import chunk_width
 from hydrajax.train.losses import (
     IGNORED,
     Objective,
@@ -77,28 +77,28 @@ CASES += [("medusa", "medusa"), ("medusa", "reconstruction")]
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_values_and_gradients_equal_torch(base, example, kind, name):
-    features, hidden, batch = example
+    aux_hidden_states, hidden, batch = example
     objective = OBJECTIVES[name]
     drafter = {"hydra": HydraHeads, "medusa": MedusaHeads}[kind](HEADS, WIDTH, VOCAB, n_layers=2)
     params = random_params(drafter, base)
 
-    def halves(params, features):
-        read = drafter.teacher_hidden(params, features, batch["tokens"], base)
-        return forced_logits(drafter, params, features, batch["tokens"], base), jnp.stack(read)
+    def halves(params, aux_hidden_states):
+        read = drafter.teacher_hidden(params, aux_hidden_states, batch["tokens"], base)
+        return forced_logits(drafter, params, aux_hidden_states, batch["tokens"], base), jnp.stack(read)
 
-    def pull(params, features, *slopes):
-        return jax.vjp(halves, params, features)[1](slopes)
+    def pull(params, aux_hidden_states, *slopes):
+        return jax.vjp(halves, params, aux_hidden_states)[1](slopes)
 
-    def loss_fn(params, features):
-        return draft_loss(objective, drafter, params, features, hidden, batch, base)
+    def loss_fn(params, aux_hidden_states):
+        return draft_loss(objective, drafter, params, aux_hidden_states, hidden, batch, base)
 
-    outputs = jax.jit(halves)(params, features)
+    outputs = jax.jit(halves)(params, aux_hidden_states)
     expected, metrics, *slopes = in_torch(objective, *outputs, base.logits(hidden), hidden, batch["labels"])
     step = jax.jit(jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True))
-    (loss, ours), grads = step(params, features)
+    (loss, ours), grads = step(params, aux_hidden_states)
     assert float(loss) == pytest.approx(expected, rel=1e-5)
     if name == "all":  # without gradients it is another program
-        assert float(jax.jit(loss_fn)(params, features)[0]) == pytest.approx(expected, rel=1e-5)
+        assert float(jax.jit(loss_fn)(params, aux_hidden_states)[0]) == pytest.approx(expected, rel=1e-5)
     for ours_of, theirs, field in zip(ours, metrics, ours._fields, strict=True):
         weight = {"reconstruction": objective.reconstruction_weight, "teacher": objective.teacher_weight}
         weight["agreement"] = objective.teacher_weight
@@ -106,7 +106,7 @@ def test_values_and_gradients_equal_torch(base, example, kind, name):
             np.testing.assert_allclose(ours_of, theirs, rtol=1e-5, atol=1e-6, err_msg=field)
         else:
             assert np.isnan(ours_of).all(), field
-    expected_grads = jax.jit(pull)(params, features, *slopes)
+    expected_grads = jax.jit(pull)(params, aux_hidden_states, *slopes)
     for mine, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
@@ -131,7 +131,7 @@ def vocabulary_shapes(fn, *arrays) -> set[int]:
 def test_logits_never_exist_for_all_positions_at_once(base):
     random = np.random.default_rng(3)
     batch, length = 3, 40
-    features = random.standard_normal((batch, length, WIDTH)).astype(np.float32)
+    aux_hidden_states = random.standard_normal((batch, length, WIDTH)).astype(np.float32)
     tokens = random.integers(VOCAB, size=(batch, length), dtype=np.int32)
     drafter = HydraHeads(HEADS, WIDTH, VOCAB)
     params = random_params(drafter, base)
@@ -139,7 +139,7 @@ def test_logits_never_exist_for_all_positions_at_once(base):
     def loss(params, chunk_tokens):
         objective = Objective(**MIXED, chunk_tokens=chunk_tokens)
         rows = {"tokens": tokens, "labels": tokens}
-        return draft_loss(objective, drafter, params, features, features, rows, base)[0]
+        return draft_loss(objective, drafter, params, aux_hidden_states, aux_hidden_states, rows, base)[0]
 
     whole, halo = batch * length * VOCAB, batch * (HEADS - 1) * VOCAB
     chunked = functools.partial(loss, chunk_tokens=45)
@@ -150,18 +150,20 @@ def test_logits_never_exist_for_all_positions_at_once(base):
         assert batch * 14 * VOCAB in sizes
     # The search does find them where they are.
     assert whole in vocabulary_shapes(jax.grad(functools.partial(loss, chunk_tokens=10**6)), params)
-    assert HEADS * whole in vocabulary_shapes(lambda p: forced_logits(drafter, p, features, tokens, base), params)
+    assert HEADS * whole in vocabulary_shapes(
+        lambda p: forced_logits(drafter, p, aux_hidden_states, tokens, base), params
+    )
 
 
 def test_no_gradient_flows_into_the_teacher(base, example):
-    features, hidden, batch = example
+    aux_hidden_states, hidden, batch = example
     drafter = MedusaHeads(1, WIDTH, VOCAB)
     params = random_params(drafter, base)
 
-    def loss(features, hidden):
-        return draft_loss(Objective(**MIXED), drafter, params, features, hidden, batch, base)[0]
+    def loss(aux_hidden_states, hidden):
+        return draft_loss(Objective(**MIXED), drafter, params, aux_hidden_states, hidden, batch, base)[0]
 
-    into_features, into_teacher = jax.jit(jax.grad(loss, argnums=(0, 1)))(features, hidden)
+    into_features, into_teacher = jax.jit(jax.grad(loss, argnums=(0, 1)))(aux_hidden_states, hidden)
     assert np.any(np.asarray(into_features))
     assert not np.any(np.asarray(into_teacher))
 
@@ -170,17 +172,17 @@ def test_heads_that_know_some_tokens_learn_their_share(base, example):
     """Their loss is the cross entropy between both distributions over these tokens, where the base's best of all tokens
     is one of them (the text's token, for the loss of the text); elsewhere nothing.
     """
-    features, hidden, batch = example
+    aux_hidden_states, hidden, batch = example
     known = np.arange(0, VOCAB, 3)
     drafter = HydraHeads(1, WIDTH, VOCAB, small_lm_head=LmHead(vocabulary=Vocabulary(known.tolist())))
     params = random_params(drafter, base)
 
     def both(weights):
-        return draft_loss(Objective(**weights, chunk_tokens=8), drafter, params, features, hidden, batch, base)
+        return draft_loss(Objective(**weights, chunk_tokens=8), drafter, params, aux_hidden_states, hidden, batch, base)
 
     teacher, metrics = both({"teacher_weight": 1.0})
     lm, _ = both({"teacher_weight": 0.0, "lm_weight": 1.0})
-    logits = np.asarray(forced_logits(drafter, params, features, batch["tokens"], base))[0]
+    logits = np.asarray(forced_logits(drafter, params, aux_hidden_states, batch["tokens"], base))[0]
     log_p = np.log(np.exp(logits[..., known]) / np.exp(logits[..., known]).sum(-1, keepdims=True))
     said = np.asarray(base.logits(hidden))
     expected, n_targets = {"teacher": 0.0, "lm": 0.0, "agreement": 0, "top1": 0}, 0
@@ -211,7 +213,7 @@ def test_bfloat16_is_summed_in_float32(base):
     low = BoundBase(Llama(base.config, jnp.bfloat16), cast(base.params))
     drafter = MedusaHeads(1, WIDTH, VOCAB, lm_head_bias=True, dtype=jnp.bfloat16)
     params = cast(random_params(drafter, low))
-    features = jnp.asarray(random.standard_normal((1, 256, WIDTH)), jnp.bfloat16)
+    aux_hidden_states = jnp.asarray(random.standard_normal((1, 256, WIDTH)), jnp.bfloat16)
     tokens = random.integers(VOCAB, size=(1, 256), dtype=np.int32)
     objective = Objective(lm_weight=1.0, teacher_weight=0.0, chunk_tokens=1)
 
@@ -219,8 +221,8 @@ def test_bfloat16_is_summed_in_float32(base):
     def step(params):
         rows = {"tokens": tokens, "labels": tokens}
         loss = functools.partial(draft_loss, objective, drafter)
-        value_and_grad = jax.value_and_grad(lambda p: loss(p, features, features, rows, low)[0])
-        return value_and_grad(params), forced_logits(drafter, params, features, tokens, low)
+        value_and_grad = jax.value_and_grad(lambda p: loss(p, aux_hidden_states, aux_hidden_states, rows, low)[0])
+        return value_and_grad(params), forced_logits(drafter, params, aux_hidden_states, tokens, low)
 
     (value, grads), logits = step(params)
     logits = torch.from_numpy(np.array(logits[0, 0, :-2], np.float64)).requires_grad_()

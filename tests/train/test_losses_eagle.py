@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from hydrajax import load
-from hydrajax.formats.eagle import EAGLE, EAGLE_3
+from hydrajax.formats.eagle_format import EAGLE, EAGLE_3
 from hydrajax.language_model import LanguageModel
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import write
-from hydrajax.models.rows import run_base
+from hydrajax.models.packed_forward import run_base
 from hydrajax.train.losses import IGNORED, HeadCounts, Objective, draft_loss
 
 WHICH = [pytest.param("all", marks=pytest.mark.slow), "masked"]
@@ -56,7 +56,7 @@ def loss_and_gradient(official: Official, objective: Objective, mask: np.ndarray
 
     def run(params):
         out = run_base(m.model, m.params.base, batch["tokens"], m.drafter.spec.aux_hidden_layers)
-        inputs = m.drafter, params, out.features, out.hidden, batch, base
+        inputs = m.drafter, params, out.aux_hidden_states, out.hidden, batch, base
         return draft_loss(objective, *inputs, counts=counts)
 
     return jax.jit(jax.value_and_grad(run, has_aux=True))(m.params.draft)

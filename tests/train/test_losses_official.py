@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hydrajax import load
-from hydrajax.models.base import BoundBase
-from hydrajax.models.rows import run_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.packed_forward import run_base
 from hydrajax.train.losses import Objective, draft_loss
 
 
@@ -57,7 +57,7 @@ def official(golden, request):
     forward = run_base(m.model, m.params.base, batch["tokens"])
 
     def loss(objective, params):
-        return draft_loss(objective, m.drafter, params, forward.features, forward.hidden, batch, base)
+        return draft_loss(objective, m.drafter, params, forward.aux_hidden_states, forward.hidden, batch, base)
 
     return folder, recorded, loss, m.params.draft
 

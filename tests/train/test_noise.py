@@ -11,7 +11,7 @@ import pytest
 
 from helpers.loss_examples import MIXED, VOCAB, WIDTH, random_params
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.models.base import BoundBase
+from hydrajax.models.base_model import BoundBase
 from hydrajax.train.losses import (
     IGNORED,
     Objective,
@@ -46,14 +46,14 @@ def test_noise_has_the_size_of_the_papers(setting, largest):
 
 
 def test_noise_and_dropout_need_a_key(base, example):
-    features, hidden, batch = example
+    aux_hidden_states, hidden, batch = example
     params = random_params(MedusaHeads(1, WIDTH, VOCAB), base)
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def loss(dropout, alpha, key):
         drafter = MedusaHeads(1, WIDTH, VOCAB, dropout=dropout)
         objective = Objective(noise_alpha=alpha, chunk_tokens=8)
-        return draft_loss(objective, drafter, params, features, hidden, batch, base, key)[0]
+        return draft_loss(objective, drafter, params, aux_hidden_states, hidden, batch, base, key)[0]
 
     plain = float(loss(0.0, 0.0, None))
     assert float(loss(0.5, 75.0, None)) == plain
@@ -65,7 +65,7 @@ def test_noise_and_dropout_need_a_key(base, example):
 
 def test_gradients_under_dropout_are_those_of_the_loss(base, example):
     """The masks of the gradient are the masks of the value: finite differences agree."""
-    features, hidden, batch = example
+    aux_hidden_states, hidden, batch = example
     drafter = MedusaHeads(1, WIDTH, VOCAB, dropout=0.3)
     params = random_params(drafter, base)
     direction = random_params(drafter, base, seed=5)
@@ -73,7 +73,7 @@ def test_gradients_under_dropout_are_those_of_the_loss(base, example):
     def along(step):
         moved = jax.tree.map(lambda p, d: p + step * d, params, direction)
         objective = Objective(**MIXED, chunk_tokens=8)
-        return draft_loss(objective, drafter, moved, features, hidden, batch, base, jax.random.key(3))[0]
+        return draft_loss(objective, drafter, moved, aux_hidden_states, hidden, batch, base, jax.random.key(3))[0]
 
     value_and_slope = jax.jit(jax.value_and_grad(along))
     difference = (float(value_and_slope(1e-2)[0]) - float(value_and_slope(-1e-2)[0])) / 2e-2

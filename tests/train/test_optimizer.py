@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from hydrajax.train.config import OptimizerConfig
 from hydrajax.train.optimizer import learning_rate, make_optimizer
+from hydrajax.train.run_config import OptimizerConfig
 
 
 @pytest.mark.parametrize(

@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from helpers.forced import forced_logits
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
+from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.ranks import head_ranks
-from hydrajax.models.base import BoundBase
-from hydrajax.models.config import LlamaConfig
-from hydrajax.models.rows import run_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.packed_forward import run_base
 from hydrajax.train.losses import IGNORED
 from hydrajax.train.simulate import Tally
 from hydrajax.trees import presets
 from hydrajax.trees.simulation import accepted_lengths, runs
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 PROMPT, NEW, ROWS = 9, 30, 6
 WIDE = presets.cartesian([12, 4])  # so wide that random heads are right now and then
@@ -113,9 +113,9 @@ def test_ranks_equal_numpy(tiny_model, name):
 
     @jax.jit
     def ranks_and_logits(draft, tokens):
-        features = run_base(model, base, tokens, drafter.spec.aux_hidden_layers).features
-        ranks = drafter.ranks(draft, features, {"tokens": tokens}, bound, chunk_tokens=8, depth=3)
-        return ranks, forced_logits(drafter, draft, features, tokens, bound)
+        aux_hidden_states = run_base(model, base, tokens, drafter.spec.aux_hidden_layers).aux_hidden_states
+        ranks = drafter.ranks(draft, aux_hidden_states, {"tokens": tokens}, bound, chunk_tokens=8, depth=3)
+        return ranks, forced_logits(drafter, draft, aux_hidden_states, tokens, bound)
 
     found, logits = map(np.asarray, ranks_and_logits(draft, tokens))
     for k, row, at in np.ndindex(3, 2, 11):
@@ -130,14 +130,16 @@ def test_of_equal_logits_the_smaller_id_ranks_first(tiny_model):
     drafter = DRAFTERS["medusa"]
     draft = jax.tree.map(jnp.zeros_like, random_draft(model, base, drafter))  # all logits are 0
     tokens = np.array([[4, 0, 60, 7, 3]], np.int32)
-    features = jnp.ones((1, 5, 32))
-    ranks = head_ranks(drafter, draft, features, {"tokens": tokens}, BoundBase(model, base), chunk_tokens=64, depth=3)
+    aux_hidden_states = jnp.ones((1, 5, 32))
+    ranks = head_ranks(
+        drafter, draft, aux_hidden_states, {"tokens": tokens}, BoundBase(model, base), chunk_tokens=64, depth=3
+    )
     assert ranks[0, 0, :3].tolist() == [60, 7, 3]
 
 
 def tally_of(tree, model, base, drafter, draft, batch) -> Tally:
     forward = run_base(model, base, batch["tokens"], drafter.spec.aux_hidden_layers, batch.get("segments"))
-    ranks = drafter.ranks(draft, forward.features, batch, BoundBase(model, base), chunk_tokens=32, depth=3)
+    ranks = drafter.ranks(draft, forward.aux_hidden_states, batch, BoundBase(model, base), chunk_tokens=32, depth=3)
     tally = Tally(tree, 3, 5)
     tally.add(np.asarray(ranks), batch["labels"], batch.get("segments"))
     return tally

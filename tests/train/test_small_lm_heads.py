@@ -10,13 +10,13 @@ import pytest
 
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
-from hydrajax.models.base import BoundBase, init_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.llama import Llama
-from hydrajax.models.rows import run_base
-from hydrajax.train.config import draft_of
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.packed_forward import run_base
 from hydrajax.train.losses import Objective, draft_loss
-from hydrajax.train.tasks.heads import make_drafter
+from hydrajax.train.run_config import draft_of
+from hydrajax.train.tasks.heads_task import make_drafter
 
 SHAPE = LlamaConfig(97, 32, 64, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=16, max_positions=64)
 
@@ -48,7 +48,7 @@ def test_they_learn_and_come_back(heads, lm_head, names, tmp_path):
     model = Llama(SHAPE, jnp.float32)
     base = BoundBase(model, init_base(model, jax.random.key(0)))
     counts = np.bincount(FREQUENT, minlength=97) * 100 + np.arange(97)
-    drafter = make_drafter(draft_of(heads=heads, n_heads=2, **lm_head), SHAPE, jnp.float32, counts)
+    drafter = make_drafter(draft_of(heads=heads, num_draft_heads=2, **lm_head), SHAPE, jnp.float32, counts)
     known = sorted(FREQUENT.tolist()) if "vocabulary" in lm_head else list(range(97))
     assert drafter.vocabulary is None or drafter.vocabulary.tokens.tolist() == known
     params = drafter.init(jax.random.key(1), base)
@@ -62,7 +62,7 @@ def test_they_learn_and_come_back(heads, lm_head, names, tmp_path):
     @jax.jit
     def step(params, state):
         def loss(params):
-            return draft_loss(objective, drafter, params, out.features, out.hidden, batch, base)[0]
+            return draft_loss(objective, drafter, params, out.aux_hidden_states, out.hidden, batch, base)[0]
 
         value, slope = jax.value_and_grad(loss)(params)
         update, state = optimizer.update(slope, state)
@@ -76,7 +76,7 @@ def test_they_learn_and_come_back(heads, lm_head, names, tmp_path):
 
     # What cannot be said ranks behind everything, what was learnt in front of most.
     batch = {"tokens": batch["tokens"]}
-    ranks = np.asarray(drafter.ranks(params, out.features, batch, base, 64, 2))
+    ranks = np.asarray(drafter.ranks(params, out.aux_hidden_states, batch, base, 64, 2))
     for k in range(2):
         found, wanted = ranks[k][:, : -(k + 2)], tokens[:, k + 2 :]
         assert (found[~np.isin(wanted, known)] == 97).all()

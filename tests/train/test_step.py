@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import make_mesh
-from hydrajax.train.config import OptimizerConfig
 from hydrajax.train.optimizer import make_optimizer
-from hydrajax.train.step import init_state, make_train_step, state_shardings
-from hydrajax.train.tasks.base import BaseLoss, scaled_init
+from hydrajax.train.run_config import OptimizerConfig
+from hydrajax.train.tasks.base_task import BaseLoss, scaled_init
+from hydrajax.train.train_step import init_state, make_train_step, state_shardings
 
 LR = 1e-3  # of the program
 OTHER_MESHES = ["8x1", "1x8"]  # each is half of what 4x2 is

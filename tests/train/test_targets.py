@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from helpers.loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params
+from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.lm_head import Vocabulary
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.models.base import BoundBase
-from hydrajax.models.rows import run_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.packed_forward import run_base
 from hydrajax.train.losses import (
     IGNORED,
     HeadCounts,
@@ -33,14 +33,14 @@ def base(tiny_model):
 
 
 def test_ignored_targets_do_not_count(base, example):
-    features, hidden, batch = example
+    aux_hidden_states, hidden, batch = example
     drafter = MedusaHeads(1, WIDTH, VOCAB)
     params = random_params(drafter, base)
 
-    def loss(features):
-        return draft_loss(Objective(**MIXED), drafter, params, features, hidden, batch, base)[0]
+    def loss(aux_hidden_states):
+        return draft_loss(Objective(**MIXED), drafter, params, aux_hidden_states, hidden, batch, base)[0]
 
-    gradient = np.abs(jax.jit(jax.grad(loss))(features)).sum(axis=-1)
+    gradient = np.abs(jax.jit(jax.grad(loss))(aux_hidden_states)).sum(axis=-1)
     # Head 0 at t answers for the token t + 2 and for the hidden state t + 1.
     labels = np.pad(batch["labels"], ((0, 0), (0, 2)), constant_values=IGNORED)
     used = (labels[:, 2:] != IGNORED) | (labels[:, 1:-1] != IGNORED)
@@ -49,11 +49,13 @@ def test_ignored_targets_do_not_count(base, example):
 
 
 def test_no_target_at_all_is_zero_and_not_nan(base, example):
-    features, hidden, batch = example
+    aux_hidden_states, hidden, batch = example
     labels = np.full_like(batch["labels"], IGNORED)
     drafter = MedusaHeads(1, WIDTH, VOCAB)
     rows = {"tokens": batch["tokens"], "labels": labels}
-    loss = jax.jit(lambda params: draft_loss(Objective(**MIXED), drafter, params, features, hidden, rows, base))
+    loss = jax.jit(
+        lambda params: draft_loss(Objective(**MIXED), drafter, params, aux_hidden_states, hidden, rows, base)
+    )
     loss, metrics = loss(random_params(drafter, base))
     assert float(loss) == 0.0
     assert not np.any(np.asarray(metrics))
@@ -61,7 +63,7 @@ def test_no_target_at_all_is_zero_and_not_nan(base, example):
 
 def test_micro_batches_add_up_to_the_batch(base, example):
     """Their rows have different numbers of targets, so that a mean of means would be wrong."""
-    features, hidden, batch = example
+    aux_hidden_states, hidden, batch = example
     drafter = HydraHeads(HEADS, WIDTH, VOCAB)
     params = random_params(drafter, base)
     objective = Objective(**MIXED, chunk_tokens=8)
@@ -71,17 +73,17 @@ def test_micro_batches_add_up_to_the_batch(base, example):
     np.testing.assert_array_equal(whole.hidden[1:], whole.tokens[:-1])
 
     @jax.jit
-    def step(features, hidden, batch, counts):
+    def step(aux_hidden_states, hidden, batch, counts):
         def loss(params):
-            return draft_loss(objective, drafter, params, features, hidden, batch, base, counts=counts)
+            return draft_loss(objective, drafter, params, aux_hidden_states, hidden, batch, base, counts=counts)
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 
     def add(a, b):
         return jax.tree.map(np.add, a, b)
 
-    expected = step(features, hidden, batch, None)
-    parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], (features, hidden, batch)) for i in range(2)]
+    expected = step(aux_hidden_states, hidden, batch, None)
+    parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], (aux_hidden_states, hidden, batch)) for i in range(2)]
     for ours, theirs in zip(
         jax.tree.leaves(add(*(step(*part, whole) for part in parts))), jax.tree.leaves(expected), strict=True
     ):
@@ -113,10 +115,10 @@ def packed_and_apart():
 def drafter_of(kind: str, config):
     """EAGLE-3 knows every other token, and so not the best of every place."""
     if kind == "eagle":
-        return dataclasses.replace(Eagle.for_base(config, jnp.float32), unroll=HEADS)
+        return dataclasses.replace(Eagle.for_base(config, jnp.float32), ttt_length=HEADS)
     if kind == "eagle3":
         return dataclasses.replace(
-            Eagle3.for_base(config, jnp.float32), unroll=HEADS, vocabulary=Vocabulary(range(0, VOCAB, 2))
+            Eagle3.for_base(config, jnp.float32), ttt_length=HEADS, vocabulary=Vocabulary(range(0, VOCAB, 2))
         )
     heads = HydraHeads(HEADS, WIDTH, VOCAB)
     return heads.with_prefix(config) if kind == "hydra++" else heads

@@ -19,7 +19,7 @@ from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
 from hydrajax.formats.load import load_draft
 from hydrajax.locking import in_use
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets
 
 
@@ -29,7 +29,9 @@ def train_lines(output) -> list[dict]:
 
 
 def test_settings(program, config_file, tmp_path):
-    assert refused(program("--config", config_file(draft={"n_head": 3}))).endswith("did you mean draft.n_heads?")
+    assert refused(program("--config", config_file(draft={"num_draft_head": 3}))).endswith(
+        "did you mean draft.num_draft_heads?"
+    )
     assert refused(program("--config", config_file(), "steps=many")) == "steps: must be an integer, found 'many'"
     assert "--config: cannot read" in refused(program("--config", tmp_path / "none.yaml"))
     assert "--config" in refused(program())
@@ -105,7 +107,7 @@ def test_finished_run_is_exported_again_and_other_settings_are_named(program, co
     # A run of a version that did not know a setting had what is now its default.
     for record in output.glob("checkpoints/*/hydrajax.json"):
         content = json.loads(record.read_text())
-        del content["meta"]["settings"]["draft"]["unroll"], content["checksum"]
+        del content["meta"]["settings"]["draft"]["ttt_length"], content["checksum"]
         record.write_text(json.dumps(content))
     assert program("--config", config, "steps=2").code == 0
     assert next((output / "heads").glob("*.safetensors")).read_bytes() == before
@@ -115,7 +117,7 @@ def test_finished_run_is_exported_again_and_other_settings_are_named(program, co
 @pytest.mark.slow
 def test_a_vocabulary_of_the_most_frequent_targets(program, config_file, base, texts, tmp_path):
     """It is that of the training text, decoding stays exact, and heads to start from keep theirs."""
-    config = config_file(draft={"heads": "medusa", "n_heads": 2, "vocabulary": 9})
+    config = config_file(draft={"heads": "medusa", "num_draft_heads": 2, "vocabulary": 9})
     done = program("--config", config, "steps=1", f"output={tmp_path / 'first'}")
     assert done.code == 0, done.err
     evaluated = [json.loads(line) for line in (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()][-1]
@@ -172,7 +174,7 @@ def test_heads_for_a_base_and_conversations_of_others(program, golden, settings,
         "held_out": 0.1,
         "limit": 60,
     }
-    draft = {"heads": "hydra", "n_heads": 2, "prefix": True}
+    draft = {"heads": "hydra", "num_draft_heads": 2, "prefix": True}
     changes = {"model": str(base), "data": data, "draft": draft, "steps": 3, "output": str(tmp_path / "run")}
     config = tmp_path / "golden.yaml"
     config.write_text(yaml.safe_dump(settings | changes))

@@ -8,7 +8,7 @@ import pytest
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import DynamicTree, presets
-from hydrajax.trees.files import content_of, read_tree, tree_from
+from hydrajax.trees.tree_json import content_of, read_tree, tree_from
 
 NUMBERS = {"nodes": 60, "expansions": 7, "top_k": 10}
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 # name: (choices at depth 1, 2, ..., SHA-256 of the sorted list as JSON, first 16 digits), computed from the files
 # themselves: medusa/model/medusa_choices.py of FasterDecoding/Medusa e2a5d20; hydra/model/hydra_choices.py of

@@ -11,7 +11,7 @@ import hydrajax
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.processors import TokenCounts
-from hydrajax.decoding.prompts import right_padded
+from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.text.tokenizer import decode_text
 from tools.faults.drafts import Case, check_bookkeeping, check_row

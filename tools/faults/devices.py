@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
-from hydrajax.formats.registry import KINDS
-from hydrajax.models.base import BaseModel, abstract_base
+from hydrajax.formats.draft_registry import KINDS
+from hydrajax.models.base_model import BaseModel, abstract_base
 from hydrajax.sharding import Placement, last_devices, make_mesh
-from hydrajax.ssd.executor import SplitExecutor
+from hydrajax.ssd.split_executor import SplitExecutor
 from hydrajax.trees import presets
 from tools.faults.commands import ROOT
 from tools.faults.drafts import Case, check_case

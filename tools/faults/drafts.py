@@ -13,14 +13,14 @@ import numpy as np
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import DecodeResult, make_decode_fn
 from hydrajax.decoding.processors import LogitBias, Penalties
-from hydrajax.decoding.prompts import SMALLEST_BUCKET, right_padded
+from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, right_padded
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.registry import KINDS, BesideLookup, without_weights
-from hydrajax.models.base import BoundBase
+from hydrajax.formats.draft_registry import KINDS, BesideLookup, without_weights
+from hydrajax.models.base_model import BoundBase
 from tools.faults.reference import Reference, noise, random_config, random_tree
 from tools.faults.registry import Failure, Trial, fault
 
@@ -55,8 +55,8 @@ def with_oracle(drafter: Drafter) -> Drafter:
         def init_state(self, batch, slots):
             return OracleState(drafter.init_state(batch, slots), jnp.zeros(batch, jnp.int32))
 
-        def begin(self, params, state, features, tokens, counts, next_root, base):
-            inner = drafter.begin(params["inner"], state.inner, features, tokens, counts, next_root, base)
+        def begin(self, params, state, features, tokens, counts, bonus_token, base):
+            inner = drafter.begin(params["inner"], state.inner, features, tokens, counts, bonus_token, base)
             return OracleState(inner, state.observed + counts)
 
         def rewind(self, state, lengths):

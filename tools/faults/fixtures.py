@@ -37,9 +37,9 @@ def base(trial: Trial) -> Path:
         import jax.numpy as jnp
 
         from hydrajax.formats.huggingface import export_llama
-        from hydrajax.models.base import init_base
-        from hydrajax.models.config import LlamaConfig
+        from hydrajax.models.base_model import init_base
         from hydrajax.models.llama import Llama
+        from hydrajax.models.llama_config import LlamaConfig
         from hydrajax.train.data.corpus import train_tokenizer
 
         tokenizer = train_tokenizer([path.read_text() for path in sorted(texts(trial).iterdir())], VOCAB)
@@ -69,7 +69,7 @@ def questions(trial: Trial, count: int) -> Path:
 def training_config(trial: Trial, steps: int, checkpoint_every: int) -> Path:
     settings = {
         "task": "heads", "model": str(base(trial)), "dtype": "float32", "output": str(trial.folder / "run"),
-        "draft": {"heads": "hydra", "n_heads": 2, "dropout": 0.2}, "optimizer": {"lr": 3e-3, "warmup_steps": 3},
+        "draft": {"heads": "hydra", "num_draft_heads": 2, "dropout": 0.2}, "optimizer": {"lr": 3e-3, "warmup_steps": 3},
         "data": {"files": [str(texts(trial))], "format": "text", "rows": "stream", "length": 32, "held_out": 0.2},
         "batch_size": 4, "steps": steps, "tree": "cartesian-4x2", "log_every": 1, "eval_every": 10, "eval_rows": 4,
         "checkpoint_every": checkpoint_every, "keep_checkpoints": 2,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import hydrajax
-from hydrajax.decoding.prompts import bucket
+from hydrajax.decoding.prompt_batch import bucket
 from tools.faults.fixtures import CONTEXT, base, text
 from tools.faults.registry import Failure, Trial, Unsupported, fault
 

@@ -15,11 +15,11 @@ from hydrajax.decoding.processors import NodeContext, TokenCounts, count_tokens,
 from hydrajax.decoding.sampling import position_keys
 from hydrajax.decoding.spec import SamplingParams
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base import init_base
-from hydrajax.models.config import LlamaConfig, RopeScaling
+from hydrajax.models.base_model import init_base
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig, RopeScaling
 from hydrajax.trees.dynamic import DynamicTree
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 # Rounding changes logits by about 1e-6 of their spread. Noise of 1e-4 is added to copies of them: where it changes the
 # token, the position is a tie, and later positions are not compared.

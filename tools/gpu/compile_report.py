@@ -45,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=lines[0], epilog=lines[2], formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", default="7b", help="of hydrajax.models.config.PRESETS (default %(default)s)")
+    parser.add_argument("--shape", default="7b", help="of hydrajax.models.llama_config.PRESETS (default %(default)s)")
     parser.add_argument("--layers", type=int, help="of the base, in place of the shape's own")
     parser.add_argument("--what", type=words, default=["ar", "verify", "medusa", "hydra++"])
     parser.add_argument("--batches", type=integers, default=[1])

@@ -16,25 +16,25 @@ import jax.numpy as jnp
 from described_gpu import PLATFORM, described, placed_on
 
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.loop import run_steps
+from hydrajax.decoding.decode_loop import run_steps
+from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.spec import SamplingParams
 from hydrajax.decoding.state import DecodeState, Params
-from hydrajax.decoding.step import Engine
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.registry import KINDS
+from hydrajax.formats.draft_registry import KINDS
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, nbytes
 from hydrajax.measure.random_models import drafter_for
 from hydrajax.measure.timing import verify_again
 from hydrajax.models import backend
-from hydrajax.models.base import BaseModel, BoundBase, abstract_base
-from hydrajax.models.config import PRESETS
+from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.kernels import append_rows, tree_attention
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import PRESETS
 from hydrajax.roofline.compiled import CompiledProgram, Instruction, Kernel, array_bytes
 from hydrajax.trees import presets
-from hydrajax.trees.tree import TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 MAX_NEW = 64  # tokens that the loops may emit; the rest of the context is prompt
 LARGE = 1_000_000  # bytes: a copy of a cache or weight, not of a few hidden states

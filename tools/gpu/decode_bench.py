@@ -33,13 +33,13 @@ from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.formats.registry import KINDS, WITHOUT_WEIGHTS
+from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, room_for, step_timer
-from hydrajax.measure.memory import copy_bandwidth, peak_memory
+from hydrajax.measure.device_memory import copy_bandwidth, peak_memory
 from hydrajax.measure.random_models import LM_HEADS, drafter_for, random_base, random_draft
 from hydrajax.models import backend
-from hydrajax.models.config import PRESETS
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import PRESETS
 from hydrajax.trees import presets
 
 DRAFTS = ("hydra++", "medusa")

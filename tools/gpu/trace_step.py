@@ -22,7 +22,7 @@ from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.measure.benchmark import TIMED_STEPS, first_nodes, step_timer
 from hydrajax.measure.random_models import random_base, random_draft
-from hydrajax.models.config import PRESETS
+from hydrajax.models.llama_config import PRESETS
 from hydrajax.trees import presets
 
 

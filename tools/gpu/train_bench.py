@@ -3,9 +3,9 @@
     python tools/gpu/train_bench.py --out train_bench.jsonl
     python tools/gpu/train_bench.py --shape tiny --length 64 --batches 2 --repeats 2 --dtype float32
 
-For every batch size: the real train step (`hydrajax.train.step.make_train_step`) as tokens per second, model FLOPs
-utilisation and peak memory, and its parts compiled by themselves: the base's forward pass, loss and gradient of the
-heads on given hidden states, and the optimizer. One JSON line per batch size as soon as it is measured.
+For every batch size: the real train step (`hydrajax.train.train_step.make_train_step`) as tokens per second, model
+FLOPs utilisation and peak memory, and its parts compiled by themselves: the base's forward pass, loss and gradient of
+the heads on given hidden states, and the optimizer. One JSON line per batch size as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import optax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
-from hydrajax.measure.memory import peak_memory
+from hydrajax.measure.device_memory import peak_memory
 from hydrajax.measure.random_models import random_base
-from hydrajax.models.config import PRESETS
-from hydrajax.models.rows import run_base
+from hydrajax.models.llama_config import PRESETS
+from hydrajax.models.packed_forward import run_base
 from hydrajax.roofline.devices import device_of
 from hydrajax.sharding import make_mesh
-from hydrajax.train.config import DataConfig, OptimizerConfig, TrainConfig, draft_of
 from hydrajax.train.flops import forward_flops
 from hydrajax.train.losses import Objective
 from hydrajax.train.optimizer import make_optimizer
-from hydrajax.train.step import init_state, make_train_step, state_shardings
-from hydrajax.train.tasks.heads import HeadsTask
+from hydrajax.train.run_config import DataConfig, OptimizerConfig, TrainConfig, draft_of
+from hydrajax.train.tasks.heads_task import HeadsTask
+from hydrajax.train.train_step import init_state, make_train_step, state_shardings
 
 STEPS = 1000  # of the schedule; it changes no time
 

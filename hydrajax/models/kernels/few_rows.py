@@ -83,8 +83,8 @@ def attend(
 ) -> Float[Array, "B T width"]:
     """`hydrajax.models.attention.attend` in float32, whose plain form ``plain`` gives the gradient.
 
-    parts: of `hydrajax.models.attention.Part`. Slots before the first and behind the last that any query sees are not
-    read.
+    parts: of `hydrajax.models.attention.KVSegment`. Slots before the first and behind the last that any query sees
+    are not read.
     """
 
     @_with_gradient_of(plain)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.extras import needs
+from hydrajax.optional_deps import needs
 from hydrajax.questions.scores.score import Scored
 from hydrajax.questions.sets import Question
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.extras import needs
+from hydrajax.optional_deps import needs
 from hydrajax.text.jsonl import file_content, json_lines, json_value, shown
 
 FORMATS = ("auto", "sharegpt", "alpaca", "messages")

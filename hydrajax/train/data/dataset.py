@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.train.config import DataConfig
-from hydrajax.train.data import conversations, corpus, encode, generations, rows
-from hydrajax.train.data.rows import Document, Rows
+from hydrajax.train.data import conversations, corpus, encode, generations, packing
+from hydrajax.train.data.packing import Document, Rows
+from hydrajax.train.run_config import DataConfig
 
 
 class Dataset(NamedTuple):
@@ -74,11 +74,11 @@ def parts(
     elif encode_with is encode_generations:
         # The answers of one conversation stand in each other's prompts, so all of them are held out or none.
         talks = list(dict.fromkeys(item.content.conversation for item in items))
-        kept_back = set(rows.split(talks, config.held_out, seed)[1])
+        kept_back = set(packing.split(talks, config.held_out, seed)[1])
         train = [item for item in items if item.content.conversation not in kept_back]
         held_out = [item for item in items if item.content.conversation in kept_back]
     else:
-        train, held_out = rows.split(items, config.held_out, seed)
+        train, held_out = packing.split(items, config.held_out, seed)
     return train, held_out, encode_with
 
 
@@ -134,7 +134,7 @@ def read(config: DataConfig, say: Callable[[str], None]) -> tuple[list[Named], C
 def encode_text(config: DataConfig, tokenizer: Any, items: Sequence[Named], say) -> list[Document]:
     """Every token is a target."""
     texts = [item.content for item in items]
-    return [rows.all_targets(ids) for ids in tokenizer(texts)["input_ids"]] if texts else []
+    return [packing.all_targets(ids) for ids in tokenizer(texts)["input_ids"]] if texts else []
 
 
 def encode_generations(config: DataConfig, tokenizer: Any, items: Sequence[Named], say) -> list[Document]:
@@ -158,7 +158,7 @@ def encode_chat(config: DataConfig, tokenizer: Any, items: Sequence[Named], say)
     if bad:
         say(f"data: {conversations.summary(documents, bad, 'encoded')}")
     if config.targets == "all":
-        documents = [rows.all_targets(document.ids) for document in documents]
+        documents = [packing.all_targets(document.ids) for document in documents]
     return documents
 
 
@@ -166,5 +166,5 @@ def cut(config: DataConfig, tokenizer: Any, documents: Sequence[Document]) -> Ro
     if config.rows == "stream":
         if tokenizer.eos_token_id is None:
             raise HydrajaxError("data.rows: stream needs a tokenizer with an end-of-text token, found none")
-        return rows.stream(documents, config.length, tokenizer.eos_token_id)
-    return (rows.pack if config.rows == "pack" else rows.pad)(documents, config.length)
+        return packing.stream(documents, config.length, tokenizer.eos_token_id)
+    return (packing.pack if config.rows == "pack" else packing.pad)(documents, config.length)

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.templates import Encoder, make_encoder, run_template
 from hydrajax.train.data.conversations import BadRecord, Conversation
-from hydrajax.train.data.rows import Document
+from hydrajax.train.data.packing import Document
 
 Spans = list[tuple[int, int]]  # first character and end of each answer in a rendered text
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.train.data.rows import Rows
+from hydrajax.train.data.packing import Rows
 
 
 def batch_indices(n_rows: int, batch_size: int, step: int, seed: int) -> Int[np.ndarray, " batch_size"]:

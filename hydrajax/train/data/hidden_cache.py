@@ -16,34 +16,41 @@ from rich.progress import track
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile, sync
-from hydrajax.models.base import BaseModel
-from hydrajax.models.rows import run_base
+from hydrajax.models.base_model import BaseModel
+from hydrajax.models.packed_forward import run_base
 from hydrajax.sharding import replicated
 from hydrajax.text.records import read_record
-from hydrajax.train.config import TrainConfig
-from hydrajax.train.data.rows import Rows, digest
-from hydrajax.train.step import batch_sharding
+from hydrajax.train.data.packing import Rows, digest
+from hydrajax.train.run_config import TrainConfig
+from hydrajax.train.train_step import batch_sharding
 
 FILE, RECORD = "hidden.bin", "hidden.json"
 
 
 def hidden_states(
-    config: TrainConfig, reads: tuple[int, ...], model: BaseModel, base_params: Any, rows: Rows, mesh, console: Console
+    config: TrainConfig,
+    aux_hidden_layers: tuple[int, ...],
+    model: BaseModel,
+    base_params: Any,
+    rows: Rows,
+    mesh,
+    console: Console,
 ) -> dict[str, np.ndarray]:
     """``{"hidden": memmap [n, T, D]}`` of post-norm hidden states, computed if ``output`` has none; {} if not wanted.
 
     The size is printed before anything is written. Raises `HydrajaxError` where it exceeds ``data.hidden_cache_gb`` or
-    the free disk, and for drafters whose ``reads`` are other layers. The file holds bfloat16, or float32 if the run is.
+    the free disk, and for drafters whose ``aux_hidden_layers`` are other layers. The file holds bfloat16, or float32
+    if the run is.
     """
     limit = config.data.hidden_cache_gb
     if not limit:
         return {}
     if jax.process_count() > 1:
         raise HydrajaxError("data.hidden_cache_gb: the cache is for one process; set it to 0 with several")
-    if reads != (0,):
+    if aux_hidden_layers != (0,):
         raise HydrajaxError(
-            "data.hidden_cache_gb: the cache holds the base's last hidden states, these heads read others "
-            f"({', '.join('the last' if n == 0 else f'the input of layer {n} from the end' for n in reads)})"
+            "data.hidden_cache_gb: the cache holds the base's last hidden states, these heads read "
+            f"aux_hidden_layers {list(aux_hidden_layers)}"
         )
     shape = (*rows.tokens.shape, model.config.width)
     dtype = np.dtype(np.float32) if config.dtype == "float32" else np.dtype(ml_dtypes.bfloat16)

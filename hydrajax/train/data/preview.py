@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
-from hydrajax.train.data.rows import Document
+from hydrajax.train.data.packing import Document
 
 OPEN, CLOSE = "⟦", "⟧"
 

@@ -1,4 +1,4 @@
-"""From a run's settings to the task that `hydrajax.train.loop.train` runs: its data read, its base loaded."""
+"""From a run's settings to the task that `hydrajax.train.train_loop.train` runs: its data read, its base loaded."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rich.console import Console
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import load_llama, read_config
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import placer
 from hydrajax.text.tokenizer import load_tokenizer
-from hydrajax.train.config import TrainConfig, check_length
 from hydrajax.train.data import dataset
 from hydrajax.train.data.hidden_cache import hidden_states
-from hydrajax.train.tasks.base import BaseTask
-from hydrajax.train.tasks.heads import HeadsTask, make_drafter
-from hydrajax.train.tasks.joint import JointTask, check_joint
+from hydrajax.train.run_config import TrainConfig, check_length
+from hydrajax.train.tasks.base_task import BaseTask
+from hydrajax.train.tasks.heads_task import HeadsTask, make_drafter
+from hydrajax.train.tasks.joint_task import JointTask, check_joint
 
 
 def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | HeadsTask:
@@ -39,8 +39,8 @@ def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | H
     _check_fit(config, data, model.config)
     if config.task == "joint":
         return JointTask(config, data, model, base_params, mesh)
-    reads = make_drafter(config.draft, model.config, config.dtype).spec.aux_hidden_layers
-    extras = hidden_states(config, reads, model, base_params, data.train, mesh, console)
+    aux_hidden_layers = make_drafter(config.draft, model.config, config.dtype).spec.aux_hidden_layers
+    extras = hidden_states(config, aux_hidden_layers, model, base_params, data.train, mesh, console)
     return HeadsTask(config, data, model, base_params, mesh, extras)
 
 

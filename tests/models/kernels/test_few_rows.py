@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hydrajax.models import attention, backend
-from hydrajax.models.attention import Part
+from hydrajax.models.attention import KVSegment
 from hydrajax.models.kernels import few_rows
 
 pytestmark = pytest.mark.skipif(
@@ -79,7 +79,7 @@ def parts_of(rng, batch, kv_heads, tokens, slots, head_dim, *, window: bool):
         visible = visible & (np.arange(slots) >= np.arange(tokens)[:, None])
     shapes = (batch, kv_heads, tokens, head_dim), (batch, kv_heads, slots, head_dim)
     block, cache = ((normal(rng, *shape), normal(rng, *shape)) for shape in shapes)
-    return [Part(*block, np.asarray(attention.causal_mask(tokens))), Part(*cache, visible)]
+    return [KVSegment(*block, np.asarray(attention.causal_mask(tokens))), KVSegment(*cache, visible)]
 
 
 def exact_attention(queries, parts):
@@ -118,7 +118,7 @@ def test_the_cache_is_not_read_where_nothing_is_visible():
     cache.keys[:, :, 20:], cache.values[:, :, 20:] = np.nan, np.nan
     visible = np.broadcast_to(np.arange(40) < 20, (1, 1, 1, 1, 40))
     queries = normal(rng, 1, 2, 3, 16)
-    short = Part(cache.keys[:, :, :20], cache.values[:, :, :20], visible[..., :20])
+    short = KVSegment(cache.keys[:, :, :20], cache.values[:, :, :20], visible[..., :20])
     with_garbage = attention.attend(queries, [block, cache._replace(visible=visible)])
     np.testing.assert_array_equal(with_garbage, attention.attend(queries, [block, short]))
 
@@ -126,7 +126,7 @@ def test_the_cache_is_not_read_where_nothing_is_visible():
 def test_a_query_that_sees_nothing_is_harmless():
     rng = np.random.default_rng(2)
     queries = normal(rng, 1, 2, 3, 16)
-    part = Part(normal(rng, 1, 2, 5, 16), normal(rng, 1, 2, 5, 16), np.zeros((3, 5), bool))
+    part = KVSegment(normal(rng, 1, 2, 5, 16), normal(rng, 1, 2, 5, 16), np.zeros((3, 5), bool))
     assert np.isfinite(attention.attend(queries, [part])).all()
 
 
@@ -140,7 +140,7 @@ def test_gradients_are_those_of_the_plain_operations():
 
     def gradient(attend):
         def of(queries, keys, values):
-            return attend(queries, [parts[0], Part(keys, values, parts[1].visible)])
+            return attend(queries, [parts[0], KVSegment(keys, values, parts[1].visible)])
 
         return jax.vjp(of, queries, parts[1].keys, parts[1].values)[1](slope)
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.train.config import DataConfig
 from hydrajax.train.data import dataset
 from hydrajax.train.data.corpus import train_tokenizer
 from hydrajax.train.losses import IGNORED
+from hydrajax.train.run_config import DataConfig
 
 
 @pytest.fixture(scope="module")

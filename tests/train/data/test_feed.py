@@ -10,7 +10,7 @@ import pytest
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.train.data.feed import Feed, batch_indices
-from hydrajax.train.data.rows import Rows
+from hydrajax.train.data.packing import Rows
 
 PATIENCE = 10.0  # seconds until a test gives up on a thread
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.train.config import DataConfig
 from hydrajax.train.data import dataset
 from hydrajax.train.data.generations import read
+from hydrajax.train.run_config import DataConfig
 
 
 def test_lines_in_order_with_their_place(tmp_path):

@@ -67,7 +67,7 @@ def test_other_data_is_noticed(tmp_path, base, settings):
 
     from hydrajax.formats.huggingface import load_llama
     from hydrajax.train.data.hidden_cache import fingerprint
-    from hydrajax.train.data.rows import Rows
+    from hydrajax.train.data.packing import Rows
 
     _, params = load_llama(base, jnp.float32)
     tokens, segments = np.arange(12, dtype=np.int32).reshape(2, 6), np.ones((2, 6), np.int32)

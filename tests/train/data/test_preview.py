@@ -11,8 +11,8 @@ from rich.console import Console
 from hydrajax.train.data.conversations import Conversation, Message
 from hydrajax.train.data.corpus import train_tokenizer
 from hydrajax.train.data.encode import encode_conversation
+from hydrajax.train.data.packing import Document
 from hydrajax.train.data.preview import preview, preview_text
-from hydrajax.train.data.rows import Document
 
 QUESTION, ANSWER = "How many [b]ears[/b] are there?", "Two: naïve\n  ones."
 EXPECTED = f"{QUESTION}\n⟦{ANSWER}<|endoftext|>⟧{QUESTION}\n⟦{ANSWER}<|endoftext|>⟧"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.train.data.rows import OPEN_ROWS, Document, all_targets, pack, pad, split, stream
+from hydrajax.train.data.packing import OPEN_ROWS, Document, all_targets, pack, pad, split, stream
 from hydrajax.train.losses import IGNORED
 
 

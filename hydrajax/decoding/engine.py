@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from hydrajax.decoding.acceptance import Acceptance, Verified
+from hydrajax.decoding.acceptance import Acceptance, VerifyResult
 from hydrajax.decoding.logprobs import Logprobs
 from hydrajax.decoding.numbers import broadcast
 from hydrajax.decoding.processors import NodeContext, TokenCounts, count_tokens, process
@@ -23,7 +23,7 @@ from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base import BaseModel, BoundBase, Forward
+from hydrajax.models.base_model import BaseModel, BoundBase, Forward
 from hydrajax.models.cache import KVCache, append, cut_caches, write_tokens
 from hydrajax.models.ranking import best_token
 from hydrajax.trees.dynamic import CandidateTree
@@ -79,7 +79,7 @@ class Engine:
         return self.drafter.spec.longest_path(self.tree)
 
     @property
-    def reads(self) -> tuple[int, ...]:
+    def aux_hidden_layers(self) -> tuple[int, ...]:
         """The hidden states of the base that the drafter reads."""
         return self.drafter.spec.aux_hidden_layers
 
@@ -99,7 +99,7 @@ class Engine:
         """Run the base once over the N nodes under the tree's mask; return logits at every node."""
         tree, base = proposal.tree, self.bind(params)
         positions = cache.lengths[:, None] + tree.depths
-        forward = base.forward(proposal.tokens, positions, tree.attention_mask, cache, self.reads)
+        forward = base.forward(proposal.tokens, positions, tree.attention_mask, cache, self.aux_hidden_layers)
         return forward, base.logits(forward.hidden)
 
     def accept(
@@ -110,8 +110,8 @@ class Engine:
         extra: processors made for this step alone, which lie in no state.
         """
         out = state.output
-        verified = Verified(logits, proposal, (*out.processors, *extra), out.counts)
-        return out.rule.accept(verified, self._keys_below(state))
+        verify_result = VerifyResult(logits, proposal, (*out.processors, *extra), out.counts)
+        return out.rule.accept(verify_result, self._keys_below(state))
 
     def commit(
         self,
@@ -138,7 +138,7 @@ class Engine:
         counts = jnp.where(out.done, 0, counts)
         lengths = out.lengths + counts
         step_record = jnp.where(out.done, -1, counts - 1)
-        cache = append(target.cache, forward.block, counts, index=accepted.path, after=accepted.next_root)
+        cache = append(target.cache, forward.block, counts, index=accepted.path, after=accepted.bonus_token)
         logprobs, root_logprobs = out.logprobs, target.root_logprobs
         if logprobs is not None:
             logprobs, root_logprobs = logprobs.after_step(root_logprobs, logits, tokens, accepted, out.lengths)
@@ -152,8 +152,10 @@ class Engine:
             logprobs=logprobs,
         )
         # A drafter that does not ask for the base's choices costs nothing by them: XLA drops what is not used.
-        outcome = Outcome(accepted.path, tokens, counts, accepted.next_root, forward.features, best_token(logits))
-        return DecodeState(TargetState(cache, accepted.next_root, root_logprobs), state.draft, output), outcome
+        outcome = Outcome(
+            accepted.path, tokens, counts, accepted.bonus_token, forward.aux_hidden_states, best_token(logits)
+        )
+        return DecodeState(TargetState(cache, accepted.bonus_token, root_logprobs), state.draft, output), outcome
 
     @exact
     def observe(self, params: Params, state: DecodeState, proposal: Proposal, outcome: Outcome) -> DecodeState:
@@ -202,7 +204,9 @@ class Engine:
         sampling = self._of_rows(sampling, batch)
         slots = self.cache_slots(width) if slots is None else slots
         positions = jnp.broadcast_to(jnp.arange(width), prompt.shape)
-        forward = self.bind(params).forward(prompt, positions, causal_mask(width), reads=self.reads)
+        forward = self.bind(params).forward(
+            prompt, positions, causal_mask(width), aux_hidden_layers=self.aux_hidden_layers
+        )
         cache = append(self.model.init_cache(batch, slots), forward.block, lengths)
         # The barrier keeps XLA from folding the first pass over an empty draft cache at compile time, which is slow.
         draft = jax.lax.optimization_barrier(self.drafter.init_state(batch, slots))
@@ -240,7 +244,7 @@ class Engine:
                 raise HydrajaxError("processors: count tokens, but the text before was decoded without counting")
             counts = state.output.counts.with_prompt(text, lengths)
         positions = cache.lengths[:, None] + jnp.arange(width)
-        forward = self.bind(params).forward(text, positions, causal_mask(width), cache, self.reads)
+        forward = self.bind(params).forward(text, positions, causal_mask(width), cache, self.aux_hidden_layers)
         sampling, root, logprobs = self._first_root(params, forward, lengths, sampling, counts, extra)
         # The root comes from the last hidden state, which has read every layer's cache.
         cache = append(cache, forward.block, lengths, after=root)
@@ -279,9 +283,9 @@ class Engine:
         cache, base = state.target.cache, self.bind(params)
         width = text.shape[1]
         positions = cache.lengths[:, None] + jnp.arange(width)
-        forward = base.forward(text, positions, causal_mask(width), cache, self.reads)
+        forward = base.forward(text, positions, causal_mask(width), cache, self.aux_hidden_layers)
         cache = append(cache, forward.block, lengths, after=forward.hidden[:, -1, 0])
-        draft = self.drafter.begin(params.draft, state.draft, forward.features, text, lengths, following, base)
+        draft = self.drafter.begin(params.draft, state.draft, forward.aux_hidden_states, text, lengths, following, base)
         counts = state.output.counts
         output = state.output._replace(counts=None if counts is None else counts.with_prompt(text, lengths))
         return DecodeState(state.target._replace(cache=cache), draft, output)
@@ -318,7 +322,7 @@ class Engine:
     ) -> DecodeState:
         """The state after the first ``lengths`` of these tokens were fed to the base."""
         base = self.bind(params)
-        draft = self.drafter.begin(params.draft, draft, forward.features, tokens, lengths, target.root, base)
+        draft = self.drafter.begin(params.draft, draft, forward.aux_hidden_states, tokens, lengths, target.root, base)
         limits = sampling.limits
         most = self.max_new_tokens if limits is None else jnp.clip(limits, 0, self.max_new_tokens)
         limits = jnp.clip(self.model.config.max_positions - target.cache.lengths, 0, most)

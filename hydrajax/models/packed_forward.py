@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from hydrajax.models.arrays import Array
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base import BaseModel, BoundBase, Forward
+from hydrajax.models.base_model import BaseModel, BoundBase, Forward
 
 
 def row_layout(tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None = None):
@@ -34,15 +34,15 @@ def run_base(
     model: BaseModel,
     base_params,
     tokens: Int[Array, "B T"],
-    reads: tuple[int, ...] = (0,),
+    aux_hidden_layers: tuple[int, ...] = (0,),
     segments: Int[Array, "B T"] | None = None,
     rng: Array | None = None,
 ) -> Forward:
-    """One forward pass over rows of tokens; see `row_layout` for ``segments``, `BaseModel` for ``reads``, `BoundBase`
-    for ``rng``.
+    """One forward pass over rows of tokens; see `row_layout` for ``segments``, `BaseModel` for ``aux_hidden_layers``,
+    `BoundBase` for ``rng``.
     """
     positions, mask = row_layout(tokens, segments)
-    return BoundBase(model, base_params, rng).forward(tokens, positions, mask, reads=reads)
+    return BoundBase(model, base_params, rng).forward(tokens, positions, mask, aux_hidden_layers=aux_hidden_layers)
 
 
 def chunk_width(chunk_tokens: int, shape: tuple[int, int]) -> int:

@@ -26,14 +26,14 @@ from hydrajax.roofline.devices import device_of
 from hydrajax.sharding import replicated
 from hydrajax.text.records import OBJECT
 from hydrajax.train.checkpoints import TrainCheckpoints
-from hydrajax.train.config import TrainConfig
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.data.feed import Feed
-from hydrajax.train.data.rows import Rows, digest
+from hydrajax.train.data.packing import Rows, digest
 from hydrajax.train.losses import IGNORED
 from hydrajax.train.metrics import Metrics, Silent
 from hydrajax.train.optimizer import learning_rates, optimizer_of
-from hydrajax.train.step import (
+from hydrajax.train.run_config import TrainConfig
+from hydrajax.train.train_step import (
     Loss,
     abstract_state,
     batch_placer,

@@ -11,13 +11,13 @@ import jax
 
 from hydrajax.drafters.draft_model import DraftModel, check_confidence
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.registry import FAMILIES
+from hydrajax.families.family_registry import FAMILIES
 from hydrajax.files import check_directory
 from hydrajax.formats import native
+from hydrajax.formats.draft_registry import FORMATS
 from hydrajax.formats.huggingface import load_llama, read_config
-from hydrajax.formats.registry import FORMATS
 from hydrajax.formats.tensors import holds, open_tensors, read_json
-from hydrajax.models.base import BaseModel
+from hydrajax.models.base_model import BaseModel
 from hydrajax.models.layout import MODEL
 from hydrajax.text.tokenizer import difference, load_tokenizer, token_ids
 

@@ -17,8 +17,8 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.families.family import decoder_layer
 from hydrajax.formats.interface import About, Files, cannot_write, drafter_name, integer
 from hydrajax.formats.stacks import Naming, StackFormat, check_lm_head, check_stack, heads_layout, stack_rows
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import Layout, Path, same
+from hydrajax.models.llama_config import LlamaConfig
 
 PLAIN = Naming(lambda k, i: f"hydra_mlp.{k}.{i}", ".linear", lambda k: f"hydra_lm_head.{k}")
 BEHIND_PREFIX = Naming(lambda k, i: f"hydra_mlp.{k}.{2 * i + 1}", ".linear", lambda k: f"hydra_lm_head.{k}.1")
@@ -46,16 +46,16 @@ class Hydra(StackFormat):
         arch = config.get("hydra_head_arch", "mlp")
         if arch not in ARCHITECTURES:
             raise HydrajaxError(f"config.json: hydra_head_arch is '{arch}', supported are 'mlp', 'prefix-mlp'")
-        n_heads, n_layers = integer(config, "hydra_num_heads", 1), integer(config, "hydra_num_layers", 1)
+        num_draft_heads, n_layers = integer(config, "hydra_num_heads", 1), integer(config, "hydra_num_layers", 1)
         offset = integer(config, "hidden_state_offset", 0) if "hidden_state_offset" in config else 0
         if offset > base.n_layers:
             raise HydrajaxError(f"config.json: hidden_state_offset {offset} exceeds the base's {base.n_layers} layers")
         window = integer(config, "prefix_window", 1) if "prefix_window" in config else None
         heads: HydraHeads | MedusaHeads
         if config.get("grounded_heads", False):
-            heads = HydraHeads(n_heads, base.width, base.vocab_size, n_layers, False, offset)
+            heads = HydraHeads(num_draft_heads, base.width, base.vocab_size, n_layers, False, offset)
         else:
-            heads = MedusaHeads(n_heads, base.width, base.vocab_size, n_layers, False, True, offset)
+            heads = MedusaHeads(num_draft_heads, base.width, base.vocab_size, n_layers, False, True, offset)
         return self.check_files(heads if arch == "mlp" else heads.with_prefix(base, window), files, base)
 
     def layout(self, drafter, config):
@@ -72,7 +72,7 @@ class Hydra(StackFormat):
         check_lm_head(drafter)
         window = drafter.prefix and drafter.prefix.window
         return {
-            "hydra_num_heads": drafter.n_heads,
+            "hydra_num_heads": drafter.num_draft_heads,
             "hydra_num_layers": drafter.n_layers,
             "hydra_head_arch": ARCHITECTURES[drafter.prefix is not None],
             "grounded_heads": grounded,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.formats.interface import MOST, About, Files
 from hydrajax.formats.stacks import check_stack
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 
 
 def check(heads: AmphistaHeads, base: LlamaConfig) -> None:
@@ -25,7 +25,7 @@ def check(heads: AmphistaHeads, base: LlamaConfig) -> None:
 
 def about(heads: AmphistaHeads) -> About:
     rows = {
-        "heads": f"{heads.n_heads}, guessing all tokens in one pass",
+        "heads": f"{heads.num_draft_heads}, guessing all tokens in one pass",
         "layers": f"{heads.adaptation_layers} adaptation, {heads.auto_embedding_layers} auto-embedding",
         "width, vocabulary": f"{heads.width}, {heads.vocab_size}",
     }

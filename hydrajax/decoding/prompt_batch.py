@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.text.prompt import OnePrompt, Prompt
 
 SMALLEST_BUCKET = 16

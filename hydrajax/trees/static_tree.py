@@ -120,7 +120,7 @@ class TreeTopology:
     def from_json(cls, path: str | Path) -> TreeTopology:
         """Read a tree file: a JSON list of choices, or an object with such a list under ``choices``.
 
-        `hydrajax.trees.files.read_tree` also reads files with a dynamic tree.
+        `hydrajax.trees.tree_json.read_tree` also reads files with a dynamic tree.
         """
         content = read_json(path)
         if isinstance(content, dict):

@@ -25,18 +25,18 @@ from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import export_merged
 from hydrajax.formats.peft import save_adapter
 from hydrajax.models.adapter import check_adapter, split_adapter, with_adapter
-from hydrajax.models.base import BoundBase, abstract_base, init_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import BoundBase, abstract_base, init_base
 from hydrajax.models.llama import Llama
-from hydrajax.models.rows import run_base
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.packed_forward import run_base
 from hydrajax.sharding import replicated, tree_shardings
-from hydrajax.train.config import JointConfig, TrainConfig
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
 from hydrajax.train.forward import cast
 from hydrajax.train.losses import draft_loss, language_model_loss, targets
-from hydrajax.train.step import Batch
-from hydrajax.train.tasks.heads import HeadsLoss, HeadsTask, make_drafter
+from hydrajax.train.run_config import JointConfig, TrainConfig
+from hydrajax.train.tasks.heads_task import HeadsLoss, HeadsTask, make_drafter
+from hydrajax.train.train_step import Batch
 
 
 def heads_weight(config: JointConfig, step: int | Array) -> Float[Array, ""]:
@@ -66,7 +66,7 @@ def check_joint(config: TrainConfig, base: LlamaConfig) -> None:
 
 @dataclass(frozen=True)
 class JointLoss:
-    """base_weight · (the base's loss) + λ0 · `draft_loss`; see `hydrajax.train.step.Loss`.
+    """base_weight · (the base's loss) + λ0 · `draft_loss`; see `hydrajax.train.train_step.Loss`.
 
     Parameters are ``adapter`` and ``draft``; ``frozen`` are the base's. The gradient of the heads' loss reaches the
     adapter through the hidden states that the heads read.
@@ -89,10 +89,10 @@ class JointLoss:
         alone = jnp.asarray(step) < config.heads_alone_steps
         adapter = jax.tree.map(lambda x: jnp.where(alone, jax.lax.stop_gradient(x), x), params["adapter"])
         base_params, segments = with_adapter(frozen, adapter), batch.get("segments")
-        reads = self.heads.drafter.spec.aux_hidden_layers
-        forward = run_base(adapted, base_params, batch["tokens"], reads, segments, base_key)
+        aux_hidden_layers = self.heads.drafter.spec.aux_hidden_layers
+        forward = run_base(adapted, base_params, batch["tokens"], aux_hidden_layers, segments, base_key)
         heads_loss, parts = draft_loss(
-            objective, self.heads.drafter, params["draft"], forward.features, forward.hidden, batch,
+            objective, self.heads.drafter, params["draft"], forward.aux_hidden_states, forward.hidden, batch,
             BoundBase(adapted, base_params), heads_key, head_counts,
         )  # fmt: skip
         # Of the adapter only the lm head's part is read here: the layers' lie behind the hidden states.
@@ -134,7 +134,7 @@ class JointLoss:
 
 
 class JointTask(HeadsTask):
-    """Draft heads and an adapter: see `hydrajax.train.loop.Task`."""
+    """Draft heads and an adapter: see `hydrajax.train.train_loop.Task`."""
 
     def __init__(self, config: TrainConfig, dataset: Dataset, model: Llama, base_params: Any, mesh: Mesh):
         check_joint(config, model.config)

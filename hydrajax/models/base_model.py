@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Mask
-from hydrajax.models.cache import Ahead, Block, KVCache
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.cache import Block, KVCache, PendingKVCache
+from hydrajax.models.llama_config import LlamaConfig
 
 
 class Forward(NamedTuple):
@@ -30,7 +30,7 @@ class Forward(NamedTuple):
     """
 
     hidden: Float[Array, "B T D"]
-    features: Float[Array, "B T nD"]
+    aux_hidden_states: Float[Array, "B T nD"]
     block: Block
 
 
@@ -49,8 +49,8 @@ class BaseModel(Protocol):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         block_mask: Mask,
-        cache: KVCache | Ahead | None = None,
-        reads: tuple[int, ...] = (0,),
+        cache: KVCache | PendingKVCache | None = None,
+        aux_hidden_layers: tuple[int, ...] = (0,),
     ) -> Forward:
         """Run T tokens per row at ``positions`` through the model, over an optional cache.
 
@@ -95,9 +95,11 @@ class BoundBase:
     def config(self) -> LlamaConfig:
         return self.model.config
 
-    def forward(self, tokens, positions, block_mask, cache: KVCache | Ahead | None = None, reads=(0,)) -> Forward:
+    def forward(
+        self, tokens, positions, block_mask, cache: KVCache | PendingKVCache | None = None, aux_hidden_layers=(0,)
+    ) -> Forward:
         """See `BaseModel.__call__`."""
-        return self._apply(tokens, positions, block_mask, cache, reads)
+        return self._apply(tokens, positions, block_mask, cache, aux_hidden_layers)
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Raw input embeddings E(x)."""

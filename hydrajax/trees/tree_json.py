@@ -7,7 +7,7 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
-from hydrajax.trees.tree import TreeTopology, named, read_json
+from hydrajax.trees.static_tree import TreeTopology, named, read_json
 
 NUMBERS = {"nodes": "size", "expansions": "expansions", "top_k": "top_k"}  # in files: in a `DynamicTree`
 ALLOWED = (

@@ -17,12 +17,12 @@ from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.registry import title_of
+from hydrajax.formats.draft_registry import title_of
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.locking import in_use
 from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts
 from hydrajax.trees import DynamicTree, presets
-from hydrajax.trees.files import content_of
+from hydrajax.trees.tree_json import content_of
 
 HELP = "grow trees by expected acceptance, measure their speed and that of dynamic ones here, and write the fastest"
 HOW = ("simulated", "joint", "independent", "chains")
@@ -178,7 +178,7 @@ def _proposals(
     And what the closed form says of a draft model's chains; None of other drafts.
     """
     from hydrajax.measure.calibration import calibrate
-    from hydrajax.measure.chains import draft_cost
+    from hydrajax.measure.chain_length import draft_cost
     from hydrajax.trees import search
     from hydrajax.trees.speculation import estimate
 

@@ -6,13 +6,13 @@ Adding a family is one file beside this one and one word in `FAMILIES`.
 from __future__ import annotations
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.families import llama, mistral, qwen2, qwen3
+from hydrajax.families import llama_family, mistral, qwen2, qwen3
 from hydrajax.families.family import Family, unsupported
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import Layout
+from hydrajax.models.llama_config import LlamaConfig
 
 # A configuration is written as the first family that includes it.
-FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (llama, mistral, qwen2, qwen3)}
+FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (llama_family, mistral, qwen2, qwen3)}
 SUPPORTED = "; ".join(f"'{name}' ({family.models})" for name, family in FAMILIES.items())
 
 

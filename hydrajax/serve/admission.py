@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.serve.kept import Kept, KeptTexts
 from hydrajax.serve.pool import Pool
+from hydrajax.serve.prefix_cache import CachedPrefix, PrefixCache
 from hydrajax.serve.requests import Request
 
 
@@ -36,7 +36,7 @@ class Memory:
     def __init__(self, pool: Pool, limit: int | None, *, keep: bool):
         self._pool, self._keeps = pool, keep
         self.limit = 2 * pool.nbytes(pool.sizes.rows, pool.context) if limit is None else limit
-        self.kept = KeptTexts(self.limit if keep else 0)
+        self.kept = PrefixCache(self.limit if keep else 0)
         if (least := self._alone(1, 1)) > self.limit:
             raise HydrajaxError(f"cache_memory: must be at least {least} bytes, for one row, found {self.limit}")
 
@@ -69,7 +69,7 @@ class Memory:
                 return number
         return None
 
-    def beginning_of(self, request: Request, held: int) -> tuple[Kept | None, int]:
+    def beginning_of(self, request: Request, held: int) -> tuple[CachedPrefix | None, int]:
         """A kept text to copy for a request that is let in, and how many tokens it has of it; (None, 0) for none.
 
         The copy and what it is made from exist side by side for a moment, which must fit, too. held: bytes of all

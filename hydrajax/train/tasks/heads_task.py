@@ -17,22 +17,22 @@ from jaxtyping import Int
 
 from hydrajax.drafters.drafter import Trainable, abstract_draft
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats import registry
+from hydrajax.formats import draft_registry
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.load import load_draft
-from hydrajax.models.base import BaseModel, BoundBase, abstract_base
-from hydrajax.models.config import LlamaConfig
-from hydrajax.models.rows import run_base
+from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.packed_forward import run_base
 from hydrajax.sharding import distribute, replicated, tree_shardings
-from hydrajax.train.config import DraftConfig, TrainConfig
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
 from hydrajax.train.forward import cast
 from hydrajax.train.losses import IGNORED, HeadMetrics, Objective, draft_loss, head_counts
+from hydrajax.train.run_config import DraftConfig, TrainConfig
 from hydrajax.train.simulate import Tally
-from hydrajax.train.step import Batch, batch_placer
+from hydrajax.train.train_step import Batch, batch_placer
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.dynamic import static
 
@@ -43,12 +43,12 @@ def make_drafter(
     draft: DraftConfig, base: LlamaConfig, dtype, target_counts: Int[np.ndarray, " V"] | None = None
 ) -> Trainable:
     """Return the drafter that the settings describe; see `hydrajax.drafters.drafter.Trainable.for_base`."""
-    return registry.HEADS[draft.heads].for_base(base, dtype, draft.settings, target_counts)
+    return draft_registry.HEADS[draft.heads].for_base(base, dtype, draft.settings, target_counts)
 
 
 @dataclass(frozen=True)
 class HeadsLoss:
-    """`draft_loss` on the frozen base; see `hydrajax.train.step.Loss`. ``frozen`` are the base's parameters.
+    """`draft_loss` on the frozen base; see `hydrajax.train.train_step.Loss`. ``frozen`` are the base's parameters.
 
     A batch may bring the base's post-norm hidden states as ``hidden`` ``[B, T, D]``; else the base is run.
     """
@@ -62,18 +62,20 @@ class HeadsLoss:
 
     def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
         base = BoundBase(self.model, frozen)
-        features, hidden = self.features(frozen, batch)
+        aux_hidden_states, hidden = self.aux_hidden_states(frozen, batch)
         params = cast(params, self.model.dtype)
-        loss, parts = draft_loss(self.objective, self.drafter, params, features, hidden, batch, base, rng, totals)
+        loss, parts = draft_loss(
+            self.objective, self.drafter, params, aux_hidden_states, hidden, batch, base, rng, totals
+        )
         return loss, self.reported(parts)
 
     def ranks(self, params, frozen, batch: Batch, depth: int):
         """What `hydrajax.train.simulate.Tally` reads, for guesses up to ``depth`` tokens ahead."""
-        features, _ = self.features(frozen, batch)
+        aux_hidden_states, _ = self.aux_hidden_states(frozen, batch)
         params, base = cast(params, self.model.dtype), BoundBase(self.model, frozen)
-        return self.drafter.ranks(params, features, batch, base, self.objective.chunk_tokens, depth)
+        return self.drafter.ranks(params, aux_hidden_states, batch, base, self.objective.chunk_tokens, depth)
 
-    def features(self, frozen, batch: Batch):
+    def aux_hidden_states(self, frozen, batch: Batch):
         """``(what the drafter reads, the base's post-norm hidden states)``."""
         if "hidden" in batch:
             hidden = batch["hidden"].astype(self.model.dtype)
@@ -81,7 +83,7 @@ class HeadsLoss:
         forward = run_base(
             self.model, frozen, batch["tokens"], self.drafter.spec.aux_hidden_layers, batch.get("segments")
         )
-        return forward.features, forward.hidden
+        return forward.aux_hidden_states, forward.hidden
 
     def reported(self, parts: HeadMetrics) -> dict[str, Any]:
         """The metrics that the objective computes, by name."""
@@ -97,7 +99,7 @@ class HeadsLoss:
 
 
 class HeadsTask:
-    """Draft heads: see `hydrajax.train.loop.Task`."""
+    """Draft heads: see `hydrajax.train.train_loop.Task`."""
 
     metric, higher_is_better = "tokens_per_step", True
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
+from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.logprobs import Logprobs
 from hydrajax.decoding.state import DecodeState, OutputState, Params
-from hydrajax.decoding.step import Engine
 from hydrajax.models.arrays import Array
 
 PIECES_PER_SECOND = 20  # of shown text, at most: more are no smoother to read, and each is a trip to the host

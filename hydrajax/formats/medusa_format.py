@@ -15,8 +15,8 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats.interface import About, Files, cannot_write, drafter_name, integer
 from hydrajax.formats.stacks import Naming, StackFormat, check_lm_head, check_stack, heads_layout, stack_rows
 from hydrajax.formats.tensors import TensorFiles
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import MODEL
+from hydrajax.models.llama_config import LlamaConfig
 
 
 class Medusa(StackFormat):
@@ -41,8 +41,8 @@ class Medusa(StackFormat):
 
     def drafter(self, config, files, base):
         # The released config.json may declare fewer heads than the file holds: trust the file.
-        n_heads = len({match[1] for match in self._matches(files, r"([0-9]{1,4})\..*")})
-        if n_heads == 0:
+        num_draft_heads = len({match[1] for match in self._matches(files, r"([0-9]{1,4})\..*")})
+        if num_draft_heads == 0:
             raise HydrajaxError(
                 f"the file holds no tensor named like '{self.prefix}0.0.linear.weight': not Medusa heads"
             )
@@ -57,7 +57,7 @@ class Medusa(StackFormat):
             n_layers = integer(config, "medusa_num_layers", 1)
         else:
             n_layers = min(int(lm_heads[0][1]), len(files))
-        return self.check_files(separate_heads(n_heads, n_layers, base), files, base)
+        return self.check_files(separate_heads(num_draft_heads, n_layers, base), files, base)
 
     def _matches(self, files: TensorFiles, pattern: str) -> list[re.Match]:
         whole = re.compile(re.escape(self.prefix) + pattern)
@@ -65,7 +65,7 @@ class Medusa(StackFormat):
 
     def config(self, drafter, made_for):
         check_plain(drafter)
-        return {"medusa_num_heads": drafter.n_heads, "medusa_num_layers": drafter.n_layers}
+        return {"medusa_num_heads": drafter.num_draft_heads, "medusa_num_layers": drafter.n_layers}
 
 
 class Medusa2(Medusa):
@@ -101,7 +101,7 @@ class VLLMMedusa(StackFormat):
         return config.get("model_type") == "medusa"
 
     def drafter(self, config, files, base):
-        n_heads, n_layers = integer(config, "num_heads", 1), integer(config, "num_hidden_layers", 1)
+        num_draft_heads, n_layers = integer(config, "num_heads", 1), integer(config, "num_hidden_layers", 1)
         for field, allowed in (
             ("truncated_vocab_size", (None, base.vocab_size)),
             ("original_lm_head", (None, False)),
@@ -112,7 +112,7 @@ class VLLMMedusa(StackFormat):
                     f"config.json: {field} is {config[field]!r}, allowed is {allowed[-1]!r}: each head has an lm head "
                     "of its own over the base's whole vocabulary"
                 )
-        return self.check_files(separate_heads(n_heads, n_layers, base), files, base)
+        return self.check_files(separate_heads(num_draft_heads, n_layers, base), files, base)
 
     def layout(self, drafter, config):
         """The files hold the blocks' biases only where ``config.json`` says so."""
@@ -127,16 +127,16 @@ class VLLMMedusa(StackFormat):
             "hidden_size": drafter.width,
             "vocab_size": drafter.vocab_size,
             "truncated_vocab_size": drafter.vocab_size,
-            "num_heads": drafter.n_heads,
+            "num_heads": drafter.num_draft_heads,
             "num_hidden_layers": drafter.n_layers,
             "medusa_fc_bias": True,
             "original_lm_head": False,
         }
 
 
-def separate_heads(n_heads: int, n_layers: int, base: LlamaConfig) -> MedusaHeads:
+def separate_heads(num_draft_heads: int, n_layers: int, base: LlamaConfig) -> MedusaHeads:
     """Heads for this base whose blocks are not known to be shared."""
-    return MedusaHeads(n_heads, base.width, base.vocab_size, n_layers, share_blocks=False)
+    return MedusaHeads(num_draft_heads, base.width, base.vocab_size, n_layers, share_blocks=False)
 
 
 def check_plain(drafter) -> None:

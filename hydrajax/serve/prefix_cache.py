@@ -11,7 +11,7 @@ from hydrajax.decoding.executor import State
 SHORTEST = 16  # tokens that are worth a copy of a cache
 
 
-class Kept(NamedTuple):
+class CachedPrefix(NamedTuple):
     """ids: int32, the text. state: of one row that has read it. nbytes: of the state."""
 
     ids: np.ndarray
@@ -19,12 +19,12 @@ class Kept(NamedTuple):
     nbytes: int
 
 
-class KeptTexts:
+class PrefixCache:
     """The last texts, as far as ``limit`` bytes hold them; the one that was of no use for longest goes first."""
 
     def __init__(self, limit: int):
         self._limit = limit
-        self._texts: list[Kept] = []  # the last used one last
+        self._texts: list[CachedPrefix] = []  # the last used one last
 
     @property
     def nbytes(self) -> int:
@@ -33,7 +33,7 @@ class KeptTexts:
     def __len__(self) -> int:
         return len(self._texts)
 
-    def best(self, ids: np.ndarray) -> tuple[Kept, int] | None:
+    def best(self, ids: np.ndarray) -> tuple[CachedPrefix, int] | None:
         """The text that a new one has most tokens in common with, and how many; the last of ``ids`` never counts.
 
         None where they are too few. The caller copies the state before anything else is kept or given up.
@@ -51,7 +51,7 @@ class KeptTexts:
         known = any(common(text.ids, ids) == len(ids) for text in self._texts)
         return len(ids) >= SHORTEST and nbytes <= self._limit and not known
 
-    def add(self, text: Kept) -> None:
+    def add(self, text: CachedPrefix) -> None:
         """Keep a text that is `worth` it. Those that it begins with are no longer needed."""
         self._texts = [old for old in self._texts if common(old.ids, text.ids) < len(old.ids)]
         self._texts.append(text)

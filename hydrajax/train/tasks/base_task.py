@@ -18,22 +18,22 @@ from jaxtyping import Float
 
 from hydrajax.formats.huggingface import export_llama
 from hydrajax.models.arrays import Array
-from hydrajax.models.base import BaseModel, BoundBase, abstract_base, init_base
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base, init_base
 from hydrajax.models.llama import Llama
-from hydrajax.models.rows import run_base
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.packed_forward import run_base
 from hydrajax.sharding import distribute, replicated, tree_shardings
-from hydrajax.train.config import TrainConfig
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import forward_flops
 from hydrajax.train.forward import cast
 from hydrajax.train.losses import LanguageLoss, language_model_loss, targets
-from hydrajax.train.step import Batch, batch_placer
+from hydrajax.train.run_config import TrainConfig
+from hydrajax.train.train_step import Batch, batch_placer
 
 
 @dataclass(frozen=True)
 class BaseLoss:
-    """Mean next-token cross entropy in nats, or KL(teacher ‖ model); see `hydrajax.train.step.Loss`.
+    """Mean next-token cross entropy in nats, or KL(teacher ‖ model); see `hydrajax.train.train_step.Loss`.
 
     model computes in its own dtype; the parameters it is given are float32. teacher: its parameters are ``frozen``.
     """
@@ -76,7 +76,7 @@ class BaseLoss:
 
 
 class BaseTask:
-    """A whole model, from scratch or from weights that it has: see `hydrajax.train.loop.Task`.
+    """A whole model, from scratch or from weights that it has: see `hydrajax.train.train_loop.Task`.
 
     start: float32 parameters to go on from. teacher: the model to be learnt from, and its parameters.
     """

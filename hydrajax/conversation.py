@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from hydrajax.decoding.decode_loop import next_burst
 from hydrajax.decoding.executor import Executor, State
-from hydrajax.decoding.loop import next_burst
-from hydrajax.decoding.prompts import bucket, right_padded
+from hydrajax.decoding.prompt_batch import bucket, right_padded
 from hydrajax.decoding.sampling import row_keys
 from hydrajax.decoding.spec import sampling_params
 from hydrajax.errors import HydrajaxError

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from hydrajax.serve.batcher import Stats
-from hydrajax.serve.requests import Ticket
+from hydrajax.serve.requests import RequestHandle
 
 COUNTERS = {
     "requests": "Texts that were taken to be continued",
@@ -46,7 +46,7 @@ class Metrics:
         self._each = made("time_per_token_seconds", "Mean of each text, after its first tokens", buckets=TOKEN_SECONDS)
         self._whole = made("request_seconds", "From a request's arrival to its end", buckets=SECONDS)
 
-    def ended(self, ticket: Ticket) -> None:
+    def ended(self, ticket: RequestHandle) -> None:
         """A text is over."""
         if ticket.first is None or ticket.ended is None:
             return

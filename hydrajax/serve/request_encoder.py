@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hydrajax.decoding.prompts import encode_prompt
+from hydrajax.decoding.prompt_batch import encode_prompt
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.text.prompt import Prompt
 from hydrajax.text.templates import make_encoder
 
@@ -18,8 +18,8 @@ from hydrajax.text.templates import make_encoder
 class Encoder:
     """Texts and conversations as checked ids. Called from several threads, one at a time is served.
 
-    template: as in `hydrajax.chat.Chat`; ``auto`` is the tokenizer's own, and where it has none only conversations are
-    refused. longest: of a prompt, in tokens.
+    template: as in `hydrajax.conversation.Chat`; ``auto`` is the tokenizer's own, and where it has none only
+    conversations are refused. longest: of a prompt, in tokens.
 
     Raises `HydrajaxError` for a template that is named and cannot be used.
     """

@@ -15,19 +15,19 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.decoding.decode import DecodeResult, settled_inputs
+from hydrajax.decoding.decode_loop import Snapshot
+from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.loop import Snapshot
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams
 from hydrajax.decoding.state import DecodeState, Params
-from hydrajax.decoding.step import Engine
 from hydrajax.drafters.draft_model import DraftState
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.registry import title_of
+from hydrajax.formats.draft_registry import title_of
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
-from hydrajax.models.base import BaseModel
+from hydrajax.models.base_model import BaseModel
 from hydrajax.sharding import Placement
 from hydrajax.ssd import fan_out as fan_outs
 from hydrajax.ssd.draft_side import Carry, DraftSide, Verdict
@@ -257,7 +257,7 @@ def verify_round(
         forward, logits = engine.verify(base, state.target.cache, proposal)
         accepted = engine.accept(state, logits, proposal)
         state, outcome = engine.commit(state, forward, logits, proposal, accepted)
-        return state, Verdict(outcome.counts, outcome.next_root, state.output.done), jnp.asarray(False)
+        return state, Verdict(outcome.counts, outcome.bonus_token, state.output.done), jnp.asarray(False)
 
     # A loop of at most one step: it leaves the cache where it is, which a `lax.cond` need not.
     before = Verdict(jnp.zeros_like(state.target.root), state.target.root, state.output.done)

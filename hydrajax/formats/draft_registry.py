@@ -15,7 +15,7 @@ from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
-from hydrajax.drafters.heads import StackSettings
+from hydrajax.drafters.head_stack import StackSettings
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
@@ -24,10 +24,10 @@ from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.settings import Settings
 from hydrajax.drafters.with_lookup import NODES, WithLookup
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats import amphista, eagle, hydra, medusa
+from hydrajax.formats import amphista_format, eagle_format, hydra_format, medusa_format
 from hydrajax.formats.interface import Files
 from hydrajax.formats.speculators import SPECULATORS
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,14 @@ KINDS = {
         about="n-grams that the base guesses ahead; lookahead-W-N-G: window, length, guesses; default 15-5-15",
         numbers=("W", "N", "G"),
     ),
-    "hydra": DrafterKind("Hydra", HydraHeads, hydra.FILES),
-    "medusa": DrafterKind("Medusa", MedusaHeads, medusa.FILES),
+    "hydra": DrafterKind("Hydra", HydraHeads, hydra_format.FILES),
+    "medusa": DrafterKind("Medusa", MedusaHeads, medusa_format.FILES),
     "hydra++": DrafterKind("Hydra++", HydraHeads, settings=StackSettings(prefix=True, n_layers=4)),
-    "amphista": DrafterKind("Amphista", AmphistaHeads, amphista.FILES),
-    "eagle": DrafterKind("EAGLE", Eagle, eagle.files(eagle.EAGLE)),
-    "eagle3": DrafterKind("EAGLE-3", Eagle3, eagle.files(eagle.EAGLE_3, eagle.VLLM_EAGLE_3, SPECULATORS)),
+    "amphista": DrafterKind("Amphista", AmphistaHeads, amphista_format.FILES),
+    "eagle": DrafterKind("EAGLE", Eagle, eagle_format.files(eagle_format.EAGLE)),
+    "eagle3": DrafterKind(
+        "EAGLE-3", Eagle3, eagle_format.files(eagle_format.EAGLE_3, eagle_format.VLLM_EAGLE_3, SPECULATORS)
+    ),
     "model": DrafterKind("draft model", DraftModel),
 }
 WITHOUT_WEIGHTS = {name: kind for name, kind in KINDS.items() if kind.about}

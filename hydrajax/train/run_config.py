@@ -16,9 +16,9 @@ from typing import Any
 
 from hydrajax.drafters.settings import Settings, at_least, below, one_of
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.formats import registry
+from hydrajax.formats import draft_registry
 from hydrajax.models.adapter import Adapter
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import QUANTIZED
 from hydrajax.train.data.conversations import FORMATS as CONVERSATION_FORMATS
 from hydrajax.train.losses import Objective
@@ -28,13 +28,13 @@ from hydrajax.train.losses import Objective
 class DraftConfig:
     """Which heads to train. In the file the settings stand beside ``heads`` and ``init`` (`draft_of`).
 
-    heads: a kind of `hydrajax.formats.registry.HEADS`; Hydra++ is ``hydra`` with 4 layers and ``prefix``. init: a
+    heads: a kind of `hydrajax.formats.draft_registry.HEADS`; Hydra++ is ``hydra`` with 4 layers and ``prefix``. init: a
     directory of released or exported heads to start from, instead of fresh ones. settings: of the kind's ``Settings``.
     """
 
     heads: str = "hydra"
     init: str | None = None
-    settings: Settings = field(default_factory=registry.HEADS["hydra"].Settings)
+    settings: Settings = field(default_factory=draft_registry.HEADS["hydra"].Settings)
 
     def keys(self) -> dict[str, Any]:
         """Return the section of a file that says this, with the defaults of keys that only other kinds have."""
@@ -45,7 +45,7 @@ class DraftConfig:
 # The types and defaults of all kinds' settings.
 DRAFT_KEYS = {
     f.name: (typing.get_type_hints(kind.Settings)[f.name], f.default)
-    for kind in registry.HEADS.values()
+    for kind in draft_registry.HEADS.values()
     for f in dataclasses.fields(kind.Settings)
 }
 
@@ -372,8 +372,8 @@ def draft_of(heads: str = "hydra", init: str | None = None, **settings) -> Draft
 
 def _draft(raw: dict) -> DraftConfig:
     heads = _typed(raw.get("heads", DraftConfig.heads), str, "draft.heads")
-    one_of("draft.heads", heads, tuple(registry.HEADS))
-    section = registry.HEADS[heads].Settings
+    one_of("draft.heads", heads, tuple(draft_registry.HEADS))
+    section = draft_registry.HEADS[heads].Settings
     own, rest = {f.name for f in dataclasses.fields(section)}, dict(raw)
     init = _typed(rest.pop("init", None), str | None, "draft.init")
     rest.pop("heads", None)

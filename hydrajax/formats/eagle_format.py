@@ -16,7 +16,7 @@ of the i-th of them how far its id lies above i, and ``t2d`` says of every token
 Programs number the base's layers in two ways, which is one apart. What a draft reads is the *input* of the layers 2,
 L // 2 and L - 3, counted from 0 (SafeAILab/EAGLE ``eagle/model/modeling_llama_kv.py``). vLLM and speculators give a
 layer that number. SGLang gives the number of the layer before, whose *output* it is. Ours count from the end
-(`hydrajax.models.base.BaseModel.__call__`).
+(`hydrajax.models.base_model.BaseModel.__call__`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle import Eagle, FeatureDrafter
-from hydrajax.drafters.eagle3 import Eagle3, reads_of
-from hydrajax.drafters.lm_head import Vocabulary
+from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.errors import HydrajaxError
-from hydrajax.families import llama
+from hydrajax.families import llama_family
 from hydrajax.families.family import decoder_layer
-from hydrajax.families.registry import to_llama_config
+from hydrajax.families.family_registry import to_llama_config
 from hydrajax.formats.interface import (
     CONFIG,
     MOST,
@@ -49,8 +49,8 @@ from hydrajax.formats.interface import (
     integer,
 )
 from hydrajax.formats.tensors import TensorFiles
-from hydrajax.models.config import LlamaConfig
 from hydrajax.models.layout import MODEL, Layout, same, transposed
+from hydrajax.models.llama_config import LlamaConfig
 
 EMBEDDING, OFFSETS, KNOWN = "embed_tokens.weight", "d2t", "t2d"
 IGNORED = r"embed_tokens\.weight|.*rotary_emb\.inv_freq|d2t|t2d"  # the embedding is a copy of the base's
@@ -92,7 +92,7 @@ def eagle_3_layout(drafter: Eagle3, layer: str) -> Layout:
     """EAGLE-3's, as `eagle_layout`."""
     c, width = drafter.config, drafter.config.width
     return [
-        transposed(("fc",), "fc.weight", width, len(drafter.reads) * width),
+        transposed(("fc",), "fc.weight", width, len(drafter.aux_hidden_layers) * width),
         same(("embedding_norm", "scale"), f"{layer}input_layernorm.weight", width),
         same(("hidden_norm", "scale"), f"{layer}hidden_norm.weight", width),
         *decoder_layer(("layer",), layer, c, attends_from=2 * width),
@@ -125,7 +125,7 @@ def layer_fields(layer: LlamaConfig) -> dict[str, Any]:
     """The inverse of `layer_of`: the fields of a LLaMA of one layer."""
     if layer != layer.plain_layer:
         raise cannot_write(f"the draft's layer is {layer}", "LLaMA's plain layer")
-    return llama.FAMILY.write(layer.replace(tied_lm_head=False))
+    return llama_family.FAMILY.write(layer.replace(tied_lm_head=False))
 
 
 def check_embedding(files: TensorFiles, base: LlamaConfig, names: tuple[str, ...] = (EMBEDDING,)) -> None:
@@ -149,7 +149,7 @@ VARIANTS = {  # of EAGLE-3, each of which computes something else
 
 
 def eagle_3_of(
-    config: dict, layer: LlamaConfig, reads: tuple[int, ...], files: TensorFiles, base: LlamaConfig
+    config: dict, layer: LlamaConfig, aux_hidden_layers: tuple[int, ...], files: TensorFiles, base: LlamaConfig
 ) -> Eagle3:
     """The draft that ``config.json`` describes besides its layer and what it reads.
 
@@ -164,13 +164,13 @@ def eagle_3_of(
     if n_known > base.vocab_size:
         raise HydrajaxError(f"{CONFIG}: draft_vocab_size {n_known} exceeds the base's {base.vocab_size} tokens")
     if n_known == base.vocab_size:
-        return Eagle3(layer, reads, norm_before_residual=norm_before_residual)
+        return Eagle3(layer, aux_hidden_layers, norm_before_residual=norm_before_residual)
     if OFFSETS not in files:
         raise HydrajaxError(f"missing tensor '{OFFSETS}', which says what tokens the {n_known} are")
     if files.shape(OFFSETS) != (n_known,) or files.dtype(OFFSETS) not in INTEGERS:
         found = f"{files.dtype(OFFSETS)} {list(files.shape(OFFSETS))}"
         raise HydrajaxError(f"{OFFSETS} must be int64 [{n_known}] (draft_vocab_size of config.json), found {found}")
-    return Eagle3(layer, reads, Vocabulary(range(n_known)), norm_before_residual=norm_before_residual)
+    return Eagle3(layer, aux_hidden_layers, Vocabulary(range(n_known)), norm_before_residual=norm_before_residual)
 
 
 def tokens_of(files: TensorFiles, vocab_size: int) -> Vocabulary:
@@ -201,13 +201,13 @@ def token_tensors(drafter: Any) -> dict[str, np.ndarray]:
 
 def default_reads(base: LlamaConfig) -> tuple[int, ...]:
     """What a draft reads that does not say it. Raises `HydrajaxError` where these are not three layers."""
-    reads = reads_of(base.n_layers)
-    if len(reads) < 3 or base.n_layers < 3:
+    aux_hidden_layers = default_aux_hidden_layers(base.n_layers)
+    if len(aux_hidden_layers) < 3 or base.n_layers < 3:
         raise HydrajaxError(
             "EAGLE-3 reads the inputs of the base's layers 2, L // 2 and L - 3, which are three in a base of 3 "
             f"layers or of at least 7; this one has {base.n_layers}"
         )
-    return reads
+    return aux_hidden_layers
 
 
 def reads_from(numbers: Any, base: LlamaConfig, name: str, inputs_of: int = 0) -> tuple[int, ...]:
@@ -233,17 +233,21 @@ def layers_read(drafter: Eagle3, made_for: MadeFor) -> tuple[list[int], int]:
 
     Where nobody said the latter it follows from the default, if the draft reads that of any base.
     """
-    reads, n_layers = drafter.reads, made_for.n_layers
+    aux_hidden_layers, n_layers = drafter.aux_hidden_layers, made_for.n_layers
     if n_layers is None:
-        n_layers = next((n for n in range(1, max(reads) + 3) if reads_of(n) == reads), None)
+        n_layers = next(
+            (n for n in range(1, max(aux_hidden_layers) + 3) if default_aux_hidden_layers(n) == aux_hidden_layers), None
+        )
     if n_layers is None:
         raise cannot_write(
-            f"reads is {reads}, counted from the last layer of a base of unknown depth",
+            f"reads is {aux_hidden_layers}, counted from the last layer of a base of unknown depth",
             "others where its fingerprint is given",
         )
-    layers = [n_layers - place for place in reads]
-    if min(reads) < 1 or layers[0] < 0 or layers != sorted(set(layers)):
-        raise cannot_write(f"reads is {reads} in a base of {n_layers} layers", "inputs of its layers, from low to high")
+    layers = [n_layers - place for place in aux_hidden_layers]
+    if min(aux_hidden_layers) < 1 or layers[0] < 0 or layers != sorted(set(layers)):
+        raise cannot_write(
+            f"reads is {aux_hidden_layers} in a base of {n_layers} layers", "inputs of its layers, from low to high"
+        )
     return layers, n_layers
 
 
@@ -317,7 +321,7 @@ class Eagle3Format(FeatureFormat):
         if drafter.norm_before_residual:
             raise cannot_write("norm_before_residual is True", "False")
         layers, n_layers = layers_read(drafter, made_for)
-        if len(layers) != 3 or drafter.reads != reads_of(n_layers):
+        if len(layers) != 3 or drafter.aux_hidden_layers != default_aux_hidden_layers(n_layers):
             raise cannot_write(
                 f"it reads the inputs of layers {layers} of a base of {n_layers}", "layers 2, L // 2 and L - 3 alone"
             )
@@ -392,7 +396,7 @@ def files(*formats: HeadFormat) -> Files:
 def check(heads: FeatureDrafter, base: LlamaConfig) -> None:
     """`Files.check`."""
     c: LlamaConfig = heads.config
-    for name in ("depth", "unroll"):
+    for name in ("depth", "ttt_length"):
         if not 1 <= getattr(heads, name) <= MOST:
             raise ValueError(f"{name} is {getattr(heads, name)}, allowed are 1 to {MOST}")
     if c != c.plain_layer:
@@ -402,9 +406,12 @@ def check(heads: FeatureDrafter, base: LlamaConfig) -> None:
         raise ValueError(f"config has an mlp_width of {c.mlp_width} and {c.n_heads} heads of {c.head_dim}")
     if not isinstance(heads, Eagle3):
         return
-    if len(heads.reads) > base.n_layers or not all(0 <= place <= base.n_layers for place in heads.reads):
+    if len(heads.aux_hidden_layers) > base.n_layers or not all(
+        0 <= place <= base.n_layers for place in heads.aux_hidden_layers
+    ):
         raise HydrajaxError(
-            f"the heads were made for another base: reads is {list(heads.reads)}, this one has {base.n_layers} layers"
+            f"aux_hidden_layers: got {list(heads.aux_hidden_layers)}, expected layers of this base, which has "
+            f"{base.n_layers}"
         )
     if heads.vocabulary is not None and (last := int(heads.vocabulary.tokens[-1])) >= base.vocab_size:
         raise HydrajaxError(
@@ -421,5 +428,5 @@ def about(heads: FeatureDrafter) -> About:
     if not isinstance(heads, Eagle3):
         return About("EAGLE heads", "eagle", rows)
     rows["tokens it knows"] = str(heads.lm_head.size(c.vocab_size))
-    rows["reads"] = f"{len(heads.reads)} layers of the base"
+    rows["reads"] = f"{len(heads.aux_hidden_layers)} layers of the base"
     return About("EAGLE-3 heads", "eagle3", rows)

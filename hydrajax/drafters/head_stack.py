@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import DrafterSpec, Draw, Proposal, SeesAcceptedOnly, last_observed
 from hydrajax.drafters.filling import fill
-from hydrajax.drafters.lm_head import LmHead, Vocabulary
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.drafters.ranks import head_ranks
 from hydrajax.drafters.settings import HeadSettings, at_least, below, within_base
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import declare, project
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, guesses_of
@@ -177,8 +177,8 @@ class Trained(SeesAcceptedOnly):
     def init(self, rng, base):
         return nn.unbox(self.init_boxed(rng, base))
 
-    def ranks(self, params, features, batch, base, chunk_tokens, depth):
-        return head_ranks(self.reaching(depth), params, features, batch, base, chunk_tokens, depth)
+    def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
+        return head_ranks(self.reaching(depth), params, aux_hidden_states, batch, base, chunk_tokens, depth)
 
     def reaching(self, depth):
         return self
@@ -187,9 +187,9 @@ class Trained(SeesAcceptedOnly):
 class HeadStack(Trained):
     """What Medusa, Hydra and Amphista share: K heads with parameters ``{"head_0": ...}``, and how they are trained.
 
-    A subclass is a frozen dataclass with ``n_heads``, ``width``, ``vocab_size``, ``n_layers``, ``share_blocks``,
-    ``dtype``, ``dropout``, ``hidden_state_offset``, ``lm_head`` and ``prefix``; ``teacher_inputs`` is what its heads
-    read in training, ``propose`` how it drafts. For the methods see
+    A subclass is a frozen dataclass with ``num_draft_heads``, ``width``, ``vocab_size``, ``n_layers``,
+    ``share_blocks``, ``dtype``, ``dropout``, ``hidden_state_offset``, ``lm_head`` and ``prefix``; ``teacher_inputs``
+    is what its heads read in training, ``propose`` how it drafts. For the methods see
     `hydrajax.drafters.drafter.Trainable`.
 
     State: the last hidden state ``[B, D]``; with a prefix layer its `hydrajax.drafters.prefix.PrefixState`. The
@@ -207,7 +207,8 @@ class HeadStack(Trained):
         s = settings or StackSettings()
         within_base("draft.hidden_state_offset", s.hidden_state_offset, base.n_layers, "layers")
         heads = cls(
-            s.n_heads, base.width, base.vocab_size, n_layers=s.n_layers, share_blocks=s.share_blocks, dropout=s.dropout,
+            s.num_draft_heads, base.width, base.vocab_size, n_layers=s.n_layers, share_blocks=s.share_blocks,
+            dropout=s.dropout,
             hidden_state_offset=s.hidden_state_offset, dtype=jnp.dtype(dtype),
             small_lm_head=s.small_lm_head(base, target_counts),
         )  # fmt: skip
@@ -230,12 +231,12 @@ class HeadStack(Trained):
     @cached_property
     def spec(self) -> DrafterSpec:
         return DrafterSpec(
-            depth=self.n_heads,
-            default_tree=presets.default_name(self.n_heads, self.lm_head.size(self.vocab_size)),
+            depth=self.num_draft_heads,
+            default_tree=presets.default_name(self.num_draft_heads, self.lm_head.size(self.vocab_size)),
             aux_hidden_layers=(self.hidden_state_offset,),
             supports_sampling=True,
             supports_dynamic_tree=True,
-            num_draft_heads=self.n_heads,
+            num_draft_heads=self.num_draft_heads,
             shared_lm_head=self.lm_head.shared,
             prefix_layer=self.prefix is not None,
         )
@@ -251,10 +252,10 @@ class HeadStack(Trained):
             return self.prefix.init_state(batch, slots, self.dtype)
         return jnp.zeros((batch, self.width), self.dtype)
 
-    def advance(self, params, state, features, tokens, counts, next_root, base):
+    def advance(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
         if self.prefix is not None:
-            return self.prefix.advance(params["prefix"], state, features, counts, self.dtype)
-        return last_observed(features, counts)
+            return self.prefix.advance(params["prefix"], state, aux_hidden_states, counts, self.dtype)
+        return last_observed(aux_hidden_states, counts)
 
     def hidden_in(self, state) -> Float[Array, "B D"]:
         """Return what the heads read of a state."""
@@ -271,7 +272,7 @@ class HeadStack(Trained):
 
     def _init_heads(self, rng, base):
         params = {}
-        for k in range(self.n_heads):
+        for k in range(self.num_draft_heads):
             head = self.head(k)
             conditioned = head.path_length is not None
             example = jnp.zeros((1, head.width * (1 + conditioned)), head.dtype)
@@ -282,12 +283,16 @@ class HeadStack(Trained):
             params[f"head_{k}"] = fresh
         return params
 
-    def teacher_hidden(self, params, features, tokens, base, rng=None, positions=None, mask=None):
+    def teacher_hidden(self, params, aux_hidden_states, tokens, base, rng=None, positions=None, mask=None):
         if self.prefix is not None:
-            features = self.prefix.refine_rows(params["prefix"], features, tokens, self.dtype, positions, mask)
-        inputs = self.teacher_inputs(features, tokens, base)
-        keys = [None if rng is None else jax.random.fold_in(rng, k) for k in range(self.n_heads)]
-        return tuple(self.apply_head(params, k, *inputs[k], rng=keys[k], method="hidden") for k in range(self.n_heads))
+            aux_hidden_states = self.prefix.refine_rows(
+                params["prefix"], aux_hidden_states, tokens, self.dtype, positions, mask
+            )
+        inputs = self.teacher_inputs(aux_hidden_states, tokens, base)
+        keys = [None if rng is None else jax.random.fold_in(rng, k) for k in range(self.num_draft_heads)]
+        return tuple(
+            self.apply_head(params, k, *inputs[k], rng=keys[k], method="hidden") for k in range(self.num_draft_heads)
+        )
 
     def head_logits(self, params, k, hidden, base, rng=None) -> Float[Array, "*rows V_"]:
         return self.apply_head(params, k, hidden, base.logits, rng, method="logits")
