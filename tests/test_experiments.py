@@ -214,7 +214,7 @@ def test_an_interrupted_script_keeps_its_parts(tmp_path):
 
 def test_mistakes(in_process):
     for argv, message in (
-        (["--base", "none"], "--draft: heads for this base are needed"),
+        (["--base", "none"], "--draft: got none, expected draft heads for this base"),
         (["--calibration", "x"], "must be an integer from 1 up, found 'x'"),
         (["--prompts", "none.jsonl"], "none.jsonl"),
         (["--output", "no/folder.json"], "--output: cannot write no/folder.json"),
@@ -311,7 +311,7 @@ def test_serving_under_load_and_with_broken_connections(tmp_path):
     assert (row["requests"], row["lost"], row["wrong"], row["left"]) == (40, 0, 0, 0)
     assert 10 < row["whole"] < 40
     done = run("serve_load", tmp_path, "--disconnect", "1")
-    assert (done.returncode, done.stderr) == (2, "hydrajax: --disconnect: must be at least 0 and below 1, found 1.0\n")
+    assert (done.returncode, done.stderr) == (2, "hydrajax: --disconnect: got 1.0, expected at least 0 and below 1\n")
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ def test_long_contexts(tmp_path):
     assert all(1 <= row["40"] <= 20 for row in found["tokens_per_step"])
     refused = run("long_context", tmp_path, "--lengths", "99999")
     assert refused.returncode == 2
-    assert "lengths, contexts: at most 32512 and 928" in refused.stderr
+    assert "expected at most 32512 and 928" in refused.stderr
 
 
 def test_prompts_of_edits_and_summaries(monkeypatch):
@@ -349,12 +349,12 @@ def test_prompts_of_edits_and_summaries(monkeypatch):
 def test_quality_says_what_is_missing(in_process, tmp_path):
     (tmp_path / "code.jsonl").write_text(json.dumps({"prompt": "a", "test": "b", "entry_point": "c"}) + "\n")
     for argv, code, message in (
-        ([], 2, "--humaneval: no questions were given; one or more of --humaneval, --gsm8k, --summaries, --mt-bench"),
-        (["--gsm8k", "a.jsonl", "--prompts", "b.jsonl"], 2, "--prompts: has no meaning here"),
+        ([], 2, "--humaneval: got no questions, expected one or more of --humaneval, --gsm8k, --summaries, --mt-bench"),
+        (["--gsm8k", "a.jsonl", "--prompts", "b.jsonl"], 2, "--prompts: got b.jsonl, expected"),
     ):
         assert in_process("quality", *argv)[0] == code
         assert message in in_process("quality", *argv)[1]
-    with pytest.raises(SystemExit, match="2"):  # evaluate has said why
+    with pytest.raises(SystemExit, match="2"):  # evaluate has printed the reason
         in_process("quality", "--humaneval", "code.jsonl")
     assert not list((tmp_path / "runs" / "experiments").glob("*.json"))
 
@@ -386,7 +386,7 @@ def test_the_committed_report_is_that_of_the_committed_results(tmp_path):
 
 @pytest.mark.slow
 def test_loading_holds_little_more_than_the_device_copy(tmp_path):
-    """2 GB in four shards: host memory exceeds the device copy by at most 1.3 shards, also cast, quantised and sharded."""
+    """2 GB in four shards: host memory exceeds the device copy by at most 1.3 shards; also cast, quantised, sharded."""
     script = [sys.executable, str(EXPERIMENTS / "load_memory.py"), "--directory", str(tmp_path)]
     subprocess.run([*script, "--output", str(tmp_path / "report.json")], check=True, capture_output=True)
     report = json.loads((tmp_path / "report.json").read_text())

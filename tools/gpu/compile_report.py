@@ -1,19 +1,19 @@
-"""What a GPU would run for a decode step, compiled on a machine without one: kernels, bytes, copies, CUDA graphs.
+"""Compile decode steps for a GPU without one, and count kernels, bytes, copies and CUDA graphs.
 
-    pip install 'jax[cuda12]'                    # or cuda13; 2 to 3 GB. Only the compiler is used: for less,
+    pip install 'jax[cuda12]'                    # or cuda13; 2 to 3 GB. The compiler alone takes 0.5 GB:
                                                  # nvidia-cuda-nvcc-cu12, and without dependencies jax-cuda12-plugin
-                                                 # and jax-cuda12-pjrt of jax's own version (0.5 GB)
+                                                 # and jax-cuda12-pjrt of jax's own version
     python tools/gpu/compile_report.py --what ar,verify,medusa,hydra++ --batches 1,8 --contexts 512,2048,8192
     hydrajax report OUTPUT_FOLDER
 
-Nothing is allocated and nothing runs, so it tells no time. A 7B takes 10 to 40 seconds a program. The floor of a step
-is what it must move: the base's weights, the keys and values of the filled slots, and for a whole step the draft's
+Nothing is allocated or run, so there are no timings. A program of a 7B compiles in 10 to 40 seconds. The floor is the
+bytes that a step must move: the base's weights, keys and values of the filled slots, and for a whole step the draft's
 weights. ``--what`` is any of
 
-    ar        decoding without a draft: the loop's body
+    ar        the loop's body of decoding without a draft
     ar-step   the same as a single call
     verify    one pass of the base over the tree, in a loop
-    prefill   a prompt of --contexts tokens; its temporary memory is what is of interest
+    prefill   a prompt of --contexts tokens, for its temporary memory
     medusa, hydra, hydra++, lookup    the loop's body with this drafter
 """
 
@@ -45,25 +45,28 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=lines[0], epilog=lines[2], formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", default="7b", help="of hydrajax.models.llama_config.PRESETS (default %(default)s)")
-    parser.add_argument("--layers", type=int, help="of the base, in place of the shape's own")
+    parser.add_argument("--shape", default="7b", help="shape of the base (default %(default)s)")
+    parser.add_argument("--layers", type=int, help="layers of the base (default: the shape's)")
     parser.add_argument("--what", type=words, default=["ar", "verify", "medusa", "hydra++"])
     parser.add_argument("--batches", type=integers, default=[1])
-    parser.add_argument("--contexts", type=integers, default=[2048], help="filled slots of each row")
-    parser.add_argument("--nodes", type=int, default=64, help="of the tree: the first of the released one")
+    parser.add_argument("--contexts", type=integers, default=[2048], help="filled slots of each sequence")
+    parser.add_argument("--nodes", type=int, default=64, help="first nodes of the released tree (default %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--int8", action="store_true", help="a base of int8 weights")
+    parser.add_argument("--int8", action="store_true", help="use int8 weights in the base")
     parser.add_argument(
-        "--lm-head", choices=["full", "shared", "low-rank", "reduced"], default="full", help="of the draft heads"
+        "--lm-head",
+        choices=["full", "shared", "low-rank", "reduced"],
+        default="full",
+        help="lm heads of the draft heads",
     )
     parser.add_argument("--device", default="h200", choices=["h200", "h100"])
     parser.add_argument(
-        "--gemm", default="triton", choices=["triton", "cublas"], help="XLA's first choice, or the other"
+        "--gemm", default="triton", choices=["triton", "cublas"], help="XLA's kernels of products (default %(default)s)"
     )
     parser.add_argument("--flags", default="", help="further XLA_FLAGS")
     parser.add_argument("--show", action="store_true", help="list every kernel")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep the optimised HLO there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="for hydrajax report")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the optimised HLO to this directory")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a result for hydrajax report")
     return parser.parse_args()
 
 
@@ -78,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
         shared = {name: getattr(args, name) for name in names}
         cells = itertools.product(args.what, args.batches, args.contexts)
         cases = [Case(what, batch=batch, context=context, **shared) for what, batch, context in cells]
-        # An unwritable result is refused before anything is compiled.
+        # An unwritable path fails before the compilations.
         with WholeFile(args.json, "--json") if args.json else contextlib.nullcontext() as file:
             report(args, cases, file)
     except HydrajaxError as error:
@@ -88,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace, cases: list, file) -> None:
-    """Compile and print every case, and write a result into ``file``, if there is one."""
+    """Compile and print every case, and write the result to ``file`` if given."""
     from compiled_step import kernels_of, row_of
 
     from hydrajax.machine import machine
@@ -111,7 +114,7 @@ def report(args: argparse.Namespace, cases: list, file) -> None:
         settings = {name: getattr(args, name) for name in ("shape", "dtype", "int8", "lm_head", "gemm")}
         settings |= {"compiled for": args.device}
         settings |= {name: found for name in ("layers", "flags") if (found := getattr(args, name))}
-        remark = "compiled for a described device, not run: nothing is autotuned and no time is known"
+        remark = "compiled for a described device, not run: no autotuning, no timings"
         write_result(file, Result("program", "", title, rows, command, machine(), settings, [remark]))
 
 
@@ -136,7 +139,7 @@ if __name__ == "__main__":
     parsed = arguments()
     gemm = "" if parsed.gemm == "triton" else "--xla_gpu_enable_triton_gemm=false"
     os.environ["XLA_FLAGS"] = f"{parsed.flags} {gemm} {FLAGS}"
-    os.environ["JAX_PLATFORMS"] = "cpu"  # of CUDA only the compiler is used: there may be no device
+    os.environ["JAX_PLATFORMS"] = "cpu"  # only CUDA's compiler is used
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
     sys.exit(main(parsed))

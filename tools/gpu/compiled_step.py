@@ -1,4 +1,4 @@
-"""The programs of `compile_report.py`: each compiled for a described GPU, and what is counted in them."""
+"""Compile the programs of `compile_report.py` for a described GPU and count in them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from hydrajax.roofline.compiled import CompiledProgram, Instruction, Kernel, arr
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 
-MAX_NEW = 64  # tokens that the loops may emit; the rest of the context is prompt
-LARGE = 1_000_000  # bytes: a copy of a cache or weight, not of a few hidden states
+MAX_NEW = 64  # new tokens of the loops; the rest of the context is prompt
+LARGE = 1_000_000  # bytes of a copied cache or weight, more than a few hidden states
 BASE_ALONE = ("ar", "ar-step", "verify", "prefill")
 
 
@@ -45,7 +45,9 @@ BASE_ALONE = ("ar", "ar-step", "verify", "prefill")
 class Case:
     """One program.
 
-    lm_head: the draft heads', of `hydrajax.measure.random_models.LM_HEADS`. layers: None for as many as the shape has.
+    Attributes:
+        lm_head: A name of `hydrajax.measure.random_models.LM_HEADS`, for the draft heads.
+        layers: Layers of the base (None: the shape's).
     """
 
     what: str
@@ -63,25 +65,25 @@ class Case:
         known = {"--shape": (self.shape, PRESETS), "--what": (self.what, (*BASE_ALONE, *KINDS))}
         for flag, (found, names) in known.items():
             if found not in names:
-                raise HydrajaxError(f"{flag}: found {found}, known are {', '.join(names)}")
+                raise HydrajaxError(f"{flag}: got {found}, expected one of {', '.join(names)}")
         if not 1 <= self.nodes <= presets.sparse().size:
-            raise HydrajaxError(f"--nodes: must be from 1 to {presets.sparse().size}, found {self.nodes}")
+            raise HydrajaxError(f"--nodes: got {self.nodes}, expected 1 to {presets.sparse().size}")
         for flag, found, least in (("--batches", self.batch, 1), ("--contexts", self.context, MAX_NEW + 1)):
             if found < least:
-                raise HydrajaxError(f"{flag}: must be at least {least}, found {found}")
+                raise HydrajaxError(f"{flag}: got {found}, expected at least {least}")
         if self.layers is not None and self.layers < 1:
-            raise HydrajaxError(f"--layers: must be at least 1, found {self.layers}")
+            raise HydrajaxError(f"--layers: got {self.layers}, expected at least 1")
 
     @property
     def name(self) -> str:
-        """A Python name, under which XLA dumps the program."""
+        """A Python identifier under which XLA dumps the program."""
         words = [self.what.replace("+", "p").replace("-", "_"), self.shape, f"b{self.batch}_c{self.context}"]
         return "_".join(["hydrajax", *words, f"l{self.layers or 0}"])
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """hlo: optimised, as text. floor: bytes that a step must move. temporary: bytes beside arguments and results."""
+    """Optimised HLO, bytes that a step must move, temporary bytes and seconds of compilation."""
 
     hlo: str
     floor: int
@@ -129,7 +131,7 @@ def _drafter_and_tree(case: Case, model: BaseModel) -> tuple[Drafter, TreeTopolo
 
 
 def _turn(what: str, engine: Engine, params: Params, state: DecodeState) -> tuple[Callable, Any]:
-    """A function of parameters and of what it carries on, and the latter."""
+    """Return a function of parameters and carry, and the abstract carry."""
     if what == "ar-step":
         return engine.decode_step, state
     if what != "verify":
@@ -150,20 +152,20 @@ def _jitted(case: Case, call: Callable, **settings):
     return jax.jit(named, **settings)
 
 
-# --- what is counted --------------------------------------------------------------------------------------------------
+# --- counting --------------------------------------------------------------------------------------------------
 
 
 def kernels_of(case: Case, hlo: str) -> tuple[list[Kernel], list[Kernel]]:
-    """Of a step, and of what surrounds the loop."""
+    """Return the kernels of a step, and those outside the loop."""
     program, moves = CompiledProgram(hlo), _moved_by_our_kernels(case)
     outside = program.entry(moves)
     return (outside, []) if case.what in ("ar-step", "prefill") else (program.loop(moves), outside)
 
 
 def _moved_by_our_kernels(case: Case):
-    """The bytes of the package's own kernels, of which only the caches' shapes are seen from outside.
+    """Return a function for the bytes of the package's own kernels, whose programs show only shapes of whole caches.
 
-    Attention reads the filled slots and not the others, appending moves as many rows as it is given.
+    Attention reads the filled slots only, and appending moves the given rows.
     """
 
     def moves(instruction: Instruction, operands: tuple[str, ...]) -> tuple[int, int] | None:
@@ -172,7 +174,7 @@ def _moved_by_our_kernels(case: Case):
             per_row = sum(array_bytes(shape) // _dims(shape)[0] // _dims(shape)[2] for shape in operands[2:]) // 2
             return rows * per_row, rows * per_row
         if tree_attention.NAME in instruction.attributes:
-            lines = _dims(operands[0])[1]  # a tile of which reads all keys and values
+            lines = _dims(operands[0])[1]  # each tile of them reads all keys and values
             tiles = -(-lines // tree_attention.MOST_LINES)
             caches = [shape for shape in operands if _is_cache(shape, case.context)]
             filled = sum(array_bytes(shape) * case.context // _dims(shape)[1] for shape in caches)
@@ -184,7 +186,7 @@ def _moved_by_our_kernels(case: Case):
 
 
 def _is_cache(shape: str, context: int) -> bool:
-    """Whether an operand is of the shape ``[B * kv, slots, H]`` with more slots than the context fills."""
+    """Test for the shape ``[B * kv, slots, H]`` with more slots than the context."""
     dims = _dims(shape)
     return len(dims) == 3 and dims[1] > context
 
@@ -194,10 +196,10 @@ def _dims(shape: str) -> list[int]:
 
 
 def row_of(case: Case, dumps: Path) -> tuple[dict, str]:
-    """A row of a "program" result, and the HLO."""
+    """Return a row of a "program" result, and the HLO."""
     whole = compile_case(case)
     step, outside = kernels_of(case, whole.hlo)
-    # Kernels of a layer: what two layers more add.
+    # Kernels per layer: two more layers add twice as many.
     few = [len(kernels_of(case, compile_case(replace(case, layers=n)).hlo)[0]) for n in (2, 4)]
     copies = [kernel for kernel in step + outside if kernel.kind == "copy" and kernel.moved > LARGE]
     graphs = graphs_of(dumps, case)
@@ -221,7 +223,7 @@ def row_of(case: Case, dumps: Path) -> tuple[dict, str]:
 
 
 def graphs_of(dumps: Path, case: Case) -> list[str]:
-    """What the host launches besides single kernels: CUDA graphs and the loops around them, in order."""
+    """List the CUDA graphs and host loops that the host launches, in order."""
     files = sorted(dumps.glob(f"*{case.name}*thunk_sequence_after_thunk_passes.txt"))
     lines = files[-1].read_text().splitlines() if files else []
     indents = [(len(line) - len(line.lstrip()), re.search(r"\bk[A-Z]\w+", line)) for line in lines]

@@ -4,13 +4,13 @@
     python tools/gpu/decode_bench.py --shape tiny --contexts 128 --nodes 8,1 --dtype float32
     python tools/gpu/decode_bench.py --drafts eagle,eagle3 --dynamic dynamic-60-7-10
 
-For every batch and context, in order of interest: the autoregressive step, the verify step at the largest tree, the
-whole steps of the drafts, the other sizes of tree, and the phases of the steps. One JSON line per cell as soon as
-it is measured, so that a run cut short keeps what it has. Random heads accept nothing, so with the Hydra++ steps goes
-the speed-up that they would be if a step emitted 3.70 tokens. How long a draft takes does not depend on what it knows.
+For every batch and context, most important first: the autoregressive step, the verify step of the largest tree, whole
+steps of the drafts, other sizes of tree, and the phases of the steps. Each measurement is written at once as a JSON
+line, so a run cut short keeps its results. Random heads accept nothing, so a Hydra++ step's speed-up is computed for
+3.70 tokens per step; a draft's time does not depend on its weights.
 
-Aims on an H200: autoregressive at least 85% of the measured copy bandwidth at batch 1, 64-node verify at most 1.10
-times it, a whole Hydra++ step 2.9 times its speed.
+Aims on an H200: autoregressive at 85% of the measured copy bandwidth at batch 1, 64-node verify at most 1.10 times as
+long, a whole Hydra++ step 2.9 times the speed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hydrajax.trees import presets
 
 DRAFTS = ("hydra++", "medusa")
 TRAINED = [kind for kind in KINDS if kind not in WITHOUT_WEIGHTS]
-TAU = 3.70  # tokens_per_step of Hydra++ on a 7B with 63 choices, as the aim above supposes
+TAU = 3.70  # tokens per step of Hydra++ on a 7B with 63 choices, assumed by the aim above
 
 
 def integers(text: str) -> list[int]:
@@ -55,16 +55,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="7b", choices=sorted(PRESETS))
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--int8", action="store_true", help="a base of int8 weights")
-    parser.add_argument("--lm-head", choices=list(LM_HEADS), default="full", help="the draft heads'")
+    parser.add_argument("--int8", action="store_true", help="use int8 weights in the base")
+    parser.add_argument("--lm-head", choices=list(LM_HEADS), default="full", help="lm heads of the draft heads")
     parser.add_argument(
-        "--drafts", type=lambda text: text.split(","), default=list(DRAFTS), help=f"of {', '.join(TRAINED)}"
+        "--drafts", type=lambda text: text.split(","), default=list(DRAFTS), help=f"any of {', '.join(TRAINED)}"
     )
-    parser.add_argument("--dynamic", metavar="dynamic-N-D-K", help="also the drafts' steps with such a tree")
+    parser.add_argument("--dynamic", metavar="dynamic-N-D-K", help="also time the drafts with this dynamic tree")
     parser.add_argument("--batches", type=integers, default=[1])
     parser.add_argument("--contexts", type=integers, default=[2048, 512])
-    parser.add_argument("--nodes", type=integers, default=[64, 16, 1, 8, 32], help="of trees, the largest first")
-    parser.add_argument("--steps-only", action="store_true", help="no phases of the steps")
+    parser.add_argument(
+        "--nodes", type=integers, default=[64, 16, 1, 8, 32], help="sizes of trees (default %(default)s)"
+    )
+    parser.add_argument("--steps-only", action="store_true", help="leave out the phases of the steps")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds; stop before the next measurement")
     parser.add_argument("--copy-megabytes", type=int, default=2048)
@@ -72,7 +74,7 @@ def main() -> int:
     args = parser.parse_args()
 
     full = presets.sparse()
-    try:  # whatever does not fit together, before a model is made
+    try:  # invalid combinations fail before a model is made
         grown = presets.by_name(args.dynamic) if args.dynamic else None
         config = PRESETS[args.shape]
         for kind in args.drafts:
@@ -110,7 +112,7 @@ def main() -> int:
     lines = [header]
 
     def measurements(batch: int, context: int):
-        """Name, nodes and what compiles it, in order of interest."""
+        """Yield name, nodes and a function that compiles the timer, most important first."""
 
         def timer(executor: Executor):
             return step_timer(executor, batch, context, room)
@@ -142,12 +144,12 @@ def main() -> int:
         floor = autoregressive_bytes(model, base, batch, context + 1) / bandwidth * 1e3
         for name, nodes, compiled in measurements(batch, context):
             if time.perf_counter() - began > args.time_limit:
-                print("time limit reached; the remaining cells were not measured")
+                print("time limit reached: the remaining cells are not measured")
                 return finish(lines, args.out)
             compiling = time.perf_counter()
             timed = compiled()
             compiling = time.perf_counter() - compiling
-            # A few of the baseline's runs between its own: what the device's clock does meets both.
+            # Runs of the baseline alternate with its own, so that changes of the clock rate affect both.
             baseline = baseline or timed
             rounds = [(baseline.once(), timed.once()) for _ in range(args.repeats)]
             autoregressive, milliseconds = (statistics.median(column) for column in zip(*rounds, strict=True))
@@ -178,7 +180,7 @@ def main() -> int:
 
 
 def finish(lines: list[dict], out: Path) -> int:
-    """Write all lines so far under a temporary name, then rename."""
+    """Write all lines so far to a temporary file and rename it."""
     temporary = out.with_name(out.name + ".partial")
     temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
     temporary.replace(out)

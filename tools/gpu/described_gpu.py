@@ -1,14 +1,13 @@
-"""GPUs as XLA's CUDA compiler wants them described, so that it compiles for one where none is.
+"""Descriptions of GPUs for XLA's CUDA compiler, to compile on machines without one.
 
-`pip install 'jax[cuda12]'` (or ``cuda13``) brings the compiler, also to a machine without a GPU. Nothing is autotuned:
-of the kernels that a device would try, XLA's default is taken. Without versions of driver and libraries XLA makes no
-CUDA graphs.
+`pip install 'jax[cuda12]'` (or ``cuda13``) installs the compiler on any machine. Nothing is autotuned: XLA takes its
+default kernels. The descriptions have versions of driver and libraries, without which XLA makes no CUDA graphs.
 """
 
 from __future__ import annotations
 
 import jax
-from jax._src.mesh import AbstractDevice  # public only as a word in an error message
+from jax._src.mesh import AbstractDevice  # named in an error message of JAX, but not public
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, SingleDeviceSharding
 
@@ -41,13 +40,13 @@ PLATFORM = Platform("gpu", 1, 9.0)
 
 
 def placed_on(device: str):
-    """A function from a pytree of shapes to the same shapes on the described device."""
+    """Return a function that places a pytree of shapes on the described device."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=DEVICES[device], topology="1x1x1")
     sharding = SingleDeviceSharding(topology.devices[0])
     return lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def described(device: str):
-    """A context in which Pallas knows what device it compiles for, as jax 0.11 wants it."""
+    """Return a context that tells Pallas the device, which jax 0.11 requires."""
     device = AbstractDevice(NAMES[device], 132, "gpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

@@ -1,9 +1,9 @@
-"""Minutes 0 to 5 on a GPU: what the fast tests show, without pytest, which a bare machine may lack.
+"""Check kernels and decoding on a GPU in five minutes, without pytest.
 
     python tools/gpu/device_check.py --out device_check.json
 
-The GPU kernels against NumPy; and with the shipped model and each of its heads, in float32 and in bfloat16, whether
-the tree writes what one token at a time does, with the kernels and CUDA graphs and without.
+Compares the GPU kernels with NumPy, and tree decoding of the shipped model and its heads with autoregressive decoding:
+in float32 and bfloat16, with and without the kernels and CUDA graphs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--drafts", default=",".join(assets.HEADS), help="default %(default)s")
+    parser.add_argument("--drafts", default=",".join(assets.HEADS), help="shipped drafts (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("device_check.json"))
     args = parser.parse_args()
 
@@ -57,7 +57,7 @@ def main() -> int:
             found["cells"].append(cell | {"seconds": time.perf_counter() - began})
             args.out.write_text(json.dumps(found, indent=1))
             print(json.dumps(found["cells"][-1]), flush=True)
-    # In bfloat16 two tokens can be exactly as likely, and rounding then decides.
+    # In bfloat16 two tokens can be equally likely, and rounding decides.
     exact = all(cell["equal_rows"] == cell["rows"] for cell in found["cells"] if cell["dtype"] == "float32")
     return 0 if exact and found["kernels"] == "agree with NumPy" else 1
 

@@ -1,11 +1,11 @@
-"""All that is to be measured on a GPU, in half an hour, unattended; what matters most comes first.
+"""Run all GPU measurements unattended in half an hour, most important first.
 
     python tools/gpu/half_hour.py --out FOLDER                  # 28 minutes on a 7B in bfloat16
-    python tools/gpu/half_hour.py --out FOLDER --minutes 9      # the same in several calls: what is done is kept
-    python tools/gpu/half_hour.py --out FOLDER --tiny           # seconds a part, on a CPU, to see that it runs
+    python tools/gpu/half_hour.py --out FOLDER --minutes 9      # in several calls, which keep finished parts
+    python tools/gpu/half_hour.py --out FOLDER --tiny           # seconds per part, on a CPU, to test the scripts
 
-Every part is a script of this folder in a process of its own and writes its result as it goes. What each printed is
-beside its result, and ``parts.json`` says how each ended. A part that failed is not tried again; delete its line.
+Every part is a script of this directory in a new process, and writes its result as it runs. Its output goes to
+``PART.log``, exit codes and times to ``parts.json``. Delete a part's entry there to run it again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Part:
-    """A script with its arguments. minutes: at most. tiny: arguments that come last where only the script is tried."""
+    """A script with its arguments and its time limit in minutes. ``tiny``: further arguments of a test run."""
 
     name: str
     minutes: float
@@ -66,13 +66,13 @@ PARTS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=28.0, help="for all parts of this call (default %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="only to see that the scripts run")
-    parser.add_argument("--only", metavar="PART,PART", help=f"of {', '.join(part.name for part in PARTS)}")
+    parser.add_argument("--minutes", type=float, default=28.0, help="time of this call (default %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="test the scripts in seconds on a CPU")
+    parser.add_argument("--only", metavar="PART,PART", help=f"any of {', '.join(part.name for part in PARTS)}")
     args = parser.parse_args()
     chosen = args.only.split(",") if args.only else [part.name for part in PARTS]
     if unknown := set(chosen) - {part.name for part in PARTS}:
-        parser.error(f"--only: there is no {', '.join(sorted(unknown))}")
+        parser.error(f"--only: got {', '.join(sorted(unknown))}, expected names of parts")
 
     args.out.mkdir(parents=True, exist_ok=True)
     record = args.out / "parts.json"
@@ -82,7 +82,7 @@ def main() -> int:
         if part.name not in chosen or part.name in done:
             continue
         left = min(60 * part.minutes, end - time.monotonic())
-        if left < (1 if args.tiny else 45):  # not enough to compile anything
+        if left < (1 if args.tiny else 45):  # too short to compile anything
             print(f"{part.name}: no time left")
             continue
         done[part.name] = run(part, args, left)
@@ -94,10 +94,10 @@ def main() -> int:
 
 
 def run(part: Part, args: argparse.Namespace, seconds: float) -> dict:
-    """Run a part for so long at most; how it ended."""
+    """Run a part with a time limit. Return its exit code, time and command."""
     out = args.out / f"{part.name}.{part.suffix}"
     words = [part.script + ".py", *part.arguments.split(), *(part.tiny.split() if args.tiny else ())]
-    if part.script in ("decode_bench", "train_bench"):  # they stop by themselves, between two measurements
+    if part.script in ("decode_bench", "train_bench"):  # they stop by themselves between measurements
         words += ["--time-limit", f"{0.8 * seconds:.0f}"]
     command = [sys.executable, str(HERE / words[0]), *words[1:], "--out", str(out)]
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes on the device: its kernels by name, from one trace of the profiler.
+"""Trace a decode step with JAX's profiler and list its kernels by time.
 
 python tools/gpu/trace_step.py --shape 7b --draft hydra++ --out trace.json
 """
@@ -30,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="7b", choices=sorted(PRESETS))
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--draft", default="hydra++", help="or none, to decode without")
+    parser.add_argument("--draft", default="hydra++", help="kind of draft, or none (default %(default)s)")
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=2048)
@@ -56,23 +56,22 @@ def main() -> int:
     found |= {"milliseconds_per_step": milliseconds, "busy_share": busy}
     found["kernels"] = [row | {"milliseconds_per_step": row["milliseconds"] / TIMED_STEPS} for row in rows]
     args.out.write_text(json.dumps(found, indent=1))
-    print(f"{milliseconds:.3f} ms a step; between first and last kernel the device was busy for {busy:.1%} of the time")
+    print(
+        f"{milliseconds:.3f} ms per step; the device was busy for {busy:.1%} of the time between first and last kernel"
+    )
     for row in found["kernels"][:25]:
         print(f"{row['milliseconds_per_step']:9.4f} ms  {row['count'] / TIMED_STEPS:7.1f} times  {row['name'][:90]}")
     return 0
 
 
 def kernels(events: list[dict]) -> tuple[list[dict], float]:
-    """What ran on the device, by name, the longest first; and the share of the time in which anything ran.
-
-    Where there is no device but the CPU, what its threads did.
-    """
+    """Return the kernels by name, longest first, and the device's busy share. On a CPU, the work of its threads."""
     names = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
     devices = {pid for pid, name in names.items() if "/device:" in name} or set(names)
     threads = {
         (event["pid"], event["tid"]): event["args"]["name"] for event in events if event.get("name") == "thread_name"
     }
-    # On a GPU the streams; beside them stand lines that sum them up by module and by operation.
+    # A GPU has streams, and lines that sum them by module and by operation.
     ran = [
         event
         for event in events

@@ -3,9 +3,9 @@
     python tools/gpu/train_bench.py --out train_bench.jsonl
     python tools/gpu/train_bench.py --shape tiny --length 64 --batches 2 --repeats 2 --dtype float32
 
-For every batch size: the real train step (`hydrajax.train.train_step.make_train_step`) as tokens per second, model
-FLOPs utilisation and peak memory, and its parts compiled by themselves: the base's forward pass, loss and gradient of
-the heads on given hidden states, and the optimizer. One JSON line per batch size as soon as it is measured.
+For every batch size it measures the train step (`hydrajax.train.train_step.make_train_step`): tokens per second, model
+FLOPs utilisation and peak memory. The parts are compiled and timed alone: the base's forward pass, loss and gradient of
+the heads on given hidden states, and the optimizer. Each batch size is written at once as a JSON line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hydrajax.train.run_config import DataConfig, OptimizerConfig, TrainConfig, 
 from hydrajax.train.tasks.heads_task import HeadsTask
 from hydrajax.train.train_step import init_state, make_train_step, state_shardings
 
-STEPS = 1000  # of the schedule; it changes no time
+STEPS = 1000  # of the schedule, which does not affect the times
 
 
 def integers(text: str) -> list[int]:
@@ -48,7 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", default="7b", choices=sorted(PRESETS))
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--batches", type=integers, default=[1, 2, 4, 8], help="rows per step, smallest first")
+    parser.add_argument(
+        "--batches",
+        type=integers,
+        default=[1, 2, 4, 8],
+        help="sequences per step, smallest first (default %(default)s)",
+    )
     parser.add_argument("--chunk-tokens", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds; stop before the next batch size")
@@ -76,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     write(lines, args.out)
     for batch in args.batches:
         if time.perf_counter() - began > args.time_limit:
-            print("time limit reached; the remaining batch sizes were not measured")
+            print("time limit reached: the remaining batch sizes are not measured")
             break
         try:
             line = measure(task, batch, args, peak)
@@ -91,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def random_task(args: argparse.Namespace) -> HeadsTask:
-    """Fresh Hydra++ heads (as released: 4 heads of 4 layers, dropout 0.2) on a random base."""
+    """Return a training task of Hydra++ heads (as released: 4 heads of 4 layers, dropout 0.2) on a random base."""
     config = TrainConfig(
         output="unused", model=args.shape, dtype=args.dtype, steps=STEPS, batch_size=1,
         draft=draft_of(n_heads=4, n_layers=4, prefix=True, dropout=0.2),
@@ -103,7 +108,7 @@ def random_task(args: argparse.Namespace) -> HeadsTask:
 
 
 def measure(task: HeadsTask, batch_size: int, args: argparse.Namespace, peak: float | None) -> dict:
-    """Median milliseconds of the step and of its parts, and what follows from them."""
+    """Return the median milliseconds of the step and of its parts, rates and utilisation."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, task.model.config.vocab_size, (batch_size, args.length)).astype(np.int32)
     batch = jax.device_put({"tokens": tokens, "labels": tokens})
@@ -112,7 +117,7 @@ def measure(task: HeadsTask, batch_size: int, args: argparse.Namespace, peak: fl
     rng = jax.device_put(jax.random.key(1), shardings.step)
     state = init_state(task.init_params(rng), optimizer, shardings)
 
-    # The whole step first, so that the peak is its own.
+    # The step comes first, so that the peak memory is its own.
     step = make_train_step(task.loss, optimizer, 1, shardings, task.frozen_shardings)
     (state, metrics), step_time = timed(
         lambda out: step(out[0], task.frozen, batch, rng), (state, None), args.repeats
@@ -149,12 +154,12 @@ def measure(task: HeadsTask, batch_size: int, args: argparse.Namespace, peak: fl
         "mfu": flops / peak if peak else None,
         "base_forward_mfu": base_flops / peak if peak else None,
         "loss": float(metrics["loss"]),
-        "peak_memory_bytes": memory,  # of the process so far: a batch size measured before may have taken more
+        "peak_memory_bytes": memory,  # of the process so far, an earlier batch size included
     }
 
 
 def timed(call, value, repeats: int):
-    """The last result of ``value = call(value)`` and the median seconds, after one call that compiles."""
+    """Return the last result of ``value = call(value)`` and the median seconds, after one call that compiles."""
     value = jax.block_until_ready(call(value))
     times = []
     for _ in range(repeats):
@@ -169,7 +174,7 @@ def count(tree) -> int:
 
 
 def write(lines: list[dict], out: Path) -> None:
-    """All lines so far under a temporary name, then renamed."""
+    """Write all lines so far to a temporary file and rename it."""
     temporary = out.with_name(out.name + ".partial")
     temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
     temporary.replace(out)

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Trees and the roofline on a GPU, from the root of the repository; every command keeps what it has when time is short.
+# Measure trees and the roofline on a GPU. Run from the root of the repository; interrupted commands keep their parts.
 #
 #     bash tools/gpu/trees_and_roofline.sh OUTPUT_FOLDER [SHAPE] [DTYPE]      (default: 7b, bfloat16)
 #
 # 1. Predicted and measured steps of a published shape with random weights, over batch sizes.
-# 2. What the phases of its step cost, with Medusa and Hydra++ heads.
-# 3. Tree search and overhead with the shipped model, whose heads know something. It is so small that launching kernels
-#    is most of a step: its best trees say little about a large model's.
+# 2. Phases of its step with Medusa and Hydra++ heads.
+# 3. Tree search and overhead with the shipped model and its trained heads. Launching kernels takes most of its step, so
+#    its best trees do not transfer to large models.
 set -euo pipefail
 out=$1 shape=${2:-7b} dtype=${3:-bfloat16}
 export PYTHONPATH=$PWD  # a bare machine has no installed hydrajax
