@@ -10,6 +10,7 @@ Every script is one command, by default on the shipped model and held-out files:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import statistics
@@ -39,10 +40,7 @@ from hydrajax.measure.calibration import Calibration, calibrate
 from hydrajax.measure.timing import in_rounds
 from hydrajax.questions.held_out import held_out_files
 from hydrajax.report.results import Result, write_result
-from hydrajax.text.appended import whole_lines
-from hydrajax.text.jsonl import json_value
 from hydrajax.text.prompt import read_prompts
-from hydrajax.text.records import OBJECT, TEXT, Kind, list_of
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.search import Proposals, expected_tokens_per_step, simulated
@@ -113,12 +111,6 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return settings | {name: found for name in ("draft", "prompts") if (found := getattr(args, name))}
 
 
-IS_PART = Kind(
-    "a key and rows",
-    lambda part: isinstance(part, list) and len(part) == 2 and TEXT.holds(part[0]) and list_of(OBJECT).holds(part[1]),
-)
-
-
 class Parts:
     """Measured parts of a script, so that the same command resumes after an interruption.
 
@@ -129,10 +121,12 @@ class Parts:
     def __init__(self, path: Path, settings: dict[str, Any]):
         self._path, self._rows = path, {}
         header = json.dumps(settings)
-        lines = whole_lines(path)
-        if lines[:1] == [header.encode()]:
-            found = [json_value(line) for line in lines[1:]]
-            self._rows = dict(part for part in found if IS_PART.holds(part))  # damaged parts are measured again
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        if lines[:1] == [header]:
+            for line in lines[1:]:
+                with contextlib.suppress(ValueError, TypeError):  # a damaged part is measured again
+                    key, rows = json.loads(line)
+                    self._rows[key] = rows
             print(f"{len(self._rows)} parts are already measured: {path}")
         with WholeFile(path, "--output") as file:
             file.write_text("".join(f"{line}\n" for line in [header, *map(json.dumps, self._rows.items())]))
@@ -147,10 +141,6 @@ class Parts:
 
     def remove(self) -> None:
         self._path.unlink(missing_ok=True)
-
-
-def name_of(directory: str | Path) -> str:
-    return Path(directory).name
 
 
 # --- models and prompts -----------------------------------------------------------------------------------------------
@@ -186,7 +176,7 @@ class Setup:
         self.args = args
         drafts = args.draft or [assets.path(name) for name in assets.HEADS]
         self.base = hydrajax.load(args.base or assets.base(), dtype=args.dtype)
-        names = names or [name_of(draft) for draft in drafts]
+        names = names or [Path(draft).name for draft in drafts]
         self.heads = {name: self.base.with_draft(draft) for name, draft in zip(names, drafts, strict=True)}
         if len(self.heads) < len(drafts):
             raise HydrajaxError("--draft: got two directories of one name, expected distinct names")
@@ -308,10 +298,8 @@ def speed_rows(rates: Sequence[Measured], batch_size: int) -> list[dict]:
     """Print measurements and return the rows of a "speed" result."""
     for rate in rates:
         figures = f"{rate.tokens_per_second:8.0f} tokens/s, {rate.speedup:.2f}x, τ {rate.tokens_per_step:.2f}"
-        print(
-            f"batch {batch_size}  {rate.name:40} {figures}{'  OUTPUT DIFFERS' if rate.equal is False else ''}",
-            flush=True,
-        )
+        mark = "  OUTPUT DIFFERS" if rate.equal is False else ""
+        print(f"batch {batch_size}  {rate.name:40} {figures}{mark}", flush=True)
     return [{"batch": batch_size} | rate.as_dict() for rate in rates]
 
 

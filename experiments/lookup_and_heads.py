@@ -15,10 +15,11 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import common
 import numpy as np
-from common import Setup, name_of, speed_rows
+from common import Setup, speed_rows
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.questions.held_out import held_out_files
@@ -37,7 +38,7 @@ def run(args) -> None:
         directory = setup.heads[name].draft_directory
         setup.heads[f"lookup+{name}"] = setup.base.with_draft(f"lookup-{args.added}+{directory}")
     setup.heads["lookup"] = setup.base.with_draft("lookup")
-    kinds = {name_of(args.prompts): setup.measured} if args.prompts else made_prompts(setup.base.tokenizer, args)
+    kinds = {Path(args.prompts).name: setup.measured} if args.prompts else made_prompts(setup.base.tokenizer, args)
     rows = []
     for kind, prompts in kinds.items():
         found = args.parts.rows(kind, partial(measured, setup, kind, prompts, names))

@@ -8,6 +8,7 @@ Run it from the root of the repository. README.md in this directory lists the fa
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 import tempfile
 import time
@@ -18,22 +19,12 @@ from rich.console import Console
 from hydrajax.cli import options, run_command
 from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.errors import not_allowed
-from tools.faults import (  # noqa: F401 (each module registers its faults)
-    chat,
-    continuation,
-    decoding,
-    devices,
-    drafts,
-    inputs,
-    models,
-    pickles,
-    process,
-    reports,
-    system,
-    text_files,
-    training,
-)
 from tools.faults.registry import FAULTS, run
+
+MODULES = ("training", "decoding", "system", "inputs", "models", "pickles", "text_files", "reports", "drafts")
+MODULES += ("continuation", "devices", "process", "chat")
+for module in MODULES:  # each registers its faults
+    importlib.import_module(f"tools.faults.{module}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
