@@ -77,7 +77,7 @@ def measured(lengths: list[int], repeats: int):
     executor = FusedExecutor(model, params, DecodeSpec(drafter, presets.by_name(TREE)))
     pool = Pool(executor, Sizes(rows=1, chunk=CHUNK))
     text = np.random.default_rng(0).integers(0, CONFIG.vocab_size, MOST).astype(np.int32)
-    columns = {"tokens": 7, "places": 7, "read ms/1000": 13, "last chunk": 11, "step ms": 8, "in the largest": 15}
+    columns = {"tokens": 7, "slots": 7, "read ms/1000": 13, "last chunk": 11, "step ms": 8, "in the largest": 15}
     columns |= {"cache MB": 9, "temp MB": 10}
     print(" ".join(name.rjust(width) for name, width in columns.items()))
 
@@ -108,26 +108,26 @@ def measured(lengths: list[int], repeats: int):
             began = time.perf_counter()
             state = jax.block_until_ready(read(length, chunks))
             seconds = time.perf_counter() - began
-            places = pool.places_for(length + (repeats + 1) * STEPS * pool.longest_path + pool.spare)
-            found = {"tokens": length, "places": places, "read_ms_per_1000": 1e6 * seconds / length}
+            slots = pool.places_for(length + (repeats + 1) * STEPS * pool.longest_path + pool.spare)
+            found = {"tokens": length, "places": slots, "read_ms_per_1000": 1e6 * seconds / length}
             found["last_piece_ms"] = 1e3 * statistics.median(chunks[-3:]) if chunks else None
-            found["step_ms"] = step(pool.copies(state, 1, places))
+            found["step_ms"] = step(pool.copies(state, 1, slots))
             found["step_ms_in_the_largest"] = step(pool.copies(state, 1, pool.places[-1]))
-            found["cache_mb"] = pool.shapes.nbytes(1, places) / 1e6
-            found["beside_mb"] = temporary_bytes(pool, places) / 1e6
+            found["cache_mb"] = pool.shapes.nbytes(1, slots) / 1e6
+            found["beside_mb"] = temporary_bytes(pool, slots) / 1e6
         last = "" if found["last_piece_ms"] is None else f"{found['last_piece_ms']:.1f}"
         print(
-            f"{length:7} {places:7} {found['read_ms_per_1000']:13.1f} {last:>11} {found['step_ms']:8.2f} "
+            f"{length:7} {slots:7} {found['read_ms_per_1000']:13.1f} {last:>11} {found['step_ms']:8.2f} "
             f"{found['step_ms_in_the_largest']:15.2f} {found['cache_mb']:9.1f} {found['beside_mb']:10.1f}",
             flush=True,
         )
         yield found
 
 
-def temporary_bytes(pool: Pool, places: int) -> int:
+def temporary_bytes(pool: Pool, slots: int) -> int:
     """Return the temporary bytes of a prefill chunk, as XLA plans them."""
     executor, key = pool.executor, jax.random.key(0)
-    state = executor.abstract_state(1, places, pool.sampling(pool.spec, key))
+    state = executor.abstract_state(1, slots, pool.sampling(pool.spec, key))
     tokens, ones = jnp.zeros((1, CHUNK), jnp.int32), jnp.zeros(1, jnp.int32)
     feed = jax.jit(executor.engine.feed, donate_argnums=1)
     compiled = feed.lower(executor.params, state, tokens, ones, ones).compile()

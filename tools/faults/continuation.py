@@ -14,7 +14,7 @@ from hydrajax.decoding.processors import TokenCounts
 from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.text.tokenizer import decode_text
-from tools.faults.drafts import Case, check_bookkeeping, check_row
+from tools.faults.drafts import Case, check_bookkeeping, check_sequence
 from tools.faults.fixtures import base, text
 from tools.faults.registry import Failure, Trial, fault
 
@@ -36,7 +36,7 @@ def cached(trial: Trial) -> int:
     texts, state = case.prompts(random, random.choice((16, config.max_positions))), None
     for turn in range(TURNS):
         limits = np.array([random.choice((0, 1, 5, 999)) for _ in rows], np.int32)
-        sampling = case.sampling(case.rows(random), random)._replace(limits=limits)
+        sampling = case.sampling(case.specs(random), random)._replace(limits=limits)
         if state is not None:
             texts, state, more, counts = extend(case, executor, texts, state, params, random)
         whole, clear = case.expected(params, texts, sampling)
@@ -52,7 +52,7 @@ def cached(trial: Trial) -> int:
         out = jax.device_get(result_of(state.output))
         check_bookkeeping(case, out, texts, limits)
         for row, ids in enumerate(out.ids()):
-            check_row(case, ids, texts[row], whole[row], int(clear[row]), int(limits[row]), f"turn {turn}: ")
+            check_sequence(case, ids, texts[row], whole[row], int(clear[row]), int(limits[row]), f"turn {turn}: ")
         texts = [before + ids for before, ids in zip(texts, out.ids(), strict=True)]
     return TURNS * case.batch
 

@@ -55,8 +55,8 @@ def with_oracle(drafter: Drafter) -> Drafter:
         def init_state(self, batch, slots):
             return OracleState(drafter.init_state(batch, slots), jnp.zeros(batch, jnp.int32))
 
-        def begin(self, params, state, features, tokens, counts, bonus_token, base):
-            inner = drafter.begin(params["inner"], state.inner, features, tokens, counts, bonus_token, base)
+        def begin(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
+            inner = drafter.begin(params["inner"], state.inner, aux_hidden_states, tokens, counts, bonus_token, base)
             return OracleState(inner, state.observed + counts)
 
         def rewind(self, state, lengths):
@@ -162,10 +162,10 @@ class Case(NamedTuple):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the output does not depend on the draft, as with typical acceptance and rejection sampling."""
+        """True for rules whose output does not depend on the draft (not typical acceptance or rejection sampling)."""
         return isinstance(self.spec.rule, (Greedy, ExactSampling))
 
-    def rows(self, random: random.Random) -> list[DecodeSpec]:
+    def specs(self, random: random.Random) -> list[DecodeSpec]:
         """The spec with different numbers of rule and processors for each sequence."""
         vocab_size, draws = self.reference.config.vocab_size, self.spec.drafter.spec.supports_sampling
 
@@ -216,7 +216,7 @@ class Case(NamedTuple):
         return Params(params.base, {"inner": params.draft, "text": texts, "right": right})
 
 
-def check_row(
+def check_sequence(
     case: Case, found: list[int], prompt: list[int], text: np.ndarray, clear: int, limit: int, when: str = ""
 ) -> None:
     """Compare the output of a sequence with the reference up to its first tie, ``clear``."""
@@ -278,7 +278,7 @@ def check_case(
         decode_fn = jax.jit(decode_fn)
     width = random.choice((SMALLEST_BUCKET, config.max_positions, config.max_positions))  # one bucket, one program
     for _ in range(calls):
-        params, prompts, specs = case.params(random), case.prompts(random, width), case.rows(random)
+        params, prompts, specs = case.params(random), case.prompts(random, width), case.specs(random)
         sampling = case.sampling(specs, random)
         texts, clear = case.expected(params, prompts, sampling)
         limits = np.array([random.choice((0, 1, 2, 3, case.spec.max_new_tokens, 999)) for _ in prompts], np.int32)
@@ -289,5 +289,5 @@ def check_case(
         out = jax.device_get(decode_fn(given, prompt, lengths, sampling.rng, limits, rules, processors))
         check_bookkeeping(case, out, prompts, limits)
         for row, ids in enumerate(out.ids() if case.has_reference else ()):
-            check_row(case, ids, prompts[row], texts[row], int(clear[row]), int(limits[row]))
+            check_sequence(case, ids, prompts[row], texts[row], int(clear[row]), int(limits[row]))
     return calls * case.batch
