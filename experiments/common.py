@@ -4,7 +4,7 @@ Every script is one command, by default on the shipped model and held-out files:
 
     python experiments/hydra_figure_2.py [--quick] [--base B --draft D --draft D2 --prompts FILE.jsonl] [--output FILE]
 
-``hydrajax report DIR`` draws its result.
+``hydrajax report DIR`` prints its tables.
 """
 
 from __future__ import annotations

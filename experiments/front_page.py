@@ -12,7 +12,7 @@ from pathlib import Path
 
 import hydrajax
 from hydrajax.cli import run_command
-from hydrajax.measure.one_step import SeenStep, seen_steps
+from hydrajax.measure.step_trace import TracedStep, trace_steps
 from hydrajax.report.drawing import GREEN, GREY, draw_step, new_figure, save_png
 from hydrajax.text.tokenizer import decode_text, visible
 from hydrajax.trees.static_tree import TreeTopology
@@ -41,12 +41,12 @@ def tree_picture(path: Path) -> None:
     m, tree = hydrajax.load("shipped", "hydra++", dtype="float32"), TreeTopology(TREE)
     executor = hydrajax.make_executor(m, m.spec(tree=tree))
 
-    def merit(step: SeenStep) -> tuple[bool, int]:
+    def merit(step: TracedStep) -> tuple[bool, int]:
         """Prefer a path with a second guess, which a chain could not accept, then the longest."""
         ranks = tree.choices[step.path[-1] - 1] if len(step.path) > 1 else ()
         return any(ranks), len(step.path)
 
-    step = max(seen_steps(executor, m.prompt_ids(PROMPT, "prompt"), most=16), key=merit)
+    step = max(trace_steps(executor, m.prompt_ids(PROMPT, "prompt"), most=16), key=merit)
     words = [visible(m.tokenizer, token) for token in step.tokens]
     note = f"One pass of the base over these {tree.size} nodes: {len(step.path)} tokens accepted (green). "
     note += f"{visible(m.tokenizer, step.bonus_token)} is the bonus token."

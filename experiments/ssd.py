@@ -33,14 +33,15 @@ import time
 import jax
 import numpy as np
 from common import CONSOLE, draft_model_of, program, prompts_of, speed_rows, write
+from ssd_parts import part_seconds, round_seconds, times_of
+from ssd_roofline import pair_times
 
 import hydrajax
 from hydrajax import assets
 from hydrajax.decoding.prompt_batch import right_padded
-from hydrajax.measure.split import joined, part_seconds, recorded, round_seconds, split_contest, times_of
+from hydrajax.measure.split_contest import joined, recorded, split_contest
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
 from hydrajax.roofline.devices import DEVICES
-from hydrajax.roofline.pairs import pair_times
 from hydrajax.sharding import Placement, last_devices
 from hydrajax.ssd.fan_out import even, nothing
 from hydrajax.ssd.simulator import Outcomes, Speed, Times, best, predict

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 from common import CONSOLE, draft_model_of, program, prompts_of, speed_rows, write
+from ssd_parts import times_of
 
 import hydrajax
 from hydrajax import assets
@@ -41,7 +42,7 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel
-from hydrajax.measure.split import ONE_PROGRAM, joined, times_of
+from hydrajax.measure.split_contest import ONE_PROGRAM, joined
 from hydrajax.ssd.draft_side import MISS, DraftSide
 from hydrajax.ssd.fan_out import FanOut, even, nothing
 from hydrajax.ssd.record import Record
@@ -342,7 +343,7 @@ class TwoProcesses:
         return joined(self._records)
 
     def parts(self) -> dict[str, float]:
-        """Return median seconds of a round's parts, as `hydrajax.measure.split.part_seconds`; NaN without data."""
+        """Return median seconds of a round's parts, as `ssd_parts.part_seconds`; NaN without data."""
         return {name: median(self._took[name]) for name in ("verify", "prepare", "hit", "miss")}
 
     def round_seconds(self) -> float:

@@ -19,7 +19,7 @@ from scipy.special import logsumexp
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
 from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.language_model import LanguageModel
-from hydrajax.measure.plain_pass import all_logits
+from hydrajax.measure.uncached_forward import all_logits
 
 REMARK = "no judge: text likelihood under the base (nats per token, temperature 1), not quality"
 

@@ -1,4 +1,4 @@
-"""The machine: what measured times depend on."""
+"""Describe the machine that measured times depend on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hydrajax.models.kernels import few_rows
 
 
 def machine() -> dict[str, Any]:
-    """What measured times depend on: the device, its cores, and the versions of JAX, Python and hydrajax.
+    """Return the device, its cores, and the versions of JAX, Python and hydrajax.
 
-    ``cpu_kernels``: whether our own were built (`hydrajax.models.kernels`).
+    ``cpu_kernels``: whether the package's CPU kernels were built (`hydrajax.models.kernels`).
     """
     device = jax.devices()[0]
     return {
@@ -31,15 +31,15 @@ def machine() -> dict[str, Any]:
 
 
 def own_version() -> str:
-    """The version of hydrajax that is installed."""
+    """Return the installed version of hydrajax."""
     try:
         return version("hydrajax")
-    except PackageNotFoundError:  # run from a folder
+    except PackageNotFoundError:  # imported from a source folder
         return "not installed"
 
 
 def _processor() -> str:
-    """The processor's name; on most systems Python itself knows no more than its architecture."""
+    """The processor's name; on most systems Python only gives its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

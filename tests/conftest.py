@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: the golden folder, tiny checkpoints written by transformers, a tiny random base."""
+"""Fixtures shared by all tests: recordings of the official code, tiny checkpoints by transformers, a tiny base."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from jaxtyping import install_import_hook
 
-from helpers import programs, type_checks
+from helpers import programs, recordings, type_checks
 
 # In the tests every array that enters or leaves a function of these rooms is checked against its annotated shape and
 # dtype. The hook must come before the first import of hydrajax.
@@ -65,9 +65,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items):
-    """Of a test that is marked ``quick`` all other cases are slow."""
+    """Mark all cases of a parametrised test slow that its marker ``quick`` does not list."""
     for item in items:
-        if (quick := item.get_closest_marker("quick")) and item.callspec.id not in quick.args:
+        quick = item.get_closest_marker("quick")
+        if quick and hasattr(item, "callspec") and item.callspec.id not in quick.args:
             item.add_marker(pytest.mark.slow)
 
 
@@ -81,11 +82,18 @@ def pytest_collection_finish(session):
 
 
 @pytest.fixture(scope="session")
-def golden() -> Path:
-    """The folder of reference outputs of the official code: ``$HYDRAJAX_GOLDEN`` or ``../shared/golden``."""
-    folder = Path(os.environ.get("HYDRAJAX_GOLDEN") or PROJECT.parent / "shared" / "golden")
-    if not (folder / "base" / "mha" / "config.json").is_file():
-        pytest.skip(f"no golden data in {folder}; set HYDRAJAX_GOLDEN")
+def golden(tmp_path_factory) -> Path:
+    """The folder of recordings of the official code: the full set where it is at hand, else tests/golden, unpacked.
+
+    The full set is looked for in ``$HYDRAJAX_GOLDEN``, or in ``../shared/golden`` if that is not set.
+    """
+    full = Path(os.environ.get("HYDRAJAX_GOLDEN") or PROJECT.parent / "shared" / "golden")
+    if (full / "base" / "mha" / "config.json").is_file():
+        return full
+    assert "HYDRAJAX_GOLDEN" not in os.environ, f"HYDRAJAX_GOLDEN: no recordings in {full}"
+    folder = tmp_path_factory.mktemp("golden")
+    for archive in sorted((PROJECT / "tests" / "golden").glob("*.xz")):
+        recordings.unpack(archive, folder)
     return folder
 
 

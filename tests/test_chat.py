@@ -89,7 +89,7 @@ def test_a_full_context_ends_the_answer_and_refuses_the_next_message(loaded):
     def n_tokens(lines: int) -> int:
         return len(loaded.tokenizer.encode("x = 1\n" * (lines + 1), add_special_tokens=False))
 
-    with pytest.raises(HydrajaxError, match=f"tokens, the model's context is {context}"):
+    with pytest.raises(HydrajaxError, match=f"tokens, expected at most the model's context of {context}"):
         list(chat.say("x = 1\n" * context))
     assert chat.messages == []
     longest = max(lines for lines in range(1, context) if n_tokens(lines) < context - 4)

@@ -188,7 +188,7 @@ def searched_here(folder: Path) -> None:
 
 
 def remembered(folder: Path) -> Path:
-    fastest._write(folder / "m.json", fastest.Choice(presets.chain(2), "chain-2", 1.2, None))
+    fastest._write(folder / "m.json", fastest.FastestTree(presets.chain(2), "chain-2", 1.2, None))
     return folder / "m.json"
 
 
@@ -285,9 +285,7 @@ def read_whatever(record: Record, folder: Path, path: Path, text: bytes, what: s
 
 
 @pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """They take a second each, and draw what the tables say."""
-    monkeypatch.setattr("hydrajax.report.markdown.can_draw", lambda: False)
+def fast(monkeypatch):
     monkeypatch.setattr("hydrajax.files.os.fsync", lambda file: None)
     monkeypatch.setattr("hydrajax.questions.summary.RESAMPLES", 9)
 

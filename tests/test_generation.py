@@ -134,7 +134,7 @@ def test_with_a_seed_of_its_own_a_prompt_draws_as_if_it_were_alone(loaded):
     for prompt, seed, result in zip(PROMPTS, seeds, together, strict=True):
         (alone,) = hydrajax.generate(executor, [prompt], seed=seed)
         assert result.output_ids == alone.output_ids
-    with pytest.raises(HydrajaxError, match="seed: must be one for all prompts or one for each, found 2 for 3"):
+    with pytest.raises(HydrajaxError, match="seed: got 2 values for 3 prompts, expected one or one per prompt"):
         hydrajax.generate(executor, PROMPTS, seed=seeds[:2])
 
 
@@ -189,8 +189,8 @@ def test_bad_requests_are_refused(loaded, executor):
         with pytest.raises(HydrajaxError, match=message):
             hydrajax.generate(executor, PROMPTS, **arguments)
     for limits, message in [
-        ([3], "max_new_tokens: must be one for all prompts or one for each, found 1 for 3"),
-        ([3, 0, 1], "max_new_tokens: must be at least 1, found 0"),
+        ([3], "max_new_tokens: got 1 values for 3 prompts, expected one or one per prompt"),
+        ([3, 0, 1], "max_new_tokens: got 0, expected at least 1"),
     ]:
         with pytest.raises(HydrajaxError, match=message):
             loaded.generate(PROMPTS, tree="chain-2", max_new_tokens=limits)

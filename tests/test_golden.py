@@ -1,5 +1,5 @@
-"""The whole path against outputs of the official Hydra code (see the README beside the data): trees, hidden states,
-head logits, every proposed tree, every accepted length and every token, for Hydra and Hydra++ heads and two trees."""
+"""The whole path against recordings of the official Hydra code (tests/golden/README.md): trees, hidden states, head
+logits, every proposed tree, every accepted length and every token, for Hydra and Hydra++ heads and two trees."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from helpers.forced import forced_logits
 from helpers.how import sampling
 from helpers.lab import quick_jit
+from helpers.recordings import as_recorded, copy_as_torch, need
 from helpers.tree_tools import leaf_paths
 from hydrajax.api import load, make_decode_fn
 from hydrajax.decoding.acceptance import Typical
@@ -25,6 +26,8 @@ from hydrajax.trees.static_tree import TreeTopology
 
 TOLERANCE = 1e-4  # on logits and hidden states, as the data's README advises
 ARCHS, TREES = ("hydra_mlp", "hydra_pp"), ("mc63", "small")
+# tests/golden has three of the four heads of hydra_mlp, as many as the small tree takes.
+pytestmark = pytest.mark.quick(*ARCHS, "hydra_mlp-small", "hydra_pp-mc63")
 LONGEST = 140  # above the longest recorded output, 128 and one step's overshoot, so that no recorded step is cut
 
 
@@ -55,16 +58,16 @@ def loaded(golden, arch) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def tree(golden, arch, tree_name) -> TreeTopology:
-    return TreeTopology.from_json(golden / arch / f"tree_{tree_name}.json")
+    return TreeTopology.from_json(need(golden / arch / f"tree_{tree_name}.json"))
 
 
 @pytest.fixture(scope="module")
 def trace(golden, arch, tree_name) -> dict[str, np.ndarray]:
-    return dict(np.load(golden / arch / f"trace_{tree_name}.npz"))
+    return dict(np.load(need(golden / arch / f"trace_{tree_name}.npz")))
 
 
 def read_recorded(golden, arch: str, tree_name: str) -> Recorded:
-    run = np.load(golden / arch / f"greedy_{tree_name}.npz")
+    run = np.load(need(golden / arch / f"greedy_{tree_name}.npz"))
     lengths = run["prompt_lens"]
     rows = range(len(lengths))
     return Recorded(
@@ -88,12 +91,12 @@ def decode(loaded, tree):
 
 @pytest.fixture(scope="module")
 def decoded(decode, loaded, recorded):
-    """All 8 prompts in one ragged batch; the official code ran them one by one."""
+    """Greedy decoding of all 8 prompts in one ragged batch; the official code decoded them one by one."""
     return jax.device_get(decode(loaded.params, recorded.prompt, recorded.lengths, limits=np.full(8, LONGEST)))
 
 
 def near(ours, recorded) -> None:
-    np.testing.assert_allclose(ours, recorded, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(as_recorded(ours, recorded), recorded, atol=TOLERANCE, rtol=0)
 
 
 # --- the tree -------------------------------------------------------------------------------------------------
@@ -107,7 +110,7 @@ def test_tree_arrays(tree, trace):
 
 
 def test_official_tree_is_the_preset(golden):
-    assert TreeTopology.from_json(golden / "hydra_mlp" / "tree_mc63.json") == presets.sparse()
+    assert TreeTopology.from_json(golden / "hydra_pp" / "tree_mc63.json") == presets.sparse()
 
 
 # --- hidden states and logits ---------------------------------------------------------------------------------
@@ -146,9 +149,8 @@ def test_teacher_forced(golden, arch, loaded):
     near(logits, record["head_logits"])  # the last positions too: they wrap as torch.roll does
 
 
+@pytest.mark.parametrize("arch", ["hydra_pp"], indirect=True, scope="module")
 def test_teacher_forced_with_right_padding(golden, arch, loaded):
-    if not (golden / arch / "teacher_forced_padded.npz").exists():
-        pytest.skip("recorded for hydra_pp only")
     record = np.load(golden / arch / "teacher_forced_padded.npz")
     valid = record["attention_mask"] == 1
     assert valid[0].all()
@@ -191,8 +193,8 @@ def test_output_ids_and_accept_lengths(decoded, recorded):
 
 @pytest.mark.quick("hydra_pp-mc63", "hydra_mlp-small")
 def test_every_proposed_tree(loaded, decode, recorded):
-    """The tree's tokens at every step of every prompt, rejected guesses included: they depend on the drafter's whole
-    state, which matching output would not show."""
+    """The tree's tokens at every step of every prompt, rejected ones included: they depend on the drafter's whole
+    state, which equal output would not show."""
     engine = decode.engine
     prompt = np.pad(recorded.prompt, ((0, 0), (0, 64 - recorded.prompt.shape[1])))
     drawn = sampling(None, len(prompt), loaded.config.vocab_size)
@@ -224,13 +226,14 @@ def test_limit_cuts_the_last_step(decode, loaded, recorded):
         assert (out.accept_lengths[row, n_steps:] == -1).all()
 
 
+@pytest.mark.quick("hydra_pp")
 def test_end_of_sequence(golden, arch, loaded):
     """The official code stops after the step that holds EOS and keeps that step's tokens; ours ends at EOS itself.
 
-    One recorded run has an EOS. The other prompts' runs without one, cut at the same id, say what it must give there:
+    One recorded run has an EOS. For the other prompts the runs without one, cut at the same id, are the expectation:
     the base and its greedy tokens are the same.
     """
-    record = np.load(golden / arch / "eos_mc63.npz")
+    record = np.load(need(golden / arch / "eos_mc63.npz"))
     eos, prompt = int(record["eos_id"]), record["prompt"]
     runs = read_recorded(golden, arch, "mc63")
     row = next(i for i, n in enumerate(runs.lengths) if np.array_equal(runs.prompt[i, :n], prompt))
@@ -261,10 +264,13 @@ def test_end_of_sequence(golden, arch, loaded):
 
 
 def test_pt_and_safetensors_are_the_same(golden, arch, loaded, tmp_path):
-    """`loaded` came from the .safetensors; the .pt beside it, read with torch, holds the same parameters."""
+    """`loaded` came from the .safetensors; a .pt with the same tensors gives the same parameters.
+
+    The full set has the official .pt; without it torch saves one here.
+    """
     heads = golden / arch / "heads"
-    for name in ("config.json", "hydra_lm_head.pt"):
-        (tmp_path / name).symlink_to(heads / name)
+    copy_as_torch(heads / "hydra_lm_head.safetensors", tmp_path / "hydra_lm_head.pt")
+    (tmp_path / "config.json").symlink_to(heads / "config.json")
     from_pt = load(golden / "base" / "mha", tmp_path)
     assert from_pt.drafter == loaded.drafter
     ours, theirs = (jax.tree.leaves_with_path(m.params.draft) for m in (loaded, from_pt))
@@ -276,17 +282,17 @@ def test_pt_and_safetensors_are_the_same(golden, arch, loaded, tmp_path):
 @pytest.mark.parametrize(
     ("arch", "tree_name"),
     [
-        ("hydra_mlp", "mc63"),
-        ("hydra_pp", "small"),
+        ("hydra_pp", "mc63"),
         pytest.param("hydra_mlp", "small", marks=pytest.mark.slow),
-        pytest.param("hydra_pp", "mc63", marks=pytest.mark.slow),
+        pytest.param("hydra_pp", "small", marks=pytest.mark.slow),
+        pytest.param("hydra_mlp", "mc63", marks=pytest.mark.slow),
     ],
-    indirect=True,  # else pytest would leave what the fixtures above have made for another arch and tree
+    indirect=True,  # else pytest would keep what the fixtures above made for another arch and tree
     scope="module",
 )
 def test_typical_acceptance_equals_the_official_code(golden, arch, loaded, tree, tree_name):
     """The recorded runs of ε 0.09, α 0.3, temperature 0.7: deterministic, so ids and accept lengths are exact."""
-    run = np.load(golden / arch / f"typical_{tree_name}.npz")
+    run = np.load(need(golden / arch / f"typical_{tree_name}.npz"))
     rule, lengths = Typical(epsilon=0.09, alpha=0.3, temperature=0.7), run["prompt_lens"]
     decode = make_decode_fn(loaded.model, loaded.drafter, tree, rule, max_new_tokens=LONGEST)
     out = decode(loaded.params, np.maximum(run["prompts"], 0), lengths)

@@ -131,8 +131,9 @@ def test_raw_keys_are_keys(m):
     prompt = m.encode([PROMPT, PROMPT])
     raw, typed = (decode_fn(m.params, *prompt, rng=make(3)).tokens for make in (jax.random.PRNGKey, jax.random.key))
     np.testing.assert_array_equal(raw, typed)
-    refused(lambda: decode_fn(m.params, *prompt), "rng: is needed, as this rule draws: rng=jax.random.key(seed)")
-    wrong = "rng: must be a jax.random.key, or one per row, found int32 [1]"
+    wrong = "rng: got None, expected a key because this rule samples: pass rng=jax.random.key(seed)"
+    refused(lambda: decode_fn(m.params, *prompt), wrong)
+    wrong = "rng: got int32 [1], expected a jax.random.key or one per prompt"
     refused(lambda: decode_fn(m.params, *prompt, rng=jnp.zeros(1, jnp.int32)), wrong)
 
 
@@ -141,7 +142,7 @@ def test_without_a_tree_the_fastest_is_taken_once(m, monkeypatch, capsys):
 
     def choose(executor, prompts, batch_size, draft_directory, on_status):
         asked.append((batch_size, type(executor.spec.rule).__name__, len(next(iter(prompts)))))
-        return fastest.Choice(None, "chain-9", 0.5, None)  # none is faster
+        return fastest.FastestTree(None, "chain-9", 0.5, None)  # none is faster
 
     monkeypatch.setattr("hydrajax.language_model.choose", choose)
     fresh = m.with_draft("lookup")
@@ -171,20 +172,20 @@ def test_dtypes_as_jax_gives_them():
 def test_what_cannot_be_used_is_named_as_in_python(m):
     rules = "greedy, typical, exact, rejection"
     refused(lambda: m.generate(PROMPT, rule="oak"), f"rule: found 'oak', allowed are {rules}")
-    message = "temperature: has no meaning with the rule greedy, only with typical, exact, rejection"
+    message = "temperature: got a value for the rule greedy, expected none, only with typical, exact, rejection"
     refused(lambda: m.generate(PROMPT, temperature=0.5), message)
-    refused(lambda: m.generate(PROMPT, warmth=0.5), "warmth: has no meaning with the rule greedy")
+    refused(lambda: m.generate(PROMPT, warmth=0.5), "warmth: got a value for the rule greedy, expected none")
     given = hydrajax.ExactSampling()
-    message = "top_k: belongs to a rule that is named; set it in the rule that is given"
+    message = "top_k: got a value next to a rule object, expected none: set it in the rule"
     refused(lambda: m.generate(PROMPT, rule=given, top_k=3), message)
-    message = "temperature: must be one for all prompts or one for each, found 3 for 1"
+    message = "temperature: got 3 values for 1 prompts, expected one or one per prompt"
     refused(lambda: m.generate([PROMPT], rule="exact", temperature=[1, 2, 3]), message)
     refused(lambda: hydrajax.load("/nowhere"), "base: no such directory: /nowhere")
     refused(lambda: hydrajax.load("shipped", "elm"), "draft: no such directory: elm")
     refused(
         lambda: m.chat(), "template: the tokenizer has no chat template of its own; built in are vicuna, plain, raw"
     )
-    message = "prompts: must be a list of prompts, found one text; write [text]"
+    message = "prompts: got one text, expected a list: write [text]"
     refused(lambda: m.encode(PROMPT), message)
     message = "prompt 0: is a list of messages, but the base has no chat template; give text"
     refused(lambda: m.generate([[{"role": "user", "content": "hi"}]]), message)

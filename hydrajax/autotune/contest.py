@@ -1,8 +1,7 @@
-"""Contests: executors timed against each other, every round running each of them once on the same prompts.
+"""Interleaved benchmarks: every round runs each executor once on the same prompts.
 
-Whatever else the machine does meets all executors of a round alike, so whole rounds are resampled for an interval. The
-second stage of tree search (hydra section 4), which chooses the size that is fastest on this device, is such a contest
-of trees.
+Load on the machine affects all executors of a round alike, so confidence intervals resample whole rounds. The second
+stage of tree search (hydra section 4) compares trees in this way.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of one executor in a contest.
+    """The measurements of one executor in a contest.
 
-    tokens_per_step: the mean over all steps (τ). tokens_per_second: the median of the rounds, with all rows counted and
-    the prompts' forward passes included; low and high are its 95% bootstrap interval. speedup: that rate against the
-    baseline's. chance_best: in which share of the bootstrap only the baseline was faster, if any. low, high and
-    chance_best are None after a single round, which tells nothing of chance. equal: whether the tokens are the
-    baseline's, None where the rule does not promise that.
+    tokens_per_step: mean over all steps (τ). tokens_per_second: median over the rounds, of all sequences together and
+    prefill included; low and high are its 95% bootstrap interval. speedup: this rate / the baseline's. chance_best:
+    share of the bootstrap samples in which no executor but the baseline was faster. low, high and chance_best are None
+    after a single round. equal: whether the tokens are the baseline's; None for rules that do not guarantee that.
     """
 
     name: str
@@ -47,7 +45,7 @@ class Measured:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds per decode step, with the prompts' forward passes counted in, as they are in every speed-up."""
+        """Seconds per decode step, prefill included."""
         return self.tokens_per_step / self.tokens_per_second
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,15 +61,15 @@ def contest(
     seed: int = 0,
     on_status: Callable[[str], None] = lambda text: None,
 ) -> list[Measured]:
-    """Generate for the prompts with every executor, ``repeats`` rounds long.
+    """Generate for the prompts with every executor in ``repeats`` interleaved rounds.
 
     Args:
         executors: by name. The first is the baseline.
         prompts: token ids, int32 ``[P]`` each.
-        batch_size: sequences that are decoded together.
-        repeats: rounds.
-        seed: of the order within the rounds, and of rules that draw.
-        on_status: called with a line for every executor that is compiled and for every round.
+        batch_size: sequences per batch.
+        repeats: number of rounds.
+        seed: seeds the order within rounds, and sampling.
+        on_status: called with a line before each compilation and each round.
     """
     filled = list(batches(prompts, batch_size))
     key = jax.random.key(seed)
@@ -92,7 +90,7 @@ def contest(
 
     tokens = {name: sum(int(out.lengths.sum()) for out in outs) for name, outs in outputs.items()}
     rates = {name: tokens[name] / np.array(seconds[name]) for name in outputs}
-    picked = random.integers(0, repeats, (RESAMPLES, repeats))  # whole rounds, in which all had the same neighbours
+    picked = random.integers(0, repeats, (RESAMPLES, repeats))  # whole rounds: all executors had the same load
     medians = {name: np.median(rates[name][picked], axis=1) for name in outputs}
     baseline, *others = outputs
     best = np.max([medians[name] for name in others or [baseline]], axis=0)
@@ -121,13 +119,13 @@ def contest(
 def measure_trees(
     executor: Executor, trees: Mapping[str, CandidateTree], prompts: Sequence[np.ndarray], **arguments: Any
 ) -> list[Measured]:
-    """Return a `contest`, with its arguments, of one executor with several trees; the baseline has no draft."""
+    """Run a `contest` of one executor with several trees. The baseline has no draft and is left out of the result."""
     entrants = {name: executor.with_spec(tree=tree) for name, tree in trees.items()}
     return contest({AUTOREGRESSIVE: executor.autoregressive()} | entrants, prompts, **arguments)[1:]
 
 
 def same_tokens(ours: Sequence, theirs: Sequence) -> bool:
-    """Tell whether two lists of decoding results hold the same tokens, whatever stands beyond their lengths."""
+    """Return whether two lists of outputs have equal tokens up to their lengths."""
     return all(
         np.array_equal(a.lengths, b.lengths)
         and all(np.array_equal(x[:n], y[:n]) for x, y, n in zip(a.tokens, b.tokens, a.lengths, strict=True))

@@ -1,8 +1,8 @@
-"""The tree to decode with where the user names none: the fastest that was measured on this device, which may be none.
+"""Choose the fastest tree on this device when the user names none; the choice may be to decode without a draft.
 
-What is fastest depends on the device, the number of rows, the heads and how well they know the text. So a few small
-trees are tried at the first use and the result is kept, with its date, in a cache of this device's
-(``$XDG_CACHE_HOME/hydrajax/trees``). A tree that ``hydrajax tree search --save`` has found here is taken as it is.
+The fastest tree depends on the device, the batch size, the heads and the text. A few small trees are timed at the first
+use, and the result is cached with its date in ``$XDG_CACHE_HOME/hydrajax/trees``. A tree that ``hydrajax tree search
+--save`` found on this device is used as it is.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 from hydrajax.trees.tree_json import content_of, read_tree, tree_from
 
-CANDIDATES = ("chain-2", "chain-4", "cartesian-2x2")  # beside the drafter's own; each costs a compilation
-GROWN = "dynamic-60-7-10"  # where the drafter can grow trees: the numbers of EAGLE-2
+CANDIDATES = ("chain-2", "chain-4", "cartesian-2x2")  # and the drafter's own tree; each costs a compilation
+DYNAMIC = "dynamic-60-7-10"  # for drafters that support dynamic trees: the numbers of EAGLE-2
 NEW_TOKENS, REPEATS = 48, 3
 REMEMBERED = {"taken": BOOL, "name": TEXT, "speedup": NUMBER, "date": TEXT}
-OFF = "HYDRAJAX_MEASURE_TREES"  # set to 0: take the drafter's own tree and measure nothing
+OFF = "HYDRAJAX_MEASURE_TREES"  # 0: use the drafter's default tree without measuring
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A tree, None where decoding without a draft is the fastest, and why.
+class FastestTree:
+    """A measured choice. tree: None if decoding without a draft is fastest.
 
-    name: of the fastest tree, taken or not. speedup: of that tree against decoding without a draft. date: when it was
-    measured, in ISO format; None for just now.
+    name, speedup: of the fastest tree, even if it was not taken; relative to decoding without a draft. date: of the
+    measurement, in ISO format; None for just now.
     """
 
     tree: CandidateTree | None
@@ -52,12 +52,10 @@ class Choice:
     def __str__(self) -> str:
         when = "measured just now" if self.date is None else f"measured on {self.date}"
         if self.tree is not None:
-            return (
-                f"tree: {self.name}, {self.speedup:.2f} times the speed without a draft here ({when}; or name a tree)"
-            )
+            return f"tree: {self.name}, {self.speedup:.2f}x the speed without a draft ({when}; name a tree to override)"
         return (
-            f"tree: none, decoding without the draft: the fastest tree, {self.name}, has {self.speedup:.2f} times the "
-            f"speed here ({when}; name a tree to draft all the same)"
+            f"tree: none, decoding without the draft: the fastest tree, {self.name}, has {self.speedup:.2f}x the speed "
+            f"({when}; name a tree to draft anyway)"
         )
 
 
@@ -67,19 +65,18 @@ def choose(
     batch_size: int,
     draft_directory: Path | None = None,
     on_status: Callable[[str], None] = lambda text: None,
-) -> Choice | None:
-    """Return the fastest tree for so many sequences on this device, measured on the first prompts if not known yet.
+) -> FastestTree | None:
+    """Return the fastest tree for a batch size on this device; measure it if it is not cached.
 
     Args:
-        executor: of any tree; its drafter and rule count.
-        prompts: token ids, of which twice the batch size are decoded.
-        batch_size: sequences that are decoded together.
-        draft_directory: where the heads were loaded from, and `hydrajax tree search --save` may have left a tree.
+        executor: gives the model, the drafter and the rule; its tree does not matter.
+        prompts: token ids; the first ``2 * batch_size`` are decoded.
+        batch_size: sequences per batch.
+        draft_directory: directory of the draft, in which ``hydrajax tree search --save`` may have written a tree.
         on_status: called with a line for every stage.
 
     Returns:
-        None where there is nothing to choose: without a drafter, and where the environment has
-        ``HYDRAJAX_MEASURE_TREES=0``. Errors of the cache are ignored.
+        None without a drafter or with ``HYDRAJAX_MEASURE_TREES=0``. Cache errors are ignored.
     """
     if not executor.spec.drafter.spec.depth or os.environ.get(OFF) == "0":
         return None
@@ -99,35 +96,37 @@ def cache_folder() -> Path:
     return Path(root) / "hydrajax" / "trees"
 
 
-def _searched_here(executor: Executor, draft_directory: Path | None, batch_size: int) -> Choice | None:
-    """The tree that `hydrajax tree search` has found for so many rows, if it was on this device."""
+def _searched_here(executor: Executor, draft_directory: Path | None, batch_size: int) -> FastestTree | None:
+    """The tree that ``hydrajax tree search`` found on this device for this batch size."""
     if draft_directory is None or executor.spec.drafter.spec.branch_nodes:
-        return None  # what was searched there is for the draft without the branch
+        return None  # the searched tree is for the draft without the branch
     path = presets.searched_path(draft_directory, batch_size)
     if not path.is_file():
         return None
-    tree = read_tree(path)  # refuses a file that is no tree
-    grown = isinstance(tree, DynamicTree)
-    name = tree.name if grown else str(tree.size)  # as the search calls it
+    tree = read_tree(path)  # raises for a damaged file
+    is_dynamic = isinstance(tree, DynamicTree)
+    name = tree.name if is_dynamic else str(tree.size)  # as in the file
     try:
         found = read_record(path, {"provenance": OBJECT}, "tree")["provenance"]
         origin = checked(found, {"measured": list_of(OBJECT), "machine": OBJECT}, str(path))
         rows = [row for row in origin["measured"] if row.get("name") == name]
         row = checked(rows[0] if len(rows) == 1 else None, {"speedup": NUMBER}, str(path))
     except HydrajaxError:
-        return None  # written by hand
+        return None  # without a measurement
     here = machine()
     if any(origin["machine"].get(fact) != here[fact] for fact in ("device", "cores")):
         return None  # measured elsewhere
-    shown, date = f"the searched {name}" if grown else f"the searched one of {name} nodes", origin.get("date")
-    return Choice(tree, shown, row["speedup"], date if isinstance(date, str) else None)
+    shown, date = f"the searched {name}" if is_dynamic else f"the searched one of {name} nodes", origin.get("date")
+    return FastestTree(tree, shown, row["speedup"], date if isinstance(date, str) else None)
 
 
-def _measure(executor: Executor, prompts, batch_size: int, on_status) -> Choice:
-    """A contest of the candidates, the drafter's own tree and none. Typical acceptance means another text without a
-    draft, so there the fastest tree is taken in any case."""
+def _measure(executor: Executor, prompts, batch_size: int, on_status) -> FastestTree:
+    """Time the candidates, the drafter's default tree and decoding without a draft.
+
+    Typical acceptance gives other text without a draft, so there a tree is chosen even if it is slower.
+    """
     can, rule = executor.spec.drafter.spec, executor.spec.rule
-    candidates = [*CANDIDATES, *([GROWN] if can.supports_dynamic_tree else []), can.default_tree]
+    candidates = [*CANDIDATES, *([DYNAMIC] if can.supports_dynamic_tree else []), can.default_tree]
     trees = {name: presets.by_name(name) for name in dict.fromkeys(candidates)}
     entrants = {
         name: executor.with_spec(tree=tree, max_new_tokens=NEW_TOKENS)
@@ -135,7 +134,7 @@ def _measure(executor: Executor, prompts, batch_size: int, on_status) -> Choice:
         if _fits(executor, tree)
     }
     if not entrants:
-        executor.spec.replace(tree=trees[can.default_tree]).check(executor.model.config)  # raises: it does not fit
+        executor.spec.replace(tree=trees[can.default_tree]).check(executor.model.config)  # raises
     plain = executor.with_spec(max_new_tokens=NEW_TOKENS).autoregressive()
     rows = contest(
         {AUTOREGRESSIVE: plain} | entrants,
@@ -146,7 +145,7 @@ def _measure(executor: Executor, prompts, batch_size: int, on_status) -> Choice:
     )
     best = max(rows[1:], key=lambda row: row.tokens_per_second)
     taken = best.speedup >= 1 or type(rule.baseline()) is not type(rule)
-    return Choice(trees[best.name] if taken else None, best.name, best.speedup, None)
+    return FastestTree(trees[best.name] if taken else None, best.name, best.speedup, None)
 
 
 def _fits(executor: Executor, tree: CandidateTree) -> bool:
@@ -158,11 +157,11 @@ def _fits(executor: Executor, tree: CandidateTree) -> bool:
 
 
 def _key(executor: Executor, batch_size: int) -> str:
-    """A hash of all that the choice depends on; of the parameters a few numbers each."""
+    """Hash of everything that the choice depends on, with a few numbers of each parameter."""
     here, spec = machine(), executor.spec
     facts = (
         *here.values(), batch_size, type(spec.rule).__name__,
-        str(executor.model), str(spec.drafter), CANDIDATES, GROWN,
+        str(executor.model), str(spec.drafter), CANDIDATES, DYNAMIC,
     )  # fmt: skip
     digest = hashlib.sha256(repr(facts).encode())
     leaves = jax.tree.leaves(executor.params)
@@ -172,16 +171,16 @@ def _key(executor: Executor, batch_size: int) -> str:
     return digest.hexdigest()[:32]
 
 
-def _read(path: Path) -> Choice | None:
+def _read(path: Path) -> FastestTree | None:
     try:
         content = read_record(path, REMEMBERED, "cache")
         tree = tree_from(content.get("tree"), str(path)) if content["taken"] else None
     except HydrajaxError:
         return None
-    return Choice(tree, content["name"], content["speedup"], content["date"])
+    return FastestTree(tree, content["name"], content["speedup"], content["date"])
 
 
-def _write(path: Path, choice: Choice) -> None:
+def _write(path: Path, choice: FastestTree) -> None:
     content = {
         "tree": None if choice.tree is None else content_of(choice.tree),
         "taken": choice.tree is not None, "name": choice.name, "speedup": choice.speedup,

@@ -1,8 +1,7 @@
-"""Choosing a tree by measured speed: of static trees the size (hydra section 4), of dynamic ones N, D and K.
+"""Choose a tree by measured speed: the size of static trees (hydra section 4), N, D and K of dynamic trees.
 
-Every tree costs a compilation, so of the three numbers of a dynamic tree one is chosen after the other, each with the
-others fixed, in contests of a few rounds among few trees. What is still in the race meets in one last contest, whose
-rounds take all of them on the same prompts, so that its figures can be compared.
+Every tree costs a compilation, so N, D and K are chosen one after the other in short contests of few trees. The trees
+that remain run in one final contest on the same prompts, so that its figures are comparable.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 from hydrajax.trees.static_tree import TreeTopology
 
-EXPANSIONS = (1, 2, 3, 4, 5, 7, 9)  # D, as far as the drafter looks ahead; EAGLE-2 has 7
+EXPANSIONS = (1, 2, 3, 4, 5, 7, 9)  # D, up to the depth of the drafter; EAGLE-2 has 7
 TOP_K = (2, 4, 8, 12)  # EAGLE-2 has 10
-FIRST_EXPANSIONS, FIRST_TOP_K = 3, 4  # until the best are known
-SMALLEST = 4  # nodes: of fewer, expansions and children cannot be told apart
-QUICK_ROUNDS = 3  # of the contests before the last one
+FIRST_EXPANSIONS, FIRST_TOP_K = 3, 4  # until the best are measured
+SMALLEST = 4  # nodes; with fewer, all expansions and top-k give the same tree
+QUICK_ROUNDS = 3  # of the contests before the final one
 Tree = TypeVar("Tree", bound=CandidateTree)
 
 
 @dataclass
 class Search:
-    """What was found. trees: all that were in the last contest, by name. rows: its figures, in the same order.
+    """The outcome of a search.
 
-    tried: figures of the contests before it, one list each.
+    trees: those of the final contest, by name. rows: its figures, in the same order. tried: figures of the contests
+    before it, one list each.
     """
 
     trees: dict[str, CandidateTree]
@@ -45,7 +45,7 @@ class Search:
 
 
 class Race:
-    """Trees of one executor, timed in contests on the same prompts; each is compiled once."""
+    """Runs contests of trees of one executor on the same prompts. Each tree is compiled once."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Race:
         self._plain = executor.autoregressive()
         self._with_tree: dict[CandidateTree, Executor] = {}
 
-    def run(self, trees: Sequence[CandidateTree], repeats: int, what: str) -> list[Measured]:
-        """Return the figures of each tree, with decoding without a draft as baseline. what: the contest's purpose."""
+    def run(self, trees: Sequence[CandidateTree], repeats: int, purpose: str) -> list[Measured]:
+        """Return the figures of each tree, relative to decoding without a draft. purpose: shown as status."""
         for tree in trees:
             if tree not in self._with_tree:
                 self._with_tree[tree] = self._executor.with_spec(tree=tree)
@@ -74,12 +74,12 @@ class Race:
             batch_size=self._batch_size,
             repeats=repeats,
             seed=self._seed,
-            on_status=lambda text: self._on_status(f"{what}: {text}"),
+            on_status=lambda text: self._on_status(f"{purpose}: {text}"),
         )[1:]
 
 
 def name_of(tree: CandidateTree) -> str:
-    """What a tree is called in the table of a search: a static one, of which there is one of each size, by its size."""
+    """Return the name of a tree within a search; a static tree is named by its size, which is unique."""
     return tree.name if isinstance(tree, DynamicTree) else str(tree.size)
 
 
@@ -92,28 +92,33 @@ def search(
     *,
     all_sizes: bool = False,
 ) -> Search:
-    """Time the static trees, and dynamic ones beside them.
+    """Time static and dynamic trees.
 
-    sizes: N, of dynamic trees. grows: whether a dynamic tree can be used at all; None to try none.
+    First N is the size of the fastest static tree or, without static trees, of the fastest with `FIRST_EXPANSIONS` and
+    `FIRST_TOP_K`. At this N the fastest of `EXPANSIONS` is D, then the fastest of `TOP_K` is K. The final contest has
+    all static trees and dynamic trees of this D and K with N / 2 to 2 N nodes, or of all sizes.
 
-    First of all N: the size of the fastest static tree or, where there are no static ones, of the fastest with
-    `FIRST_EXPANSIONS` and `FIRST_TOP_K`. At this N the fastest of `EXPANSIONS` is D, and with that the fastest of
-    `TOP_K` is K. In the last contest are all static trees and, with this D and K, the sizes from half of this N to
-    twice as many, or ``all_sizes``.
+    Args:
+        race: times trees.
+        static: static trees.
+        sizes: N of dynamic trees.
+        grows: whether a dynamic tree can be used; None to try none.
+        repeats: rounds of the final contest.
+        all_sizes: whether the final contest has all ``sizes``.
     """
     tried: list[list[Measured]] = []
 
-    def fastest_of(trees: Sequence[Tree], what: str) -> Tree:
+    def fastest_of(trees: Sequence[Tree], number: str) -> Tree:
         if len(trees) == 1:
             return trees[0]
-        rows = race.run(trees, min(QUICK_ROUNDS, repeats), f"choosing the {what}")
+        rows = race.run(trees, min(QUICK_ROUNDS, repeats), f"choosing the {number}")
         tried.append(rows)
         return max(zip(rows, trees, strict=True), key=lambda found: found[0].tokens_per_second)[1]
 
     trees: list[CandidateTree] = list(static)
-    sizes = [size for size in sizes if size > 1]  # of the root alone there is but one tree
+    sizes = [size for size in sizes if size > 1]  # the root alone is a static tree
     if grows is not None and sizes:
-        depths = [d for d in EXPANSIONS if grows(DynamicTree(d + 2, d, 1))] or [0]  # the smallest tree that is as deep
+        depths = [d for d in EXPANSIONS if grows(DynamicTree(d + 2, d, 1))] or [0]  # the smallest tree of this depth
         first = max(d for d in depths if d <= FIRST_EXPANSIONS)
         entrants: Sequence[CandidateTree] = trees or _distinct(sizes, [first], [FIRST_TOP_K], grows)
         begin = fastest_of(entrants, "number of nodes").size
@@ -127,10 +132,9 @@ def search(
 
 
 def usable(size: int, expansions: int, top_k: int) -> DynamicTree:
-    """The tree of so many nodes that is nearest to these numbers and wastes none of them.
+    """Return the dynamic tree nearest to these numbers that can fill its ``size`` nodes.
 
-    No path is longer than ``size`` - 1, no node keeps more than ``size`` - 1 children; and where there are too few
-    candidates for the nodes, K is the next larger of `TOP_K` that gives enough.
+    D and K are at most what ``size`` nodes can use; with too few candidates, K is the next larger of `TOP_K`.
     """
     expansions = min(expansions, size - 2)
     enough = [k for k in (top_k, *TOP_K, size - 1) if k >= top_k and k + expansions * k**2 >= size - 1]
@@ -140,9 +144,11 @@ def usable(size: int, expansions: int, top_k: int) -> DynamicTree:
 def _distinct(
     sizes: Sequence[int], expansions: Sequence[int], top_k: Sequence[int], grows: Callable[[DynamicTree], bool]
 ) -> list[DynamicTree]:
-    """The usable trees of all combinations, each once. Raises `HydrajaxError` where there is none."""
+    """The usable trees of all combinations, each once. Raises `HydrajaxError` if there are none."""
     trees = [usable(*numbers) for numbers in itertools.product(sizes, expansions, top_k)]
     found = [tree for tree in dict.fromkeys(trees) if grows(tree)]
     if not found:
-        raise HydrajaxError(f"shapes: no dynamic tree of {min(sizes)} to {max(sizes)} nodes can be grown here")
+        raise HydrajaxError(
+            f"shapes: no dynamic tree of {min(sizes)} to {max(sizes)} nodes fits this draft; use --shapes static"
+        )
     return found

@@ -1,4 +1,4 @@
-"""``hydrajax bench``: what a decode step costs on this device, and whether the tree pays."""
+"""``hydrajax bench``: time decode steps and decoding with and without a draft on this device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rich.console import Console
 
 from hydrajax import api
 from hydrajax.cli import options
-from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
@@ -22,15 +21,16 @@ from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.machine import machine
 from hydrajax.measure.benchmark import BenchmarkRow, first_nodes, run_benchmark
 from hydrajax.measure.random_models import random_draft, random_model
-from hydrajax.measure.split import split_contest
+from hydrajax.measure.split_contest import split_contest
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.llama_config import PRESETS
+from hydrajax.report.tables import print_table
 from hydrajax.ssd.fan_out import DEFAULT_BUDGET
 from hydrajax.text.prompt import PROMPT_FORMATS
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 
-HELP = "time a decode step and its phases, autoregressive against tree decoding"
+HELP = "time decode steps and their phases, with a draft and without"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,38 +39,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--random",
         metavar="SHAPE",
-        help=f"random weights instead of --base: {', '.join(PRESETS)}; in float32 unless --dtype says otherwise",
+        help=f"use random weights of this shape instead of --base: {', '.join(PRESETS)} (--dtype default: float32)",
     )
     parser.add_argument(
         "--random-draft",
         metavar="KIND",
-        help=f"fresh heads instead of --draft: {', '.join(KINDS)} (with --random the default is hydra++)",
+        help=f"use a random draft instead of --draft: {', '.join(KINDS)} (default with --random: hydra++)",
     )
     parser.add_argument(
         "--draft-settings",
         metavar="W-N-G,W-N-G,...",
         type=lambda text: text.split(","),
-        help="sweep: the numbers after the name of a draft that has some, such as lookahead",
+        help="sweep the settings of a draft that has them, such as lookahead",
     )
     parser.add_argument(
-        "--tree-sizes", metavar="N,N,...", type=options.positives, help="sweep: the tree's best N nodes"
+        "--tree-sizes", metavar="N,N,...", type=options.positives, help="sweep subtrees of the tree's first N nodes"
     )
     parser.add_argument(
         "--fan-outs",
         metavar="F,F,...",
         type=options.positives,
-        help="sweep, with --draft-devices: for how many outcomes of a verification the draft prepares (default 12)",
+        help="with --draft-devices, sweep the number of verification outcomes that the draft prepares for (default 12)",
     )
     parser.add_argument(
-        "--batch-sizes", metavar="B,B,...", type=options.positives, default=[1], help="sweep (default 1)"
+        "--batch-sizes", metavar="B,B,...", type=options.positives, default=[1], help="sweep batch sizes (default 1)"
     )
-    parser.add_argument("--context", metavar="S", type=options.positive, default=512, help="default %(default)s")
+    parser.add_argument("--context", metavar="S", type=options.positive, default=512, help="cache slots (default 512)")
+    parser.add_argument("--prompts", metavar="FILE", help=f"prompts for measuring tokens per second: {PROMPT_FORMATS}")
     parser.add_argument(
-        "--prompts", metavar="FILE", help=f"to generate for, to measure tokens per second: {PROMPT_FORMATS}"
+        "--max-new-tokens", metavar="N", type=options.positive, default=128, help="tokens per prompt (default 128)"
     )
-    parser.add_argument("--max-new-tokens", metavar="N", type=options.positive, default=128)
-    parser.add_argument("--repeats", metavar="R", type=options.positive, default=5, help="median of (default 5)")
-    parser.add_argument("--seed", metavar="S", type=options.seed, default=0)
+    parser.add_argument(
+        "--repeats", metavar="R", type=options.positive, default=5, help="timed rounds (default %(default)s)"
+    )
+    parser.add_argument("--seed", metavar="S", type=options.seed, default=0, help="seed of weights and sampling")
     options.add_json_argument(parser)
 
 
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     if args.draft_devices:
         return run_split(args)
     if args.fan_outs:
-        raise HydrajaxError("--fan-outs: goes with --draft-devices")
+        raise HydrajaxError("--fan-outs: requires --draft-devices")
     with options.json_report(args.json) as write:
         executors, texts = _executors(args)
         rows: list[BenchmarkRow] = []
@@ -95,38 +97,34 @@ def run(args: argparse.Namespace) -> None:
 
 
 def run_split(args: argparse.Namespace) -> None:
-    """Base and draft model on devices of their own: what is prepared ahead against the same pair in turn."""
+    """Compare drafting ahead on separate devices with the same pair in turn and in one program."""
     if args.draft_settings or args.tree_sizes or args.random or args.random_draft:
-        raise HydrajaxError("--draft-devices: goes with --base and --draft, and without the other sweeps of drafts")
+        raise HydrajaxError("--draft-devices: requires --base and --draft, without --draft-settings and --tree-sizes")
     with options.json_report(args.json) as write:
         model = options.load_from(args)
         texts = _texts(args, model)
         if not texts:
-            raise HydrajaxError("--prompts: are needed with --draft-devices, as the base has no tokenizer")
+            raise HydrajaxError("--prompts: required with --draft-devices for a base without a tokenizer")
         name = args.tree or model.drafter.spec.default_tree
         executor = make_executor(model, model.spec(options.spec_from(args), tree=name, eos_ids=()))
-        table = figure_table("batch", "way", "τ", "tok/s", "speed-up", "hits", "ready", "equal", left="way")
-        report = []
+        report, cells = [], []
         for batch_size in args.batch_sizes:
             fan_outs = args.fan_outs or [DEFAULT_BUDGET]
             for row in split_contest(executor, fan_outs, texts, batch_size=batch_size, repeats=args.repeats):
                 report.append({"batch": batch_size} | row.as_dict())
                 found = row.measured
-                cells = [str(batch_size), found.name, f"{found.tokens_per_step:.2f}", f"{found.tokens_per_second:.0f}"]
-                rates = ("" if rate is None else f"{rate:.0%}" for rate in (row.hit_rate, row.ready_rate))
-                equal = {True: "yes", False: "NO", None: ""}[found.equal]
-                table.add_row(*cells, f"{found.speedup:.2f}x", *rates, equal)
+                rates = (None if rate is None else f"{rate:.0%}" for rate in (row.hit_rate, row.ready_rate))
+                speed = (f"{found.tokens_per_step:.2f}", f"{found.tokens_per_second:.0f}", f"{found.speedup:.2f}x")
+                cells.append([batch_size, found.name, *speed, *rates, found.equal])
         write({"machine": machine(), "arguments": options.recorded(args), "rows": report})
     if args.json != "-":
         print(f"{args.base} and {args.draft}, {name}, {args.dtype}; the draft on the last {args.draft_devices} devices")
-        wide_console().print(table)
-        print(
-            "hits: rows whose next draft was ready. ready: rounds in which that was so for every row, so nobody waited"
-        )
+        print_table(("batch", "way", "τ", "tok/s", "speed-up", "hits", "ready", "equal"), cells, left=["way"])
+        print("hits: sequences whose next draft was ready. ready: rounds in which all sequences hit, without waiting.")
 
 
 def _executors(args: argparse.Namespace) -> tuple[dict[str, Executor], list[np.ndarray]]:
-    """What is measured, by name, and token ids of prompts (none for random weights, which write no text)."""
+    """Executors by tree name, and token ids of prompts; none for random weights."""
     spec = options.spec_from(args)
     if args.draft_settings:
         return _settings(args, spec)
@@ -142,37 +140,37 @@ def _executors(args: argparse.Namespace) -> tuple[dict[str, Executor], list[np.n
 
 
 def _settings(args: argparse.Namespace, spec: DecodeSpec) -> tuple[dict[str, Executor], list[np.ndarray]]:
-    """An executor for each of ``--draft-settings``, with the tree that belongs to it, and token ids of prompts."""
+    """An executor for each of ``--draft-settings`` with the draft's own tree, and token ids of prompts."""
     if not args.base or args.random_draft or args.tree or args.tree_sizes:
-        raise HydrajaxError("--draft-settings: goes with --base and --draft, and without --tree and --tree-sizes")
+        raise HydrajaxError("--draft-settings: requires --base and --draft, without --tree and --tree-sizes")
     names = [f"{args.draft}-{numbers}" for numbers in args.draft_settings]
     for name in names:  # before gigabytes are read
         if without_weights(name) is None:
-            raise HydrajaxError(f"--draft-settings: there is no draft '{name}'; such as lookahead-15-5-15 has settings")
+            raise HydrajaxError(f"--draft-settings: got '{name}', expected settings such as lookahead-15-5-15")
     model = options.load_from(args, draft=None)
     drafted = {name: model.with_draft(name) for name in names}
     return {name: make_executor(each, each.spec(spec)) for name, each in drafted.items()}, _texts(args, model)
 
 
 def _texts(args: argparse.Namespace, model: LanguageModel) -> list[np.ndarray]:
-    """Token ids of the prompts; none where no text can be made."""
+    """Token ids of the prompts; none for a base without a tokenizer."""
     return [] if model.tokenizer is None and not args.prompts else options.prompts_from(args.prompts, model)
 
 
 def _executor(args: argparse.Namespace, spec: DecodeSpec) -> tuple[Executor, list[np.ndarray]]:
-    """The model and draft of the arguments with the tree that is named or the drafter's own, and the prompts."""
+    """An executor for the model, draft and tree of the arguments, and the prompts."""
     if bool(args.random) == bool(args.base):
-        raise HydrajaxError("bench: exactly one of --base and --random is needed")
+        raise HydrajaxError("bench: exactly one of --base and --random is required")
     for flag, value, allowed in (("random", args.random, PRESETS), ("random_draft", args.random_draft, KINDS)):
         if value and value not in allowed:
             raise not_allowed(flag, value, allowed)
     draft = options.draft_of(args)
     if draft and (args.random or args.random_draft):
-        raise HydrajaxError("bench: --draft goes with --base and without --random-draft")
+        raise HydrajaxError("--draft: requires --base, without --random-draft")
     if args.random and args.adapter:
-        raise HydrajaxError("bench: --adapter goes with --base")
+        raise HydrajaxError("--adapter: requires --base")
     if args.random:
-        if args.dtype == api.AUTO:  # no checkpoint has a dtype of its own here
+        if args.dtype == api.AUTO:  # there is no checkpoint to take it from
             args.dtype = "float32"
         kind, dtype = args.random_draft or "hydra++", api.DTYPES[args.dtype]
         return _with_own_tree(args, *random_model(args.random, kind, dtype, args.seed), spec), []
@@ -192,30 +190,25 @@ def _with_own_tree(
 
 
 def _print(rows: list[BenchmarkRow], args: argparse.Namespace, texts) -> None:
-    console = wide_console()
-    info = machine()
-    what = args.random or args.base
-    print(f"{what}, {args.dtype}, context {args.context}, on {info['device']}, jax {info['jax']}; ms per step, median")
-    phases = figure_table(
-        *("batch", "tree", "nodes", "AR step", "step", "verify", "propose", "accept", "observe", "draft", "even"),
-        left="tree",
-    )
+    info, model = machine(), args.random or args.base
+    print(f"{model}, {args.dtype}, context {args.context}, on {info['device']}, jax {info['jax']}; ms per step, median")
+    times = ("autoregressive_step", "step", "verify", "propose", "accept_commit", "observe")
+    cells = []
     for row in rows:
-        times = (row.autoregressive_step, row.step, row.verify, row.propose, row.accept_commit, row.observe)
-        cells = [str(row.batch), row.tree, str(row.nodes), *(f"{time:.3g}" for time in times)]
-        phases.add_row(*cells, f"{row.draft_overhead:.0%}", f"{row.break_even:.2f}")
-    console.print(phases)
-    print("accept: with commit. draft: (propose + accept + observe) / verify. even: the tree pays when tokens_per_step")
-    print("(τ) exceeds this, step / AR step.")
+        shares = (f"{row.draft_overhead:.0%}", f"{row.break_even:.2f}")
+        cells.append([row.batch, row.tree, row.nodes, *(getattr(row, name) for name in times), *shares])
+    columns = ("AR step", "step", "verify", "propose", "accept", "observe", "draft", "even")
+    print_table(("batch", "tree", "nodes", *columns), cells, left=["tree"])
+    print("accept: commit included. draft: (propose + accept + observe) / verify. even: step / AR step; the tree is")
+    print("faster if tokens_per_step (τ) is larger.")
     if texts:
-        rates = figure_table("batch", "tree", "nodes", "τ", "AR tok/s", "tok/s", "speed-up", "equal", left="tree")
+        cells = []
         for row in rows:
-            cells = [str(row.batch), row.tree, str(row.nodes), f"{row.tokens_per_step:.2f}"]
-            cells += [f"{row.autoregressive_tokens_per_second:.0f}", f"{row.tokens_per_second:.0f}"]
-            equal = {True: "yes", False: "NO", None: ""}[row.outputs_equal]
-            rates.add_row(*cells, f"{row.speedup:.2f}x", equal)
-        console.print(rates)
-        print(f"generated {args.max_new_tokens} tokens for each of {len(texts)} prompts, both ways interleaved")
+            rates = (f"{rate:.0f}" for rate in (row.autoregressive_tokens_per_second, row.tokens_per_second))
+            line = [row.batch, row.tree, row.nodes, f"{row.tokens_per_step:.2f}", *rates, f"{row.speedup:.2f}x"]
+            cells.append([*line, row.outputs_equal])
+        print_table(("batch", "tree", "nodes", "τ", "AR tok/s", "tok/s", "speed-up", "equal"), cells, left=["tree"])
+        print(f"generated {args.max_new_tokens} tokens for each of {len(texts)} prompts, interleaved with the baseline")
     last = rows[-1]
     peak = f"peak memory {last.peak_memory_bytes / 1e9:.2f} GB"
     print(f"last row: compile {last.compile_seconds:.1f} s, prefill {last.prefill:.3g} ms, {peak}")
@@ -225,4 +218,4 @@ def _print(rows: list[BenchmarkRow], args: argparse.Namespace, texts) -> None:
             f"{last.autoregressive_bandwidth_fraction:.0%} of the measured copy bandwidth"
         )
     if not texts:
-        print("no prompts: on random weights tokens_per_step says nothing, so no tokens per second", file=sys.stderr)
+        print("no prompts: tokens per step and per second are not measured", file=sys.stderr)

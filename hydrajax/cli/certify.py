@@ -1,4 +1,4 @@
-"""``hydrajax certify``: check that a draft, a tree and a rule leave the base's output what it is."""
+"""``hydrajax certify``: check that a draft, a tree and a rule do not change the base's output."""
 
 from __future__ import annotations
 
@@ -12,30 +12,38 @@ from hydrajax.machine import machine
 from hydrajax.measure.certificate import Check, certify
 from hydrajax.text.prompt import PROMPT_FORMATS
 
-HELP = "check that drafting changes nothing: equal tokens, or an equal distribution"
+HELP = "check that speculative decoding gives the base's tokens or distribution"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser, apart=True)
-    parser.add_argument("--prompts", metavar="FILE", help=f"to check with (default: a few built in): {PROMPT_FORMATS}")
-    parser.add_argument("--limit", metavar="N", type=options.positive, default=16, help="prompts (default %(default)s)")
-    parser.add_argument("--max-new-tokens", metavar="N", type=options.positive, default=64, help="default %(default)s")
+    parser.add_argument("--prompts", metavar="FILE", help=f"prompts (default: four built in): {PROMPT_FORMATS}")
+    parser.add_argument(
+        "--limit", metavar="N", type=options.positive, default=16, help="number of prompts (default %(default)s)"
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        metavar="N",
+        type=options.positive,
+        default=64,
+        help="tokens per prompt (default 64)",
+    )
     parser.add_argument(
         "--samples",
         metavar="N",
         type=options.positive,
         default=4096,
-        help="of the chi-square test (default 4096)",
+        help="draws of the chi-square test (default %(default)s)",
     )
-    parser.add_argument("--seed", metavar="S", type=options.seed, default=0, help="default %(default)s")
-    parser.add_argument("--json", metavar="FILE", help="write the certificate here too")
+    parser.add_argument("--seed", metavar="S", type=options.seed, default=0, help="seed of sampling (default 0)")
+    parser.add_argument("--json", metavar="FILE", help="also write the certificate to this file")
     options.add_sampling_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     tree, wanted = options.tree_from(args), options.spec_from(args)
     if options.draft_of(args) is None:
-        raise HydrajaxError("--draft: there is nothing to certify without draft heads")
+        raise HydrajaxError("--draft: got none, expected a draft to certify")
     with options.json_report(args.json, indent=1) as write:
         model = options.load_from(args)
         exact = model if args.dtype == "float32" else options.load_from(args, dtype="float32")
@@ -63,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(check: Check) -> None:
-    """Print what a check found, and every place where the outputs part."""
+    """Print the outcome of a check and each position at which the outputs differ."""
     print(f"{'holds' if check.holds else 'FAILS'}: {check.name}\n  {check.summary}")
     for detail in check.details:
         if "verdict" in detail:

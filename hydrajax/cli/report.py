@@ -1,4 +1,4 @@
-"""``hydrajax report``: tables and pictures from the result files of a directory."""
+"""``hydrajax report``: print the tables of the result files in a directory and write them as Markdown."""
 
 from __future__ import annotations
 
@@ -6,40 +6,35 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from hydrajax.errors import HydrajaxError
-from hydrajax.optional_deps import needs
 
-HELP = "make Markdown tables and PNG figures from the result files below a directory"
+HELP = "print the tables of the result files in a directory and write them as Markdown"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         metavar="DIR",
-        help="results of experiments/, of 'bench --json', 'tree search', 'evaluate' and 'roofline --json', and "
-        "metrics.jsonl of training, at any depth",
+        help="directory, searched at any depth for the files of 'bench --json', 'tree search', 'evaluate' and "
+        "'roofline --json', metrics.jsonl of training, and results of experiments/",
     )
-    parser.add_argument(
-        "--output", metavar="FILE.md", help="default DIR/REPORT.md; the pictures lie in a folder 'figures' beside it"
-    )
+    parser.add_argument("--output", metavar="FILE.md", help="Markdown file to write (default DIR/REPORT.md)")
 
 
 def run(args: argparse.Namespace) -> None:
-    from hydrajax.report.drawing import can_draw
-    from hydrajax.report.markdown import write_report
+    from hydrajax.report.markdown import table_of, write_report
     from hydrajax.report.outputs import find_results
+    from hydrajax.report.tables import print_table
 
     results, others = find_results(args.directory)
     if not results:
-        raise HydrajaxError(f"report: found no results in {args.directory}")
+        raise HydrajaxError(f"report: no results in {args.directory}")
     output = args.output or Path(args.directory) / "REPORT.md"
-    with Console(stderr=True).status("drawing") as line:
-        written = write_report(results, output, on_result=lambda name: line.update(f"drawing {name}"))
+    write_report(results, output)
+    for _, result in results:
+        columns, rows = table_of(result)
+        print_table(columns, rows, left=columns[:1], title=result.title)
     if others:
         names = ", ".join(str(path.relative_to(args.directory)) for path in others)
-        print(f"not drawn, as no results of a known kind: {names}", file=sys.stderr)
-    if not can_draw():
-        print(needs("matplotlib"), file=sys.stderr)
-    print(f"{len(results)} results: {written[0]} and {len(written) - 1} pictures")
+        print(f"skipped, not a result: {names}", file=sys.stderr)
+    print(f"{len(results)} results: {output}")

@@ -69,9 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from hydrajax.autotune.tree_search import Race, search
     from hydrajax.files import WholeFile
-    from hydrajax.report.drawing import new_figure, png
-    from hydrajax.report.figures import draw
-    from hydrajax.report.outputs import tree_search_result
+    from hydrajax.report.drawing import draw_sizes, new_figure, png
 
     if options.draft_of(args) is None:
         raise HydrajaxError("--draft: a tree is searched for draft heads")
@@ -129,7 +127,7 @@ def run(args: argparse.Namespace) -> None:
             )
         file.write_text(json.dumps(content, indent=1) + "\n")
         if args.picture:
-            picture_file.write_bytes(png(draw(tree_search_result(content))))
+            picture_file.write_bytes(png(draw_sizes(content["provenance"]["measured"])))
     print(f"{what} is in {path}")
 
 
@@ -178,7 +176,7 @@ def _proposals(
     And what the closed form says of a draft model's chains; None of other drafts.
     """
     from hydrajax.measure.calibration import calibrate
-    from hydrajax.measure.chain_length import draft_cost
+    from hydrajax.measure.draft_cost import draft_cost
     from hydrajax.trees import search
     from hydrajax.trees.speculation import estimate
 

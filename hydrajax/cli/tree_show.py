@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
 def _show_step(args: argparse.Namespace, tree: CandidateTree) -> None:
     from hydrajax.files import WholeFile
     from hydrajax.language_model import make_executor
-    from hydrajax.measure.one_step import likelihoods, seen_steps
+    from hydrajax.measure.step_trace import path_probabilities, trace_steps
     from hydrajax.report.drawing import draw_step, new_figure, png
     from hydrajax.text.tokenizer import decode_text, visible
 
@@ -79,11 +79,11 @@ def _show_step(args: argparse.Namespace, tree: CandidateTree) -> None:
         ids = model.prompt_ids(args.prompt, "prompt")
         number = 0
         with Console(stderr=True).status("decoding"):
-            for step in seen_steps(executor, ids, most=wanted, seed=args.seed):
+            for step in trace_steps(executor, ids, most=wanted, seed=args.seed):
                 number = step.number
             if number < wanted:
                 raise HydrajaxError(f"--step: the text ends after {number} steps, found {wanted}")
-            likely = likelihoods(executor, step)
+            likely = path_probabilities(executor, step)
         shares = [""] * step.tree.size if likely is None else ["", *map(_percent, likely[1:])]
         words = [visible(model.tokenizer, token) for token in step.tokens]
         before = decode_text(model.tokenizer, step.before)

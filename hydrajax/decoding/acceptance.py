@@ -1,11 +1,11 @@
-"""Acceptance rules: which path of a verified tree is kept, and which token the base chooses next.
+"""Acceptance rules choose which path of a verified tree is accepted and which bonus token follows it.
 
-`Greedy` and `Typical` judge the whole tree at once. `ExactSampling` draws from the base, node by node from the root
-down, and so looks at the few nodes that it reaches; so does `hydrajax.decoding.rejection.RejectionSampling`. What the
-base's logits are at a node, logits processors included, a rule asks `VerifyResult`.
+`Greedy` and `Typical` judge the whole tree at once. `ExactSampling` draws from the base's distribution node by node
+from the root down, so it evaluates only the nodes it reaches; `hydrajax.decoding.rejection.RejectionSampling` does the
+same. A rule reads the base's logits, processors included, through `VerifyResult`.
 
-A rule is a frozen dataclass of numbers and at the same time a pytree of them (`hydrajax.decoding.numbers`): in a decode
-state its numbers are arrays with one entry per row.
+A rule is a frozen dataclass of numbers and a pytree of them (`hydrajax.decoding.numbers`): in a decode state its
+numbers are arrays with one entry per sequence.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from hydrajax.trees.topology import Topology, at_rows, take
 
 
 class Acceptance(NamedTuple):
-    """path: int32 ``[B, K+1]`` nodes from the root to the last accepted one, which repeats beyond its depth.
+    """The verdict of a rule.
 
-    accept_length: int32 ``[B]`` accepted draft tokens (root not counted). next_root: int32 ``[B]``.
+    Attributes:
+        path: int32 ``[B, K+1]`` nodes from the root to the last accepted one, which repeats beyond its depth.
+        accept_length: int32 ``[B]`` accepted draft tokens (root not counted).
+        bonus_token: int32 ``[B]`` the base's token after the path.
     """
 
     path: Int[Array, "B path"]
@@ -41,10 +44,13 @@ class Acceptance(NamedTuple):
 
 
 class VerifyResult(NamedTuple):
-    """A proposal and what the base gives at its nodes.
+    """A proposal and the base's logits at its nodes.
 
-    logits: float32 ``[B, N, V]``, before any processor. processors: of the batch. counts: the tokens of the text before
-    the root, where a processor reads them.
+    Attributes:
+        logits: float32 ``[B, N, V]``, before any processor.
+        proposal: The candidate tree.
+        processors: The logits processors of the batch.
+        counts: Token counts of the text before the root, None if no processor reads them.
     """
 
     logits: Float[Array, "B N V"]
@@ -53,7 +59,7 @@ class VerifyResult(NamedTuple):
     counts: TokenCounts | None = None
 
     def at(self, node: Int[Array, " B"], depth: Int[Array, "*B"]) -> Float[Array, "B V"]:
-        """Return the processed logits at a node of each row; depth: of the node, a number or ``[B]``."""
+        """Return the processed logits at one node per sequence; ``depth`` is the node's, a number or ``[B]``."""
         here = at_rows(self.logits, node)
         if not self.processors:
             return here
@@ -65,7 +71,7 @@ class VerifyResult(NamedTuple):
         return process(self.processors, here, NodeContext(node, counts))
 
     def at_inner(self) -> Float[Array, "B P V"]:
-        """Return the processed logits at the nodes that may have children, one node of each row after the other."""
+        """Return the processed logits at the nodes that may have children, computed node by node."""
         tree = self.proposal.tree
         if not self.processors:
             return take(self.logits, tree.inner)
@@ -77,7 +83,7 @@ class VerifyResult(NamedTuple):
         return jnp.moveaxis(jax.lax.map(one, inner.T), 0, 1)
 
     def unprocessed(self) -> Bool[Array, ""]:
-        """Tell on the device whether no processor changes anything in any row."""
+        """Return whether no processor changes anything, on the device."""
         active = jnp.asarray(False)
         for processor in self.processors:
             active |= processor.active()
@@ -86,15 +92,16 @@ class VerifyResult(NamedTuple):
 
 @runtime_checkable
 class AcceptanceRule(Protocol):
-    """What chooses the root after a prompt and judges every tree.
+    """An acceptance rule.
 
-    Random keys are of places in a row's output (`hydrajax.decoding.sampling.position_keys`), so that a row draws the
-    same whatever batch it sits in.
+    Random keys belong to positions of a sequence's output (`hydrajax.decoding.sampling.position_keys`), so a sequence
+    draws the same tokens in every batch.
 
-    needs_draws:  the drafter must draw its candidates (`draw` is then no None).
-    draws:        random keys decide, so a seed is needed.
-    same_output:  the output is, token for token, that of decoding without a draft by `baseline`; the other rules
-                  promise a distribution at most.
+    Attributes:
+        needs_draws: The drafter must draw its candidates (`draw` does not return None).
+        draws: Random keys decide, so a seed is needed.
+        same_output: The output equals that of decoding without a draft by `baseline`, token for token. Other rules
+            keep a distribution at most.
     """
 
     needs_draws: ClassVar[bool]
@@ -110,18 +117,18 @@ class AcceptanceRule(Protocol):
     def draw(self, keys: Array) -> Draw | None:
         """Return how the drafter must draw its candidates, or None for its best guesses.
 
-        ``keys[b, d]`` is for what follows depth d.
+        ``keys[b, d]`` is for the tokens after depth d.
         """
 
     def first_root(self, logits: Float[Array, "B V"], keys: Array) -> Int[Array, " B"]:
-        """Return the first token, from the processed logits of the last prompt token and a key per row."""
+        """Return the first token from the processed logits of the last prompt token and one key per sequence."""
 
     def accept(self, verify_result: VerifyResult, keys: Array) -> Acceptance:
-        """Judge the tree; ``keys`` are as at `draw`."""
+        """Judge the tree; ``keys`` as for `draw`."""
 
 
 class JudgesBestGuesses:
-    """For rules that take whatever was drafted, however it was chosen."""
+    """Base of rules that accept any candidates, however they were chosen."""
 
     needs_draws: ClassVar[bool] = False
 
@@ -135,10 +142,10 @@ class JudgesBestGuesses:
 @numbers_as_arrays
 @dataclass(frozen=True)
 class Greedy(JudgesBestGuesses):
-    """A node is accepted if it equals the argmax at its parent: the output is the base's own greedy output.
+    """Accept a node if it equals the argmax at its parent: the output is the base's own greedy output.
 
-    Hydra section 6 (greedy decoding), medusa 2.3.1 with temperature 0. With processors it is the argmax of the
-    processed logits; the tree is then judged node by node, as each node has a text of its own before it.
+    Hydra section 6 (greedy decoding), medusa 2.3.1 at temperature 0. With processors, the argmax is that of the
+    processed logits, and the tree is judged node by node because each node has its own text before it.
     """
 
     draws: ClassVar[bool] = False
@@ -163,13 +170,20 @@ class Greedy(JudgesBestGuesses):
 @numbers_as_arrays
 @dataclass(frozen=True)
 class Typical(JudgesBestGuesses):
-    """Typical acceptance (medusa 2.3.1, hydra 6.3): a node x is accepted if p(x) > min(ε, α exp(-H(p))), with all its
-    ancestors; p is the base's distribution at its parent at ``temperature`` and H its entropy.
+    """Typical acceptance (medusa 2.3.1, hydra 6.3): accept a node x if p(x) > min(ε, α exp(-H(p))) and all its
+    ancestors are accepted; p is the base's distribution at its parent at ``temperature`` and H its entropy.
 
-    epsilon: ε, the posterior threshold. alpha: α, None for the papers' √ε. top_k, top_p, min_p: cut p as
-    `hydrajax.decoding.sampling.Sampling` does, before anything is compared. Of several longest paths the most likely
-    wins, then the one that comes first in the released order. The root is always the argmax, as in the released code.
-    The output is *not* distributed as the base's. Raises `HydrajaxError` for numbers out of range.
+    Of several longest paths the most likely wins, then the first in the released order. The root is always the argmax,
+    as in the released code. The output is *not* distributed as the base's.
+
+    Attributes:
+        epsilon: ε, the posterior threshold.
+        alpha: α; None for the papers' √ε.
+        temperature: The temperature of p, positive.
+        top_k, top_p, min_p: Truncate p as `hydrajax.decoding.sampling.Sampling` does, before the comparison.
+
+    Raises:
+        HydrajaxError: For a number out of range.
     """
 
     epsilon: float = 0.1
@@ -184,9 +198,9 @@ class Typical(JudgesBestGuesses):
 
     def __post_init__(self):
         if not 0 <= self.epsilon <= 1:
-            raise HydrajaxError(f"epsilon: must be from 0 to 1, found {self.epsilon}")
+            raise HydrajaxError(f"epsilon: got {self.epsilon}, expected a number from 0 to 1")
         if self.alpha is not None and not 0 <= self.alpha < float("inf"):
-            raise HydrajaxError(f"alpha: must be from 0 up, found {self.alpha}")
+            raise HydrajaxError(f"alpha: got {self.alpha}, expected a number from 0 up")
         check_temperature("temperature", self.temperature)
         check_cuts(self)
 
@@ -198,7 +212,7 @@ class Typical(JudgesBestGuesses):
 
     def accept(self, verify_result, keys):
         tree, tokens = verify_result.proposal.tree, verify_result.proposal.tokens[:, 1:]
-        # Only nodes that may have children are asked about: two thirds of a static tree are leaves.
+        # Only at nodes that may have children: two thirds of a static tree are leaves.
         log_p = jax.nn.log_softmax(shaped(self, verify_result.at_inner()), axis=-1)
         p = jnp.exp(log_p)
         entropy = -jnp.sum(p * jnp.log(p + 1e-5), axis=-1)  # the released code's guard against log 0
@@ -218,12 +232,12 @@ class Typical(JudgesBestGuesses):
 @numbers_as_arrays
 @dataclass(frozen=True)
 class ExactSampling(Sampling, JudgesBestGuesses):
-    """Sample from the base's distribution at a node and follow the child that holds the sample, if one does.
+    """Sample from the base's distribution at a node and move to the child that holds the sample, if there is one.
 
-    The output's distribution is the base's own, as processors and `Sampling` shape it, whatever was drafted
-    (docs/design.md 3): each token is a sample of the base given what precedes it, and the tree only decides how many of
-    them one step finds. Without a tree it is plain sampling, and draws the very same tokens (but for rounding). Rows at
-    temperature 0 give the tokens of `Greedy`, also in a batch with others.
+    The output has the base's own distribution, as processors and `Sampling` shape it, for any draft (docs/design.md 3):
+    each token is a sample of the base given the text before it, and the tree only decides how many of them one step
+    finds. Without a tree this is plain sampling with the same tokens (up to rounding). Sequences at temperature 0 get
+    the tokens of `Greedy`, also in a batch with others.
     """
 
     same_output: ClassVar[bool] = True
@@ -245,7 +259,7 @@ class ExactSampling(Sampling, JudgesBestGuesses):
 
         if not is_mixed(self):
             return node_by_node()
-        # Where no row samples and no processor is active, the whole tree is judged at once.
+        # If no sequence samples and no processor is active, judge the whole tree at once.
         some = jnp.any(self.sampled_rows())
         if verify_result.processors:
             some |= ~verify_result.unprocessed()
@@ -264,9 +278,9 @@ class _Walk(NamedTuple):
 
 
 def walk(proposal: Proposal, choose: Callable[[Int[Array, " B"], Int[Array, ""]], Int[Array, " B"]]) -> Acceptance:
-    """Descend from the root: ``choose(node, depth)`` is the token that follows a node; a child that holds it is next.
+    """Descend from the root: ``choose(node, depth)`` is the token after a node; the child that holds it is next.
 
-    Ends where no row has such a child. All rows descend together, so ``depth`` is one number.
+    Ends when no sequence has such a child. All sequences descend together, so ``depth`` is one number.
     """
     tokens, tree = proposal.tokens, proposal.tree
     parents = jnp.asarray(tree.parents)
@@ -279,29 +293,31 @@ def walk(proposal: Proposal, choose: Callable[[Int[Array, " B"], Int[Array, ""]]
 
     zeros = jnp.zeros_like(tokens[:, 0])
     start = _Walk(zeros, zeros, jnp.zeros(zeros.shape, bool), jnp.zeros((), jnp.int32))
-    # The root alone is one choice: a loop around it would only slow down decoding without a draft.
+    # A loop around the root alone would slow down decoding without a draft.
     end = jax.lax.while_loop(lambda at: ~jnp.all(at.ended), descend, start) if tree.depth else descend(start)
     return ending_at(end.node, tree, end.token)
 
 
 def accepted_nodes(agrees: Bool[Array, "B n"], tree: Topology) -> Bool[Array, "B N"]:
-    """Nodes that agree with all their ancestors; ``agrees`` leaves the root out, which always does."""
+    """Return the nodes that agree together with all their ancestors; ``agrees`` excludes the root, which always
+    agrees.
+    """
     agrees = jnp.pad(agrees & (tree.parents[..., 1:] >= 0), ((0, 0), (1, 0)), constant_values=True)
     return jnp.all(agrees[:, None, :] | ~tree.mask, axis=2)
 
 
 def deepest(accepted: Bool[Array, "B N"], tree: Topology) -> Int[Array, " B"]:
-    """The deepest accepted node: unique where siblings differ, else the first."""
+    """Return the deepest accepted node: unique if siblings differ, else the first."""
     return jnp.argmax(jnp.where(accepted, tree.depths, -1), axis=1).astype(jnp.int32)
 
 
 def _likeliest_longest(
     accepted: Bool[Array, "B N"], log_p_node: Float[Array, "B N"], tree: Topology
 ) -> Int[Array, " B"]:
-    """The last node of the likeliest of the longest accepted paths; of equally likely ones the first as released.
+    """Return the last node of the most likely of the longest accepted paths; ties as in the released code.
 
-    The released code looks at its leaves from the last to the first and takes the first path that is good enough. So of
-    two nodes of one depth the one comes first under which the last leaf lies: the one whose last descendant is later.
+    The released code scans its leaves from the last to the first and takes the first path that is good enough. Of two
+    nodes of one depth the one with the later last descendant therefore comes first.
     """
     on_path = jnp.arange(tree.depth + 1) <= tree.depths[..., None]
     along = take(log_p_node, tree.paths.reshape(*tree.paths.shape[:-2], -1)).reshape(
@@ -315,5 +331,5 @@ def _likeliest_longest(
 
 
 def ending_at(last: Int[Array, " B"], tree: Topology, bonus_token: Int[Array, " B"]) -> Acceptance:
-    """The path from the root to node ``last`` of each row."""
+    """Return the path from the root to node ``last`` of each sequence."""
     return Acceptance(tree.at(tree.paths, last), tree.at(tree.depths, last), bonus_token)

@@ -1,4 +1,4 @@
-"""From prompt to last token: one jitted pure function on static shapes."""
+"""Decode functions: from the prompt to the last token in one jitted pure function on static shapes."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ from hydrajax.models.llama_config import LlamaConfig
 
 
 class DecodeResult(NamedTuple):
-    """What was generated.
+    """The generated tokens of a batch.
 
-    tokens:         int32 ``[B, max_new_tokens]`` generated ids, -1 beyond each row's length. EOS, if met, is the last.
-    lengths:        int32 ``[B]`` generated tokens.
-    accept_lengths: int32 ``[B, max_new_tokens]`` draft tokens emitted by each step (root not counted), -1 beyond the
-                    row's steps; ``accept_lengths + 1`` sums to ``lengths``: tokens cut off by EOS or by the limit
-                    are not counted as accepted.
-    steps:          int32 ``[B]`` decode steps, that is base forward passes after the prompt's.
-    logprobs:       float32 ``[B, max_new_tokens]`` the natural logarithm of each token's probability in the base's own
-                    distribution given all before it: without processors, temperature and cuts, whatever the rule, as
-                    vLLM reports it by default. 0 beyond each row's length. None unless they were asked for.
-    top:            the base's K most likely tokens at each place, the most likely first, and their log-probabilities:
-                    int32 ``ids`` and float32 ``logprobs`` ``[B, max_new_tokens, K]``, -1 and 0 beyond each row's
-                    length. None unless they were asked for.
+    Attributes:
+        tokens: int32 ``[B, max_new_tokens]`` generated ids, -1 beyond each sequence's length. EOS, if met, is the last.
+        lengths: int32 ``[B]`` generated tokens.
+        accept_lengths: int32 ``[B, max_new_tokens]`` draft tokens emitted by each step (root not counted), -1 beyond
+            the sequence's steps; ``accept_lengths + 1`` sums to ``lengths``. Tokens cut off by EOS or by the limit do
+            not count as accepted.
+        steps: int32 ``[B]`` decode steps: base forward passes after the prefill.
+        logprobs: float32 ``[B, max_new_tokens]`` natural log-probability of each token in the base's own distribution
+            given all tokens before it, without processors, temperature and truncation, for any rule (vLLM's default). 0
+            beyond each sequence's length; None if not requested.
+        top: The K most likely tokens at each position, most likely first, with their log-probabilities: int32 ``ids``
+            and float32 ``logprobs`` ``[B, max_new_tokens, K]``, -1 and 0 beyond each sequence's length; None if not
+            requested.
     """
 
     tokens: Int[Array, "B max_new"]
@@ -51,17 +52,17 @@ class DecodeResult(NamedTuple):
     top: TopTokens | None = None
 
     def ids(self) -> list[list[int]]:
-        """Return each row's generated token ids, without the -1 beyond them."""
+        """Return each sequence's generated token ids without padding."""
         rows = zip(np.asarray(self.tokens), np.asarray(self.lengths), strict=True)
         return [tokens[:length].tolist() for tokens, length in rows]
 
     def tokens_per_step(self) -> float:
-        """Return the mean tokens emitted per step over all rows (τ in the papers)."""
+        """Return the mean number of tokens per step over all sequences (τ in the papers)."""
         return float(jnp.sum(self.lengths) / jnp.maximum(jnp.sum(self.steps), 1))
 
 
 def result_of(output: OutputState) -> DecodeResult:
-    """Cut the loop's buffers to what was emitted."""
+    """Cut the loop's buffers to the emitted tokens."""
     max_new = output.accept_lengths.shape[1] - 1
     valid = jnp.arange(max_new) < output.lengths[:, None]
     tokens = jnp.where(valid, output.tokens[:, :max_new], -1)
@@ -76,7 +77,7 @@ def result_of(output: OutputState) -> DecodeResult:
 
 
 class Inputs(NamedTuple):
-    """The arguments of a decode function, checked and completed: those of `Engine.prefill` in their order."""
+    """The checked and completed arguments of a decode function, in the order of `Engine.prefill`."""
 
     prompt: Int[Array, "B P"]
     lengths: Int[Array, " B"]
@@ -88,17 +89,18 @@ def settled_inputs(
 ) -> Inputs:
     """Complete the arguments of a decode function (`make_decode_fn`) from its spec.
 
-    Raises `HydrajaxError` for what cannot be used; of a prompt that is being traced only the shape and dtype are known.
+    Raises:
+        HydrajaxError: For an invalid argument. Of a traced prompt only the shape and dtype are checked.
     """
     traced = isinstance(prompt, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer)
     xp = jnp if traced else np  # padding on the host compiles nothing for a new prompt width
     ids = xp.asarray(prompt)
     if ids.ndim != 2 or not xp.issubdtype(ids.dtype, xp.integer):
-        raise HydrajaxError(f"prompt: must be int32 [batch, tokens], found {ids.dtype} {list(ids.shape)}")
+        raise HydrajaxError(f"prompt: got {ids.dtype} {list(ids.shape)}, expected int32 [batch, tokens]")
     batch = ids.shape[0]
     lengths = np.full(batch, ids.shape[1], np.int32) if lengths is None else xp.asarray(lengths)
     if not xp.issubdtype(lengths.dtype, xp.integer):
-        raise HydrajaxError(f"lengths: must be int32 [batch], found {lengths.dtype}")
+        raise HydrajaxError(f"lengths: got {lengths.dtype}, expected int32 [batch]")
     if not traced:
         check_prompts(ids, lengths, config)
     padding = bucket(ids.shape[1], config.max_positions) - ids.shape[1]
@@ -110,65 +112,73 @@ def settled_inputs(
     else:
         limits = xp.asarray(limits)
         if limits.shape != lengths.shape or not xp.issubdtype(limits.dtype, xp.integer):
-            raise HydrajaxError(f"limits: must be int32 [batch], found {limits.dtype} {list(limits.shape)}")
+            raise HydrajaxError(f"limits: got {limits.dtype} {list(limits.shape)}, expected int32 [batch]")
     rule = _rule_of_rows(spec, rule, batch)
     if rng is None:
         if rule.draws:
-            raise HydrajaxError("rng: is needed, as this rule draws: rng=jax.random.key(seed)")
+            raise HydrajaxError(
+                "rng: got None, expected a key because this rule samples: pass rng=jax.random.key(seed)"
+            )
         rng = jax.random.key(0)
     processors = batched_processors(_of_each_row(spec, processors, batch), config.vocab_size)
     return Inputs(prompt, lengths.astype(xp.int32), SamplingParams(rng, rule, processors, limits))
 
 
 def _rule_of_rows(spec: DecodeSpec, rule, batch: int) -> AcceptanceRule:
-    """The rule with arrays ``[batch]``, from one for all rows or one for each."""
+    """Return the rule with arrays ``[batch]``, from one for all sequences or one for each."""
     rule = spec.rule if rule is None else rule
     if isinstance(rule, AcceptanceRule):
         found = broadcast(rule, batch)
     elif len(rule) != batch:
-        raise HydrajaxError(f"rule: must be one or one per row, found {len(rule)} for {batch} rows")
+        raise HydrajaxError(f"rule: got {len(rule)} rules for {batch} prompts, expected one or one per prompt")
     else:
         found = batched(rule)
     if type(found) is not type(spec.rule):
-        raise HydrajaxError(f"rule: must be of the same kind as {spec.rule}, found {type(found).__name__}")
+        raise HydrajaxError(f"rule: got {type(found).__name__}, expected the kind of {spec.rule}")
     return found
 
 
 def _of_each_row(spec: DecodeSpec, processors, batch: int) -> list:
-    """The processors of each row, from those for all rows or a list for each."""
+    """Return the processors of each sequence, from one list for all or one list each."""
     processors = spec.processors if processors is None else tuple(processors)
     if not all(isinstance(one, (list, tuple)) for one in processors) or not processors:
         return [processors] * batch
     if len(processors) != batch:
-        raise HydrajaxError(f"processors: must be for all rows or a list per row, found {len(processors)} lists")
+        raise HydrajaxError(
+            f"processors: got {len(processors)} lists, expected one for all or one for each of {batch} prompts"
+        )
     return list(processors)
 
 
 def make_decode_fn(model: BaseModel, spec: DecodeSpec) -> Callable[..., DecodeResult]:
     """Build ``decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None)``.
 
-    The function's arguments:
+    The function is pure, compiles once per (B, bucket) and may be called inside `jax.jit`. A sequence's output does not
+    depend on the rest of the batch. It ends at the first EOS id, after ``max_new_tokens``, or when prompt and output
+    fill the context. The function's arguments are:
 
-    params:  `Params(base, draft)`.
-    prompt:  int32 ``[B, P]``, right-padded; P is padded on to a power of two, so prompts of one bucket share a
-             compilation.
-    lengths: int32 ``[B]`` prompt lengths, default P for every row.
-    rng:     a `jax.random.key`, or one for each row ``[B]``, needed by rules that sample. What a row draws depends on
-             its key alone; a single key makes one for each row number.
-    limits:  int32 ``[B]`` most tokens of each row, default (and at most) the spec's ``max_new_tokens``.
-    rule:    the spec's kind of rule with other numbers, or a list of such rules, one for each row. Other numbers
-             compile nothing, unless some have an effect that had none before.
-    processors: in place of the spec's: for all rows, or a list for each row.
+    - ``params``: `Params(base, draft)`.
+    - ``prompt``: int32 ``[B, P]``, right-padded. P is padded to a power of two, so prompts of one bucket share a
+      program.
+    - ``lengths``: int32 ``[B]`` prompt lengths; P by default.
+    - ``rng``: a `jax.random.key`, or one per sequence ``[B]``; required by rules that sample. A sequence's draws depend
+      only on its key; a single key is folded with the sequence's number.
+    - ``limits``: int32 ``[B]`` maximum number of tokens; by default (and at most) the spec's ``max_new_tokens``.
+    - ``rule``: the spec's kind of rule with other numbers, or a list with one rule per sequence. Other numbers do not
+      recompile, unless one has an effect that had none before.
+    - ``processors``: replace the spec's; one list for all sequences or one list each.
 
-    The function is pure, compiled once per (B, bucket) and may itself be called under `jax.jit`. Row b's output does
-    not depend on the other rows. Generation ends per row at the first of the EOS ids, after ``max_new_tokens``, or when
-    prompt and output fill the context.
+    Args:
+        model: The base model.
+        spec: How to decode.
 
     Returns:
-        The function, which gives a `DecodeResult`.
+        The function, which returns a `DecodeResult`. Its attributes ``engine`` and ``spec`` drive single steps, and
+        ``jitted`` is the jitted program.
 
     Raises:
-        HydrajaxError: where base and spec do not fit each other; the function (outside a trace) for a bad prompt.
+        HydrajaxError: If base and spec do not fit each other. The function raises it (outside a trace) for an invalid
+            prompt.
     """
     engine, config = Engine.of(model, spec), model.config
     outermost, inner = decode_programs(engine)
@@ -179,13 +189,14 @@ def make_decode_fn(model: BaseModel, spec: DecodeSpec) -> Callable[..., DecodeRe
         call = inner if called_in_jit else outermost
         return call(params, *given)
 
-    decode_fn.engine, decode_fn.spec = engine, spec  # to drive the steps one by one
-    decode_fn.jitted = outermost  # to look at the compiled program
+    decode_fn.engine, decode_fn.spec, decode_fn.jitted = engine, spec, outermost
     return decode_fn
 
 
 def decode_programs(engine: Engine) -> tuple[Callable[..., DecodeResult], Callable[..., DecodeResult]]:
-    """Return the jitted ``decode(params, prompt, lengths, sampling)``, and the one to call inside another program."""
+    """Return the jitted ``decode(params, prompt, lengths, sampling)``, and the variant to call inside another
+    program.
+    """
 
     def run(params: Params, prompt, lengths, sampling: SamplingParams) -> DecodeResult:
         return result_of(run_steps(engine, params, engine.prefill(params, prompt, lengths, sampling)).output)
@@ -196,5 +207,5 @@ def decode_programs(engine: Engine) -> tuple[Callable[..., DecodeResult], Callab
 
 
 def make_autoregressive_fn(model: BaseModel, spec: DecodeSpec | None = None) -> Callable[..., DecodeResult]:
-    """Build the baseline: the same engine with the root-only tree. Pass `Params(base, {})`; see `make_decode_fn`."""
+    """Build the autoregressive baseline: the same engine with a root-only tree. Call it with `Params(base, {})`."""
     return make_decode_fn(model, (spec or DecodeSpec()).autoregressive())

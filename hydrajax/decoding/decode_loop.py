@@ -1,4 +1,4 @@
-"""The loop over decode steps, and how many of them make one burst of text that is shown while it grows."""
+"""The loop over decode steps, and the number of steps per burst of streamed text."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from hydrajax.decoding.logprobs import Logprobs
 from hydrajax.decoding.state import DecodeState, OutputState, Params
 from hydrajax.models.arrays import Array
 
-PIECES_PER_SECOND = 20  # of shown text, at most: more are no smoother to read, and each is a trip to the host
+BURSTS_PER_SECOND = 20  # more do not read more smoothly, and each returns to the host
 
 
 def next_burst(steps: int, seconds: float) -> int:
-    """Return how many steps the next burst of shown text takes, if the last took so many seconds for ``steps``.
+    """Return the number of steps of the next burst, if the last ``steps`` took ``seconds``.
 
-    The fewest that make no more than `PIECES_PER_SECOND`; rounded up they never make less than half of that, unless one
-    step alone does. At most four times as many as the last: a single step says little of how long many take.
+    The fewest steps that stay within `BURSTS_PER_SECOND`, and at most four times the last number: one step predicts the
+    time of many poorly.
     """
     if seconds <= 0:
         return 4 * steps
-    return min(math.ceil(steps / (seconds * PIECES_PER_SECOND)), 4 * steps)
+    return min(math.ceil(steps / (seconds * BURSTS_PER_SECOND)), 4 * steps)
 
 
 def run_steps(
     engine: Engine, params: Params, state: DecodeState, most: Int[Array, ""] | int | None = None
 ) -> DecodeState:
-    """Step until every row is done, or at most so many steps: one `jax.lax.while_loop`, no trip to the host."""
+    """Step until every sequence is done, or at most ``most`` steps: one `jax.lax.while_loop` without a return to the
+    host.
+    """
 
-    def goes_on(carry):
+    def unfinished(carry):
         state, taken = carry
         busy = ~jnp.all(state.output.done)
         return busy if most is None else busy & (taken < most)
@@ -43,11 +45,11 @@ def run_steps(
         state, taken = carry
         return engine.decode_step(params, state), taken + 1
 
-    return jax.lax.while_loop(goes_on, step, (state, jnp.zeros((), jnp.int32)))[0]
+    return jax.lax.while_loop(unfinished, step, (state, jnp.zeros((), jnp.int32)))[0]
 
 
 class Snapshot(NamedTuple):
-    """What has been emitted so far, on the host; the fields are those of `OutputState`."""
+    """The emitted tokens on the host; the fields are those of `OutputState`."""
 
     tokens: Int[np.ndarray, "B room"]
     lengths: Int[np.ndarray, " B"]
@@ -58,5 +60,5 @@ class Snapshot(NamedTuple):
 
     @classmethod
     def of(cls, output: OutputState) -> Snapshot:
-        """Fetch an output from the device; waits for it."""
+        """Fetch an output from the device, waiting for it."""
         return cls(*jax.device_get(tuple(getattr(output, name) for name in cls._fields)))

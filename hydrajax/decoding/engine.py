@@ -1,4 +1,4 @@
-"""One decode step, the same for every drafter and rule: propose, verify, accept, commit, observe (docs/design.md 5)."""
+"""The decode step, the same for every drafter and rule: propose, verify, accept, commit, observe (docs/design.md 5)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from hydrajax.trees.dynamic import CandidateTree
 
 
 def true_float32(dtype: DType) -> AbstractContextManager:
-    """Trace with true float32 matmuls if that is the model's dtype: GPUs would round its inputs to TF32.
+    """Trace with true float32 products for a float32 model: GPUs would round their inputs to TF32.
 
-    A model of fewer bits is left alone: the setting would make XLA's GPU compiler turn products of one row, and only
-    those, into sums of products rounded to bfloat16, slower and other than in a tree.
+    Models of fewer bits keep the default: the setting makes XLA's GPU compiler turn products of one row, and only
+    those, into sums of products rounded to bfloat16, which is slower and differs from the products of a tree.
     """
     return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()
 
@@ -51,10 +51,10 @@ def exact(method: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Engine:
-    """The static half of decoding: what of a base and a `DecodeSpec` is part of the program.
+    """The static half of decoding: what a base and a `DecodeSpec` contribute to the program.
 
     Its methods are pure functions of arrays. Rule, processors and their numbers are part of the state (`OutputState`),
-    so the programs of one engine serve any of them. The fields are those of `DecodeSpec`; `of` makes an engine.
+    so the programs of one engine serve any of them. The fields are those of `DecodeSpec`.
     """
 
     model: BaseModel
@@ -66,16 +66,22 @@ class Engine:
 
     @classmethod
     def of(cls, model: BaseModel, spec: DecodeSpec, room: int | None = None) -> Engine:
-        """Return the engine of a spec for this base, with room for ``room`` new tokens, by default the spec's.
+        """Return the engine of a spec for this base.
 
-        Raises `HydrajaxError` where base and spec do not fit each other.
+        Args:
+            model: The base model.
+            spec: How to decode.
+            room: Maximum number of new tokens; by default the spec's.
+
+        Raises:
+            HydrajaxError: If base and spec do not fit each other.
         """
         spec.check(model.config)
         return cls(model, spec.drafter, spec.tree, room or spec.max_new_tokens, spec.eos_ids, spec.logprobs)
 
     @property
     def depth(self) -> int:
-        """K, the most tokens after the root that a step may accept."""
+        """K, the maximum number of accepted draft tokens per step."""
         return self.drafter.spec.longest_path(self.tree)
 
     @property
@@ -90,13 +96,13 @@ class Engine:
 
     @exact
     def propose(self, params: Params, state: DecodeState) -> Proposal:
-        """Return candidate tokens in node order, as the rule wants them: the best guesses or draws."""
+        """Return candidate tokens in node order: best guesses or draws, as the rule requires."""
         draw = state.output.rule.draw(self._keys_below(state))
         return self.drafter.propose(params.draft, state.draft, state.target.root, self.tree, self.bind(params), draw)
 
     @exact
     def verify(self, params: Params, cache: KVCache, proposal: Proposal) -> tuple[Forward, Float[Array, "B N V"]]:
-        """Run the base once over the N nodes under the tree's mask; return logits at every node."""
+        """Run the base once over the N nodes under the tree mask; return the logits at every node."""
         tree, base = proposal.tree, self.bind(params)
         positions = cache.lengths[:, None] + tree.depths
         forward = base.forward(proposal.tokens, positions, tree.attention_mask, cache, self.aux_hidden_layers)
@@ -105,9 +111,13 @@ class Engine:
     def accept(
         self, state: DecodeState, logits: Float[Array, "B N V"], proposal: Proposal, extra: Sequence[Any] = ()
     ) -> Acceptance:
-        """Return the rule's verdict: the path that is kept and the token that follows it.
+        """Return the accepted path and the bonus token.
 
-        extra: processors made for this step alone, which lie in no state.
+        Args:
+            state: The state before the step.
+            logits: The base's logits at the nodes.
+            proposal: The candidate tree.
+            extra: Processors for this step alone, which are not part of the state.
         """
         out = state.output
         verify_result = VerifyResult(logits, proposal, (*out.processors, *extra), out.counts)
@@ -121,9 +131,10 @@ class Engine:
         proposal: Proposal,
         accepted: Acceptance,
     ) -> tuple[DecodeState, Outcome]:
-        """Emit root and accepted tokens, cut at EOS and at the limit, and keep their keys and values.
+        """Emit root and accepted tokens, cut at EOS and at the limit, and append their keys and values to the cache.
 
-        Returns the new state, in which the drafter's part is still the old one, and what the drafter may learn.
+        Returns:
+            The new state, still with the old draft state, and the outcome for the drafter.
         """
         target, out = state.target, state.output
         tokens = jnp.take_along_axis(proposal.tokens, accepted.path, axis=1)
@@ -151,7 +162,7 @@ class Engine:
             counts=None if out.counts is None else out.counts.with_output(tokens, counts),
             logprobs=logprobs,
         )
-        # A drafter that does not ask for the base's choices costs nothing by them: XLA drops what is not used.
+        # XLA drops the base's choices if the drafter does not use them.
         outcome = Outcome(
             accepted.path, tokens, counts, accepted.bonus_token, forward.aux_hidden_states, best_token(logits)
         )
@@ -159,14 +170,14 @@ class Engine:
 
     @exact
     def observe(self, params: Params, state: DecodeState, proposal: Proposal, outcome: Outcome) -> DecodeState:
-        """Show the drafter what became of its proposal."""
+        """Pass the outcome to the drafter."""
         draft = self.drafter.observe(params.draft, state.draft, proposal, outcome, self.bind(params))
         return state._replace(draft=draft)
 
     # --- one step, and where it starts ------------------------------------------------------------------------
 
     def decode_step(self, params: Params, state: DecodeState) -> DecodeState:
-        """Emit between 1 and K+1 tokens for every unfinished row."""
+        """Emit between 1 and K+1 tokens for every unfinished sequence."""
         proposal = self.propose(params, state)
         forward, logits = self.verify(params, state.target.cache, proposal)
         return self.settle(params, state, forward, logits, proposal)
@@ -180,7 +191,7 @@ class Engine:
         proposal: Proposal,
         extra: Sequence[Any] = (),
     ) -> DecodeState:
-        """Accept, commit and observe: the part of a step that follows the base's pass."""
+        """Accept, commit and observe: the part of a step after the base's pass."""
         accepted = self.accept(state, logits, proposal, extra)
         state, outcome = self.commit(state, forward, logits, proposal, accepted)
         return self.observe(params, state, proposal, outcome)
@@ -196,9 +207,15 @@ class Engine:
         slots: int | None = None,
         extra: Sequence[Any] = (),
     ) -> DecodeState:
-        """Run right-padded prompts through the base and the drafter; choose the first root. Emits nothing yet.
+        """Run right-padded prompts through base and drafter and choose the first root. Nothing is emitted yet.
 
-        slots: of the cache (default `cache_slots`). extra: processors of the first root alone.
+        Args:
+            params: Parameters of base and drafter.
+            prompt: int32 ``[B, P]``.
+            lengths: int32 ``[B]`` prompt lengths.
+            sampling: Keys, rule, processors and limits.
+            slots: Slots of the cache, by default `cache_slots`.
+            extra: Processors for the first root alone.
         """
         batch, width = prompt.shape
         sampling = self._of_rows(sampling, batch)
@@ -228,20 +245,29 @@ class Engine:
         *,
         extra: Sequence[Any] = (),
     ) -> DecodeState:
-        """Go on after more text, such as the next message of a conversation, with the cache that is there.
+        """Prefill more text, such as the next message of a conversation, on top of the cache.
 
-        text: right-padded, ``lengths[b]`` tokens of row b that follow all it has emitted. Beyond that as `prefill`: the
-        output begins anew, and to a penalty all that came before is prompt. T slots must be left in the cache: a write
-        beyond them would be moved.
+        The output starts anew, and penalties treat everything before as prompt.
 
-        Raises `HydrajaxError` for a processor that counts tokens where the text so far was decoded without one.
+        Args:
+            params: Parameters of base and drafter.
+            state: The state before; donated by executors.
+            text: int32 ``[B, T]``, right-padded. The cache needs T free slots: a write beyond them would be moved.
+            lengths: int32 ``[B]`` tokens per sequence that follow everything it has emitted.
+            sampling: As for `prefill`.
+            extra: Processors for the first root alone.
+
+        Raises:
+            HydrajaxError: For a processor that counts tokens if the earlier text was decoded without counting.
         """
         cache, (batch, width) = state.target.cache, text.shape
         sampling = self._of_rows(sampling, batch)
         counts = None
         if count_tokens(sampling.processors):
             if state.output.counts is None:
-                raise HydrajaxError("processors: count tokens, but the text before was decoded without counting")
+                raise HydrajaxError(
+                    "processors: got one that counts tokens, expected none: the text before was decoded without counts"
+                )
             counts = state.output.counts.with_prompt(text, lengths)
         positions = cache.lengths[:, None] + jnp.arange(width)
         forward = self.bind(params).forward(text, positions, causal_mask(width), cache, self.aux_hidden_layers)
@@ -252,11 +278,16 @@ class Engine:
         return self._ready(params, target, state.draft, forward, text, lengths, sampling, counts)
 
     def empty(self, batch: int, slots: int, sampling: SamplingParams) -> DecodeState:
-        """Return rows without any text, to prefill a prompt in chunks: `feed` all but the last, `extend` by that.
+        """Return sequences without text, to prefill a prompt in chunks: `feed` all chunks but the last, which `extend`
+        takes.
 
-        Their rows are done: a step changes nothing in them. slots: of the cache; they hold at least
-        `DecodeSpec.verified_nodes` more than the longest text, and never less than a chunk that is written into them,
-        padding included.
+        The sequences are done, so a step changes nothing in them.
+
+        Args:
+            batch: Number of sequences.
+            slots: Slots of the cache: at least `DecodeSpec.verified_nodes` more than the longest text, and at least as
+                many as a chunk with its padding.
+            sampling: As for `prefill`.
         """
         nothing = jnp.zeros(batch, jnp.int32)
         sampling = self._of_rows(sampling, batch)
@@ -276,9 +307,14 @@ class Engine:
         lengths: Int[Array, " B"],
         following: Int[Array, " B"],
     ) -> DecodeState:
-        """Prefill a chunk that is not the last one; ``following`` is the token after it. No root is chosen.
+        """Prefill a chunk that is not the last one. No root is chosen; `extend` must follow.
 
-        text: right-padded, ``lengths[b]`` tokens of row b; T slots must be left in the cache. `extend` must follow.
+        Args:
+            params: Parameters of base and drafter.
+            state: The state before; donated by executors.
+            text: int32 ``[B, T]``, right-padded; the cache needs T free slots.
+            lengths: int32 ``[B]`` tokens per sequence.
+            following: int32 ``[B]`` the token after the chunk.
         """
         cache, base = state.target.cache, self.bind(params)
         width = text.shape[1]
@@ -291,22 +327,27 @@ class Engine:
         return DecodeState(state.target._replace(cache=cache), draft, output)
 
     def rewind(self, state: DecodeState, lengths: Int[Array, " B"], counts: TokenCounts | None = None) -> DecodeState:
-        """Cut each row's text to its first ``lengths[b]`` tokens, at most all of it; `extend` must follow.
+        """Cut each sequence to its first ``lengths[b]`` tokens; `extend` must follow.
 
-        counts: of the text that is left, which the state does not tell, where a processor reads them.
+        Args:
+            state: The state before; donated by executors.
+            lengths: int32 ``[B]``, at most the present lengths.
+            counts: Token counts of the remaining text, required if a processor reads them.
         """
         target = state.target._replace(cache=cut_caches(state.target.cache, lengths))
         output = state.output if counts is None else state.output._replace(counts=counts)
         return DecodeState(target, self.drafter.rewind(state.draft, lengths), output)
 
     def _of_rows(self, sampling: SamplingParams, batch: int) -> SamplingParams:
-        """The numbers that are one for all rows as one for each."""
+        """Return the sampling parameters with one number per sequence."""
         return sampling._replace(rule=broadcast(sampling.rule, batch), processors=broadcast(sampling.processors, batch))
 
     def _first_root(
         self, params: Params, forward: Forward, lengths, sampling: SamplingParams, counts, extra
     ) -> tuple[SamplingParams, Int[Array, " B"], Logprobs | None]:
-        """A random key for each row, the token that follows the last of its ``lengths[b]`` tokens, and its logprobs."""
+        """Return the sampling parameters with a key per sequence, the token after the last of ``lengths[b]``, its
+        logprobs.
+        """
         batch = len(lengths)
         keys = row_keys(sampling.rng, batch)
         last_hidden = jnp.take_along_axis(forward.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
@@ -320,7 +361,7 @@ class Engine:
     def _ready(
         self, params, target: TargetState, draft, forward, tokens, lengths, sampling: SamplingParams, counts
     ) -> DecodeState:
-        """The state after the first ``lengths`` of these tokens were fed to the base."""
+        """Return the state after the first ``lengths`` of these tokens were prefilled."""
         base = self.bind(params)
         draft = self.drafter.begin(params.draft, draft, forward.aux_hidden_states, tokens, lengths, target.root, base)
         limits = sampling.limits
@@ -329,7 +370,7 @@ class Engine:
         return DecodeState(target, draft, self._output(sampling._replace(limits=limits), counts))
 
     def _output(self, sampling: SamplingParams, counts: TokenCounts | None) -> OutputState:
-        """An output without any token."""
+        """Return an empty output."""
         batch = len(sampling.limits)
         room = (batch, self.max_new_tokens + self.depth + 1)
         return OutputState(
@@ -350,11 +391,11 @@ class Engine:
         return None if self.logprobs is None else Logprobs.nothing(places, self.logprobs)
 
     def cache_slots(self, prompt_width: int) -> int:
-        """Return slots for the longest text plus the nodes of one step, so that no slice update is ever clamped."""
+        """Return slots for the longest text plus the nodes of one step, so that no slice update is clamped."""
         longest = min(prompt_width + self.max_new_tokens, max(self.model.config.max_positions, prompt_width))
         return longest + self.drafter.spec.verified_nodes(self.tree)
 
     def _keys_below(self, state: DecodeState) -> Array:
-        """Random keys ``[B, K+1]`` of the places after a node of depth 0 .. K."""
+        """Return random keys ``[B, K+1]`` for the positions after a node of depth 0 .. K."""
         places = state.output.lengths[:, None] + 1 + jnp.arange(self.depth + 1)
         return position_keys(state.output.keys, places)

@@ -1,7 +1,7 @@
 """Executors carry out a `DecodeSpec`: prefill, extend, rewind and advance a batch of sequences.
 
-Everything that generates, serves or measures takes an executor and asks nothing about devices. `FusedExecutor` runs
-base and draft in one program. `hydrajax.decoding.stepped.SteppedExecutor` returns to the host in every step,
+Everything that generates, serves or measures takes an executor and does not depend on where arrays lie. `FusedExecutor`
+runs base and draft in one program. `hydrajax.decoding.stepped.SteppedExecutor` returns to the host in every step.
 `hydrajax.ssd.split_executor.SplitExecutor` runs base and draft on devices of their own.
 """
 
@@ -31,18 +31,19 @@ State = Any  # a pytree of arrays whose first axis is the batch: `DecodeState`, 
 
 
 class Executor(abc.ABC):
-    """A base with its draft, and how to decode with them.
+    """A base, its draft and a spec.
 
     Prompts and text are int32 ``[B, T]``, right-padded, with their lengths int32 ``[B]``. A verb that takes a state
-    donates it. Every shape compiles once; sampling parameters of other values compile nothing.
+    donates it. Every shape compiles once; other values of sampling parameters do not recompile.
 
     Attributes:
-        model, params: the base, and the parameters of base and drafter.
-        spec: how to decode. Its numbers hold where a call brings none of its own.
-        tokenizer: the base's (transformers), None if it has none.
-        engine: the verbs as pure functions.
-        room: the most new tokens of a sequence.
-        one_tree: its states fit its own tree alone, and no executor with another.
+        model: The base.
+        params: Parameters of base and drafter.
+        spec: How to decode. Its numbers apply unless a call gives others.
+        tokenizer: The base's (transformers); None if it has none.
+        engine: The verbs as pure functions.
+        room: Maximum number of new tokens per sequence.
+        one_tree: The states fit only this executor's own tree.
     """
 
     one_tree: ClassVar[bool] = False
@@ -56,9 +57,17 @@ class Executor(abc.ABC):
         tokenizer: Any = None,
         room: int | None = None,
     ):
-        """Build the executor; nothing is compiled. Raises `HydrajaxError` where base and spec do not fit each other.
+        """Build the executor; nothing is compiled yet.
 
-        room: most new tokens of a sequence, by default the spec's.
+        Args:
+            model: The base.
+            params: Parameters of base and drafter.
+            spec: How to decode.
+            tokenizer: The base's.
+            room: Maximum number of new tokens per sequence; by default the spec's.
+
+        Raises:
+            HydrajaxError: If base and spec do not fit each other.
         """
         self.model, self.params, self.spec, self.tokenizer = model, params, spec, tokenizer
         self._wanted_room = room
@@ -89,16 +98,20 @@ class Executor(abc.ABC):
         sampling: SamplingParams,
         slots: int | None = None,
     ) -> State:
-        """Feed prompts to base and draft and choose the first root. Nothing is emitted yet.
+        """Prefill base and draft and choose the first root. Nothing is emitted yet.
 
-        slots: of the caches, more than `Engine.cache_slots` where `extend` is to follow.
+        Args:
+            prompt: int32 ``[B, P]``.
+            lengths: int32 ``[B]``.
+            sampling: Keys, rule, processors and limits.
+            slots: Slots of the caches: more than `Engine.cache_slots` if `extend` is to follow.
         """
         return self._prefill(self.params, prompt, lengths, sampling, slots=slots)
 
     def extend(
         self, state: State, text: Int[Array, "B T"], lengths: Int[Array, " B"], sampling: SamplingParams
     ) -> State:
-        """Feed more text, such as the next message of a conversation. See `Engine.extend`."""
+        """Prefill more text, such as the next message of a conversation. See `Engine.extend`."""
         return self._extend(self.params, state, text, lengths, sampling)
 
     def rewind(self, state: State, lengths: Int[Array, " B"], counts: TokenCounts | None = None) -> State:
@@ -107,12 +120,12 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def advance(self, state: State, stopped: Bool[np.ndarray, " B"], n_steps: int) -> tuple[State, Snapshot]:
-        """Take at most ``n_steps`` decode steps, fewer if all sequences end; those in ``stopped`` take none."""
+        """Take at most ``n_steps`` decode steps, fewer if all sequences end; sequences in ``stopped`` take none."""
 
     # --- prefill in chunks, for servers -------------------------------------------------------------------------------
 
     def empty(self, batch: int, slots: int, sampling: SamplingParams) -> State:
-        """Return sequences without any text. See `Engine.empty`."""
+        """Return sequences without text. See `Engine.empty`."""
         return self._empty(batch, slots, sampling)
 
     def feed(
@@ -122,17 +135,18 @@ class Executor(abc.ABC):
         return self._feed(self.params, state, text, lengths, following)
 
     def abstract_state(self, batch: int, slots: int, sampling: SamplingParams) -> State:
-        """Return the shapes of `empty`; nothing is allocated."""
+        """Return the shapes of `empty` without allocating them."""
         return jax.eval_shape(lambda: self.engine.empty(batch, slots, sampling))
 
     def stay(self, state: State) -> State:
-        """Rewind each sequence to where it is: mends what a drafter holds that depends on the number of slots."""
+        """Rewind each sequence to its present length, which updates draft state that depends on the number of slots."""
         return self._stay(state)
 
-    # --- what is shared -----------------------------------------------------------------------------------------------
+    # --- shared by all executors
+    # -----------------------------------------------------------------------------------------------
 
     def target(self, state: State) -> DecodeState:
-        """Return the part of the state that is the base's."""
+        """Return the base's part of the state."""
         return state
 
     def output(self, state: State) -> OutputState:
@@ -142,15 +156,15 @@ class Executor(abc.ABC):
         """Decode, and yield a snapshot after every ``n_steps`` steps, the last when every sequence has ended.
 
         Args:
-            given: prompts of the width of a bucket, and how to sample.
-            stopped: a sequence ends early where the caller sets its element between two snapshots.
-            n_steps: None for text that somebody reads: one step first, then as many as `next_burst` says.
+            given: Prompts padded to a bucket, and sampling parameters.
+            stopped: Set an element between two snapshots to end that sequence early.
+            n_steps: Steps per snapshot. None for streamed text: one step first, then as many as `next_burst` returns.
         """
         state, steps = self.prefill(*given), n_steps or 1
         while True:
             began = time.perf_counter()
             state, now = self.advance(state, stopped, steps)
-            # The time that the reader takes does not count.
+            # The reader's own time does not count.
             steps = n_steps or next_burst(steps, time.perf_counter() - began)
             yield now
             if (now.done | stopped).all():
@@ -158,32 +172,32 @@ class Executor(abc.ABC):
 
     def decode(self, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None) -> DecodeResult:
         """Decode to the end. The arguments are those of a decode function (`hydrajax.decoding.decode.make_decode_fn`)
-        after its parameters; results have `room` columns.
+        without parameters; results have `room` columns.
         """
         given = settled_inputs(self.spec, self.model.config, prompt, lengths, rng, limits, rule, processors)
         state, _ = self.advance(self.prefill(*given), np.zeros(len(given.prompt), bool), self.room)
         return self._result(self.output(state))
 
     def is_compiled(self, given: Inputs) -> bool:
-        """Tell whether `compile` has compiled for inputs of these shapes."""
+        """Return whether `compile` has compiled for inputs of these shapes."""
         return _shapes(given) in self._compiled
 
     def compile(self, given: Inputs) -> None:
-        """Compile for inputs of these shapes, so that `run` only runs."""
+        """Compile for inputs of these shapes, so that `run` does not compile."""
         self._compile(given)
         self._compiled.add(_shapes(given))
 
     def _compile(self, given: Inputs) -> None:
-        """By default take one step."""
+        """Compile by taking one step."""
         one = given._replace(sampling=given.sampling._replace(limits=np.ones_like(given.lengths)))
         jax.block_until_ready(self.advance(self.prefill(*one), np.zeros(len(given.prompt), bool), 1)[0])
 
-    # --- executors beside this one ------------------------------------------------------------------------------------
+    # --- derived executors ------------------------------------------------------------------------------------
 
     def with_spec(self, spec: DecodeSpec | None = None, **changes: Any) -> Executor:
-        """Return an executor of another spec, or with these fields of the spec replaced, for the same parameters.
+        """Return an executor of another spec, or with fields of the spec replaced, for the same parameters.
 
-        It shares the compiled programs where they do not depend on what is changed, such as the numbers of a rule.
+        It shares the compiled programs if they do not depend on the change, such as other numbers of a rule.
         """
         spec = (spec or self.spec).replace(**changes)
         if Engine.of(self.model, spec, self._wanted_room) == self._programs:
@@ -196,7 +210,7 @@ class Executor(abc.ABC):
         return type(self)(self.model, self.params, spec, tokenizer=self.tokenizer, room=self._wanted_room)
 
     def autoregressive(self) -> FusedExecutor:
-        """Return the baseline: the base without a draft, by the rule that then has the same meaning."""
+        """Return the autoregressive baseline: the base without a draft, and the rule of the same meaning."""
         params = Params(self.params.base, {})
         return FusedExecutor(
             self.model, params, self.spec.autoregressive(), tokenizer=self.tokenizer, room=self._wanted_room
@@ -204,7 +218,7 @@ class Executor(abc.ABC):
 
 
 class FusedExecutor(Executor):
-    """Base and draft in one program: `advance` and `decode` each are one `jax.lax.while_loop`."""
+    """Base and draft in one program: `advance` and `decode` are one `jax.lax.while_loop` each."""
 
     def _jit_verbs(self):
         super()._jit_verbs()

@@ -1,4 +1,4 @@
-"""Specs from keywords: rules by name, and numbers of rules and logits processors, as a call or a command gives them."""
+"""Specs from keywords: rules by name, and numbers of rules and logits processors, as calls and commands give them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydrajax.errors import HydrajaxError, not_allowed
 
 
 class Numbers(TypedDict, total=False):
-    """The numbers of all rules and processors, as keywords of a call; a list gives every prompt its own."""
+    """The numbers of all rules and processors as keywords of a call; a list gives one per prompt."""
 
     temperature: float | Sequence[float]
     top_k: int | Sequence[int]
@@ -41,14 +41,15 @@ RULES: dict[str, type[AcceptanceRule]] = {
 
 
 def numbers_of(name: str) -> tuple[str, ...]:
-    """Return the names of the numbers that a rule takes: its fields."""
+    """Return the names of a rule's numbers: its fields."""
     return tuple(field.name for field in dataclasses.fields(RULES[name]))
 
 
 def make_rule(name: str, **numbers: Any) -> AcceptanceRule:
-    """Return the rule of this name with these numbers; a number that is None is left at the rule's default.
+    """Return the rule of this name with these numbers; a number that is None keeps its default.
 
-    Raises `HydrajaxError` for an unknown name, and for a number that is out of range or that the rule does not have.
+    Raises:
+        HydrajaxError: For an unknown name, and for a number that is out of range or that the rule does not have.
     """
     if name not in RULES:
         raise not_allowed("rule", name, RULES)
@@ -57,7 +58,7 @@ def make_rule(name: str, **numbers: Any) -> AcceptanceRule:
         if number not in numbers_of(name):
             takers = ", ".join(other for other in RULES if number in numbers_of(other))
             only = f", only with {takers}" if takers else ""
-            raise HydrajaxError(f"{number}: has no meaning with the rule {name}{only}")
+            raise HydrajaxError(f"{number}: got a value for the rule {name}, expected none{only}")
     return RULES[name](**given)
 
 
@@ -70,13 +71,13 @@ def with_keywords(
     """Return the spec with a rule, by default greedy, and with processors.
 
     Args:
-        spec: its other fields stay.
-        rule: a rule, or its name with its numbers.
-        processors: applied after those that the numbers make.
-        numbers: of a named rule, and of processors (`hydrajax.decoding.processors.PROCESSORS`) with any rule.
+        spec: The other fields stay.
+        rule: A rule, or the name of one.
+        processors: Applied after those that the numbers construct.
+        numbers: Numbers of a named rule, and of processors (`hydrajax.decoding.processors.PROCESSORS`) with any rule.
 
     Raises:
-        HydrajaxError: as `make_rule`, and for a number beside a rule that is given.
+        HydrajaxError: As `make_rule`, and for a rule's number together with a rule object.
     """
     given = {name: value for name, value in numbers.items() if value is not None}
     of_rule = {name: value for name, value in given.items() if name not in PROCESSOR_OF}
@@ -84,7 +85,9 @@ def with_keywords(
     if rule is None or isinstance(rule, str):
         rule = make_rule(rule or "greedy", **of_rule)
     elif of_rule:
-        raise HydrajaxError(f"{next(iter(of_rule))}: belongs to a rule that is named; set it in the rule that is given")
+        raise HydrajaxError(
+            f"{next(iter(of_rule))}: got a value next to a rule object, expected none: set it in the rule"
+        )
     return spec.replace(rule=rule, processors=(*make_processors(**of_processors), *processors))
 
 
@@ -96,9 +99,10 @@ def specs_of_prompts(
     max_new_tokens: int | Sequence[int] = 256,
     **keywords: Any,
 ) -> list[DecodeSpec]:
-    """Return `with_keywords` for each of ``count`` prompts, from values for all of them or lists of one for each.
+    """Return `with_keywords` for each of ``count`` prompts, from values for all or lists with one per prompt.
 
-    Raises `HydrajaxError` as `with_keywords`, and for lists of another length.
+    Raises:
+        HydrajaxError: As `with_keywords`, and for lists of another length.
     """
     of_all = {"rule": rule, "max_new_tokens": max_new_tokens, **keywords}
     each = {
@@ -107,7 +111,7 @@ def specs_of_prompts(
         if isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str) and name != "processors"
     }
     found = []
-    for row in range(max(count, 1)):  # what is wrong is refused without prompts, too
+    for row in range(max(count, 1)):  # invalid values are refused without prompts, too
         own = {name: value for name, value in of_all.items() if name not in each}
         own |= {name: values[row] for name, values in each.items() if count}
         limit = own.pop("max_new_tokens", spec.max_new_tokens)
@@ -116,9 +120,9 @@ def specs_of_prompts(
 
 
 def one_each(name: str, value: Any, count: int) -> list:
-    """Return one for each of ``count`` prompts, from one for all or a list; raises for a list of another length."""
+    """Return ``count`` values from one for all or a list; raises `HydrajaxError` for a list of another length."""
     if not isinstance(value, (Sequence, np.ndarray)):
         return [value] * count
     if len(value) != count:
-        raise HydrajaxError(f"{name}: must be one for all prompts or one for each, found {len(value)} for {count}")
+        raise HydrajaxError(f"{name}: got {len(value)} values for {count} prompts, expected one or one per prompt")
     return list(value)

@@ -1,7 +1,7 @@
-"""Log-probabilities under the base, kept beside the tokens of a text: their own, and those of the likeliest there.
+"""Log-probabilities under the base: of the emitted tokens, and of the most likely tokens at their positions.
 
-They are of the base's own distribution given all before a token: without penalties, temperature and cuts, whatever the
-rule. The engine reads them off the logits of every step; no rule has a part in it.
+They belong to the base's own distribution given the text before a token, without penalties, temperature and truncation,
+for any rule. The engine reads them from the logits of every step; rules are not involved.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from hydrajax.models.ranking import log_probabilities, log_probability, top_toke
 
 
 class TopTokens(NamedTuple):
-    """The base's k likeliest tokens at some places, the likeliest first; of equally likely ones the smallest id.
+    """The base's k most likely tokens at some positions, most likely first; ties by the smallest id.
 
-    ids: int32 ``[*places, k]``. logprobs: float32, of the same shape.
+    Attributes:
+        ids: int32 ``[*places, k]``.
+        logprobs: float32, of the same shape.
     """
 
     ids: Int[Array, "*places k"]
@@ -29,21 +31,26 @@ class TopTokens(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """chosen: float32 ``[*places]``, of the tokens that the text has there. top: None where none are wanted."""
+    """Log-probabilities at some positions.
+
+    Attributes:
+        chosen: float32 ``[*places]``, of the tokens of the text.
+        top: The most likely tokens; None if not requested.
+    """
 
     chosen: Float[Array, "*places"]
     top: TopTokens | None = None
 
     @staticmethod
     def nothing(places: tuple[int, ...], k: int) -> Logprobs:
-        """Zeros, for so many likeliest tokens."""
+        """Return zeros with room for k most likely tokens."""
         room = (*places, k)
         top = TopTokens(jnp.zeros(room, jnp.int32), jnp.zeros(room, jnp.float32)) if k else None
         return Logprobs(jnp.zeros(places, jnp.float32), top)
 
     @staticmethod
     def of(logits: Float[Array, "*places V"], tokens: Int[Array, "*places"], k: int) -> Logprobs:
-        """What the logits say of these tokens, and of the k likeliest."""
+        """Return the log-probabilities of these tokens, and of the k most likely ones."""
         top = None
         if k:
             ids = top_tokens(logits, k)
@@ -58,11 +65,12 @@ class Logprobs(NamedTuple):
         accepted: Acceptance,
         lengths: Int[Array, " B"],
     ) -> tuple[Logprobs, Logprobs]:
-        """Those of an output with a path's ``tokens`` written from ``lengths[b]`` on, and those of the next root.
+        """Return the output's log-probabilities with a path's ``tokens`` written at ``lengths[b]``, and the bonus
+        token's.
 
-        The base chose each token at the node before it, and the root of the path in the step before: ``root``.
+        The base chose each token at the node before it, and the root in the previous step (``root``).
         """
-        # Beyond its last node a path repeats it, and what follows there is the next root.
+        # Beyond its last node a path repeats it; the bonus token follows there.
         accepts = jnp.arange(tokens.shape[1]) < accepted.accept_length[:, None]
         following = jnp.where(accepts, jnp.roll(tokens, -1, axis=1), accepted.bonus_token[:, None])
         along_path = jnp.take_along_axis(logits, accepted.path[:, :, None], axis=1)

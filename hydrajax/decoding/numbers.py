@@ -1,7 +1,7 @@
-"""Rules and logits processors as pytrees of their numbers, with one number for each row of a batch.
+"""Rules and logits processors as pytrees of their numbers, one number per sequence of a batch.
 
-So they are part of the decode state, and another temperature is another argument of the same compiled program. A number
-without effect (`effective`) is no leaf: a program holds nothing of what nobody asked for.
+They are therefore part of the decode state, and another temperature is another argument of the same compiled program. A
+number without effect (`effective`) is not a leaf, so a program contains only what is in use.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LARGEST = np.int32(2**31 - 1)  # as top_k it keeps every token
 def numbers_as_arrays(cls: type[T]) -> type[T]:
     """Register a frozen dataclass of numbers as a pytree of these numbers.
 
-    ``NEUTRAL`` of the class gives the values without effect. An instance is ``mixed`` where some rows' arrays may hold
-    such values (`batched`); that is part of the tree's structure. Leaves may be arrays or anything else that JAX puts
-    in their place, and are not validated.
+    ``NEUTRAL`` of the class gives the values without effect. An instance is ``mixed`` if the arrays of some sequences
+    may hold such values (`batched`); this is part of the tree's structure. Leaves may be arrays or anything that JAX
+    puts in their place, and are not validated.
     """
     names = [field.name for field in dataclasses.fields(cls)]
 
@@ -47,9 +47,9 @@ def numbers_as_arrays(cls: type[T]) -> type[T]:
 
 
 def _shown(item: Any) -> str:
-    """Return a dataclass's own repr without the keyword-only numbers that have no effect.
+    """Return a dataclass's repr without keyword-only numbers that have no effect.
 
-    Result files name rules in this way, and must go on to name one the same when rules learn to do more.
+    Result files name rules by it, and the name must not change when rules gain numbers.
     """
     numbers = [
         f"{each.name}={getattr(item, each.name)!r}"
@@ -60,29 +60,33 @@ def _shown(item: Any) -> str:
 
 
 def effective(item: Any, name: str) -> Any:
-    """Return a number, or None where it has the value without effect."""
+    """Return a number, or None if it has the value without effect."""
     value = getattr(item, name)
     is_number = isinstance(value, (int, float))
     return None if is_number and value == getattr(item, "NEUTRAL", {}).get(name) else value
 
 
 def is_mixed(item: Any) -> bool:
-    """Tell whether rows of one batch may differ in which numbers have an effect; see `numbers_as_arrays`."""
+    """Return whether the sequences of a batch may differ in which numbers have an effect; see `numbers_as_arrays`."""
     return getattr(item, "mixed", False)
 
 
 def batched(rows: Sequence[T], like: Sequence[T] = ()) -> T:
-    """Stack the numbers of several rows into arrays ``[B]``: float32, int32 for integers.
+    """Stack the numbers of several sequences into arrays ``[B]``: float32, int32 for integers.
 
-    A number that has an effect in some rows is written out in the others, and the result is ``mixed``. like: give the
-    result the structure that it would have with these in the batch, too, so that all batches share a program.
+    A number with an effect in some sequences is written out in the others, and the result is ``mixed``.
 
-    Raises `HydrajaxError` for rows of several kinds, and for a number that some leave out and that has no value
-    without effect.
+    Args:
+        rows: The rules or processors of the sequences.
+        like: Give the result the structure that it would have with these in the batch, so that all batches share a
+            program.
+
+    Raises:
+        HydrajaxError: For sequences of several kinds, and for a number that some omit and that has no neutral value.
     """
     every, first = (*rows, *like), rows[0]
     if any(type(row) is not type(first) for row in every):
-        raise HydrajaxError("rule: those of one batch must be of one kind and give the same numbers")
+        raise HydrajaxError("rule: got several kinds in one batch, expected one kind with the same numbers")
     neutral = getattr(first, "NEUTRAL", {})
     used = [name for name in neutral if any(effective(row, name) is not None for row in every)]
     lacking = any(effective(row, name) is None for row in every for name in used)
@@ -98,12 +102,12 @@ def batched(rows: Sequence[T], like: Sequence[T] = ()) -> T:
 
     rows = [written_out(row) for row in rows]
     if len({jax.tree.structure(row) for row in rows}) > 1:
-        raise HydrajaxError("rule: those of one batch must be of one kind and give the same numbers")
+        raise HydrajaxError("rule: got several kinds in one batch, expected one kind with the same numbers")
     return jax.tree.map(lambda *xs: _xp(xs[0]).stack([_as_array(x) for x in xs]), *rows)
 
 
 def broadcast(item: T, batch: int) -> T:
-    """Give every row of a batch the same numbers; arrays ``[B]`` stay as they are."""
+    """Repeat numbers for every sequence of a batch; arrays ``[B]`` stay as they are."""
     return jax.tree.map(lambda x: _xp(x).broadcast_to(_as_array(x), (batch, *np.shape(x)[1:])), item)
 
 

@@ -1,11 +1,11 @@
-"""Logits processors: changes to the base's logits at a node of the tree, before any rule reads them.
+"""Logits processors change the base's logits at a node of the tree before any rule reads them.
 
-A processor is part of the base's distribution, so every rule applies it alike. What it does at a node may depend on all
-that stands before the token that follows: the prompt, the output, and the path from the root down to the node.
+A processor is part of the base's distribution, so every rule applies it alike. Its effect at a node may depend on all
+tokens before: the prompt, the output, and the path from the root to the node.
 
-A processor is a frozen dataclass of numbers, hashable, given by the user (`DecodeSpec.processors`). `batched` turns
-those of several rows into one with arrays, which lies in the decode state. A program without processors holds nothing
-of this module.
+A processor is a frozen, hashable dataclass of numbers (`DecodeSpec.processors`). `batched` combines those of several
+sequences into one with arrays, which lies in the decode state. A program without processors contains nothing of this
+module.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from hydrajax.models.ranking import over_rows
 
 
 class TokenCounts(NamedTuple):
-    """The tokens of a text.
+    """Token counts of a text.
 
-    prompt: bool ``[B, V]`` whether a token is in the prompt; in a conversation that is everything before the answer.
-    output: int32 ``[B, V]`` how often each has been emitted.
+    Attributes:
+        prompt: bool ``[B, V]`` whether a token occurs in the prompt (in a conversation: in everything before the
+            answer).
+        output: int32 ``[B, V]`` how often each token has been emitted.
     """
 
     prompt: Bool[Array, "B V"]
@@ -39,12 +41,12 @@ class TokenCounts(NamedTuple):
 
     @classmethod
     def of_prompt(cls, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], vocab_size: int) -> TokenCounts:
-        """Count the first ``lengths[b]`` tokens of each row; padding may hold anything."""
+        """Count the first ``lengths[b]`` tokens of each sequence; padding may hold anything."""
         nothing = jnp.zeros((len(tokens), vocab_size), jnp.int32)
         return cls(nothing > 0, nothing).with_prompt(tokens, lengths)
 
     def with_prompt(self, tokens: Int[Array, "B T"], counts: Int[Array, " B"]) -> TokenCounts:
-        """Add more text to answer: what has been emitted is then prompt, and so are the first ``counts[b]`` tokens."""
+        """Add the first ``counts[b]`` tokens to the prompt; what has been emitted becomes prompt too."""
         rows, columns = self._places(tokens, counts)
         prompt = (self.prompt | (self.output > 0)).at[rows, columns].set(True, mode="drop")
         return TokenCounts(prompt, jnp.zeros_like(self.output))
@@ -55,17 +57,18 @@ class TokenCounts(NamedTuple):
         return self._replace(output=self.output.at[rows, columns].add(1, mode="drop"))
 
     def _places(self, tokens, counts):
-        """Where to write, for ``mode="drop"``: tokens beyond the counts are sent beyond the vocabulary."""
+        """Return indices for ``mode="drop"``: tokens beyond the counts get an id beyond the vocabulary."""
         valid = jnp.arange(tokens.shape[1]) < counts[:, None]
         return jnp.arange(len(tokens))[:, None], jnp.where(valid, tokens, self.output.shape[1])
 
 
 class NodeContext(NamedTuple):
-    """What stands before the token whose logits are processed, one node of each row.
+    """The context of the processed logits: one node of each sequence.
 
-    node:   int32 ``[B]``; 0 after a prompt, too.
-    counts: the tokens of the prompt, the output, and the path from the root down to the node. None unless a processor
-            of the batch ``counts_tokens``.
+    Attributes:
+        node: int32 ``[B]``; 0 after a prompt.
+        counts: Token counts of the prompt, the output, and the path from the root to the node. None unless a processor
+            of the batch has ``counts_tokens``.
     """
 
     node: Int[Array, " B"]
@@ -73,48 +76,57 @@ class NodeContext(NamedTuple):
 
 
 class LogitsProcessor(Protocol):
-    """A change to the logits of one node per row. Made without arguments it has no effect.
+    """A change to the logits of one node per sequence. Constructed without arguments it has no effect.
 
-    counts_tokens: it reads `NodeContext.counts`.
+    Attributes:
+        counts_tokens: It reads `NodeContext.counts`.
     """
 
     counts_tokens: ClassVar[bool]
 
     def __call__(self, logits: Float[Array, "B V"], context: NodeContext) -> Float[Array, "B V"]:
-        """Return the processed logits. Called with arrays ``[B]`` for the numbers."""
+        """Return the processed logits. The processor's numbers are arrays ``[B]`` here."""
 
     def reference(
         self, logits: Float[np.ndarray, " V"], prompt: Sequence[int], output: Sequence[int]
     ) -> Float[np.ndarray, " V"]:
-        """Return one row's processed logits, written token by token in NumPy: what certificates and tests trust."""
+        """Return one sequence's processed logits, computed token by token in NumPy: the reference of certificates and
+        tests.
+        """
 
     def active(self) -> Bool[Array, ""]:
-        """Tell on the device whether it changes anything in any row."""
+        """Return whether it changes any sequence, on the device."""
 
     @property
     def has_effect(self) -> bool:
-        """Tell on the host whether it changes anything."""
+        """True if it changes anything, on the host."""
 
     @classmethod
     def batched(cls, rows: Sequence[Any], vocab_size: int, like: Sequence[Any] = ()) -> Any:
-        """Return one processor for a batch from one per row, its arrays with the batch as first axis.
+        """Return one processor for a batch from one per sequence, its arrays with the batch as first axis.
 
-        like: give it the structure that it would have with these in the batch, too.
+        Args:
+            rows: The processors of the sequences.
+            vocab_size: The base's.
+            like: Give the result the structure that it would have with these in the batch.
         """
 
 
 @numbers_as_arrays
 @dataclass(frozen=True, kw_only=True)
 class Penalties:
-    """Change the logits of tokens that the text already holds.
+    """Penalise (or favour) tokens that the text already contains.
 
-    repetition_penalty: positive, 1.0 for none. Positive logits of the tokens of prompt and output are divided by it,
-        negative ones multiplied (Keskar et al. 2019; transformers' processor of this name).
-    presence_penalty, frequency_penalty: finite, 0.0 for none; negative ones favour repetition. Subtracted from the
-        logits of the tokens of the output, once and as often as a token occurs there (the formula of OpenAI's API). The
-        prompt does not count. They come after repetition_penalty, as in vLLM.
+    Attributes:
+        repetition_penalty: Positive, 1.0 for none. Divides positive logits of tokens of prompt and output, multiplies
+            negative ones (Keskar et al. 2019; transformers' processor of this name).
+        presence_penalty: Finite, 0.0 for none; negative values favour repetition. Subtracted once from the logits of
+            tokens of the output (the formula of OpenAI's API). The prompt does not count. Applied after
+            repetition_penalty, as in vLLM.
+        frequency_penalty: As presence_penalty, once per occurrence.
 
-    Raises `HydrajaxError` for a value out of range.
+    Raises:
+        HydrajaxError: For a value out of range.
     """
 
     repetition_penalty: float = field(
@@ -124,17 +136,17 @@ class Penalties:
         default=0.0, metadata={"help": "subtract R from the logits of tokens of the output", "metavar": "R"}
     )
     frequency_penalty: float = field(
-        default=0.0, metadata={"help": "subtract R as often as a token is in the output", "metavar": "R"}
+        default=0.0, metadata={"help": "subtract R per occurrence of a token in the output", "metavar": "R"}
     )
     NEUTRAL: ClassVar[dict[str, float]] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     counts_tokens: ClassVar[bool] = True
 
     def __post_init__(self):
         if not 0 < self.repetition_penalty < float("inf"):
-            raise HydrajaxError(f"repetition_penalty: must be positive, found {self.repetition_penalty}")
+            raise HydrajaxError(f"repetition_penalty: got {self.repetition_penalty}, expected a positive number")
         for name in ("presence_penalty", "frequency_penalty"):
             if not math.isfinite(getattr(self, name)):
-                raise HydrajaxError(f"{name}: must be a finite number, found {getattr(self, name)}")
+                raise HydrajaxError(f"{name}: got {getattr(self, name)}, expected a finite number")
 
     @property
     def has_effect(self):
@@ -149,15 +161,15 @@ class Penalties:
 
     def __call__(self, logits, context):
         counts = context.counts
-        said = counts.output > 0
+        emitted = counts.output > 0
         if (penalty := effective(self, "repetition_penalty")) is not None:
             penalty = over_rows(penalty, logits)
             changed = jnp.where(logits < 0, logits * penalty, logits / penalty)
-            logits = jnp.where(counts.prompt | said, changed, logits)
+            logits = jnp.where(counts.prompt | emitted, changed, logits)
         if (penalty := effective(self, "frequency_penalty")) is not None:
             logits = logits - over_rows(penalty, logits) * counts.output
         if (penalty := effective(self, "presence_penalty")) is not None:
-            logits = logits - over_rows(penalty, logits) * said
+            logits = logits - over_rows(penalty, logits) * emitted
         return logits
 
     def reference(self, logits, prompt, output):
@@ -180,7 +192,7 @@ def _parse_bias(text: str) -> dict[int, float]:
     try:
         return {int(token): float(bias) for token, bias in (pair.split(":") for pair in text.split(","))}
     except ValueError:
-        raise ValueError("must be ID:B with commas between them") from None
+        raise ValueError("expected ID:B,ID:B,...") from None
 
 
 @jax.tree_util.register_pytree_node_class
@@ -188,8 +200,11 @@ def _parse_bias(text: str) -> dict[int, float]:
 class LogitBias:
     """Add a number to the logits of some tokens, as OpenAI's ``logit_bias`` does.
 
-    logit_bias: pairs of a token id and a finite number, or a mapping; in a decode state float32 ``[B, V]``. Raises
-    `HydrajaxError` for anything else, and in `batched` for ids outside the vocabulary.
+    Attributes:
+        logit_bias: A mapping, or pairs, of token ids and finite numbers; in a decode state float32 ``[B, V]``.
+
+    Raises:
+        HydrajaxError: For anything else; `batched` raises it for ids outside the vocabulary.
     """
 
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | Any = field(
@@ -204,10 +219,10 @@ class LogitBias:
             pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
             pairs = tuple(sorted((_token_id(token), float(bias)) for token, bias in pairs))
         except (TypeError, ValueError):
-            raise HydrajaxError(f"logit_bias: must map token ids to numbers, found {str(pairs)[:60]}") from None
+            raise HydrajaxError(f"logit_bias: got {str(pairs)[:60]}, expected token ids with numbers") from None
         for token, bias in pairs:
             if token < 0 or not math.isfinite(bias):
-                raise HydrajaxError(f"logit_bias: must map ids from 0 up to finite numbers, found {token}: {bias}")
+                raise HydrajaxError(f"logit_bias: got {token}: {bias}, expected ids from 0 up with finite numbers")
         object.__setattr__(self, "logit_bias", pairs)
 
     @property
@@ -232,7 +247,7 @@ class LogitBias:
         for row, processor in zip(bias, rows, strict=True):
             for token, number in processor.logit_bias:
                 if token >= vocab_size:
-                    raise HydrajaxError(f"logit_bias: token id {token} is outside the vocabulary 0..{vocab_size - 1}")
+                    raise HydrajaxError(f"logit_bias: got token id {token}, expected 0 to {vocab_size - 1}")
                 row[token] = number
         return cls.tree_unflatten(None, (bias,))
 
@@ -247,17 +262,18 @@ class LogitBias:
 
 
 def _token_id(token: Any) -> int:
-    """Return a token id given as an integer or, as in JSON's keys, as text."""
+    """Return a token id given as an integer or, as JSON's keys are, as text."""
     if isinstance(token, bool) or (isinstance(token, float) and not token.is_integer()):
         raise ValueError
     return int(token)
 
 
 class AllowedTokens(NamedTuple):
-    """Forbid all tokens but some after each node, such as those that a grammar allows.
+    """Forbid all tokens except some after each node, such as those that a grammar allows.
 
-    allowed: bool ``[B, N, V]``. The host makes it for the nodes of one proposal while the base verifies them
-    (`hydrajax.decoding.stepped.SteppedExecutor`), so it is no number of a spec.
+    Attributes:
+        allowed: bool ``[B, N, V]``. The host computes it for the nodes of one proposal while the base verifies them
+            (`hydrajax.decoding.stepped.SteppedExecutor`), so it is not part of a spec.
     """
 
     allowed: Bool[Array, "B N V"]
@@ -270,16 +286,15 @@ class AllowedTokens(NamedTuple):
         return jnp.where(self.allowed[jnp.arange(len(logits)), context.node], logits, -jnp.inf)
 
 
-# Processors that are made of numbers by their fields' names, on the command line and as keywords of a call, in the
-# order in which they are applied, which is vLLM's.
+# Processors that flags and keywords construct by the names of their fields, in the order of application (vLLM's).
 PROCESSORS: tuple[type, ...] = (LogitBias, Penalties)
 PROCESSOR_OF = {each.name: cls for cls in PROCESSORS for each in fields(cls)}
 
 
 def make_processors(**given: Any) -> tuple[Any, ...]:
-    """Return the processors of these numbers, named as the fields of `PROCESSORS`; those without effect are left out.
+    """Return the processors of these numbers, named as the fields of `PROCESSORS`, without those that have no effect.
 
-    A number that is None is left at its default. Raises `HydrajaxError` for a number out of range.
+    A number that is None keeps its default. Raises `HydrajaxError` for a number out of range.
     """
     made = []
     for cls in PROCESSORS:
@@ -292,32 +307,35 @@ def make_processors(**given: Any) -> tuple[Any, ...]:
 def batched_processors(
     rows: Sequence[Sequence[Any]], vocab_size: int, like: Sequence[Sequence[Any]] = ()
 ) -> tuple[Any, ...]:
-    """Return the processors of a batch from those of each row; a row that lacks one has it without effect.
+    """Return the processors of a batch from those of each sequence; a sequence without one gets it without effect.
 
-    like: give them the structure that they would have with these rows in the batch, too.
+    Args:
+        rows: The processors of the sequences.
+        vocab_size: The base's.
+        like: Give the result the structure that it would have with these sequences in the batch.
     """
     every = (*rows, *like)
     others = (type(one) for row in every for one in row if type(one) not in PROCESSORS)
     found = []
     for cls in (*PROCESSORS, *dict.fromkeys(others)):
         if any(isinstance(one, cls) for row in every for one in row):
-            own, beside = ([_of_kind(cls, row) for row in some] for some in (rows, like))
-            found.append(cls.batched(own, vocab_size, beside))
+            own, others_like = ([_of_kind(cls, row) for row in some] for some in (rows, like))
+            found.append(cls.batched(own, vocab_size, others_like))
     return tuple(found)
 
 
 def _of_kind(cls: type, processors: Sequence[Any]) -> Any:
-    """The processor of this class, or one without effect."""
+    """Return the processor of this class, or one without effect."""
     return next((one for one in processors if isinstance(one, cls)), None) or cls()
 
 
 def process(processors: Sequence[Any], logits: Float[Array, "B V"], context: NodeContext) -> Float[Array, "B V"]:
-    """Apply the processors of a batch one after the other."""
+    """Apply the processors of a batch in order."""
     for processor in processors:
         logits = processor(logits, context)
     return logits
 
 
 def count_tokens(processors: Sequence[Any]) -> bool:
-    """Tell whether any of the processors reads which tokens the text holds."""
+    """Return whether any of the processors reads token counts."""
     return any(processor.counts_tokens for processor in processors)

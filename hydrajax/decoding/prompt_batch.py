@@ -1,4 +1,4 @@
-"""Prompts on the host: encoded and checked, padded to widths that share a compilation, filled into batches."""
+"""Prompts on the host: encode and check them, pad them to shared widths, and combine them into batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ TokenIds = Sequence[int] | np.ndarray  # of one text
 
 
 class PromptBatch(NamedTuple):
-    """prompt: int32 ``[B, P]``, right-padded with 0. lengths: int32 ``[B]``. n_real: the rows that are no filling."""
+    """A batch of prompts.
+
+    Attributes:
+        prompt: int32 ``[B, P]``, right-padded with 0.
+        lengths: int32 ``[B]``.
+        n_real: Number of prompts; the rest of the batch repeats them.
+    """
 
     prompt: Int[np.ndarray, "B P"]
     lengths: Int[np.ndarray, " B"]
@@ -25,13 +31,13 @@ class PromptBatch(NamedTuple):
 
 
 def bucket(length: int, max_positions: int) -> int:
-    """The padded width of a prompt: the next power of two, at most the context."""
+    """Return the padded width of a prompt: the next power of two, at most the context."""
     width = max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
     return max(length, min(width, max_positions))
 
 
 def right_padded(rows: Sequence[TokenIds], width: int) -> tuple[Int[np.ndarray, "B width"], Int[np.ndarray, " B"]]:
-    """Token ids of several lengths as one int32 array, filled up with 0, and the lengths."""
+    """Return token ids of several lengths as one int32 array padded with 0, and the lengths."""
     padded = np.zeros((len(rows), width), np.int32)
     for row, ids in zip(padded, rows, strict=True):
         row[: len(ids)] = ids
@@ -39,9 +45,12 @@ def right_padded(rows: Sequence[TokenIds], width: int) -> tuple[Int[np.ndarray, 
 
 
 def batches(prompts: Sequence[TokenIds], size: int, width: int | None = None) -> Iterator[PromptBatch]:
-    """Full batches of ``size`` prompts, in order and of one shape, so that one compilation serves all.
+    """Yield full batches of ``size`` prompts, in order and of one shape, so that one compilation serves all.
 
-    width: of every batch, by default that of the longest prompt. The last batch is filled up by repeating its prompts.
+    Args:
+        prompts: Token ids.
+        size: Prompts per batch; the last batch repeats its prompts to fill up.
+        width: Of every batch; by default that of the longest prompt.
     """
     width = max(map(len, prompts), default=0) if width is None else width
     for start in range(0, len(prompts), size):
@@ -50,31 +59,43 @@ def batches(prompts: Sequence[TokenIds], size: int, width: int | None = None) ->
 
 
 def check_prompt(ids: np.ndarray, where: str, config: LlamaConfig) -> None:
-    """Refuse an empty or overlong prompt and ids outside the vocabulary; ``where`` names the prompt in the message."""
+    """Check one prompt; ``where`` names it in messages.
+
+    Raises:
+        HydrajaxError: For an empty or overlong prompt, and for ids outside the vocabulary.
+    """
     if ids.size == 0:
-        raise HydrajaxError(f"{where}: is empty, at least one token is needed")
+        raise HydrajaxError(f"{where}: got no tokens, expected at least one")
     if ids.size > config.max_positions:
-        raise HydrajaxError(f"{where}: has {ids.size} tokens, the model's context is {config.max_positions}")
+        raise HydrajaxError(
+            f"{where}: got {ids.size} tokens, expected at most the model's context of {config.max_positions}"
+        )
     outside = ids[(ids < 0) | (ids >= config.vocab_size)]
     if outside.size:
-        raise HydrajaxError(f"{where}: token id {outside[0]} is outside the vocabulary 0..{config.vocab_size - 1}")
+        raise HydrajaxError(f"{where}: got token id {outside[0]}, expected 0 to {config.vocab_size - 1}")
 
 
 def check_prompts(prompt: Int[np.ndarray, "B P"], lengths: Int[np.ndarray, "..."], config: LlamaConfig) -> None:
-    """`check_prompt` of every row."""
+    """Apply `check_prompt` to every prompt."""
     if lengths.shape != prompt.shape[:1]:
-        raise HydrajaxError(f"lengths: must be one per prompt row, found shape {lengths.shape} for {prompt.shape}")
+        raise HydrajaxError(f"lengths: got shape {lengths.shape} for prompts {prompt.shape}, expected one per prompt")
     for row, (ids, length) in enumerate(zip(prompt, lengths, strict=True)):
         if not 0 <= length <= len(ids):
-            raise HydrajaxError(f"lengths: row {row} has length {length}, the prompt has {len(ids)} columns")
+            raise HydrajaxError(f"lengths: got {length} for prompt {row}, expected 0 to its {len(ids)} columns")
         check_prompt(ids[:length], f"prompt {row}", config)
 
 
 def encode_prompt(prompt: OnePrompt, where: str, tokenizer: Any, config: LlamaConfig) -> Int[np.ndarray, " P"]:
     """Return the token ids of one prompt, int32, checked against the model.
 
-    prompt: text, ids, the messages of a conversation, or a `Prompt`. where: names it in messages unless it brings a
-    name. Raises `HydrajaxError` for a prompt that is empty, too long or not of these kinds.
+    Args:
+        prompt: Text, ids, the messages of a conversation, or a `Prompt`.
+        where: Names it in messages, unless the prompt has a name.
+        tokenizer: The base's.
+        config: The base's.
+
+    Raises:
+        HydrajaxError: For a prompt that is empty, too long or of another kind.
     """
     if not isinstance(prompt, Prompt):
         prompt = Prompt(prompt, where)
@@ -86,8 +107,8 @@ def encode_prompt(prompt: OnePrompt, where: str, tokenizer: Any, config: LlamaCo
 def encode_prompts(
     prompts: Sequence[OnePrompt], tokenizer: Any, config: LlamaConfig
 ) -> Iterator[Int[np.ndarray, " P"]]:
-    """Yield `encode_prompt` of each, named in messages by its number; one that is not asked for is not encoded."""
+    """Yield `encode_prompt` of each, lazily; messages name a prompt by its number."""
     if isinstance(prompts, str):
-        raise HydrajaxError("prompts: must be a list of prompts, found one text; write [text]")
+        raise HydrajaxError("prompts: got one text, expected a list: write [text]")
     for row, prompt in enumerate(prompts):
         yield encode_prompt(prompt, f"prompt {row}", tokenizer, config)

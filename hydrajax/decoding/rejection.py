@@ -1,4 +1,4 @@
-"""Rejection sampling: for drafts that were drawn from distributions of their own."""
+"""Rejection sampling, for candidates drawn from the drafter's own distribution."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from hydrajax.models.ranking import best_token
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.topology import at_rows
 
-# What the key of a place in the output is folded with: for the draft, for the base's own sample, for each child.
+# Folded into the key of a position: for the draft, for the base's own sample, for each child.
 DRAFT, BASE, CHILDREN = 0, 1, 2
 
 
 @numbers_as_arrays
 @dataclass(frozen=True)
 class RejectionSampling(Sampling):
-    """For drafts that were drawn from distributions of their own, q (Leviathan et al. 2023, Chen et al. 2023).
+    """Rejection sampling of candidates drawn from q (Leviathan et al. 2023, Chen et al. 2023).
 
-    The children of a node are looked at in the order in which they were drawn, without replacement (SpecInfer 2024;
-    Jeon et al. 2024). One is accepted with probability min(1, p / q); if not, p becomes norm(max(0, p - q)) and q
-    loses the token. If none is accepted, the base's token is drawn from the last p. The output is distributed as the
-    base's, as with `ExactSampling`; the closer q is to p, the more is accepted. Processors shape p and not q.
+    The children of a node are tried in the order in which they were drawn, without replacement (SpecInfer 2024; Jeon et
+    al. 2024). Each is accepted with probability min(1, p / q); on rejection, p becomes norm(max(0, p - q)) and q loses
+    the token. If no child is accepted, the bonus token is drawn from the last p. The output has the base's
+    distribution, as with `ExactSampling`; the closer q is to p, the more is accepted. Processors shape p and not q.
 
-    A node that was given and not drawn, as those of prompt lookup beside heads, comes after its drawn siblings. There
-    was no chance in it, so its q is all on its own token: it is accepted with what p by then has left for it.
+    A node that was given and not drawn, such as those of prompt lookup next to heads, comes after its drawn siblings.
+    Its q is entirely on its own token, so it is accepted with the probability that p has left for it.
 
-    draft_temperature: of q, None for ``temperature``. The drafter must be one that draws
-    (`DrafterSpec.supports_sampling`), a static tree have no gaps between the ranks of siblings. Why a dynamic tree,
-    which depends on what was drawn, does not change the distribution is said at `hydrajax.drafters.growing.grow`.
-    Rows at temperature 0, where all of p is on one token, draft at temperature 1.
+    The drafter must support sampling (`DrafterSpec.supports_sampling`), and a static tree must not skip ranks among
+    siblings. `hydrajax.drafters.growing.grow` explains why a dynamic tree, which depends on the draws, does not change
+    the distribution. Sequences at temperature 0, where p is on one token, draft at temperature 1.
+
+    Attributes:
+        draft_temperature: The temperature of q; None for ``temperature``.
     """
 
     draft_temperature: float | None = None
@@ -53,10 +55,12 @@ class RejectionSampling(Sampling):
 
     def check(self, tree):
         if isinstance(tree, DynamicTree):
-            return  # it never leaves out an earlier sibling
+            return  # it never skips an earlier sibling
         for node, choice in enumerate(tree.choices, start=1):
             if choice[-1] and (*choice[:-1], choice[-1] - 1) not in tree.choices[: node - 1]:
-                raise HydrajaxError(f"tree: RejectionSampling needs siblings of rank 0, 1, 2 ..., found {list(choice)}")
+                raise HydrajaxError(
+                    f"tree: got the choice {list(choice)}, expected siblings of rank 0, 1, 2 ... for RejectionSampling"
+                )
 
     def baseline(self):
         return ExactSampling(self.temperature, self.top_k, self.top_p, min_p=self.min_p)
@@ -106,7 +110,7 @@ class RejectionSampling(Sampling):
         return walk(proposal, choose)
 
     def _probabilities(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Return p; at temperature 0 it is all on the most likely token."""
+        """Return p; at temperature 0 it is entirely on the most likely token."""
         p = jax.nn.softmax(self.shape(logits), axis=-1)
         if not is_mixed(self):
             return p

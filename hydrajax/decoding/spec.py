@@ -1,4 +1,4 @@
-"""How to decode, as one value: `DecodeSpec`; and `SamplingParams`, the numbers of it that every row has for itself."""
+"""`DecodeSpec` describes how to decode; `SamplingParams` are the numbers that each sequence has for itself."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 
 
 def check_max_new_tokens(value: int) -> int:
-    """Return the limit; raises `HydrajaxError` for one that leaves nothing to decode."""
+    """Return the limit; raises `HydrajaxError` if it leaves nothing to decode."""
     if value < 1:
-        raise HydrajaxError(f"max_new_tokens: must be at least 1, found {value}")
+        raise HydrajaxError(f"max_new_tokens: got {value}, expected at least 1")
     return value
 
 
 class SamplingParams(NamedTuple):
-    """What each row of a batch decodes with, beyond the program: arguments, so that other numbers compile nothing.
+    """Per-sequence parameters: arguments of the program, so other values do not recompile.
 
-    rng: a random key, or one per row ``[B]``. What a row draws depends on its key alone; a single key makes one for
-        each row number.
-    rule, processors: their numbers arrays ``[B]``.
-    limits: int32 ``[B]`` most tokens each row may emit, at most those of the engine; None for these.
+    Attributes:
+        rng: A random key, or one per sequence ``[B]``. A sequence's draws depend only on its key; a single key is
+            folded with the sequence's number.
+        rule: The acceptance rule, its numbers arrays ``[B]``.
+        processors: The logits processors, their numbers arrays ``[B]``.
+        limits: int32 ``[B]`` maximum number of tokens, at most the engine's; None for the engine's.
     """
 
     rng: Array
@@ -46,19 +48,20 @@ class SamplingParams(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeSpec:
-    """How to decode: a hashable value that everything which decodes is given, whoever carries it out.
+    """How to decode: a frozen, hashable value for every function and executor that decodes.
 
-    drafter:        proposes candidate tokens; its parameters come with the model's.
-    tree:           the candidate tree, static or grown on the device.
-    rule:           judges the verified tree. Its numbers hold for all rows; other rows' may be given with a batch.
-    processors:     change the base's logits before the rule reads them (`hydrajax.decoding.processors`).
-    max_new_tokens: most tokens of a row; also limited by the context, prompt + output <= max_positions.
-    eos_ids:        a row ends with the first of these that it emits.
-    logprobs:       K to keep the log-probability of each emitted token and of the K most likely tokens in its place,
-                    under the base's own distribution (`hydrajax.decoding.decode.DecodeResult`); 0 for the emitted
-                    tokens alone, None for nothing.
+    Attributes:
+        drafter: Proposes candidate tokens; its parameters come with the model's.
+        tree: The candidate tree, static or dynamic.
+        rule: Judges the verified tree. Its numbers apply to all sequences unless a call gives others.
+        processors: Change the base's logits before the rule reads them (`hydrajax.decoding.processors`).
+        max_new_tokens: Maximum number of tokens per sequence; prompt and output must also fit the context.
+        eos_ids: A sequence ends with the first of these that it emits.
+        logprobs: K, to keep the log-probability of each emitted token and of the K most likely tokens at its position
+            (`hydrajax.decoding.decode.DecodeResult`); 0 for the emitted tokens alone, None for neither.
 
-    Raises `HydrajaxError` for parts that do not fit each other; what depends on the base, `check` refuses.
+    Raises:
+        HydrajaxError: For parts that do not fit each other. `check` tests what depends on the base.
     """
 
     drafter: Drafter = field(default_factory=NoDrafter)
@@ -77,45 +80,50 @@ class DecodeSpec:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         kinds = [type(one).__name__ for one in self.processors]
         if twice := [name for number, name in enumerate(kinds) if name in kinds[:number]]:
-            raise HydrajaxError(f"processors: must be one of a kind, found {twice[0]} twice")
+            raise HydrajaxError(f"processors: got {twice[0]} twice, expected one of a kind")
 
     def check(self, config: LlamaConfig) -> None:
-        """Refuse a spec for a base of this shape: a tree that the drafter cannot fill or the rule cannot judge, a rule
-        that the drafter cannot serve, more than the context or the vocabulary holds.
+        """Check the spec against a base of this shape.
+
+        Raises:
+            HydrajaxError: For a tree that the drafter cannot fill or the rule cannot judge, a rule that the drafter
+                cannot serve, and for numbers beyond the context or the vocabulary.
         """
         can, tree = self.drafter.spec, self.tree
         name = type(self.drafter).__name__
         if isinstance(tree, DynamicTree) and not can.supports_dynamic_tree:
-            raise HydrajaxError(f"tree: {tree.name} needs a drafter that can grow trees, not {name}")
+            raise HydrajaxError(
+                f"tree: got {tree.name}, expected a static tree because {name} cannot fill dynamic ones"
+            )
         tree.check(can.depth, config.vocab_size)
         self.rule.check(tree)
         if self.rule.needs_draws and can.longest_path(tree) and not can.supports_sampling:
-            raise HydrajaxError(f"rule: {type(self.rule).__name__} needs a drafter that samples, not {name}")
+            raise HydrajaxError(
+                f"rule: got {type(self.rule).__name__}, expected another one: {name} does not sample candidates"
+            )
         if can.reach >= config.max_positions:
             raise HydrajaxError(
-                f"draft: looks {can.reach} tokens ahead, which a context of {config.max_positions} has no room for"
+                f"draft: got a window of {can.reach}, expected less than the context of {config.max_positions}"
             )
         batched_processors([self.processors], config.vocab_size)  # refuses token ids beyond the vocabulary
         if self.logprobs is not None and not 0 <= self.logprobs <= config.vocab_size:
-            raise HydrajaxError(
-                f"logprobs: must be from 0 to the vocabulary's {config.vocab_size}, found {self.logprobs}"
-            )
+            raise HydrajaxError(f"logprobs: got {self.logprobs}, expected 0 to the vocabulary's {config.vocab_size}")
 
     def replace(self, **changes: Any) -> DecodeSpec:
         return dataclasses.replace(self, **changes)
 
     def autoregressive(self) -> DecodeSpec:
-        """Return the baseline: the same without a draft, by the rule that then has the same meaning."""
+        """Return the autoregressive baseline: no draft, and the rule of the same meaning."""
         return self.replace(drafter=NoDrafter(), tree=presets.root(), rule=self.rule.baseline())
 
     @property
     def verified_nodes(self) -> int:
-        """How many nodes a step feeds to the base, root included."""
+        """Number of nodes that a step feeds to the base, root included."""
         return self.drafter.spec.verified_nodes(self.tree)
 
     @property
     def longest_path(self) -> int:
-        """The most tokens after the root that a step may accept."""
+        """Maximum number of accepted draft tokens per step."""
         return self.drafter.spec.longest_path(self.tree)
 
     def shown_rule(self) -> str:
@@ -126,10 +134,14 @@ class DecodeSpec:
 def sampling_params(
     specs: Sequence[DecodeSpec], rng: Array, vocab_size: int, like: Sequence[DecodeSpec] = ()
 ) -> SamplingParams:
-    """Return the numbers of a batch from the specs of its rows, whose rules are of one kind.
+    """Return the sampling parameters of a batch from the specs of its sequences, whose rules are of one kind.
 
-    like: give them the structure that they would have with these in the batch, too, so that all batches share a
-    program.
+    Args:
+        specs: One per sequence.
+        rng: A random key, or one per sequence.
+        vocab_size: The base's.
+        like: Give the result the structure that it would have with these in the batch, so that all batches share a
+            program.
     """
     return SamplingParams(
         rng,

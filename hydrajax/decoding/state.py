@@ -1,7 +1,6 @@
-"""Everything that the decode loop carries: three pytrees of static shapes, safe to donate.
+"""The state of the decode loop: three pytrees of static shapes, safe to donate.
 
-Every array's first axis is the batch, so rows can be taken out, put in and moved, as a server does whose requests come
-and go.
+Every array's first axis is the batch, so a server can insert, remove and move sequences.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from hydrajax.models.cache import KVCache
 
 
 class Params(NamedTuple):
-    """``base`` is frozen and shared; ``draft`` belongs to the drafter (an empty dict for autoregressive decoding)."""
+    """Parameters: ``base`` is frozen and shared; ``draft`` belongs to the drafter (an empty dict without a draft)."""
 
     base: Any
     draft: Any
 
 
 class TargetState(NamedTuple):
-    """The base's side.
+    """The base's part.
 
-    cache: keys and values of prompt and emitted tokens.
-    root:  int32 ``[B]`` the token the base has chosen and the next step emits.
-    root_logprobs: its log-probability and the alternatives to it ``[B]``, None where none are wanted
-           (`OutputState.logprobs`).
+    Attributes:
+        cache: Keys and values of prompt and emitted tokens.
+        root: int32 ``[B]`` the token that the base has chosen and the next step emits.
+        root_logprobs: The root's log-probability and its alternatives ``[B]``; None if not requested.
     """
 
     cache: KVCache
@@ -38,21 +37,22 @@ class TargetState(NamedTuple):
 
 
 class OutputState(NamedTuple):
-    """What has been emitted, and how the rest is to be.
+    """The emitted tokens, and the parameters for the rest.
 
-    tokens:         int32 ``[B, max_new + K + 1]`` emitted tokens, garbage beyond ``lengths``. A finished row goes on
-                    writing one whole path there, hence the room.
-    lengths:        int32 ``[B]`` tokens emitted so far.
-    limits:         int32 ``[B]`` tokens a row may emit.
-    done:           bool ``[B]``.
-    accept_lengths: int32 ``[B, max_new + 1]`` emitted draft tokens of each step (root not counted), -1 where the row
-                    took no step.
-    steps:          int32 ``[B]`` steps each row took.
-    keys:           ``[B]`` each row's random key; what it draws depends on it and on the place in the row's output.
-    rule:           the acceptance rule, its numbers arrays ``[B]``.
-    counts:         the tokens of prompt and output, counted; None where no processor reads them.
-    logprobs:       of ``tokens``, and shaped like them; None where none are wanted.
-    processors:     the logits processors, their numbers arrays with the batch first.
+    Attributes:
+        tokens: int32 ``[B, max_new + K + 1]`` emitted tokens, garbage beyond ``lengths``. A finished sequence still
+            writes one whole path per step there, which explains the extra room.
+        lengths: int32 ``[B]`` emitted tokens.
+        limits: int32 ``[B]`` maximum number of tokens.
+        done: bool ``[B]``.
+        accept_lengths: int32 ``[B, max_new + 1]`` emitted draft tokens of each step (root not counted), -1 for steps
+            that a sequence did not take.
+        steps: int32 ``[B]`` steps taken.
+        keys: ``[B]`` random keys. A draw depends on the key and on the position in the output.
+        rule: The acceptance rule, its numbers arrays ``[B]``.
+        counts: Token counts of prompt and output; None if no processor reads them.
+        logprobs: Log-probabilities of ``tokens``, of the same shape; None if not requested.
+        processors: The logits processors, their numbers arrays with the batch first.
     """
 
     tokens: Int[Array, "B room"]
@@ -69,7 +69,9 @@ class OutputState(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """``target`` is the base's, ``draft`` the drafter's (any pytree), ``output`` the reader's."""
+    """The state of a batch: ``target`` of the base, ``draft`` of the drafter (any pytree), ``output`` of the emitted
+    text.
+    """
 
     target: TargetState
     draft: Any

@@ -1,7 +1,7 @@
 """The stepped executor: every step returns to the host, which works while the base verifies.
 
-A grammar needs it. Which tokens it allows after a node depends on the text of the path to that node, and a parser knows
-it, not a program of arrays. The parser runs on the host between propose and accept, in the time of the base's pass.
+A grammar needs this. Which tokens it allows after a node depends on the text of the path to that node, which a parser
+on the host tracks. The parser runs between propose and accept, during the base's pass.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from hydrajax.models import backend
 class Candidates(NamedTuple):
     """A proposal on the host.
 
-    tokens:  int32 ``[B, N]`` in node order, node 0 the root; -1 where nothing was drafted.
-    parents: int32 ``[B, N]`` each node's parent, which stands before it; -1 for the root and for nodes that are never
-             accepted.
-    emitted: int32 ``[B, room]`` the output so far, without the root; garbage beyond ``lengths``.
-    lengths: int32 ``[B]`` tokens emitted.
+    Attributes:
+        tokens: int32 ``[B, N]`` in node order, node 0 the root; -1 for nodes without a guess.
+        parents: int32 ``[B, N]`` each node's parent, which precedes it; -1 for the root and for nodes that are never
+            accepted.
+        emitted: int32 ``[B, room]`` the output so far, without the root; garbage beyond ``lengths``.
+        lengths: int32 ``[B]`` emitted tokens.
     """
 
     tokens: Int[np.ndarray, "B N"]
@@ -36,23 +37,24 @@ class Candidates(NamedTuple):
     lengths: Int[np.ndarray, " B"]
 
 
-# Gives the processors of one step, such as `hydrajax.decoding.processors.AllowedTokens`. It is called with None for the
-# token that follows a prompt, where node 0 is the only one.
+# Returns the processors of one step, such as `hydrajax.decoding.processors.AllowedTokens`. Called with None for the
+# token after a prompt, where node 0 is the only node.
 Between = Callable[[Candidates | None], Sequence[Any]]
 
 
-def nothing(candidates: Candidates | None) -> Sequence[Any]:
+def no_processors(candidates: Candidates | None) -> Sequence[Any]:
     return ()
 
 
 class SteppedExecutor(Executor):
-    """Propose and verify, the host's work, then accept: two programs a step, in which every shape compiles once.
+    """Propose and verify, host work, accept: two programs per step, each compiled once per shape.
 
-    between: called in every step after the base's pass has been handed to the device. What it returns takes part in
-    the base's distribution, after the processors of the spec.
+    Attributes:
+        between: Called in every step after the base's pass was dispatched. It returns processors that are part of the
+            base's distribution, after those of the spec.
     """
 
-    def __init__(self, *args: Any, between: Between = nothing, **settings: Any):
+    def __init__(self, *args: Any, between: Between = no_processors, **settings: Any):
         """The arguments are those of `Executor`."""
         self._between = between
         super().__init__(*args, **settings)
@@ -61,7 +63,7 @@ class SteppedExecutor(Executor):
         super()._jit_verbs()
         engine = self.engine
 
-        # A static tree stays a constant of the programs, and is handed from none to the next.
+        # A static tree stays a constant of each program and is not passed between them.
         def propose(params, state, stopped):
             proposal = engine.propose(params, state)
             done = state.output.done | stopped
@@ -92,7 +94,7 @@ class SteppedExecutor(Executor):
             ended = state.output.done
             done, proposal = self._propose(self.params, state, np.array(stopped))
             state = state._replace(output=state.output._replace(done=done))
-            if (np.asarray(ended) | stopped).all():  # known since the step before: the device is busy proposing
+            if (np.asarray(ended) | stopped).all():  # known since the last step; the device is busy proposing
                 break
             forward, logits = self._verify(self.params, state.target.cache, proposal)
             extra = tuple(self._between(self._candidates(state, proposal)))
@@ -100,7 +102,7 @@ class SteppedExecutor(Executor):
         return state, Snapshot.of(state.output)
 
     def _candidates(self, state: DecodeState, proposal: Proposal) -> Candidates:
-        """Fetch what the host's work needs; the base's pass goes on meanwhile."""
+        """Fetch the candidates for the host; the base's pass continues meanwhile."""
         parents = self.engine.tree.topology.parents if proposal.tree is None else proposal.tree.parents
         found = proposal.tokens, parents, state.output.tokens, state.output.lengths
         tokens, parents, emitted, lengths = jax.device_get(found)

@@ -1,13 +1,14 @@
-"""Amphista (amphista 3): heads that guess all tokens in one pass, and know of each other while they do.
+"""Amphista (amphista 3): heads that predict all tokens in one pass and attend to each other.
 
-Staged adaptation layers, causal decoder layers with keys and values of their own, read at place i of the text the
-base's hidden state there and the embedding of the token that *follows*, i + 1. The first heads read the first stage's
-output, the last heads the last stage's. Each head's MLP makes of it what the auto-embedding block reads: the K heads as
-a sequence of K, with learnt positions, each seeing all others. Every head has an lm head of its own.
+Staged adaptation layers, causal decoder layers with their own keys and values, read at position i the base's hidden
+state and the embedding of the token that *follows*, i + 1. The first heads read the first stage's output, the last
+heads the last stage's. Each head's MLP produces the input of the auto-embedding block: the K heads as a sequence of
+length K, with learnt positions, each attending to all. Every head has its own lm head.
 
-The paper leaves some of this open, and there is no released code. Here fc has a bias and starts by passing the hidden
-state on; a head's MLP is Medusa's residual block; and the auto-embedding block, which the paper calls a Transformer
-encoder, is a LLaMA layer without a mask and without rotations. So a fresh draft says nearly what the base would say.
+The paper leaves some details open, and there is no released code. Here fc has a bias and starts by passing the hidden
+state through, a head's MLP is Medusa's residual block, and the auto-embedding block, in the paper a "Transformer
+encoder", is a LLaMA layer without mask and rotary embedding. A fresh draft therefore predicts nearly what the base
+predicts.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ from hydrajax.models.weights import declare, project
 
 
 class AmphistaState(NamedTuple):
-    """cache: of the adaptation layers, a layer for each, of places that the base has seen. adapted: ``[B, D]`` of each
-    stage its output at the last of these places, which is what the heads read.
+    """The state of Amphista.
+
+    Attributes:
+        cache: One layer per adaptation layer, for positions that the base has processed.
+        adapted: ``[B, D]`` each stage's output at the last of these positions, which the heads read.
     """
 
     cache: KVCache
@@ -45,7 +49,7 @@ class AmphistaState(NamedTuple):
 
 
 class AdaptationLayer(nn.Module):
-    """One stage: SAL(fc([h_i; e_{i+1}])) (amphista 3.1, equation 1). Without ``reads_token`` SAL(h_i), and no fc."""
+    """One stage: SAL(fc([h_i; e_{i+1}])) (amphista 3.1, equation 1); without ``reads_token`` SAL(h_i), without fc."""
 
     config: LlamaConfig
     dtype: DType
@@ -53,7 +57,7 @@ class AdaptationLayer(nn.Module):
 
     @nn.compact
     def __call__(self, hidden, embeddings, positions, block_mask, past=()):
-        """Outputs ``[B, T, D]`` at T places, and their keys and values."""
+        """Return outputs ``[B, T, D]`` at T positions, and their keys and values."""
         x = hidden
         if self.reads_token:
             width, axes = hidden.shape[-1], ("width", "mlp")
@@ -71,7 +75,7 @@ def _hidden_state_passes(rng, shape, dtype):
 
 
 class AutoEmbedding(nn.Module):
-    """Self-attention among the heads of a place, none of which comes before another (amphista 3.2, equations 4, 5)."""
+    """Unmasked self-attention among the heads of a position (amphista 3.2, equations 4, 5)."""
 
     config: LlamaConfig
     dtype: DType
@@ -91,7 +95,7 @@ class AutoEmbedding(nn.Module):
 
 @dataclass(frozen=True)
 class AmphistaSettings(HeadSettings):
-    """See `AmphistaHeads`."""
+    """Settings of Amphista heads; see `AmphistaHeads`."""
 
     adaptation_layers: int = 2
     auto_embedding_layers: int = 1
@@ -108,16 +112,17 @@ class AmphistaSettings(HeadSettings):
 
 @dataclass(frozen=True)
 class AmphistaHeads(AtOnce):
-    """K heads that are not sequential. config: of the adaptation and auto-embedding layers, with the base's width and
-    vocabulary. Methods: `hydrajax.drafters.drafter.Trainable`.
+    """K heads that are not sequential.
 
-    n_layers:              residual blocks of each head's MLP.
-    adaptation_layers:     stages, S; head k reads stage S * k // K. 1 and 0 are ablations: the same for all heads; the
-                           base's hidden state as it is, and no token.
-    auto_embedding_layers: 2 is Amphista-α (A.2.4), 0 an ablation: heads that know nothing of each other.
-    position_encoding:     whether the auto-embedding block is told which head is which.
-    reads_token:           whether the adaptation layers read the token that follows.
-    mlp_width:             of all these layers; None for the base's.
+    Attributes:
+        config: Configuration of the adaptation and auto-embedding layers, with the base's width and vocabulary.
+        n_layers: Residual blocks of each head's MLP.
+        adaptation_layers: Stages, S; head k reads stage S * k // K. Ablations: 1, one stage for all heads; 0, the
+            base's hidden state and no token.
+        auto_embedding_layers: 2 is Amphista-α (A.2.4); 0 is an ablation with independent heads.
+        position_encoding: Add learnt positions to the heads in the auto-embedding block.
+        reads_token: The adaptation layers read the token that follows.
+        mlp_width: Width of the MLPs of all these layers; None for the base's.
     """
 
     num_draft_heads: int
@@ -140,12 +145,12 @@ class AmphistaHeads(AtOnce):
         if not 0 <= self.adaptation_layers <= self.num_draft_heads:
             most = self.num_draft_heads
             raise HydrajaxError(
-                f"adaptation_layers: must be from 0 to num_draft_heads {most}, found {self.adaptation_layers}"
+                f"adaptation_layers: got {self.adaptation_layers}, expected 0 to num_draft_heads, {most}"
             )
 
     @classmethod
     def for_base(cls, base, dtype, settings=None, target_counts=None):
-        """With layers like the base's."""
+        """Return heads with layers like the base's."""
         s = settings or AmphistaSettings()
         return cls(
             s.num_draft_heads, base.plain_layer, s.n_layers, s.adaptation_layers, s.auto_embedding_layers,
@@ -167,7 +172,7 @@ class AmphistaHeads(AtOnce):
 
     @property
     def layer_config(self) -> LlamaConfig:
-        """Of one layer."""
+        """Configuration of one layer."""
         return self.config if self.mlp_width is None else self.config.replace(mlp_width=self.mlp_width)
 
     # --- decoding -----------------------------------------------------------------------------------------------------
@@ -182,10 +187,10 @@ class AmphistaHeads(AtOnce):
         return AmphistaState(cache, (nothing,) * max(self.adaptation_layers, 1))
 
     def advance(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
-        """Only these tokens go through the adaptation layers, each with the token that came to follow."""
+        """Run the adaptation layers over these tokens, each with the token that follows it."""
         cache, n_tokens = state.cache, tokens.shape[1]
         positions = cache.lengths[:, None] + jnp.arange(n_tokens)
-        past = [cache.parts(s) for s in range(self.adaptation_layers)]
+        past = [cache.segments(s) for s in range(self.adaptation_layers)]
         following = following_tokens(tokens, counts, bonus_token)
         outputs, block = self._adapt(params, aux_hidden_states, following, positions, causal_mask(n_tokens), base, past)
         if block:
@@ -195,14 +200,14 @@ class AmphistaHeads(AtOnce):
         return AmphistaState(cache, tuple(last_observed(output, counts) for output in outputs))
 
     def propose(self, params, state, root, tree, base, draw=None):
-        """One pass for all levels. The root is known by then: the adaptation layers have read it."""
+        """Fill all levels in one pass; the adaptation layers have already read the root."""
         hidden = self._heads_together(params, [x[:, None] for x in state.adapted])
         return self.filled(params, hidden, root, tree, base, draw)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
     def init_boxed(self, rng: Array, base) -> Any:
-        """Every lm head starts as a copy of the base's."""
+        """Return fresh parameters; every lm head starts as a copy of the base's."""
         params, vector = super().init_boxed(rng, base), jnp.zeros((1, 1, self.width), self.dtype)
         keys = jax.random.split(jax.random.fold_in(rng, self.num_draft_heads), self.adaptation_layers + 1)
         for s in range(self.adaptation_layers):
@@ -214,7 +219,9 @@ class AmphistaHeads(AtOnce):
         return params
 
     def teacher_hidden(self, params, aux_hidden_states, tokens, base, rng=None, positions=None, mask=None):
-        """At place t with the true token t + 1; the last place's wraps around and must be masked."""
+        """Return the inputs of the lm heads at position t given the true token t + 1; the last position must be
+        masked.
+        """
         if positions is None:
             positions, mask = row_layout(tokens)
         adapted, _ = self._adapt(params, aux_hidden_states, jnp.roll(tokens, -1, axis=1), positions, mask, base)
@@ -231,7 +238,7 @@ class AmphistaHeads(AtOnce):
         return AutoEmbedding(self.layer_config, self.dtype, self.auto_embedding_layers, self.position_encoding)
 
     def _stage_of(self, k: int) -> int:
-        """Which stage's output head k reads: of two stages, the first half of the heads the first."""
+        """Return the stage whose output head k reads."""
         return self.adaptation_layers * k // self.num_draft_heads
 
     def _adapt(
@@ -244,9 +251,11 @@ class AmphistaHeads(AtOnce):
         base,
         past: list[tuple[KVSegment, ...]] | None = None,
     ) -> tuple[list[Float[Array, "B T D"]], tuple]:
-        """The output of every stage at T places, and their keys and values, stage by stage.
+        """Return the output of every stage at T positions, and their keys and values by stage.
 
-        following: the token after each place. past: what each stage sees of earlier places.
+        Args:
+            following: The token after each position.
+            past: Each stage's segments of earlier positions.
         """
         hidden, outputs, block = aux_hidden_states.astype(self.dtype), [], []
         embeddings = base.embed(following).astype(self.dtype) if self.reads_token else None
@@ -259,7 +268,7 @@ class AmphistaHeads(AtOnce):
         return outputs or [hidden], tuple(block)
 
     def _heads_together(self, params, adapted: list[Float[Array, "B T D"]]) -> tuple[Float[Array, "B T D"], ...]:
-        """What the lm head of each head reads at T places, of the stages' outputs there."""
+        """Return what the lm head of each head reads at T positions, from the stages' outputs there."""
         hidden = [
             self.apply_head(params, k, adapted[self._stage_of(k)], method="hidden") for k in range(self.num_draft_heads)
         ]

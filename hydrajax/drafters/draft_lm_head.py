@@ -1,8 +1,9 @@
 """Draft lm heads: from a head's last hidden state to logits over the base's tokens, or over some of them.
 
-Four full lm heads are 1 GB of a 7B's draft (docs/design.md 7), so a head may do with less: with the base's own lm head,
-with a product of two narrow matrices, or with a vocabulary of the most frequent tokens. Whichever it is, nobody outside
-this module meets an index into a reduced vocabulary: what comes out are token ids, or logits over all tokens.
+Four full lm heads are 1 GB of a 7B base's draft (docs/design.md 7). Smaller kinds are the base's own lm head, a
+product of two narrow matrices, and a vocabulary of the most frequent tokens. Indices into a reduced vocabulary stay
+inside this
+module: its results are token ids, or logits over all tokens.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from hydrajax.models.weights import declare, project
 
 
 class Vocabulary:
-    """The tokens that a draft can say, in rising order; hashable, so that it can be part of a drafter's settings."""
+    """The token ids that a draft can propose, ascending; hashable, so that it can be a field of a drafter."""
 
     def __init__(self, tokens: Iterable[int]):
         self.tokens = np.unique(np.fromiter(tokens, np.int32))
         if not self.tokens.size or self.tokens[0] < 0:
-            raise HydrajaxError("lm_head: a draft vocabulary must hold at least one token id, all from 0 up")
+            raise HydrajaxError("lm_head.vocabulary: expected at least one token id, all from 0 up")
 
     def __eq__(self, other):
         return isinstance(other, Vocabulary) and np.array_equal(self.tokens, other.tokens)
@@ -43,27 +44,32 @@ class Vocabulary:
         return f"Vocabulary({len(self)} tokens)"
 
     def places_of(self, tokens: Int[Array, "*rows"], vocab_size: int) -> Int[Array, "*rows"]:
-        """Where each token id stands in it, -1 for those that it does not hold. vocab_size: V, of all ids."""
+        """Return the index of each token id in this vocabulary, -1 for others. vocab_size: V, of all ids."""
         places = np.full(vocab_size, -1, np.int32)
         places[self.tokens] = np.arange(len(self))
         return jnp.asarray(places)[tokens]
 
     @classmethod
     def most_frequent(cls, counts: Int[np.ndarray, " V"], size: int) -> Vocabulary:
-        """The ``size`` ids with the highest counts, of equals the smaller ones."""
+        """Return the ``size`` ids with the highest counts; ties by the smaller id."""
         return cls(np.argsort(-counts, kind="stable")[:size].tolist())
 
 
 @dataclass(frozen=True)
 class LmHead:
-    """What kind of lm head. Its parameters are ``lm_kernel [D, V']``, or ``lm_down [D, r]`` and ``lm_up [r, V']``, in
-    the head that it belongs to, and ``lm_bias [V']`` with ``bias``.
+    """A kind of lm head.
 
-    shared:     the base's own lm head; no parameters but the bias.
-    rank:       r of a low-rank product in place of one matrix.
-    vocabulary: the V' tokens that it knows; None for all V.
+    Its parameters, in the head it belongs to, are ``lm_kernel [D, V']``, or ``lm_down [D, r]`` and ``lm_up [r, V']``,
+    and ``lm_bias [V']`` with ``bias``.
 
-    Raises `HydrajaxError` for settings that exclude each other.
+    Attributes:
+        shared: Use the base's own lm head; no parameters but the bias.
+        rank: r of a low-rank product in place of one matrix.
+        vocabulary: The V' tokens; None for all V.
+        bias: Add a bias.
+
+    Raises:
+        HydrajaxError: For settings that exclude each other.
     """
 
     bias: bool = False
@@ -73,16 +79,16 @@ class LmHead:
 
     def __post_init__(self):
         if self.shared and (self.rank is not None or self.vocabulary is not None):
-            raise HydrajaxError("lm_head: the base's own is neither low-rank nor of a reduced vocabulary")
+            raise HydrajaxError("lm_head: got shared with a rank or a vocabulary, expected one of the three")
         if self.rank is not None and self.rank < 1:
-            raise HydrajaxError(f"lm_head.rank: must be at least 1, found {self.rank}")
+            raise HydrajaxError(f"lm_head.rank: got {self.rank}, expected at least 1")
 
     def size(self, vocab_size: int) -> int:
-        """V': how many tokens it knows of."""
+        """Return V', the number of tokens."""
         return vocab_size if self.vocabulary is None else len(self.vocabulary)
 
     def declare(self, module: nn.Module, width: int, vocab_size: int) -> dict[str, Array]:
-        """Declare the parameters in a Flax module; `logits` takes what is returned."""
+        """Declare the parameters in a Flax module; pass the result to `logits`."""
         normal, zeros, size = nn.initializers.normal(0.02), nn.initializers.zeros, self.size(vocab_size)
         params = {}
         if self.rank is not None:
@@ -95,9 +101,9 @@ class LmHead:
         return params
 
     def like_base(self, kernel: Float[Array, "D V"], dtype) -> dict[str, Array]:
-        """Parameters that start as a copy of the base's lm head (medusa 2.1.1), or as near to it as this kind comes.
+        """Return parameters that start as a copy of the base's lm head (medusa 2.1.1), or as close as this kind allows.
 
-        Of all products of rank r the projection onto the r main directions of the kernel is the nearest.
+        The nearest product of rank r is the projection onto the r leading directions of the kernel.
         """
         if self.shared:
             return {}
@@ -106,13 +112,13 @@ class LmHead:
         if self.rank is None:
             return {"lm_kernel": kernel.astype(dtype)}
         wide = kernel.astype(jnp.float32)
-        directions = jnp.linalg.eigh(wide @ wide.T)[1][:, -self.rank :]  # in rising order of their weight
+        directions = jnp.linalg.eigh(wide @ wide.T)[1][:, -self.rank :]  # ascending by weight
         return {"lm_down": directions.astype(dtype), "lm_up": (directions.T @ wide).astype(dtype)}
 
     def logits(
         self, params: Mapping[str, Array], hidden: Float[Array, "*rows D"], base_logits
     ) -> Float[Array, "*rows V_"]:
-        """Float32 logits over the V' tokens it knows. base_logits: the base's function from hidden states to logits."""
+        """Return float32 logits over the V' tokens. base_logits: the base's function from hidden states to logits."""
         if self.shared:
             out = base_logits(hidden)
         elif self.rank is not None:
@@ -124,31 +130,30 @@ class LmHead:
     # --- token ids from here on -----------------------------------------------------------------------------------
 
     def over_all_tokens(self, logits: Float[Array, "*rows V_"], vocab_size: int) -> Float[Array, "*rows V"]:
-        """The logits with -inf for the tokens that it does not know."""
+        """Return the logits over all tokens, -inf outside the vocabulary."""
         if self.vocabulary is None:
             return logits
         return jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf).at[..., self.vocabulary.tokens].set(logits)
 
     def top(self, logits: Float[Array, "*rows V_"], k: int) -> Int[Array, "*rows k"]:
-        """Ids of the k best tokens; -1 where it knows fewer."""
+        """Return the ids of the k best tokens; -1 if the vocabulary has fewer."""
         return self._ids(top_tokens(logits, min(k, logits.shape[-1])), k)
 
     def likeliest(
         self, logits: Float[Array, "*rows V_"], k: int
     ) -> tuple[Int[Array, "*rows k"], Float[Array, "*rows k"]]:
-        """As `top`, with the natural logarithms of the tokens' probabilities, float32: -inf where it knows fewer."""
+        """Return `top` and the natural log-probabilities of its tokens, float32; -inf if the vocabulary has fewer."""
         return self._with_likelihood(logits, top_tokens(logits, min(k, logits.shape[-1])), k)
 
     def sampled(self, keys: Array, logits: Float[Array, "B *n V_"], k: int) -> Int[Array, "B *n k"]:
-        """Ids of k tokens drawn without replacement, in the order drawn; -1 where it knows fewer."""
+        """Return the ids of k tokens drawn without replacement, in order; -1 if the vocabulary has fewer."""
         return self._ids(sampled_tokens(keys, logits, min(k, logits.shape[-1])), k)
 
     def drawn(
         self, keys: Array, logits: Float[Array, "B *n V_"], k: int
     ) -> tuple[Int[Array, "B *n k"], Float[Array, "B *n k"]]:
-        """As `sampled`, with the natural logarithms of the tokens' probabilities, float32: -inf where it knows fewer.
-
-        The probabilities are those before anything was drawn.
+        """Return `sampled` and the natural log-probabilities of its tokens before any draw, float32; -inf if there are
+        fewer.
         """
         return self._with_likelihood(logits, sampled_tokens(keys, logits, min(k, logits.shape[-1])), k)
 

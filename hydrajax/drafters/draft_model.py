@@ -1,9 +1,10 @@
-"""A small model as the draft (Leviathan et al. 2023, Chen et al. 2023): any base that says the same tokens.
+"""A small model as the draft (Leviathan et al. 2023, Chen et al. 2023): any base with the same tokens.
 
-It knows nothing of the big one. It reads the text with a cache of its own and guesses, token by token, how it goes on;
-a level of a tree is one pass. Every token that is accepted is run through it once. Nodes that have no children are not
-run while drafting, so the last accepted token is mostly not in the cache yet: it *waits*, and is run with the root in
-the first pass of the next proposal. So K tokens cost K passes of the draft, never K + 1.
+It is independent of the large one. It has its own KV cache and predicts token by token; a level of a tree is one pass.
+Every accepted token is run once. Nodes without children are not run while drafting, so the last accepted token is
+usually
+not in the cache yet: it is *pending* and runs with the root in the first pass of the next proposal. K tokens therefore
+cost K passes of the draft, never K + 1.
 """
 
 from __future__ import annotations
@@ -33,18 +34,22 @@ from hydrajax.models.ranking import log_probabilities
 from hydrajax.trees.static_tree import TreeTopology
 from hydrajax.trees.topology import take
 
-DEPTH = 16  # how far it drafts; each further token is another pass, so a tree is where the limit really is
-FIRST = 2  # tokens of the first pass: the one that waits, and the root
+DEPTH = 16  # each further token is another pass, so the tree sets the practical limit
+FIRST = 2  # tokens of the first pass: the pending one and the root
 
 
 def check_confidence(value: float) -> None:
     if not 0 <= value < 1:
-        raise HydrajaxError(f"draft_confidence: must be at least 0 and below 1, found {value}")
+        raise HydrajaxError(f"draft_confidence: got {value}, expected at least 0 and less than 1")
 
 
 class DraftState(NamedTuple):
-    """cache: of the text's tokens but the last, if that one waits; never of guesses. waiting: int32 ``[B]`` the token
-    that is to be run before the next root; waits: bool ``[B]`` whether there is one.
+    """The state of a draft model.
+
+    Attributes:
+        cache: Of the text's tokens except a pending one; never of guesses.
+        waiting: int32 ``[B]`` the pending token, to be run before the next root.
+        waits: bool ``[B]`` whether there is one.
     """
 
     cache: KVCache
@@ -53,14 +58,16 @@ class DraftState(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """What the draft model has run of a tree so far: M tokens, the first two being the one that waited and the root.
+    """The tokens of a tree that the draft model has run so far: M tokens, the first two being the pending one and the
+    root.
 
-    (Where none waited: the root and one that nobody sees.)
+    (Without a pending token: the root and one that no token attends to.)
 
-    hidden:    ``[B, n, D]`` after the final norm, at the n nodes that were run last.
-    block:     keys and values of all M.
-    sees:      bool ``[B, n, M]`` which of them a child of each of the n nodes sees.
-    positions: int32 ``[B, M]`` in the text.
+    Attributes:
+        hidden: ``[B, n, D]`` after the final norm, at the n nodes that were run last.
+        block: Keys and values of all M.
+        sees: bool ``[B, n, M]`` which of them a child of each of the n nodes attends to.
+        positions: int32 ``[B, M]`` in the text.
     """
 
     hidden: Float[Array, "B n D"]
@@ -70,11 +77,13 @@ class Drafted(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What `DraftModel.observe` wants back of a proposal.
+    """The part of a proposal that `DraftModel.observe` needs again.
 
-    block: keys and values of all that was run. place: int32 ``[N]`` or ``[B, N]``, where each node stands among them
-    after the first pass, which is -1 + `FIRST` for the first one; 0 is the root, -1 a node that was not run.
-    witness: ``[B]``, computed from the last read of the cache (`hydrajax.models.cache.after_reads`).
+    Attributes:
+        block: Keys and values of all tokens that were run.
+        place: int32 ``[N]`` or ``[B, N]``, each node's index among them after the first pass, which is -1 + `FIRST` for
+            the first one; 0 is the root, -1 a node that was not run.
+        witness: ``[B]``, computed from the last read of the cache (`hydrajax.models.cache.after_reads`).
     """
 
     block: Block
@@ -86,14 +95,18 @@ class Scratch(NamedTuple):
 class DraftModel:
     """A model that drafts for another one. Its parameters are those of ``model``.
 
-    vocab_size: V of the model that it drafts for. Either may have been padded beyond the tokens that both know: what
-    the other does not have is never drafted. depth: how far it may draft. confidence: a node of a static tree that it
-    gives a smaller probability (at temperature 1, given the node's parent) gets no children, and once no node of a
-    level has any in any row, the draft's passes for the rest of the tree are left out: transformers'
-    ``assistant_confidence_threshold``. 0 for never. It decides after a token what is drafted below it and never which
-    tokens these are, so that sampling stays exact.
+    Attributes:
+        model: The draft model.
+        vocab_size: V of the model that it drafts for. Either vocabulary may be padded beyond the common tokens; tokens
+            that the other model lacks are never drafted.
+        depth: Maximum number of drafted tokens.
+        confidence: A node of a static tree whose draft probability (at temperature 1, given its parent) is smaller
+            gets no children; once no node of a level has children in any sequence, the remaining passes of the draft
+            are skipped (transformers' ``assistant_confidence_threshold``). 0 for never. It decides after a token what
+            is drafted below it and never which tokens these are, so sampling stays exact.
 
-    Methods: `hydrajax.drafters.drafter.Drafter`. Raises `HydrajaxError` for numbers that make no sense.
+    Raises:
+        HydrajaxError: For numbers out of range.
     """
 
     model: BaseModel
@@ -103,12 +116,12 @@ class DraftModel:
 
     def __post_init__(self):
         if self.depth < 1:
-            raise HydrajaxError(f"depth: must be at least 1, found {self.depth}")
+            raise HydrajaxError(f"depth: got {self.depth}, expected at least 1")
         check_confidence(self.confidence)
 
     @classmethod
     def for_base(cls, config: LlamaConfig, dtype, settings: None = None) -> DraftModel:
-        """With an eighth of the base's layers; there are no settings."""
+        """Return a draft model with an eighth of the base's layers; there are no settings."""
         small = config.replace(n_layers=-(-config.n_layers // 8))
         return cls(Llama(small, jnp.dtype(dtype)), config.vocab_size)
 
@@ -125,7 +138,7 @@ class DraftModel:
 
     @property
     def config(self) -> LlamaConfig:
-        """Of the draft model."""
+        """The draft model's configuration."""
         return self.model.config
 
     @property
@@ -134,7 +147,7 @@ class DraftModel:
 
     @property
     def vocabulary(self) -> Vocabulary | None:
-        """The tokens that it can say, None for all of the base's."""
+        """The tokens that it can propose; None for all of the base's."""
         return Vocabulary(range(self.config.vocab_size)) if self.config.vocab_size < self.vocab_size else None
 
     @property
@@ -147,14 +160,14 @@ class DraftModel:
     # --- decoding -----------------------------------------------------------------------------------------------------
 
     def init_state(self, batch, slots):
-        # One more slot: `observe` writes the token that waits beside a whole path.
+        # One more slot: `observe` writes the pending token and a whole path.
         cache = self.model.init_cache(batch, slots + 1)
         return DraftState(cache, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
 
     def begin(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
-        """The end of the last answer, if it waits, and then the text: two passes, the first of a single token.
+        """Run the pending token, if there is one, then the text: two passes, the first of a single token.
 
-        The cache is written after both, as what is read in between would be copied (`after_reads`).
+        The cache is written after both, because a cache that is read in between would be copied (`after_reads`).
         """
         cache, (batch, n_tokens) = state.cache, tokens.shape
         place = cache.lengths[:, None]
@@ -169,11 +182,11 @@ class DraftModel:
         return DraftState(cache, jnp.zeros_like(state.waiting), jnp.zeros_like(state.waits))
 
     def rewind(self, state, lengths):
-        cut = lengths <= state.cache.lengths  # the token that waits is behind the cut, too
+        cut = lengths <= state.cache.lengths  # the pending token is beyond the cut too
         return cut_caches(state, lengths)._replace(waits=state.waits & ~cut)
 
     def propose(self, params, state, root, tree, base, draw=None):
-        """Only nodes that have children are run, a level at a time; of a dynamic tree those that may have some."""
+        """Fill the tree level by level; only nodes that have (or in a dynamic tree may have) children are run."""
         first = self._first_pass(params, state, root)
         if self.confidence and isinstance(tree, TreeTopology):
             proposal, drafted, place = self._filled_where_sure(params, state, first, root, tree, draw)
@@ -189,9 +202,9 @@ class DraftModel:
         return proposal._replace(scratch=Scratch(drafted.block, place, drafted.hidden[:, -1, 0]))
 
     def observe(self, params, state, proposal, outcome: Outcome, base):
-        """Keep the keys and values of the token that waited, the root and the accepted nodes that were run.
+        """Append the keys and values of the pending token, the root and the accepted nodes that were run.
 
-        Of these only the last can have no children, so it alone may not have been run, and waits.
+        Only the last of these can be without children, so only it may not have been run and becomes pending.
         """
         block, place, witness = proposal.scratch
         path = outcome.path
@@ -199,19 +212,19 @@ class DraftModel:
         counts, emitted = outcome.counts, outcome.counts > 0
         n_run = jnp.sum((place >= 0) & (jnp.arange(path.shape[1]) < counts[:, None]), axis=1, dtype=jnp.int32)
         waits = state.waits[:, None]
-        # In the block the root is behind the token that waited, if there was one; then come the nodes.
+        # The block holds the pending token, if there was one, the root, then the nodes.
         index = jnp.where(place == 0, waits, place - 1 + FIRST)
         index = jnp.where(waits, jnp.pad(index, ((0, 0), (1, 0))), jnp.pad(index, ((0, 0), (0, 1))))
         kept = jnp.where(emitted, n_run + state.waits, 0)
         cache = append(state.cache, block, kept, index=jnp.maximum(index, 0), after=witness)
         last = jnp.take_along_axis(outcome.tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-        # A row that has finished may be given more text later: its state stays as it is.
+        # A finished sequence may continue later, so its state stays as it is.
         return DraftState(
             cache, jnp.where(emitted, last, state.waiting), jnp.where(emitted, n_run < counts, state.waits)
         )
 
     def _first_pass(self, params, state: DraftState, root: Int[Array, " B"]) -> Drafted:
-        """Run the token that waits and the root, or the root and another that nobody sees."""
+        """Run the pending token and the root, or the root and one that no token attends to."""
         waits = state.waits[:, None]
         tokens = jnp.where(waits, jnp.stack([state.waiting, root], axis=1), root[:, None])
         positions = state.cache.lengths[:, None] + jnp.arange(FIRST)
@@ -221,11 +234,12 @@ class DraftModel:
         return Drafted(hidden, forward.block, sees, positions)
 
     def _run(
-        self, params, state: DraftState, drafted: Drafted, beam: Beam, goes_on: Bool[Array, ""] | None = None
+        self, params, state: DraftState, drafted: Drafted, beam: Beam, enabled: Bool[Array, ""] | None = None
     ) -> Drafted:
         """Run the nodes of a beam.
 
-        goes_on: whether to run them at all; their keys, values and hidden states are zeros if not.
+        Args:
+            enabled: Whether to run them; if not, their keys, values and hidden states are zeros.
         """
         tokens, sees = beam.tokens, take(drafted.sees, beam.parents)
         after_root = state.cache.lengths + state.waits
@@ -237,12 +251,12 @@ class DraftModel:
             found = self.forward(params, tokens, positions, itself, past)
             return found.hidden, found.block
 
-        if goes_on is None:
+        if enabled is None:
             hidden, block = forward()
         else:
             nothing = jax.eval_shape(forward)
             hidden, block = jax.lax.cond(
-                goes_on, forward, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nothing)
+                enabled, forward, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nothing)
             )
         return Drafted(
             hidden,
@@ -252,8 +266,8 @@ class DraftModel:
         )
 
     def _filled_where_sure(self, params, state, first: Drafted, root, tree: TreeTopology, draw: Draw | None):
-        """A static tree, what was run for it, and where each node stands in that (`Scratch.place`)."""
-        # Of every level: whether each of its parents may have children, and whether they were run at all.
+        """Return a static tree, the tokens that were run for it, and `Scratch.place`."""
+        # Per level: whether each of its parents may have children, and whether they were run.
         sure, ran = [jnp.ones((len(root), 1), bool)], [jnp.asarray(True)]
 
         def guess(carry, beam):
@@ -270,7 +284,7 @@ class DraftModel:
 
         proposal, (drafted, _) = fill(tree, root, guess, (first, None), self.lm_head, self.vocab_size, draw)
         tokens, place = proposal.tokens, jnp.asarray(_places(tree))
-        for level, may, was in zip(tree.levels, sure, ran, strict=False):  # of the root alone nothing is guessed
+        for level, may, was in zip(tree.levels, sure, ran, strict=False):  # a root-only tree has no guesses
             tokens = tokens.at[:, level.children].set(
                 jnp.where(may[:, level.parent_slot], tokens[:, level.children], -1)
             )
@@ -278,18 +292,18 @@ class DraftModel:
         return proposal._replace(tokens=tokens), drafted, place
 
     def forward(self, params, tokens, positions, mask, past: KVCache | PendingKVCache) -> Forward:
-        """A pass of the draft model; the arguments are those of `BaseModel.__call__`."""
+        """Run the draft model; the arguments are those of `BaseModel.__call__`."""
         return BoundBase(self.model, params).forward(tokens, positions, mask, past)
 
     def logits(self, params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V_"]:
-        """Over the tokens that both models have."""
+        """Return float32 logits over the common tokens."""
         logits = BoundBase(self.model, params).logits(hidden)
         return logits[..., : self.vocab_size]
 
-    # --- how good its guesses are -------------------------------------------------------------------------------------
+    # --- ranks and distribution ---------------------------------------------------------------------------------------
 
     def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
-        """A guess k places further on is the guess at the place k tokens later: one pass tells all of them."""
+        """Return the ranks from one pass: a guess k positions ahead is the guess at the position k tokens later."""
         tokens, segments = batch["tokens"], batch.get("segments")
         hidden = run_base(self.model, params, tokens, segments=segments).hidden
 
@@ -301,13 +315,15 @@ class DraftModel:
         return jnp.stack([jnp.roll(ranks, -(k + 1), axis=1) for k in range(depth)])
 
     def next_logits(self, params: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-        """Float32 logits over the base's tokens of what follows each token of a text; -inf for those it cannot say."""
+        """Return float32 next-token logits over the base's tokens after each token of a text; -inf for tokens it
+        lacks.
+        """
         hidden = run_base(self.model, params, tokens).hidden
         return self.lm_head.over_all_tokens(self.logits(params, hidden), self.vocab_size)
 
 
 def _places(tree: TreeTopology) -> Int[np.ndarray, " N"]:
-    """Where each node of a static tree stands among those that are run: `Scratch.place`."""
+    """Return `Scratch.place` of a static tree."""
     place = np.full(tree.size, -1, np.int32)
     run = [0, *(node for level in tree.levels[1:] for node in level.parents)]
     place[run] = np.arange(len(run))

@@ -1,8 +1,8 @@
-"""The interface between the decode step and whatever proposes tokens.
+"""The interface between the decode step and drafters.
 
-A drafter is a frozen dataclass. It owns the shapes of its parameters and of its state but holds no array: parameters
-and state are passed in and returned. What it needs to decode (`Drafter`) and what it needs to be trained
-(`Trainable`) are two interfaces. docs/adding_a_drafter.md walks through writing one.
+A drafter is a frozen dataclass. It defines the shapes of its parameters and its state but holds no arrays: parameters
+and state are passed in and returned. `Drafter` is the interface for decoding, `Trainable` adds that for training.
+docs/adding_a_drafter.md explains how to write one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ DraftState = Any  # a pytree of arrays with leading batch axis
 
 
 class Draw(NamedTuple):
-    """How candidates are to be drawn, where the best guesses will not do.
+    """How to draw candidates, for rules that need draws.
 
-    keys: random keys ``[B, K+1]``, of the places after a node of depth 0 .. K. temperature: of the draft's
-    distribution, a number or ``[B]``.
+    Attributes:
+        keys: Random keys ``[B, K+1]`` for the positions after a node of depth 0 .. K.
+        temperature: Temperature of the draft's distribution, a number or ``[B]``.
     """
 
     keys: Array
@@ -41,16 +42,17 @@ class Draw(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """A filled candidate tree, or one for each row.
+    """A filled candidate tree, or one per sequence.
 
-    tokens:  int32 ``[B, N]`` in node order, node 0 being the root; -1 where the drafter has nothing to offer, which no
-             rule accepts. N is the wanted tree's, and more where the drafter `LooksAhead` or `AddsBranch`.
-    tree:    the nodes' relations: `TreeTopology.topology`, or arrays made on the device with the same N.
-    log_q:   float32 ``[B, P, V]`` logits of the distribution from which the children of ``tree.inner[p]`` were drawn,
-             without replacement, the first child first; None where nothing was drawn. P may be less than the tree's:
-             the children of what is left in ``inner`` were given, without a draw.
-    scratch: whatever the drafter computed and wants back in `Drafter.observe`, such as keys and values for a cache of
-             its own.
+    Attributes:
+        tokens: int32 ``[B, N]`` in node order, node 0 the root; -1 for a node without a guess, which no rule accepts. N
+            is the size of the requested tree plus `DrafterSpec.window_nodes` and `DrafterSpec.branch_nodes`.
+        tree: The relations of the nodes: `TreeTopology.topology`, or arrays made on the device with the same N.
+        log_q: float32 ``[B, P, V]`` logits of the distribution from which the children of ``tree.inner[p]`` were drawn
+            without replacement, in order of draws; None without draws. P may be smaller than the tree's: the children
+            of the remaining ``inner`` nodes were given, not drawn.
+        scratch: Anything the drafter computed and needs again in `Drafter.observe`, such as keys and values for its own
+            cache.
     """
 
     tokens: Int[Array, "B N"]
@@ -60,15 +62,17 @@ class Proposal(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the base made of a proposal.
+    """The result of a proposal.
 
-    path:      int32 ``[B, K+1]`` the nodes from the root to the last accepted one, which then repeats.
-    tokens:    int32 ``[B, K+1]`` the tokens of these nodes.
-    counts:    int32 ``[B]`` how many of them were emitted, the root counted; 0 in a row that has finished, whose state
-               no longer matters.
-    next_root: int32 ``[B]`` the token that the base has chosen to follow.
-    features:  ``[B, N, D]`` what the drafter reads of the base (`DrafterSpec.aux_hidden_layers`), at *every* node.
-    chosen:    int32 ``[B, N]`` the base's best token at every node: rejected nodes teach n-gram drafters, too.
+    Attributes:
+        path: int32 ``[B, K+1]`` the nodes from the root to the last accepted one, which then repeats.
+        tokens: int32 ``[B, K+1]`` the tokens of these nodes.
+        counts: int32 ``[B]`` how many of them were emitted, root included; 0 for a finished sequence, whose state no
+            longer matters.
+        bonus_token: int32 ``[B]`` the base's token after the path.
+        aux_hidden_states: ``[B, N, D]`` the base's hidden states that the drafter reads
+            (`DrafterSpec.aux_hidden_layers`), at *every* node.
+        chosen: int32 ``[B, N]`` the base's best token at every node: n-gram drafters learn from rejected nodes too.
     """
 
     path: Int[Array, "B path"]
@@ -79,33 +83,33 @@ class Outcome(NamedTuple):
     chosen: Int[Array, "B N"]
 
     def along_path(self) -> Float[Array, "B path D"]:
-        """``aux_hidden_states`` at the nodes of ``path``; beyond the first ``counts[b]`` they are to be ignored."""
+        """Return ``aux_hidden_states`` at the nodes of ``path``; ignore them beyond the first ``counts[b]``."""
         return jnp.take_along_axis(self.aux_hidden_states, self.path[:, :, None], axis=1)
 
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """What a drafter can do. The decode step, tree search and the commands ask this and never for a class.
+    """The capabilities of a drafter. The decode step, tree search and the commands read these instead of classes.
 
-    A wrapper changes what it changes: ``replace(inner.spec, branch_nodes=5)``.
+    A wrapper replaces fields: ``replace(inner.spec, branch_nodes=5)``.
 
-    depth:                 K, the most tokens after the root that it can propose.
-    default_tree:          the name of the tree that it is used with where the user names none.
-    aux_hidden_layers:     the hidden states of the base that it reads (`BaseModel.__call__`).
-    supports_sampling:     it can draw candidates from distributions of its own, which fills `Proposal.log_q`.
-    supports_dynamic_tree: it can fill a `hydrajax.trees.dynamic.DynamicTree`; otherwise it is handed none.
-    has_distribution:      it defines a distribution over all tokens after any text, as a model does, and has the method
-                           ``next_logits(params, tokens [B, T]) -> float32 [B, T, V]``, -inf for tokens that it cannot
-                           propose.
-    independent:           it never reads the base, so it can run on devices of its own (`hydrajax.ssd`).
-    num_draft_heads:       heads that training updates; 0 for a drafter that is not `Trainable`.
-    window_nodes:          nodes that it appends behind the tree which are verified and never accepted: the base's
-                           choices there (`Outcome.chosen`) are its next guesses (`hydrajax.drafters.lookahead`).
-    reach:                 with ``window_nodes``, how many positions after the root the furthest node stands.
-    branch_nodes:          nodes that it appends behind the tree as one more branch. They can be accepted, and paths may
-                           become longer by as many nodes.
-    shared_lm_head:        its logits are those of the base's lm head.
-    prefix_layer:          a prefix layer stands in front of its heads (`hydrajax.drafters.prefix`).
+    Attributes:
+        depth: K, the maximum number of tokens after the root that it proposes.
+        default_tree: The name of the tree to use if the user names none.
+        aux_hidden_layers: The hidden states of the base that it reads (`BaseModel.__call__`).
+        supports_sampling: It can draw candidates from its own distribution, which fills `Proposal.log_q`.
+        supports_dynamic_tree: It can fill a `hydrajax.trees.dynamic.DynamicTree`.
+        has_distribution: It defines a distribution over all tokens after any text and has the method
+            ``next_logits(params, tokens [B, T]) -> float32 [B, T, V]``, -inf for tokens that it cannot propose.
+        independent: It never reads the base, so it can run on devices of its own (`hydrajax.ssd`).
+        num_draft_heads: Heads that training updates; 0 for a drafter that is not `Trainable`.
+        window_nodes: Nodes appended to the tree that are verified but never accepted: the base's choices there
+            (`Outcome.chosen`) are its next guesses (`hydrajax.drafters.lookahead`).
+        reach: With ``window_nodes``, the distance of the furthest node from the root, in positions.
+        branch_nodes: Nodes appended to the tree as one more branch. They can be accepted, and paths can become longer
+            by this number.
+        shared_lm_head: Its logits are those of the base's lm head.
+        prefix_layer: Its heads read a prefix layer (`hydrajax.drafters.prefix`).
     """
 
     depth: int
@@ -123,30 +127,30 @@ class DrafterSpec:
     prefix_layer: bool = False
 
     def candidate_nodes(self, tree: CandidateTree) -> int:
-        """Count the nodes that a step may accept, root included."""
+        """Return the number of nodes that a step may accept, root included."""
         return tree.size + self.branch_nodes
 
     def verified_nodes(self, tree: CandidateTree) -> int:
-        """Count the nodes that a step feeds to the base: the candidates and the window."""
+        """Return the number of nodes that a step feeds to the base: candidates and window."""
         return self.candidate_nodes(tree) + self.window_nodes
 
     def longest_path(self, tree: CandidateTree) -> int:
-        """Count the tokens after the root that a step may accept: the K of its proposals."""
+        """Return the maximum number of accepted draft tokens per step."""
         return tree.depth + self.branch_nodes
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """What decoding needs of a drafter: its spec, and methods that are pure functions of parameters and state."""
+    """A drafter as decoding uses it: its spec, and methods that are pure functions of parameters and state."""
 
     @property
     def spec(self) -> DrafterSpec: ...
 
     def init(self, rng: Array, base: BoundBase) -> DraftParams:
-        """Fresh parameters for this base; an empty dict where the drafter has none."""
+        """Return fresh parameters for this base; an empty dict if the drafter has none."""
 
     def init_state(self, batch: int, slots: int) -> DraftState:
-        """The state before any token, for texts of at most ``slots`` tokens. Every array has a leading batch axis."""
+        """Return the empty state for texts of at most ``slots`` tokens. Every array has a leading batch axis."""
 
     def begin(
         self,
@@ -158,17 +162,24 @@ class Drafter(Protocol):
         bonus_token: Int[Array, " B"],
         base: BoundBase,
     ) -> DraftState:
-        """Take in text that was not drafted: a prompt, or the next message of a conversation.
+        """Prefill text that was not drafted: a prompt, or the next message of a conversation.
 
-        Of the T tokens of row b the first ``counts[b]`` are text, with the base's ``aux_hidden_states`` there.
+        Args:
+            params: The draft's parameters.
+            state: The draft's state.
+            aux_hidden_states: ``[B, T, D]`` the base's hidden states at these tokens.
+            tokens: int32 ``[B, T]``; the first ``counts[b]`` of sequence b are text.
+            counts: int32 ``[B]``.
+            bonus_token: int32 ``[B]`` the base's token after the text.
+            base: The base with its parameters.
         """
 
     def rewind(self, state: DraftState, lengths: Int[Array, " B"]) -> DraftState:
-        """Back to the first ``lengths[b]`` tokens of row b's text, to take in another text from there on (`begin`).
+        """Return the state of the first ``lengths[b]`` tokens of sequence b, so that `begin` can continue from there.
 
-        It need not be what it was there: what a token that is gone has left behind may make the next guesses worse.
-        The arrays may have been cut, or filled up with zeros, to the shapes that `init_state` gives for another number
-        of slots, in which the text has room: what depends on that number is mended here.
+        It may differ from the state at that time: traces of removed tokens can make the next guesses worse. The arrays
+        may have been cut, or padded with zeros, to the shapes of `init_state` for another number of slots in which the
+        text fits; update here whatever depends on that number.
         """
 
     def propose(
@@ -180,12 +191,14 @@ class Drafter(Protocol):
         base: BoundBase,
         draw: Draw | None = None,
     ) -> Proposal:
-        """Fill the tree below ``root``: with the best guesses, or with ``draw`` by drawing, which fills ``log_q``."""
+        """Fill the tree below ``root`` with the best guesses, or by drawing if ``draw`` is given, which fills
+        ``log_q``.
+        """
 
     def observe(
         self, params: DraftParams, state: DraftState, proposal: Proposal, outcome: Outcome, base: BoundBase
     ) -> DraftState:
-        """Take in what became of the proposal."""
+        """Update the state with the outcome of the proposal."""
 
     def ranks(
         self,
@@ -196,21 +209,32 @@ class Drafter(Protocol):
         chunk_tokens: int,
         depth: int,
     ) -> Int[Array, "K B T"]:
-        """The rank that the guess for token t + 2 + k, made at position t with the text up to there known, gives to the
-        text's token (0: the best guess), int32. From these trees are searched (`hydrajax.trees.search`).
+        """Return the rank (0: the best guess) of the text's token t + 2 + k among the guesses for it at position t,
+        int32.
 
-        batch: ``tokens`` int32 ``[B, T]`` and perhaps ``segments`` (`hydrajax.models.packed_forward`). At most
-        ``chunk_tokens`` positions' logits exist at once. depth: K, at most the drafter's. Positions without such a
-        token hold garbage; a token that the draft cannot say ranks behind the whole vocabulary.
+        Tree search uses these ranks (`hydrajax.trees.search`). Positions without such a token hold garbage. A token
+        outside the draft's vocabulary ranks after the whole vocabulary.
+
+        Args:
+            params: The draft's parameters.
+            aux_hidden_states: ``[B, T, D]`` the base's hidden states at the tokens.
+            batch: ``tokens`` int32 ``[B, T]`` and optionally ``segments`` (`hydrajax.models.packed_forward`).
+            base: The base with its parameters.
+            chunk_tokens: Maximum number of positions whose logits exist at once.
+            depth: K, at most the drafter's.
         """
 
 
 @runtime_checkable
 class Trainable(Drafter, Protocol):
-    """What training needs in addition: a drafter with parameters.
+    """A drafter with parameters, as training uses it: a frozen dataclass.
 
-    A frozen dataclass. Head k < `DrafterSpec.num_draft_heads` predicts token t + 2 + k. Settings: the choices of a user
-    who trains it. dtype: of the computation, a field. vocabulary: the tokens that the heads can propose, None for all.
+    Head k < `DrafterSpec.num_draft_heads` predicts token t + 2 + k.
+
+    Attributes:
+        Settings: The class of the user's choices in training.
+        dtype: Dtype of the computation, a field.
+        vocabulary: The tokens that the heads can propose; None for all.
     """
 
     Settings: ClassVar[type[Settings]]
@@ -222,30 +246,33 @@ class Trainable(Drafter, Protocol):
     def for_base(
         cls, base: LlamaConfig, dtype, settings: Any = None, target_counts: Int[np.ndarray, " V"] | None = None
     ) -> Trainable:
-        """Return the drafter for a base of this shape. Raises `HydrajaxError` for settings that do not fit it.
+        """Return the drafter for a base of this shape.
 
-        settings: of the class ``Settings``; None for its defaults. target_counts: see
-        `hydrajax.drafters.settings.vocabulary_of`.
+        Args:
+            base: The base's configuration.
+            dtype: Dtype of the computation.
+            settings: An instance of ``Settings``; None for its defaults.
+            target_counts: See `hydrajax.drafters.settings.vocabulary_of`.
+
+        Raises:
+            HydrajaxError: For settings that do not fit the base.
         """
 
     @property
     def vocabulary(self) -> Vocabulary | None: ...
 
     def reaching(self, depth: int) -> Trainable:
-        """The same drafter with at least ``depth`` heads, where it is to be asked for more than it is trained for.
-
-        depth: at most `DrafterSpec.depth`.
-        """
+        """Return the same drafter with at least ``depth`` heads, at most `DrafterSpec.depth`."""
 
     def trained_on(self, found: Drafter) -> Trainable:
-        """The drafter with which training goes on from one that was read from files, ``found``.
+        """Return the drafter for continuing the training of ``found``, which was read from files.
 
-        What files do not hold, such as dropout, is as it is here. Raises `HydrajaxError` where the two do not agree in
-        what they do.
+        Properties that files do not hold, such as dropout, come from this drafter. Raises `HydrajaxError` if the two
+        compute different functions.
         """
 
     def init_boxed(self, rng: Array, base: BoundBase) -> Any:
-        """Fresh parameters with their logical axes attached (`flax.core.meta` boxes, `hydrajax.sharding`)."""
+        """Return fresh parameters with their logical axes (`flax.core.meta` boxes, `hydrajax.sharding`)."""
 
     def teacher_hidden(
         self,
@@ -257,27 +284,34 @@ class Trainable(Drafter, Protocol):
         positions: Int[Array, "B T"] | None = None,
         mask: Bool[Array, "B 1 1 T T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], ...]:
-        """First half of the training forward: what the lm head of each draft head reads.
+        """Return what the lm head of each draft head reads: the first half of the training forward pass.
 
-        With an ``rng`` key dropout is applied, everywhere but at the lm head. Where several documents share a row,
-        ``positions`` are those inside each document and ``mask[b, 0, 0, i, j]`` says whether token i sees token j; by
-        default a row is one document. The two are given together, and only drafters with attention need them.
+        Args:
+            params: The draft's parameters.
+            aux_hidden_states: ``[B, T, D]`` the base's hidden states.
+            tokens: int32 ``[B, T]``.
+            base: The base with its parameters.
+            rng: Key of the dropout, applied everywhere except at the lm head; None for none.
+            positions: Positions inside each packed document; None if a row is one document. Only drafters with
+                attention need ``positions`` and ``mask``, which are given together.
+            mask: ``mask[b, 0, 0, i, j]`` is true if token i sees token j.
         """
 
     def head_logits(
         self, params: DraftParams, k: int, hidden: Float[Array, "*rows D"], base: BoundBase, rng: Array | None = None
     ) -> Float[Array, "*rows V_"]:
-        """Second half: float32 logits of head k from any rows of ``teacher_hidden(...)[k]``, so it can be chunked.
+        """Return float32 logits of head k over its vocabulary, from any rows of ``teacher_hidden(...)[k]``: the second
+        half.
 
-        Over the tokens that it knows. With an ``rng`` key the dropout before the lm head is applied.
+        With an ``rng`` key, the dropout before the lm head is applied.
         """
 
 
 class SeesAcceptedOnly:
-    """For drafters that learn from a step what they would learn from the same tokens in a prompt.
+    """Base of drafters that learn from a step what they would learn from the same tokens in a prompt.
 
-    They write one method, ``advance``, with the arguments of `Drafter.begin`; and ``rewind`` where they hold more of
-    the text than caches (`hydrajax.models.cache.KVCache`) and what belongs to its last token.
+    They implement one method, ``advance``, with the arguments of `Drafter.begin`; and ``rewind`` if their state holds
+    more than caches (`hydrajax.models.cache.KVCache`) and values of the last token.
     """
 
     def begin(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
@@ -289,11 +323,11 @@ class SeesAcceptedOnly:
         )
 
     def rewind(self, state, lengths):
-        return cut_caches(state, lengths)  # whatever else there is belongs to the last token, and is replaced with it
+        return cut_caches(state, lengths)  # everything else belongs to the last token and is replaced with it
 
 
 def abstract_draft(drafter: Trainable, model: BaseModel):
-    """Boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the drafter, nothing allocated."""
+    """Return boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the drafter, without allocation."""
     return jax.eval_shape(
         lambda base: drafter.init_boxed(jax.random.key(0), BoundBase(model, base)), nn.unbox(abstract_base(model))
     )
@@ -302,16 +336,16 @@ def abstract_draft(drafter: Trainable, model: BaseModel):
 def following_tokens(
     tokens: Int[Array, "B T"], counts: Int[Array, " B"], bonus_token: Int[Array, " B"]
 ) -> Int[Array, "B T"]:
-    """The token after each valid one of a row (`Drafter.begin`): after the last it is the next root.
+    """Return the token after each valid one of a sequence (`Drafter.begin`); after the last it is the bonus token.
 
-    Where more text follows a conversation's answer, a drafter that keeps what it makes of these tokens keeps for the
-    answer's last one what the base would have gone on with, in one place that only a guess depends on.
+    If more text follows a conversation's answer, a drafter that caches a function of these tokens keeps the base's
+    choice at the answer's last position, which affects only the quality of guesses.
     """
     places = jnp.arange(tokens.shape[1])
     return jnp.where(places == counts[:, None] - 1, bonus_token[:, None], jnp.roll(tokens, -1, axis=1))
 
 
 def last_observed(aux_hidden_states: Float[Array, "B T D"], counts: Int[Array, " B"]) -> Float[Array, "B D"]:
-    """The features of the last valid token of each row."""
+    """Return the hidden states of the last valid token of each sequence."""
     index = jnp.maximum(counts - 1, 0)[:, None, None]
     return jnp.take_along_axis(aux_hidden_states, index, axis=1)[:, 0]

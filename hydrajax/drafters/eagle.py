@@ -1,9 +1,9 @@
-"""EAGLE (Li et al. 2024): the draft guesses the base's next hidden state, and from it the next token.
+"""EAGLE (Li et al. 2024): the draft predicts the base's next hidden state, and from it the next token.
 
-One decoder layer with a cache of its own reads, at place i of the text, the base's hidden state there and the embedding
-of the token that *follows*, i + 1. What it gives is its guess of the hidden state at i + 1, from which the lm head
-guesses token i + 2. Deeper guesses feed on it: at a drafted node it reads its own output at the node's parent.
-EAGLE-3 (`hydrajax.drafters.eagle3`) differs in what the layer is made of, and not in how it is used.
+One decoder layer with its own KV cache reads at position i the base's hidden state and the embedding of the token that
+*follows*, i + 1. Its output predicts the hidden state at i + 1, from which the lm head predicts token i + 2. Deeper
+predictions build on it: at a drafted node the layer reads its own output at the node's parent. EAGLE-3
+(`hydrajax.drafters.eagle3`) has another network and the same procedure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hydrajax.drafters.head_stack import Trained
 from hydrajax.drafters.settings import Settings, at_least
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.attention import KVSegment, SamePlace, causal_mask, rope_table
+from hydrajax.models.attention import KVSegment, SamePosition, causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
 from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.llama_config import LlamaConfig
@@ -35,12 +35,15 @@ from hydrajax.models.weights import declare, project
 from hydrajax.trees import presets
 from hydrajax.trees.topology import take
 
-DEPTH = 10  # how far it drafts; each further token is another pass, so a tree is where the limit really is
+DEPTH = 10  # each further token is another pass, so the tree sets the practical limit
 
 
 class EagleState(NamedTuple):
-    """cache: of places whose hidden states the base has computed, never of guesses. hidden: ``[B, D]`` the draft's
-    output at the last of them, from which the children of the root are guessed.
+    """The state of EAGLE.
+
+    Attributes:
+        cache: Of positions whose hidden states the base has computed, never of guesses.
+        hidden: ``[B, D]`` the draft's output at the last of them, from which the root's children are predicted.
     """
 
     cache: KVCache
@@ -48,13 +51,14 @@ class EagleState(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """What the draft has computed of a tree so far.
+    """The nodes of a tree that the draft has run so far.
 
-    hidden:       ``[B, n, D]`` its outputs at the n nodes that it ran last.
-    keys, values: ``[B, n_kv_heads, M, head_dim]`` of all M nodes that it ran. The root is not one of them: it is the
-                  token at the last place of the cache.
-    sees:         bool ``[n, M]`` or ``[B, n, M]``: which of the M a child of each of the n nodes sees, that is the node
-                  and its ancestors.
+    Attributes:
+        hidden: ``[B, n, D]`` outputs at the n nodes that were run last.
+        keys, values: ``[B, n_kv_heads, M, head_dim]`` of all M nodes. The root is not among them: it is the token at
+            the last position of the cache.
+        sees: bool ``[n, M]`` or ``[B, n, M]``: which of the M a child of each of the n nodes attends to, which are the
+            node and its ancestors.
     """
 
     hidden: Float[Array, "B n D"]
@@ -78,22 +82,22 @@ class EagleNetwork(nn.Module):
         self.layer = DecoderLayer(self.config, self.dtype)
 
     def fused(self, aux_hidden_states: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
-        """What the layer reads of the base at places that the base has seen; at guessed ones that is its own output."""
+        """Return the layer's input at positions that the base has processed; elsewhere it reads its own output."""
         return aux_hidden_states.astype(self.dtype)
 
     def __call__(self, embeddings, hidden, positions, block_mask, past=()):
-        """Outputs ``[B, T, D]`` at T places, and their keys and values."""
+        """Return outputs ``[B, T, D]`` at T positions, and their keys and values."""
         x = project(jnp.concatenate([embeddings, hidden], axis=-1), self.fc)
         x = x + self.bias if self.fc_bias else x
         x, added, block = self.layer(x, None, rope_table(self.config, positions), block_mask, past, x)
         return x + added, block
 
     def logits(self, hidden, base_logits):
-        """Float32 logits over the tokens that it can guess."""
+        """Return float32 logits over the draft's vocabulary."""
         return base_logits(hidden)
 
     def everything(self, aux_hidden_states, embeddings, positions, base_logits):
-        """Touches every parameter, for `init`."""
+        """Touch every parameter, for `init`."""
         return self.logits(
             self(embeddings, self.fused(aux_hidden_states), positions, np.ones((1, 1), bool))[0], base_logits
         )
@@ -101,7 +105,11 @@ class EagleNetwork(nn.Module):
 
 @dataclass(frozen=True)
 class EagleSettings(Settings):
-    """unroll: see `FeatureDrafter`; None for the released number, 1 of EAGLE and 7 of EAGLE-3."""
+    """Settings of EAGLE drafts.
+
+    Attributes:
+        ttt_length: See `EagleDrafter`; None for the released number, 1 for EAGLE and 7 for EAGLE-3.
+    """
 
     ttt_length: int | None = None
 
@@ -109,12 +117,12 @@ class EagleSettings(Settings):
         at_least("draft.ttt_length", self.ttt_length, 1)
 
 
-class FeatureDrafter(Trained):
-    """How EAGLE drafts, whichever network it has.
+class EagleDrafter(Trained):
+    """The procedure of EAGLE for any of its networks.
 
     A subclass is a frozen dataclass with ``config`` (of its layer, with the base's width and vocabulary), ``dtype``,
-    ``depth``, ``ttt_length``, ``aux_hidden_layers``, ``vocabulary``, ``lm_head`` and ``network``. unroll: how many
-    guesses one after the other it is trained for. Methods: `hydrajax.drafters.drafter.Trainable`.
+    ``depth``, ``ttt_length``, ``aux_hidden_layers``, ``vocabulary``, ``lm_head`` and ``network``. ``ttt_length`` is the
+    number of successive predictions in training (EAGLE-3's training-time test).
     """
 
     @cached_property
@@ -125,7 +133,7 @@ class FeatureDrafter(Trained):
             aux_hidden_layers=self.aux_hidden_layers,
             supports_sampling=True,
             supports_dynamic_tree=True,
-            num_draft_heads=self.ttt_length,  # each further guess is a head in training, all of one set of parameters
+            num_draft_heads=self.ttt_length,  # each successive prediction is a head in training, with shared parameters
             shared_lm_head=self.lm_head.shared,
         )
 
@@ -136,20 +144,20 @@ class FeatureDrafter(Trained):
         return EagleState(cache, jnp.zeros((batch, self.config.width), self.dtype))
 
     def advance(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
-        """The base's hidden states in place of the guessed ones, each with the token that came to follow."""
+        """Replace guessed hidden states by the base's, each with the token that followed."""
         hidden, block = self._apply(
             params,
             self._embed(base, following_tokens(tokens, counts, bonus_token)),
             self._apply(params, aux_hidden_states, method="fused"),
             state.cache.lengths[:, None] + jnp.arange(tokens.shape[1]),
             causal_mask(tokens.shape[1]),
-            state.cache.parts(0),
+            state.cache.segments(0),
         )
         cache = append(state.cache, (block,), counts, after=hidden[:, 0, 0])
         return EagleState(cache, last_observed(hidden, counts))
 
     def propose(self, params, state, root, tree, base, draw=None):
-        """Only nodes that have children are run, a level at a time; of a dynamic tree those that may have some."""
+        """Fill the tree level by level; only nodes that have (or in a dynamic tree may have) children are run."""
 
         def guess(so_far, beam):
             if beam.depth:
@@ -159,12 +167,12 @@ class FeatureDrafter(Trained):
         return fill(tree, root, guess, self._at_root(state), self.lm_head, self.config.vocab_size, draw)[0]
 
     def _at_root(self, state: EagleState) -> Branches:
-        """Before any node was run: the root's children are guessed from what the cache's last place has given."""
+        """Return the state before any node was run: the root's children are predicted from the last cached position."""
         nothing = jnp.zeros((len(state.hidden), self.config.n_kv_heads, 0, self.config.head_dim), self.dtype)
         return Branches(state.hidden[:, None], nothing, nothing, np.zeros((1, 0), bool))
 
     def _run(self, params, cache: KVCache, so_far: Branches, beam: Beam, base) -> Branches:
-        """Run the nodes of a beam, which read the cache, their ancestors and themselves."""
+        """Run the nodes of a beam, which attend to the cache, their ancestors and themselves."""
         slot, n_nodes = beam.parents, beam.tokens.shape[1]
         if isinstance(slot, np.ndarray):
             sees = so_far.sees[slot]
@@ -178,7 +186,7 @@ class FeatureDrafter(Trained):
             take(so_far.hidden, slot),
             jnp.broadcast_to((cache.lengths + beam.depth - 1)[:, None], beam.tokens.shape),
             itself,
-            (*([above] if sees.shape[-1] else []), *cache.parts(0)),
+            (*([above] if sees.shape[-1] else []), *cache.segments(0)),
         )
         xp = np if sees.ndim == 2 else jnp
         return Branches(
@@ -197,55 +205,59 @@ class FeatureDrafter(Trained):
     def _apply(self, params, *inputs, method: str = "__call__"):
         return self.network.apply({"params": params}, *inputs, method=method)
 
-    # --- parameters, and how good its guesses are ---------------------------------------------------------------------
+    # --- parameters and training ---------------------------------------------------------------------
 
     def init_boxed(self, rng: Array, base) -> Any:
-        """Fresh parameters with their logical axes attached (`flax.core.meta` boxes, `hydrajax.sharding`)."""
+        """Return fresh parameters with their logical axes (`flax.core.meta` boxes, `hydrajax.sharding`)."""
         vector = jnp.zeros((1, 1, self.config.width), self.dtype)
         aux_hidden_states = jnp.zeros((1, 1, len(self.aux_hidden_layers) * self.config.width), self.dtype)
         example = aux_hidden_states, vector, jnp.zeros((1, 1), jnp.int32), base.logits
         return dict(self.network.init(rng, *example, method="everything")["params"])
 
     def teacher_hidden(self, params, aux_hidden_states, tokens, base, rng=None, positions=None, mask=None):
-        """Its outputs ``[B, T, D]`` for each of the ``ttt_length`` guesses at every place t, given the text up to
-        there.
+        """Return outputs ``[B, T, D]`` for each of the ``ttt_length`` predictions at every position t, given the text
+        up to t.
 
-        The first reads the base's hidden states. The k-th reads the output of the one before at the *same* place, with
-        token t + 1 + k, at position t + k; it sees what the first saw, and its own way there: EAGLE-3's training-time
-        test (eagle-3 3.2, figure 6). It is what decoding does below a path of right guesses, so that the ranks of text
-        are found in the same way, whatever ``ttt_length`` the draft was trained with.
+        The first reads the base's hidden states. The k-th reads the previous output at the *same* position, with token
+        t + 1 + k, at position t + k; it attends to what the first attends to and to its own chain: EAGLE-3's
+        training-time test (eagle-3 3.2, figure 6). Decoding computes the same along a path of correct guesses, so ranks
+        are computed in the same way for any ``ttt_length``.
         """
         if positions is None:
             positions, mask = row_layout(tokens)
         hidden, outputs, past = self._apply(params, aux_hidden_states, method="fused"), [], []
         for k in range(self.ttt_length):
             embeddings = self._embed(base, jnp.roll(tokens, -(k + 1), axis=1))
-            visible = SamePlace() if k else mask
+            visible = SamePosition() if k else mask
             hidden, block = self._apply(params, embeddings, hidden, positions + k, visible, tuple(past))
             past.append(KVSegment(*block, visible))
             outputs.append(hidden)
         return tuple(outputs)
 
     def head_logits(self, params, k, hidden, base, rng=None):
-        """Float32 logits ``[..., V']`` of any rows of ``teacher_hidden(...)[k]``: the same for every k."""
+        """Return float32 logits ``[..., V']`` of any rows of ``teacher_hidden(...)[k]``; they do not depend on k."""
         return self._logits(params, hidden, base)
 
     def reaching(self, depth):
         return dataclasses.replace(self, ttt_length=depth)
 
     def trained_on(self, found):
-        """A draft of the same kind, its layer and its vocabulary as they were read."""
+        """Return a draft of the same kind with the layer and the vocabulary that were read."""
         if type(found) is not type(self):
-            raise HydrajaxError(f"the heads are {type(found).__name__}, the settings ask for {type(self).__name__}")
+            raise HydrajaxError(
+                f"draft: got {type(found).__name__} heads, expected {type(self).__name__} by the settings"
+            )
         return dataclasses.replace(found, ttt_length=self.ttt_length, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
-class Eagle(FeatureDrafter):
-    """EAGLE-1, which with dynamic trees is EAGLE-2. config: of its layer; with the base's width and vocabulary.
+class Eagle(EagleDrafter):
+    """EAGLE-1, which with dynamic trees is EAGLE-2.
 
-    fc_bias: whether the map from [embedding, hidden state] to the layer's input has a bias, as released ones mostly do.
-    unroll: see `FeatureDrafter`; 1 as released.
+    Attributes:
+        config: Configuration of the layer, with the base's width and vocabulary.
+        fc_bias: The map from [embedding, hidden state] to the layer's input has a bias, as in most released drafts.
+        ttt_length: See `EagleDrafter`; 1 as released.
     """
 
     config: LlamaConfig
@@ -259,7 +271,7 @@ class Eagle(FeatureDrafter):
 
     @classmethod
     def for_base(cls, base, dtype, settings=None, target_counts=None):
-        """With a layer like the base's."""
+        """Return a draft with a layer like the base's."""
         s = settings or EagleSettings()
         return cls(base.plain_layer, jnp.dtype(dtype), ttt_length=s.ttt_length or cls.ttt_length)
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 (Li et al. 2025): EAGLE that reads the base at three depths and need not guess its hidden states."""
+"""EAGLE-3 (Li et al. 2025): EAGLE that reads the base at three depths and need not predict its hidden states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
-from hydrajax.drafters.eagle import DEPTH, EagleSettings, FeatureDrafter
+from hydrajax.drafters.eagle import DEPTH, EagleDrafter, EagleSettings
 from hydrajax.drafters.settings import at_least, vocabulary_of, within_base
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
@@ -21,10 +21,10 @@ from hydrajax.models.weights import declare, project
 
 
 class Eagle3Network(nn.Module):
-    """A decoder layer whose attention reads [norm(E(x_{i+1})), norm(g_i)] side by side, with a norm and an lm head.
+    """A decoder layer whose attention reads [norm(E(x_{i+1})), norm(g_i)], with a norm and an lm head.
 
-    g_i is what fc makes of the base's hidden states at place i, or the layer's own output at a guessed place. The layer
-    adds to it, or to norm(g_i) with ``norm_before_residual``.
+    g_i is fc of the base's hidden states at position i, or the layer's own output at a drafted position. The layer adds
+    to g_i, or to norm(g_i) with ``norm_before_residual``.
     """
 
     config: LlamaConfig
@@ -44,11 +44,11 @@ class Eagle3Network(nn.Module):
         self.lm_params = self.lm_head.declare(self, c.width, c.vocab_size)
 
     def fused(self, aux_hidden_states: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
-        """What the layer reads of the base at places that the base has seen; at guessed ones that is its own output."""
+        """Return the layer's input at positions that the base has processed; elsewhere it reads its own output."""
         return project(aux_hidden_states.astype(self.dtype), self.fc)
 
     def __call__(self, embeddings, hidden, positions, block_mask, past=()):
-        """Outputs ``[B, T, D]`` at T places, before the norm, and their keys and values."""
+        """Return outputs ``[B, T, D]`` at T positions, before the norm, and their keys and values."""
         normed = self.hidden_norm(hidden)
         both = jnp.concatenate([self.embedding_norm(embeddings), normed], axis=-1)
         start = normed if self.norm_before_residual else hidden
@@ -56,21 +56,22 @@ class Eagle3Network(nn.Module):
         return x + added, block
 
     def logits(self, hidden, base_logits):
-        """Float32 logits over the tokens that it can guess."""
+        """Return float32 logits over the draft's vocabulary."""
         return self.lm_head.logits(self.lm_params, self.norm(hidden), base_logits)
 
     def everything(self, aux_hidden_states, embeddings, positions, base_logits):
-        """Touches every parameter, for `init`."""
+        """Touch every parameter, for `init`."""
         block_mask = jnp.ones((1, 1), bool)
         return self.logits(self(embeddings, self.fused(aux_hidden_states), positions, block_mask)[0], base_logits)
 
 
 def default_aux_hidden_layers(n_layers: int) -> tuple[int, ...]:
-    """What is read of a base of so many layers: the inputs of a low, a middle and a high one (eagle-3 3.1).
+    """Return the hidden states to read of a base with this many layers: inputs of a low, a middle and a high layer
+    (eagle-3 3.1).
 
-    These are, counted from 0, layers 2, L // 2 and L - 3, as in the released code, where they are three: for 3 layers
-    and from 7 up. In a base of fewer than 3 layers they are the nearest there are, and where several fall together
-    fewer are read. The places are counted from the end, see `hydrajax.models.base_model.BaseModel.__call__`.
+    Counted from 0, these are layers 2, L // 2 and L - 3, as in the released code, where they are distinct: for 3 layers
+    and from 7 up. A base with fewer than 3 layers gives the nearest ones, and duplicates are dropped. The result counts
+    from the end, see `hydrajax.models.base_model.BaseModel.__call__`.
     """
     layers = sorted({min(2, n_layers - 1), n_layers // 2, max(n_layers - 3, 0)})
     return tuple(n_layers - layer for layer in layers)
@@ -78,8 +79,12 @@ def default_aux_hidden_layers(n_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Eagle3Settings(EagleSettings):
-    """vocabulary: see `hydrajax.drafters.settings.HeadSettings`. reads: the layers, counted from 0, whose inputs it
-    reads; the number after the last means the base's last hidden states. Empty for 2, L // 2 and L - 3 of L.
+    """Settings of EAGLE-3 drafts.
+
+    Attributes:
+        vocabulary: See `hydrajax.drafters.settings.HeadSettings`.
+        aux_hidden_layers: The layers, counted from 0, whose inputs it reads; the number after the last layer means the
+            base's last hidden states. Empty for 2, L // 2 and L - 3 of L.
     """
 
     vocabulary: int | None = None
@@ -90,17 +95,20 @@ class Eagle3Settings(EagleSettings):
         super().__post_init__()
         if any(low >= high for low, high in itertools.pairwise((-1, *self.aux_hidden_layers))):
             raise HydrajaxError(
-                f"draft.aux_hidden_layers: layers must rise, from 0 up, found {list(self.aux_hidden_layers)}"
+                f"draft.aux_hidden_layers: got {list(self.aux_hidden_layers)}, expected ascending layers from 0 up"
             )
 
 
 @dataclass(frozen=True)
-class Eagle3(FeatureDrafter):
-    """EAGLE-3. config: of its layer; with the base's width and vocabulary.
+class Eagle3(EagleDrafter):
+    """EAGLE-3.
 
-    reads: what is read of the base (`default_aux_hidden_layers`). vocabulary: of the tokens that it can guess; None
-    for all. unroll: see `hydrajax.drafters.eagle.FeatureDrafter`; 7 as released. norm_before_residual: as many drafts
-    of vLLM's library speculators have it, see `Eagle3Network`.
+    Attributes:
+        config: Configuration of the layer, with the base's width and vocabulary.
+        aux_hidden_layers: The hidden states of the base that it reads (`default_aux_hidden_layers`).
+        vocabulary: The tokens that it can propose; None for all.
+        ttt_length: See `hydrajax.drafters.eagle.EagleDrafter`; 7 as released.
+        norm_before_residual: As in many drafts of vLLM's library speculators, see `Eagle3Network`.
     """
 
     config: LlamaConfig
@@ -114,7 +122,7 @@ class Eagle3(FeatureDrafter):
 
     @classmethod
     def for_base(cls, base, dtype, settings=None, target_counts=None):
-        """With a layer like the base's."""
+        """Return a draft with a layer like the base's."""
         s = settings or Eagle3Settings()
         within_base("draft.aux_hidden_layers", max(s.aux_hidden_layers, default=0), base.n_layers, "layers")
         return cls(
@@ -135,7 +143,7 @@ class Eagle3(FeatureDrafter):
         return Eagle3Network(self.config, self.dtype, n_reads, self.lm_head, self.norm_before_residual)
 
     def init_boxed(self, rng, base):
-        """The lm head starts as a copy of the base's."""
+        """Return fresh parameters; the lm head starts as a copy of the base's."""
         params = super().init_boxed(rng, base)
         for name, value in self.lm_head.like_base(base.head_kernel(), self.dtype).items():
             params[name] = params[name].replace_boxed(value)

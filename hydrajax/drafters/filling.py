@@ -1,4 +1,4 @@
-"""Filling a tree level by level, whatever makes the guesses."""
+"""Fill a tree level by level from the logits of a drafter."""
 
 from __future__ import annotations
 
@@ -25,10 +25,21 @@ def fill(
     vocab_size: int,
     draw: Draw | None = None,
 ) -> tuple[Proposal, Any]:
-    """The tree with the best guesses, or with ``draw`` with drawn ones, and the last carry.
+    """Fill a tree with the best guesses, or by drawing if ``draw`` is given.
 
-    A static tree takes one ranking per level, at its widest rank; a dynamic one is grown. carry: handed to the first
-    ``guess``, at the root's level 0.
+    A static tree takes one top-k per level, at its widest rank; a dynamic one is grown.
+
+    Args:
+        tree: The candidate tree.
+        root: int32 ``[B]``.
+        guess: Returns the logits after the nodes of a beam (`hydrajax.drafters.growing.Guess`).
+        carry: Passed to the first ``guess``, at the root's level 0.
+        lm_head: Ranks and draws tokens.
+        vocab_size: The base's.
+        draw: How to draw; None for the best guesses.
+
+    Returns:
+        The proposal and the last carry.
     """
     if isinstance(tree, DynamicTree):
         return grow(tree, root, guess, carry, lm_head, vocab_size, draw)
@@ -41,12 +52,12 @@ def fill(
         if draw is None:
             guesses = lm_head.top(logits, level.width)
         else:
-            # Every parent draws its own children, also where all have one distribution.
+            # Every parent draws its own children, also if all share one distribution.
             logits = logits / over_rows(draw.temperature, logits)
             logits = jnp.broadcast_to(logits, (len(root), len(level.parents), logits.shape[-1]))
             guesses = lm_head.sampled(draw.keys[:, k], logits, level.width)
             drawn_from.append(lm_head.over_all_tokens(logits, vocab_size))
-        # Medusa heads guess once for all parents of a level.
+        # Medusa heads predict once for all parents of a level.
         slot = level.parent_slot if guesses.shape[1] > 1 else np.zeros_like(level.parent_slot)
         tokens = jnp.concatenate([tokens, guesses[:, slot, level.ranks]], axis=1)
     return Proposal(tokens, tree.topology, jnp.concatenate(drawn_from, axis=1) if drawn_from else None), carry

@@ -1,4 +1,4 @@
-"""Growing a tree where the draft is sure, whatever makes the guesses (EAGLE-2, Li et al. 2024)."""
+"""Grow a dynamic tree from the logits of a drafter (EAGLE-2, Li et al. 2024)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ from hydrajax.models.ranking import over_rows
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.topology import from_parents, take
 
-# How much of what is drawn is taken to be accepted, whatever it is, and how much more the surer the draft is of it. Of
-# the values tried (docs/trees.md) these gave the longest steps.
+# Estimated probability that a drawn token is accepted, and what certainty of the draft adds. Of the values tried
+# (docs/trees.md) these gave the longest steps.
 ACCEPTED, WHEN_SURE = 0.5, 0.4
 
 
 class Beam(NamedTuple):
-    """The n nodes whose children are guessed next, all of one depth: at depth 0 the root alone. Of a tree that is grown
-    they are those to be expanded, the likeliest first; of a static one those that have children, in node order.
+    """The n nodes of one depth whose children are predicted next; at depth 0 the root.
 
-    tokens:  int32 ``[B, n]``. paths: int32 ``[B, n, depth + 1]`` the tokens from the root down to each.
-    parents: int32 ``[B, n]`` which node of the beam before each is a child of; NumPy ``[n]`` where that is the same for
-             all rows.
+    In a dynamic tree they are the expanded nodes, most likely first; in a static one those with children, in node
+    order.
+
+    Attributes:
+        depth: Their depth.
+        tokens: int32 ``[B, n]``.
+        paths: int32 ``[B, n, depth + 1]`` the tokens from the root to each.
+        parents: int32 ``[B, n]`` each node's parent in the previous beam; NumPy ``[n]`` if it is the same for all
+            sequences.
     """
 
     depth: int
@@ -36,8 +41,8 @@ class Beam(NamedTuple):
     parents: Int[Array, "*B n"]
 
 
-# guess(carry, beam) -> carry, float32 logits [B, n, V'] of what follows each node of the beam, or [B, 1, V'] where one
-# guess serves them all. carry: whatever the drafter wants to have at hand at the next level.
+# guess(carry, beam) -> carry, float32 logits [B, n, V'] after each node of the beam, or [B, 1, V'] if one prediction
+# serves them all. carry: anything the drafter needs at the next level.
 Guess = Callable[[Any, Beam], tuple[Any, Float[Array, "B n V_"]]]
 
 
@@ -50,30 +55,40 @@ def grow(
     vocab_size: int,
     draw: Draw | None = None,
 ) -> tuple[Proposal, Any]:
-    """The tree of each row, of all candidates those that are the likeliest in the draft's eyes, and the last carry.
+    """Grow each sequence's tree from the candidates that are most likely under the draft.
 
-    Level by level the ``top_k`` likeliest candidates of the last level are expanded into ``top_k`` each; what is
-    expanded and what becomes a node are two questions. Candidates are numbered level by level, in a level by their
-    parent's rank in the beam and then by their own, and nodes keep this order. A candidate's likelihood is that of its
-    whole path. A candidate is never likelier than its parent and comes after it, and of equals the first is taken, so
-    that a node's parent is a node.
+    Level by level the ``top_k`` most likely candidates of the last level are expanded into ``top_k`` each. Which
+    candidates are expanded and which become nodes are separate choices. Candidates are numbered by level, by their
+    parent's rank in the beam and by their own rank, and nodes keep this order. A candidate's likelihood is that of its
+    whole path, so it is never likelier than its parent; it comes after its parent, and ties go to the first, so a
+    node's parent is a node.
 
-    The proposal's ``scratch`` is int32 ``[B, N]``: where each node stands among those that were expanded, the root and
-    then the beams one after the other; -1 for a node that was not.
+    Without ``draw`` the candidates are the best guesses, and their likelihoods at temperature 1 decide both choices.
+    With ``draw`` the children c_1, c_2 ... of a node v are drawn from q(. | v) without replacement, and likelihoods are
+    estimated probabilities of acceptance (`_prospects`). These decide what is expanded, but not what becomes a node: a
+    token kept for being likely would occur more often than under q, which rejection sampling relies on. So places are
+    chosen instead of tokens. The place of c_r is worth as much as it is likely to be tried, which depends on v and
+    c_1 ... c_{r-1}, not on its token. The N - 1 most valuable places form the tree.
 
-    Without ``draw`` the candidates are the best guesses, and their likelihoods, at temperature 1, decide on both
-    questions. With ``draw`` the children c_1, c_2 ... of a node v are drawn from q(. | v), without replacement, and
-    likelihoods are those of being accepted, as far as the draft can say (`_prospects`). They decide what is expanded,
-    but not what becomes a node: kept for being likely, a token would be met more often than q says, and rejection
-    sampling rests on what q says. So places are chosen and not tokens. The place of c_r is worth as much as it is
-    likely to be looked at, which depends on v and c_1 ... c_{r-1}, whatever token it holds. The N - 1 places that are
-    worth most make the tree.
+    Rejection sampling stays exact because a token is never likelier than its place is worth. Its descendants and later
+    siblings are therefore never worth more than the place, and in a beam they displace only candidates that are not
+    likelier, whose children are not worth more either. Whatever is worth more than a place is thus independent of the
+    token drawn there, and so is the place's membership in the tree: given that it is in, its token is still a draw from
+    what q leaves after the earlier siblings. (Ties are no exception: everything the token can change has a higher
+    number.)
 
-    Why that leaves rejection sampling exact: a token is never likelier than its place is worth, so its descendants and
-    later siblings are never worth more than the place, and in a beam they and it displace only what is not likelier,
-    whose children are not worth more either. What is worth more than a place is thus the same whatever token is drawn
-    there, and so is whether the place is in the tree: given that it is, its token is still a draw from what q leaves
-    after the earlier siblings. (Equals are no exception: all that the token could change has a higher number.)
+    Args:
+        tree: The dynamic tree.
+        root: int32 ``[B]``.
+        guess: Returns the logits after the nodes of a beam.
+        carry: Passed to the first ``guess``.
+        lm_head: Ranks and draws tokens.
+        vocab_size: The base's.
+        draw: How to draw; None for the best guesses.
+
+    Returns:
+        The proposal, whose ``scratch`` is int32 ``[B, N]``: each node's index among the expanded ones (the root, then
+        the beams in order), -1 for nodes that were not expanded; and the last carry.
     """
     k, batch = tree.top_k, len(root)
     beam = Beam(0, root[:, None], root[:, None, None], jnp.zeros((batch, 1), jnp.int32))
@@ -117,29 +132,29 @@ def grow(
     place = jnp.argmax(is_expanded, axis=2).astype(jnp.int32)
     log_q = None
     if drawn_from:
-        # Of a node that was not expanded, and so has no children, any will do.
+        # A node that was not expanded has no children, so any distribution will do.
         log_q = lm_head.over_all_tokens(take(jnp.concatenate(drawn_from, axis=1), place), vocab_size)
     place = jnp.where(jnp.any(is_expanded, axis=2), place, -1)
     return Proposal(jnp.concatenate([root[:, None], chosen], axis=1), topology, log_q, place), carry
 
 
 def _keys_of_level(draw: Draw, depth: int) -> Array:
-    """Keys ``[B]`` that no other step draws with: of the place after the root, which the step emits in any case.
+    """Return keys ``[B]`` that no other step uses: of the position after the root, which this step emits in any case.
 
-    The shape of the tree, and with it how far the step gets, depends on all draws, those below the accepted path among
-    them. A next step that used their keys once more would not draw afresh. (In a static tree they decide nothing, so
-    `hydrajax.drafters.filling.fill` takes the keys of the places themselves.)
+    The shape of the tree, and with it the accepted length, depends on all draws, also those below the accepted path. A
+    next step that reused their keys would not draw independently. (In a static tree they decide nothing, so
+    `hydrajax.drafters.filling.fill` uses the keys of the positions themselves.)
     """
     return jax.vmap(jax.random.fold_in, (0, None))(draw.keys[:, 0], depth)
 
 
 def _prospects(log_p: Float[Array, "*rows k"]) -> tuple[Float[Array, "*rows k"], Float[Array, "*rows k"]]:
-    """Logarithms of how likely each drawn token is to be looked at, after its parent, and then to be accepted.
+    """Return log-probabilities that each drawn token is tried, given its parent, and then that it is accepted.
 
-    Rejection sampling accepts much of what a good draft says, also where the draft is not sure: it is taken to accept
-    `ACCEPTED` of all tokens, and more the likelier q is to draw them, up to `ACCEPTED` + `WHEN_SURE`. What is taken
-    decides how good a tree is and never how exact. But a prospect to be looked at must not depend on the token itself,
-    not even by rounding, nor rise from one sibling to the next, and sums made in parallel may fall by a bit.
+    Rejection sampling accepts many tokens of a good draft even if it is unsure: the estimate is `ACCEPTED` for all
+    tokens, more the likelier q is to draw them, up to `ACCEPTED` + `WHEN_SURE`. The estimate affects the quality of
+    the tree and never exactness. But the probability of being tried must not depend on the token itself, not even by
+    rounding, nor rise from one sibling to the next, and parallel sums may fall by a bit.
     """
     drawn = jnp.cumsum(jnp.exp(log_p), axis=-1)[..., :-1]
     first = [(0, 0)] * (log_p.ndim - 1) + [(1, 0)]

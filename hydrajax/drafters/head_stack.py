@@ -28,13 +28,15 @@ from hydrajax.trees.dynamic import CandidateTree, guesses_of
 
 @dataclass(frozen=True)
 class StackSettings(HeadSettings):
-    """Medusa or Hydra heads.
+    """Settings of Medusa and Hydra heads.
 
-    share_blocks:        blocks 2..n are one block applied again, as in the released code (docs/design.md 4).
-    prefix:              put a prefix layer in front of the heads, see `hydrajax.drafters.prefix.Prefix`.
-    prefix_window:       the tokens that the prefix layer sees, None for all; best the length of the training rows if
-                         texts will be longer.
-    hidden_state_offset: read the input of the n-th layer from the end; 0 for the base's last hidden states.
+    Attributes:
+        share_blocks: Blocks 2..n are one block applied repeatedly, as in the released code (docs/design.md 4).
+        prefix: Put a prefix layer in front of the heads, see `hydrajax.drafters.prefix.Prefix`.
+        prefix_window: Number of tokens that the prefix layer attends to, None for all; use the length of the training
+            rows if texts will be longer.
+        dropout: Dropout rate.
+        hidden_state_offset: Read the input of the n-th layer from the end; 0 for the base's last hidden states.
     """
 
     share_blocks: bool = True
@@ -47,13 +49,13 @@ class StackSettings(HeadSettings):
         super().__post_init__()
         at_least("draft.prefix_window", self.prefix_window, 1)
         if self.prefix_window is not None and not self.prefix:
-            raise HydrajaxError("draft.prefix_window: means nothing without draft.prefix, leave it out")
+            raise HydrajaxError("draft.prefix_window: got a value, expected none without draft.prefix=true")
         at_least("draft.hidden_state_offset", self.hidden_state_offset, 0)
         below("draft.dropout", self.dropout, 1)
 
 
 def drop(x: Float[Array, "*rows D"], rate: float, rng: Array | None) -> Float[Array, "*rows D"]:
-    """Inverted dropout: the expectation of every element stays. Without a key, ``x`` itself."""
+    """Apply inverted dropout, which keeps every element's expectation; without a key, return ``x``."""
     if rng is None or rate == 0:
         return x
     return jnp.where(jax.random.bernoulli(rng, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)
@@ -73,11 +75,11 @@ class ResidualBlock(nn.Module):
 
 
 class ConditionedBlock(nn.Module):
-    """R x + r + SiLU(W x + b) over concatenated vectors, narrowing them to one (hydra 3, docs/design.md 4).
+    """R x + r + SiLU(W x + b) over concatenated vectors, reducing them to one (hydra 3, docs/design.md 4).
 
-    W and R read the same input, so they are one matmul: ``kernel[:, 0]`` is W, ``kernel[:, 1]`` is R. The input is
-    [h, E(root)] and then the embeddings of ``path_length`` tokens. Only the latter differ between the paths of a
-    tree, so the two parts have kernels of their own and the shared one is multiplied once per tree.
+    W and R read the same input, so they are one product: ``kernel[:, 0]`` is W, ``kernel[:, 1]`` is R. The input is
+    [h, E(root)] followed by the embeddings of ``path_length`` tokens. Only the latter differ between the paths of a
+    tree, so the two parts have separate kernels, and the shared part is multiplied once per tree.
     """
 
     path_length: int
@@ -100,7 +102,7 @@ class ConditionedBlock(nn.Module):
 
 
 def _hidden_state_passes(rng, shape, dtype):
-    """W = 0 and R = [identity; 0], so that a fresh head starts from the base's hidden state."""
+    """Return W = 0 and R = [identity; 0], so that a fresh head starts from the base's hidden state."""
     del rng
     fan_in, _, width = shape
     passing = jnp.eye(fan_in, width, dtype=dtype)
@@ -110,12 +112,14 @@ def _hidden_state_passes(rng, shape, dtype):
 class Head(nn.Module):
     """A draft head: ``n_layers`` blocks and an lm head.
 
-    path_length: None for a head that reads the hidden state alone (Medusa), else how many tokens after the root its
-    first, conditioned block reads (Hydra's head k: k). With ``share_blocks`` every unconditioned block is the same one
-    applied again, as in the released code. ``dropout`` precedes every block and the lm head (docs/design.md 4), and
-    only where a key is given: a shared block meets a new mask each time it is applied.
+    `hidden` and `logits` are separate so that training can chunk the vocabulary product. ``dropout`` precedes every
+    block and the lm head (docs/design.md 4), only if a key is given; a shared block gets a new mask at each
+    application.
 
-    The two halves, `hidden` and `logits`, are separate so that a trainer can chunk the vocabulary matmul.
+    Attributes:
+        path_length: None for a head that reads only the hidden state (Medusa), else the number of tokens after the root
+            that its first, conditioned block reads (k for Hydra's head k).
+        share_blocks: Every unconditioned block is the same block applied repeatedly, as in the released code.
     """
 
     path_length: int | None
@@ -129,7 +133,7 @@ class Head(nn.Module):
 
     @property
     def n_plain(self) -> int:
-        """Applications of unconditioned blocks."""
+        """Number of applications of unconditioned blocks."""
         return self.n_layers - (self.path_length is not None)
 
     def setup(self):
@@ -145,7 +149,9 @@ class Head(nn.Module):
         path: Float[Array, "*paths kD"] | None = None,
         rng: Array | None = None,
     ) -> Float[Array, "*paths D"]:
-        """The input of the lm head (before its dropout). ``x`` is h_t, or [h_t, E(root)] for a conditioned head."""
+        """Return the input of the lm head (before its dropout). ``x`` is h_t, or [h_t, E(root)] for a conditioned
+        head.
+        """
 
         def dropped(x, place):
             return drop(x, self.dropout, None if rng is None else jax.random.fold_in(rng, place))
@@ -159,7 +165,7 @@ class Head(nn.Module):
     def logits(
         self, hidden: Float[Array, "*rows D"], base_logits: Callable, rng: Array | None = None
     ) -> Float[Array, "*rows V_"]:
-        """Float32 logits over the tokens that the lm head knows (`LmHead.logits`)."""
+        """Return float32 logits over the lm head's tokens (`LmHead.logits`)."""
         return self.lm_head.logits(self.lm_params, drop(hidden, self.dropout, rng), base_logits)
 
     def __call__(
@@ -172,7 +178,7 @@ class Head(nn.Module):
 
 
 class Trained(SeesAcceptedOnly):
-    """What follows for a drafter from what it guesses of a given text (`Trainable`): fresh parameters, and ranks."""
+    """Base of trained drafters: fresh parameters and ranks."""
 
     def init(self, rng, base):
         return nn.unbox(self.init_boxed(rng, base))
@@ -185,15 +191,14 @@ class Trained(SeesAcceptedOnly):
 
 
 class HeadStack(Trained):
-    """What Medusa, Hydra and Amphista share: K heads with parameters ``{"head_0": ...}``, and how they are trained.
+    """Base of Medusa, Hydra and Amphista: K heads with parameters ``{"head_0": ...}``, and their training.
 
     A subclass is a frozen dataclass with ``num_draft_heads``, ``width``, ``vocab_size``, ``n_layers``,
     ``share_blocks``, ``dtype``, ``dropout``, ``hidden_state_offset``, ``lm_head`` and ``prefix``; ``teacher_inputs``
-    is what its heads read in training, ``propose`` how it drafts. For the methods see
-    `hydrajax.drafters.drafter.Trainable`.
+    returns what its heads read in training, ``propose`` drafts.
 
-    State: the last hidden state ``[B, D]``; with a prefix layer its `hydrajax.drafters.prefix.PrefixState`. The
-    parameters are then ``{"prefix": ..., "heads": {"head_0": ...}}``.
+    The state is the last hidden state ``[B, D]``, or with a prefix layer its `hydrajax.drafters.prefix.PrefixState`.
+    The parameters are then ``{"prefix": ..., "heads": {"head_0": ...}}``.
     """
 
     Settings = StackSettings
@@ -225,7 +230,7 @@ class HeadStack(Trained):
         )  # fmt: skip
 
     def with_prefix(self, config: LlamaConfig, window: int | None = None):
-        """Return these heads behind a prefix layer for a base of this shape, see `Prefix`."""
+        """Return these heads with a prefix layer for a base of this shape, see `Prefix`."""
         return dataclasses.replace(self, prefix=Prefix(config, window))
 
     @cached_property
@@ -258,13 +263,13 @@ class HeadStack(Trained):
         return last_observed(aux_hidden_states, counts)
 
     def hidden_in(self, state) -> Float[Array, "B D"]:
-        """Return what the heads read of a state."""
+        """Return the hidden state that the heads read."""
         return state if self.prefix is None else state.hidden
 
     # --- training -----------------------------------------------------------------------------------------------------
 
     def init_boxed(self, rng, base):
-        """Every lm head starts as a copy of the base's (medusa 2.1.1)."""
+        """Return fresh parameters; every lm head starts as a copy of the base's (medusa 2.1.1)."""
         if self.prefix is None:
             return self._init_heads(rng, base)
         prefix = self.prefix.init_boxed(jax.random.fold_in(rng, 1), self.dtype)
@@ -298,7 +303,7 @@ class HeadStack(Trained):
         return self.apply_head(params, k, hidden, base.logits, rng, method="logits")
 
     def trained_on(self, found):
-        """The tokens that the heads know stay those that were read, whatever is frequent in the text to go on with."""
+        """Return the drafter for continuing training; the vocabulary of the heads that were read stays."""
         wanted = self
         if type(found) is type(self):
             known, asked = found.vocabulary, self.vocabulary
@@ -308,9 +313,9 @@ class HeadStack(Trained):
             if found.dropout != self.dropout:
                 found = dataclasses.replace(found, dropout=self.dropout)
             if found.prefix and self.prefix and found.prefix.config == self.prefix.config:
-                found = dataclasses.replace(found, prefix=self.prefix)  # files need not hold the window
+                found = dataclasses.replace(found, prefix=self.prefix)  # files may lack the window
         if found != wanted:
-            raise HydrajaxError(f"the heads are {found}, the settings ask for {self}")
+            raise HydrajaxError(f"draft: got heads {found}, expected {self} by the settings")
         return wanted
 
     # --- one head -----------------------------------------------------------------------------------------------------
@@ -321,7 +326,7 @@ class HeadStack(Trained):
 
 
 class AtOnce(HeadStack):
-    """Heads that guess without knowing the tokens guessed before theirs, so that one pass drafts all levels."""
+    """Heads that do not depend on each other's tokens, so that one pass drafts all levels."""
 
     def filled(
         self,
@@ -332,7 +337,7 @@ class AtOnce(HeadStack):
         base,
         draw: Draw | None,
     ) -> Proposal:
-        """The tree, from what the lm head of each level reads (of further heads too, if that is at hand)."""
+        """Return the tree, given the inputs of each level's lm head (more heads are allowed)."""
         base_logits, n_levels = [base.logits] * len(hidden), len(guesses_of(tree))
         if self.lm_head.shared and n_levels:
             # One product for all levels, so that the base's lm head is read once.

@@ -1,4 +1,4 @@
-"""Hydra heads: sequentially dependent guesses (hydra section 3)."""
+"""Hydra heads: sequentially dependent predictions (hydra section 3)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydrajax.models.arrays import DType
 
 @dataclass(frozen=True)
 class HydraHeads(HeadStack):
-    """Head k sees [h_t, E(x_{t+1}), E(x̂_{t+2}) ... E(x̂_{t+1+k})], so it knows the tokens before it on its path.
+    """Head k reads [h_t, E(x_{t+1}), E(x̂_{t+2}) ... E(x̂_{t+1+k})], so it depends on the tokens before it on its path.
 
     ``n_layers`` 1 is Hydra, 4 with a ``prefix`` layer is Hydra++ (hydra 3.1).
     """
@@ -39,7 +39,7 @@ class HydraHeads(HeadStack):
         return k
 
     def propose(self, params, state, root, tree, base, draw=None):
-        """One head call for all parents of a level."""
+        """Fill the tree with one head call for all parents of a level."""
 
         last = self.hidden_in(state)
 
@@ -51,15 +51,15 @@ class HydraHeads(HeadStack):
         return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)[0]
 
     def _inputs_after(self, hidden, paths, base):
-        """[h, E(root)], and the embeddings of the tokens from there to the end of each path ``[B, n, k + 1]``, which
-        begins with the root.
-        """
+        """Return [h, E(root)], and the embeddings of the tokens after the root of each path ``[B, n, k + 1]``."""
         shared = jnp.concatenate([hidden, base.embed(paths[:, 0, 0]).astype(self.dtype)], axis=-1)[:, None]
         path = base.embed(paths[:, :, 1:]).astype(self.dtype)
         return shared, path.reshape(*paths.shape[:2], -1)
 
     def teacher_inputs(self, aux_hidden_states, tokens, base):
-        """Head k at position t reads the true tokens t+1 ... t+1+k; the last k+1 positions wrap and must be masked."""
+        """Return the inputs of training: head k at position t reads the true tokens t+1 ... t+1+k; the last k+1
+        positions wrap around and must be masked.
+        """
         embeddings = base.embed(tokens).astype(self.dtype)
         shifted = [jnp.roll(embeddings, -(k + 1), axis=1) for k in range(self.num_draft_heads)]
         shared = jnp.concatenate([aux_hidden_states.astype(self.dtype), shifted[0]], axis=-1)

@@ -1,26 +1,26 @@
-"""Lookahead decoding (Fu et al. 2024): the base guesses its own future in a window and learns n-grams from its guesses.
+"""Lookahead decoding (Fu et al. 2024): the base guesses its own future in a window and learns n-grams from the guesses.
 
-A step feeds two things beside the root. The *lookahead branch* (section 3.1) is a window of guessed tokens, W columns
-and N - 1 levels, the guesses of the last N - 1 steps: Jacobi iteration. What the base says after the newest level are
-the next guesses. Along a column the levels and the new guess are an n-gram, which goes into a pool under its first
-token. The *verification branch* (section 3.2) holds n-grams of the pool that begin with the root; they are a tree as
-any other drafter's.
+A step feeds two branches next to the root. The *lookahead branch* (section 3.1) is a window of guessed tokens, W
+columns and N - 1 levels, the guesses of the last N - 1 steps: Jacobi iteration. The base's choices after the newest
+level are the next guesses. Along a column, the levels and the new guess form an n-gram, which enters a pool under its
+first token. The *verification branch* (section 3.2) holds n-grams of the pool that begin with the root, as a tree.
 
-What the paper leaves open is as in the released code (``lade/decoding.py`` of hao-ai-lab/LookaheadDecoding, eed010d):
+Details that the paper leaves open follow the released code (``lade/decoding.py`` of hao-ai-lab/LookaheadDecoding,
+eed010d):
 
-- Column 0 of level 0 is the root itself. Column i of level l stands l + i places after the root. It sees the root,
-  level 0 up to column i, and in its own column the levels from 1 up to its own (the paper's figure of the mask; `sees`
-  here).
-- The window moves on by one place in every step, however many tokens were accepted (``ALWAYS_FWD_ONE``).
-- Guesses are the base's best tokens, also where the output is sampled.
-- Of each first token the pool keeps the G n-grams that were met last; one that is met again counts as new.
-- N-grams enter once all their tokens but the first are guesses of the base: N - 2 steps after the window's beginning.
-- With ``from_text`` prompt and output are n-grams, too (``POOL_FROM_PROMPT``, off there), as soon as they are emitted.
+- Column 0 of level 0 is the root. Column i of level l stands l + i positions after the root. It sees the root, level 0
+  up to column i, and in its own column levels 1 up to its own (the paper's figure of the mask; `sees` here).
+- The window moves by one position per step, however many tokens were accepted (``ALWAYS_FWD_ONE``).
+- Guesses are the base's best tokens, also if the output is sampled.
+- For each first token the pool keeps the G most recent n-grams; an n-gram that occurs again counts as new.
+- N-grams enter once all tokens but the first are guesses of the base: N - 2 steps after the window's beginning.
+- With ``from_text``, prompt and output contribute n-grams too (``POOL_FROM_PROMPT``, off there), as soon as they are
+  emitted.
 
-Different from there, and without any effect on the text: the window is full from the first step on, with the prompt's
-tokens in order, repeated (there its levels are filled one by one, from tokens of the prompt at random); candidates are
-verified in these first steps, too; candidates with equal beginnings share nodes, so that rules which go down a tree
-node by node find all of them; and a candidate that is right to the end counts whole (there without its last token).
+Differences from that code, none of which affects the text: the window is full from the first step, with the prompt's
+tokens in order, repeated (there: levels filled one by one with random prompt tokens); candidates are verified in these
+first steps too; candidates with a common prefix share nodes, so that rules which walk down a tree find all of them; and
+a fully correct candidate counts completely (there: without its last token).
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from hydrajax.models.arrays import Array
 from hydrajax.trees.static_tree import MAX_NODES, TreeTopology
 from hydrajax.trees.topology import Topology, from_parents
 
-NOTHING = -1  # in the place of a token
-MOST_GUESSES = 999  # that a tree's name can say
+NO_TOKEN = -1
+MOST_GUESSES = 999  # the largest number in a tree's name
 
 
-class Memory(NamedTuple):
-    """What a row has guessed and met so far; all int32.
+class LookaheadState(NamedTuple):
+    """The guesses and n-grams of a sequence, all int32.
 
-    window: ``[B, N-1, W]`` guessed tokens, the oldest level first; in place of the first token stands the next root.
-    pool:   ``[B, buckets, G, N]`` n-grams in the bucket of their first token, the last one met first; -1 for none.
-    tail:   ``[B, N-1]`` the last tokens of the text, -1 before its beginning. Without ``from_text`` all -1.
-    steps:  ``[B]`` since the window was begun.
+    Attributes:
+        window: ``[B, N-1, W]`` guessed tokens, oldest level first; the next root takes the place of the first token.
+        pool: ``[B, buckets, G, N]`` n-grams in the bucket of their first token, most recent first; -1 for none.
+        tail: ``[B, N-1]`` the last tokens of the text, -1 before its beginning. All -1 without ``from_text``.
+        steps: ``[B]`` steps since the window began.
     """
 
     window: Int[Array, "B levels W"]
@@ -61,22 +62,25 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Lookahead:
-    """Proposes n-grams that begin with the root, out of a pool which the base fills by guessing ahead.
+    """Propose n-grams that begin with the root, from a pool which the base fills by guessing ahead.
 
-    window: W, the columns of the window. ngram: N, the length of an n-gram. guesses: G, how many n-grams are kept of
-    each first token, and verified in the default tree. from_text: whether those of prompt and output are kept, too.
-    The defaults are those of the paper for a base of 7B parameters on an A100 (section 5: W = G = 15, N = 5).
+    The nodes ``[r], [r, 0], [r, 0, 0] ...`` of a tree hold the r-th candidate, most recent first. Other nodes stay
+    empty,
+    and so does a node up to which its candidate equals an earlier one: the earlier one's node serves both. It draws
+    nothing, so the rules for given candidates apply: greedy, exact sampling and typical.
 
-    buckets: how many first tokens the pool has room for. A token's bucket is its id modulo this number; tokens of one
-    bucket share its G places, which is exact but forgets sooner. No two do where the vocabulary is no larger. Of a row
-    it takes ``4 * buckets * G * N`` bytes, by default 1.2 MB.
+    Attributes:
+        window: W, the columns of the window. The defaults of the first three are the paper's for a base of 7B
+            parameters on an A100 (section 5: W = G = 15, N = 5).
+        ngram: N, the length of an n-gram.
+        guesses: G, n-grams kept per first token, and verified in the default tree.
+        from_text: Keep n-grams of prompt and output too.
+        buckets: Number of first tokens that the pool has room for. A token's bucket is its id modulo this number;
+            tokens of one bucket share its G places, which is exact but forgets sooner. A sequence takes
+            ``4 * buckets * G * N`` bytes, 1.2 MB by default.
 
-    A tree's nodes ``[r], [r, 0], [r, 0, 0] ...`` hold the r-th candidate, the last one met first. Other nodes have
-    nothing to say, nor has a node whose candidate begins like an earlier one that far: it is that one's node then.
-
-    The rules that can judge it are those for given candidates (greedy, exact sampling, typical): it draws nothing.
-    Methods: `hydrajax.drafters.drafter.Drafter`. The window is `DrafterSpec.window_nodes`. Raises `HydrajaxError` for
-    numbers that make no sense or more nodes than a tree may have.
+    Raises:
+        HydrajaxError: For numbers out of range, or more nodes than a tree may have.
     """
 
     window: int = 15
@@ -100,7 +104,7 @@ class Lookahead:
 
     @property
     def name(self) -> str:
-        """What ``--draft`` calls it."""
+        """The name for ``--draft``."""
         return f"lookahead-{self.window}-{self.ngram}-{self.guesses}"
 
     @cached_property
@@ -117,10 +121,10 @@ class Lookahead:
         return {}
 
     def init_state(self, batch, slots):
-        return Memory(
+        return LookaheadState(
             jnp.zeros((batch, self.ngram - 1, self.window), jnp.int32),
-            jnp.full((batch, self.buckets, self.guesses, self.ngram), NOTHING, jnp.int32),
-            jnp.full((batch, self.ngram - 1), NOTHING, jnp.int32),
+            jnp.full((batch, self.buckets, self.guesses, self.ngram), NO_TOKEN, jnp.int32),
+            jnp.full((batch, self.ngram - 1), NO_TOKEN, jnp.int32),
             jnp.zeros(batch, jnp.int32),
         )
 
@@ -135,8 +139,8 @@ class Lookahead:
         return state._replace(pool=remember(state.pool, ngrams, whole), tail=tail)
 
     def rewind(self, state, lengths):
-        """The n-grams that were met are kept, those that would begin before the cut are not."""
-        return state._replace(tail=jnp.full_like(state.tail, NOTHING))
+        """Keep the n-grams in the pool; drop the tail, whose n-grams would span the cut."""
+        return state._replace(tail=jnp.full_like(state.tail, NO_TOKEN))
 
     def propose(self, params, state, root, tree, base, draw=None):
         tokens, parents = as_nodes(candidates(state.pool, root), tree)
@@ -146,7 +150,7 @@ class Lookahead:
 
     def observe(self, params, state, proposal, outcome, base):
         root, window = proposal.tokens[:, 0], proposal.tokens.shape[1] - self.spec.window_nodes
-        # The root is a cell of the window as well: the newest level where it is the only one.
+        # The root is a cell of the window too, on its newest level if N = 2.
         of_window = jnp.concatenate([outcome.chosen[:, :1], outcome.chosen[:, window:]], axis=1)
         guessed = of_window[:, -self.window :]
         columns = jnp.concatenate([_with_root(state.window, root), guessed[:, None]], axis=1)  # [B, N, W]
@@ -156,7 +160,7 @@ class Lookahead:
         if self.from_text:
             of_text, whole, tail = self._of_text(tail, outcome.tokens, outcome.counts)
             ngrams, kept = jnp.concatenate([ngrams, of_text], axis=1), jnp.concatenate([kept, whole], axis=1)
-        return Memory(columns[:, 1:], remember(state.pool, ngrams, kept), tail, state.steps + 1)
+        return LookaheadState(columns[:, 1:], remember(state.pool, ngrams, kept), tail, state.steps + 1)
 
     def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
         raise HydrajaxError(f"draft: what {self.name} guesses depends on the steps before and not on the text alone")
@@ -164,8 +168,9 @@ class Lookahead:
     def _of_text(
         self, tail: Int[Array, "B levels"], tokens: Int[Array, "B T"], counts: Int[Array, " B"]
     ) -> tuple[Int[Array, "B T N"], Bool[Array, "B T"], Int[Array, "B levels"]]:
-        """The n-grams that end with one of the first ``counts[b]`` tokens after ``tail``, which of them are n-grams at
-        all, and the tail after these tokens."""
+        """Return the n-grams that end with one of the first ``counts[b]`` tokens after ``tail``, which of them are
+        complete, and the tail after these tokens.
+        """
         text, each = jnp.concatenate([tail, tokens], axis=1), np.arange(tokens.shape[1])
         ngrams = text[:, each[:, None] + np.arange(self.ngram)]
         whole = (each < counts[:, None]) & (ngrams[:, :, 0] >= 0)
@@ -173,7 +178,7 @@ class Lookahead:
         return ngrams, whole, tail
 
     def _beside_window(self, parents: Int[Array, "B nodes"], tree: TreeTopology) -> Topology:
-        """The trees with these parents, and the window behind them: the same for all rows, and nobody's child."""
+        """Return the trees with these parents, then the window, equal for all sequences and without parents."""
         batch, n_nodes = parents.shape
         window_nodes = self.spec.window_nodes
         alone = jnp.full((batch, window_nodes), -1, jnp.int32)
@@ -193,7 +198,7 @@ class Lookahead:
 
 
 def sees(columns: int, levels: int) -> Bool[np.ndarray, "cells cells"]:
-    """Whether a cell of the window sees another; cells level by level, the first one being the root."""
+    """Return which cells of the window see which; cells level by level, the first is the root."""
     level, column = np.divmod(np.arange(columns * levels), columns)
     oldest = (level == 0) & (column <= column[:, None])
     above = (level > 0) & (level <= level[:, None]) & (column == column[:, None])
@@ -207,7 +212,7 @@ def _with_root(window: Int[Array, "B levels W"], root: Int[Array, " B"]) -> Int[
 def remember(
     pool: Int[Array, "B buckets G N"], ngrams: Int[Array, "B M N"], kept: Bool[Array, "B M"]
 ) -> Int[Array, "B buckets G N"]:
-    """The pool after these n-grams were met one after the other, those of each row that are ``kept``."""
+    """Return the pool after these n-grams occurred one after the other, those of each sequence that are ``kept``."""
     rows, places = jnp.arange(len(pool)), jnp.arange(pool.shape[2])
 
     def meet(m, pool):
@@ -215,46 +220,46 @@ def remember(
         bucket = ngram[:, 0] % pool.shape[1]
         known = pool[rows, bucket]  # [B, G, N]
         same = jnp.all(known == ngram[:, None], axis=-1)
-        # It goes to the front. What stood before its old place moves back by one; if it is new, the oldest falls out.
+        # It moves to the front; those before its old place move back by one. A new one displaces the oldest.
         last = jnp.where(jnp.any(same, axis=1), jnp.argmax(same, axis=1), len(places) - 1)
         moved = jnp.concatenate([ngram[:, None], known[:, :-1]], axis=1)
         moves = kept[:, m, None] & (places <= last[:, None])
         return pool.at[rows, bucket].set(jnp.where(moves[:, :, None], moved, known))
 
-    many = jnp.max(jnp.where(kept, jnp.arange(ngrams.shape[1]) + 1, 0))  # none beyond, in any row
+    many = jnp.max(jnp.where(kept, jnp.arange(ngrams.shape[1]) + 1, 0))  # none beyond in any sequence
     return jax.lax.fori_loop(0, many, meet, pool)
 
 
 def candidates(pool: Int[Array, "B buckets G N"], root: Int[Array, " B"]) -> Int[Array, "B G depth"]:
-    """What followed the root in the n-grams that begin with it, the last one met first; then -1."""
+    """Return the continuations of the root in the n-grams that begin with it, most recent first; then -1."""
     known = pool[jnp.arange(len(pool)), root % pool.shape[1]]
     begins = known[:, :, 0] == root[:, None]
-    found = jnp.where(begins[:, :, None], known[:, :, 1:], NOTHING)
-    first = jnp.argsort(~begins, axis=1, stable=True)  # a bucket may hold other tokens' n-grams between them
+    found = jnp.where(begins[:, :, None], known[:, :, 1:], NO_TOKEN)
+    first = jnp.argsort(~begins, axis=1, stable=True)  # a bucket may hold n-grams of other tokens in between
     return jnp.take_along_axis(found, first[:, :, None], axis=1)
 
 
 def as_nodes(found: Int[Array, "B G depth"], tree: TreeTopology) -> tuple[Int[Array, "B below"], Int[Array, "B nodes"]]:
-    """The tokens of a tree's nodes below the root, and all nodes' parents.
+    """Return the tokens of a tree's nodes below the root, and all nodes' parents.
 
-    Candidate r lies along ``[r], [r, 0] ...``, but where an earlier one begins alike it goes along that one's nodes.
+    Candidate r lies along ``[r], [r, 0] ...``, but shares the nodes of an earlier one as far as the two agree.
     """
     n_chains = min(found.shape[1], tree.max_rank + 1)
     if not tree.depth or not n_chains:
-        return jnp.full((len(found), tree.size - 1), NOTHING), jnp.broadcast_to(tree.parents, (len(found), tree.size))
+        return jnp.full((len(found), tree.size - 1), NO_TOKEN), jnp.broadcast_to(tree.parents, (len(found), tree.size))
     holds = np.array([path[0] < n_chains and not any(path[1:]) for path in tree.choices])
     chain = np.array([path[0] if held else 0 for path, held in zip(tree.choices, holds, strict=True)])
     depth = tree.depths[1:]
-    place = np.full((n_chains, tree.depth + 1), -1, np.int32)  # of a candidate's node of each depth; -1 for none
+    place = np.full((n_chains, tree.depth + 1), -1, np.int32)  # of a candidate's node at each depth; -1 for none
     place[:, 0] = 0
     place[chain[holds], depth[holds]] = 1 + np.flatnonzero(holds)
     tokens = found[:, :n_chains, : tree.depth]
     alike = jnp.cumprod(tokens[:, :, None] == tokens[:, None], axis=-1).astype(bool) & (place[:, 1:] >= 0)
-    # The first candidate that begins alike and has a node there: [B, chains, depth + 1]; at the root all do.
+    # The first candidate with the same prefix and a node there: [B, chains, depth + 1]; at the root all of them.
     leader = jnp.pad(jnp.argmax(alike, axis=2).astype(jnp.int32), ((0, 0), (0, 0), (1, 0)))
     parents = jnp.where(holds, jnp.asarray(place)[leader[:, chain, depth - 1], depth - 1], tree.parents[1:])
     own = holds & (leader[:, chain, depth] == chain)
     return (
-        jnp.where(own, tokens[:, chain, depth - 1], NOTHING),
+        jnp.where(own, tokens[:, chain, depth - 1], NO_TOKEN),
         jnp.pad(parents, ((0, 0), (1, 0)), constant_values=-1),
     )

@@ -1,8 +1,8 @@
-"""Prompt lookup: the text so far is the draft. No weights and nearly no time.
+"""Prompt lookup: the text so far is the draft, without weights and at almost no cost.
 
-What was written once is often written again: names in code, sentences of a document in its summary. The last tokens are
-looked up in the text so far, and what followed them there is proposed (prompt lookup decoding, Saxena 2023; the same
-idea as ``prompt_lookup_num_tokens`` in transformers). Where they occur more than once, the continuations make a tree.
+Text often repeats itself: names in code, sentences of a document in its summary. The last tokens are looked up in the
+text so far, and what followed them there is proposed (prompt lookup decoding, Saxena 2023;
+``prompt_lookup_num_tokens`` in transformers). Several occurrences give a tree of continuations.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from hydrajax.drafters.drafter import DrafterSpec, Proposal, SeesAcceptedOnly
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 
-NOTHING = -1  # in the place of a token: no match says what comes here
+NO_TOKEN = -1  # no match continues here
 
 
 class Continuations(NamedTuple):
-    """What followed the best M matches of Q queries, int32 ``[B, Q, M, K]``, and which are matches at all, bool
-    ``[B, Q, M]``.
+    """Continuations of the best M matches of Q queries.
+
+    Attributes:
+        tokens: int32 ``[B, Q, M, K]``.
+        found: bool ``[B, Q, M]`` whether there is a match.
     """
 
     tokens: Int[Array, "B Q M K"]
@@ -33,15 +36,19 @@ class Continuations(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptLookup(SeesAcceptedOnly):
-    """Proposes what followed the longest n-gram of the text's end where it occurred before, the latest first.
+    """Propose what followed earlier occurrences of the longest n-gram at the end of the text, latest first.
 
-    depth: K, the longest continuation. longest, shortest: of the n-grams that are compared; of two matches the longer
-    one counts more, of equally long ones the later. matches: how many make the tree; rank r among a node's children
-    is the r-th different token that the matches agreeing with the path so far go on with. A match nearer to the end
-    than K is taken to go on repeating.
+    It draws nothing, so the rules for given candidates apply: greedy, exact sampling and typical.
 
-    The rules that can judge it are those for given candidates (greedy, exact sampling, typical): it draws nothing.
-    Methods: `hydrajax.drafters.drafter.Drafter`. Raises `HydrajaxError` for numbers that make no sense.
+    Attributes:
+        depth: K, the longest continuation.
+        longest, shortest: Lengths of the n-grams that are compared. A longer match ranks first; of equal lengths, the
+            later one.
+        matches: Number of matches that make the tree. Rank r among a node's children is the r-th distinct token that
+            follows the matches which agree with the path so far. A match closer to the end than K is assumed to repeat.
+
+    Raises:
+        HydrajaxError: For numbers out of range.
     """
 
     depth: int = 10
@@ -51,9 +58,9 @@ class PromptLookup(SeesAcceptedOnly):
 
     def __post_init__(self):
         if min(self.depth, self.shortest, self.matches) < 1:
-            raise HydrajaxError("lookup: depth, shortest and matches must be at least 1")
+            raise HydrajaxError("lookup: depth, shortest, matches: expected at least 1")
         if self.longest < self.shortest:
-            raise HydrajaxError(f"lookup: longest must be at least shortest, {self.shortest}, found {self.longest}")
+            raise HydrajaxError(f"lookup: longest: got {self.longest}, expected at least shortest, {self.shortest}")
 
     @property
     def spec(self) -> DrafterSpec:
@@ -77,7 +84,7 @@ class PromptLookup(SeesAcceptedOnly):
         return ngram.rewound(state, lengths, self.sizes)
 
     def propose(self, params, state, root, tree, base, draw=None):
-        # With one leaf below every node only the best match is ever asked.
+        # A chain needs only the best match.
         found = self.look_up(state, root, tree.depth, 1 if tree.max_rank <= 0 else self.matches)
         tokens, agreeing = [root[:, None]], found.found  # [B, nodes, M]: matches that hold the path to a node
         above = np.zeros(1, np.int32)  # the nodes of the level before
@@ -88,13 +95,13 @@ class PromptLookup(SeesAcceptedOnly):
             holds = agreeing[:, level.parent_slot] & (rank[:, level.parent_slot] == level.ranks[:, None])
             first = jnp.argmax(holds, axis=-1)
             token = jnp.take_along_axis(jnp.broadcast_to(following, holds.shape), first[..., None], axis=-1)[..., 0]
-            tokens.append(jnp.where(jnp.any(holds, axis=-1), token, NOTHING))
+            tokens.append(jnp.where(jnp.any(holds, axis=-1), token, NO_TOKEN))
             agreeing = holds
         return Proposal(jnp.concatenate(tokens, axis=1), tree.topology)
 
     def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
-        """Every position is looked up as decoding would do it there: a link points to an earlier place, whatever comes
-        after. Rows must hold one document each.
+        """Look up every position as decoding would there: links point only to earlier positions, so later text is not
+        read. Rows must hold one document each.
         """
         tokens = batch["tokens"]
         n_rows, length = tokens.shape
@@ -109,12 +116,12 @@ class PromptLookup(SeesAcceptedOnly):
             true = tokens[:, np.minimum(np.arange(length) + 2 + k, length - 1), None]
             same = agreeing & (found.tokens[..., k] == true)
             rank = jnp.where(same, _ranks_of_matches(found.tokens[..., k], agreeing), length)
-            ranks.append(jnp.min(rank, axis=-1))  # `length` where no match goes on like the text
+            ranks.append(jnp.min(rank, axis=-1))  # `length` if no match continues like the text
             agreeing = same
         return jnp.stack(ranks).astype(jnp.int32)
 
     def look_up(self, state: ngram.History, root: Int[Array, " B"], depth: int, n_matches: int = 1) -> Continuations:
-        """How the text went on where it ended before as it ends with ``root``: one query for each row."""
+        """Return what followed earlier occurrences of the text's end, ``root`` included: one query per sequence."""
         end = ngram.end_of(state, root, self.sizes)
         found = ngram.matches_of_end(state, end, n_matches, self.sizes)
         return self._continuations(state, state.lengths[:, None], root[:, None], found, depth)
@@ -127,8 +134,8 @@ class PromptLookup(SeesAcceptedOnly):
         matches: ngram.Matches,
         depth: int,
     ) -> Continuations:
-        """What followed each match up to the text's end at ``ends``, where the token ``last`` stands, and so on from
-        the match again.
+        """Return what followed each match up to the text's end at ``ends``, whose token is ``last``, then again from
+        the match.
         """
         first = matches.places[..., None] + 1
         period = jnp.maximum(ends[..., None, None] + 1 - first, 1)
@@ -140,7 +147,9 @@ class PromptLookup(SeesAcceptedOnly):
 
 
 def _ranks_of_matches(following: Int[Array, "*#n M"], agreeing: Bool[Array, "*#n M"]) -> Int[Array, "*#n M"]:
-    """The rank of each match's next token among the different ones of the agreeing matches; the best match's is 0."""
+    """Return the rank of each match's next token among the distinct ones of the agreeing matches; the best match has
+    0.
+    """
     n_matches = following.shape[-1]
     same = following[..., :, None] == following[..., None, :]
     earlier = jnp.tri(n_matches, k=-1, dtype=bool)

@@ -1,4 +1,4 @@
-"""Medusa heads: independent guesses from the last hidden state (medusa 2.1.1)."""
+"""Medusa heads: independent predictions from the last hidden state (medusa 2.1.1)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MedusaHeads(AtOnce):
 
     @classmethod
     def for_base(cls, base, dtype, settings=None, target_counts=None):
-        # Behind a prefix layer the released layout has only heads whose lm head has a bias.
+        # With a prefix layer, the released layout has only heads whose lm head has a bias.
         heads = super().for_base(base, dtype, settings, target_counts)
         return replace(heads, lm_head_bias=heads.prefix is not None)
 

@@ -1,11 +1,10 @@
-"""Where the end of a text occurred before, at a cost that does not grow with the text: hash chains.
+"""Earlier occurrences of the end of a text, at a cost that does not grow with the text: hash chains.
 
-Compressors of the LZ77 family find repetitions like this (Deutsch 1996, RFC 1951, section 4). For every length n there
-is a table from a hash of n tokens to the last place where n tokens of this hash ended, and from every place a link to
-the one before it. Whoever looks for the end of the text starts at its hash and follows the links, latest place first.
-Two n-grams may share a hash, so tokens are compared at every place; nothing is missed and nothing is wrong. What it
-costs are links of other n-grams on the way. A table has at least as many entries as the text has places, so that there
-is on average less than one, however long the text.
+LZ77 compressors find repetitions in this way (Deutsch 1996, RFC 1951, section 4). For every length n a table maps a
+hash of n tokens to the last position where n tokens of this hash ended, and every position links to the one before it.
+A search starts at the hash of the text's end and follows the links, latest position first. N-grams may share a hash, so
+tokens are compared at every position: nothing is missed, and collisions cost only extra links. A table has at least as
+many entries as the text has positions, so there is less than one extra link on average.
 """
 
 from __future__ import annotations
@@ -22,12 +21,15 @@ from hydrajax.models.cache import write_tokens
 
 
 class History(NamedTuple):
-    """The text so far and its n-grams of L lengths, all int32. Links count places from 1, so that 0 is none and a
-    history of zeros is an empty one.
+    """The text so far and its n-grams of L lengths, all int32.
 
-    tokens:   ``[B, S]`` of which the first ``lengths[b]`` of row b are there. lengths: ``[B]``.
-    latest:   ``[B, L, H]`` the last place where an n-gram of each hash ended.
-    previous: ``[B, L, S]`` of each place, the one before it where an n-gram of the same hash ended.
+    Links count positions from 1, so 0 means none and a history of zeros is empty.
+
+    Attributes:
+        tokens: ``[B, S]``, of which the first ``lengths[b]`` are valid.
+        lengths: ``[B]``.
+        latest: ``[B, L, H]`` the last position where an n-gram of each hash ended.
+        previous: ``[B, L, S]`` for each position, the one before it where an n-gram of the same hash ended.
     """
 
     tokens: Int[Array, "B S"]
@@ -37,9 +39,11 @@ class History(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """Of each of Q queries the best M matches, the longest first and of equally long ones the latest; int32 [B, Q, M].
+    """The best M matches of Q queries, longest first, then latest; int32 ``[B, Q, M]``.
 
-    places: where each ended, from 0. lengths: how many tokens agree, going back from there; 0 for no match.
+    Attributes:
+        places: Position where each ended, from 0.
+        lengths: Number of tokens that agree, backwards from there; 0 for no match.
     """
 
     places: Int[Array, "B Q M"]
@@ -47,7 +51,7 @@ class Matches(NamedTuple):
 
 
 def empty(batch: int, slots: int, sizes: range) -> History:
-    """No text, with room for ``slots`` tokens. sizes: the lengths n of the n-grams that are kept."""
+    """Return an empty history with room for ``slots`` tokens. sizes: the lengths of the n-grams."""
     n_hashes = 2 ** max((slots - 1).bit_length(), 1)
     shape = batch, len(sizes)
     return History(
@@ -59,16 +63,16 @@ def empty(batch: int, slots: int, sizes: range) -> History:
 
 
 def append(history: History, tokens: Int[Array, "B T"], counts: Int[Array, " B"], sizes: range) -> History:
-    """The history with the first ``counts[b]`` tokens added to row b; the rest is written beyond its length."""
+    """Return the history with the first ``counts[b]`` tokens appended; the rest is written beyond its length."""
     lengths, latest = history.lengths, history.latest
     text = write_tokens(history.tokens, tokens, lengths)
     each = jnp.arange(tokens.shape[1])
     places = lengths[:, None] + each
     whole = (each < counts[:, None])[:, None] & (places[:, None] >= np.array(sizes)[:, None] - 1)  # [B, L, T]
-    nowhere = latest.shape[2]  # the hash of what is no n-gram: beyond the table, and last where hashes are sorted
+    nowhere = latest.shape[2]  # no n-gram: beyond the table, and last in the sort
     hashes = jnp.moveaxis(_hashes(_going_back(text, places, sizes[-1]), nowhere, sizes), 2, 1)
     hashes = jnp.where(whole, hashes, nowhere)
-    # A place's link is the new place before it with the same hash, which sorting puts beside it, or what the table has.
+    # A position links to the new one before it with the same hash, which sorting makes adjacent, or to the table's.
     hashes, order = jax.lax.sort((hashes, jnp.broadcast_to(each, hashes.shape)), num_keys=1, is_stable=True)
     same = hashes[:, :, 1:] == hashes[:, :, :-1]
     at = 1 + lengths[:, None, None] + order
@@ -81,36 +85,36 @@ def append(history: History, tokens: Int[Array, "B T"], counts: Int[Array, " B"]
     )
     is_last = jnp.pad(~same, ((0, 0), (0, 0), (0, 1)), constant_values=True)
     rows, levels = jnp.arange(len(tokens))[:, None, None], jnp.arange(len(sizes))[:, None]
-    # The new place is the later one. That it is compared makes the table be read before it is written, in place.
+    # The new position is the later one; comparing them makes XLA read the table before it is updated in place.
     latest = latest.at[rows, levels, jnp.where(is_last, hashes, nowhere)].set(jnp.maximum(at, known), mode="drop")
     return History(text, lengths + counts, latest, previous)
 
 
 def rewound(history: History, lengths: Int[Array, " B"], sizes: range) -> History:
-    """Back to the first ``lengths[b]`` tokens of row b, at most those that are there; the tables are made anew.
+    """Return the history of the first ``lengths[b]`` tokens, with new tables.
 
-    A table entry may point to a token that is gone, and so may the links behind it. The old tables are not read, so
-    the arrays may also have been cut, or filled up, to another number of slots.
+    Table entries and links may point to removed tokens. The old tables are not read, so the arrays may also have been
+    cut or padded to another number of slots.
     """
     nothing = empty(*history.tokens.shape, sizes)
     return append(nothing, history.tokens, jnp.minimum(history.lengths, lengths), sizes)
 
 
 def end_of(history: History, last: Int[Array, " B"], sizes: range) -> Int[Array, "B 1 longest"]:
-    """The last tokens of each row, going back, of the text and one more token, ``last``."""
+    """Return the last tokens of each sequence and one more token, ``last``, backwards."""
     before = _going_back(history.tokens, history.lengths[:, None] - 1, sizes[-1] - 1)
     return jnp.concatenate([last[:, None, None], before], axis=2)
 
 
 def matches_of_end(history: History, end: Int[Array, "B 1 longest"], most: int, sizes: range) -> Matches:
-    """Where the text ended before as it ends with one more token; ``end`` is from `end_of`."""
+    """Return earlier occurrences of the text's end with one more token; ``end`` comes from `end_of`."""
     hashes = jnp.moveaxis(_hashes(end, history.latest.shape[2], sizes), 2, 1)
     first = jnp.moveaxis(jnp.take_along_axis(history.latest, hashes, axis=2), 1, 2)
     return _matches(history, end, first, most, sizes)
 
 
 def matches_within(history: History, places: Int[Array, "B Q"], most: int, sizes: range) -> Matches:
-    """Where the text up to each of these places ended before as it ends there."""
+    """Return earlier occurrences of the text that ends at each of these positions."""
     first = jnp.take_along_axis(history.previous, places[:, None], axis=2)
     return _matches(history, _going_back(history.tokens, places, sizes[-1]), jnp.moveaxis(first, 1, 2), most, sizes)
 
@@ -118,11 +122,10 @@ def matches_within(history: History, places: Int[Array, "B Q"], most: int, sizes
 def _matches(
     history: History, ends: Int[Array, "B Q longest"], first: Int[Array, "B Q L"], most: int, sizes: range
 ) -> Matches:
-    """Follow the links of every length from the ``first`` place of each, until M places agree with the end or none is
-    left.
+    """Follow the links of every length from the ``first`` position until M positions agree or none is left.
 
-    M of each length are enough: what comes before a match among those that agree in n tokens or more is later than it,
-    so where the match agrees in n tokens and no more, it is better.
+    M of each length suffice: links run from late to early, so whatever precedes a match among those that agree in at
+    least n tokens is later and therefore better.
     """
     rows, levels = jnp.arange(len(ends))[:, None, None], jnp.arange(len(sizes))
     wanted, n_places = np.array(sizes, np.int32), history.tokens.shape[1]
@@ -133,7 +136,7 @@ def _matches(
         agrees = (there == ends[:, :, None]) & (at[..., None] > np.arange(sizes[-1]))
         length = jnp.sum(jnp.cumprod(agrees, axis=-1, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
         is_match = (at > 0) & (length >= wanted)
-        score = jnp.where(length == wanted, length * (n_places + 1) + at, 0)  # longer ones are found as longer ones
+        score = jnp.where(length == wanted, length * (n_places + 1) + at, 0)  # longer ones count at their length
         is_next = is_match[..., None] & (jnp.arange(most) == count[..., None])
         count = count + is_match
         before = jnp.where(at > 0, history.previous[rows, levels, jnp.maximum(at - 1, 0)], 0)
@@ -146,16 +149,16 @@ def _matches(
 
 
 def _going_back(tokens: Int[Array, "B S"], places: Int[Array, "B ..."], count: int) -> Int[Array, "B ... count"]:
-    """``count`` tokens from each place on, going back; before the text's beginning they may be any."""
+    """Return ``count`` tokens backwards from each position; before the beginning of the text they are arbitrary."""
     rows = jnp.arange(len(tokens)).reshape(-1, *(1,) * places.ndim)
     return tokens[rows, jnp.clip(places[..., None] - np.arange(count), 0, tokens.shape[1] - 1)]
 
 
 def _hashes(going_back: Int[Array, "B n longest"], n_hashes: int, sizes: range) -> Int[Array, "B n L"]:
-    """A number below ``n_hashes``, a power of two, for the n-gram of each size that ends with the first token."""
+    """Return a hash below ``n_hashes``, a power of two, for the n-gram of each size that ends with the first token."""
     mixed, found = jnp.zeros(going_back.shape[:-1], jnp.uint32), []
     for back in range(sizes[-1]):
-        # Multiplication carries what is low to what is high, and the shift brings it back for the next token.
+        # Multiplication carries low bits to high ones, and the shift brings them back for the next token.
         mixed = (mixed ^ going_back[..., back].astype(jnp.uint32)) * np.uint32(0x9E3779B1)
         mixed = mixed ^ (mixed >> 15)
         if back + 1 in sizes:

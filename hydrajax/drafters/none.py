@@ -1,7 +1,7 @@
 """The drafter that proposes nothing: with the root-only tree it makes the decode loop autoregressive.
 
-The baseline is therefore the same engine, the same cache and the same jit as tree decoding; the empty proposal and
-the one-node acceptance compile to nothing.
+The baseline is therefore the same engine, cache and jit as tree decoding; the empty proposal and the one-node
+acceptance compile to nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hydrajax.drafters.drafter import DrafterSpec, Proposal
 
 @dataclass(frozen=True)
 class NoDrafter:
-    """See `hydrajax.drafters.drafter.Drafter` for the methods."""
+    """No draft. The methods are those of `hydrajax.drafters.drafter.Drafter`."""
 
-    # It samples nothing, from any distribution.
+    # It samples no tokens, which every distribution allows.
     spec: ClassVar[DrafterSpec] = DrafterSpec(depth=0, default_tree="root", supports_sampling=True)
 
     def init(self, rng, base):

@@ -27,11 +27,11 @@ class PrefixLayer(nn.Module):
 
     @nn.compact
     def __call__(self, aux_hidden_states, positions, block_mask, cache: KVCache | None = None):
-        """Return refined features ``[B, T, D]`` and the layer's keys and values for the T tokens."""
+        """Return refined hidden states ``[B, T, D]`` and the layer's keys and values for the T tokens."""
         layer = DecoderLayer(self.config, self.dtype, name="layer")
         rope = rope_table(self.config, positions)
         block_mask, first_seen = windowed(block_mask, positions, self.config.sliding_window)
-        past = () if cache is None else cache.parts(0, first_seen)
+        past = () if cache is None else cache.segments(0, first_seen)
         x, added, block = layer(aux_hidden_states.astype(self.dtype), None, rope, block_mask, past)
         return RMSNorm(self.config.norm_eps, self.dtype, name="norm").of_sum(x, added)[1], (block,)
 
@@ -45,13 +45,15 @@ class PrefixState(NamedTuple):
 
 @dataclass(frozen=True)
 class Prefix:
-    """The prefix layer of draft heads, which then read its output in place of h_t; Hydra++ is Hydra with one.
+    """The prefix layer of draft heads, which read its output in place of h_t; Hydra++ is Hydra with one.
 
     The layer runs once per decode step, over the root and the accepted tokens at their true positions, so its cache
     never holds a rejected token.
 
-    config: the base's. window: tokens that the layer attends to, itself included; None for all, as in the paper. Behind
-    a longer context than its training rows the layer's guesses get worse; a window of their length prevents that.
+    Attributes:
+        config: The base's.
+        window: Number of tokens that the layer attends to, itself included; None for all, as in the paper. Beyond the
+            length of its training rows the layer's predictions degrade; a window of that length prevents this.
     """
 
     config: LlamaConfig
@@ -90,7 +92,7 @@ class Prefix:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def init_boxed(self, rng: Array, dtype: DType):
-        """Fresh parameters with their logical axes attached."""
+        """Return fresh parameters with their logical axes."""
         example = jnp.zeros((1, 1, self.config.width), dtype)
         position = jnp.zeros((1, 1), jnp.int32)
         return self.layer(dtype).init(rng, example, position, np.ones((1, 1), bool))["params"]

@@ -1,4 +1,4 @@
-"""The rank of every true token among each head's guesses, from one teacher-forced pass over text."""
+"""Ranks of the true tokens among each head's guesses, from one teacher-forced pass over text."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def head_ranks(
     chunk_tokens: int,
     depth: int,
 ) -> Int[Array, "K B T"]:
-    """The rank (0: the best guess) that head k < depth at position t gives to the text's token t + 2 + k, int32.
+    """Return the rank (0: the best guess) of the text's token t + 2 + k for head k < depth at position t, int32.
 
-    Positions without such a token hold garbage. Of equal logits the smaller id ranks first, as in top-k. A token that
-    the heads do not know ranks behind the base's whole vocabulary.
+    Positions without such a token hold garbage. Ties go to the smaller id, as in top-k. A token outside the draft's
+    vocabulary ranks after the whole vocabulary.
     """
     tokens, segments = batch["tokens"], batch.get("segments")
     positions, mask = row_layout(tokens, segments)
@@ -51,9 +51,16 @@ def token_ranks(
     vocab_size: int,
     chunk_tokens: int,
 ) -> Int[Array, "B T"]:
-    """The rank of each wanted token in the logits from the hidden state at its place, int32; see `head_ranks`.
+    """Return the rank of each wanted token in the logits from the hidden state at its position, int32; see
+    `head_ranks`.
 
-    logits_of: from hidden states to logits over the ``vocabulary``, None for all ``vocab_size`` tokens.
+    Args:
+        logits_of: Maps hidden states to logits over the ``vocabulary``.
+        hidden: ``[B, T, D]``.
+        wanted: int32 ``[B, T]``.
+        vocabulary: The draft's; None for all ``vocab_size`` tokens.
+        vocab_size: The base's.
+        chunk_tokens: Maximum number of positions whose logits exist at once.
     """
 
     def rank(chunk):

@@ -1,7 +1,8 @@
-"""The choices of a user who trains draft heads: the base classes of the drafters' ``Settings``, and their checks.
+"""Settings of trained draft heads: the base classes of the drafters' ``Settings``, and their checks.
 
-The fields of a ``Settings`` are keys of the section ``draft`` in a training file, and messages name them so. It refuses
-values that are out of range or contradict each other; the drafter's ``for_base`` refuses what does not fit the base.
+The fields are keys of the section ``draft`` of a training file, and messages use these names. A ``Settings`` refuses
+values that are out of range or contradict each other; the drafter's ``for_base`` refuses those that do not fit the
+base.
 """
 
 from __future__ import annotations
@@ -25,32 +26,33 @@ def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
 
 def at_least(name: str, value: float | None, least: float) -> None:
     if value is not None and not value >= least:  # so that NaN is refused too
-        raise HydrajaxError(f"{name}: must be at least {least}, found {value}")
+        raise HydrajaxError(f"{name}: got {value}, expected at least {least}")
 
 
 def below(name: str, value: float, limit: float) -> None:
     if not 0 <= value < limit:
-        raise HydrajaxError(f"{name}: must be from 0 up to, not including, {limit}, found {value}")
+        raise HydrajaxError(f"{name}: got {value}, expected at least 0 and less than {limit}")
 
 
 def within_base(name: str, value: int, limit: int, what: str) -> None:
     if value > limit:
-        raise HydrajaxError(f"{name}: must be at most the base's {limit} {what}, found {value}")
+        raise HydrajaxError(f"{name}: got {value}, expected at most the base's {limit} {what}")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Base class of the drafters' settings. Every field has a default, and one of a name means the same in all."""
+    """Base class of the drafters' settings. Every field has a default, and a name has one meaning in all of them."""
 
 
 @dataclass(frozen=True)
 class HeadSettings(Settings):
     """``num_draft_heads`` heads of ``n_layers`` blocks each.
 
-    lm_head:    ``full``, a product of rank ``lm_rank`` (``low_rank``), or the base's own (``shared``). Heads with the
-                latter two, or with a vocabulary, are saved in hydrajax's own format.
-    vocabulary: the number of tokens that the draft can propose: the most frequent targets of the training text, or
-                those of the heads to start from. None for all.
+    Attributes:
+        lm_head: ``full``, a product of rank ``lm_rank`` (``low_rank``), or the base's own (``shared``). Heads with one
+            of the last two, or with a vocabulary, are saved in hydrajax's own format.
+        vocabulary: The number of tokens that the draft can propose: the most frequent targets of the training text, or
+            those of the heads to start from. None for all.
     """
 
     num_draft_heads: int = 4
@@ -62,16 +64,16 @@ class HeadSettings(Settings):
     def __post_init__(self):
         one_of("draft.lm_head", self.lm_head, ("full", "shared", "low_rank"))
         if (self.lm_head == "low_rank") != (self.lm_rank is not None):
-            raise HydrajaxError("draft.lm_rank: is needed for draft.lm_head low_rank, and means nothing for the others")
+            raise HydrajaxError("draft.lm_rank: expected with draft.lm_head low_rank and with no other")
         at_least("draft.lm_rank", self.lm_rank, 1)
         at_least("draft.num_draft_heads", self.num_draft_heads, 1)
         at_least("draft.n_layers", self.n_layers, 1)
         at_least("draft.vocabulary", self.vocabulary, 1)
         if self.vocabulary is not None and self.lm_head == "shared":
-            raise HydrajaxError("draft.vocabulary: contradicts draft.lm_head shared, the base's own, which knows all")
+            raise HydrajaxError("draft.vocabulary: expected none with draft.lm_head shared, the base's own lm head")
 
     def small_lm_head(self, base: LlamaConfig, target_counts: Int[np.ndarray, " V"] | None) -> LmHead | None:
-        """Return the lm head that they describe; None for the drafter's own. target_counts: see `vocabulary_of`."""
+        """Return the lm head of these settings; None for the drafter's own. See `vocabulary_of`."""
         vocabulary = vocabulary_of(self.vocabulary, base, target_counts)
         if self.lm_head == "full" and vocabulary is None:
             return None
@@ -83,8 +85,11 @@ def vocabulary_of(
 ) -> Vocabulary | None:
     """Return the vocabulary of the ``size`` most frequent tokens; None for all.
 
-    target_counts: how often each token id is a target in the training text; None takes the smallest ids, where only the
-    sizes matter.
+    Args:
+        size: Number of tokens; None for all.
+        base: The base's configuration.
+        target_counts: How often each token id is a target in the training text; None takes the smallest ids, if only
+            sizes matter.
     """
     if size is None:
         return None

@@ -1,9 +1,9 @@
-"""Another drafter's tree with one more branch: what prompt lookup would propose.
+"""Another draft's tree with one more branch: the proposal of prompt lookup.
 
-Heads and models guess what is new, lookup what has been written before; in edits and summaries both happen. The tree of
-the other drafter stays as it is, and along it goes lookup's chain: as far as nodes of the tree hold its tokens it
-shares them, and where they end it goes on in nodes of its own, so that no token is fed twice. A step finds at least as
-much as the other drafter alone would have found there, and as lookup alone with a chain of as many nodes.
+Heads and models predict new text, lookup repeats earlier text; edits and summaries contain both. The other draft's tree
+stays as it is. Lookup's chain shares nodes of the tree as far as these hold its tokens and continues in nodes of its
+own, so no token is fed twice. A step accepts at least as much as the other draft alone, and as lookup alone with a
+chain of as many nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxtyping import Int
 
 from hydrajax.drafters import ngram
 from hydrajax.drafters.drafter import Drafter, DrafterSpec, Proposal
-from hydrajax.drafters.lookup import NOTHING, PromptLookup
+from hydrajax.drafters.lookup import NO_TOKEN, PromptLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.trees.topology import Topology, take, with_chain
@@ -36,18 +36,21 @@ class BothStates(NamedTuple):
 class WithLookup:
     """``drafter`` with the chain of ``lookup`` as one more branch of its tree.
 
-    branch_nodes: L, the nodes of its own that the chain gets behind the tree's. They hold the first L of its tokens
-    that follow the last node shared with the tree, so that it reaches L tokens ahead or more; where nothing is found
-    they hold -1. Parameters are those of the drafter.
+    Every rule that can judge the drafter can judge the combination. If the drafter draws, the branch's own nodes are
+    given, last among their siblings (`RejectionSampling`). Whether such a node exists depends on the text and on
+    earlier draws, all of which have been judged by then, so the output keeps the base's distribution.
 
-    Methods: `hydrajax.drafters.drafter.Drafter`. Every rule can judge it that can judge the drafter. Where the drafter
-    draws, the branch's own nodes are given, last among their siblings (see `RejectionSampling`). Whether one is there
-    depends on the text and on what the drafter drew for its place and those before it, which has been looked at by
-    then, so the output stays the base's.
+    The drafter reads accepted tokens as it reads a prompt because it has not run lookup's nodes. For heads this makes
+    no difference; a draft model runs the accepted tokens once more.
 
-    What is accepted the drafter reads as it reads a prompt, because lookup's nodes are none that it has run. For heads
-    that is the same; a draft model runs the accepted tokens once more. Raises `HydrajaxError` for a number of nodes
-    that makes no sense.
+    Attributes:
+        drafter: Its parameters are those of the combination.
+        branch_nodes: L, the number of nodes that the chain has of its own. They hold the L tokens after the last node
+            shared with the tree, so the chain reaches at least L tokens ahead; -1 without a match.
+        lookup: The n-gram search.
+
+    Raises:
+        HydrajaxError: For a number of nodes out of range.
     """
 
     drafter: Drafter
@@ -56,11 +59,15 @@ class WithLookup:
 
     def __post_init__(self):
         if not 1 <= self.branch_nodes <= MOST_NODES:
-            raise HydrajaxError(f"draft: lookup-L+... adds L nodes, from 1 to {MOST_NODES}, found {self.branch_nodes}")
+            raise HydrajaxError(
+                f"draft: got lookup-{self.branch_nodes}+..., expected lookup-L+... with L from 1 to {MOST_NODES}"
+            )
 
     @cached_property
     def spec(self) -> DrafterSpec:
-        """The drafter's, with the branch. It runs accepted tokens as a prompt, needs the base and is not trained."""
+        """The drafter's spec with the branch: accepted tokens are prefilled, it needs the base, and it is not
+        trained.
+        """
         inner = self.drafter.spec
         return replace(
             inner, branch_nodes=self.branch_nodes, independent=False, has_distribution=False, num_draft_heads=0
@@ -84,7 +91,7 @@ class WithLookup:
     def propose(self, params, state, root, tree, base, draw=None):
         proposal = self.drafter.propose(params, state.drafter, root, tree, base, draw)
         found = self.lookup.look_up(state.history, root, tree.depth + self.branch_nodes)
-        chain = jnp.where(found.found[:, 0, :1], found.tokens[:, 0, 0], NOTHING)
+        chain = jnp.where(found.found[:, 0, :1], found.tokens[:, 0, 0], NO_TOKEN)
         last = last_shared(proposal.tokens, proposal.tree, chain)
         rest = proposal.tree.at(proposal.tree.depths, last)[:, None] + jnp.arange(self.branch_nodes)
         added = jnp.take_along_axis(chain, rest, axis=1)
@@ -96,13 +103,13 @@ class WithLookup:
         return self.begin(params, state, aux_hidden_states, outcome.tokens, counts, outcome.bonus_token, base)
 
     def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
-        """Those of the drafter: the branch needs no place in its tree."""
+        """Return the drafter's ranks: the branch needs no node of its tree."""
         return self.drafter.ranks(params, aux_hidden_states, batch, base, chunk_tokens, depth)
 
 
 def last_shared(tokens: Int[Array, "B N"], tree: Topology, chain: Int[Array, "B n"]) -> Int[Array, " B"]:
-    """The deepest node of each row's tree to which a path leads that holds the beginning of the chain."""
-    # [B, N]: what the chain has at each node's depth; the root is no part of it, and shared.
+    """Return the deepest node of each tree whose path holds the beginning of the chain."""
+    # [B, N]: the chain's token at each node's depth; the root is always shared.
     depths = jnp.broadcast_to(tree.depths, tokens.shape)
     same = (tokens == take(chain, jnp.maximum(depths - 1, 0))) & (tokens >= 0) | (depths == 0)
     shared = jnp.all(same[:, None, :] | ~tree.mask, axis=2)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.drafters.draft_lm_head import Vocabulary
-from hydrajax.drafters.eagle import Eagle, FeatureDrafter
+from hydrajax.drafters.eagle import Eagle, EagleDrafter
 from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.errors import HydrajaxError
 from hydrajax.families import llama_family
@@ -393,7 +393,7 @@ def files(*formats: HeadFormat) -> Files:
     return Files(formats, check, about)
 
 
-def check(heads: FeatureDrafter, base: LlamaConfig) -> None:
+def check(heads: EagleDrafter, base: LlamaConfig) -> None:
     """`Files.check`."""
     c: LlamaConfig = heads.config
     for name in ("depth", "ttt_length"):
@@ -419,7 +419,7 @@ def check(heads: FeatureDrafter, base: LlamaConfig) -> None:
         )
 
 
-def about(heads: FeatureDrafter) -> About:
+def about(heads: EagleDrafter) -> About:
     c: LlamaConfig = heads.config
     rows = {
         "draft": f"one layer, up to {heads.depth} tokens ahead",

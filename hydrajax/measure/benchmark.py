@@ -1,7 +1,7 @@
-"""What a decode step costs on this device: its phases, its memory, and tokens per second with and without a draft.
+"""Time a decode step and its phases on this device, with and without a draft.
 
-Every figure is measured against the autoregressive decoder of this package, side by side in one run after warm-up
-(docs/design.md section 7, "Honest speed").
+The baseline is autoregressive decoding by this package, timed in the same rounds after warm-up (docs/design.md
+section 7, "Honest speed").
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from hydrajax.trees.dynamic import CandidateTree, static
 from hydrajax.trees.static_tree import TreeTopology
 
 PHASES = ("step", "propose", "verify", "accept_commit", "observe")
-TIMED_STEPS = 8  # steps per timed call; short, so that the context hardly grows while being timed
+TIMED_STEPS = 8  # per timed call; few, so that the context hardly grows
 
 
 @dataclass(frozen=True)
 class BenchmarkRow:
-    """One (batch, tree) cell. Times are median milliseconds per step of the whole batch; rates count all rows.
+    """One (batch, tree) cell. Times are median milliseconds per step of the whole batch, from interleaved rounds.
 
-    All are timed in interleaved rounds. autoregressive_step and step are whole steps; propose, verify, accept_commit
-    and observe are the parts of ``step``.
-    break_even: the tokens_per_step at which the tree is as fast as autoregressive decoding, step / autoregressive_step.
-    tokens_per_step, *_tokens_per_second and speedup come from generating for the prompts, if there are any: on random
-    weights they would say nothing. bytes_per_step and bandwidth_fraction (of the measured copy bandwidth) belong to the
-    autoregressive step; the fraction is None on a CPU, where caches blur it.
+    autoregressive_step and step are whole steps; propose, verify, accept_commit and observe are the phases of ``step``.
+    draft_overhead: (propose + accept_commit + observe) / verify. break_even: step / autoregressive_step, the
+    tokens_per_step at which the tree is as fast as autoregressive decoding. prefill: milliseconds.
+    tokens_per_step, the rates (of all sequences together) and speedup come from generating for prompts; None without.
+    autoregressive_bandwidth_fraction: of the measured copy bandwidth; None on a CPU, whose caches distort it.
     """
 
     batch: int
@@ -68,19 +67,19 @@ class BenchmarkRow:
 
 
 def first_nodes(tree: CandidateTree, sizes: Sequence[int]) -> dict[str, TreeTopology]:
-    """Subtrees of ``tree`` with the given node counts, the lowest total ranks first: a sweep over tree sizes."""
+    """Return subtrees of ``tree`` with the given node counts, nodes of the lowest total rank first."""
     tree = static(tree, "a sweep over tree sizes")
     order = sorted(tree.choices, key=lambda path: (sum(path) + len(path), len(path), path))
     trees = {}
     for size in sizes:
         if not 1 <= size <= tree.size:
-            raise HydrajaxError(f"tree sizes: must be from 1 to {tree.size}, found {size}")
+            raise HydrajaxError(f"tree sizes: got {size}, expected 1 to {tree.size}")
         trees[f"first-{size}"] = TreeTopology.from_choices(order[: size - 1])
     return trees
 
 
 def autoregressive_bytes(model: BaseModel, params: Any, batch: int, slots: int) -> int:
-    """Bytes one autoregressive step must read: every weight but the embedding table (a row each), and the cache."""
+    """Return the bytes that an autoregressive step must read: all weights except the embedding table, and the cache."""
     config = model.config
     weights = nbytes(params)
     if not config.tied_lm_head:
@@ -90,19 +89,19 @@ def autoregressive_bytes(model: BaseModel, params: Any, batch: int, slots: int) 
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of all arrays in a pytree, or of arrays of these shapes."""
+    """Return the bytes of all arrays, or of arrays of these shapes, in a pytree."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def room_for(depths: Iterable[int]) -> int:
-    """The most tokens per row that a timed call can emit with trees of these depths."""
+    """Return the most tokens per sequence that a timed call can emit with trees of these depths."""
     return TIMED_STEPS * (max(depths, default=0) + 1)
 
 
 def step_timer(executor: Executor, batch: int, context: int, room: int | None = None) -> StepTimer:
-    """Return a timer of the executor's step and its phases, at the end of ``context`` slots.
+    """Return a timer of the executor's step and its phases near the end of ``context`` slots.
 
-    room: how many of the slots are for new tokens.
+    room: slots for new tokens.
     """
     room = room or room_for([executor.spec.longest_path])
     endless = executor.with_spec(max_new_tokens=room, eos_ids=(), logprobs=None)
@@ -117,27 +116,27 @@ def run_benchmark(
     prompts: Sequence[np.ndarray] = (),
     repeats: int = 5,
 ) -> Iterator[BenchmarkRow]:
-    """Measure every executor at every batch size, and yield each row when it is done.
+    """Measure every executor at every batch size, and yield each row when it is complete.
 
     Args:
-        executors: by the names of their trees, all of one base.
+        executors: by tree name, all of one base.
         batches: batch sizes.
-        context: cache slots per row, without those for a tree's nodes; steps are timed near its end.
-        prompts: token ids to generate for with and without a draft; without prompts the rates are left out.
-        repeats: timed rounds, of which the median is taken.
+        context: cache slots per sequence, without those of the tree's nodes; steps are timed near its end.
+        prompts: token ids to generate for; without prompts the rates are None.
+        repeats: timed rounds; times are their medians.
 
     Raises:
-        HydrajaxError: for a context that does not fit the model or the timed steps.
+        HydrajaxError: ``context`` does not fit the model or the timed steps.
     """
     first = next(iter(executors.values()))
     config, plain = first.model.config, first.autoregressive()
     on_cpu = jax.devices()[0].platform == "cpu"
     bandwidth = None if on_cpu else copy_bandwidth()
     if context > config.max_positions:
-        raise HydrajaxError(f"context: must be at most the model's {config.max_positions}, found {context}")
+        raise HydrajaxError(f"context: got {context}, expected at most the model's {config.max_positions}")
     room = room_for(executor.spec.longest_path for executor in executors.values())
     if context <= room:
-        raise HydrajaxError(f"context: must be more than {room} for these trees, found {context}")
+        raise HydrajaxError(f"context: got {context}, expected more than {room} for these trees")
     for batch in batches:
         autoregressive = step_timer(plain, batch, context, room).step()
         bytes_per_step = autoregressive_bytes(first.model, first.params.base, batch, context + 1)
@@ -166,7 +165,7 @@ def run_benchmark(
 
 
 def generation_rates(plain: Executor, executor: Executor, prompts, batch: int, repeats: int) -> dict[str, Any]:
-    """Return the fields of `BenchmarkRow` that need prompts, from a contest of two."""
+    """Return the fields of `BenchmarkRow` that need prompts, from a contest with the baseline."""
     entrants = {AUTOREGRESSIVE: plain, "drafted": executor}
     without, found = contest(entrants, prompts, batch_size=batch, repeats=repeats)
     return {

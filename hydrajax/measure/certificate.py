@@ -1,8 +1,8 @@
-"""Certificates: check that a rule does what it promises with a base, a draft and a tree, against plain passes.
+"""Certificates: check the guarantee of an acceptance rule for a base, a draft and a tree.
 
-Greedy, exact and rejection sampling promise the base's own output or its distribution. Typical acceptance promises only
-that every draft token it took passed its threshold. The references here use no cache, no tree and no loop: whole texts
-go through the base (`hydrajax.measure.plain_pass`), and NumPy does the rest.
+Greedy, exact and rejection sampling guarantee the base's own output or its distribution. Typical acceptance only
+guarantees that every accepted draft token passed its threshold. The references use no cache, no tree and no loop: the
+base scores whole sequences (`hydrajax.measure.uncached_forward`), and NumPy does the rest.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.sampling import Sampling
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.plain_pass import all_logits, last_logits
+from hydrajax.measure.uncached_forward import all_logits, last_logits
 
-# The chi-square test enumerates the first tokens, of each the likeliest few.
-FIRST_TOKENS, LIKELIEST, P_VALUE = 3, 4, 0.001
-DRAWS_AT_ONCE = 64
-FEWEST_EXPECTED = 5  # sequences expected less often are counted together
+# The chi-square test enumerates all continuations of this length among the most likely tokens.
+FIRST_TOKENS, MOST_LIKELY, P_VALUE = 3, 4, 0.001
+DRAWS_PER_BATCH = 64
+MIN_EXPECTED = 5  # rarer sequences are pooled
 
 
 @dataclass(frozen=True)
 class Check:
-    """One promise: what was compared, whether it holds, and the figures."""
+    """One guarantee: the compared quantity, whether it holds, and the figures."""
 
     name: str
     holds: bool
@@ -42,11 +42,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first difference between tree and plain decoding.
+    """The first difference between decoding with a tree and without.
 
-    position: in the output. tokens: the tree's and the plain one.
-    margin: by how much the worse of the two tokens falls short of the best logit, recomputed in float32. rounding:
-    twice the largest difference between float32 and the computing dtype's logits there, in a pass of one shape.
+    position: in the output. tokens: with the tree and without. margin: the best logit less that of the worse of the two
+    tokens, in float32. rounding: twice the largest difference between the logits in float32 and in the computing dtype.
     """
 
     prompt: int
@@ -69,25 +68,28 @@ def certify(
     seed: int = 0,
     on_status: Callable[[str], None] = lambda status: None,
 ) -> Iterator[Check]:
-    """Yield every check that applies to the spec's rule, as soon as it is done.
+    """Yield every check that applies to the spec's rule, as soon as it is complete.
 
-    - Greedy, and exact sampling with one seed: tokens equal to decoding without a tree. In float32 every difference is
-      a defect. In bfloat16 a difference at which float32 sees a tie within rounding is no defect (greedy), or
-      differences are only counted (sampling: the distribution is what counts).
-    - Exact and rejection sampling, in float32: chi-square of the first `FIRST_TOKENS` tokens of ``samples`` drawings
-      of the first prompt, top-k at most `LIKELIEST`, against the enumerated distribution; p at least `P_VALUE`.
-    - Typical: every accepted draft token passes the threshold in a plain pass (with slack for rounding).
+    - Greedy, and exact sampling with one seed: tokens are equal to decoding without a tree. In float32 every difference
+      is a defect. In bfloat16, greedy differences within rounding are ties, and differences of sampling are counted
+      only.
+    - Exact and rejection sampling, in float32: chi-square test of the first `FIRST_TOKENS` tokens of ``samples`` draws
+      for the first prompt, top-k at most `MOST_LIKELY`, against the enumerated distribution; p is at least `P_VALUE`.
+    - Typical: every accepted draft token passes the threshold in an uncached pass, with slack for rounding.
 
     Args:
-        executor: decodes.
+        executor: the executor to check.
         prompts: token ids.
-        exact: the same with base and draft in float32, by default the executor itself.
-        samples: drawings of the chi-square test.
-        seed: of all that is drawn.
+        exact: the same executor with base and draft in float32 (default: ``executor``).
+        samples: draws of the chi-square test.
+        seed: seeds all sampling.
         on_status: called with a line before each check.
+
+    Raises:
+        HydrajaxError: there are no prompts.
     """
     if not prompts:
-        raise HydrajaxError("certify: no prompts")
+        raise HydrajaxError("prompts: got none, expected at least one")
     exact, rule = exact or executor, executor.spec.rule
     if rule.same_output:
         on_status("comparing with decoding without a tree")
@@ -104,7 +106,7 @@ def certify(
 
 
 def check_equality(executor: Executor, exact: Executor, prompts, seed: int) -> Check:
-    """Compare token for token with decoding without a tree, and explain the first difference of each prompt."""
+    """Compare tokens with decoding without a tree, and classify the first difference of each prompt."""
     plain, found, tokens, steps = executor.autoregressive(), [], 0, 0
     for number, prompt in enumerate(prompts):
         key = jax.random.fold_in(jax.random.key(seed), number)
@@ -136,7 +138,7 @@ def _divergence(
         _processed(last_logits(each.model, each.params.base, before)[0], executor.spec, prompt, output)
         for each in (exact, executor)
     )
-    margin = float(precise.max() - min(precise[token] for token in tokens))  # -1, no token at all, is a margin too
+    margin = float(precise.max() - min(precise[token] for token in tokens))  # token -1 (none) has a margin too
     return Divergence(number, len(output), tokens, margin, 2 * float(np.abs(precise - rounded).max()))
 
 
@@ -144,16 +146,16 @@ def _divergence(
 
 
 def check_distribution(exact: Executor, prompt, samples: int, seed: int) -> Check:
-    """Chi-square of the joint distribution of the first tokens, in float32."""
+    """Run a chi-square test of the joint distribution of the first tokens, in float32."""
     from scipy import stats
 
     rule = exact.spec.rule
-    rule = dataclasses.replace(rule, top_k=min(rule.top_k or LIKELIEST, LIKELIEST))
+    rule = dataclasses.replace(rule, top_k=min(rule.top_k or MOST_LIKELY, MOST_LIKELY))
     short = exact.with_spec(rule=rule, max_new_tokens=FIRST_TOKENS, eos_ids=())
     expected = enumerated(short, prompt)
-    batch = np.repeat(np.asarray(prompt)[None], DRAWS_AT_ONCE, axis=0)
+    batch = np.repeat(np.asarray(prompt)[None], DRAWS_PER_BATCH, axis=0)
     counts = dict.fromkeys(expected, 0)
-    n_batches = -(-samples // DRAWS_AT_ONCE)
+    n_batches = -(-samples // DRAWS_PER_BATCH)
     impossible = 0
     for number in range(n_batches):
         out = short.decode(batch, rng=jax.random.fold_in(jax.random.key(seed), number))
@@ -162,13 +164,13 @@ def check_distribution(exact: Executor, prompt, samples: int, seed: int) -> Chec
                 counts[sequence] += 1
             else:
                 impossible += 1
-    drawn = n_batches * DRAWS_AT_ONCE
+    drawn = n_batches * DRAWS_PER_BATCH
     observed, wanted = pooled(np.array(list(counts.values())), np.array(list(expected.values())) * drawn)
     p_value = (
         float(stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue) if len(wanted) > 1 else 1.0
     )
     summary = (
-        f"{drawn} drawings of {FIRST_TOKENS} tokens, top-k {rule.top_k}, {len(expected)} sequences in {len(wanted)} "
+        f"{drawn} draws of {FIRST_TOKENS} tokens, top-k {rule.top_k}, {len(expected)} sequences in {len(wanted)} "
         f"cells: p = {p_value:.3g}; {impossible} were impossible"
     )
     details = [{"p_value": p_value, "impossible": impossible, "cells": len(wanted), "samples": drawn}]
@@ -190,14 +192,14 @@ def enumerated(exact: Executor, prompt) -> dict[tuple[int, ...], float]:
 
 
 def _processed(logits: np.ndarray, spec: DecodeSpec, prompt, output) -> np.ndarray:
-    """The logits that the spec's rule reads, by the processors' own references."""
+    """Apply the references of the spec's logits processors."""
     for processor in spec.processors:
         logits = processor.reference(logits, prompt, output)
     return logits
 
 
 def shaped(logits: np.ndarray, rule) -> np.ndarray:
-    """Return the probabilities that `hydrajax.decoding.sampling.shaped` should give, found by sorting."""
+    """Return the probabilities of `hydrajax.decoding.sampling.shaped`, computed by sorting."""
     p = np.exp((logits - logits.max()) / rule.temperature)
     if rule.top_k is not None:
         p[p < np.sort(p)[-min(rule.top_k, len(p))]] = 0
@@ -211,9 +213,9 @@ def shaped(logits: np.ndarray, rule) -> np.ndarray:
 
 
 def pooled(observed: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cells of at least `FEWEST_EXPECTED`; the rarer ones together make one more, if they are enough."""
-    rare = wanted < FEWEST_EXPECTED
-    if wanted[rare].sum() >= FEWEST_EXPECTED:
+    """Keep cells of at least `MIN_EXPECTED`, and pool the rarer ones into one cell if they reach it together."""
+    rare = wanted < MIN_EXPECTED
+    if wanted[rare].sum() >= MIN_EXPECTED:
         return tuple(np.append(x[~rare], x[rare].sum()) for x in (observed, wanted))
     return observed[~rare], wanted[~rare]
 
@@ -222,10 +224,10 @@ def pooled(observed: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def check_typical(exact: Executor, prompts) -> Check:
-    """Recompute p(x) and the threshold of every accepted draft token, and the argmax of every root, in a plain pass."""
+    """Recompute p(x) and the threshold of every accepted draft token, and the argmax of every root, without a cache."""
     spec, rule = exact.spec, exact.spec.rule
     alpha = rule.epsilon**0.5 if rule.alpha is None else rule.alpha
-    slack = 1e-3  # of probability: one matmul shape against another in float32
+    slack = 1e-3  # in probability: float32 matmuls of different shapes differ
     drafted = roots = 0
     wrong = []
     for number, prompt in enumerate(prompts):
@@ -246,5 +248,5 @@ def check_typical(exact: Executor, prompts) -> Check:
                 short = float(threshold - p[token])
             if short > slack:
                 wrong.append({"prompt": number, "position": at, "token": int(token), "short": short})
-    summary = f"{drafted} draft tokens above the threshold and {roots} roots the argmax, but for {len(wrong)}"
+    summary = f"{drafted} draft tokens and {roots} roots checked, {len(wrong)} fail their threshold or argmax"
     return Check("typical acceptance as defined (not the base's distribution)", not wrong, summary, wrong)

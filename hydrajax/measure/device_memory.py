@@ -1,4 +1,4 @@
-"""How fast the device's memory is, and how much of it has been used."""
+"""Bandwidth of the device's memory, and peak memory use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydrajax.measure.timing import median_ms
 
 
 def copy_bandwidth(megabytes: int = 1024) -> float:
-    """The device's bandwidth as a large copy reaches it, in bytes per second; bytes read and written both count."""
+    """Measure the bandwidth of a large copy in bytes per second, bytes read and bytes written together."""
     source = jnp.arange(megabytes * 2**18, dtype=jnp.float32)
     copy = jax.jit(lambda x: x + 1)  # a plain copy could be elided
     jax.block_until_ready(copy(source))
@@ -19,7 +19,7 @@ def copy_bandwidth(megabytes: int = 1024) -> float:
 
 
 def peak_memory() -> int:
-    """The most bytes that have been in use on the accelerator so far, or in this process where a CPU computes."""
+    """Return the peak memory use so far in bytes: of the accelerator, or of this process on a CPU."""
     stats = jax.devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]

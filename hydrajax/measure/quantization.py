@@ -1,4 +1,4 @@
-"""What quantising the base does to its logits, position by position."""
+"""The effect of quantising a base on its logits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hydrajax.models.packed_forward import run_base
 
 @dataclass(frozen=True)
 class LogitEffect:
-    """How far the next-token logits of two models lie apart.
+    """Differences between the next-token logits of two models.
 
-    positions: how many distributions were compared. largest, mean: absolute difference of logits. kl: mean
-    KL(before || after) in nats. agreement: share of positions with the same likeliest token.
+    positions: number of compared distributions. largest, mean: absolute difference of logits. kl: mean
+    KL(before || after) in nats. agreement: share of positions with the same most likely token.
     """
 
     positions: int
@@ -33,7 +33,7 @@ class LogitEffect:
 def logit_effect(
     before: tuple[BaseModel, Any], after: tuple[BaseModel, Any], prompts: Iterable[np.ndarray]
 ) -> LogitEffect:
-    """Compare two versions of a base, each ``(model, params)``, on token ids ``[T]`` of several texts."""
+    """Compare two versions of a base, each ``(model, params)``, on token ids ``[T]`` of several sequences."""
     count, largest, total, kl, agree = 0, 0.0, 0.0, 0.0, 0
     for ids in prompts:
         found = jax.device_get(_differences(before[0], after[0], before[1], after[1], np.asarray(ids)[None]))

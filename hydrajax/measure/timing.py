@@ -1,7 +1,7 @@
-"""Timing the phases of a decode step where they run: inside a compiled loop on the device.
+"""Time the phases of a decode step inside a compiled loop on the device.
 
-Each phase is iterated by a `fori_loop` in one call, so that the host's dispatch is not measured, and each iteration
-depends on the one before it, so that XLA can neither hoist nor drop the work.
+A `fori_loop` iterates each phase in one call, which leaves out the host's dispatch. Each iteration depends on the one
+before it, so that XLA can neither hoist nor drop the work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hydrajax.trees.topology import Topology, from_parents
 
 
 def median_ms(call: Callable[[], object], repeats: int) -> float:
-    """Median wall time in milliseconds of ``call``, which must return arrays; they are waited for."""
+    """Return the median wall time of ``call`` in milliseconds, until the arrays that it returns are ready."""
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -40,12 +40,12 @@ def median_ms(call: Callable[[], object], repeats: int) -> float:
 
 
 def _is_feature(x) -> bool:
-    """Whether a leaf of a drafter's state is a hidden state ``[B, D]``."""
+    """Return whether a leaf of a drafter's state is a hidden state ``[B, D]``."""
     return x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def random_like(shapes: Any, rng: Array) -> Any:
-    """Random numbers and keys of these shapes, and zeros for integers."""
+    """Return random numbers and keys of these shapes, and zeros for integers."""
     leaves, treedef = jax.tree.flatten(shapes)
     filled = []
     for i, leaf in enumerate(leaves):
@@ -60,14 +60,14 @@ def random_like(shapes: Any, rng: Array) -> Any:
 
 
 class Timed:
-    """A compiled loop of ``n_steps`` iterations that can be run again and again from where it began."""
+    """A compiled loop of ``n_steps`` iterations that can be run repeatedly from the same state."""
 
     def __init__(self, loop: Callable, rewind: Callable, params: Params, carry: Any, n_steps: int):
         self._loop, self._rewind, self._params, self._n_steps = loop, rewind, params, n_steps
-        self._carry = loop(params, jax.tree.map(jnp.copy, carry))  # once unmeasured
+        self._carry = loop(params, jax.tree.map(jnp.copy, carry))  # warm-up
 
     def once(self) -> float:
-        """Milliseconds per iteration of one run."""
+        """Run once and return the milliseconds per iteration."""
         self._carry = jax.block_until_ready(self._rewind(self._carry))
         began = time.perf_counter()
         self._carry = jax.block_until_ready(self._loop(self._params, self._carry))
@@ -75,54 +75,54 @@ class Timed:
 
 
 def in_rounds(timed: Mapping[str, Timed], rounds: int) -> list[dict[str, float]]:
-    """Milliseconds per iteration of each, from rounds that run every one once.
+    """Run all once per round and return the milliseconds per iteration of each.
 
-    What else the machine does then meets all alike, and their ratios can be trusted where single figures cannot.
+    Load on the machine affects all of a round alike, so ratios are more reliable than single figures.
     """
     return [{name: one.once() for name, one in timed.items()} for _ in range(rounds)]
 
 
 def interleaved_ms(timed: Mapping[str, Timed], rounds: int) -> dict[str, float]:
-    """The median of each over `in_rounds`."""
+    """Return the medians of `in_rounds`."""
     times = in_rounds(timed, rounds)
     return {name: statistics.median(row[name] for row in times) for name in timed}
 
 
-def some_topology(engine: Engine, batch: int) -> Topology:
-    """The engine's tree as arrays, with what a drafter puts beside it; of one whose shape or whose neighbours see
-    something else at every step a shape that it may have, as no time depends on which.
+def example_topology(engine: Engine, batch: int) -> Topology:
+    """Return the engine's tree as arrays, with the drafter's lookup branch and lookahead window.
+
+    If the tree changes at every step, return one possible shape: the time does not depend on it.
     """
     tree = engine.tree
-    added, beside = engine.drafter.spec.branch_nodes, engine.drafter.spec.window_nodes
+    branch, window = engine.drafter.spec.branch_nodes, engine.drafter.spec.window_nodes
     if isinstance(tree, DynamicTree):
-        parents = np.arange(-1, tree.size - 1, dtype=np.int32)  # a chain as long as may be, the rest below the root
+        parents = np.arange(-1, tree.size - 1, dtype=np.int32)  # the longest chain; the rest are children of the root
         parents[tree.depth + 1 :] = 0
         most_children = min(tree.top_k, tree.size - 1)
-    elif added or beside:
+    elif branch or window:
         parents, most_children = tree.parents, max(tree.max_rank + 1, 1)
     else:
         return tree.topology
-    parents = np.concatenate([parents, [0] * min(added, 1), np.arange(tree.size, tree.size + added - 1)])
-    parents = np.pad(parents, (0, beside), constant_values=-1).astype(np.int32)
-    return from_parents(np.tile(parents, (batch, 1)), engine.depth, most_children + (added > 0))
+    parents = np.concatenate([parents, [0] * min(branch, 1), np.arange(tree.size, tree.size + branch - 1)])
+    parents = np.pad(parents, (0, window), constant_values=-1).astype(np.int32)
+    return from_parents(np.tile(parents, (batch, 1)), engine.depth, most_children + (branch > 0))
 
 
 def verify_again(engine: Engine, params: Params, cache: KVCache, tokens: Int[Array, "B N"]):
-    """Verify these tokens in the engine's tree; a cache and tokens for the next pass, which depend on this one."""
-    _, logits = engine.verify(params, cache, Proposal(tokens, some_topology(engine, len(tokens))))
-    # A maximum over the vocabulary, one pass over the logits, is the cheapest thing that needs all of them.
+    """Verify tokens in the engine's tree; return a cache and tokens that depend on the result, for the next pass."""
+    _, logits = engine.verify(params, cache, Proposal(tokens, example_topology(engine, len(tokens))))
+    # A maximum over the vocabulary is the cheapest operation that reads all logits.
     shift = (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
-    # Lengths that depend on the logits: otherwise masks and rotary angles are hoisted out of the loop.
+    # The lengths depend on the logits: otherwise masks and rotary angles are hoisted out of the loop.
     cache = cache._replace(lengths=after_reads(cache.lengths, shift[:, 0]))
     return cache, (tokens + shift) % engine.model.config.vocab_size
 
 
 class StepTimer:
-    """Times an executor's step and each of its phases: every method compiles one and returns it as `Timed`.
+    """Times an executor's step and its phases. Every method compiles one of them and returns it as `Timed`.
 
-    The rows hold ``context`` random tokens and may emit ``max_new_tokens`` of the executor's spec, which must hold
-    ``n_steps`` steps of K+1 tokens, so that no row finishes in a timed loop. ``compile_seconds`` adds up the
-    compilations so far.
+    Sequences have ``context`` random tokens. The spec's ``max_new_tokens`` must be at least ``n_steps`` (K + 1), so
+    that no sequence finishes in a timed loop. compile_seconds: of all compilations so far.
     """
 
     def __init__(self, executor: Executor, batch: int, context: int, n_steps: int, seed: int = 0):
@@ -150,23 +150,23 @@ class StepTimer:
 
     @cached_property
     def state(self) -> DecodeState:
-        """The state after ``context`` random tokens."""
+        """The decode state after ``context`` random tokens."""
         return self._prefill()
 
     def _rewound(self, state: DecodeState) -> DecodeState:
-        """Back to ``context`` tokens per row, nothing emitted."""
+        """Rewind to ``context`` tokens per sequence, nothing emitted."""
         back = jnp.full(self.batch, self.context, jnp.int32)
         state, zero = self.engine.rewind(state, back), jnp.zeros_like(back)
         limits = zero + self.engine.max_new_tokens
         return state._replace(output=state.output._replace(lengths=zero, steps=zero, limits=limits, done=zero > 0))
 
     def _time(self, body: Callable[[Params, Any], Any], carry: Any) -> Timed:
-        """The loop of ``carry = body(params, carry)``; the carry is donated and used again."""
+        """Compile a loop of ``carry = body(params, carry)`` that donates the carry."""
         n = self.n_steps
         loop = jax.jit(
             lambda params, carry: jax.lax.fori_loop(0, n, lambda _, c: body(params, c), carry),
             donate_argnums=1,
-            compiler_options=backend.compiler_options(),  # as the decode loop itself
+            compiler_options=backend.compiler_options(),  # as the decode loop
         )
         rewind = jax.jit(
             lambda carry: jax.tree.map(
@@ -185,29 +185,29 @@ class StepTimer:
 
     @cached_property
     def _start(self):
-        """A state, a proposal, and what the base makes of it: random numbers of the right shapes, as no time depends on
-        them and compiling what makes them would take longer than all that is timed.
+        """A state, a proposal and the base's output for it, random: compiling their computation would take longer than
+        all timed work, and the times do not depend on the values.
         """
         engine, state = self.engine, self.state
         key, more = jax.random.split(jax.random.key(self.seed + 1))
         proposal = random_like(jax.eval_shape(engine.propose, self.params, state), key)
         tokens = jax.random.randint(more, proposal.tokens.shape, 0, engine.model.config.vocab_size)
-        proposal = proposal._replace(tokens=tokens, tree=some_topology(engine, self.batch))
+        proposal = proposal._replace(tokens=tokens, tree=example_topology(engine, self.batch))
         shapes = jax.eval_shape(engine.verify, self.params, state.target.cache, proposal)
         return state, proposal, *random_like(shapes, more)
 
     # --- what is timed ------------------------------------------------------------------------------------------
 
     def step(self) -> Timed:
-        """The whole step; the phases need not add up to it exactly."""
+        """Time the whole step. The phases need not add up to it exactly."""
         return self._time(self.engine.decode_step, self.state)
 
     def propose(self) -> Timed:
         vocab = self.engine.model.config.vocab_size
 
         def body(params, state):
-            # Every candidate feeds the next root, so none can be dropped. The hidden state depends on it too: heads
-            # that read nothing else (Medusa's) would be hoisted out of the loop.
+            # The next root depends on every candidate, so none can be dropped. The hidden state depends on the root:
+            # heads that read nothing else (Medusa's) would be hoisted out of the loop.
             root = jnp.sum(self.engine.propose(params, state).tokens, axis=1) % vocab
             draft = jax.tree.map(
                 lambda x: x + (root[:, None] % 2).astype(x.dtype) * 1e-6 if _is_feature(x) else x, state.draft
@@ -228,7 +228,7 @@ class StepTimer:
     def accept_commit(self) -> Timed:
         def body(params, carry):
             state, proposal, forward, logits = carry
-            # Adding something that changes keeps the argmax inside the loop; the addition fuses into it.
+            # Adding a changing number keeps the argmax inside the loop; the addition fuses into it.
             nudged = logits + (state.target.root[:, None, None] % 2) * jnp.float32(1e-6)
             accepted = self.engine.accept(state, nudged, proposal)
             state, _ = self.engine.commit(state, forward, nudged, proposal, accepted)
@@ -247,7 +247,7 @@ class StepTimer:
         def body(params, carry):
             state, outcome = carry
             state = self.engine.observe(params, state, proposal, outcome)
-            # Feed something of the new draft state back, so that iterations follow each other.
+            # Feed the new draft state back, so that iterations depend on each other.
             changed = [jnp.max(x).astype(jnp.float32) for x in jax.tree.leaves(state.draft) if x.ndim == 2]
             nudge = sum(changed, jnp.float32(0)).astype(outcome.aux_hidden_states.dtype) * 1e-6
             return state, outcome._replace(aux_hidden_states=outcome.aux_hidden_states + nudge)
@@ -255,5 +255,5 @@ class StepTimer:
         return self._time(body, (state, outcome))
 
     def prefill(self, repeats: int) -> float:
-        """Return the median milliseconds of prefilling ``context`` random tokens per row."""
+        """Return the median milliseconds of a prefill of ``context`` random tokens per sequence."""
         return median_ms(self._prefill, repeats)

@@ -1,9 +1,9 @@
-"""Types of arguments that annotations share."""
+"""Array and dtype types for annotations."""
 
 import jax
 import numpy as np
 
-# What functions of arrays take: arrays on a device, tracers of them, and NumPy arrays of the host.
+# Arrays on a device, tracers, and NumPy arrays on the host.
 Array = jax.Array | np.ndarray
-# A dtype, or the scalar type that stands for one, such as `jax.numpy.bfloat16`.
+# A dtype, or a scalar type such as `jax.numpy.bfloat16`.
 DType = np.dtype | type

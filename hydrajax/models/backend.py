@@ -1,7 +1,7 @@
 """Every choice that depends on the backend, each with the figure that justifies it.
 
-The rest of the package calls the functions here and does not ask which backend it runs on. A new kernel for a backend
-belongs here too, behind the function that it replaces, with what was measured.
+The rest of the package calls these functions and does not depend on the backend. A new kernel for a backend belongs
+here, behind the function that it replaces, with its measurement.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ from hydrajax.models.kernels import few_rows as kernels
 
 
 class Platform(NamedTuple):
-    """What programs are traced for. name: as JAX calls it, "cpu" or "gpu". devices: how many there are. capability: of
-    an NVIDIA GPU, such as 9.0; 0.0 for everything else.
+    """The platform that programs are traced for.
+
+    Attributes:
+        name: JAX's name, "cpu" or "gpu".
+        devices: Number of devices.
+        capability: Compute capability of an NVIDIA GPU, such as 9.0; 0.0 for everything else.
     """
 
     name: str
@@ -41,7 +45,7 @@ _described: Platform | None = None
 
 
 def platform() -> Platform:
-    """The one that is described, or else the one that is here."""
+    """Return the described platform, or else the present one."""
     return _described or _present()
 
 
@@ -53,13 +57,13 @@ def _present() -> Platform:
 def _capability(device) -> float:
     try:
         return float(device.compute_capability)
-    except (AttributeError, ValueError):  # AMD's are names
+    except (AttributeError, ValueError):  # AMD GPUs have names
         return 0.0
 
 
 @contextlib.contextmanager
 def traced_for(described: Platform) -> Iterator[None]:
-    """Trace programs for a platform that is not here, as a compiler can that knows the device by description only."""
+    """Trace programs for an absent platform, for compilers that know a device by description only."""
     global _described
     before, _described = _described, described
     try:
@@ -69,7 +73,7 @@ def traced_for(described: Platform) -> Iterator[None]:
 
 
 def on_devices(count: int) -> contextlib.AbstractContextManager[None]:
-    """Trace programs that run on so many of the devices that are here, as base and draft that are apart do."""
+    """Trace programs for some of the present devices, as for a base and a draft on devices of their own."""
     return traced_for(platform()._replace(devices=count))
 
 
@@ -78,12 +82,12 @@ def _on_cpu() -> bool:
 
 
 def contract(spec: str, a: Array, b: Array, dtype) -> Array:
-    """``einsum(spec, a, b)``, accumulated and returned in ``dtype``.
+    """Return ``einsum(spec, a, b)``, accumulated and returned in ``dtype``.
 
-    Under `jax.default_matmul_precision` ("bfloat16") float32 inputs, and in the backward pass float32 gradients, are
-    rounded to bfloat16 and their products added up in float32. XLA does so by itself on accelerators; on a CPU it
-    ignores the setting, so the inputs are rounded here. Where a CPU has AMX, a [4096, 512] by [512, 1536] product then
-    takes 4.5 ms in place of 25 (jax 0.10, 2 cores).
+    Under `jax.default_matmul_precision` ("bfloat16"), float32 inputs (and float32 gradients in the backward pass) are
+    rounded to bfloat16 and accumulated in float32. XLA does this itself on accelerators; on a CPU it ignores the
+    setting, so the inputs are rounded here. On a CPU with AMX a [4096, 512] by [512, 1536] product then takes 4.5 ms,
+    before 25 (jax 0.10, 2 cores).
     """
     if _on_cpu() and jax.config.jax_default_matmul_precision == "bfloat16" and a.dtype == jnp.float32:
         return _rounded_contract(spec, a, b).astype(dtype)
@@ -100,7 +104,7 @@ def _rounded_contract(spec: str, a: Array, b: Array) -> Array:
 
 
 def _rounded_contract_forward(spec: str, a: Array, b: Array):
-    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # kept rounded: half the memory between the two passes
+    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # stays rounded: half the memory between the two passes
     return _contract_bfloat16(spec, a, b), (a, b)
 
 
@@ -116,39 +120,37 @@ _rounded_contract.defvjp(_rounded_contract_forward, _rounded_contract_backward)
 
 
 def few_rows(rows: int, dtype) -> bool:
-    """Whether a product of so many rows is for the kernels of `hydrajax.models.kernels.few_rows`.
+    """Return whether `hydrajax.models.kernels.few_rows` computes products with this many rows.
 
-    One device only: XLA does not know how to divide a kernel that it did not make.
+    One device only: XLA cannot partition a custom kernel.
     """
     small = 1 < rows <= kernels.MOST_ROWS and dtype == jnp.float32
     return small and _on_cpu() and platform().devices == 1 and kernels.available()
 
 
 def attends_few_rows(queries: Float[Array, "B n_heads T H"]) -> bool:
-    """Whether attention of these queries is for our own kernel."""
+    """Return whether our own CPU kernel attends from these queries."""
     n_tokens, head_dim = queries.shape[2:]
     fits = head_dim % kernels.LANES == 0 and head_dim <= kernels.LONGEST_HEAD
     return fits and few_rows(n_tokens, queries.dtype)
 
 
-AMPERE = 8.0  # the compute capability of an NVIDIA GPU that Triton and cuDNN's attention need
+AMPERE = 8.0  # compute capability that Triton and cuDNN's attention need
 
 
 def _on_ampere() -> bool:
-    """Whether kernels other than XLA's own are to be thought of at all; HYDRAJAX_GPU_KERNELS=0 in the environment is
-    the way to do without them.
-    """
+    """Return whether a GPU can run our kernels; HYDRAJAX_GPU_KERNELS=0 in the environment disables them."""
     return platform().capability >= AMPERE and os.environ.get("HYDRAJAX_GPU_KERNELS") != "0"
 
 
 def has_triton() -> bool:
-    """Whether programs may hold our GPU kernels: on one GPU, as XLA cannot divide a kernel that it did not make."""
+    """Return whether programs may contain our GPU kernels: on one GPU, as XLA cannot partition custom kernels."""
     return _on_ampere() and platform().devices == 1 and (_described is not None or _kernels_agree())
 
 
 @functools.cache
 def _kernels_agree() -> bool:
-    """Whether the kernels say here what NumPy says; warns where they do not."""
+    """Return whether the kernels agree with NumPy on this device; warn if not."""
     found = check.disagreement()
     if found:
         warnings.warn(f"hydrajax: the GPU kernels are not used, XLA's own operations are ({found})", stacklevel=2)
@@ -156,18 +158,18 @@ def _kernels_agree() -> bool:
 
 
 def attends_tree(queries: Float[Array, "B n_heads T H"]) -> bool:
-    """Whether attention of these queries over a cache is for `hydrajax.models.kernels.tree_attention`.
+    """Return whether `hydrajax.models.kernels.tree_attention` attends from these queries to a cache.
 
-    7B, 64 nodes, 2048 tokens, batch 1: XLA's own moves 19.2 GB a step in 619 kernels, of which the weights and the
+    7B, 64 nodes, 2048 tokens, batch 1: XLA's own program moves 19.2 GB per step in 619 kernels, of which weights and
     filled slots are 14.3 (`experiments/results/gpu_program`).
     """
     return has_triton() and tree_attention.fits(*queries.shape[2:], queries.dtype)
 
 
 def attends_text(queries: Float[Array, "B n_heads T H"]) -> bool:
-    """Whether attention of a text to itself is for cuDNN: it holds no square of scores, and compiles at once.
+    """Return whether cuDNN attends within a text: it stores no square of scores and compiles at once.
 
-    7B, a prompt of 8192 tokens: in XLA's own operations 356 kernels a layer, compiled in 70 seconds a layer.
+    7B, a prompt of 8192 tokens: XLA's own operations take 356 kernels and 70 seconds of compilation per layer.
     """
     head_dim = queries.shape[3]
     sixteen_bit = queries.dtype in (jnp.bfloat16, jnp.float16)
@@ -175,7 +177,7 @@ def attends_text(queries: Float[Array, "B n_heads T H"]) -> bool:
 
 
 def attend_text(queries, keys, values, window: int | None) -> Float[Array, "B T width"]:
-    """`hydrajax.models.attention.attend` of a text to itself by cuDNN; ``window`` as in `Causal`."""
+    """Compute `hydrajax.models.attention.attend` within a text by cuDNN; ``window`` as in `Causal`."""
     by_token = (x.swapaxes(1, 2) for x in (queries, keys, values))
     sizes = None if window is None else (window - 1, 0)
     out = jax.nn.dot_product_attention(*by_token, is_causal=True, local_window_size=sizes, implementation="cudnn")
@@ -185,7 +187,7 @@ def attend_text(queries, keys, values, window: int | None) -> Float[Array, "B T 
 def add_norm(
     x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None, scale: Float[Array, " D"], eps: float
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
-    """``(sum, sum / rms(sum) * scale)`` of ``x + added``, or of ``x`` alone; the statistics in float32."""
+    """Return ``(sum, sum / rms(sum) * scale)`` of ``x + added``, or of ``x`` alone; statistics in float32."""
     if has_triton() and x.size == x.shape[-1]:
         rows = x.reshape(-1), None if added is None else added.reshape(-1)
         total, normed = norm_kernel.add_norm(*rows, scale, eps)
@@ -197,20 +199,24 @@ def add_norm(
 
 
 def whole_slots(slots: int) -> int:
-    """How many slots a cache gets that must hold so many: a GPU's kernel reads them by the block."""
+    """Return the number of slots to allocate for ``slots``: GPU kernels read blocks."""
     return -(-slots // tree_attention.SLOTS) * tree_attention.SLOTS if has_triton() else slots
 
 
 def matmul(
     x: Float[Array, "*rows D"], kernel: Float[Array, "D F"], dtype, *, stored: bool = True
 ) -> Float[Array, "*rows F"]:
-    """``x @ kernel``, accumulated and returned in ``dtype``.
+    """Return ``x @ kernel``, accumulated and returned in ``dtype``.
 
-    stored: whether the kernel lies in memory as it is, and is not made of int8 numbers on the way.
+    On a CPU a single row is multiplied as two half contractions whose results are added. XLA runs the two on two cores,
+    while it leaves one core idle for some shapes: [512] by [512, 3072] takes 117 us instead of 196, and no shape was
+    more than 10% slower (jax 0.10, 2 cores). With more rows this loses up to threefold.
 
-    On a CPU a single row is multiplied as two half contractions whose products are added. XLA runs the two on two
-    cores, where it leaves one core idle for some shapes: [512] by [512, 3072] takes 117 us in place of 196, and no
-    shape was more than 10% slower (jax 0.10, 2 cores). With more than one row the same trick loses, up to threefold.
+    Args:
+        x: Rows.
+        kernel: The weight.
+        dtype: Of the result and the accumulation.
+        stored: The kernel lies in memory as it is (it is not dequantised on the way).
     """
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     flat = x.reshape(rows, width)
@@ -225,9 +231,9 @@ def matmul(
 
 
 def matmul_transposed(x: Float[Array, "*rows D"], weight: Float[Array, "F D"], dtype) -> Float[Array, "*rows F"]:
-    """``x @ weight.T``, accumulated and returned in ``dtype``: an embedding that is the lm head too.
+    """Return ``x @ weight.T``, accumulated and returned in ``dtype``: an embedding that is also the lm head.
 
-    XLA's CPU products of a few rows would first make a transposed copy of the weight, in every step.
+    XLA's CPU products of a few rows would first transpose the weight, in every step.
     """
     flat = x.reshape(-1, x.shape[-1])
     if few_rows(len(flat), x.dtype) and weight.dtype == jnp.float32:
@@ -238,23 +244,23 @@ def matmul_transposed(x: Float[Array, "*rows D"], weight: Float[Array, "F D"], d
 
 
 def _contract_rows(spec: str, x: Float[Array, "rows D"], weight: Array, dtype) -> Float[Array, "rows F"]:
-    """`contract` for rows of ``x``.
+    """Apply `contract` to rows of ``x``.
 
-    cuBLAS multiplies no single 16-bit row to a float32 result, so that XLA converts the whole weight first, in every
-    step: 1.05 GB for the lm head of a 7B, which is otherwise 0.26. With the row twice it does not.
+    cuBLAS cannot multiply a single 16-bit row into a float32 result, so XLA converts the whole weight in every step:
+    1.05 GB for the lm head of a 7B model instead of 0.26. Repeating the row avoids this.
     """
     if platform().name == "gpu" and len(x) == 1 and dtype == jnp.float32 and x.dtype != jnp.float32:
         return contract(spec, jnp.concatenate([x, x]), weight, dtype)[:1]
     return contract(spec, x, weight, dtype)
 
 
-# XLA's CPU argmax is a scalar loop and a maximum is not, so the argmax is taken over the maxima of chunks and then
+# XLA's CPU argmax is a scalar loop, its maximum is not, so the argmax is taken over the maxima of chunks and then
 # within one chunk. For 64 x 32,000 logits that takes 0.4 ms in place of 5 (jax 0.10).
 ARGMAX_CHUNK, ARGMAX_SMALLEST = 128, 1024
 
 
 def argmax(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """The index of the largest number of each row, int32; of equal ones the smallest index."""
+    """Return the index of the largest number of each row, int32; ties go to the smallest index."""
     size = logits.shape[-1]
     if size < ARGMAX_SMALLEST or size % ARGMAX_CHUNK:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -264,7 +270,7 @@ def argmax(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     return (chunk * ARGMAX_CHUNK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
 
 
-FEW_TOKENS = 16  # as many as a step may accept
+FEW_TOKENS = 16  # at most as many as a step accepts
 
 
 def append_rows(
@@ -273,10 +279,10 @@ def append_rows(
     index: Int[Array, "B R"] | None,
     starts: Int[Array, " B"],
 ) -> Sequence[Float[Array, "B kv S H"]]:
-    """``caches`` with the tokens ``index[b]`` of the blocks, or all of them, written from slot ``starts[b]`` on, in
-    place where XLA can.
+    """Write the tokens ``index[b]`` of the blocks, or all of them, into ``caches`` from slot ``starts[b]`` on, in
+    place.
 
-    A prompt is written block by block on every backend: these are few large writes and not many small ones.
+    A prompt is written block by block on every backend: a few large writes.
     """
     batch, _, n_tokens, head_dim = blocks[0].shape
     few = index is not None or n_tokens <= FEW_TOKENS
@@ -292,9 +298,9 @@ def append_rows(
 def _write_slots(
     slots: Float[Array, "B kv S H"], rows: Float[Array, "B kv R H"], starts: Int[Array, " B"]
 ) -> Float[Array, "B kv S H"]:
-    """``rows`` written into ``slots`` from slot ``starts[b]`` of each batch row on.
+    """Write ``rows`` into ``slots`` from slot ``starts[b]`` of each sequence on.
 
-    A batch of one is a plain slice update. The batched form becomes a scatter, which costs more on every backend.
+    A batch of one is a plain slice update. The batched form becomes a scatter, which is slower on every backend.
     """
     if slots.shape[0] == 1:
         return jax.lax.dynamic_update_slice(slots, rows, (0, 0, starts[0], 0))
@@ -307,11 +313,10 @@ IN_GRAPHS = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "CONDITIONA
 
 
 def compiler_options() -> dict[str, str | bool] | None:
-    """For `jax.jit` of a decode loop.
+    """Return the compiler options of a decode loop for `jax.jit`.
 
-    On a GPU the whole loop becomes one CUDA graph: of the several hundred kernels of a step most move less than a
-    megabyte, and launching them one by one would take longer than running them. HYDRAJAX_CUDA_GRAPHS=0 in the
-    environment turns it off, for a driver that does not take it.
+    On a GPU the whole loop becomes one CUDA graph: most of the several hundred kernels of a step move less than a
+    megabyte, and launching them one by one would take longer than running them. HYDRAJAX_CUDA_GRAPHS=0 disables it.
     """
     if not platform().capability or os.environ.get("HYDRAJAX_CUDA_GRAPHS") == "0":
         return None

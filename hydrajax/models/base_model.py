@@ -1,7 +1,6 @@
-"""What the decode step, the drafters and training need of a base model, whichever family it is of.
+"""The interface of base models for the decode step, drafters and training.
 
-A base is a Flax module (`BaseModel`) and its parameters, two things. `BoundBase` is both together, for those who call
-it.
+A base consists of a Flax module (`BaseModel`) and its parameters; `BoundBase` holds both for callers.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from hydrajax.models.llama_config import LlamaConfig
 
 
 class Forward(NamedTuple):
-    """What one forward pass over T tokens returns.
+    """The result of a forward pass over T tokens.
 
-    hidden:   ``[B, T, D]`` after the final norm; the lm head reads it.
-    features: ``[B, T, n * D]`` what the drafter reads: of each of the n places it asked for, side by side.
-    block:    keys and values of the T tokens, layer by layer, not yet in any cache.
+    Attributes:
+        hidden: ``[B, T, D]`` after the final norm; the lm head's input.
+        aux_hidden_states: ``[B, T, n * D]`` the n requested hidden states side by side.
+        block: Keys and values of the T tokens by layer, not yet in any cache.
     """
 
     hidden: Float[Array, "B T D"]
@@ -52,39 +52,46 @@ class BaseModel(Protocol):
         cache: KVCache | PendingKVCache | None = None,
         aux_hidden_layers: tuple[int, ...] = (0,),
     ) -> Forward:
-        """Run T tokens per row at ``positions`` through the model, over an optional cache.
+        """Run T tokens per sequence through the model, over an optional cache.
 
-        block_mask: bool ``[T, T]`` (or ``[B, 1, 1, T, T]``): which of the fed tokens sees which, such as a tree's; or
-            `hydrajax.models.attention.Causal` of a text, whose positions follow each other.
-            Cached tokens are all visible up to each row's length.
-        reads: which hidden states the drafter wants: 0 is the output after the final norm, n > 0 the input of the n-th
-            layer from the end (``hidden_state_offset`` in the released Hydra code).
+        Args:
+            tokens: int32 ``[B, T]``.
+            positions: int32 ``[B, T]``.
+            block_mask: bool ``[T, T]`` (or ``[B, 1, 1, T, T]``): which of these tokens attends to which, such as a tree
+                mask; or `hydrajax.models.attention.Causal` for a text with consecutive positions. All filled slots of
+                the cache are visible.
+            cache: The KV cache, or one with pending tokens.
+            aux_hidden_layers: The hidden states to return for the drafter: 0 is the output after the final norm, n > 0
+                the input of the n-th layer from the end (``hidden_state_offset`` in the released Hydra code).
         """
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        """Raw input embeddings E(x)."""
+        """Return raw input embeddings E(x)."""
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Float32 next-token logits from hidden states after the final norm."""
+        """Return float32 next-token logits from hidden states after the final norm."""
 
     def head_kernel(self) -> Float[Array, "D V"]:
-        """The lm head as one float array."""
+        """Return the lm head as one float array."""
 
     def init_cache(self, batch: int, slots: int) -> KVCache:
-        """An empty cache for this many rows and tokens."""
+        """Return an empty cache for this many sequences and tokens."""
 
     def apply(self, variables: Any, *args: Any, **settings: Any) -> Any:
-        """Flax's: call the module, or its method of the name ``method``, with parameters."""
+        """Call the module, or its method named ``method``, with parameters (Flax's ``apply``)."""
 
     def init(self, rng: Array, *args: Any) -> Any:
-        """Flax's: random parameters."""
+        """Return random parameters (Flax's ``init``)."""
 
 
 @dataclass(frozen=True)
 class BoundBase:
-    """A base with its parameters. Drafters read what they need of it instead of keeping a copy.
+    """A base with its parameters. Drafters read it instead of keeping a copy.
 
-    rng: switches on the dropout of the base's adapter, in training.
+    Attributes:
+        model: The module.
+        params: Its parameters.
+        rng: Enables the dropout of the base's adapter, in training.
     """
 
     model: BaseModel
@@ -98,19 +105,19 @@ class BoundBase:
     def forward(
         self, tokens, positions, block_mask, cache: KVCache | PendingKVCache | None = None, aux_hidden_layers=(0,)
     ) -> Forward:
-        """See `BaseModel.__call__`."""
+        """Run the model; see `BaseModel.__call__`."""
         return self._apply(tokens, positions, block_mask, cache, aux_hidden_layers)
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        """Raw input embeddings E(x)."""
+        """Return raw input embeddings E(x)."""
         return self._apply(tokens, method="embed")
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """The base's own next-token logits, float32."""
+        """Return the base's next-token logits, float32."""
         return self._apply(hidden, method="logits")
 
     def head_kernel(self) -> Float[Array, "D V"]:
-        """The base's lm head, at which draft lm heads start (medusa 2.1.1)."""
+        """Return the base's lm head, from which draft lm heads start (medusa 2.1.1)."""
         return self._apply(method="head_kernel")
 
     def _apply(self, *args, **settings):
@@ -119,16 +126,16 @@ class BoundBase:
 
 
 def init_boxed(model: BaseModel, rng: Array):
-    """Random parameters with their logical axes attached (`flax.core.meta` boxes)."""
+    """Return random parameters with their logical axes (`flax.core.meta` boxes)."""
     position = jnp.zeros((1, 1), jnp.int32)
     return model.init(rng, position, position, np.ones((1, 1), bool))["params"]
 
 
 def init_base(model: BaseModel, rng: Array) -> dict:
-    """Random base parameters (normal, std 0.02) as a plain nested dict of arrays."""
+    """Return random base parameters (normal, std 0.02) as a nested dict of arrays."""
     return nn.unbox(init_boxed(model, rng))
 
 
 def abstract_base(model: BaseModel) -> dict:
-    """Boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the base, nothing allocated."""
+    """Return boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the base, without allocation."""
     return jax.eval_shape(lambda rng: init_boxed(model, rng), jax.random.key(0))

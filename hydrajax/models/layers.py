@@ -1,6 +1,6 @@
 """The parts of a LLaMA decoder layer: RMSNorm, attention, SwiGLU.
 
-One layer serves the base model, the Hydra++ prefix layer and EAGLE alike. A layer never writes a cache: it returns the
+The base model, the Hydra++ prefix layer and EAGLE use the same layer. A layer never writes a cache: it returns the
 keys and values of the tokens fed now (the block), and the decode step writes only the accepted ones.
 """
 
@@ -22,7 +22,7 @@ from hydrajax.models.weights import declare, declare_kernel, project
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale, the statistics in float32."""
+    """x / rms(x) * scale, with statistics in float32."""
 
     eps: float
     dtype: DType
@@ -34,18 +34,19 @@ class RMSNorm(nn.Module):
     def of_sum(
         self, x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None
     ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
-        """``x + added``, or ``x`` where nothing is, and the norm of that."""
+        """Return ``x + added``, or ``x`` without a summand, and its norm."""
         scale = declare(self, "scale", (x.shape[-1],), ("width",), nn.initializers.ones)
         return backend.add_norm(x, added, scale, self.eps)
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm LLaMA layer over T tokens, which see each other through ``block_mask``, and over ``past`` parts.
+    """One pre-norm LLaMA layer over T tokens, which attend to each other through ``block_mask`` and to ``past``
+    segments.
 
-    Query, key and value projections are one matmul, and so are gate and up: a decode step is bound by the bytes of
-    the weights and, on a GPU, by the number of kernels. The fused kernel keeps the key-value head as an axis of its
-    own, so that it can be sharded by heads. For the same reason what the layer adds to the residual stream is returned
-    beside it: the norm that follows adds the two.
+    Query, key and value projections are one product, and so are gate and up: a decode step is bound by the bytes of the
+    weights and, on a GPU, by the number of kernels. The fused kernel keeps the key-value head as its own axis so that
+    it can be sharded by heads. For the same reason the layer returns its contribution to the residual stream
+    separately: the next norm adds the two.
     """
 
     config: LlamaConfig
@@ -63,11 +64,16 @@ class DecoderLayer(nn.Module):
         past: Sequence[KVSegment] = (),
         attends_from: Float[Array, "B T E"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], KeyValue]:
-        """From ``x + added`` (None: ``x``) two arrays whose sum is the output, and the T tokens' keys and values.
+        """Return two arrays whose sum is the output, and the T tokens' keys and values.
 
-        rope: `rope_table` of the tokens' positions; None where the input itself tells them. block_mask: the ``visible``
-        of their `KVSegment`. attends_from: what queries, keys and values are made of in place of the norm of the
-        input; the layer has no norm of its own there then (EAGLE's layers).
+        Args:
+            x: The residual stream.
+            added: What the previous layer added to it; None for nothing.
+            rope: `rope_table` of the tokens' positions; None without rotary embedding.
+            block_mask: The ``visible`` of the tokens' own `KVSegment`.
+            past: Earlier segments.
+            attends_from: The input of the queries, keys and values in place of the norm of the layer's input, which
+                then has no norm of its own (EAGLE's layers).
         """
         c = self.config
         batch, n_tokens, width = x.shape

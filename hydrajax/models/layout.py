@@ -1,8 +1,7 @@
-"""Key maps: which tensors of another program's files make up each of our parameters.
+"""Key maps: the tensors of another program's files that make up each of our parameters.
 
-A layout is a list of entries. It is declared once and serves both directions, so that what is written is read back bit
-for bit. The layouts themselves are declared where a thing is known: those of the bases in `hydrajax.families`, those of
-draft heads beside their drafters.
+A layout is a list of entries. It is declared once and serves both directions, so written files are read back bit for
+bit. Layouts are declared in `hydrajax.families` (bases) and `hydrajax.formats` (draft heads).
 """
 
 from __future__ import annotations
@@ -13,29 +12,30 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-Path = tuple[str, ...]  # the names that lead to a leaf of our nested dicts
+Path = tuple[str, ...]  # keys of our nested dicts
 Shape = tuple[int, ...]
 
-MODEL = "model"  # transformers' name for the file of a whole model's weights, which may also be shards or PyTorch files
-ADAPTER = "adapter_model"  # PEFT's name for the file of an adapter's weights
+MODEL = "model"  # transformers' name of a model's weights, also in shards or PyTorch files
+ADAPTER = "adapter_model"  # PEFT's name of an adapter's weights
 
 
 @runtime_checkable
 class Readable(Protocol):
-    """Where the tensors of a layout are read from, such as `hydrajax.formats.tensors.TensorFiles`."""
+    """A source of tensors, such as `hydrajax.formats.tensors.TensorFiles`."""
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor by its name in the files."""
+        """Return one tensor by its name in the files."""
 
 
 class Entry(NamedTuple):
-    """Some of our parameters and the tensors that they are made of.
+    """Some of our parameters and the tensors they consist of.
 
-    ours:   the paths of our parameters.
-    theirs: the names and shapes of the tensors in the files.
-    join:   makes our arrays of theirs: it takes one array per name in ``theirs`` and returns one per path in ``ours``.
-    split:  the inverse of ``join``.
-    copies: further names under which the files hold the (single) tensor again. They are written, but not read.
+    Attributes:
+        ours: Paths of our parameters.
+        theirs: Names and shapes of the tensors in the files.
+        join: Builds our arrays: takes one array per name in ``theirs``, returns one per path in ``ours``.
+        split: The inverse of ``join``.
+        copies: Further names under which the files repeat the (single) tensor. Written, but not read.
     """
 
     ours: tuple[Path, ...]
@@ -49,22 +49,22 @@ Layout = list[Entry]
 
 
 def same(path: Path, name: str, *shape: int, copies: tuple[str, ...] = ()) -> Entry:
-    """A tensor that is one of our parameters as it stands."""
+    """Return the entry of a tensor that equals one of our parameters."""
     return Entry((path,), {name: shape}, lambda x: (x,), lambda x: (x,), copies)
 
 
 def transposed(path: Path, name: str, outputs: int, inputs: int, copies: tuple[str, ...] = ()) -> Entry:
-    """The matrix of a torch ``Linear``, which is ``[outputs, inputs]`` where ours are ``[inputs, outputs]``."""
+    """Return the entry of a torch ``Linear``: ``[outputs, inputs]``, ours are ``[inputs, outputs]``."""
     return Entry((path,), {name: (outputs, inputs)}, lambda x: (x.T,), lambda x: (x.T,), copies)
 
 
 def zeros(path: Path, *shape: int) -> Entry:
-    """A parameter of ours that the files do not hold; it is read as zeros and not written."""
+    """Return the entry of a parameter that files do not hold: read as zeros, not written."""
     return Entry((path,), {}, lambda: (np.zeros(shape, np.float32),), lambda x: ())
 
 
 def shapes(layout: Layout) -> dict[str, Shape]:
-    """The name and shape of every tensor in the files."""
+    """Return the name and shape of every tensor in the files."""
     found = {}
     for entry in layout:
         found |= entry.theirs
@@ -76,8 +76,8 @@ def shapes(layout: Layout) -> dict[str, Shape]:
 def read(layout: Layout, files: Readable, put: Callable[[Path, np.ndarray], dict] | None = None) -> dict:
     """Read our nested parameters.
 
-    Each is handed to ``put(path, array)`` as soon as it has been read, so that the host need not hold them all. ``put``
-    returns what to keep of it, by name; by default that is the array itself, under the last name of its path.
+    Each is passed to ``put(path, array)`` as soon as it has been read, so the host need not hold them all. ``put``
+    returns the values to keep by name; by default the array itself under the last name of its path.
     """
     tree: dict = {}
     for entry in layout:
@@ -90,20 +90,22 @@ def read(layout: Layout, files: Readable, put: Callable[[Path, np.ndarray], dict
 
 
 def leaf(tree: Any, path: Path) -> Any:
-    """What lies at the end of a path through nested dicts."""
+    """Return the value at a path through nested dicts."""
     for name in path:
         tree = tree[name]
     return tree
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree in the order of `jax.tree.leaves`, by paths such as ``opt_state.0.mu.head_0.kernel``."""
+    """Return the leaves of a pytree in the order of `jax.tree.leaves`, by paths like
+    ``opt_state.0.mu.head_0.kernel``.
+    """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def write(layout: Layout, params: Any) -> dict[str, np.ndarray]:
-    """Turn our parameters into the tensors of the files, by name."""
+    """Return the tensors of the files, by name, from our parameters."""
     tensors = {}
     for entry in layout:
         parts = entry.split(*(np.asarray(leaf(params, path)) for path in entry.ours))

@@ -1,4 +1,4 @@
-"""The frozen base model: a LLaMA-family decoder as a pure Flax module; what differs in a family is in its config."""
+"""The frozen base model: a LLaMA-family decoder as a pure Flax module. Families differ in their configuration."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ from hydrajax.models.weights import LowRank, Quantized, declare, declare_kernel,
 class Llama(nn.Module):
     """LLaMA: RMSNorm, rotary grouped-query attention, SwiGLU, tied or untied lm head.
 
-    Parameters and computation share ``dtype``; norms, softmax, rotary angles and logits are float32. ``quantize``
-    names the class of the matmuls' weights in `hydrajax.models.weights.QUANTIZED`; the embedding, and an lm head tied
-    to it, stay as they are. With an ``adapter`` some have a low-rank weight beside them, in the computation's dtype.
-    ``remat`` keeps for a gradient no more of a layer than its input and computes the rest again.
+    Parameters and computation share ``dtype``; norms, softmax, rotary angles and logits are float32.
+
+    Attributes:
+        config: Shapes and constants.
+        dtype: Of parameters and computation.
+        quantize: Names the class of the products' weights in `hydrajax.models.weights.QUANTIZED`; the embedding, and an
+            lm head tied to it, stay as they are.
+        adapter: Adds low-rank weights, in the computation's dtype.
+        remat: Keep only a layer's input for the gradient and recompute the rest.
     """
 
     config: LlamaConfig
@@ -43,17 +48,17 @@ class Llama(nn.Module):
             self.lm_head = declare_kernel(self, "lm_head", (c.width, c.vocab_size), ("width", "vocab"))
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        """Raw input embeddings E(x), the ones Hydra heads read (hydra section 3)."""
+        """Return raw input embeddings E(x), which Hydra heads read (hydra section 3)."""
         return jnp.take(self.embedding, tokens, axis=0, mode="clip")
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Float32 next-token logits from post-norm hidden states."""
+        """Return float32 next-token logits from hidden states after the final norm."""
         if self.config.tied_lm_head:
             return backend.matmul_transposed(hidden, self.embedding, jnp.float32)
         return project(hidden, self.lm_head, jnp.float32)
 
     def head_kernel(self) -> Float[Array, "D V"]:
-        """The lm head as one float array."""
+        """Return the lm head as one float array."""
         if self.config.tied_lm_head:
             return self.embedding.T
         kernel, added = self.lm_head, None
@@ -64,7 +69,7 @@ class Llama(nn.Module):
 
     @nn.nowrap
     def init_cache(self, batch: int, slots: int) -> KVCache:
-        """An empty cache for this many rows and tokens."""
+        """Return an empty cache for this many sequences and tokens."""
         return init_cache(self.config, batch, slots, self.dtype)
 
     def __call__(
@@ -75,14 +80,15 @@ class Llama(nn.Module):
         cache: KVCache | PendingKVCache | None = None,
         aux_hidden_layers: tuple[int, ...] = (0,),
     ) -> Forward:
-        """Run T tokens per row through the model; see `hydrajax.models.base_model.BaseModel` for the arguments."""
+        """Run T tokens per sequence through the model; see `hydrajax.models.base_model.BaseModel`."""
         x = self.embed(tokens)
         rope = rope_table(self.config, positions)
         block_mask, first_seen = windowed(block_mask, positions, self.config.sliding_window)
         inputs, block, added = [], [], None
         for i, layer in enumerate(self.layers):
             inputs.append(x if added is None else x + added)
-            x, added, key_value = layer(x, added, rope, block_mask, () if cache is None else cache.parts(i, first_seen))
+            past = () if cache is None else cache.segments(i, first_seen)
+            x, added, key_value = layer(x, added, rope, block_mask, past)
             block.append(key_value)
         _, hidden = self.norm.of_sum(x, added)
         wanted = [hidden if place == 0 else inputs[-place] for place in aux_hidden_layers]

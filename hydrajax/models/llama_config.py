@@ -1,4 +1,4 @@
-"""Settings as frozen, hashable dataclasses, so that they can be static arguments of jitted functions."""
+"""Model configurations as frozen, hashable dataclasses, so that they can be static arguments of jitted functions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hydrajax.errors import HydrajaxError
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A change to the rotary frequencies that lengthens the context.
+    """A scaling of the rotary frequencies for longer contexts.
 
-    ``kind`` is ``"linear"`` (every frequency divided by ``factor``) or ``"llama3"`` (only the low frequencies are,
-    with a smooth passage between ``low_freq_factor`` and ``high_freq_factor``, as in LLaMA 3.1).
+    ``kind`` is ``"linear"`` (every frequency divided by ``factor``) or ``"llama3"`` (only low frequencies, with a
+    smooth transition between ``low_freq_factor`` and ``high_freq_factor``, as in LLaMA 3.1).
     """
 
     kind: str
@@ -24,9 +24,9 @@ class RopeScaling:
 
     def __post_init__(self):
         if self.kind not in ("linear", "llama3"):
-            raise HydrajaxError(f"rope scaling: found type '{self.kind}', allowed are 'linear' and 'llama3'")
+            raise HydrajaxError(f"rope scaling: got type '{self.kind}', expected 'linear' or 'llama3'")
         if self.factor <= 0:
-            raise HydrajaxError(f"rope scaling: factor must be positive, found {self.factor}")
+            raise HydrajaxError(f"rope scaling: factor: got {self.factor}, expected a positive number")
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise HydrajaxError(
                 "rope scaling: low_freq_factor must be below high_freq_factor, "
@@ -36,7 +36,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Shapes and constants of a LLaMA-family model, under the names of docs/design.md 2."""
+    """Shapes and constants of a LLaMA-family model, named as in docs/design.md 2."""
 
     vocab_size: int
     width: int
@@ -52,29 +52,27 @@ class LlamaConfig:
     tied_lm_head: bool = False
     qkv_bias: bool = False  # Qwen2
     qk_norm: bool = False  # Qwen3: RMSNorm over each head's query and key features, before rotation
-    sliding_window: int | None = None  # Mistral: a token sees this many, itself included; None for all
+    sliding_window: int | None = None  # Mistral: tokens attended to, itself included; None for all
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "mlp_width", "n_layers", "n_heads", "n_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
-                raise HydrajaxError(f"{name}: must be at least 1, found {getattr(self, name)}")
+                raise HydrajaxError(f"{name}: got {getattr(self, name)}, expected at least 1")
         if self.n_heads % self.n_kv_heads:
-            raise HydrajaxError(
-                f"n_kv_heads: must divide n_heads, found {self.n_kv_heads} key-value heads for {self.n_heads} heads"
-            )
+            raise HydrajaxError(f"n_kv_heads: got {self.n_kv_heads} for {self.n_heads} heads, expected a divisor")
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise HydrajaxError(f"sliding_window: must be at least 1, found {self.sliding_window}")
+            raise HydrajaxError(f"sliding_window: got {self.sliding_window}, expected at least 1")
         if self.head_dim % 2:
-            raise HydrajaxError(f"head_dim: must be even for rotary embeddings, found {self.head_dim}")
+            raise HydrajaxError(f"head_dim: got {self.head_dim}, expected an even number for rotary embeddings")
 
     @property
     def queries_per_kv(self) -> int:
-        """Query heads that share one key-value head (1 for multi-head attention)."""
+        """Number of query heads per key-value head (1 for multi-head attention)."""
         return self.n_heads // self.n_kv_heads
 
     @property
     def plain_layer(self) -> LlamaConfig:
-        """One LLaMA layer of this shape without a family's extras: what a prefix layer is (hydra 3.1)."""
+        """One LLaMA layer of this shape without a family's extras, such as a prefix layer (hydra 3.1)."""
         return self.replace(n_layers=1, qkv_bias=False, qk_norm=False, sliding_window=None)
 
     def replace(self, **changes) -> LlamaConfig:

@@ -1,4 +1,4 @@
-"""Models over whole rows of tokens, without a cache: what training and calibration do."""
+"""Forward passes over whole rows of tokens without a cache, for training and calibration."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hydrajax.models.base_model import BaseModel, BoundBase, Forward
 
 
 def row_layout(tokens: Int[Array, "B T"], segments: Int[Array, "B T"] | None = None):
-    """``(positions int32 [B, T], mask)``: of one sequence per row, or of the documents packed into it.
+    """Return ``(positions int32 [B, T], mask)`` of one sequence per row, or of the documents packed into it.
 
-    Packed documents each start at position 0 and see only themselves; their mask is bool ``[B, 1, 1, T, T]``, the
-    other `hydrajax.models.attention.Causal`.
+    Packed documents start at position 0 each and attend only to themselves; their mask is bool ``[B, 1, 1, T, T]``,
+    otherwise it is `hydrajax.models.attention.Causal`.
     """
     steps = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     causal = causal_mask(tokens.shape[1])
@@ -38,22 +38,20 @@ def run_base(
     segments: Int[Array, "B T"] | None = None,
     rng: Array | None = None,
 ) -> Forward:
-    """One forward pass over rows of tokens; see `row_layout` for ``segments``, `BaseModel` for ``aux_hidden_layers``,
-    `BoundBase` for ``rng``.
-    """
+    """Run the base over rows of tokens; see `row_layout`, `BaseModel` and `BoundBase` for the arguments."""
     positions, mask = row_layout(tokens, segments)
     return BoundBase(model, base_params, rng).forward(tokens, positions, mask, aux_hidden_layers=aux_hidden_layers)
 
 
 def chunk_width(chunk_tokens: int, shape: tuple[int, int]) -> int:
-    """Positions per chunk, so that all B rows together hold about ``chunk_tokens`` and the last chunk is not short."""
+    """Return positions per chunk, so that B rows hold about ``chunk_tokens`` tokens and the last chunk is not short."""
     batch, length = shape
     chunks = -(-length // max(chunk_tokens // batch, 1))
     return -(-length // chunks)
 
 
 def into_chunks(arrays: Any, width: int) -> Any:
-    """Every array ``[B, T, ...]`` as ``[chunks, B, width, ...]``, padded at the end with zeros (False)."""
+    """Return every array ``[B, T, ...]`` as ``[chunks, B, width, ...]``, padded at the end with zeros (False)."""
 
     def split(x):
         batch, length, *rest = x.shape

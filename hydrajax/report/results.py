@@ -1,7 +1,6 @@
-"""Result files: what an experiment measured, in rows of a known kind, with the command, the machine and the versions.
+"""The result file format: measured rows of one kind, with the command, the machine and the settings.
 
-`hydrajax.report.markdown` draws them. A file is JSON: ``{"hydrajax_result": 1, kind, source, title, command, machine,
-settings, remarks, rows}``.
+A file is JSON: ``{"hydrajax_result": 1, kind, source, title, command, machine, settings, remarks, rows}``.
 """
 
 from __future__ import annotations
@@ -20,51 +19,50 @@ from hydrajax.text.records import NUMBER as FINITE
 FORMAT = 1
 TEXT, WHOLE, NUMBER, BOOL, NUMBERS = "text", "integer", "number", "true or false", "list of numbers"
 OR_NULL = " or null"
-LONGEST, MOST_ROWS, MOST_NUMBERS = 1000, 1000, 64  # characters of a text, rows of a file, numbers of a row's list
-DEEPEST = 8  # of what is said beside the rows
+MAX_CHARACTERS, MAX_ROWS, MAX_NUMBERS, MAX_DEPTH = 1000, 1000, 64, 8  # of a text, a file, a list, the settings
 INTERVALS = (("low", "high"), ("difference_low", "difference_high"))
 
 _RATE = {"tokens_per_step": NUMBER, "tokens_per_second": NUMBER, "low": NUMBER + OR_NULL, "high": NUMBER + OR_NULL}
 _RATE |= {"speedup": NUMBER}
-# What each row of a result holds, by the result's kind. Times are milliseconds; low and high a 95% interval of the rate
-# (of the speed-up in "categories"). Further fields are kept and not drawn.
+# The fields of a row, by kind. Times are milliseconds; low and high are the 95% interval of the rate (of the speed-up
+# in "categories"). Other fields are allowed and ignored.
 KINDS: dict[str, dict[str, str]] = {
-    # Ways to decode, at one batch size or several (hydra figures 2, 3, 5, 6; medusa table 3).
+    # Decode configurations at one batch size or several (hydra figures 2, 3, 5, 6; medusa table 3).
     "speed": {"name": TEXT, "batch": WHOLE, "nodes": WHOLE, **_RATE, "equal": BOOL + OR_NULL},
     # Trees (hydra figures 7 to 9, medusa figure 4). family: "searched", "dynamic", "chain", "dense" ...
-    # expected: the tokens_per_step that calibration text foretold.
+    # expected: tokens_per_step predicted from calibration text.
     "trees": {"drafter": TEXT, "batch": WHOLE, "family": TEXT, "name": TEXT, "nodes": WHOLE}
     | {"expected": NUMBER + OR_NULL, **_RATE},
-    # Acceptance rules (hydra figure 4, medusa figure 5). parameter: what is varied, "epsilon" or "temperature", and its
-    # value, or null. nats: negative log-likelihood of a token of the output under the base at temperature 1.
+    # Acceptance rules (hydra figure 4, medusa figure 5). parameter, value: the one that is varied, such as "epsilon".
+    # nats: negative log-likelihood per output token under the base at temperature 1.
     "acceptance": {"drafter": TEXT, "rule": TEXT, "parameter": TEXT + OR_NULL, "value": NUMBER + OR_NULL}
     | {"tokens_per_step": NUMBER, "nats": NUMBER + OR_NULL},
-    # What drafting costs (hydra table 1). heads: milliseconds of each.
+    # Cost of drafting (hydra table 1). heads: milliseconds of each.
     "overhead": {"drafter": TEXT, "prefix_attention": NUMBER + OR_NULL, "heads": NUMBERS}
     | {"verify": NUMBER, "autoregressive_step": NUMBER},
-    # Ways to decode by category of question (hydra table 2).
+    # Decode configurations by category of question (hydra table 2).
     "categories": {"name": TEXT, "category": TEXT, "questions": WHOLE, **_RATE, "equal": BOOL + OR_NULL},
-    # Scores of answers, by rule and way to decode (amphista table 3). score, low, high and the difference to the base
-    # alone, question by question, with its interval, as tables show them: shares times 100.
+    # Scores of answers by rule and configuration (amphista table 3), shares times 100. difference: to the base alone,
+    # question by question.
     "quality": {"set": TEXT, "metric": TEXT, "rule": TEXT, "name": TEXT, "questions": WHOLE, "score": NUMBER}
     | {"low": NUMBER + OR_NULL, "high": NUMBER + OR_NULL, "difference": NUMBER}
     | {"difference_low": NUMBER + OR_NULL, "difference_high": NUMBER + OR_NULL}
     | {"tokens_per_step": NUMBER, "speedup": NUMBER, "equal": BOOL + OR_NULL},
-    # How often a head's first guesses hold the true token (amphista figure 1). head from 0; top: how many guesses.
+    # Share of positions at which the ``top`` likeliest tokens of a head (from 0) include the true one (amphista
+    # figure 1).
     "accuracy": {"drafter": TEXT, "head": WHOLE, "top": WHOLE, "accuracy": NUMBER},
-    # Drafts of several sizes, and the Pareto front. draft_ms: of a step. predicted_gigabytes and
-    # predicted_speedup: of such a draft for a larger base, as the remarks say.
+    # Draft sizes. draft_ms: per step. predicted_*: for the same draft at a larger base, named in the remarks.
     "pareto": {"drafter": TEXT, "lm_head": TEXT, "nodes": WHOLE, "draft_megabytes": NUMBER}
     | {"draft_ms": NUMBER, **_RATE, "equal": BOOL + OR_NULL}
     | {"predicted_gigabytes": NUMBER, "predicted_speedup": NUMBER},
-    # A decode step and its verbs.
+    # A decode step and its phases.
     "steps": {"tree": TEXT, "batch": WHOLE, "nodes": WHOLE, "autoregressive_step": NUMBER, "step": NUMBER}
     | {"propose": NUMBER, "verify": NUMBER, "accept_commit": NUMBER, "observe": NUMBER, "break_even": NUMBER},
-    # A step as the roofline predicts it and as it was measured.
+    # A step as predicted by the roofline and as measured.
     "prediction": {"batch": WHOLE, "context": WHOLE, "nodes": WHOLE, "predicted_step": NUMBER, "step": NUMBER}
     | {"predicted_autoregressive_step": NUMBER, "autoregressive_step": NUMBER},
-    # A step's compiled program. gigabytes: moved per step, beside the floor (weights, filled slots, draft). copies:
-    # kernels that only copy or lay out anew more than a megabyte, in the loop or around it. temporary: memory.
+    # A compiled step. gigabytes: moved per step. floor_gigabytes: weights, filled slots and draft. copies: kernels that
+    # only copy more than a megabyte, in the loop or around it. temporary_megabytes: memory.
     "program": {"what": TEXT, "batch": WHOLE, "context": WHOLE, "nodes": WHOLE, "kernels": WHOLE}
     | {"kernels_per_layer": NUMBER, "gigabytes": NUMBER, "floor_gigabytes": NUMBER, "copies": WHOLE}
     | {"copied_megabytes": NUMBER, "temporary_megabytes": NUMBER, "one_graph": BOOL},
@@ -73,11 +71,10 @@ KINDS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """What one command measured.
+    """Measurements of one command.
 
-    kind: of `KINDS`, which names the fields of ``rows``. source: the figure or table it corresponds to, such as "hydra
-    figure 2", or "". title: what is shown, a line. settings: what the figures depend on. remarks: what the reader of
-    the picture should know. machine: from `hydrajax.machine.machine`.
+    kind: a key of `KINDS`, which gives the fields of ``rows``. source: the matching figure or table of a paper, such as
+    "hydra figure 2", or "". machine: from `hydrajax.machine.machine`. remarks: sentences to print with the table.
     """
 
     kind: str
@@ -91,63 +88,71 @@ class Result:
 
 
 def write_result(file: WholeFile, result: Result) -> None:
-    """Write a result file. Raises `HydrajaxError` for rows that are not of their kind."""
+    """Write a result file.
+
+    Raises:
+        HydrajaxError: rows do not have the fields of their kind.
+    """
     check(asdict(result), "result")
     file.write_text(json.dumps({"hydrajax_result": FORMAT} | asdict(result), indent=1) + "\n")
 
 
 def result_from(content: Mapping[str, Any], where: str) -> Result:
-    """A result file's content. Raises `HydrajaxError` naming what is missing or wrong in it."""
+    """Return the result of a file's content.
+
+    Raises:
+        HydrajaxError: the content is of another version, or a field is missing or wrong.
+    """
     if content["hydrajax_result"] != FORMAT:
-        found = shown(content["hydrajax_result"])
-        raise HydrajaxError(f"{where}: hydrajax_result: this version reads {FORMAT}, found {found}")
+        raise HydrajaxError(
+            f"{where}: hydrajax_result: got {shown(content['hydrajax_result'])}, expected {FORMAT}: the file is from "
+            "another version"
+        )
     check(content, where)
     return Result(**{name: content[name] for name in Result.__dataclass_fields__ if name in content})
 
 
 def in_lines(value: Any) -> Any:
-    """The same with every text on one line of at most `LONGEST`, without control characters."""
-    return each_text(value, _line)
+    """Return the same JSON value with every text on one line of at most `MAX_CHARACTERS`, all of it printable."""
+
+    def line(text: str) -> str:
+        printable = "".join(letter if letter.isprintable() else " " for letter in text[:MAX_CHARACTERS])
+        return printable if len(text) <= MAX_CHARACTERS else f"{printable}..."
+
+    return map_texts(value, line)
 
 
-def each_text(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    """A value of JSON with another text for each, the names of fields included; what is nested deeper than `DEEPEST` is
-    left out.
-    """
+def map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
+    """Apply ``change`` to every text in a JSON value, field names included; drop what is nested below `MAX_DEPTH`."""
     if isinstance(value, str):
         return change(value)
-    if depth == DEEPEST and isinstance(value, dict | list):
+    if depth == MAX_DEPTH and isinstance(value, dict | list):
         return "..."
     if isinstance(value, dict):
-        return {each_text(name, change): each_text(item, change, depth + 1) for name, item in value.items()}
-    return [each_text(item, change, depth + 1) for item in value] if isinstance(value, list) else value
-
-
-def _line(text: str) -> str:
-    line = "".join(letter if letter.isprintable() else " " for letter in text[:LONGEST])
-    return line if len(text) <= LONGEST else f"{line}..."
+        return {map_texts(name, change): map_texts(item, change, depth + 1) for name, item in value.items()}
+    return [map_texts(item, change, depth + 1) for item in value] if isinstance(value, list) else value
 
 
 def check(content: Mapping[str, Any], where: str) -> None:
-    """Raises `HydrajaxError` unless these are the fields of a `Result`."""
+    """Raise `HydrajaxError` unless ``content`` has the fields of a `Result` and of its kind."""
     types = {"kind": str, "source": str, "title": str, "rows": list, "command": str}
     types |= {"machine": dict, "settings": dict, "remarks": list}
     for name, wanted in types.items():
         if not isinstance(content.get(name), wanted):
-            raise HydrajaxError(f"{where}: {name}: must be of type {wanted.__name__}, found {shown(content.get(name))}")
+            raise HydrajaxError(f"{where}: {name}: got {shown(content.get(name))}, expected {wanted.__name__}")
     if content["kind"] not in KINDS:
-        raise HydrajaxError(f"{where}: kind: found {shown(content['kind'])}, known are {', '.join(KINDS)}")
-    if not 1 <= len(content["rows"]) <= MOST_ROWS:
-        raise HydrajaxError(f"{where}: rows: there are {len(content['rows'])}, allowed are 1 to {MOST_ROWS}")
+        raise HydrajaxError(f"{where}: kind: got {shown(content['kind'])}, expected one of {', '.join(KINDS)}")
+    if not 1 <= len(content["rows"]) <= MAX_ROWS:
+        raise HydrajaxError(f"{where}: rows: got {len(content['rows'])}, expected 1 to {MAX_ROWS}")
     for number, row in enumerate(content["rows"]):
         for name, wanted in KINDS[content["kind"]].items():
             if not isinstance(row, dict) or name not in row:
                 raise HydrajaxError(f"{where}: rows[{number}]: field {name} is missing")
             if not _fits(row[name], wanted):
-                raise HydrajaxError(f"{where}: rows[{number}].{name}: must be {wanted}, found {shown(row[name])}")
+                raise HydrajaxError(f"{where}: rows[{number}].{name}: got {shown(row[name])}, expected {wanted}")
         for low, high in INTERVALS:
             if (row.get(low) is None) != (row.get(high) is None):
-                raise HydrajaxError(f"{where}: rows[{number}]: {low} and {high} must be numbers both, or both null")
+                raise HydrajaxError(f"{where}: rows[{number}]: {low} and {high} must both be numbers or both be null")
 
 
 def _fits(value: Any, wanted: str) -> bool:
@@ -157,7 +162,7 @@ def _fits(value: Any, wanted: str) -> bool:
     if isinstance(value, bool) or wanted == BOOL:
         return wanted == BOOL and isinstance(value, bool)
     if wanted == NUMBERS:
-        return isinstance(value, list) and len(value) <= MOST_NUMBERS and all(_fits(item, NUMBER) for item in value)
+        return isinstance(value, list) and len(value) <= MAX_NUMBERS and all(_fits(item, NUMBER) for item in value)
     if wanted == TEXT:
         return isinstance(value, str)
     return (INTEGER if wanted == WHOLE else FINITE).holds(value)

@@ -1,4 +1,4 @@
-"""Predictions for the present device beside what was measured on it."""
+"""Predict the steps of a benchmark on the present device and measure them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from hydrajax.roofline.prediction import Prediction, Workload, predict
 
 @dataclass
 class Comparison:
-    """The cells of a benchmark: ``measured[i]`` is what ``predicted[i]`` foretells.
-
-    devices: what the device could do each time that it was asked, beside every cell.
-    """
+    """The cells of a benchmark: ``predicted[i]`` belongs to ``measured[i]``. devices: the rates measured with each."""
 
     devices: list[Device] = field(default_factory=list)
     predicted: list[Prediction] = field(default_factory=list)
@@ -29,7 +26,7 @@ class Comparison:
 
     @property
     def drift(self) -> float:
-        """By which factor the device's rates changed meanwhile; 1 on a quiet machine."""
+        """Factor by which the device's rates changed meanwhile; 1 on a quiet machine."""
         return drift(self.devices)
 
 
@@ -42,10 +39,15 @@ def compare(
     *,
     repeats: int = 5,
 ) -> Comparison:
-    """Measure every cell, and predict it from what the device could do just before and after.
+    """Measure every cell and predict it from the device's rates just before and after.
 
-    executors: by names of their trees, in which alone they differ. itemsize: bytes of a number. tokens_per_step: of
-    each tree, or none at all.
+    Args:
+        executors: by tree name; they differ in their trees only.
+        batches: batch sizes.
+        contexts: cache slots per sequence.
+        itemsize: bytes per number.
+        tokens_per_step: one value per tree, or empty.
+        repeats: timed rounds per cell.
     """
     found, meter = Comparison(), None
     first, most = next(iter(executors.values())), max(contexts)
@@ -55,7 +57,7 @@ def compare(
     weight_bytes = sum(operator.count * operator.bytes for operator in plain_step if operator.kind == "weights")
     for context in contexts:
         for row in run_benchmark(executors, batches, context, repeats=repeats):
-            # Made after the first timings, whose peak memory must not hold the meter's arrays.
+            # Created after the first timings, whose peak memory must not include the meter's arrays.
             meter = meter or Meter(config, first.model.dtype, int(weight_bytes), most, repeats)
             found.devices.append(meter.measure())
             tau = tokens_per_step[list(trees).index(row.tree) :][:1]

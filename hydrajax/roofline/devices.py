@@ -1,4 +1,4 @@
-"""Devices: published peaks, and measured rates."""
+"""Device rates: published peaks and measurements."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Rates = tuple[tuple[int, float], ...]  # (rows of the left matrix, FLOP/s), rows
 
 @dataclass(frozen=True)
 class Device:
-    """A roofline: no operator takes less than its operations at ``flops`` or its traffic at ``bandwidth``.
+    """A roofline: an operator takes at least its operations / ``flops`` and at least its traffic / ``bandwidth``.
 
-    flops: FLOP/s of dense matrix products in 16 bits. bandwidth: bytes per second of its memory. weight_rates,
-    attention_rates: FLOP/s by the number of rows, where they were measured; a CPU has no single peak.
+    flops: FLOP/s of dense 16-bit matrix products. bandwidth: bytes per second of memory. weight_rates, attention_rates:
+    measured FLOP/s by number of rows, for devices without a single peak, such as CPUs.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Device:
     attention_rates: Rates = ()
 
     def rate(self, operator: Operator) -> float:
-        """FLOP/s for this operator: between measured rows on a straight line of logarithms, constant beyond them."""
+        """Return the FLOP/s for this operator, interpolated between measured rows on a log-log scale."""
         rates = {"weights": self.weight_rates, "attention": self.attention_rates}.get(operator.kind)
         if not rates:
             return self.flops
@@ -38,16 +38,16 @@ class Device:
         return float(np.exp(np.interp(math.log(operator.rows), rows, flops)))
 
     def seconds(self, operator: Operator) -> float:
-        """All ``count`` of them."""
+        """Return the seconds of all ``count`` operators."""
         return operator.count * max(operator.flops / self.rate(operator), operator.bytes / self.bandwidth)
 
     def memory_bound(self, operator: Operator) -> bool:
-        """Whether it is left of the roofline's ridge: at the device's peak its traffic takes longer."""
+        """Return whether the operator is left of the roofline's ridge: its traffic takes longer than its operations."""
         return operator.bytes / self.bandwidth >= operator.flops / self.flops
 
 
-# Every device that is known: dense 16-bit peak and memory bandwidth as the makers' data sheets have them (of the TPU
-# v4i as `jax.experimental.pallas.tpu` has them), and what matches jax's ``device_kind``; the first match counts.
+# Dense 16-bit peak and memory bandwidth from the makers' data sheets (TPU v4i: `jax.experimental.pallas.tpu`), with a
+# pattern for jax's ``device_kind``; the first match counts.
 _TABLE = (
     (Device("A100-PCIe", 312e12, 1935e9), "A100.*PCIe"),  # 80GB, as in the caption of medusa's figure 9
     (Device("A100", 312e12, 2039e9), "A100"),  # 80GB SXM
@@ -69,16 +69,13 @@ DEVICES = {device.name: device for device, _ in _TABLE}
 
 
 def device_of(kind: str) -> Device | None:
-    """Return the device that jax calls ``kind`` (`jax.Device.device_kind`), None for one that the table lacks.
-
-    A CPU is not in it: its peak depends on its clock and its neighbours.
-    """
+    """Return the device with this `jax.Device.device_kind`; None if the table does not have it, as for CPUs."""
     matches = (device for device, part in _TABLE if re.search(rf"(?i)\b({part})(?![0-9a-z])", kind))
     return next(matches, None)
 
 
 def average(devices: Sequence[Device]) -> Device:
-    """The geometric mean of measurements of one device, on the same rows."""
+    """Return the geometric mean of measurements of one device, on the same numbers of rows."""
 
     def rates(name: str) -> Rates:
         columns = zip(*(getattr(device, name) for device in devices), strict=True)
@@ -94,7 +91,7 @@ def average(devices: Sequence[Device]) -> Device:
 
 
 def drift(devices: Sequence[Device]) -> float:
-    """How many times faster the fastest of these measurements is than the slowest, in the rate that changed most."""
+    """Return the ratio of the fastest to the slowest measurement, for the rate that changed most."""
     everything = [(*d.weight_rates, *d.attention_rates, (0, d.bandwidth)) for d in devices]
     columns = zip(*everything, strict=True)
     return max(max(rate for _, rate in column) / min(rate for _, rate in column) for column in columns)

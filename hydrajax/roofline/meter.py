@@ -1,4 +1,4 @@
-"""Measure what the present device can do."""
+"""Measure the rates of the present device."""
 
 from __future__ import annotations
 
@@ -18,18 +18,24 @@ from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import project
 from hydrajax.roofline.devices import Device, Rates
 
-CPU_ROWS = (1, 2, 4, 8, 16, 64, 256)  # of few rows each number has a speed of its own there
+CPU_ROWS = (1, 2, 4, 8, 16, 64, 256)  # the rate differs by number of rows
 ACCELERATOR_ROWS = (*CPU_ROWS, 1024, 4096)
-MOST_BYTES = 512 * 2**20  # of weights, and of keys and values, in a measurement: more than any cache holds
-LEAST_SECONDS = 0.05  # of one timed call, so that neither dispatch nor a scheduler's time slice decides it
+MAX_BYTES = 512 * 2**20  # of weights, and of keys and values: more than any cache has
+MIN_SECONDS = 0.05  # per timed call, much longer than dispatch and a scheduler's time slice
 
 
 class Meter:
-    """Measures the present device on matrices of this model's shape, as many as a step reads (up to 512 MB).
+    """Measures the present device on as many matrices of a model's shape as a step reads, up to 512 MB.
 
-    So the weights of a small model come from the cache that they fit, as they do in a step. weight_bytes: what a step
-    reads of them. slots: of the key-value cache. Compiled once, so that `measure` can be called beside every timing:
-    what a shared machine can do changes within minutes.
+    The weights of a small model are thus read from the device's cache, as in a step. Compiled once, so that `measure`
+    can be called with every timing: the rates of a shared machine change within minutes.
+
+    Args:
+        config: the model's shape.
+        dtype: of weights and cache.
+        weight_bytes: bytes of weights that a step reads.
+        slots: of the KV cache.
+        repeats: timings per rate.
     """
 
     def __init__(self, config: LlamaConfig, dtype, weight_bytes: int, slots: int, repeats: int = 5):
@@ -47,8 +53,10 @@ class Meter:
             self._loops["attention", rows] = _Loop(_through_caches, (1, heads, rows, config.head_dim), caches)
 
     def measure(self) -> Device:
-        """Medians of interleaved timings. The bandwidth is the better of a large copy's and of a one-row product's,
-        which does little but read the weights."""
+        """Return the medians of interleaved timings.
+
+        The bandwidth is the larger of a copy's and of a one-row product's, which hardly does more than read weights.
+        """
         seconds = {key: [] for key in self._loops}
         for _ in range(self.repeats):
             for key, loop in self._loops.items():
@@ -64,7 +72,7 @@ class Meter:
 
 
 def _through_weights(x: Float[Array, "rows D"], weights: Sequence[tuple[Array, Array]]) -> Float[Array, "rows D"]:
-    """Up and down projections in turn."""
+    """Apply up and down projections in turn."""
     for up, down in weights:
         x = project(project(x, up), down)
     return x
@@ -73,7 +81,7 @@ def _through_weights(x: Float[Array, "rows D"], weights: Sequence[tuple[Array, A
 def _through_caches(
     x: Float[Array, "1 kv rows H"], caches: Sequence[tuple[Array, Array]]
 ) -> Float[Array, "1 kv rows H"]:
-    """Attention, as the decode step has it, layer after layer."""
+    """Apply attention, as in the decode step, layer after layer."""
     for keys, values in caches:
         out = attend(x, [KVSegment(keys, values, np.ones((x.shape[2], keys.shape[2]), bool))])
         x = out.reshape(1, x.shape[2], *x.shape[1::2]).swapaxes(1, 2)
@@ -81,17 +89,17 @@ def _through_caches(
 
 
 class _Loop:
-    """Passes of ``x`` through pairs of matrices, each after the other inside one compiled loop that takes a while."""
+    """Passes of ``x`` through pairs of matrices, in one compiled loop of at least `MIN_SECONDS`."""
 
     def __init__(self, one_pass: Callable, shape: tuple[int, ...], pairs: Sequence[tuple[Array, Array]]):
         first = pairs[0][0]
         self.flops = len(pairs) * 4.0 * math.prod(first.shape) * shape[-2]  # two products with every pair
         self._data = _random(shape, first.dtype), pairs
-        with jax.default_matmul_precision("highest"):  # as the decode step has it
+        with jax.default_matmul_precision("highest"):  # as in the decode step
             loop = jax.jit(lambda n, x, pairs: jax.lax.fori_loop(0, n, lambda _, x: one_pass(x, pairs), x))
             self._loop = loop.lower(1, *self._data).compile()
         self._seconds(1)
-        self._passes = max(1, math.ceil(LEAST_SECONDS / self._seconds(1)))
+        self._passes = max(1, math.ceil(MIN_SECONDS / self._seconds(1)))
 
     def _seconds(self, passes: int) -> float:
         began = time.perf_counter()
@@ -103,15 +111,15 @@ class _Loop:
 
 
 def _pairs(first: tuple[int, ...], second: tuple[int, ...], dtype, wanted_bytes: int) -> list[tuple[Array, Array]]:
-    """Pairs of matrices of these shapes that hold about ``wanted_bytes`` together, `MOST_BYTES` at most.
+    """Pairs of matrices of these shapes with about ``wanted_bytes`` in total, at most `MAX_BYTES`.
 
-    Each is a buffer of its own; that all hold the same numbers changes nothing for the device.
+    All have the same numbers in separate buffers.
     """
     pair = _random(first, dtype), _random(second, dtype)
-    many = max(1, round(min(wanted_bytes, MOST_BYTES) / sum(matrix.nbytes for matrix in pair)))
+    many = max(1, round(min(wanted_bytes, MAX_BYTES) / sum(matrix.nbytes for matrix in pair)))
     return [(jnp.copy(pair[0]), jnp.copy(pair[1])) for _ in range(many)]
 
 
 def _random(shape: tuple[int, ...], dtype) -> Array:
-    """Never zeros: they can run faster. Products of any length neither overflow nor vanish."""
+    """Random numbers (zeros can run faster), scaled so that repeated products neither overflow nor vanish."""
     return jax.random.normal(jax.random.key(0), shape, dtype) * jnp.asarray(shape[-2] ** -0.5, dtype)

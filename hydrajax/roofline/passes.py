@@ -1,7 +1,6 @@
-"""The passes of a decode step, traced on abstract arrays: the base's over a tree, the drafter's verbs.
+"""Count the passes of a decode step on abstract arrays: the base's over a tree, and the drafter's phases.
 
-They are the functions that decoding runs (`BaseModel`, `Drafter`), so a network's shape is written in its module alone.
-Of ``base`` only the shape and the dtype are used.
+The traced functions are those of decoding (`BaseModel`, `Drafter`). ``base`` gives only its shape and dtype.
 """
 
 from __future__ import annotations
@@ -30,11 +29,14 @@ cached = functools.lru_cache(maxsize=256)
 
 @cached
 def forward(base: Llama, batch: int, tokens: int, slots: int, logits_at: int | None = None) -> Operators:
-    """Count the base over ``tokens`` new tokens per row and a cache of ``slots`` per row.
+    """Count the base over ``tokens`` new tokens per sequence and a cache of ``slots`` per sequence.
 
     Args:
-        slots: 0 for a prompt, of which each token sees those before it. Otherwise a mask says which see which.
-        logits_at: tokens per row whose logits are computed, the last ones; None for all.
+        base: the model.
+        batch: sequences.
+        tokens: new tokens per sequence.
+        slots: 0 for a prefill with a causal mask; otherwise the mask is an argument.
+        logits_at: number of last tokens whose logits are computed; None for all.
     """
 
     def operators_at(layers: int) -> Iterable[Operator]:
@@ -54,16 +56,16 @@ def forward(base: Llama, batch: int, tokens: int, slots: int, logits_at: int | N
 
 @cached
 def propose(drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, slots: int) -> Operators:
-    """Count filling ``tree`` with the best guesses, for texts that fit ``slots`` cache slots."""
+    """Count proposing ``tree`` with caches of ``slots``."""
     return _of_all_layers(drafter, lambda drafter: _proposed(drafter, base, tree, batch, slots)[0])
 
 
 @cached
 def observe(drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, slots: int) -> Operators:
-    """Count taking in what became of a proposal, as if a longest path had been accepted."""
+    """Count observing the outcome of a proposal whose longest path was accepted."""
     path, nodes = drafter.spec.longest_path(tree) + 1, drafter.spec.verified_nodes(tree)
     row, along = _integers(batch), _integers(batch, path)
-    outcome = Outcome(along, along, row, row, _features(drafter, base, batch, nodes), _integers(batch, nodes))
+    outcome = Outcome(along, along, row, row, _aux_hidden_states(drafter, base, batch, nodes), _integers(batch, nodes))
 
     def observed(drafter: Drafter) -> Iterable[Operator]:
         model, params, state = _drafting(drafter, base, batch, slots)
@@ -79,22 +81,22 @@ def observe(drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, slot
 
 @cached
 def begin(drafter: Drafter, base: Llama, batch: int, tokens: int, slots: int) -> Operators:
-    """Count taking in a prompt of ``tokens`` tokens per row."""
-    row, text = _integers(batch), _integers(batch, tokens)
+    """Count the drafter's prefill of ``tokens`` tokens per sequence."""
+    row, prompt = _integers(batch), _integers(batch, tokens)
 
     def begun(drafter: Drafter) -> Iterable[Operator]:
         model, params, state = _drafting(drafter, base, batch, slots)
 
-        def run(params, state, aux_hidden_states, text, counts, root):
-            return drafter.begin(params[0], state, aux_hidden_states, text, counts, root, BoundBase(model, params[1]))
+        def run(params, state, aux_hidden_states, prompt, counts, root):
+            return drafter.begin(params[0], state, aux_hidden_states, prompt, counts, root, BoundBase(model, params[1]))
 
-        return trace(run, params, state, _features(drafter, base, batch, tokens), text, row, row)[0]
+        return trace(run, params, state, _aux_hidden_states(drafter, base, batch, tokens), prompt, row, row)[0]
 
     return _of_all_layers(drafter, begun)
 
 
 def draft_parameters(drafter: Drafter, base: Llama) -> int:
-    """Count the numbers of a drafter's parameters."""
+    """Return the number of a drafter's parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(_draft_params(drafter, with_layers(base, 1))))
 
 
@@ -107,7 +109,7 @@ def with_layers(model: Llama, layers: int) -> Llama:
 
 
 def _of_all_layers(drafter: Drafter, count: Callable[[Drafter], Iterable[Operator]]) -> Operators:
-    """Return ``count(drafter)``, for a drafter that is a model from those with one and two layers (`at_depth`)."""
+    """Return ``count(drafter)``; for a draft model, extrapolate from one and two layers (`at_depth`)."""
     depth = next((model.config.n_layers for model in _models(drafter)), None)
     return tuple(count(drafter) if depth is None else at_depth(depth, lambda layers: count(_shallow(drafter, layers))))
 
@@ -119,7 +121,7 @@ def _models(drafter: Drafter) -> Iterator[Llama]:
 
 
 def _shallow(drafter: Drafter, layers: int) -> Drafter:
-    """Return the drafter with ``layers`` layers in its model, whether it or one that it wraps has the model."""
+    """Return the drafter with ``layers`` layers in its model, or in that of a drafter that it wraps."""
     changed: dict[str, Any] = {}
     for field in dataclasses.fields(drafter):
         value = getattr(drafter, field.name)
@@ -142,7 +144,7 @@ def _draft_params(drafter: Drafter, model: Llama) -> Any:
 
 
 def _drafting(drafter: Drafter, base: Llama, batch: int, slots: int):
-    """Return ``(base, (draft's parameters, base's), draft state)``; drafters read the base's embedding and lm head."""
+    """Return ``(base, (draft params, base params), draft state)``; drafters read the base's embedding and lm head."""
     model = with_layers(base, 1)
     params = _draft_params(drafter, model), abstract_params(model)
     return model, params, _abstract(lambda: drafter.init_state(batch, slots))
@@ -160,7 +162,7 @@ def _proposed(drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, sl
     return tuple(operators), proposal
 
 
-def _features(drafter: Drafter, base: Llama, batch: int, tokens: int) -> jax.ShapeDtypeStruct:
+def _aux_hidden_states(drafter: Drafter, base: Llama, batch: int, tokens: int) -> jax.ShapeDtypeStruct:
     shape = (batch, tokens, len(drafter.spec.aux_hidden_layers) * base.config.width)
     return jax.ShapeDtypeStruct(shape, base.dtype)
 

@@ -1,8 +1,8 @@
-"""Predicted step times of tree decoding on a device, and what they say about speed-up (medusa appendix G).
+"""Predict step times and speed-ups of tree decoding on a device (medusa appendix G).
 
-An operator takes the longer of its operations at the device's FLOP/s and its traffic at the device's bandwidth, a step
-the sum of its operators. What a roofline leaves out, it leaves out here too: launching kernels, the slow sort of a
-top-k, the bookkeeping of a commit. So it is a lower bound on a published peak and an estimate on measured rates.
+An operator takes the longer of its operations at the device's FLOP/s and its traffic at the device's bandwidth; a step
+takes the sum of its operators. Kernel launches, the sort of a top-k and the commit are left out: predictions are lower
+bounds with published peaks and estimates with measured rates.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from hydrajax.drafters.drafter import Drafter
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.roofline import passes
@@ -21,19 +22,19 @@ from hydrajax.roofline.devices import Device
 from hydrajax.roofline.traced import Operator, ranking
 from hydrajax.trees.dynamic import CandidateTree
 
-Parts = dict[str, Sequence[Operator]]
+Phases = dict[str, Sequence[Operator]]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is decoded: a base and a drafter with 16- or 32-bit numbers, ``context`` tokens in each of ``batch`` rows.
+    """A base and a drafter that decode ``batch`` sequences of ``context`` tokens. itemsize: bytes per number, 2 or 4.
 
-    As the decode step has it: the cache holds ``context`` slots and room for the tree, all of which are read, and the
-    tree's own keys come on top.
+    As in the decode step, all slots of the cache are read (``context`` and the tree's nodes), and the tree's own keys
+    in addition.
     """
 
     config: LlamaConfig
-    drafter: Any
+    drafter: Drafter
     batch: int
     context: int
     itemsize: int
@@ -42,8 +43,8 @@ class Workload:
     def base(self) -> Llama:
         return Llama(self.config, base_dtype(self.itemsize))
 
-    def step(self, tree: CandidateTree) -> Parts:
-        """Operators of one step, by the verb they belong to."""
+    def step(self, tree: CandidateTree) -> Phases:
+        """Return the operators of one step by phase."""
         batch, nodes = self.batch, self.drafter.spec.verified_nodes(tree)
         slots = self.context + nodes
         return {
@@ -54,18 +55,18 @@ class Workload:
         }
 
     def autoregressive_step(self) -> list[Operator]:
-        """One token per row, without a draft."""
+        """Return the operators of a step without a draft."""
         argmax = ranking("argmax", self.batch, self.config.vocab_size)
         return [*passes.forward(self.base, self.batch, 1, self.context + 1), argmax]
 
     def prefill(self) -> list[Operator]:
-        """A prompt of ``context`` tokens per row through the base and the drafter."""
+        """Return the operators of a prefill of ``context`` tokens per sequence, in base and drafter."""
         base = passes.forward(self.base, self.batch, self.context, 0, 1)
         return [*base, *passes.begin(self.drafter, self.base, self.batch, self.context, self.context)]
 
 
 def base_dtype(itemsize: int):
-    """Return the dtype of a base whose numbers have so many bytes."""
+    """Return the dtype with this many bytes per number."""
     return jnp.dtype({2: jnp.bfloat16, 4: jnp.float32}[itemsize])
 
 
@@ -73,9 +74,9 @@ def base_dtype(itemsize: int):
 class Prediction:
     """One (batch, context, tree) cell. Times are milliseconds per step of the whole batch, as in `BenchmarkRow`.
 
-    break_even: the cost ratio step / autoregressive_step, which is the tokens_per_step where the tree starts to pay.
-    flops, bytes: of a step. draft_bytes: of the draft's parameters, all of them. memory_bound: the share of the step's
-    time in operators that wait for memory. speedup: tokens_per_step / break_even, None without tokens_per_step.
+    break_even: step / autoregressive_step, the tokens_per_step above which the tree is faster. flops, bytes: of a step.
+    draft_bytes: of all draft parameters. memory_bound: share of the step's time in memory-bound operators. speedup:
+    tokens_per_step / break_even, None without tokens_per_step.
     """
 
     batch: int
@@ -105,14 +106,25 @@ class Prediction:
 def predict(
     device: Device,
     config: LlamaConfig,
-    drafter,
+    drafter: Drafter,
     trees: dict[str, CandidateTree],
     batches: Sequence[int],
     contexts: Sequence[int],
     itemsize: int,
     tokens_per_step: Sequence[float | None] = (),
 ) -> Iterator[Prediction]:
-    """Every cell, contexts outermost, trees innermost. tokens_per_step: of each tree, or none at all."""
+    """Yield a prediction for every cell, contexts outermost, trees innermost.
+
+    Args:
+        device: rates.
+        config: shape of the base.
+        drafter: the drafter.
+        trees: by name.
+        batches: batch sizes.
+        contexts: tokens per sequence.
+        itemsize: bytes per number, 2 or 4.
+        tokens_per_step: one value per tree, or empty.
+    """
     draft_bytes = passes.draft_parameters(drafter, Llama(config, base_dtype(itemsize))) * itemsize
     for tree in trees.values():
         tree.check(drafter.spec.depth, config.vocab_size)
@@ -122,9 +134,9 @@ def predict(
             autoregressive = milliseconds(device, work.autoregressive_step())
             prefill = milliseconds(device, work.prefill())
             for (name, tree), tau in zip(trees.items(), tokens_per_step or [None] * len(trees), strict=True):
-                parts = work.step(tree)
-                times = {verb: milliseconds(device, operators) for verb, operators in parts.items()}
-                operators = [operator for part in parts.values() for operator in part]
+                phases = work.step(tree)
+                times = {phase: milliseconds(device, operators) for phase, operators in phases.items()}
+                operators = [operator for phase in phases.values() for operator in phase]
                 step = sum(times.values())
                 waiting = milliseconds(device, filter(device.memory_bound, operators))
                 yield Prediction(
@@ -148,5 +160,5 @@ def predict(
 
 
 def milliseconds(device: Device, operators: Iterable[Operator]) -> float:
-    """One after the other."""
+    """Return the time of operators that run one after the other."""
     return 1e3 * sum(device.seconds(operator) for operator in operators)

@@ -1,14 +1,14 @@
-"""Operators of a program: what it multiplies and reads, counted in its jaxpr.
+"""Count the operators of a program, their operations and their traffic, in its jaxpr.
 
-A function is traced on abstract arrays, so that nothing is computed and a 7B model takes no memory. Counted are:
+Functions are traced on abstract arrays: nothing is computed and a 7B model takes no memory. Counted are:
 
-- **products** (`dot_general`): 2 operations for every term of every sum; traffic is both inputs and the output, once.
-  That is the count of medusa appendix G, table 5 (its O() drops the 2, and the bytes of a number).
+- **products** (`dot_general`): 2 operations per term of every sum; traffic is both inputs and the output, once. This is
+  the count of medusa appendix G, table 5 (its O() drops the 2 and the bytes of a number).
 - **rankings**: an argmax or top-k reads the output of the product before it.
-- **what stands between products** (norms, softmax, SiLU, rotations). XLA fuses it, so it is pure traffic: it reads what
-  the product before it has written and writes what the product after it reads. A lookup in a table is a copy.
+- **operations between products** (norms, softmax, SiLU, rotations): XLA fuses them, so they are traffic only; they read
+  the output of the product before them and write the input of the product after them. A table lookup is a copy.
 
-Not counted: what a compiler drops because nothing reads it, and bookkeeping without products, such as a cache's writes.
+Not counted: dead code, and operations without products, such as writes to a cache.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jax.extend.core import Literal as Constant
 
 from hydrajax.models.backend import Platform, traced_for
 
-# Kernels of our own hide their products from a jaxpr, so programs are traced for a platform that has none.
+# Custom kernels hide their products from a jaxpr, so programs are traced for a platform without them.
 PLAIN = Platform("none", 1)
 
-# They show their first operand in another shape or type; a weight stays a weight.
+# Views of their first operand in another shape or type; a weight stays a weight.
 _VIEWS = {"reshape", "transpose", "convert_element_type", "squeeze", "slice", "broadcast_in_dim", "copy", "expand_dims"}
 _RANKINGS = {"argmax", "top_k", "reduce_max"}
 
@@ -39,9 +39,9 @@ _RANKINGS = {"argmax", "top_k", "reduce_max"}
 class Operator:
     """One operator, or ``count`` equal ones.
 
-    flops, bytes: floating-point operations and bytes to and from memory, of one of them. rows: of the left matrix, per
-    key-value head in attention; how fast a device multiplies depends on it. kind: ``weights`` is a product with a
-    parameter, ``attention`` one of two activations, ``elementwise`` everything else, counted as traffic alone.
+    flops, bytes: floating-point operations and memory traffic of one operator. rows: of the left matrix, per KV head in
+    attention; the device's rate depends on it. kind: ``weights`` is a product with a parameter, ``attention`` a product
+    of two activations, ``elementwise`` everything else, counted as traffic only.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Operator:
 
     @property
     def intensity(self) -> float:
-        """Operations per byte, "operational intensity" in the paper."""
+        """Operations per byte; "operational intensity" in the paper."""
         return self.flops / self.bytes
 
 
 def elementwise(name: str, moved: float) -> Operator:
-    """Return an operator that moves ``moved`` bytes and whose arithmetic hides behind that."""
+    """Return an operator that moves ``moved`` bytes and whose arithmetic is hidden by that."""
     return Operator(name, 0.0, moved, 1, "elementwise")
 
 
@@ -68,17 +68,18 @@ def ranking(name: str, rows: int, vocab_size: int) -> Operator:
 
 
 def trace(function: Callable, params: Any, *arguments: Any) -> tuple[list[Operator], Any]:
-    """Count ``function(params, *arguments)``; return its operators and the shapes of its result.
-
-    Equal operators are one with a count, in the order of the program.
+    """Count the operators of ``function(params, *arguments)``.
 
     Args:
         function: any traceable function.
-        params: a pytree of (abstract) arrays. Its leaves are weights, and their paths the names of products.
+        params: pytree of (abstract) arrays: the weights. Their paths name the products.
         arguments: other pytrees of (abstract) arrays, such as caches.
 
+    Returns:
+        Distinct operators with counts, in program order, and the shapes of the function's result.
+
     Raises:
-        ValueError: a product stands in a loop whose length the program does not fix.
+        ValueError: a product is in a loop of unknown length.
     """
     with traced_for(PLAIN):
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *arguments)
@@ -101,10 +102,7 @@ def merged(operators: Iterable[Operator]) -> list[Operator]:
 
 
 def at_depth(layers: int, operators_at: Callable[[int], Iterable[Operator]]) -> list[Operator]:
-    """Return the operators of ``layers`` equal layers from those of one and of two.
-
-    Tracing all layers of a large model takes seconds. What two layers have more than one, every further layer has.
-    """
+    """Extrapolate the operators of ``layers`` equal layers from one and two layers, which are fast to trace."""
     one, two = ({replace(op, count=1): op.count for op in operators_at(n)} for n in (1, 2))
     counts = {op: one.get(op, 0) + (layers - 1) * (count - one.get(op, 0)) for op, count in two.items()}
     return [replace(op, count=count) for op, count in counts.items() if count]
@@ -115,17 +113,17 @@ def flops(operators: Iterable[Operator]) -> float:
 
 
 def _shown(weight: str) -> str:
-    """``layers_3 gate_up`` and its like in every layer as "gate up", ``head_2 lm_kernel`` as "head 2 lm kernel"."""
+    """Format a path: ``layers_3 gate_up``, as in every layer, is "gate up", ``head_2 lm_kernel`` "head 2 lm kernel"."""
     return re.sub(r"^(\d+ )?(layers_\d+ )?", "", weight).replace("_", " ")
 
 
 class _Value(NamedTuple):
-    """What is known of a variable.
+    """Properties of a variable.
 
-    weight: the path of the parameter that it shows. itemsize: bytes of a number of the input that it shows, 0 for what
-    was computed. number: of the computation that made it. is_real: it was computed from floating-point inputs with no
-    integers in between, unlike masks. products: those that it was computed from without another one in between.
-    is_product: it shows the output of one.
+    weight: path of the parameter that it is a view of. itemsize: bytes per number of the input that it is a view of, 0
+    for computed values. number: of the computation that made it. is_real: computed from floating-point inputs without
+    integers in between, unlike masks. products: the products that it directly depends on. is_product: it is a view of a
+    product's output.
     """
 
     weight: str | None = None
@@ -142,7 +140,7 @@ class _Value(NamedTuple):
 
 @dataclass
 class _Product:
-    """A product, before it is known what reads it. made: bytes of inputs that were computed; output: bytes of it."""
+    """A product whose readers are still unknown. made: bytes of computed inputs. output: bytes of the output."""
 
     operator: Operator
     weight: str | None
@@ -154,15 +152,15 @@ class _Product:
 
 @dataclass
 class _Count:
-    """The operators met so far."""
+    """The operators counted so far."""
 
     products: list[_Product] = field(default_factory=list)
     lookups: list[Operator] = field(default_factory=list)
-    made: set[int] = field(default_factory=set)  # numbers of the values that were counted as made
+    made: set[int] = field(default_factory=set)  # numbers of the values that are counted as made
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def walk(self, jaxpr: Jaxpr, inputs: list[_Value], times: int) -> list[_Value]:
-        """Count a jaxpr that runs ``times`` times; returns what is known of its outputs."""
+        """Count a jaxpr that runs ``times`` times, and return the properties of its outputs."""
         known = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def value_of(atom) -> _Value:
@@ -186,10 +184,10 @@ class _Count:
                 raise ValueError("a product in a loop of unknown length cannot be counted")
             return outputs
         if name == "cond":
-            return self._dearest(params["branches"], read[1:], times)
+            return self._largest_branch(params["branches"], read[1:], times)
         inner = [x for x in params.values() if isinstance(x, (Jaxpr, ClosedJaxpr))]
         jaxpr = getattr(inner[0], "jaxpr", inner[0]) if inner else None
-        if jaxpr and len(jaxpr.invars) == len(read):  # a call; a scatter has a jaxpr of another kind
+        if jaxpr and len(jaxpr.invars) == len(read):  # a call; a scatter's jaxpr has other inputs
             return self.walk(jaxpr, read, times)
         if name == "gather" and read[0].weight:
             self.lookups.append(replace(elementwise(_shown(read[0].weight), 2 * _bytes(eqn.outvars[0])), count=times))
@@ -206,8 +204,8 @@ class _Count:
             for variable in eqn.outvars
         ]
 
-    def _dearest(self, branches, read: list[_Value], times: int) -> list[_Value]:
-        """Of a choice the branch with the most operations."""
+    def _largest_branch(self, branches, read: list[_Value], times: int) -> list[_Value]:
+        """Count the branch with the most operations."""
         begun, found = len(self.products), []
         for branch in branches:
             outputs = self.walk(branch.jaxpr, read, times)
@@ -218,7 +216,7 @@ class _Count:
         return outputs
 
     def _product(self, eqn, read: list[_Value], times: int) -> _Value:
-        if not any(value.is_real for value in read):  # such as of a tree's masks
+        if not any(value.is_real for value in read):  # such as a product of masks
             return _Value()
         (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
         left, out = eqn.invars[0].aval, eqn.outvars[0].aval
@@ -243,7 +241,7 @@ class _Count:
         operator = Operator(name, 2.0 * out.size * terms, sum(sizes) + _bytes(eqn.outvars[0]), rows, kind)
         last = self.products[-1] if self.products else None
         if weight and last and (last.weight, last.operator.rows, last.times) == (weight, rows, times):
-            # The weight was multiplied with just before, so it is still in the device's cache (blocks that are shared).
+            # The same weight as in the product before (shared blocks): it is still in the device's cache.
             last.operator = replace(last.operator, flops=last.operator.flops + operator.flops)
         else:
             self.products.append(_Product(operator, weight, made, _bytes(eqn.outvars[0]), times))
@@ -251,7 +249,7 @@ class _Count:
         return _Value(number=next(self.numbers), is_real=True, products=made_by, is_product=True)
 
     def operators(self, outputs: set[int]) -> list[Operator]:
-        """Everything counted, where these products are outputs of the whole function and read by someone else."""
+        """Return all operators. outputs: products that the whole function returns, which something else reads."""
         found = list(self.lookups)
         for number, product in enumerate(self.products):
             name, read = product.operator.name, 0 if number in outputs else product.output
@@ -265,7 +263,7 @@ class _Count:
 
 
 def _alive(jaxpr: Jaxpr) -> list:
-    """The equations whose results are used."""
+    """Return the equations whose results are used."""
     used, alive = set(jaxpr.outvars) - {None}, []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or any(variable in used for variable in eqn.outvars):

@@ -1,4 +1,4 @@
-"""Candidate trees: topology and presets."""
+"""Candidate trees: topologies and presets."""
 
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree

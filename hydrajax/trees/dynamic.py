@@ -1,4 +1,4 @@
-"""Dynamic trees (EAGLE-2, Li et al. 2024): what is known of a tree whose shape the drafter decides at every step."""
+"""Dynamic trees (EAGLE-2, Li et al. 2024): the drafter chooses the shape at every step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from hydrajax.trees.static_tree import MAX_NODES, TreeTopology
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """How far a tree is grown; which nodes it has depends on the text. Immutable and hashable, as `TreeTopology`.
+    """The size of a dynamic tree; its nodes depend on the text. Immutable and hashable, like `TreeTopology`.
 
-    size:       N, nodes with the root, of every tree.
-    expansions: how often the best candidates of the last level are expanded, after the root.
-    top_k:      how many are expanded each time, and how many children each gets as candidates.
+    Of the top_k + expansions * top_k ** 2 candidates, the N - 1 most likely become nodes; with drawn candidates, those
+    in the most valuable places (`hydrajax.drafters.growing.grow`).
 
-    Of all candidates, top_k + expansions * top_k ** 2, the likeliest N - 1 become nodes; of drawn ones those in the
-    places that are worth most (`hydrajax.drafters.growing.grow`). Raises `HydrajaxError` for numbers that make no
-    sense, or fewer candidates than nodes.
+    Attributes:
+        size: N, number of nodes, root included.
+        expansions: How often the best candidates of the last level are expanded after the root.
+        top_k: Number of candidates expanded each time, and of children that each gets.
+
+    Raises:
+        HydrajaxError: For numbers out of range, or fewer candidates than nodes.
     """
 
     size: int
@@ -27,7 +30,9 @@ class DynamicTree:
 
     def __post_init__(self):
         if not 2 <= self.size <= MAX_NODES:
-            raise HydrajaxError(f"tree: a dynamic tree has 2 to {MAX_NODES} nodes, root included, found {self.size}")
+            raise HydrajaxError(
+                f"tree: got a dynamic tree of {self.size} nodes, expected 2 to {MAX_NODES}, root included"
+            )
         if self.expansions < 0 or self.top_k < 1:
             raise HydrajaxError(
                 "tree: a dynamic tree needs at least 0 expansions, of 1 node or more, "
@@ -42,36 +47,38 @@ class DynamicTree:
 
     @property
     def name(self) -> str:
-        """What `hydrajax.trees.presets.by_name` calls it."""
+        """The name that `hydrajax.trees.presets.by_name` accepts."""
         return f"dynamic-{self.size}-{self.expansions}-{self.top_k}"
 
     @property
     def depth(self) -> int:
-        """K, which no path exceeds."""
+        """K, the maximum length of a path."""
         return min(self.expansions + 1, self.size - 1)
 
     def check(self, draft_depth: int, vocab_size: int) -> None:
-        """Refuse a tree that a drafter of ``draft_depth`` heads over ``vocab_size`` tokens cannot grow."""
+        """Check the tree for a drafter of ``draft_depth`` tokens over ``vocab_size`` tokens; raises `HydrajaxError`."""
         if self.expansions + 1 > draft_depth:
             raise HydrajaxError(
                 f"tree: {self.name} looks {self.expansions + 1} tokens ahead, the drafter proposes {draft_depth}"
             )
         if self.top_k > vocab_size:
-            raise HydrajaxError(f"tree: {self.top_k} children do not exist in a vocabulary of {vocab_size} tokens")
+            raise HydrajaxError(
+                f"tree: got {self.top_k} children per node, expected at most the vocabulary of {vocab_size} tokens"
+            )
 
 
 CandidateTree = TreeTopology | DynamicTree
 
 
 def guesses_of(tree: CandidateTree) -> list[tuple[int, int]]:
-    """Of each level, after how many nodes it is guessed what follows, and how many guesses are ranked."""
+    """Return for each level the number of nodes after which tokens are predicted, and the number of ranked guesses."""
     if isinstance(tree, DynamicTree):
         return [(1, tree.top_k), *[(tree.top_k, tree.top_k)] * tree.expansions]
     return [(len(level.parents), level.width) for level in tree.levels]
 
 
 def static(tree: CandidateTree, purpose: str) -> TreeTopology:
-    """The tree itself if it is the same at every step. purpose: what needs such a one, for the message else."""
+    """Return the tree if it is static, else raise `HydrajaxError`; ``purpose`` names what needs a static tree."""
     if isinstance(tree, DynamicTree):
-        raise HydrajaxError(f"tree: {tree.name} has another shape at every step, {purpose} needs one that stays")
+        raise HydrajaxError(f"tree: got {tree.name}, expected a static tree for {purpose}")
     return tree

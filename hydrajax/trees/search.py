@@ -1,11 +1,11 @@
 """Proposal trees T_1 .. T_N that accept the most tokens for their size (hydra section 4, medusa 2.3.3). NumPy only.
 
-Adding a node to a tree adds to the expected accept length the probability that the node's path is the text's
-continuation, whatever else the tree holds. A path is never likelier than its own beginning, so the N likeliest paths
-are a tree, and the best one of their size: it is enough to add the likeliest child, one after the other.
+A node adds to the expected accept length the probability that its path is the text's continuation, whatever else the
+tree holds. A path is never likelier than its prefix, so the N most likely paths form a tree, the best of its size:
+adding the most likely child repeatedly is optimal.
 
-How likely a path is comes from ``ranks [K, steps]``: the rank of each true token among its head's guesses
-(`hydrajax.drafters.ranks`), one column for each place where a step may begin.
+Probabilities of paths come from ``ranks [K, steps]``: the rank of each true token among its head's guesses
+(`hydrajax.drafters.ranks`), one column per position where a step may begin.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from hydrajax.trees.simulation import accepted_lengths, walk
 from hydrajax.trees.speculation import expected_tokens
 from hydrajax.trees.static_tree import Choice, TreeTopology
 
-WIDEST = 64  # ranks beyond are not looked at: no released tree has a child beyond rank 17
+WIDEST = 64  # higher ranks are ignored: no released tree has a child beyond rank 17
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """choices: in the order in which they are added. tokens_per_step: what each of T_1 .. T_N is expected to emit; the
-    first, the root alone, emits one.
+    """The best trees of every size.
+
+    Attributes:
+        choices: In the order in which they are added.
+        tokens_per_step: Expected tokens per step of T_1 .. T_N; the root alone emits one.
     """
 
     choices: tuple[Choice, ...]
@@ -39,23 +42,26 @@ class Proposals:
         return len(self.tokens_per_step)
 
     def tree(self, size: int) -> TreeTopology:
-        """T_size. Raises `HydrajaxError` for a size that was not searched."""
+        """Return T_size; raises `HydrajaxError` for a size that was not searched."""
         if not 1 <= size <= self.largest:
-            raise HydrajaxError(f"tree: size {size} was not searched, found are 1 to {self.largest}")
+            raise HydrajaxError(f"tree: got size {size}, expected 1 to {self.largest}, which were searched")
         return TreeTopology.from_choices(self.choices[: size - 1])
 
 
 def chains(acceptance: float, depth: int, largest: int) -> Proposals:
-    """One path of best guesses, each accepted with the same chance (Leviathan et al. 2023, 3.1); up to ``depth``."""
+    """Return chains up to ``depth`` whose tokens are accepted with equal probability (Leviathan et al. 2023, 3.1)."""
     depth = min(depth, largest - 1)
     choices = tuple((0,) * length for length in range(1, depth + 1))
     return Proposals(choices, tuple(expected_tokens(acceptance, k) for k in range(depth + 1)))
 
 
 def independent(accuracies: Float[np.ndarray, "K R"], largest: int) -> Proposals:
-    """For heads that do not know of each other (medusa 2.3.3).
+    """Return the trees for heads that are independent of each other (medusa 2.3.3).
 
-    accuracies: ``[k, r]`` is the probability that the guess of rank r of head k is right; a path's is their product.
+    Args:
+        accuracies: ``[k, r]`` is the probability that the guess of rank r of head k is right; a path's is their
+            product.
+        largest: The largest size.
     """
 
     def children(path: Choice, probability: float):
@@ -67,12 +73,12 @@ def independent(accuracies: Float[np.ndarray, "K R"], largest: int) -> Proposals
 
 
 def accuracies(ranks: Int[np.ndarray, "K steps"]) -> Float[np.ndarray, "K R"]:
-    """What `independent` needs: how often each head's guess of each rank was right."""
+    """Return how often each head's guess of each rank was right, for `independent`."""
     return np.stack([np.bincount(row[row < WIDEST], minlength=WIDEST) / max(row.size, 1) for row in ranks])
 
 
 def joint(ranks: Int[np.ndarray, "K steps"], largest: int) -> Proposals:
-    """Paths counted as wholes, every step of ``ranks`` weighing the same."""
+    """Return the trees from counts of whole paths, all steps of ``ranks`` weighted equally."""
     n_steps = max(ranks.shape[1], 1)
     members: dict[Choice, np.ndarray] = {(): np.arange(ranks.shape[1])}
 
@@ -87,9 +93,9 @@ def joint(ranks: Int[np.ndarray, "K steps"], largest: int) -> Proposals:
 
 
 def _likeliest(children: Callable[[Choice, float], object], largest: int) -> Proposals:
-    """Grow from the root by the likeliest of all children so far; of equals the shorter path, then the lower ranks."""
+    """Grow from the root by the most likely child; ties go to the shorter path, then to lower ranks."""
     if largest < 1:
-        raise HydrajaxError(f"tree: the largest size must be 1 or more, found {largest}")
+        raise HydrajaxError(f"tree: got {largest} as the largest size, expected 1 or more")
     frontier: list[tuple[float, int, Choice]] = []
 
     def open_up(path: Choice, probability: float) -> None:
@@ -108,16 +114,20 @@ def _likeliest(children: Callable[[Choice, float], object], largest: int) -> Pro
 
 
 def simulated(ranks: Int[np.ndarray, "K rows T"], spans: Sequence[tuple[int, int, int]], largest: int) -> Proposals:
-    """Hydra's own procedure: decode the corpus with the tree so far, add the child that would have helped most often.
+    """Return Hydra's trees: decode the corpus with the present tree and add the child that would have helped most
+    often.
 
-    A tree decides where its steps begin: after a rejected guess, where the text is harder than on average. So the
-    counts are taken anew for every size, over the steps of a `hydrajax.trees.simulation.walk` with the tree so far.
+    A tree decides where its steps begin: after a rejected guess, where the text is harder than on average. Counts are
+    therefore recomputed for every size, over the steps of a `hydrajax.trees.simulation.walk` with the present tree.
+    This costs one pass over ``ranks`` in host memory per size and no model.
 
-    spans: ``(row, start, end)`` of the tokens to be emitted. Costs one pass over ``ranks`` in the host's memory per
-    size, no model. The tokens_per_step are those of the walks.
+    Args:
+        ranks: int32 ``[K, rows, T]``.
+        spans: ``(row, start, end)`` of the tokens to be emitted.
+        largest: The largest size.
     """
     if largest < 1:
-        raise HydrajaxError(f"tree: the largest size must be 1 or more, found {largest}")
+        raise HydrajaxError(f"tree: got {largest} as the largest size, expected 1 or more")
     n_heads, _, length = ranks.shape
     flat = ranks.reshape(n_heads, -1)
     members = {(): np.arange(flat.shape[1])}  # of each node: the positions whose text begins with its path
@@ -132,7 +142,7 @@ def simulated(ranks: Int[np.ndarray, "K rows T"], spans: Sequence[tuple[int, int
                 offered[*path, rank] = members[path][found == rank]
 
     def steps() -> tuple[np.ndarray, np.ndarray]:
-        """Where steps begin, and how many tokens beyond the root each may still emit there."""
+        """Return where steps begin, and how many tokens after the root each may still emit."""
         begun, room = [], []
         for row, start, end in spans:
             found = walk(accepted[row * length : (row + 1) * length], start, end)
@@ -162,7 +172,7 @@ def simulated(ranks: Int[np.ndarray, "K rows T"], spans: Sequence[tuple[int, int
 def expected_tokens_per_step(
     tree: TreeTopology, ranks: Int[np.ndarray, "K rows T"], spans: Sequence[tuple[int, int, int]]
 ) -> float:
-    """What any tree would have emitted per step over the spans, by walking them."""
+    """Return the tokens per step that a tree would have emitted over the spans, by walking them."""
     accepted = accepted_lengths(tree, ranks)
     steps = sum(len(walk(accepted[row], start, end)) for row, start, end in spans)
     return sum(end - start for _, start, end in spans) / max(steps, 1)

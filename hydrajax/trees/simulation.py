@@ -1,10 +1,10 @@
-"""How many tokens a tree would have emitted per step, from one teacher-forced pass over text.
+"""Tokens per step of a tree, simulated from one teacher-forced pass over text.
 
 A step at position t drafts from the base's state there, emits the text's next token as the root, and accepts the
-longest path of guesses that is the text's continuation. Whether a path holds it depends only on the rank of every true
-token among its head's guesses, and the heads' inputs along the true path are the teacher-forced ones. On text that the
-base itself has generated (greedily, or sampled at a temperature) this is what decoding with the greedy rule (or with
-exact sampling) does, step for step; on other text it says how well the heads would do if the base wrote like that.
+longest path of guesses that continues the text. This depends only on the rank of every true token among its head's
+guesses, and the heads' inputs along the true path are the teacher-forced ones. On text that the base itself generated
+(greedily or sampled) the simulation equals decoding with the greedy rule (or exact sampling), step for step; on other
+text it shows how well the heads would do if the base wrote this text.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from hydrajax.trees.static_tree import TreeTopology
 
 
 def accepted_lengths(tree: TreeTopology, ranks: Int[np.ndarray, " K *positions"]) -> Int[np.ndarray, "*positions"]:
-    """The depth of the longest path of the tree whose ranks are the given ones."""
+    """Return the depth of the tree's longest path with the given ranks."""
     children = np.full((tree.size + 1, tree.max_rank + 2), tree.size)
     for node in range(1, tree.size):
         children[tree.parents[node], tree.choices[node - 1][-1]] = node
     node = np.zeros(ranks.shape[1:], int)
     depth = np.zeros(ranks.shape[1:], int)
     for k in range(tree.depth):
-        node = children[node, np.minimum(ranks[k], children.shape[1] - 1)]  # row tree.size: no way on
+        node = children[node, np.minimum(ranks[k], children.shape[1] - 1)]  # row tree.size: no child
         depth += node < tree.size
     return depth
 
 
 def walk(accepted: Int[np.ndarray, " positions"], start: int, end: int) -> list[int]:
-    """Positions from which the steps draft that emit the tokens ``[start, end)`` of a row.
+    """Return the positions from which the steps draft that emit the tokens ``[start, end)`` of a row.
 
-    ``accepted`` are `accepted_lengths` at every position of the row. The root of a step is the token after the
-    position it drafts from; the last step emits no token beyond the end.
+    Args:
+        accepted: `accepted_lengths` at every position of the row.
+        start: First token.
+        end: End of the tokens. The root of a step is the token after the position it drafts from; the last step emits
+            no token beyond the end.
     """
     steps = []
     while start < end:
@@ -42,7 +45,7 @@ def walk(accepted: Int[np.ndarray, " positions"], start: int, end: int) -> list[
 
 
 def runs(counted: np.ndarray, owner: np.ndarray) -> list[tuple[int, int]]:
-    """Stretches ``[start, end)`` of counted tokens of one owner, each after at least one token of that owner."""
+    """Return runs ``[start, end)`` of counted tokens of one owner, each after at least one token of that owner."""
     found = []
     start = None
     for at in range(len(counted) + 1):

@@ -1,8 +1,8 @@
-"""What a chain of drafted tokens is worth, in closed form (Leviathan et al. 2023, section 3).
+"""The value of a chain of drafted tokens in closed form (Leviathan et al. 2023, section 3).
 
-Names as in the paper: alpha is the expected chance that a drafted token is accepted, taken to be the same and
-independent at every place; gamma, here K, how many are drafted; c the time of one pass of the draft in passes of the
-base. The paper's beta at a place is the sum over all tokens of min(p, q), and alpha is its mean (3.2).
+Names as in the paper: alpha is the expected probability that a drafted token is accepted, assumed equal and independent
+at every position; gamma, here K, the number of drafted tokens; c the time of one pass of the draft in passes of the
+base. The paper's beta at a position is the sum over all tokens of min(p, q), and alpha is its mean (3.2).
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ from hydrajax.errors import HydrajaxError
 
 
 def expected_tokens(alpha: float, k: int) -> float:
-    """Tokens per step of a chain of K, the base's own one counted: (1 - alpha^(K+1)) / (1 - alpha), equation 1.
+    """Return tokens per step of a chain of K, root included: (1 - alpha^(K+1)) / (1 - alpha), equation 1.
 
-    Raises `HydrajaxError` for an alpha that is no probability, or a negative K.
+    Raises:
+        HydrajaxError: For an alpha that is not a probability, or a negative K.
     """
     _check(alpha, k)
     return float(k + 1) if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
 
 
 def improvement(alpha: float, k: int, c: float) -> float:
-    """How many times faster than without a draft: (1 - alpha^(K+1)) / ((1 - alpha) (c K + 1)), theorem 3.8.
+    """Return the speed-up over decoding without a draft: (1 - alpha^(K+1)) / ((1 - alpha) (c K + 1)), theorem 3.8.
 
-    It takes a pass of the base over K + 1 tokens to cost what one over a single token does.
+    This assumes that a pass of the base over K + 1 tokens costs as much as one over a single token.
     """
     if c < 0:
-        raise HydrajaxError(f"cost: of a pass of the draft, must be at least 0, found {c}")
+        raise HydrajaxError(f"cost: got {c} for a pass of the draft, expected at least 0")
     return expected_tokens(alpha, k) / (c * k + 1)
 
 
 def best_length(alpha: float, c: float, most: int) -> int:
-    """The K from 0 to ``most`` with the greatest `improvement`, of equals the smallest; 0 where no draft pays (3.3)."""
+    """Return the K from 0 to ``most`` with the greatest `improvement`, ties to the smallest; 0 if no draft pays
+    (3.3).
+    """
     return max(range(most + 1), key=lambda k: (improvement(alpha, k, c), -k))
 
 
@@ -41,8 +44,12 @@ def best_length(alpha: float, c: float, most: int) -> int:
 class ChainEstimate:
     """The best chain by the closed form.
 
-    acceptance: α, the mean chance that a drafted token is accepted. draft_cost: c, the time of drafting one in steps
-    without a draft. length: K. tokens_per_step and improvement are those of this K.
+    Attributes:
+        acceptance: α, the mean probability that a drafted token is accepted.
+        draft_cost: c, the time of drafting one token in steps without a draft.
+        length: K.
+        tokens_per_step: Of this K.
+        improvement: Of this K.
     """
 
     acceptance: float
@@ -65,7 +72,7 @@ class ChainEstimate:
 
 
 def estimate(acceptance: float, draft_cost: float, most: int) -> ChainEstimate:
-    """For chains of at most ``most`` tokens."""
+    """Return the best chain of at most ``most`` tokens."""
     k = best_length(acceptance, draft_cost, most)
     gains = expected_tokens(acceptance, k), improvement(acceptance, k, draft_cost)
     return ChainEstimate(acceptance, draft_cost, k, *gains)
@@ -73,6 +80,6 @@ def estimate(acceptance: float, draft_cost: float, most: int) -> ChainEstimate:
 
 def _check(alpha: float, k: int) -> None:
     if not 0 <= alpha <= 1:
-        raise HydrajaxError(f"acceptance: must be from 0 to 1, found {alpha}")
+        raise HydrajaxError(f"acceptance: got {alpha}, expected 0 to 1")
     if k < 0:
-        raise HydrajaxError(f"K: must be at least 0, found {k}")
+        raise HydrajaxError(f"K: got {k}, expected at least 0")

@@ -1,7 +1,7 @@
-"""Candidate trees: from a list of rank paths to the static arrays of one decode step. NumPy only.
+"""Static candidate trees: from a list of rank paths to the arrays of a decode step. NumPy only.
 
-A tree is written as *choices* (medusa 2.1.2 and the released code): ``[[0], [0, 0], [1]]`` says that the root has the
-children of rank 0 and 1 (the drafter's best and second-best guess) and that the first of them has one child.
+A tree is written as *choices* (medusa 2.1.2 and the released code): in ``[[0], [0, 0], [1]]`` the root has the
+children of rank 0 and 1 (the draft's best and second-best guess), and the first of them has one child.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ MAX_NODES = 4096
 class Level(NamedTuple):
     """The static gather plan that proposes all nodes of one depth at once.
 
-    parents:     int32 ``[P]`` nodes of the depth above that have children, in node order.
-    paths:       int32 ``[P, depth]`` the nodes from the root down to each parent, both included.
-    children:    int32 ``[C]`` the nodes proposed at this level, in node order.
-    parent_slot: int32 ``[C]`` index into ``parents`` of each child's parent.
-    ranks:       int32 ``[C]`` each child's rank among its parent's guesses. Ranks, not counts: a tree may skip one.
-    width:       widest rank + 1, the k of the level's single top-k.
+    Attributes:
+        parents: int32 ``[P]`` nodes of the depth above that have children, in node order.
+        paths: int32 ``[P, depth]`` the nodes from the root to each parent, both included.
+        children: int32 ``[C]`` the nodes proposed at this level, in node order.
+        parent_slot: int32 ``[C]`` index into ``parents`` of each child's parent.
+        ranks: int32 ``[C]`` each child's rank among its parent's guesses. Ranks, not counts: a tree may skip one.
+        width: Widest rank + 1, the k of the level's single top-k.
     """
 
     parents: np.ndarray
@@ -45,7 +46,7 @@ class Level(NamedTuple):
 
 
 def read_json(path: str | Path) -> Any:
-    """What a tree file holds. Raises `HydrajaxError` for one that is missing or no JSON."""
+    """Return the content of a tree file; raises `HydrajaxError` for one that is missing or not JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -56,7 +57,7 @@ def read_json(path: str | Path) -> Any:
 
 @contextmanager
 def named(where: str) -> Iterator[None]:
-    """Within, an error that says what is wrong with a tree also says where that tree stands."""
+    """Add the location ``where`` to errors about a tree."""
     try:
         yield
     except HydrajaxError as error:
@@ -72,26 +73,26 @@ def _cut(value: object) -> str:
 
 
 def canonical(choices: Iterable[Sequence[int]]) -> tuple[Choice, ...]:
-    """Rank paths, validated and sorted by (length, lexicographic); see `TreeTopology` for what is refused."""
+    """Return validated rank paths sorted by (length, lexicographic); `TreeTopology` lists the errors."""
     paths = []
     for choice in choices:
         if not isinstance(choice, (list, tuple)) or not choice:
-            raise HydrajaxError(f"tree: every choice must be a non-empty list of ranks, found {_cut(choice)}")
+            raise HydrajaxError(f"tree: got the choice {_cut(choice)}, expected a non-empty list of ranks")
         for rank in choice:
             if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or rank < 0:
                 raise HydrajaxError(
-                    f"tree: ranks must be integers from 0 up, found {_cut(rank)} in {_cut(list(choice))}"
+                    f"tree: got the rank {_cut(rank)} in {_cut(list(choice))}, expected integers from 0 up"
                 )
         paths.append(tuple(int(rank) for rank in choice))
         if len(paths) >= MAX_NODES:
-            raise HydrajaxError(f"tree: more than {MAX_NODES} nodes, root included, are not supported")
+            raise HydrajaxError(f"tree: got more than {MAX_NODES} nodes, root included; fewer are supported")
     known = set(paths)
     if len(known) != len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
-        raise HydrajaxError(f"tree: choice {list(twice)} appears more than once")
+        raise HydrajaxError(f"tree: got the choice {list(twice)} more than once, expected it once")
     for path in paths:
         if len(path) > 1 and path[:-1] not in known:
-            raise HydrajaxError(f"tree: choice {list(path)} has no parent, add {list(path[:-1])}")
+            raise HydrajaxError(f"tree: got the choice {list(path)} without its parent: add {list(path[:-1])}")
     return tuple(sorted(paths, key=lambda path: (len(path), path)))
 
 
@@ -102,8 +103,9 @@ class TreeTopology:
     Rank paths are validated and put in canonical order; an empty list is the root alone (no speculation). Node 0 is the
     root, then choices sorted by (length, lexicographic): N = len(choices) + 1 nodes, depth K.
 
-    Raises `HydrajaxError` on an empty path, a rank that is not a non-negative integer, a duplicate, or a path whose
-    prefix is missing.
+    Raises:
+        HydrajaxError: For an empty path, a rank that is not a non-negative integer, a duplicate, or a path without its
+            prefix.
     """
 
     choices: tuple[Choice, ...]
@@ -113,7 +115,7 @@ class TreeTopology:
 
     @classmethod
     def from_choices(cls, choices: Iterable[Sequence[int]]) -> TreeTopology:
-        """The same as the constructor, under a name that says what it is made from."""
+        """Return the tree of these choices, like the constructor."""
         return cls(choices)
 
     @classmethod
@@ -126,13 +128,13 @@ class TreeTopology:
         if isinstance(content, dict):
             content = content.get("choices")
         if not isinstance(content, list):
-            raise HydrajaxError(f"tree: {path} must hold a JSON list of choices such as [[0], [0, 0], [1]]")
+            raise HydrajaxError(f"tree: {path}: expected a JSON list of choices such as [[0], [0, 0], [1]]")
         with named(str(path)):
             return cls.from_choices(content)
 
     @classmethod
     def from_text(cls, text: str) -> TreeTopology:
-        """The tree of a JSON list of choices, such as ``[[0], [0, 0], [1]]``; `from_choices` says what is refused."""
+        """Return the tree of a JSON list of choices, such as ``[[0], [0, 0], [1]]``; raises like `from_choices`."""
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -212,7 +214,7 @@ class TreeTopology:
 
     @cached_property
     def topology(self) -> Topology:
-        """The arrays of the decode step, NumPy constants that are the same for all rows."""
+        """The arrays of the decode step: NumPy constants, the same for all sequences."""
         inner, slots = np.unique(self.parents[1:], return_inverse=True)
         parent_slot = np.concatenate([np.zeros(1, np.int32), slots.astype(np.int32)])
         return Topology(
@@ -220,10 +222,12 @@ class TreeTopology:
         )
 
     def check(self, draft_depth: int, vocab_size: int) -> None:
-        """Refuse a tree that a drafter of ``draft_depth`` heads over ``vocab_size`` tokens cannot fill."""
+        """Check the tree for a drafter of ``draft_depth`` tokens over ``vocab_size`` tokens; raises `HydrajaxError`."""
         if self.depth > draft_depth:
             raise HydrajaxError(
-                f"tree: depth {self.depth} is deeper than the drafter, which proposes {draft_depth} tokens ahead"
+                f"tree: got a depth of {self.depth}, expected at most the {draft_depth} tokens that the draft proposes"
             )
         if self.max_rank >= vocab_size:
-            raise HydrajaxError(f"tree: rank {self.max_rank} does not exist in a vocabulary of {vocab_size} tokens")
+            raise HydrajaxError(
+                f"tree: got rank {self.max_rank}, expected less than the vocabulary of {vocab_size} tokens"
+            )

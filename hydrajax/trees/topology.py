@@ -1,9 +1,8 @@
-"""What the decode step reads of a tree, as arrays.
+"""The arrays of a tree that the decode step reads.
 
-A static tree (`hydrajax.trees.static_tree.TreeTopology`) gives NumPy constants, the same for all rows, and XLA folds
-them into the program. A tree that is made on the device gives jax arrays with a leading batch axis, a tree for every
-row, always of the same number of nodes. `take` and `Topology.at` read either kind, so that the step and the rules are
-written once.
+A static tree (`hydrajax.trees.static_tree.TreeTopology`) gives NumPy constants, the same for all sequences, which XLA
+folds into the program. A tree that is built on the device gives jax arrays with a leading batch axis, one tree per
+sequence with the same number of nodes. `take` and `Topology.at` read either kind, so the step and the rules exist once.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ from hydrajax.models.arrays import Array
 
 
 class Topology(NamedTuple):
-    """A tree of N nodes and depth K, or one for each of B rows. Node 0 is the root; a parent comes before its children.
+    """A tree of N nodes and depth K, or one per sequence. Node 0 is the root; a parent precedes its children.
 
-    parents:     int32 ``[*B, N]``, -1 for the root and for a node that can never be accepted (one that is there for
-                 what the base says of it, such as a lookahead window's).
-    depths:      int32 ``[*B, N]`` offset of each node's position in the text from the root's.
-    mask:        bool ``[*B, N, N]`` whether node i sees node j in the verifying pass; a node that can be accepted sees
-                 itself and its ancestors and nothing else.
-    paths:       int32 ``[*B, N, K+1]`` nodes from the root down to each node; beyond its depth the node, repeated.
-    children:    int32 ``[*B, N, C]`` children of each node in the order in which they were ranked or drawn, then -1.
-    inner:       int32 ``[*B, P]`` the nodes that may have children.
-    parent_slot: int32 ``[*B, N]`` where in ``inner`` each node's parent stands; 0 for a node without a parent.
+    Attributes:
+        parents: int32 ``[*B, N]``, -1 for the root and for a node that can never be accepted (such as a node of a
+            lookahead window).
+        depths: int32 ``[*B, N]`` offset of each node's position from the root's.
+        mask: bool ``[*B, N, N]`` whether node i attends to node j during verification; a node that can be accepted
+            attends to itself and its ancestors only.
+        paths: int32 ``[*B, N, K+1]`` nodes from the root to each node, which repeats beyond its depth.
+        children: int32 ``[*B, N, C]`` children of each node in the order of their ranks or draws, then -1.
+        inner: int32 ``[*B, P]`` the nodes that may have children.
+        parent_slot: int32 ``[*B, N]`` index into ``inner`` of each node's parent; 0 without a parent.
     """
 
     parents: Int[Array, "*B N"]
@@ -48,53 +48,58 @@ class Topology(NamedTuple):
 
     @property
     def of_each_row(self) -> bool:
-        """Whether every row has a tree of its own."""
+        """True if every sequence has its own tree."""
         return self.parents.ndim == 2
 
     @property
     def attention_mask(self) -> Bool[Array, "..."]:
-        """``mask`` as `hydrajax.models.attention.attend` takes it."""
+        """``mask`` in the form of `hydrajax.models.attention.attend`."""
         return self.mask[:, None, None] if self.of_each_row else self.mask
 
     def at(self, array: Array, node: Int[Array, " B"]) -> Array:
-        """What one of these arrays says of a node per row: ``array[b, node[b]]``, or ``array[node[b]]`` of one tree."""
+        """Return an array's value at one node per sequence: ``array[b, node[b]]``, or ``array[node[b]]`` of one
+        tree.
+        """
         return at_rows(array, node) if self.of_each_row else jnp.asarray(array)[node]
 
 
-NDIMS = Topology(1, 1, 2, 2, 2, 1, 1)  # the axes that each array has for one tree
+NDIMS = Topology(1, 1, 2, 2, 2, 1, 1)  # axes of each array for one tree
 
 
 def at_rows(array: Array, index: Int[Array, " B"]) -> Array:
-    """``array[b, index[b]]`` for every row b."""
+    """Return ``array[b, index[b]]`` for every b."""
     return array[jnp.arange(len(index)), index]
 
 
 def take(values: Array, nodes: Int[Array, "*B n"]) -> Array:
-    """``values[b, nodes[n]]``, or ``values[b, nodes[b, n]]`` where rows have their own; values are ``[B, N, ...]``."""
+    """Return ``values[b, nodes[n]]``, or ``values[b, nodes[b, n]]`` with nodes per sequence; values ``[B, N, ...]``."""
     if nodes.ndim == 1:
         return values[:, nodes]
     return jnp.take_along_axis(values, nodes.reshape(*nodes.shape, *(1,) * (values.ndim - 2)), axis=1)
 
 
 def from_parents(parents: Int[Array, "B N"], depth: int, most_children: int) -> Topology:
-    """The trees with these parents, on the device. A row's parents must come before their children.
+    """Build the trees with these parents, on the device.
 
-    depth: K, which no path exceeds. most_children: C, which no node's children exceed. Every node may have children as
-    far as the program knows, so ``inner`` are all of them.
+    Args:
+        parents: int32 ``[B, N]``; a parent precedes its children.
+        depth: K, the maximum length of a path.
+        most_children: C, the maximum number of children. Every node may have children as far as the program can tell,
+            so ``inner`` lists all of them.
     """
     n_nodes = parents.shape[1]
     nodes = jnp.arange(n_nodes, dtype=jnp.int32)
     is_child = parents[:, :, None] == nodes  # [B, child, parent]
     mask = is_child | jnp.eye(n_nodes, dtype=bool)
     reached = 1
-    while reached < depth:  # paths of twice the length with every product
+    while reached < depth:  # each product doubles the length of the paths
         mask = jnp.einsum("bij,bjk->bik", mask.astype(jnp.float32), mask.astype(jnp.float32)) > 0
         reached *= 2
     depths = jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1
-    wanted = jnp.minimum(jnp.arange(depth + 1), depths[:, :, None])  # [B, N, K+1]: the depth of each place of a path
+    wanted = jnp.minimum(jnp.arange(depth + 1), depths[:, :, None])  # [B, N, K+1]: the depth of each position of a path
     on_path = mask[:, :, None, :] & (depths[:, None, None, :] == wanted[..., None])
     paths = jnp.argmax(on_path, axis=-1).astype(jnp.int32)
-    place = jnp.cumsum(is_child, axis=1) - 1  # of each node among its parent's children
+    place = jnp.cumsum(is_child, axis=1) - 1  # index of each node among its parent's children
     is_nth = is_child[:, :, :, None] & (place[:, :, :, None] == jnp.arange(most_children))  # [B, child, parent, C]
     children = jnp.where(jnp.any(is_nth, axis=1), jnp.argmax(is_nth, axis=1), -1).astype(jnp.int32)
     inner = jnp.broadcast_to(nodes, parents.shape)
@@ -102,10 +107,10 @@ def from_parents(parents: Int[Array, "B N"], depth: int, most_children: int) -> 
 
 
 def with_chain(tree: Topology, at: Int[Array, " B"], length: int) -> Topology:
-    """The trees with a chain of so many nodes more below node ``at`` of each row, behind all others.
+    """Append a chain of ``length`` nodes below node ``at`` of each tree.
 
-    On the device, and cheaper than `from_parents`, as the relations of the tree's own nodes are known. Paths become
-    ``length`` longer, also where the chain begins at the root.
+    Cheaper than `from_parents` because the relations of the tree's own nodes are known. Paths become ``length`` longer,
+    also if the chain begins at the root.
     """
     batch, size = len(at), tree.size
     own = Topology(*(jnp.broadcast_to(x, (batch, *x.shape[-ndim:])) for x, ndim in zip(tree, NDIMS, strict=True)))
@@ -114,11 +119,11 @@ def with_chain(tree: Topology, at: Int[Array, " B"], length: int) -> Topology:
     depth, line = at_rows(own.depths, at)[:, None, None], at_rows(own.paths, at)
     sees = jnp.broadcast_to(at_rows(own.mask, at)[:, None], (batch, length, size))
     itself = jnp.broadcast_to(jnp.tri(length, dtype=bool), (batch, length, length))
-    # A path of the chain is that to its first node's parent, then the chain down to the node, which then repeats.
+    # A path of the chain leads to its first node's parent, then along the chain to the node, which repeats.
     place, node = jnp.arange(tree.depth + length + 1), jnp.arange(length)[:, None]
     line = jnp.pad(line, ((0, 0), (0, length)), mode="edge")[:, None]
     paths = jnp.where(place <= depth, line, size + jnp.minimum(place - depth - 1, node))
-    # Its first node is the last child of ``at``; each node of it but the last has the next one as its only child.
+    # The first node is the last child of ``at``; each other node is the only child of the one before.
     n_children = jnp.sum(own.children >= 0, axis=2, keepdims=True)
     is_new = (jnp.arange(size) == at[:, None])[:, :, None] & (jnp.arange(own.children.shape[2] + 1) == n_children)
     children = jnp.where(is_new, size, jnp.pad(own.children, ((0, 0), (0, 0), (0, 1)), constant_values=-1))

@@ -1,4 +1,4 @@
-"""Contests of decoders, on a clock that they move themselves: rates, intervals and equality in closed form."""
+"""Contests of stub executors on a fake clock: rates, intervals and equality in closed form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
 
 
 class Clock:
-    """Stands for the module `time`: a decoder that takes 2 s moves it by 2."""
+    """Replaces the module `time`; executors advance it."""
 
     def __init__(self):
         self.now = 0.0
@@ -35,7 +35,7 @@ def clock(monkeypatch):
 
 @dataclass
 class Stub:
-    """Stands for an `Executor`: emits 8 tokens per row in ``steps`` steps.
+    """Replaces an `Executor`: emits 8 tokens per sequence in ``steps`` steps.
 
     seconds: a number, or one for every call, the first of which is not timed. change: added to the tokens. rule, nodes:
     of the spec.
@@ -100,7 +100,7 @@ def test_the_interval_comes_from_whole_rounds(clock):
     assert (tree.chance_best, other.chance_best) == (1.0, 0.0)  # in any choice of rounds
 
 
-def test_another_output_is_told_where_the_same_was_promised(clock):
+def test_different_output_is_reported_for_rules_with_equal_output(clock):
     stubs = {"plain": Stub(clock, 1.0, 8), "wrong": Stub(clock, 1.0, 8, change=1)}
     stubs["typical"] = Stub(clock, 1.0, 8, change=1, rule=Typical())
     assert [row.equal for row in contest(stubs, PROMPTS, batch_size=3, repeats=1)] == [True, False, None]

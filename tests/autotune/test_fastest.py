@@ -1,4 +1,4 @@
-"""The tree that is taken where none is named: measured once on a device, remembered, none where none is faster."""
+"""The default tree: measured once per device, cached, and none if no tree is faster."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def executor(loaded):
 
 @pytest.fixture
 def speeds(monkeypatch, tmp_path):
-    """What the contest will find of each tree. ``.names``: those that were measured, contest by contest."""
+    """The speed of each tree in a fake contest. ``.names``: the measured trees of each contest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(fastest.OFF)
     found = {"chain-2": 1.2, "chain-4": 1.5, "cartesian-2x2": 1.1, "chain-5": 1.4}
@@ -62,10 +62,10 @@ def speeds(monkeypatch, tmp_path):
     return table
 
 
-def test_the_fastest_is_taken_and_remembered(executor, speeds):
+def test_the_fastest_is_taken_and_cached(executor, speeds):
     now = fastest.choose(executor, PROMPTS, 1)
-    assert now == fastest.Choice(presets.chain(4), "chain-4", 1.5, None)
-    assert str(now) == "tree: chain-4, 1.50 times the speed without a draft here (measured just now; or name a tree)"
+    assert now == fastest.FastestTree(presets.chain(4), "chain-4", 1.5, None)
+    assert str(now) == "tree: chain-4, 1.50x the speed without a draft (measured just now; name a tree to override)"
     later = fastest.choose(executor, PROMPTS, 1)
     assert later == dataclasses.replace(now, date=datetime.date.today().isoformat())
     assert len(speeds.names) == 1
@@ -73,7 +73,7 @@ def test_the_fastest_is_taken_and_remembered(executor, speeds):
 
 
 @pytest.mark.parametrize("other", ["batch size", "rule", "base"])
-def test_another_question_is_measured_anew(loaded, executor, speeds, other):
+def test_other_settings_are_measured_anew(loaded, executor, speeds, other):
     fastest.choose(executor, PROMPTS, 1)
     if other == "base":
         base = dict(loaded.params.base, embedding=loaded.params.base["embedding"] + 1)
@@ -87,17 +87,17 @@ def test_another_question_is_measured_anew(loaded, executor, speeds, other):
     assert len(speeds.names) == 2
 
 
-def test_none_where_none_is_faster(executor, speeds):
+def test_no_tree_if_none_is_faster(executor, speeds):
     speeds.update({name: speed / 2 for name, speed in speeds.items()})
     choice = fastest.choose(executor, PROMPTS, 1)
     assert choice.tree is None
-    assert "tree: none, decoding without the draft: the fastest tree, chain-4, has 0.75 times the speed" in str(choice)
+    assert "tree: none, decoding without the draft: the fastest tree, chain-4, has 0.75x the speed" in str(choice)
     assert fastest.choose(executor, PROMPTS, 1).tree is None  # remembered too
     # Typical acceptance without a draft would be another text.
     assert fastest.choose(executor.with_spec(rule=Typical()), PROMPTS, 1).tree == presets.chain(4)
 
 
-def test_nothing_is_measured_without_a_draft_or_where_it_is_switched_off(executor, speeds, monkeypatch):
+def test_nothing_is_measured_without_a_draft_or_if_switched_off(executor, speeds, monkeypatch):
     assert fastest.choose(executor.autoregressive(), PROMPTS, 1) is None
     monkeypatch.setenv(fastest.OFF, "0")
     assert fastest.choose(executor, PROMPTS, 1) is None
@@ -105,7 +105,7 @@ def test_nothing_is_measured_without_a_draft_or_where_it_is_switched_off(executo
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"choices": [[5]], "taken": true}', '{"taken": false}'])
-def test_a_damaged_memory_is_measured_again(executor, speeds, damage):
+def test_a_damaged_cache_is_measured_again(executor, speeds, damage):
     fastest.choose(executor, PROMPTS, 1)
     (path,) = fastest.cache_folder().iterdir()
     path.write_text(damage)
@@ -113,7 +113,7 @@ def test_a_damaged_memory_is_measured_again(executor, speeds, damage):
     assert len(speeds.names) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(executor, speeds, monkeypatch, tmp_path):
+def test_an_unwritable_cache_is_ignored(executor, speeds, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert fastest.choose(executor, PROMPTS, 1).tree == presets.chain(4)
@@ -130,7 +130,7 @@ def test_a_searched_tree_is_taken_if_it_was_searched_here(executor, speeds, tmp_
     presets.searched_path(tmp_path, 1).write_text(json.dumps(content))
     choice = fastest.choose(executor, PROMPTS, 1, tmp_path)
     assert (choice.tree == presets.chain(3)) == taken
-    assert ("the searched one of 4 nodes, 1.30 times" in str(choice)) == taken
+    assert ("the searched one of 4 nodes, 1.30x" in str(choice)) == taken
     assert bool(speeds.names) != taken
 
 
@@ -141,8 +141,8 @@ def eagle(tiny_model):
     return LanguageModel(model, drafter, Params(params, drafter.init(jax.random.key(0), BoundBase(model, params))))
 
 
-def test_a_searched_tree_that_is_grown_is_taken_where_the_rule_takes_it(eagle, speeds, tmp_path, monkeypatch):
-    """It was measured beside static ones, one of them of as many nodes."""
+def test_a_searched_dynamic_tree_is_taken_if_the_rule_supports_it(eagle, speeds, tmp_path, monkeypatch):
+    """It was measured with static trees, one of them of the same size."""
     rows = [{"name": "8", "nodes": 8, "speedup": 1.1}, {"name": "dynamic-8-2-4", "nodes": 8, "speedup": 1.6}]
     content = content_of(DynamicTree(8, 2, 4)) | {"provenance": {"machine": machine(), "measured": rows}}
     presets.searched_path(tmp_path, 1).write_text(json.dumps(content))
@@ -162,12 +162,12 @@ def test_a_searched_tree_that_is_grown_is_taken_where_the_rule_takes_it(eagle, s
     assert fastest.choose(executor.with_spec(rule=ExactSampling(0.8)), PROMPTS, 1, tmp_path).name == "chain-4"
 
 
-def test_a_tree_that_is_grown_is_tried_and_remembered_where_the_drafter_takes_it(eagle, speeds):
-    speeds |= {fastest.GROWN: 1.9, "eagle_26": 1.3}
+def test_a_dynamic_tree_is_tried_and_cached_if_the_drafter_supports_it(eagle, speeds):
+    speeds |= {fastest.DYNAMIC: 1.9, "eagle_26": 1.3}
     executor = make_executor(eagle, eagle.spec(tree="root"))
     now = fastest.choose(executor, PROMPTS, 1)
     assert now.tree == DynamicTree(60, 7, 10)
     later = fastest.choose(executor, PROMPTS, 1)
     assert later == dataclasses.replace(now, date=datetime.date.today().isoformat())
     assert len(speeds.names) == 1
-    assert fastest.choose(executor.with_spec(rule=RejectionSampling(0.8)), PROMPTS, 1).name == fastest.GROWN
+    assert fastest.choose(executor.with_spec(rule=RejectionSampling(0.8)), PROMPTS, 1).name == fastest.DYNAMIC

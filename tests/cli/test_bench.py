@@ -1,4 +1,4 @@
-"""`hydrajax bench`: the report's shape, figures that must hold for any machine, and its refusals. No timing asserts."""
+"""`hydrajax bench`: fields, figures that hold on any machine, and errors. No timing asserts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydrajax.models.llama_config import PRESETS
 
 
 def without_weights(shape, kind, dtype, seed):
-    """`random_model` for what is refused before any parameter is looked at."""
+    """A `random_model` without parameters, for errors that are raised before they are used."""
     model = Llama(PRESETS[shape], dtype)
     return model, KINDS[kind].build(model.config, dtype), Params({}, {})
 
@@ -42,7 +42,7 @@ def test_random_shape_reports_every_phase_at_the_size_and_batch(program):
         assert row["break_even"] == pytest.approx(row["step"] / row["autoregressive_step"])
         parts = row["propose"] + row["accept_commit"] + row["observe"]
         assert row["draft_overhead"] == pytest.approx(parts / row["verify"])
-        assert row["tokens_per_second"] is None  # random weights say nothing about text
+        assert row["tokens_per_second"] is None  # not measured on random weights
     # Weights without the embedding table, and keys and values of 128 + 1 slots of 2 rows in 3 layers of 4 heads of 16.
     weights = 3 * (4 * 64 * 64 + 3 * 64 * 172 + 2 * 64) + 64 + 64 * 512
     assert report["rows"][0]["autoregressive_bytes_per_step"] == 4 * (weights + 2 * 3 * 2 * 4 * 129 * 16)
@@ -90,16 +90,16 @@ def test_mistakes_end_in_one_line(program, base, tmp_path, monkeypatch):
             "--random-draft",
             "wings",
         ],
-        "--draft goes with --base": ["--random", "tiny", "--draft", "heads"],
-        "--context: must be more than": ["--random", "tiny", "--context", "10"],
-        "--context: must be at most the model's 1024": ["--random", "tiny", "--context", "4096"],
-        "tree sizes: must be from 1 to 64, found 65": ["--random", "tiny", "--tree-sizes", "65"],
+        "--draft: requires --base": ["--random", "tiny", "--draft", "heads"],
+        "--context: got 10, expected more than": ["--random", "tiny", "--context", "10"],
+        "--context: got 4096, expected at most the model's 1024": ["--random", "tiny", "--context", "4096"],
+        "tree sizes: got 65, expected 1 to 64": ["--random", "tiny", "--tree-sizes", "65"],
         "must be an integer from 1 up, found 'x'": ["--random", "tiny", "--tree-sizes", "1,x"],
         "--draft: found 'lookahead-5-3', allowed are lookahead": ["--base", base, "--draft", "lookahead-5-3"],
-        "--draft-settings: there is no draft 'lookup-5'": [
+        "--draft-settings: got 'lookup-5'": [
             *("--base", base, "--draft", "lookup", "--draft-settings", "5"),
         ],
-        "--draft-settings: goes with --base and --draft, and without --tree": [
+        "--draft-settings: requires --base and --draft, without --tree": [
             *("--base", base, "--draft", "lookahead", "--draft-settings", "5-3-5", "--tree", "chain-2"),
         ],
         "--json: cannot write": ["--random", "tiny", "--json", tmp_path / "no" / "such" / "file"],

@@ -68,7 +68,7 @@ def test_mistakes_end_in_one_line(program, base, wordless, prompts, tmp_path):
         "--base: no such directory": ["--base", tmp_path / "nowhere"],
         "--prompts: is needed, as the base has no tokenizer": ["--base", wordless],
         "but the base has no tokenizer; give token ids": ["--base", wordless, "--prompts", prompts],
-        "token id 320 is outside the vocabulary 0..319": ["--base", base, "--prompts", outside],
+        "got token id 320, expected 0 to 319": ["--base", base, "--prompts", outside],
         "no such file": ["--base", base, "--prompts", tmp_path / "none.jsonl"],
         "--json: cannot write": ["--base", base, "--prompts", prompts, "--json", tmp_path / "no" / "file.json"],
         "--limit": ["--base", base, "--prompts", prompts, "--limit", "0"],

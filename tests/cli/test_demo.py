@@ -118,7 +118,7 @@ def test_different_outputs_end_with_exit_code_1(program, shipped, monkeypatch):
         program("demo", "--prompt", "the tree")
 
 
-@pytest.mark.parametrize(("prompt", "message"), [("", "--prompt: is empty"), ("x" * 300, "the model's context is 128")])
+@pytest.mark.parametrize(("prompt", "message"), [("", "--prompt: is empty"), ("x" * 300, "model's context of 128")])
 def test_a_bad_prompt_is_refused_before_decoding(program, shipped, monkeypatch, prompt, message):
     monkeypatch.setattr(demo, "measure", lambda *_: pytest.fail("decoded"))
     result = program("demo", "--prompt", prompt)

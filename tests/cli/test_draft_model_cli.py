@@ -74,8 +74,8 @@ def test_mistakes_end_in_one_line(program, base, draft, prompts, llama_checkpoin
         f"--draft: {foreign} has another tokenizer than the base: {first!r} has id 11 in the base and id 299 in the": (
             *common, foreign),
         f"--draft: {wordless} has a vocabulary of 304 tokens, the base one of 320; ": (*common, wordless),
-        "--tree: depth 17 is deeper than the drafter, which proposes 16 tokens": (*common, draft, "--tree", "chain-17"),
-        "--draft-confidence: must be at least 0 and below 1, found 1.5": (*common, draft, "--draft-confidence", "1.5"),
+        "--tree: got a depth of 17, expected at most the 16 tokens": (*common, draft, "--tree", "chain-17"),
+        "--draft-confidence: got 1.5, expected at least 0": (*common, draft, "--draft-confidence", "1.5"),
         "--draft-confidence: is for a draft model, found Lookup": (*common, "lookup", "--draft-confidence", "0.5"),
         "--how: chains are of draft models, found Lookup": (
             "tree", "search", "--base", base, "--draft", "lookup", "--prompts", prompts, "--how", "chains", "--output",

@@ -195,7 +195,7 @@ def test_other_rules(program, arguments, rule, tmp_path):
         (["--template", "llama"], "--template: found 'llama', allowed are auto, vicuna, plain"),
         (["--tree", "oak"], "tree: found 'oak'"),
         (["--draft", "nowhere"], "--draft: no such directory: nowhere"),
-        (["--top-k", 3], "--top-k: has no meaning with the rule greedy"),
+        (["--top-k", 3], "--top-k: got a value for the rule greedy, expected none"),
         (["--base", assets.base()], "--template: the tokenizer has no chat template of its own; built in are vicuna, "),
     ],
 )

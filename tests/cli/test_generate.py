@@ -280,7 +280,7 @@ def test_rejection_needs_a_drafter_and_a_tree_without_gaps(program, base, heads,
         "generate", "--base", base, "--prompt", "a", "--draft", heads, "--rule", "rejection", "--tree", gap
     )
     assert result.code == 2
-    assert "tree: RejectionSampling needs siblings of rank 0, 1, 2 ..., found [2]" in result.err
+    assert "tree: got the choice [2], expected siblings of rank 0, 1, 2 ..." in result.err
 
 
 def test_streamed_text_is_the_text(program, base, heads, wide_tree, tokenizer):

@@ -196,11 +196,11 @@ def test_the_tree_of_the_nearest_smaller_batch_is_taken(tmp_path):
         (["--output", "t.json", "--picture", "no/curve.png"], "--picture: cannot write no/curve.png"),
         (
             ["--draft", "lookup", "--shapes", "both", "--output", "t.json"],
-            "--shapes: found 'both', but dynamic-2-0-1 needs a drafter that can grow trees, not PromptLookup",
+            "--shapes: found 'both', but got dynamic-2-0-1, expected a static tree",
         ),
         (["--shapes", "dynamic", "--sizes", "1", "--output", "t.json"], "--sizes: a dynamic tree has at least 2 nodes"),
         ([], "one of the arguments --output --save is required"),
-        (["--epsilon", "0.1", "--output", "t.json"], "--epsilon: has no meaning with the rule greedy"),
+        (["--epsilon", "0.1", "--output", "t.json"], "--epsilon: got a value for the rule greedy, expected none"),
     ],
 )
 def test_mistakes(program, prompts, tmp_path, monkeypatch, flags, message):
@@ -298,4 +298,4 @@ def test_steps_that_cannot_be_drawn(program, base, heads, flags, message):
 def test_a_dynamic_tree_alone_has_no_shape(program):
     done = program("tree", "show", "dynamic-8-2-3")
     assert (done.code, done.err.count("\n")) == (2, 1)
-    assert "dynamic-8-2-3 has another shape at every step, a drawing without --base" in done.err
+    assert "dynamic-8-2-3 expected a static tree, a drawing without --base" in done.err

@@ -194,12 +194,12 @@ def test_typical_with_cuts_and_processors_matches_a_walk(rule):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"top_k": 0}, "top_k: must be an integer from 1 up, found 0"),
-        ({"min_p": 1.5}, "min_p: must be from 0 to 1, found 1.5"),
-        ({"epsilon": -0.1}, "epsilon: must be from 0 to 1, found -0.1"),
-        ({"epsilon": float("nan")}, "epsilon: must be from 0 to 1, found nan"),
-        ({"alpha": -1.0}, "alpha: must be from 0 up, found -1.0"),
-        ({"temperature": 0.0}, "temperature: must be positive, found 0.0"),
+        ({"top_k": 0}, "top_k: got 0, expected an integer from 1 up"),
+        ({"min_p": 1.5}, "min_p: got 1.5, expected a number from 0 to 1"),
+        ({"epsilon": -0.1}, "epsilon: got -0.1, expected a number from 0 to 1"),
+        ({"epsilon": float("nan")}, "epsilon: got nan, expected a number from 0 to 1"),
+        ({"alpha": -1.0}, "alpha: got -1.0, expected a number from 0 up"),
+        ({"temperature": 0.0}, "temperature: got 0.0, expected a positive number"),
     ],
 )
 def test_typical_refuses_numbers_out_of_range(settings, message):

@@ -27,7 +27,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
 def grow(seeds, observed):
     """``(parents, target)`` int32 ``[B, N]`` and ``[B]``: a tree for each row, and a node of it.
 
-    About every fifth node has no parent. The target has one, and so have its ancestors up to the root.
+    About every fifth node without its parent. The target has one, and so have its ancestors up to the root.
     """
     keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))(seeds, observed)
     noise = jax.vmap(lambda key: jax.random.uniform(key, (N_NODES, N_NODES + 1)))(keys)

@@ -180,7 +180,7 @@ def test_specs_with_other_numbers_share_programs(lab):
     other = executor.with_spec(tree=presets.chain(2))
     assert other._advance is not executor._advance
     assert other.room == executor.room
-    with pytest.raises(HydrajaxError, match="depth 5 is deeper than the drafter"):
+    with pytest.raises(HydrajaxError, match="got a depth of 5, expected at most"):
         executor.with_spec(tree=presets.chain(5))
 
 

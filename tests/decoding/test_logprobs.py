@@ -93,5 +93,5 @@ def test_nothing_is_kept_unless_asked_for(lab):
 
 def test_no_more_alternatives_than_there_are_tokens(lab):
     for k in (-1, VOCAB + 1):
-        with pytest.raises(HydrajaxError, match=f"logprobs: must be from 0 to the vocabulary's {VOCAB}, found {k}"):
+        with pytest.raises(HydrajaxError, match=f"logprobs: got {k}, expected 0 to the vocabulary's {VOCAB}"):
             make_decode_fn(lab.model, lab.drafters["none"], presets.root(), max_new_tokens=NEW, logprobs=k)

@@ -24,7 +24,7 @@ from hydrajax.decoding.processors import LogitBias, NodeContext, Penalties, Toke
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.plain_pass import last_logits
+from hydrajax.measure.uncached_forward import last_logits
 from hydrajax.trees import presets
 
 V = 12
@@ -213,7 +213,7 @@ def test_a_second_turn_takes_all_before_it_for_prompt(lab, engine):
 def test_a_text_decoded_without_counting_cannot_go_on_with_it(lab, engine):
     params, text = Params(lab.base(0), {}), padded([[3]], 16)
     state = jax.eval_shape(engine.prefill, params, *text, sampling(None, 1, lab.vocab))
-    with pytest.raises(HydrajaxError, match="processors: count tokens, but the text before was decoded without"):
+    with pytest.raises(HydrajaxError, match="processors: got one that counts tokens, expected none: the text"):
         jax.eval_shape(engine.extend, params, state, *text, sampling(SPECS[1], 1, lab.vocab))
 
 
@@ -238,23 +238,23 @@ def test_numbers_without_effect_are_no_part_of_the_program(lab, engine, rule):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Penalties(repetition_penalty=0.0), "repetition_penalty: must be positive, found 0.0"),
-        (lambda: Penalties(repetition_penalty=float("inf")), "repetition_penalty: must be positive, found inf"),
-        (lambda: Penalties(repetition_penalty=float("nan")), "repetition_penalty: must be positive, found nan"),
-        (lambda: Penalties(presence_penalty=float("inf")), "presence_penalty: must be a finite number, found inf"),
-        (lambda: Penalties(frequency_penalty=float("nan")), "frequency_penalty: must be a finite number, found nan"),
-        (lambda: LogitBias({3: float("inf")}), "logit_bias: must map ids from 0 up to finite numbers, found 3: inf"),
-        (lambda: LogitBias({-1: 1.0}), "logit_bias: must map ids from 0 up to finite numbers, found -1: 1.0"),
-        (lambda: LogitBias({"the": 1.0}), "logit_bias: must map token ids to numbers, found dict_items"),
-        (lambda: LogitBias(3), "logit_bias: must map token ids to numbers, found 3"),
-        (lambda: LogitBias({1.5: 3}), "logit_bias: must map token ids to numbers"),
+        (lambda: Penalties(repetition_penalty=0.0), "repetition_penalty: got 0.0, expected a positive number"),
+        (lambda: Penalties(repetition_penalty=float("inf")), "repetition_penalty: got inf, expected a positive number"),
+        (lambda: Penalties(repetition_penalty=float("nan")), "repetition_penalty: got nan, expected a positive number"),
+        (lambda: Penalties(presence_penalty=float("inf")), "presence_penalty: got inf, expected a finite number"),
+        (lambda: Penalties(frequency_penalty=float("nan")), "frequency_penalty: got nan, expected a finite number"),
+        (lambda: LogitBias({3: float("inf")}), "logit_bias: got 3: inf, expected ids from 0 up with finite numbers"),
+        (lambda: LogitBias({-1: 1.0}), "logit_bias: got -1: 1.0, expected ids from 0 up with finite numbers"),
+        (lambda: LogitBias({"the": 1.0}), "logit_bias: got dict_items"),
+        (lambda: LogitBias(3), "logit_bias: got 3, expected token ids with numbers"),
+        (lambda: LogitBias({1.5: 3}), "logit_bias: got"),
         (
             lambda: sampling(how(processors=[LogitBias({17: 1.0})]), 1, 17),
-            "logit_bias: token id 17 is outside the vocabulary 0..16",
+            "logit_bias: got token id 17, expected 0 to 16",
         ),
         (
             lambda: how(processors=[Penalties(), LogitBias(), Penalties()]),
-            "processors: must be one of a kind, found Penalties twice",
+            "processors: got Penalties twice, expected one of a kind",
         ),
     ],
 )

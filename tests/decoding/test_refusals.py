@@ -30,8 +30,8 @@ def test_bucket_is_a_power_of_two_within_the_context(length, context):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        (presets.chain(5), "depth 5 is deeper than the drafter, which proposes 4 tokens ahead"),
-        (TreeTopology.from_choices([[17]]), "rank 17 does not exist in a vocabulary of 17 tokens"),
+        (presets.chain(5), "got a depth of 5, expected at most the 4 tokens that the draft proposes"),
+        (TreeTopology.from_choices([[17]]), "got rank 17, expected less than the vocabulary of 17 tokens"),
     ],
 )
 def test_a_tree_the_drafter_cannot_fill_is_refused(lab, tree, message):
@@ -40,26 +40,26 @@ def test_a_tree_the_drafter_cannot_fill_is_refused(lab, tree, message):
 
 
 def test_no_tokens_wanted_is_refused(lab):
-    with pytest.raises(HydrajaxError, match="max_new_tokens: must be at least 1, found 0"):
+    with pytest.raises(HydrajaxError, match="max_new_tokens: got 0, expected at least 1"):
         make_decode_fn(lab.model, lab.drafters["hydra"], presets.chain(2), max_new_tokens=0)
 
 
 @pytest.mark.parametrize(
     ("prompt", "lengths", "message"),
     [
-        (np.zeros((2, 41), int), None, "prompt 0: has 41 tokens, the model's context is 40"),
-        (np.zeros((2, 41), int), [40, 41], "prompt 1: has 41 tokens, the model's context is 40"),
-        (np.zeros((2, 0), int), None, "prompt 0: is empty"),
-        (np.zeros((2, 5), int), [5, 0], "prompt 1: is empty"),
-        (np.array([[1, 2], [3, 17]]), None, r"prompt 1: token id 17 is outside the vocabulary 0\.\.16"),
-        (np.array([[1, -1]]), None, "prompt 0: token id -1 is outside the vocabulary"),
-        (np.zeros((2, 5), int), [5], "lengths: must be one per prompt row"),
-        (np.zeros((2, 5), int), [5, 6], "lengths: row 1 has length 6, the prompt has 5 columns"),
-        (np.zeros((2, 5), int), [-1, 5], "lengths: row 0 has length -1"),
-        (np.zeros((1, 5), int), [3.9], r"lengths: must be int32 \[batch\], found float64"),
-        (np.zeros(5, np.int32), None, r"prompt: must be int32 \[batch, tokens\], found int32 \[5\]"),
-        (np.zeros((1, 5), np.float32), None, r"prompt: must be int32 \[batch, tokens\], found float32 \[1, 5\]"),
-        (np.array([[1, 2**32 + 1]]), None, "prompt 0: token id 4294967297 is outside the vocabulary"),
+        (np.zeros((2, 41), int), None, "prompt 0: got 41 tokens, expected at most the model's context of 40"),
+        (np.zeros((2, 41), int), [40, 41], "prompt 1: got 41 tokens, expected at most the model's context of 40"),
+        (np.zeros((2, 0), int), None, "prompt 0: got no tokens"),
+        (np.zeros((2, 5), int), [5, 0], "prompt 1: got no tokens"),
+        (np.array([[1, 2], [3, 17]]), None, r"prompt 1: got token id 17, expected 0 to 16"),
+        (np.array([[1, -1]]), None, "prompt 0: got token id -1, expected 0 to"),
+        (np.zeros((2, 5), int), [5], "lengths: got shape"),
+        (np.zeros((2, 5), int), [5, 6], "lengths: got 6 for prompt 1, expected 0 to its 5 columns"),
+        (np.zeros((2, 5), int), [-1, 5], "lengths: got -1 for prompt 0"),
+        (np.zeros((1, 5), int), [3.9], r"lengths: got float64, expected int32 \[batch\]"),
+        (np.zeros(5, np.int32), None, r"prompt: got int32 \[5\], expected int32 \[batch, tokens\]"),
+        (np.zeros((1, 5), np.float32), None, r"prompt: got float32 \[1, 5\], expected int32 \[batch, tokens\]"),
+        (np.array([[1, 2**32 + 1]]), None, "prompt 0: got token id 4294967297, expected 0 to"),
     ],
 )
 def test_bad_prompts_are_refused(lab, prompt, lengths, message):

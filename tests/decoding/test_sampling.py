@@ -92,17 +92,17 @@ def test_of_tokens_that_tie_at_the_kth_the_share_counts_all():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": -1.0}, "temperature: must be at least 0 and finite, found -1.0"),
-        ({"temperature": float("nan")}, "temperature: must be at least 0 and finite, found nan"),
-        ({"temperature": float("inf")}, "temperature: must be at least 0 and finite, found inf"),
-        ({"top_k": 0}, "top_k: must be an integer from 1 up, found 0"),
-        ({"top_k": True}, "top_k: must be an integer from 1 up, found True"),
-        ({"top_p": 0.0}, "top_p: must be above 0 and at most 1, found 0.0"),
-        ({"top_p": 1.1}, "top_p: must be above 0 and at most 1, found 1.1"),
-        ({"min_p": -0.1}, "min_p: must be from 0 to 1, found -0.1"),
-        ({"min_p": 1.1}, "min_p: must be from 0 to 1, found 1.1"),
-        ({"min_p": float("nan")}, "min_p: must be from 0 to 1, found nan"),
-        ({"top_p": float("nan")}, "top_p: must be above 0 and at most 1, found nan"),
+        ({"temperature": -1.0}, "temperature: got -1.0, expected a finite number from 0 up"),
+        ({"temperature": float("nan")}, "temperature: got nan, expected a finite number from 0 up"),
+        ({"temperature": float("inf")}, "temperature: got inf, expected a finite number from 0 up"),
+        ({"top_k": 0}, "top_k: got 0, expected an integer from 1 up"),
+        ({"top_k": True}, "top_k: got True, expected an integer from 1 up"),
+        ({"top_p": 0.0}, "top_p: got 0.0, expected above 0 and at most 1"),
+        ({"top_p": 1.1}, "top_p: got 1.1, expected above 0 and at most 1"),
+        ({"min_p": -0.1}, "min_p: got -0.1, expected a number from 0 to 1"),
+        ({"min_p": 1.1}, "min_p: got 1.1, expected a number from 0 to 1"),
+        ({"min_p": float("nan")}, "min_p: got nan, expected a number from 0 to 1"),
+        ({"top_p": float("nan")}, "top_p: got nan, expected above 0 and at most 1"),
     ],
 )
 def test_numbers_out_of_range_are_refused(settings, message):
@@ -139,5 +139,5 @@ def test_keys_belong_to_rows_and_places():
     assert len({tuple(found) for found in np.asarray(keys).reshape(12, -1).tolist()}) == 10  # place 9 thrice
     single = jax.random.key_data(position_keys(four[2:3], np.array([6])))
     assert (single[0] == keys[2, 1]).all()
-    with pytest.raises(HydrajaxError, match="rng: must be one key or one per row, found 4 for 3 rows"):
+    with pytest.raises(HydrajaxError, match="rng: got 4 keys for 3 prompts, expected one or one per prompt"):
         row_keys(four, 3)

@@ -1,5 +1,5 @@
-"""EAGLE against outputs of the official code (see the README beside the data): hidden states, logits, every tree that
-it proposes, every accepted length and every token."""
+"""EAGLE against recordings of the official code (tests/golden/README.md): hidden states, logits, every tree that it
+proposes, every accepted length and every token."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from helpers.how import sampling
 from helpers.lab import quick_jit
+from helpers.recordings import as_recorded, copy_as_torch, need
 from hydrajax.api import load, make_decode_fn
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.base_model import BoundBase
@@ -43,7 +44,7 @@ class Run(NamedTuple):
 
 
 def read_run(folder, name: str) -> Run:
-    run = np.load(folder / f"greedy_{name}.npz")
+    run = np.load(need(folder / f"greedy_{name}.npz"))
     lengths, rows = run["prompt_lens"], range(len(run["prompt_lens"]))
     fields = ("tokens", "margin", "parents", "depths")
     return Run(
@@ -57,8 +58,6 @@ def read_run(folder, name: str) -> Run:
 
 @pytest.fixture(scope="module")
 def folder(golden):
-    if not (golden / "eagle").is_dir():
-        pytest.skip(f"no EAGLE data in {golden}")
     return golden / "eagle"
 
 
@@ -75,11 +74,11 @@ def loaded_for(golden, folder):
 
 
 def near(ours, recorded) -> None:
-    np.testing.assert_allclose(ours, recorded, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(as_recorded(ours, recorded), recorded, atol=TOLERANCE, rtol=0)
 
 
 def teacher_forced(loaded: LanguageModel, ids: np.ndarray):
-    """The base's features, and the draft's outputs and logits for each guess that it is trained for at every place."""
+    """The base's hidden states, and the draft's outputs and logits at every position for each of its guesses."""
     drafter = loaded.drafter
 
     @quick_jit
@@ -97,15 +96,15 @@ def test_eagle_1_teacher_forced(folder, loaded_for):
     record = np.load(folder / "eagle1_mha" / "teacher_forced.npz")
     aux_hidden_states, hidden, logits = teacher_forced(loaded_for("eagle1_mha"), record["input_ids"].astype(np.int32))
     near(aux_hidden_states, record["base_hidden_postnorm"])
-    # At the last place no token follows: the official code puts a zero there.
+    # After the last position no token follows: the official code puts a zero there.
     near(hidden[0][:, :-1], record["draft_hidden"][:, :-1])
     near(logits[0][:, :-1], record["draft_logits"][:, :-1])
 
 
 def check_decoding(loaded: LanguageModel, tree, run: Run, swaps: int) -> None:
-    """Ids and accept lengths; then the trees of every step, of which ``swaps`` at most may differ where it was close.
+    """Compare the trees of every step, of which ``swaps`` may differ where two scores were close; ids; accept lengths.
 
-    All 8 prompts in one ragged batch; the official code ran them one by one.
+    All 8 prompts are one ragged batch; the official code decoded them one by one.
     """
     engine = make_decode_fn(loaded.model, loaded.drafter, tree, max_new_tokens=LONGEST).engine
     prompt = np.pad(run.prompt, ((0, 0), (0, 64 - run.prompt.shape[1])))
@@ -156,13 +155,13 @@ def test_official_static_trees(folder):
 @pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
 @pytest.mark.quick("eagle3_mha-t8")
 def test_dynamic_trees(folder, loaded_for, arch, name):
-    recorded = np.load(folder / arch / f"greedy_{name}.npz")
+    recorded = np.load(need(folder / arch / f"greedy_{name}.npz"))
     tree = DynamicTree(int(recorded["total_token"]), int(recorded["depth"]), int(recorded["top_k"]))
     check_decoding(loaded_for(arch), tree, read_run(folder / arch, name), swaps=3)
 
 
 def test_eagle_3_teacher_forced(folder, loaded_for):
-    """The first pass over the text, and the passes over its own outputs of the official training forward."""
+    """The official training forward: the first pass over the text, and the passes over the draft's own outputs."""
     record = np.load(folder / "eagle3_mha" / "teacher_forced.npz")
     aux_hidden_states, hidden, logits = teacher_forced(loaded_for("eagle3_mha"), record["input_ids"].astype(np.int32))
     near(aux_hidden_states, np.concatenate([record[f"hidden_layer_{layer}"] for layer in range(3)], axis=-1))
@@ -173,7 +172,8 @@ def test_eagle_3_teacher_forced(folder, loaded_for):
         near(logits[k][:, : -1 - k], recorded[:, : -1 - k])
 
 
-@pytest.mark.parametrize("arch", ["eagle1_mha", slow("eagle3_mha")])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
 def test_end_of_sequence(folder, loaded_for, arch):
     """The official code keeps the tokens after EOS that its last step accepted; ours ends at EOS itself."""
     record, loaded = np.load(folder / arch / "eos_t32.npz"), loaded_for(arch)
@@ -191,8 +191,10 @@ def test_end_of_sequence(folder, loaded_for, arch):
 
 @pytest.mark.parametrize("arch", ["eagle1_mha", slow("eagle3_mha")])
 def test_bin_and_safetensors_are_the_same(golden, folder, loaded_for, arch, tmp_path):
-    for name in ("config.json", "pytorch_model.bin"):
-        (tmp_path / name).symlink_to(folder / arch / "draft" / name)
+    """A .bin with the tensors of the .safetensors gives the same parameters (the official .bin in the full set)."""
+    draft = folder / arch / "draft"
+    copy_as_torch(draft / "model.safetensors", tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").symlink_to(draft / "config.json")
     from_bin = load(golden / "base" / "mha", tmp_path)
     assert from_bin.drafter == loaded_for(arch).drafter
     jax.tree.map(np.testing.assert_array_equal, from_bin.params.draft, loaded_for(arch).params.draft)

@@ -334,14 +334,14 @@ def test_a_name_says_the_settings(lab):
 
 
 def test_what_does_not_go_together_is_refused(lab):
-    message = "rule: RejectionSampling needs a drafter that samples, not Lookahead"
+    message = "rule: got RejectionSampling, expected another one: Lookahead does not sample candidates"
     with pytest.raises(HydrajaxError, match=f"^{message}$"):
         make_decode_fn(lab.model, Lookahead(), presets.chain(3), RejectionSampling())
-    with pytest.raises(HydrajaxError, match="depth 5 is deeper than the drafter, which proposes 4 tokens ahead"):
+    with pytest.raises(HydrajaxError, match="got a depth of 5, expected at most the 4 tokens that the draft proposes"):
         make_decode_fn(lab.model, Lookahead(), presets.chain(5))
-    with pytest.raises(HydrajaxError, match="needs a drafter that can grow trees, not Lookahead"):
+    with pytest.raises(HydrajaxError, match="expected a static tree because Lookahead cannot fill dynamic ones"):
         make_decode_fn(lab.model, Lookahead(), presets.by_name("dynamic-8-1-4"))
-    with pytest.raises(HydrajaxError, match=r"^draft: looks 40 tokens ahead, which a context of 40 has no room for$"):
+    with pytest.raises(HydrajaxError, match=r"^draft: got a window of 40, expected less than the context of 40$"):
         make_decode_fn(lab.model, Lookahead(38, 5, 2), presets.chain(3))
     make_decode_fn(lab.model, Lookahead(37, 5, 2), presets.chain(3))
 

@@ -269,14 +269,16 @@ def test_sampling_draws_the_tokens_of_plain_sampling(lab, batch):
 
 
 def test_what_does_not_go_together_is_refused(lab):
-    message = "rule: RejectionSampling needs a drafter that samples, not PromptLookup"
+    message = "rule: got RejectionSampling, expected another one: PromptLookup does not sample candidates"
     with pytest.raises(HydrajaxError, match=f"^{message}$"):
         make_decode_fn(lab.model, PromptLookup(), presets.chain(3), RejectionSampling())
     make_decode_fn(lab.model, PromptLookup(), presets.chain(3), Typical())
-    with pytest.raises(HydrajaxError, match="depth 11 is deeper than the drafter, which proposes 10 tokens ahead"):
+    with pytest.raises(
+        HydrajaxError, match="got a depth of 11, expected at most the 10 tokens that the draft proposes"
+    ):
         make_decode_fn(lab.model, PromptLookup(), presets.chain(11))
     for settings in ({"depth": 0}, {"shortest": 0}, {"matches": 0}):
-        with pytest.raises(HydrajaxError, match="lookup: depth, shortest and matches must be at least 1"):
+        with pytest.raises(HydrajaxError, match="lookup: depth, shortest, matches: expected at least 1"):
             PromptLookup(**settings)
-    with pytest.raises(HydrajaxError, match="lookup: longest must be at least shortest, 3, found 2"):
+    with pytest.raises(HydrajaxError, match="lookup: longest: got 2, expected at least shortest, 3"):
         PromptLookup(longest=2, shortest=3)

@@ -24,7 +24,7 @@ from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import beside_lookup, title_of
-from hydrajax.measure.timing import some_topology
+from hydrajax.measure.timing import example_topology
 from hydrajax.models.base_model import BoundBase
 from hydrajax.questions.contenders import folder_name
 from hydrajax.trees import presets
@@ -241,7 +241,7 @@ def test_sizes():
 
 @pytest.mark.parametrize("tree", ["root", "shallow", "grown"])
 def test_a_timer_has_a_tree_of_the_same_size(lab, tree):
-    """What is timed is made up (`some_topology`), but has the nodes and the depth of what is proposed."""
+    """What is timed is made up (`example_topology`), but has the nodes and the depth of what is proposed."""
     drafter, heads = WithLookup(DRAFTERS["hydra"], ADDED), lab.draft("hydra", 0)
     engine = make_decode_fn(lab.model, drafter, TREES[tree], max_new_tokens=NEW).engine
     base = BoundBase(lab.model, lab.base(0))
@@ -249,7 +249,7 @@ def test_a_timer_has_a_tree_of_the_same_size(lab, tree):
     def propose():
         return drafter.propose(heads, drafter.init_state(2, 30), jnp.zeros(2, jnp.int32), TREES[tree], base).tree
 
-    proposed, timed = jax.eval_shape(propose), jax.eval_shape(lambda: some_topology(engine, 2))
+    proposed, timed = jax.eval_shape(propose), jax.eval_shape(lambda: example_topology(engine, 2))
     for name in ("parents", "depths", "mask", "paths"):
         assert getattr(timed, name).shape == getattr(proposed, name).shape
     assert proposed.depth == engine.depth == TREES[tree].depth + ADDED

@@ -161,7 +161,7 @@ def test_settings_of_a_draft_model(llama_checkpoint, tiny_checkpoint):
     found = m.generate(PROMPTS, max_new_tokens=10, tree="chain-5")
     assert [one.output_ids for one in found] == [one.output_ids for one in without]
     for settings, message in (
-        ({"draft_confidence": 1.0}, "draft_confidence: must be at least 0 and below 1, found 1.0"),
+        ({"draft_confidence": 1.0}, "draft_confidence: got 1.0, expected at least 0 and less than 1"),
         ({"draft_confidence": 0.5, "draft": "lookup"}, "draft_confidence: is for a draft model, found Lookup"),
         ({"draft_confidence": 0.5, "draft": None}, "draft_confidence: is for a draft model, found no draft"),
         (

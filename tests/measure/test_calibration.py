@@ -1,4 +1,4 @@
-"""Calibration, and the contest that it foretells."""
+"""Calibration against a contest with the predicted trees."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hydrajax.trees.search import simulated
 PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
 
 
-def test_a_calibration_foretells_what_a_contest_finds(tiny_model):
-    """On the very prompts it was made with, in batches of which the last is not full."""
+def test_a_calibration_predicts_the_tokens_per_step_of_a_contest(tiny_model):
+    """On the same prompts, in batches of which the last is not full."""
     model, base = tiny_model
     drafter = dataclasses.replace(MedusaHeads.for_base(model.config, model.dtype), num_draft_heads=2)
     params = Params(base, drafter.init(jax.random.key(0), BoundBase(model, base)))

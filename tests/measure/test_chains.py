@@ -1,4 +1,4 @@
-"""The acceptance of a draft model (Leviathan et al. 3.1, 3.2) against enumeration, and what is made of it."""
+"""The acceptance of a draft model (Leviathan et al. 3.1, 3.2) against enumeration, and the best chain."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.measure.calibration import calibrate
-from hydrajax.measure.chain_length import draft_cost
-from hydrajax.measure.plain_pass import all_logits
+from hydrajax.measure.draft_cost import draft_cost
+from hydrajax.measure.uncached_forward import all_logits
 from hydrajax.models.base_model import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.trees import presets, search
@@ -26,7 +26,7 @@ PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
 
 @pytest.fixture(scope="module")
 def executor(tiny_model) -> FusedExecutor:
-    """A base of 61 tokens, a draft that knows 50 of them."""
+    """A base with 61 tokens and a draft with 50 of them."""
     model, base = tiny_model
     small = Llama(model.config.replace(vocab_size=50, n_layers=1))
     params = noise(jax.eval_shape(lambda: init_base(small, jax.random.key(0))), 3)
@@ -40,7 +40,7 @@ def softmax(logits, temperature):
 
 
 @pytest.mark.slow
-def test_overlaps_are_the_chances_that_a_draw_is_accepted(executor):
+def test_overlaps_are_acceptance_probabilities(executor):
     """The mean over x drawn from q of min(1, p(x) / q(x)), token by token."""
     executor = executor.with_spec(rule=RejectionSampling(0.9, top_k=7, draft_temperature=1.3))
     found = calibrate(executor, PROMPTS, batch_size=2, seed=4)
@@ -60,7 +60,7 @@ def test_overlaps_are_the_chances_that_a_draw_is_accepted(executor):
 
 
 def texts_of(executor, found, seed):
-    """What `calibrate` let the base write, in its batches of two."""
+    """The sequences that `calibrate` generates, in its batches of two."""
     plain = executor.autoregressive()
     texts = []
     for first in range(0, len(PROMPTS), 2):
@@ -78,7 +78,7 @@ def texts_of(executor, found, seed):
 
 
 @pytest.mark.slow
-def test_under_the_greedy_rule_it_is_how_often_both_say_the_same(executor):
+def test_greedy_acceptance_is_the_share_of_equal_tokens(executor):
     found = calibrate(executor, PROMPTS, batch_size=2)
     same = []
     for text, start in texts_of(executor, found, 0):
@@ -109,6 +109,6 @@ def test_the_best_chain_by_the_closed_form(executor):
 
 
 @pytest.mark.slow
-def test_what_drafting_costs_is_measured(executor):
-    """A draft of one layer in place of two costs something, and less than some passes of the base."""
+def test_the_draft_cost_is_measured(executor):
+    """A draft with one of two layers costs more than nothing and less than a few passes of the base."""
     assert 0 < draft_cost(executor, 1, 20) < 10

@@ -19,7 +19,7 @@ TEXTS = [np.random.default_rng(n).integers(0, 61, n).astype(np.int32) for n in (
 
 
 def logits(model: Llama, params) -> list[np.ndarray]:
-    """Of every text, float64 ``[T, V]``, in one pass over rows filled up with token 0."""
+    """Logits of every text, float64 ``[T, V]``, in one pass over rows padded with token 0."""
     width = max(map(len, TEXTS))
     ids = np.stack([np.pad(text, (0, width - len(text))) for text in TEXTS])
 
@@ -32,7 +32,7 @@ def logits(model: Llama, params) -> list[np.ndarray]:
 
 
 def int8_params(params: dict) -> dict:
-    """Kernels quantised on their way into the nested dicts."""
+    """Quantise the kernels in nested dicts."""
     found = {}
     for name, leaf in params.items():
         if isinstance(leaf, dict):
@@ -45,7 +45,7 @@ def int8_params(params: dict) -> dict:
 
 
 @pytest.mark.parametrize("change", ["int8", pytest.param("noise", marks=pytest.mark.slow)])
-def test_figures_are_those_of_the_two_models_logits(tiny_model, change):
+def test_figures_match_the_logits_of_both_models(tiny_model, change):
     model, params = tiny_model
     if change == "int8":
         other = Llama(model.config, quantize="int8"), int8_params(params)

@@ -135,12 +135,12 @@ def test_a_model_drops_only_with_a_key():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rank": 0}, "adapter.rank: must be at least 1, found 0"),
-        ({"alpha": float("nan")}, "adapter.alpha: must be positive, found nan"),
-        ({"dropout": 1.0}, "adapter.dropout: must be from 0 up to, not including, 1, found 1.0"),
-        ({"targets": ("qkv",)}, f"adapter.targets: found 'qkv', allowed are {', '.join(TARGETS)}"),
-        ({"targets": ()}, "adapter.targets: must be different linear layers, found []"),
-        ({"targets": ("q_proj",) * 2}, "adapter.targets: must be different linear layers, found ['q_proj', 'q_proj']"),
+        ({"rank": 0}, "adapter.rank: got 0, expected at least 1"),
+        ({"alpha": float("nan")}, "adapter.alpha: got nan, expected a positive number"),
+        ({"dropout": 1.0}, "adapter.dropout: got 1.0, expected at least 0 and less than 1"),
+        ({"targets": ("qkv",)}, f"adapter.targets: got 'qkv', expected {', '.join(TARGETS)}"),
+        ({"targets": ()}, "adapter.targets: got [], expected different linear layers"),
+        ({"targets": ("q_proj",) * 2}, "adapter.targets: got ['q_proj', 'q_proj'], expected different linear layers"),
     ],
 )
 def test_refused_settings(settings, message):
@@ -149,4 +149,4 @@ def test_refused_settings(settings, message):
 
 def test_a_tied_lm_head_has_no_adapter():
     message = refusal(lambda: check_adapter(Adapter(), SHAPE.replace(tied_lm_head=True)))
-    assert message.startswith("adapter.targets: lm_head is the embedding of this base (tied)")
+    assert message.startswith("adapter.targets: got lm_head, expected none for this base (tied)")

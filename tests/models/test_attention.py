@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hydrajax.models import attention, backend
-from hydrajax.models.attention import Causal, Filled, KVSegment, SamePlace, attend, attend_plain
+from hydrajax.models.attention import Causal, Filled, KVSegment, SamePosition, attend, attend_plain
 
 
 def normal(rng, *shape):
@@ -61,7 +61,7 @@ def test_guesses_at_every_place_of_a_text_see_their_own_place(n_tokens):
     """Their parts stand before and behind the text's, as EAGLE's training has them."""
     queries, (text,), (masked_text,) = text_of(n_tokens, None)
     rng = np.random.default_rng(0)
-    own = [KVSegment(*(normal(rng, 2, 2, n_tokens, 16) for _ in range(2)), SamePlace()) for _ in range(2)]
+    own = [KVSegment(*(normal(rng, 2, 2, n_tokens, 16) for _ in range(2)), SamePosition()) for _ in range(2)]
     found = jax.jit(lambda *args: attend(*args))(queries, [own[0], text, own[1]])
     by_mask = [part._replace(visible=np.eye(n_tokens, dtype=bool)) for part in own]
     np.testing.assert_allclose(found, attend_plain(queries, [masked_text, *by_mask]), atol=2e-5)

@@ -1,19 +1,16 @@
-"""Tables and pictures of results, and the report that holds them all: what is shown is what was measured."""
+"""Tables of results and the Markdown report."""
 
 from __future__ import annotations
 
-import json
 import re
 
-import numpy as np
 import pytest
 
 from helpers.report_examples import ROWS, result, write_to
-from hydrajax.errors import HydrajaxError
-from hydrajax.report.figures import draw, front
-from hydrajax.report.markdown import section, table, write_report
+from hydrajax.report.markdown import section, write_report
 from hydrajax.report.outputs import find_results
 from hydrajax.report.results import Result
+from hydrajax.report.tables import markdown_table, print_table
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
@@ -28,8 +25,6 @@ def cells_of(text: str) -> list[list[str]]:
     [
         ("speed", ["hydra / tree", "1", "64", "2.50", "311", "190 to 210", "1.27x", "**no**"]),
         ("trees", ["hydra", "1", "searched", "T_8", "8", "2.60", "2.50", "400", "190 to 210", "1.27x"]),
-        ("acceptance", ["medusa", "typical", "epsilon 0.2", "3.00", "2.000"]),
-        ("overhead", ["hydra_pp", "1.2", "0.6", "1.4", "20", "18"]),
         ("categories", ["qa", "10", "1.00x (τ 2.50)", "1.90x (τ 2.50)", "yes"]),
         (
             "quality",
@@ -49,26 +44,23 @@ def cells_of(text: str) -> list[list[str]]:
             ],
         ),
         ("accuracy", ["hydra", "2", "20.0%", "60.0%"]),
-        ("pareto", ["amphista", "shared", "8", "0.5", "2.20", "310", "190 to 210", "1.27x", "yes", "0.80", "1.10x"]),
         ("steps", ["chain-2", "1", "3", "2", "3", "2.5", "0.25", "0.125", "0.0625", "1.50"]),
         ("prediction", ["1", "512", "64", "3.3", "3", "+10%", "9", "10", "-10%"]),
-        ("program", ["ar", "1", "512", "1", "627", "19.5", "15.00", "12.00", "1.250", "0 (0 MB)", "34", "yes"]),
-        ("program", ["hydra++", "8", "512", "64", "627", "19.5", "24.00", "12.00", "2.000", "2 (403 MB)", "34", "no"]),
     ],
 )
 def test_tables_hold_the_rows(kind, found):
-    head, rule, *cells = cells_of(section(result(kind), "p.png", "r.json"))
+    head, rule, *cells = cells_of(section(result(kind), "r.json"))
     assert found in cells
     assert {len(line) for line in (head, rule, *cells)} == {len(found)}
 
 
 def test_only_the_fastest_of_each_family_is_in_the_table():
-    cells = cells_of(section(result("trees"), "p.png", "r.json"))[2:]
+    cells = cells_of(section(result("trees"), "r.json"))[2:]
     assert [line[3] for line in cells] == ["T_1", "T_8", "chain-1", "mc_sim_7b_63"]
 
 
-def test_a_section_says_where_its_figures_are_from():
-    text = section(result("speed", "hydra figure 2", remarks=["a remark"]), "figures/r.png", "r.json")
+def test_a_section_has_its_sources():
+    text = section(result("speed", "hydra figure 2", remarks=["a remark"]), "r.json", "figures/r.png")
     for part in (
         "## Hydra figure 2: some speed",
         "(figures/r.png)",
@@ -81,172 +73,51 @@ def test_a_section_says_where_its_figures_are_from():
 
 
 def test_a_markdown_table():
-    assert table(("a", "b"), [("x|y", "1")]) == ["| a | b |", "|---|---:|", "| x\\|y | 1 |"]
+    lines = ["| a | b | c |", "|---|---:|---:|", "| x\\|y | 1 |  |", "| 0.123 | yes | 1, 2 |"]
+    assert markdown_table(("a", "b", "c"), [("x|y", 1, None), (0.12345, True, [1, 2])]) == lines
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+def test_a_printed_table_is_never_cut(capsys):
+    print_table(("name", "rate"), [["[bold]" + "x" * 150, 2.5], ["y", None]], left=["name"], title="rates")
+    out = capsys.readouterr().out
+    assert "[bold]" + "x" * 150 in out
+    assert "2.5" in out
+    assert out.startswith("rates")
 
 
-def points(axes) -> list[tuple[float, float]]:
-    return [tuple(point) for line in axes.lines for point in line.get_xydata().tolist()]
-
-
-def test_scores_stand_with_their_intervals():
-    left, right = draw(result("quality")).axes
-    assert (left.get_title(), left.get_xlabel(), right.get_xlabel()) == ("HumanEval", "pass@1", "exact match")
-    assert [label.get_text() for label in left.get_yticklabels()] == ["greedy", "typical, epsilon 0.1"]
-    assert {x for x, _ in points(left)} == {31.5, 20.0, 40.0}
-    assert len({y for _, y in points(left)}) == 4  # two rules by two ways
-
-
-def test_bars_have_the_rates_as_lengths():
-    left, right = draw(result("speed")).axes
-    assert [bar.get_width() for bar in left.patches] == [200.4, 311.0]
-    assert [bar.get_width() for bar in right.patches] == [2.5, 2.5]
-    assert [label.get_text() for label in left.get_yticklabels()] == ["autoregressive", "hydra | tree"]
-
-
-def test_batches_are_curves_of_throughput_and_latency():
-    rows = [ROWS["speed"][0] | {"batch": batch, "tokens_per_second": rate} for batch, rate in ((4, 400.0), (1, 200.0))]
-    left, right = draw(result("speed", rows=rows)).axes
-    assert points(left) == [(1, 200), (4, 400)]
-    assert points(right) == [(1, 5), (4, 10)]  # ms for a token of each row
-
-
-def test_trees_are_drawn_over_nodes_with_a_star_at_the_fastest():
-    above, below = draw(result("trees")).axes
-    found = points(above)
-    for row in ROWS["trees"]:
-        assert (row["nodes"], row["tokens_per_second"]) in found
-    (star,) = (line for line in above.lines if line.get_marker() == "*")
-    assert star.get_xydata().tolist() == [[8, 400]]
-    (foretold,) = (line for line in below.lines if line.get_linestyle() == ":" and len(line.get_xdata()))
-    assert foretold.get_xydata().tolist() == [[1, 1], [2, 1.6], [8, 2.6]]
-
-
-def test_rules_are_curves_over_what_is_varied_and_lines_where_nothing_is():
-    above, below = draw(result("acceptance")).axes
-    assert [point for point in points(above) if 0 < point[0] < 1] == [(0.1, 3.5), (0.2, 3.0)]
-    assert [point for point in points(below) if 0 < point[0] < 1] == [(0.1, 3.0), (0.2, 2.0)]
-    assert {line.get_ydata()[0] for line in above.lines if len(set(line.get_ydata())) == 1} == {2.0}
-
-
-def test_costs_are_stacked():
-    (axes,) = draw(result("overhead")).axes
-    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
-    np.testing.assert_allclose(bars, [(0, 0), (0, 1.2), (0, 0.3), (1.2, 0.6), (0.3, 0.25), (1.8, 1.4)])
-    (axes,) = draw(result("steps")).axes
-    assert sum(bar.get_width() for bar in axes.patches) == 0.25 + 2.5 + 0.125 + 0.0625
-    assert {x for x, _ in points(axes)} == {2.0}  # the autoregressive step
-
-
-def test_categories_accuracies_and_predictions():
-    (axes,) = draw(result("categories")).axes
-    assert [bar.get_height() for bar in axes.patches] == [1.0, 1.0, 1.9, 1.9]
-    first, second = draw(result("accuracy")).axes
-    np.testing.assert_allclose(points(first), [(1, 0.1), (5, 0.5)] * 2)
-    np.testing.assert_allclose(points(second), [(1, 0.2), (5, 0.6)] * 2)
-    (axes,) = draw(result("prediction")).axes
-    assert {(10.0, 9.0), (3.0, 3.3)} <= set(points(axes))
-
-
-def test_sizes_are_points_and_the_best_of_them_a_line():
-    figure = draw(result("pareto"))
-    fronts = [axes.lines[0].get_xydata().tolist() for axes in figure.axes]
-    assert fronts[0] == [[2, 1.5], [8, 2.2], [30, 2.5]]  # medusa's full lm head is larger and worse than another
-    assert fronts[1] == [[290, 2.5], [310, 2.2]]
-    np.testing.assert_allclose(fronts[2], [[0.2, 0.75], [0.8, 1.1], [3, 1.25]])
-    for axes, (x, y) in zip(figure.axes, [(24, 2.1), (300, 2.1), (2.4, 1.05)], strict=True):
-        assert (x, y) in points(axes)
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["Pareto front", "medusa, full", "medusa, shared", "amphista, full", "amphista, shared"]
-
-
-@pytest.mark.parametrize("less_is_better", [True, False])
-def test_a_front_holds_what_nothing_beats(less_is_better):
-    numbers = np.random.default_rng(0).integers(0, 6, (12, 2)).tolist()
-    sign = -1 if less_is_better else 1
-    expected = [
-        (x, y)
-        for x, y in map(tuple, numbers)
-        if not any((sign * a >= sign * x and b >= y) and (a, b) != (x, y) for a, b in numbers)
-    ]
-    assert front([tuple(point) for point in numbers], less_is_better) == sorted(set(expected))
-
-
-def test_programs_are_bars_over_the_floor():
-    figure = draw(result("program"))
-    (axes,) = figure.axes
-    bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in axes.patches]
-    np.testing.assert_allclose(bars, [(-0.2, 1.25), (0.2, 1.5), (1.2, 2.0)])  # hydra++ has none at batch 1
-    assert {y for _, y in points(axes)} == {1.0}  # the floor
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["ar", "hydra++"]
-    assert axes.get_ylabel() == "bytes moved / floor"
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["batch 1, context 512", "batch 8, context 512"]
+def test_other_kinds_show_all_their_fields():
+    head, _, *cells = cells_of(section(result("overhead"), "r.json"))
+    assert head == ["drafter", "prefix_attention", "heads", "verify", "autoregressive_step"]
+    assert cells[1] == ["hydra_pp", "1.2", "0.6, 1.4", "20", "18"]
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
-    sources = ["", "amphista figure 1", "medusa figure 5", "hydra table 1", "hydra figures 7 to 9"]
-    sources += ["amphista table 3", "hydra figure 3", "", "medusa table 3", "hydra figure 2", ""]
-    (tmp_path / "sub").mkdir()
-    for at, (source, kind) in enumerate(zip(sources, ROWS, strict=True)):
-        write_to(tmp_path / ("sub" if at % 2 else ".") / f"r{at // 2}.json", result(kind, source))
-    results, _ = find_results(tmp_path)
-    written = write_report(results, tmp_path / "REPORT.md")
-    text = (tmp_path / "REPORT.md").read_text()
-    headings = [line[3:].rsplit(":", 1)[0] for line in text.splitlines() if line.startswith("## ")]
-    assert headings == [
-        "Hydra figure 2", "Hydra figure 3", "Hydra figures 7 to 9", "Hydra table 1", "Medusa figure 5",
-        "Medusa table 3", "Amphista figure 1", "Amphista table 3", "Some speed", "Some program", "Some pareto",
-    ]  # fmt: skip
-    pictures = sorted((tmp_path / "figures").iterdir())
-    assert len(pictures) == len(ROWS) == len(written) - 1  # of equal names, too
-    for picture in pictures:
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        assert f"(figures/{picture.name})" in text
-    before = {path: path.read_bytes() for path in written}
-    write_report(results, tmp_path / "REPORT.md")
-    assert before == {path: path.read_bytes() for path in written}  # the same again, to the byte
+def test_a_report_has_every_result(tmp_path):
+    for kind in ROWS:
+        write_to(tmp_path / f"{kind}.json", result(kind))
+    write_report(find_results(tmp_path)[0], tmp_path / "REPORT.md")
+    headings = [line for line in (tmp_path / "REPORT.md").read_text().splitlines() if line.startswith("## ")]
+    assert headings == [f"## Some {kind}" for kind in sorted(ROWS)]
 
 
-def test_what_a_file_says_becomes_no_link_and_no_html(tmp_path):
-    """Texts of a result that somebody else wrote, of one line and many, in every place that is shown."""
+def test_a_measured_time_of_zero_has_no_error(tmp_path):
+    rows = [ROWS["prediction"][0] | {"step": 0.0}]
+    _, _, cells = cells_of(section(result("prediction", rows=rows), "r.json"))
+    assert cells[-3:] == ["9", "0", ""]
+
+
+def test_texts_of_a_file_become_no_link_and_no_html(tmp_path):
+    """Hostile texts in every field of a result."""
     evil = "x](javascript:a)\n# <b>$\\frac{$ | `\x1b[2J" + "y" * 5000
     row = ROWS["speed"][0] | {"name": evil}
-    said = {"title": evil, "command": evil, "remarks": [evil], "machine": {evil: evil}, "settings": {evil: [evil]}}
-    write_to(tmp_path / "x](y).json", Result("speed", evil, rows=[row], **said))
-    (_, picture) = write_report(find_results(tmp_path)[0], tmp_path / "REPORT.md")
-    assert picture.name == "x-y-.png"
+    texts = {"title": evil, "command": evil, "remarks": [evil], "machine": {evil: evil}, "settings": {evil: [evil]}}
+    write_to(tmp_path / "x](y).json", Result("speed", evil, rows=[row], **texts))
+    write_report(find_results(tmp_path)[0], tmp_path / "REPORT.md")
     lines = (tmp_path / "REPORT.md").read_text().splitlines()
     assert max(map(len, lines)) < 10_000
     shown = [re.sub(r"`[^`]*`", "", line) for line in lines]
-    assert sum("](" in line for line in shown) == 1  # the picture
+    assert not any("](" in line for line in shown)
     assert not any("<b" in line or "\x1b" in line or line.startswith("# <") for line in shown)
     assert sum(line.startswith("# ") for line in lines) == 1
-
-
-def test_numbers_that_cannot_be_drawn_and_rows_without_end(tmp_path):
-    row = ROWS["prediction"][0]
-    for rows, said in [
-        ([row | {"step": 0.0}], "cannot be drawn: "),
-        ([row] * 1001, "rows: there are 1001, allowed are"),
-    ]:
-        content = {"hydrajax_result": 1} | vars(result("prediction")) | {"rows": rows}
-        (tmp_path / "r.json").write_text(json.dumps(content))
-        with pytest.raises(HydrajaxError, match=said):
-            write_report(find_results(tmp_path)[0], tmp_path / "REPORT.md")
-    assert not (tmp_path / "REPORT.md").exists()
-
-
-def test_a_report_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
-    path = tmp_path / "REPORT.md"
-    path.write_text("old")
-    monkeypatch.setattr("hydrajax.report.markdown.draw", lambda result: 1 / 0)
-    with pytest.raises(HydrajaxError, match=r"^report: .*r\.json cannot be drawn: division by zero$"):
-        write_report([(tmp_path / "r.json", result("speed"))], path)
-    assert path.read_text() == "old"
-    assert not list(tmp_path.glob(".*"))

@@ -1,4 +1,4 @@
-"""Results in files: each gives back what was measured, whichever command wrote it, and a damaged file is named."""
+"""Result files and files of the commands are read as results, and damaged files are named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_there_is_an_example_of_every_kind():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_gives_back_the_result(tmp_path, kind):
+def test_a_result_is_written_and_read(tmp_path, kind):
     written = result(kind, "hydra figure 2", remarks=["one", "two"])
     write_to(tmp_path / "r.json", written)
     assert find_results(tmp_path) == ([(tmp_path / "r.json", written)], [])
@@ -36,18 +36,18 @@ def broken(kind: str, change) -> dict:
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("speed", lambda c: c.update(hydrajax_result=2), "hydrajax_result: this version reads 1, found 2"),
-        ("speed", lambda c: c.update(kind="pie"), 'kind: found "pie", known are speed, trees'),
-        ("speed", lambda c: c.pop("machine"), "machine: must be of type dict, found null"),
-        ("speed", lambda c: c.update(rows=[]), "rows: there are 0, allowed are 1 to 1000"),
+        ("speed", lambda c: c.update(hydrajax_result=2), "hydrajax_result: got 2, expected 1"),
+        ("speed", lambda c: c.update(kind="pie"), 'kind: got "pie", expected one of speed, trees'),
+        ("speed", lambda c: c.pop("machine"), "machine: got null, expected dict"),
+        ("speed", lambda c: c.update(rows=[]), "rows: got 0, expected 1 to 1000"),
         ("speed", lambda c: c["rows"].append("x"), "rows[2]: field name is missing"),
         ("speed", lambda c: c["rows"][1].pop("batch"), "rows[1]: field batch is missing"),
-        ("speed", lambda c: c["rows"][0].update(batch=1.5), "rows[0].batch: must be integer, found 1.5"),
-        ("speed", lambda c: c["rows"][0].update(batch=True), "rows[0].batch: must be integer, found true"),
-        ("speed", lambda c: c["rows"][0].update(equal=1), "rows[0].equal: must be true or false or null, found 1"),
-        ("speed", lambda c: c["rows"][0].update(speedup=float("nan")), "rows[0].speedup: must be number, found NaN"),
-        ("trees", lambda c: c["rows"][0].update(expected="2"), "rows[0].expected: must be number or null"),
-        ("overhead", lambda c: c["rows"][0].update(heads=[1, None]), "rows[0].heads: must be list of numbers"),
+        ("speed", lambda c: c["rows"][0].update(batch=1.5), "rows[0].batch: got 1.5, expected integer"),
+        ("speed", lambda c: c["rows"][0].update(batch=True), "rows[0].batch: got true, expected integer"),
+        ("speed", lambda c: c["rows"][0].update(equal=1), "rows[0].equal: got 1, expected true or false or null"),
+        ("speed", lambda c: c["rows"][0].update(speedup=float("nan")), "rows[0].speedup: got NaN, expected number"),
+        ("trees", lambda c: c["rows"][0].update(expected="2"), 'rows[0].expected: got "2", expected number or null'),
+        ("overhead", lambda c: c["rows"][0].update(heads=[1, None]), "rows[0].heads: got [1, null], expected list of"),
     ],
 )
 def test_a_damaged_result_is_named(tmp_path, kind, change, message):
@@ -66,7 +66,7 @@ def test_a_wrong_row_is_not_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_machine_is_named():
+def test_the_machine_has_a_device():
     found = machine()
     assert found["platform"] == "cpu"
     assert found["device"]
@@ -130,7 +130,7 @@ def test_evaluate_gives_categories_and_roofline_predictions(tmp_path):
 
 
 def test_evaluate_with_scores_gives_quality(tmp_path):
-    """Of all questions, shares times 100; and categories as before where nothing could be scored."""
+    """Over all questions, shares times 100; without scores, categories only."""
     figures = {"questions": 3, "mean": 0.25, "low": 0.0, "high": 0.5, "difference": -0.01}
     figures |= {"difference_low": None, "difference_high": None}
     arguments = {"set": "some/HumanEval.jsonl.gz", "rule": "typical", "epsilon": 0.1, "temperature": None}
@@ -148,7 +148,7 @@ def test_evaluate_with_scores_gives_quality(tmp_path):
     ]
 
 
-def test_training_runs_side_by_side_are_one_result(tmp_path):
+def test_training_runs_of_one_folder_are_one_result(tmp_path):
     for run, share in (("medusa", 0.3), ("hydra", 0.5)):
         lines = [{"step": 0, "kind": "eval"} | {f"top{n}": [0.0, 0.0] for n in range(1, 6)}]
         lines += [{"step": 9, "kind": "eval"} | {f"top{n}": [share, share / 2] for n in range(1, 6)}]

@@ -1,4 +1,4 @@
-"""What drafters say that they compute, against XLA's own counts, their parameters and counts by hand."""
+"""Counted operators of drafters against XLA's counts, their parameters and counts by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def head_kernels(kind: str, tree=TREE, batch: int = 3):
     return [op for op in operators if op.kind == "weights"]
 
 
-def test_the_tree_has_the_parents_that_the_counts_below_assume():
+def test_the_tree_has_the_assumed_parents():
     assert [len(level.parents) for level in TREE.levels] == [1, 10, 10, 1]
 
 
@@ -44,15 +44,15 @@ def test_hydra_heads_run_once_per_parent():
     assert flops(head_kernels("hydra")) == 2 * 3 * (shared + path + sum(paths) * D * V)
 
 
-def test_hydra_pp_blocks_are_multiplied_thrice_and_read_once():
+def test_hydra_pp_blocks_are_multiplied_three_times_and_read_once():
     blocks = [op for op in head_kernels("hydra++") if "blocks" in op.name]
     assert [op.flops for op in blocks] == [3 * 2 * 3 * p * D * D for p in (1, 10, 10, 1)]
     assert all(op.bytes == 2 * (D * D + 2 * op.rows * D) for op in blocks)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_the_draft_s_own_bytes_are_its_parameters(kind):
-    """All heads run, at batch 1 on few rows: what moves is little more than the parameters."""
+def test_the_bytes_of_a_draft_are_its_parameters(kind):
+    """At batch 1 with few rows, all heads together move little more than their parameters."""
     parameters = draft_parameters(KINDS[kind].build(SEVEN, jnp.bfloat16), BASE)
     assert 1 < moved(head_kernels(kind, presets.chain(4), batch=1)) / (2 * parameters) < 1.01
 
@@ -62,7 +62,7 @@ def test_heads_below_the_tree_are_not_run():
 
 
 def test_every_matrix_of_the_draft_is_multiplied_with():
-    """At batch 1 and one parent per level: each weight is two operations, a shared block's thrice as many."""
+    """At batch 1 with one parent per level, each weight takes two operations, three times as many in shared blocks."""
     config = PRESETS["tiny"]
     drafter = KINDS["hydra++"].build(config, jnp.float32)
     model, params = abstract_params(config)
@@ -86,8 +86,8 @@ WITH_CACHE = [
 @pytest.mark.parametrize(
     ("kind", "tree"), [*WITH_CACHE, pytest.param("amphista", presets.sparse(), marks=pytest.mark.slow)]
 )
-def test_what_a_draft_with_a_cache_computes_against_what_xla_counts(kind, tree, monkeypatch):
-    """Levels that attend to the draft's cache and to all nodes run before, and the pass over what was accepted."""
+def test_flops_of_drafts_with_a_cache_against_xla(kind, tree, monkeypatch):
+    """Levels that attend to the draft's cache and to earlier nodes, and the pass over the accepted tokens."""
     monkeypatch.setattr(few_rows, "available", lambda: False)  # in our own kernels XLA counts nothing
     config, batch, slots = LlamaConfig(300, 64, 172, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16), 2, 600
     drafter, (model, base) = KINDS[kind].build(config, jnp.float32), abstract_params(config)
@@ -133,7 +133,7 @@ def test_every_level_of_eagle_reads_the_cache_and_the_levels_before_it():
 
 
 def test_a_draft_model_runs_the_waiting_token_and_the_root_together():
-    """A chain of 3 in closed form: passes of 2, 1 and 1 tokens of its 4 layers, and logits of one token after each."""
+    """A chain of 3 in closed form: passes of 2, 1 and 1 tokens in 4 layers, each with the logits of one token."""
     drafter = KINDS["model"].build(SEVEN, jnp.bfloat16)
     assert drafter.config.n_layers == 4
     operators, layer = propose(drafter, BASE, presets.chain(3), 2, 1000), 4 * D * D + 3 * D * MLP

@@ -1,4 +1,4 @@
-"""The roofline against medusa's printed tables, XLA's own counts and counts by hand; devices and predictions."""
+"""The roofline against XLA's own counts and counts by hand; devices and predictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
 from hydrajax.roofline import devices
 from hydrajax.roofline.devices import DEVICES, Device
-from hydrajax.roofline.medusa_tables import CANDIDATES, TABLES, product
 from hydrajax.roofline.passes import forward
 from hydrajax.roofline.prediction import Workload, predict
 from hydrajax.roofline.traced import Operator
@@ -28,56 +27,11 @@ from hydrajax.trees import presets
 SEVEN = PRESETS["7b"]
 
 
-# --- medusa, tables 6 to 8 ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: f"table_{table.number}")
-def test_every_printed_intensity(table):
-    """LLaMA-33B in float16 (hidden 6656, intermediate 17920, 52 heads of 128), 7 rows of 8 columns each."""
-    assert len(table.printed) == 7
-    for row, printed in table.printed.items():
-        assert tuple(round(value, 2) for value in table.ours(row)) == printed, f"table {table.number}, row {row}"
-
-
-@pytest.mark.parametrize(
-    ("number", "row", "candidates", "printed"),
-    [
-        (6, 128, 112, 40.73),  # the cell with the largest share of queries among what is moved
-        (6, 1024, 64, 40.96),  # the text beside it: 41 times the intensity of one token
-        (7, 64, 48, 33.76),
-        (8, 8, 1, 7.99),  # not 8: activations count
-        (8, 64, 112, 2893.91),
-    ],
-)
-def test_what_is_typed_in_where_an_error_would_matter(number, row, candidates, printed):
-    """The same cells read off the paper a second time, and worked out from table 5 with its own letters."""
-    table = TABLES[number - 6]
-    assert table.printed[row][CANDIDATES.index(candidates)] == printed
-    h, i, n, d, q = 6656, 17_920, 52, 128, candidates
-    if number == 8:
-        b = row
-        intensity = 2 * b * q * h * i / (2 * (b * q * (h + i) + h * i))
-    else:
-        b, s = (16, row) if number == 6 else (row, 1024)
-        intensity = 2 * b * s * q * n * d / (2 * (b * s * q * n + b * (s + q) * n * d))
-    assert round(intensity, 2) == printed
-
-
-def test_table_5_is_one_formula_for_all_phases():
-    """Prefill is q = s, decoding q = 1: qkv 2bsh + h², QKᵀ 2bsnd + bs²n and bsn + bsnd + bnd."""
-    b, s, h, n, d = 3, 40, 512, 8, 64
-    assert product("rd,df->rf", (b * s, h), (h, h)).bytes == 2 * (2 * b * s * h + h * h)
-    for q in (1, s):
-        scores = product("bnqd,bnsd->bnqs", (b, n, q, d), (b, n, s, d))
-        assert scores.bytes == 2 * (b * (q + s) * n * d + b * q * s * n)
-        assert (scores.flops, scores.rows) == (2 * b * s * q * n * d, q)
-
-
 # --- a forward pass -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_kv_heads", [8, 2])
-def test_flops_against_those_xla_counts(n_kv_heads, monkeypatch):
+def test_flops_against_xla(n_kv_heads, monkeypatch):
     monkeypatch.setattr(few_rows, "available", lambda: False)  # in our own kernels XLA counts nothing
     config = LlamaConfig(1000, 256, 704, n_layers=2, n_heads=8, n_kv_heads=n_kv_heads, head_dim=32)
     model, params = abstract_params(config)
@@ -95,7 +49,7 @@ def test_flops_against_those_xla_counts(n_kv_heads, monkeypatch):
 
 
 def test_flops_of_a_layer_against_the_shapes_of_its_products():
-    """Every product of a grouped-query layer as NumPy would run it."""
+    """Every product of a grouped-query layer in NumPy."""
     c = LlamaConfig(100, 48, 80, n_layers=1, n_heads=6, n_kv_heads=2, head_dim=8)
     batch, queries, keys = 3, 5, 11
     x, up, down = (batch * queries, 48), (48, 80), (80, 48)
@@ -109,7 +63,7 @@ def test_flops_of_a_layer_against_the_shapes_of_its_products():
 
 
 def test_bytes_by_hand():
-    """The tree of 4 nodes over 10 cached tokens, 2 rows, one layer of 2 query heads on 1 key-value head, 2 bytes."""
+    """A tree of 4 nodes over 10 cached tokens, batch 2, one layer of 2 query heads and 1 KV head, bfloat16."""
     c = LlamaConfig(50, 8, 12, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=4)
     found = {"elementwise": Counter(), "weights": Counter(), "attention": Counter()}
     for operator in forward(Llama(c, jnp.bfloat16), 2, 4, 10):
@@ -140,7 +94,7 @@ def test_bytes_by_hand():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_one_token_reads_every_weight_and_the_cache(tied):
-    """What `hydrajax bench` counts from the arrays themselves; activations are the difference."""
+    """Against the count of `hydrajax bench` from the arrays; activations are the difference."""
     config = LlamaConfig(4000, 512, 1536, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=64, tied_lm_head=tied)
     model, shapes = abstract_params(config, jnp.bfloat16)
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
@@ -157,7 +111,7 @@ def test_grouped_queries_read_fewer_keys_and_values():
         assert flops(before) == flops(after), name
 
 
-def test_prefill_takes_logits_of_the_last_token_alone():
+def test_prefill_computes_logits_of_the_last_token_only():
     operators = Workload(SEVEN, KINDS["none"].build(SEVEN, jnp.bfloat16), 2, 100, 2).prefill()
     assert {op.name: op.rows for op in operators if op.kind == "weights"} == {
         "qkv": 200, "out": 200, "gate up": 200, "down": 200, "lm head": 2,
@@ -216,7 +170,7 @@ def test_measurements_are_averaged_rate_by_rate():
         ("cpu", None, None),
     ],
 )
-def test_device_by_the_name_that_jax_has_for_it(kind, name, peak):
+def test_device_of_a_device_kind(kind, name, peak):
     found = devices.device_of(kind)
     assert (found and found.name, found and found.flops) == (name, peak)
 
@@ -230,7 +184,7 @@ def predictions(
     )
 
 
-def test_more_nodes_rows_or_context_never_take_less():
+def test_more_nodes_sequences_or_context_never_take_less():
     for rows in (
         predictions(),
         predictions(sizes=(64,), batches=(1, 4, 16)),
@@ -241,8 +195,8 @@ def test_more_nodes_rows_or_context_never_take_less():
         assert len(set(steps)) == len(steps)
 
 
-def test_a_single_row_7b_step_waits_for_its_weights():
-    """6.6e9 weights in bfloat16 at 3350 GB/s are 3.94 ms; 64 nodes at batch 1 cost the base little, at 32 a lot."""
+def test_a_7b_step_at_batch_1_is_memory_bound():
+    """6.6e9 weights in bfloat16 take 3.94 ms at 3350 GB/s; 64 nodes cost little at batch 1 and much at batch 32."""
     small, large = predictions(sizes=(64,), batches=(1, 32))
     assert 3.94 < small.autoregressive_step < 3.94 * 1.1
     assert small.verify / small.autoregressive_step < 1.15
@@ -272,7 +226,7 @@ def test_a_draft_without_weights_costs_nothing(kind):
 
 
 def test_a_lookahead_window_is_verified_with_the_tree():
-    """W = 15 and N = 5: 15 * 4 cells, one of which is the root."""
+    """W = 15 and N = 5: 15 * 4 cells, the root included."""
     drafter, tree = KINDS["lookahead"].build(SEVEN, jnp.bfloat16), presets.cartesian([15, 1, 1, 1])
     (found,) = predict(DEVICES["H100"], SEVEN, drafter, {"candidates": tree}, (1,), (1024,), 2)
     assert found.nodes == 1 + 15 * 4 + 59

@@ -1,4 +1,4 @@
-"""Counting in jaxprs: control flow, views of weights, what is read once, and what is not counted at all."""
+"""Counting in jaxprs: control flow, views of weights, weights read once, and operations that are not counted."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_a_product_in_a_loop_of_unknown_length_is_refused():
     assert not counted(lambda p, x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x + 1, x))
 
 
-def test_of_a_choice_the_dearest_branch_counts():
+def test_the_largest_branch_of_a_condition_counts():
     def run(p, x):
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ p["kernel"], lambda x: jnp.tanh(x @ p["kernel"]) @ x.T @ x, x)
 
     assert flops(counted(run)) == ONE + 2 * (2 * 3 * 3 * 8)
 
 
-def test_calls_are_entered_and_what_nothing_reads_is_dropped():
+def test_calls_are_entered_and_dead_code_is_dropped():
     def run(p, x):
         unused = x @ p["kernel"]
         del unused
@@ -77,12 +77,12 @@ def test_int8_weights_are_a_byte_each():
     assert (product.flops, product.bytes) == (ONE, 64 + 4 * (24 + 24))
 
 
-def test_ranking_reads_what_the_product_before_has_written():
+def test_a_ranking_reads_the_output_of_its_product():
     found = {op.name: op.bytes for op in counted(lambda p, x: jax.lax.top_k(x @ p["kernel"], 2)[1])}
     assert found == {"kernel": 4 * (24 + 64 + 24), "kernel ranking": 4 * 24}
 
 
-def test_products_of_masks_are_bookkeeping():
+def test_products_of_masks_are_not_counted():
     def run(p, x):
         sees = (x > 0).astype(jnp.float32)
         return sees @ sees.T
@@ -100,7 +100,7 @@ def test_a_drafter_without_weights_multiplies_nothing(kind):
 
 
 def test_layers_are_counted_as_if_each_were_traced(monkeypatch):
-    """Models of one and two layers are traced for one of four, also where a pass leaves out most of the last layer."""
+    """Four layers from one and two, also if a pass omits most of the last layer."""
     config = BASE.config.replace(n_layers=32)
     drafters = [KINDS["model"].build(config, jnp.float32), WithLookup(KINDS["model"].build(config, jnp.float32), 3)]
     given = [(drafter, BASE, presets.chain(3)) for drafter in drafters]
@@ -117,7 +117,7 @@ def test_layers_are_counted_as_if_each_were_traced(monkeypatch):
     assert ours == [set(operators) for operators in everything()]
 
 
-def test_a_draft_model_beside_lookup_runs_the_accepted_tokens_once_more():
+def test_a_draft_model_with_lookup_runs_the_accepted_tokens_again():
     model, tree = KINDS["model"].build(BASE.config, jnp.float32), presets.chain(2)
     assert not observe(model, BASE, tree, 2, 64)
     assert flops(observe(WithLookup(model, 3), BASE, tree, 2, 64)) > flops(propose(model, BASE, tree, 2, 64))

@@ -120,5 +120,5 @@ def test_more_than_are_kept_is_refused(client):
 
 
 def test_more_than_there_are_tokens_cannot_be_kept(served):
-    with pytest.raises(HydrajaxError, match="logprobs: must be from 0 to the vocabulary's 17, found 18"):
+    with pytest.raises(HydrajaxError, match="logprobs: got 18, expected 0 to the vocabulary's 17"):
         letters.pool(served, Sizes(rows=1, logprobs=18))

@@ -250,7 +250,7 @@ def test_errors_are_said_in_words(opened, address):
     page = opened(address, refusals=1)
     expect(page.locator("#model option")).to_have_count(2)
     send(page, "a = 1\n" * 200)
-    expect(page.locator("#error")).to_contain_text("tokens, the model's context is 240")
+    expect(page.locator("#error")).to_contain_text("tokens, expected at most the model's context of 240")
     assert send(page, "shorter", tokens=3)["messages"] == [{"role": "user", "content": "shorter"}]
     ended(page)
     assert page.locator("#error").text_content() == ""

@@ -62,7 +62,7 @@ def test_a_port_that_is_taken_and_bad_numbers_are_refused_before_a_model_is_load
             (["--port", str(port)], f"--port: cannot listen on 127.0.0.1 port {port}: "),
             (["--port", "99999"], "--port: cannot listen on 127.0.0.1 port 99999"),
             (["--grace", "-1"], "--grace: must be at least 0, found -1"),
-            (["--temperature", "-1"], "--temperature: must be at least 0 and finite, found -1.0"),
+            (["--temperature", "-1"], "--temperature: got -1.0, expected a finite number from 0 up"),
             (["--slots", "0"], "argument --slots: must be an integer from 1 up, found '0'"),
         ):
             assert main(["serve", "--base", "nowhere", *options]) == 2

@@ -363,7 +363,7 @@ def test_greedy_trees_say_what_the_adapted_base_says(base, tmp_path):
         (["optimizer.name=muon"], "optimizer.name: must be adamw for task joint, found muon"),
         (["draft.lm_head=shared"], "adapter.targets: these heads say their tokens by the base's own lm head, whose"),
         (["draft={heads: eagle}"], "adapter.targets: these heads say their tokens by the base's own lm head, whose"),
-        (["adapter.targets=[lm_heads]"], "adapter.targets: found 'lm_heads', allowed are q_proj, k_proj"),
+        (["adapter.targets=[lm_heads]"], "adapter.targets: got 'lm_heads', expected q_proj, k_proj"),
         (["joint.heads_weight=0"], "joint.heads_weight: must be positive, found 0.0"),
         (["task=heads"], "joint: means nothing for task heads, leave it out"),
         (["steps=null", "epochs=0.03"], "joint.heads_alone_steps: must be below the run's 1 steps, found 2"),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.recordings import as_recorded
 from hydrajax import load
 from hydrajax.formats.eagle_format import EAGLE, EAGLE_3
 from hydrajax.language_model import LanguageModel
@@ -35,8 +36,6 @@ def official(golden):
         from safetensors.numpy import load_file
 
         folder = golden / "eagle" / arch
-        if not folder.is_dir():
-            pytest.skip(f"no {folder}")
         tokens = np.load(folder / "teacher_forced.npz")["input_ids"].astype(np.int32)
         losses, gradients = np.load(folder / "losses.npz"), load_file(folder / "loss_grads.safetensors")
         return Official(load(golden / "base" / "mha", folder / "draft"), losses, gradients, tokens)
@@ -97,4 +96,4 @@ def test_eagle_3_with_its_training_time_test(official, which):
 def check_gradient(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     assert ours.keys() == expected.keys()
     for name, values in expected.items():
-        np.testing.assert_allclose(ours[name], values, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(as_recorded(ours[name], values), values, atol=2e-5, err_msg=name)

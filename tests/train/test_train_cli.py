@@ -68,7 +68,7 @@ def test_data_the_base_cannot_read(program, config_file, base, texts, tmp_path):
 
 def test_settings_that_do_not_fit_the_base_or_the_data(program, config_file):
     config = config_file()
-    assert "tree: depth 4 is deeper than the drafter" in refused(program("--config", config, "tree=chain-4"))
+    assert "tree: got a depth of 4, expected at most" in refused(program("--config", config, "tree=chain-4"))
     assert "allowed are root, chain-K" in refused(program("--config", config, "tree=none"))
     assert "batch_size: must be from 1 to the" in refused(program("--config", config, "batch_size=4000"))
     assert "draft.hidden_state_offset" in refused(program("--config", config, "draft.hidden_state_offset=9"))
@@ -159,15 +159,26 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(program, 
     assert not all(np.isfinite([line["loss"], line["grad_norm"]]).all() for line in found[1:])
 
 
-def test_heads_for_a_base_and_conversations_of_others(program, golden, settings, tmp_path):
-    """The golden base has no chat template: the run must say which to use. FastChat's conversations, as released."""
-    conversations = golden.parent / "prompts" / "fastchat_dummy_conversation.json"
-    if not conversations.is_file():
-        pytest.skip(f"no {conversations}")
+def test_heads_for_another_base_from_conversations(program, golden, settings, tmp_path):
+    """Conversations in FastChat's format. The base has no chat template, so the configuration must name one."""
+    conversations = [
+        {
+            "id": f"sum_{i}",
+            "conversations": [
+                {"from": "human", "value": f"Which number follows {i}?"},
+                {"from": "gpt", "value": f"{i + 1} follows {i}."},
+                {"from": "human", "value": f"Write a function that adds {i} to its argument."},
+                {"from": "gpt", "value": f"def add(value):\n    return value + {i}\n"},
+            ],
+        }
+        for i in range(60)
+    ]
+    text = tmp_path / "conversations.json"
+    text.write_text(json.dumps(conversations))
     base = golden / "base" / "mha"
 
     data = {
-        "files": [str(conversations)],
+        "files": [str(text)],
         "template": "vicuna",
         "length": 64,
         "rows": "pack",

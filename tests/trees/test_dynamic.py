@@ -29,8 +29,8 @@ def test_as_many_nodes_as_there_are_candidates():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dynamic-1-2-3", "tree: a dynamic tree has 2 to 4096 nodes, root included, found 1"),
-        ("dynamic-9999-2-100", "tree: a dynamic tree has 2 to 4096 nodes, root included, found 9999"),
+        ("dynamic-1-2-3", "tree: got a dynamic tree of 1 nodes, expected 2 to 4096, root included"),
+        ("dynamic-9999-2-100", "tree: got a dynamic tree of 9999 nodes, expected 2 to 4096, root included"),
         ("dynamic-8-2-0", "tree: a dynamic tree needs at least 0 expansions, of 1 node or more, found 2 of 0"),
         ("dynamic-8-2", "tree: found 'dynamic-8-2', allowed are root, chain-K"),
         ("dynamic-8--2-3", "tree: found 'dynamic-8--2-3', allowed are root, chain-K"),
@@ -43,7 +43,7 @@ def test_numbers_that_make_no_tree(name, message):
 
 def test_what_needs_a_tree_that_stays_says_so():
     assert static(presets.chain(2), "drawing") == presets.chain(2)
-    with pytest.raises(HydrajaxError, match="tree: dynamic-8-2-3 has another shape at every step, drawing needs one"):
+    with pytest.raises(HydrajaxError, match="tree: got dynamic-8-2-3, expected a static tree, drawing needs one"):
         static(DynamicTree(8, 2, 3), "drawing")
 
 

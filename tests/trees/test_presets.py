@@ -106,8 +106,8 @@ def test_by_name_reads_the_choices_themselves(tmp_path):
         ("[[0],[0,0]", "tree: found '[[0],[0,0]', which is not a JSON list of choices such as [[0], [0, 0], [1]]: "),
         ("[[0]] and more", "tree: found '[[0]] and more', which is not a JSON list"),
         ("[" * 100_000, "tree: found '" + "[" * 57 + "...', which is not a JSON list"),
-        ("[0, 1]", "tree: every choice must be a non-empty list of ranks, found 0"),
-        ("[[0, 0]]", "tree: choice [0, 0] has no parent, add [0]"),
+        ("[0, 1]", "tree: got the choice 0"),
+        ("[[0, 0]]", "tree: got the choice [0, 0] without its parent: add [0]"),
     ],
 )
 def test_choices_that_are_none(text, message):

@@ -176,9 +176,9 @@ def test_a_tree_too_large_to_hold_is_refused():
 def test_check_refuses_what_the_drafter_cannot_fill():
     tree = TreeTopology.from_choices(SKIPPING)
     tree.check(draft_depth=3, vocab_size=5)  # exactly deep and wide enough
-    with pytest.raises(HydrajaxError, match="depth 3 is deeper than the drafter, which proposes 2"):
+    with pytest.raises(HydrajaxError, match="got a depth of 3, expected at most, which proposes 2"):
         tree.check(draft_depth=2, vocab_size=5)
-    with pytest.raises(HydrajaxError, match="rank 4 does not exist in a vocabulary of 4"):
+    with pytest.raises(HydrajaxError, match="rank 4 expected less than the vocabulary of 4"):
         tree.check(draft_depth=3, vocab_size=4)
     TreeTopology.from_choices([]).check(draft_depth=0, vocab_size=1)
 
@@ -196,12 +196,12 @@ def test_from_json_reads_a_list_or_an_object(tmp_path, wrap):
         (b"[[0], [0,", ["is not a JSON tree file"]),
         (b"", ["is not a JSON tree file"]),
         (b"\xff\xfe[[0]]", ["is not a JSON tree file"]),
-        (b'"chain-4"', ["must hold a JSON list of choices"]),
+        (b'"chain-4"', ["expected a JSON list of choices"]),
         (b"[" * 100_000, ["is not a JSON tree file"]),
-        (b"7", ["must hold a JSON list of choices"]),
-        (b"null", ["must hold a JSON list of choices"]),
-        (b'{"tree": [[0]]}', ["must hold a JSON list of choices"]),
-        (b'{"choices": {"0": 1}}', ["must hold a JSON list of choices"]),
+        (b"7", ["expected a JSON list of choices"]),
+        (b"null", ["expected a JSON list of choices"]),
+        (b'{"tree": [[0]]}', ["expected a JSON list of choices"]),
+        (b'{"choices": {"0": 1}}', ["expected a JSON list of choices"]),
     ],
 )
 def test_from_json_refuses_what_is_not_a_tree(tmp_path, content, pieces):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import select
 import signal
 import struct
@@ -17,7 +18,7 @@ from tools.faults.registry import Failure, Trial, Unsupported, fault
 CLOSE_STDIN = "import os; os.close(0)\n"
 SET_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"  # standard input controls the process
 CTRL_C, CTRL_D, ENTER = b"\x03", b"\x04", b"\r"
-PROMPT = b"\n> "
+PROMPT, INTERRUPTED = b"\n> ", b"broken off|[Ii]nterrupted"  # shown by `chat`
 # Seconds from the prompt to a signal. Python's `input` with readline misses an earlier one until the next line: 15 of
 # 60 sent at once to `input("> ")` alone, none of 60 sent after 0.2 seconds.
 SETTLES = 0.3
@@ -135,12 +136,12 @@ class Terminal:
         return self._until - time.monotonic()
 
     def watch(self, seconds: float, wanted: bytes = b"", since: int = 0) -> bool:
-        """Read for some seconds or until ``wanted`` appears after offset ``since``. Returns whether it did."""
+        """Read for some seconds or until the regex ``wanted`` matches after offset ``since``. Return whether it did."""
         until = min(time.monotonic() + seconds, self._until)
         while self.process.poll() is None and time.monotonic() < until:
             if select.select([self.screen], [], [], max(0, min(0.05, until - time.monotonic())))[0]:
                 self.shown += os.read(self.screen, 1 << 16)
-            if wanted and wanted in self.shown[since:]:
+            if wanted and re.search(wanted, self.shown[since:]):
                 return True
         return False
 
@@ -227,7 +228,7 @@ def terminal(trial: Trial) -> None:
             talk.type(keys)
         else:
             talk.process.send_signal(keys)
-        if how == "SIGINT" and talk.watch(talk.left() / 2, b"broken off", before):  # it interrupted an answer
+        if how == "SIGINT" and talk.watch(talk.left() / 2, INTERRUPTED, before):  # it interrupted an answer
             talk.at_prompt(what, before)
             talk.type(CTRL_D)
             codes = {0}

@@ -1,4 +1,4 @@
-"""Malformed result files for `hydrajax report`: their texts reach Markdown, pictures and file names."""
+"""Malformed result files for `hydrajax report`, whose texts reach Markdown and the terminal."""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from compiled_program import CompiledProgram, Instruction, Kernel, array_bytes
 from described_gpu import PLATFORM, described, placed_on
+from draft_lm_heads import drafter_for
 
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode_loop import run_steps
@@ -25,14 +27,12 @@ from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, nbytes
-from hydrajax.measure.random_models import drafter_for
 from hydrajax.measure.timing import verify_again
 from hydrajax.models import backend
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.kernels import append_rows, tree_attention
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
-from hydrajax.roofline.compiled import CompiledProgram, Instruction, Kernel, array_bytes
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 
@@ -46,7 +46,7 @@ class Case:
     """One program.
 
     Attributes:
-        lm_head: A name of `hydrajax.measure.random_models.LM_HEADS`, for the draft heads.
+        lm_head: A name of `draft_lm_heads.LM_HEADS`, for the draft heads.
         layers: Layers of the base (None: the shape's).
     """
 

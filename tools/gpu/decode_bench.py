@@ -29,6 +29,8 @@ import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
+from draft_lm_heads import LM_HEADS, drafter_for
+
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
@@ -36,7 +38,7 @@ from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, room_for, step_timer
 from hydrajax.measure.device_memory import copy_bandwidth, peak_memory
-from hydrajax.measure.random_models import LM_HEADS, drafter_for, random_base, random_draft
+from hydrajax.measure.random_models import random_base, with_random_params
 from hydrajax.models import backend
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
@@ -93,7 +95,7 @@ def main() -> int:
     room = room_for(tree.depth for tree in [full, *([grown] if grown else [])])
     executors = {}
     for kind in args.drafts:
-        drafter, params = random_draft(model, base, kind, lm_head=args.lm_head)
+        drafter, params = with_random_params(model, base, drafter_for(model, kind, args.lm_head))
         executors[kind] = FusedExecutor(model, params, DecodeSpec(drafter, full))
     header = {
         "device": jax.devices()[0].device_kind,

@@ -1,1 +1,1 @@
-"""Kernels of our own, where XLA leaves most of a machine's speed unused. A plain JAX twin can replace each."""
+"""Custom kernels for work that XLA compiles poorly. Each has an equivalent in plain JAX."""

@@ -1,6 +1,6 @@
-"""GPU kernel: the sum of two rows and its RMSNorm, for the one row of a step without a draft.
+"""GPU kernel: the sum of two rows and its RMSNorm, for the single row of a step without a draft.
 
-XLA makes three kernels of it there, and one where there are several rows.
+XLA compiles this to three kernels, and to one for several rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def add_norm(
     x: Float[Array, " D"], added: Float[Array, " D"] | None, scale: Float[Array, " D"], eps: float, *,
     interpret: bool = False,
 ) -> tuple[Float[Array, " D"], Float[Array, " D"]]:  # fmt: skip
-    """``(sum, sum / rms(sum) * scale)`` of ``x + added``, or of ``x`` alone; the statistics in float32."""
+    """Return ``(sum, sum / rms(sum) * scale)`` of ``x + added``, or of ``x`` alone; statistics in float32."""
     inputs = [x, scale] if added is None else [x, scale, added]
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
     *total, normed = pl.pallas_call(
@@ -36,10 +36,12 @@ def add_norm(
 
 
 def _kernel(x, scale, *rest, eps: float):
-    """rest: what is added and where the sum goes, unless there is none, and where the norm goes."""
+    """Compute one row; ``rest`` is the summand and the output of the sum, if there is one, and the output of the
+    norm.
+    """
     size = x.shape[0]
     place = jnp.arange(pl.next_power_of_2(size))
-    inside, place = place < size, jnp.minimum(place, size - 1)  # a kernel's arrays are of 2, 4, 8 ... numbers
+    inside, place = place < size, jnp.minimum(place, size - 1)  # a kernel's arrays hold powers of two
     row = x[place]
     if len(rest) > 1:
         row = row + rest[0][place]
@@ -49,4 +51,4 @@ def _kernel(x, scale, *rest, eps: float):
     rest[-1][place] = (wide * jax.lax.rsqrt(mean + eps)).astype(row.dtype) * scale[place]
 
 
-_kernel.__name__ = NAME  # as jax 0.11 calls it; jax 0.10 by the name that it is given
+_kernel.__name__ = NAME  # jax 0.11 uses this name, jax 0.10 the argument

@@ -1,8 +1,8 @@
-"""GPU kernel: the accepted tokens' keys and values of all layers, written into their caches at once.
+"""GPU kernel: write the accepted tokens' keys and values of all layers into their caches at once.
 
-XLA writes each of a 7B's 64 caches by a kernel of its own, and in a tree step each of these computes the accepted rows
-anew from the projection's partial sums (0.4 GB a step). Here one kernel picks the accepted rows out of the block and
-writes them, in place. In Pallas for Triton, so that it runs on a CPU in interpret mode.
+XLA writes each of a 7B model's 64 caches by its own kernel, and in a tree step each of these recomputes the accepted
+rows from the projection's partial sums (0.4 GB per step). Here one kernel selects the accepted rows of the block and
+writes them in place. Written in Pallas for Triton, so that it runs on a CPU in interpret mode.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ def append_rows(
     *,
     interpret: bool = False,
 ) -> Sequence[Float[Array, "B kv S H"]]:
-    """``caches`` with token ``index[b, r]`` of each block in slot ``starts[b] + r``; there must be R slots from there.
+    """Write token ``index[b, r]`` of each block into slot ``starts[b] + r`` of ``caches``; R slots must be free there.
 
-    The caches are written in place where XLA can give them away. H must be a power of two.
+    The caches are updated in place if XLA can donate them. H must be a power of two.
     """
     (batch, n_kv, *_), count = caches[0].shape, len(caches)
 
     def kernel(index, starts, *refs):
         old, blocks, caches = refs[:count], refs[count : 2 * count], refs[2 * count :]
-        del old  # the same memory as the outputs
+        del old  # aliases the outputs
         row, head, place = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         token, slot = index[row, place], starts[row] + place
         for block, cache in zip(blocks, caches, strict=True):
             cache[row, head, slot, :] = block[row, head, token, :]
 
-    kernel.__name__ = NAME  # as jax 0.11 calls it; jax 0.10 by the name below
+    kernel.__name__ = NAME  # jax 0.11 uses this name, jax 0.10 the one below
     return pl.pallas_call(
         kernel,
         grid=(batch, n_kv, index.shape[1]),

@@ -1,7 +1,7 @@
-"""Do the GPU kernels say on this device what NumPy says? Asked once, before the first program that is to hold them.
+"""Compare the GPU kernels with NumPy on this device, once before the first program that uses them.
 
-A kernel goes through a compiler of its own, and devices and versions are many. One that is wrong would change what a
-model writes without a word, so two seconds at the start are well spent.
+A kernel has its own compiler, and devices and versions vary. A wrong kernel would silently change generated text,
+which is worth two seconds at the start.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hydrajax.models.kernels.add_norm import add_norm
 from hydrajax.models.kernels.append_rows import append_rows
 from hydrajax.models.kernels.tree_attention import attend
 
-# Of sums of numbers about 1: bfloat16 has 8 bits, and each of the two sides rounds several times.
+# For sums of numbers near 1: bfloat16 has 8 bits, and both sides round several times.
 TOLERANCE = 0.05
 
 
 def disagreement(interpret: bool = False) -> str | None:
-    """What is wrong with the kernels on this device, in a few words, or None.
+    """Return a short description of the disagreement on this device, or None.
 
     May be called while a program is traced: the checks run in a thread of their own, which traces nothing.
     """
@@ -35,7 +35,7 @@ def _disagreement(interpret: bool) -> str | None:
     for name, check in checks.items():
         try:
             difference = float(check(interpret))
-        except Exception as error:  # whatever a compiler or driver may raise
+        except Exception as error:  # anything that a compiler or driver may raise
             return f"{name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if not difference < TOLERANCE:
             return f"{name}: differs by {difference:.3g}"
@@ -47,14 +47,16 @@ def _normal(*shape: int) -> np.ndarray:
 
 
 def _attention(interpret: bool):
-    """A tree of grouped heads with a window, and one token; rows of different lengths, in several programs' shares."""
+    """Check a tree of grouped heads with a window, and one token; sequences of different lengths in several
+    programs.
+    """
     worst = 0.0
     for n_tokens, head_dim, window in ((5, 64, 70), (1, 128, None)):
         queries, block = _normal(2, 4, n_tokens, head_dim), _normal(2, 2, n_tokens, head_dim)
         cache, lengths = _normal(2, 2, 384, head_dim), np.array([3, 300], np.int32)
         mask = np.tri(n_tokens, dtype=bool) & (np.arange(n_tokens) != 1) | np.eye(n_tokens, dtype=bool)
         oldest = lengths[:, None] + np.arange(n_tokens, dtype=np.int32) - (window or 384)
-        # With the negative of the keys as values, nothing that is mistaken for another part goes unnoticed.
+        # With negated keys as values, no segment can be mistaken for another unnoticed.
         args = queries, (block, -block), mask, (cache, -cache), lengths, oldest if window else None
         got = jax.jit(functools.partial(attend, interpret=interpret))(*args)
 

@@ -1,11 +1,11 @@
-// What a decode step on a CPU spends its time in, for few rows: matrix products and attention.
+// Matrix products and attention of a decode step with few rows on a CPU.
 //
-// XLA's CPU products repack the whole weight for every call with more than one row, so that eight rows cost two to three
-// times as much as one, while the bytes of the weight, which is what one row pays for, are the same. These read each
-// weight once, straight from where it lies, and keep all rows in registers. few_rows.py says what that brings.
+// XLA's CPU products repack the whole weight for every call with more than one row, so eight rows cost two to three times
+// as much as one, although both read the same weight bytes. These kernels read each weight once, in place, and keep all
+// rows in registers. few_rows.py has measurements.
 //
-// Each output is added up in one order that depends neither on the number of rows nor on that of threads, so a row comes
-// out the same to the last bit in a tree of any size.
+// Each output is summed in one order, independent of the number of rows and threads, so a row's result is the same to the
+// last bit in a tree of any size.
 
 #include <algorithm>
 #include <atomic>
@@ -48,8 +48,8 @@ constexpr int kKeys = 8;    // keys scored at once
 
 // ---- threads -------------------------------------------------------------------------------------------------------
 
-// Runs work(0) ... work(n - 1) on the caller and, as far as they are free, the pool's threads. The caller takes whatever
-// nobody else has begun, so this cannot wait for a thread that never comes, whatever else the pool is busy with.
+// Runs work(0) ... work(n - 1) on the caller and on the pool's free threads. The caller takes whatever no thread has begun,
+// so this never waits for a thread that does not come.
 template <typename Work>
 void InParallel(ffi::ThreadPool& pool, int64_t n, const Work& work) {
   struct Shared {
@@ -61,7 +61,7 @@ void InParallel(ffi::ThreadPool& pool, int64_t n, const Work& work) {
     return;
   }
   auto shared = std::make_shared<Shared>();
-  // A helper that comes late finds nothing left and touches neither `work` nor what it refers to.
+  // A late helper finds nothing left and touches neither `work` nor what it refers to.
   auto take = [shared, n, &work]() {
     for (int64_t i; (i = shared->next.fetch_add(1)) < n;) {
       work(i);
@@ -74,11 +74,11 @@ void InParallel(ffi::ThreadPool& pool, int64_t n, const Work& work) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
-    if (waits % 1024 == 0) std::this_thread::yield();  // on a busy machine the helper may be waiting for this core
+    if (waits % 1024 == 0) std::this_thread::yield();  // the helper may be waiting for this core
   }
 }
 
-// Room for n floats, on a cache line of its own, that a thread uses again and again.
+// Aligned scratch space for n floats, reused by a thread.
 float* Scratch(int64_t n) {
   static thread_local std::vector<float> room;
   constexpr int64_t kLine = 16;
@@ -154,14 +154,14 @@ void ProductOfColumns(const float* x, const float* weight, float* out, int64_t r
     for (int64_t column = begin; column < vectors; column += kColumns) {
       const float* w = weight + d * width + column;
       int64_t stride = width;
-      // The hardware does not see far enough ahead in so many short streams: ask for the rows below these.
+      // The hardware prefetcher does not reach far enough in many short streams: prefetch the rows below.
       if (d + 2 * kDepth <= depth) {
         for (int64_t i = kDepth; i < 2 * kDepth; ++i) {
           __builtin_prefetch(w + i * width);
           __builtin_prefetch(w + i * width + kLanes);
         }
       }
-      if (rows > kRows) {  // read more than once, so worth copying to where it stays in the L1 cache
+      if (rows > kRows) {  // read more than once: copy it to stay in the L1 cache
         for (int64_t i = 0; i < n; ++i) std::memcpy(block + i * kColumns, w + i * width, sizeof(float) * kColumns);
         w = block;
         stride = kColumns;
@@ -289,7 +289,7 @@ struct Shape {
   int64_t batch, kv_heads, queries_per_kv, tokens, head_dim;
 };
 
-// The slots from the first to the last that any query sees, of one row of the batch.
+// The slots from the first to the last visible one of a sequence.
 void SeenRange(const Part& part, int64_t b, int64_t tokens, int64_t* first, int64_t* last) {
   *first = part.slots;
   *last = 0;
@@ -304,7 +304,7 @@ void SeenRange(const Part& part, int64_t b, int64_t tokens, int64_t* first, int6
   }
 }
 
-// Up to 16 queries, which share a key-value head, over all parts. `scores` has room for 16 x all slots.
+// Up to 16 queries that share a key-value head, over all segments. `scores` has room for 16 x all slots.
 FOR_EVERY_CPU
 void AttendGroup(const float* const* queries, const int64_t* tokens, float* const* outs, int64_t n, const Part* parts,
                  const int64_t* firsts, const int64_t* lasts, int64_t n_parts, int64_t b, int64_t head_row,
@@ -365,7 +365,7 @@ void AttendGroup(const float* const* queries, const int64_t* tokens, float* cons
     total += s;
     Store(x, s);
   }
-  total = total > 0.0f ? total : Lanes{} + 1.0f;  // of a padding token that sees nothing: zeros, not NaN
+  total = total > 0.0f ? total : Lanes{} + 1.0f;  // a padding token without visible keys gives zeros, not NaN
   alignas(64) float totals[kGroup];
   Store(totals, total);
   // Weighted sums of values, eight queries by 32 features at a time.

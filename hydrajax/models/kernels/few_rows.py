@@ -1,7 +1,7 @@
 """CPU kernels for a decode step's few rows: matrix products and attention (`few_rows.cc`).
 
-The library is built when the package is installed, where there is a C++ compiler; without one `available` is False and
-XLA does the work, slower. A row's result does not depend on how many rows there are, to the last bit.
+The library is built at installation if there is a C++ compiler; without one `available` returns False and XLA computes
+the same more slowly. A row's result does not depend on the number of rows, to the last bit.
 
 Measured on 2 cores of an Intel Xeon (AVX-512), jax 0.10.2, all products of six layers of width 512, 76 MB of float32
 weights, in a loop, in ms:
@@ -11,8 +11,8 @@ weights, in a loop, in ms:
 | XLA           | 3.1 | 3.6 | 5.0 | 6.9 | 8.5 | 14.5 |
 | these kernels | 2.3 | 2.3 | 2.8 | 3.6 | 5.0 | 13.8 |
 
-On 2 cores of an AMD EPYC (Zen 5), eight layers of width 384 and an lm head, 72 MB: XLA with 1 row 1.8, the kernels with
-2 to 8 rows 1.8 to 2.0, with 16 rows 2.5, with 64 rows 7.5.
+On 2 cores of an AMD EPYC (Zen 5), eight layers of width 384 and an lm head, 72 MB: XLA with 1 row 1.8, the kernels
+with 2 to 8 rows 1.8 to 2.0, with 16 rows 2.5, with 64 rows 7.5.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from jaxtyping import Float
 
 from hydrajax.models.arrays import Array
 
-MOST_ROWS = 64  # beyond, XLA's product is the faster
-LANES = 16  # a head must fill whole vectors of so many numbers
+MOST_ROWS = 64  # beyond, XLA's product is faster
+LANES = 16  # a head must fill whole vectors of this length
 LONGEST_HEAD = 256
 
 
 @functools.cache
 def available() -> bool:
-    """Whether the kernels are there to be called. Loads and registers them the first time."""
+    """Return whether the kernels can be called; loads and registers them the first time."""
     suffixes = importlib.machinery.EXTENSION_SUFFIXES
     paths = [Path(__file__).with_name("_few_rows" + suffix) for suffix in suffixes]
     path = next((path for path in paths if path.is_file()), None)
@@ -52,7 +52,7 @@ def available() -> bool:
 
 
 def _with_gradient_of(plain: Callable) -> Callable[[Callable], Callable]:
-    """A kernel whose gradient is that of ``plain``, which computes the same."""
+    """Give a kernel the gradient of ``plain``, which computes the same."""
 
     def wrap(kernel: Callable) -> Callable:
         wrapped = jax.custom_vjp(kernel)
@@ -64,14 +64,14 @@ def _with_gradient_of(plain: Callable) -> Callable[[Callable], Callable]:
 
 @_with_gradient_of(jnp.matmul)
 def matmul(x: Float[Array, "R D"], weight: Float[Array, "D F"]) -> Float[Array, "R F"]:
-    """``x @ weight`` in float32. Each number is added up over D in order."""
+    """Return ``x @ weight`` in float32. Each number is summed over D in order."""
     out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), jnp.float32)
     return jax.ffi.ffi_call("hydrajax_matmul", out, vmap_method="sequential")(x, weight)
 
 
 @_with_gradient_of(lambda x, weight: jnp.matmul(x, weight.T))
 def matmul_transposed(x: Float[Array, "R D"], weight: Float[Array, "F D"]) -> Float[Array, "R F"]:
-    """``x @ weight.T`` in float32, without a transposed copy of the weight."""
+    """Return ``x @ weight.T`` in float32, without a transposed copy of the weight."""
     out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
     return jax.ffi.ffi_call("hydrajax_matmul_transposed", out, vmap_method="sequential")(x, weight)
 
@@ -81,10 +81,9 @@ def attend(
     parts: tuple,
     plain: Callable,
 ) -> Float[Array, "B T width"]:
-    """`hydrajax.models.attention.attend` in float32, whose plain form ``plain`` gives the gradient.
+    """Compute `hydrajax.models.attention.attend` in float32 with the gradient of ``plain``.
 
-    parts: of `hydrajax.models.attention.KVSegment`. Slots before the first and behind the last that any query sees
-    are not read.
+    Slots before the first and after the last visible one are not read.
     """
 
     @_with_gradient_of(plain)
@@ -98,5 +97,5 @@ def attend(
 
 
 def _without_heads(visible: Array) -> Array:
-    """A mask ``[T, S]``, or one that broadcasts to ``[B, 1, 1, T, S]``, as bool ``[B or 1, T or 1, S]``."""
+    """Return a mask ``[T, S]``, or one that broadcasts to ``[B, 1, 1, T, S]``, as bool ``[B or 1, T or 1, S]``."""
     return visible[None] if visible.ndim == 2 else visible[:, 0, 0]

@@ -1,17 +1,16 @@
-"""GPU kernel: attention of a tree's nodes, or of one token, over a cache and over the tree itself.
+"""GPU kernel: attention of a tree's nodes, or of one token, to a cache and to the tree itself.
 
 XLA's own program computes the scores of every slot of the cache, writes them in float32 and reads them twice. Here the
-filled slots are read once and no score leaves the chip. All nodes of a tree see the whole text before it, so to the
-cache part they are merely more rows of one matrix product (`flash decoding`: the slots are split among programs, whose
-results a second small kernel puts together under a common maximum). The tree's own keys come in before the first share
-of the cache, under the tree's mask.
+filled slots are read once, and no score leaves the chip. All nodes of a tree attend to the whole text before it, so
+for the cache they are additional rows of one matrix product (flash decoding: slots are split among programs, whose
+results a second small kernel combines under a common maximum). The tree's own keys are processed before the first
+share of the cache, under the tree mask.
 
-`jax.experimental.pallas.ops.gpu.decode_attention` was looked at first: it cannot hold a mask or a window that differs
-between rows, splits all slots and not the filled ones, and adds partial results up in bfloat16. `jax.nn`'s cuDNN
-attention has neither a tree's mask without an array of all scores, nor splits.
+Alternatives: `jax.experimental.pallas.ops.gpu.decode_attention` has no mask or window that differs between rows,
+splits all slots instead of the filled ones, and accumulates partial results in bfloat16. `jax.nn`'s cuDNN attention
+has neither a tree mask without an array of all scores, nor splits.
 
-Written in Pallas for Triton, so that it runs on a CPU in interpret mode, where the tests compare it with
-NumPy.
+Written in Pallas for Triton, so that it runs on a CPU in interpret mode, where the tests compare it with NumPy.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from jaxtyping import Bool, Float, Int
 
 from hydrajax.models.arrays import Array
 
-NAME, SUM_NAME = "hydrajax_tree_attention", "hydrajax_tree_attention_sum"  # in a compiled program
+NAME, SUM_NAME = "hydrajax_tree_attention", "hydrajax_tree_attention_sum"  # names in a compiled program
 MASKED, TINY = -1e30, 1e-30
-LEAST = 16  # rows and columns that the tensor cores multiply at once
-MOST_TOKENS = 128  # of a tree: its keys and its part of the scores are held on the chip as a whole
-MOST_LINES = 128  # queries, of all heads that share a key-value head, that a program takes
-SLOTS = 64  # of the cache, per turn of the kernel's loop
-# Programs that a layer's slots are split among: as many as a large GPU has multiprocessors. Not more, since what each
-# has summed up is written in float32 and read again.
+LEAST = 16  # rows and columns of a tensor core's product
+MOST_TOKENS = 128  # of a tree: its keys and scores stay on the chip
+MOST_LINES = 128  # queries of a program, over all heads that share a key-value head
+SLOTS = 64  # of the cache, per iteration of the kernel's loop
+# Programs per layer: the multiprocessors of a large GPU. Not more, because partial sums are written in float32 and read
+# again.
 PROGRAMS, MOST_SPLITS = 128, 8
 
 
 class Shares(NamedTuple):
-    """What the programs of one split have summed up: values weighted by exp(score - peak), these weights, the peak."""
+    """Partial sums of a split: values weighted by exp(score - peak), these weights, the peak."""
 
     weighted: Float[Array, "splits B_kv rows H"]
     total: Float[Array, "splits B_kv rows"]
@@ -47,7 +46,9 @@ class Shares(NamedTuple):
 
 
 def fits(n_tokens: int, head_dim: int, dtype) -> bool:
-    """Whether the kernel can do it: 16-bit numbers, a head of 16, 32, 64 ... numbers, a tree that is not too large."""
+    """Return whether the kernel applies: 16-bit numbers, a head of 16, 32, 64 ... numbers, a tree that is not too
+    large.
+    """
     sixteen_bit = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
     return sixteen_bit and n_tokens <= MOST_TOKENS and LEAST <= head_dim <= 256 and head_dim.bit_count() == 1
 
@@ -62,11 +63,14 @@ def attend(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T width"]:
-    """`hydrajax.models.attention.attend` over a block of T tokens and over the first ``lengths[b]`` slots of a cache.
+    """Attend to a block of T tokens and to the first ``lengths[b]`` slots of a cache.
 
-    block_mask: bool ``[T, T]`` or ``[B, 1, 1, T, T]``. first_seen: the first slot that each query sees, None for all.
-    Softmax and sums are float32, products 16-bit. How the sums are split depends on neither T nor the lengths' number
-    of slots, so that a tree and a single token are rounded alike.
+    Softmax and sums are float32, products 16-bit. The split of the sums depends neither on T nor on the number of
+    slots, so a tree and a single token are rounded alike.
+
+    Args:
+        block_mask: bool ``[T, T]`` or ``[B, 1, 1, T, T]``.
+        first_seen: The first visible slot of each query; None for all.
     """
     batch, n_heads, n_tokens, head_dim = queries.shape
     n_kv, n_slots = cache[0].shape[1:3]
@@ -77,7 +81,7 @@ def attend(
     tiles, padded = pl.cdiv(rows, tile), max(LEAST, pl.next_power_of_2(n_tokens))
     splits = splits_of(batch * n_kv)
 
-    # One line of the mask for every row of a tile, so that the kernel loads it as it is.
+    # One line of the mask per row of a tile, so that the kernel loads it directly.
     mask = jnp.asarray(block_mask).reshape(-1, n_tokens, n_tokens)
     mask = jnp.tile(mask, (1, groups, 1)).astype(jnp.int8)
     mask = jnp.pad(mask, ((0, 0), (0, tiles * tile - rows), (0, 0)), mode="edge")
@@ -115,12 +119,12 @@ def attend(
 
 
 def splits_of(pairs: int) -> int:
-    """Among how many programs the slots of each of so many pairs of a batch row and a key-value head are split."""
+    """Return the number of programs per pair of a sequence and a key-value head."""
     return min(max(1, pl.next_power_of_2(max(PROGRAMS // pairs, 1))), MOST_SPLITS)
 
 
 class Lines(NamedTuple):
-    """Which query stands in which line: a line is a head of the group that shares a key-value head, and a token."""
+    """The assignment of queries to lines: a line is a head of the group that shares a key-value head, and a token."""
 
     n_kv: int
     rows: int
@@ -128,11 +132,13 @@ class Lines(NamedTuple):
     tile: int
 
     def of(self, tile: Array) -> Int[Array, " tile"]:
-        """The lines of a tile. One that is not full repeats its last line, which is computed and written repeatedly."""
+        """Return the lines of a tile. A partial tile repeats its last line, which is computed and written
+        repeatedly.
+        """
         return jnp.minimum(tile * self.tile + jnp.arange(self.tile), self.rows - 1)
 
     def write(self, out, pair: Array, line: Int[Array, " tile"], attended: Float[Array, "tile H"]) -> None:
-        """Into ``out``, ``[B, T, n_heads, H]``."""
+        """Write into ``out``, ``[B, T, n_heads, H]``."""
         head = (pair % self.n_kv) * (self.rows // self.n_tokens) + line // self.n_tokens
         out[pair // self.n_kv, line % self.n_tokens, head, :] = attended.astype(out.dtype)
 
@@ -141,7 +147,7 @@ def _share(
     queries, block_keys, block_values, keys, values, mask, lengths, *rest,
     lines: Lines, padded: int, splits: int, per_row_mask: bool, windowed: bool,
 ):  # fmt: skip
-    """One tile of lines of one batch row and key-value head, over one share of its filled slots."""
+    """Process one tile of lines of one sequence and key-value head over one share of its filled slots."""
     first_seen, oldest = rest[:2] if windowed else (None, None)
     outputs = rest[2:] if windowed else rest
     tile, pair, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -151,7 +157,7 @@ def _share(
     scale = q.shape[-1] ** -0.5
 
     def add(sums, k, v, visible):
-        """The sums with these keys and values, of which each line sees some."""
+        """Return the sums with these keys and values added, as far as they are visible."""
         weighted, total, peak = sums
         scores = jnp.where(visible, triton.dot(q, k.T) * scale, MASKED)
         higher = jnp.maximum(peak, jnp.max(scores, axis=1))
@@ -162,9 +168,9 @@ def _share(
 
     sums = jnp.zeros(q.shape, jnp.float32), jnp.zeros(lines.tile, jnp.float32)
     sums = *sums, jnp.full(lines.tile, MASKED, jnp.float32)
-    node = jnp.minimum(jnp.arange(padded), lines.n_tokens - 1)  # more of them than there are, which nobody sees
+    node = jnp.minimum(jnp.arange(padded), lines.n_tokens - 1)  # padding that is never visible
     visible = mask[row if per_row_mask else 0, here, :] != 0
-    # Once, and not once per share.
+    # Once, not per share.
     sums = add(sums, block_keys[pair, node, :], block_values[pair, node, :], visible & (split == 0))
 
     filled = lengths[row]
@@ -176,14 +182,14 @@ def _share(
     def turn(number, sums):
         slots = number * SLOTS + jnp.arange(SLOTS)
         k, v = (x[pair, pl.ds(number * SLOTS, SLOTS), :] for x in (keys, values))
-        v = jnp.where((slots < filled)[:, None], v, jnp.zeros_like(v))  # garbage may be no number, and so 0 times it
+        v = jnp.where((slots < filled)[:, None], v, jnp.zeros_like(v))  # garbage may be NaN, and so 0 times it
         visible = jnp.broadcast_to((slots < filled)[None, :], (lines.tile, SLOTS))
         if windowed:
             visible = visible & (slots[None, :] >= seen[:, None])
         return add(sums, k, v, visible)
 
     weighted, total, peak = jax.lax.fori_loop(begin, jnp.minimum(begin + per_split, last), turn, sums)
-    if splits == 1:  # nothing is left to put together
+    if splits == 1:  # nothing to combine
         lines.write(outputs[0], pair, line, weighted / jnp.maximum(total, TINY)[:, None])
         return
     outputs[0][split, pair, line, :] = weighted
@@ -192,7 +198,7 @@ def _share(
 
 
 def _put_together(weighted, total, peak, out, *, lines: Lines, splits: int):
-    """The softmax over all shares together, of one tile of lines of one batch row and key-value head."""
+    """Combine all shares of one tile of lines of one sequence and key-value head."""
     tile, pair = pl.program_id(0), pl.program_id(1)
     line = lines.of(tile)
     peaks = [peak[split, pair, line] for split in range(splits)]
@@ -203,5 +209,5 @@ def _put_together(weighted, total, peak, out, *, lines: Lines, splits: int):
     lines.write(out, pair, line, sums / jnp.maximum(whole, TINY)[:, None])
 
 
-# jax 0.10 calls a kernel by the name that it is given, jax 0.11 by that of its function.
+# jax 0.10 names a kernel by its argument, jax 0.11 by its function.
 _share.__name__, _put_together.__name__ = NAME, SUM_NAME

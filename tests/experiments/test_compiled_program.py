@@ -1,12 +1,11 @@
-"""What is counted in compiled programs: HLO written by hand, as XLA's GPU compiler prints it, and a real one."""
+"""Counts in compiled programs: handwritten HLO in the format of XLA's GPU compiler, and a real program."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import pytest
-
-from hydrajax.roofline.compiled import CompiledProgram, array_bytes
+from compiled_program import CompiledProgram, array_bytes
 
 # One turn of the loop: a product, a slice of a cache, a row written into it, a transposed copy, a kernel of somebody's.
 HLO = r"""
@@ -76,7 +75,7 @@ def test_bytes_of_shapes():
     assert array_bytes("(bf16[8,128]{1,0}, s32[], pred[3]{0})") == 8 * 128 * 2 + 4 + 3
 
 
-def test_kernels_of_a_turn_and_what_they_move():
+def test_kernels_of_the_loop_and_their_bytes():
     found = {kernel.name: (kernel.kind, kernel.read, kernel.written) for kernel in CompiledProgram(HLO).loop()}
     assert found == {
         "part": ("elementwise", 4 * 10 * 8 * 2 + 4, 4 * 10 * 8 * 2),  # the slice and its place, not the cache
@@ -87,12 +86,12 @@ def test_kernels_of_a_turn_and_what_they_move():
     }
 
 
-def test_what_surrounds_the_loop():
+def test_kernels_outside_the_loop():
     found = [(kernel.name, kernel.kind, kernel.moved) for kernel in CompiledProgram(HLO).entry()]
     assert found == [("own", "copy", 2 * CACHE), ("loop", "control", 0)]
 
 
-def test_the_caller_says_what_a_custom_call_moves():
+def test_the_caller_gives_the_bytes_of_a_custom_call():
     def moves(instruction, operands):
         assert "ours" in instruction.attributes
         assert operands == ("bf16[4,10,8]{2,1,0}", "bf16[4,1000,8]{2,1,0}")
@@ -103,8 +102,8 @@ def test_the_caller_says_what_a_custom_call_moves():
 
 
 @pytest.mark.parametrize("turns", [0, 3])
-def test_a_program_that_was_compiled_here(turns):
-    """The weight is most of what a product moves, whatever else this backend's compiler does around it."""
+def test_a_program_compiled_here(turns):
+    """The weight is most of the bytes of a product, whatever this backend's compiler adds."""
     x, weight = jnp.ones((8, 256)), jnp.ones((256, 256))
 
     def program(x, weight):

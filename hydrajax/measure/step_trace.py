@@ -1,4 +1,4 @@
-"""Decode steps to be looked at: which tree was proposed, how likely the draft held each path, and what was accepted."""
+"""Record single decode steps: the proposed tree, the draft's probability of each path, and the accepted path."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hydrajax.trees.static_tree import TreeTopology
 
 
 @dataclass(frozen=True)
-class SeenStep:
-    """What happened in one step.
+class TracedStep:
+    """One decode step of one sequence.
 
-    number: of the step, from 1. before: the text's token ids up to the root, the prompt's included. tree: as it was at
-    this step; all is told in its node order, and the ranks of one that was grown are those among its siblings. tokens:
-    int ``[N]``, -1 where the draft had nothing to say. path: the emitted nodes, the root first. next_root: the base's
-    token that follows them; None where the text ends here.
+    number: of the step, from 1. before: token ids up to the root, the prompt included. tree: the tree of this step;
+    all fields use its node order. Ranks of a dynamic tree are those among siblings. tokens: int ``[N]``, -1 for nodes
+    without a candidate. path: the accepted nodes, the root first. bonus_token: the base's token after them; None if
+    the sequence ends here.
     """
 
     number: int
@@ -40,17 +40,17 @@ class SeenStep:
     bonus_token: int | None
 
 
-def seen_steps(executor: Executor, prompt: TokenIds, *, most: int, seed: int = 0) -> Iterator[SeenStep]:
-    """Yield the steps that continue the token ids of a prompt, at most ``most`` of them, fewer where the text ends."""
-    # More than these steps can emit, so that it is not this limit that ends the text.
+def trace_steps(executor: Executor, prompt: TokenIds, *, most: int, seed: int = 0) -> Iterator[TracedStep]:
+    """Yield the first ``most`` decode steps after a prompt, fewer if the sequence ends."""
+    # More than these steps can emit: this limit must not end the sequence.
     room = min((most + 1) * (executor.spec.longest_path + 1), executor.model.config.max_positions)
     executor = executor.with_spec(max_new_tokens=room)
     engine, params, spec = executor.engine, executor.params, executor.spec
     tree, can = spec.tree, spec.drafter.spec
 
-    # Text decides the shape of a grown tree, and of candidates beside a lookahead window who begins like whom.
-    stays = isinstance(tree, TreeTopology) and not (can.window_nodes or can.branch_nodes)
-    shown = can.candidate_nodes(tree)
+    # The shape changes with the text for dynamic trees, lookup branches and lookahead windows.
+    is_static = isinstance(tree, TreeTopology) and not (can.window_nodes or can.branch_nodes)
+    n_candidates = can.candidate_nodes(tree)
 
     @jax.jit
     def step(params, state):
@@ -58,8 +58,8 @@ def seen_steps(executor: Executor, prompt: TokenIds, *, most: int, seed: int = 0
         forward, logits = engine.verify(params, state.target.cache, proposal)
         accepted = engine.accept(state, logits, proposal)
         state, outcome = engine.commit(state, forward, logits, proposal, accepted)
-        parents = jnp.broadcast_to(proposal.tree.parents, proposal.tokens.shape)[0, :shown]
-        found = parents, proposal.tokens[0, :shown], outcome.path[0], outcome.counts[0], outcome.bonus_token[0]
+        parents = jnp.broadcast_to(proposal.tree.parents, proposal.tokens.shape)[0, :n_candidates]
+        found = parents, proposal.tokens[0, :n_candidates], outcome.path[0], outcome.counts[0], outcome.bonus_token[0]
         return engine.observe(params, state, proposal, outcome), (*found, state.output.done[0])
 
     ids = np.asarray(prompt, np.int32)[None]
@@ -71,16 +71,17 @@ def seen_steps(executor: Executor, prompt: TokenIds, *, most: int, seed: int = 0
         if done or number > most:
             return
         state, found = step(params, state)
-        parents, tokens, path, count, following, done = jax.device_get(found)
-        shape, order = (tree, np.arange(tree.size)) if stays else shape_of(parents)
-        tokens, emitted = tokens[order], tuple(int(np.flatnonzero(order == node)[0]) for node in path[:count])
-        yield SeenStep(number, before, shape, tokens, emitted, None if done else int(following))
-        before += tuple(int(tokens[node]) for node in emitted)
+        parents, tokens, path, count, bonus_token, done = jax.device_get(found)
+        shape, order = (tree, np.arange(tree.size)) if is_static else tree_of(parents)
+        tokens, accepted = tokens[order], tuple(int(np.flatnonzero(order == node)[0]) for node in path[:count])
+        yield TracedStep(number, before, shape, tokens, accepted, None if done else int(bonus_token))
+        before += tuple(int(tokens[node]) for node in accepted)
 
 
-def shape_of(parents: Int[np.ndarray, " N"]) -> tuple[TreeTopology, Int[np.ndarray, " N"]]:
-    """A tree with these parents, in which the first child of a node has rank 0, and where its nodes stand among those
-    that were given: ``order[n]`` is the given node that has become node n.
+def tree_of(parents: Int[np.ndarray, " N"]) -> tuple[TreeTopology, Int[np.ndarray, " N"]]:
+    """Return the tree with these parents, and ``order``: node n of the tree is node ``order[n]`` of the parents.
+
+    The first child of a node has rank 0.
     """
     choices: list[tuple[int, ...]] = [()]
     for node in range(1, len(parents)):
@@ -90,11 +91,11 @@ def shape_of(parents: Int[np.ndarray, " N"]) -> tuple[TreeTopology, Int[np.ndarr
     return TreeTopology.from_choices(choices[1:]), np.array(order)
 
 
-def likelihoods(executor: Executor, step: SeenStep) -> Float[np.ndarray, " N"] | None:
-    """How likely the draft held the whole path to each node, given the text and the root, at temperature 1.
+def path_probabilities(executor: Executor, step: TracedStep) -> Float[np.ndarray, " N"] | None:
+    """Return the draft's probability of the path to each node, given the text and the root, at temperature 1.
 
-    From a pass over the text as in training, not from the step itself, which keeps no such numbers; so it works for
-    static trees as well. None for a draft without probabilities, such as looked up text, and for the root alone.
+    Computed by a teacher-forced pass, as in training, so it works for static trees too. None for a draft without
+    probabilities, such as prompt lookup, and for a tree of the root alone.
     """
     drafter, model, tree = executor.spec.drafter, executor.model, step.tree
     if not drafter.spec.num_draft_heads or not tree.depth:
@@ -106,33 +107,30 @@ def likelihoods(executor: Executor, step: SeenStep) -> Float[np.ndarray, " N"] |
     rows[:, known : known + tree.depth + 1] = np.maximum(step.tokens[paths], 0)
     log_p = np.asarray(_log_probabilities(model, drafter, tree.depth)(executor.params, rows, known))
     found = np.ones(tree.size)
-    for path, steps in zip(paths, np.cumsum(log_p, axis=1), strict=True):
-        found[path[1:]] = np.exp(steps)[tree.depths[path[1:]] - 1]
-    nothing = np.array([(step.tokens[path] < 0).any() for path in tree.node_paths])
-    return np.where(nothing, 0.0, found)
+    for path, sums in zip(paths, np.cumsum(log_p, axis=1), strict=True):
+        found[path[1:]] = np.exp(sums)[tree.depths[path[1:]] - 1]
+    has_candidates = np.array([(step.tokens[path] >= 0).all() for path in tree.node_paths])
+    return np.where(has_candidates, found, 0.0)
 
 
 def _log_probabilities(model, drafter: Trainable, depth: int):
-    """Compiled: of every row of tokens, of which the first ``known`` are text, the log-probability that the draft gives
-    to each of the ``depth`` tokens after the root.
-    """
-
+    """Compile the draft's log-probabilities of the ``depth`` tokens after the root, which follows ``known`` tokens."""
     drafter, vocabulary = drafter.reaching(depth), drafter.vocabulary
 
     def of_row(params, base, aux_hidden_states, known, row):
-        places = row if vocabulary is None else vocabulary.places_of(row, model.config.vocab_size)
+        indices = row if vocabulary is None else vocabulary.places_of(row, model.config.vocab_size)
         hidden = drafter.teacher_hidden(params.draft, aux_hidden_states, row[None], base)
         found = []
         for k in range(depth):
             logits = drafter.head_logits(params.draft, k, hidden[k][0, known - 1][None], base)[0]
-            place = places[known + 1 + k]
-            found.append(jnp.where(place < 0, -jnp.inf, jax.nn.log_softmax(logits)[place]))
+            index = indices[known + 1 + k]
+            found.append(jnp.where(index < 0, -jnp.inf, jax.nn.log_softmax(logits)[index]))
         return jnp.stack(found)
 
     @jax.jit
     def run(params, rows, known):
         with true_float32(model.dtype):
-            # The rows are one text up to the root, and no guess is made from what the base says of later places.
+            # All rows are equal up to the root, and no guess reads the base's hidden states after it.
             aux_hidden_states = run_base(model, params.base, rows[:1], drafter.spec.aux_hidden_layers).aux_hidden_states
             return jax.lax.map(partial(of_row, params, BoundBase(model, params.base), aux_hidden_states, known), rows)
 

@@ -1,4 +1,4 @@
-"""What a pass of a draft model costs here, by which `hydrajax.trees.speculation` says how long its chains should be."""
+"""Measure the cost of one pass of a draft model, from which `hydrajax.trees.speculation` computes chain lengths."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ROUNDS = 5
 
 
 def draft_cost(executor: Executor, batch_size: int, context: int) -> float:
-    """Measure c: proposing one token in autoregressive steps, both at the end of ``context`` tokens, interleaved.
+    """Return c: the time to propose one token, in autoregressive steps, timed in the same rounds.
 
-    The context is made as long or as short as timing and the model need it.
+    Both run after ``context`` tokens, or as near to it as the timed steps and the model allow.
     """
     one = executor.with_spec(tree=presets.chain(1))
     room = room_for([one.spec.longest_path])

@@ -1,4 +1,4 @@
-"""What a base and a draft model on devices of their own take, from the roofline, for `hydrajax.ssd.simulator`."""
+"""Times of a base and a draft model on separate devices, from the roofline, for `ssd_simulator`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,15 @@ def pair_times(
     transfer: float = 0.0,
     launch: float = 0.0,
 ) -> Times:
-    """Both on a ``device`` each, with chains of ``depth`` tokens and so many outcomes that are prepared for.
+    """Predict the parts of a round, with base and draft on one ``device`` each.
 
-    itemsize: bytes of a number of both. transfer: seconds for a few numbers from one device to the other. launch:
-    seconds that every layer of a pass takes besides what the roofline says; 0 is a bound.
-
-    As the code has it the draft runs one token more than it hands over when it prepares, and all outcomes share its
-    cache. Taking a verdict in costs nothing here: it moves a few kilobytes.
+    depth: K of the chain. outcomes: F of the speculation cache. itemsize: bytes per parameter of both models. transfer:
+    seconds of a small message between the devices. launch: seconds per layer and pass on top of the roofline; 0 gives a
+    bound. The lookup of an outcome moves a few kilobytes and counts as free.
     """
 
     def seconds(config: LlamaConfig, tokens: int, beside: int) -> float:
-        """A pass of so many tokens a row, which see so many others beyond the context."""
+        """A pass of ``tokens`` per sequence that attend to ``beside`` tokens beyond the context."""
         operators = _forward(Llama(config, base_dtype(itemsize)), batch, tokens, context + beside)
         ranked = ranking("ranking", batch * tokens, config.vocab_size)
         return sum(map(device.seconds, (*operators, ranked))) + config.n_layers * launch
@@ -54,11 +52,8 @@ def pair_times(
 
 
 def _forward(model: Llama, batch: int, tokens: int, slots: int) -> list[Operator]:
-    """`passes.forward` from its operators with two other numbers of slots, in which they are linear.
-
-    A pair of devices is asked about with thousands of numbers of slots, and tracing takes a tenth of a second.
-    """
-    first = tokens + 1  # with as many slots as tokens, products with the block and the cache would be equal
+    """Extrapolate `passes.forward` linearly from two cache lengths: tracing each one would take 0.1 s."""
+    first = tokens + 1  # more slots than tokens, so that products with the block and with the cache differ
     near, far = (passes.forward(model, batch, tokens, first + more) for more in (0, 1))
 
     def at(a: float, b: float) -> float:

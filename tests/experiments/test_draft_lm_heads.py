@@ -1,25 +1,25 @@
-"""Drafters for models with random weights."""
+"""Drafters with a chosen draft lm head."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 import pytest
+from draft_lm_heads import LM_HEADS, drafter_for
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.random_models import LM_HEADS, drafter_for
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
 
 MODEL = Llama(PRESETS["tiny"], jnp.dtype("float32"))
 
 
-def test_heads_have_the_lm_head_that_was_chosen():
+def test_heads_have_the_chosen_lm_head():
     assert drafter_for(MODEL, "hydra++", "low-rank").lm_head == LM_HEADS["low-rank"]
     assert drafter_for(MODEL, "medusa").lm_head.rank is None
 
 
 @pytest.mark.parametrize(("kind", "title"), [("eagle", "EAGLE"), ("eagle3", "EAGLE-3"), ("lookup", "Lookup")])
-def test_where_there_is_none_to_choose(kind, title):
+def test_drafters_without_a_choice(kind, title):
     assert drafter_for(MODEL, kind).spec.supports_dynamic_tree == (kind != "lookup")
-    with pytest.raises(HydrajaxError, match=f"^lm_head: found 'shared', {title} has none to choose, only full is"):
+    with pytest.raises(HydrajaxError, match=f"^lm_head: got 'shared', expected full: {title} has no other"):
         drafter_for(MODEL, kind, "shared")

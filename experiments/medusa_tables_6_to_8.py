@@ -1,20 +1,21 @@
-"""The operational intensities that medusa prints for LLaMA-33B in float16 (tables 6 to 8), and ours beside them.
+"""Print the operational intensities in medusa's tables 6 to 8 (LLaMA-33B, float16) next to the roofline's.
 
-The tables' other numbers, TFLOP/s on an A100, are measurements of theirs and are not repeated here. Oddities:
+The tables' other numbers are TFLOP/s measured on an A100; they are not repeated here. Oddities of the tables:
 
-- Table 5's shapes of PV, ``(b, n, s, q)`` in and of QKᵀ out, are transposed against the attention matrix, which is
-  ``(b, n, q, s)``; the complexities are not affected. The out projection is missing from it.
-- Its s are all the keys that are attended to. The q candidates' own keys, which tree decoding adds, are not counted.
+- Table 5 gives the shapes of PV, ``(b, n, s, q)`` in and of QKᵀ out, transposed against the attention matrix
+  ``(b, n, q, s)``; the complexities are not affected. It omits the out projection.
+- s counts all keys that are attended to, without the q candidates' own keys, which tree decoding adds.
 - Tables 6 and 7 are of one of QKᵀ and PV (they agree), without softmax; table 8 is of one of up, gate and down, so its
   two inputs are not counted as shared.
 - Intensity does not depend on the batch in attention (table 7: equal rows) nor in table 8 on how batch x candidates is
   divided (equal diagonals).
-- G.3 takes the tokens per step to be 0.477 log(candidates), to a base it does not name: 0, not 1, at one candidate.
-  `hydrajax roofline` therefore asks for tokens_per_step, and else says at how many a tree breaks even.
+- G.3 takes the tokens per step to be 0.477 log(candidates), without the base of the logarithm: 0, not 1, at one
+  candidate. `hydrajax roofline` therefore takes tokens_per_step as an argument.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from hydrajax.models.llama_config import PRESETS
+from hydrajax.report.tables import print_table
 from hydrajax.roofline.traced import Operator, trace
 
 CANDIDATES = (1, 16, 32, 48, 64, 80, 96, 112)  # the columns of all three
@@ -31,7 +33,7 @@ _SHAPE = PRESETS["33b"]
 
 
 def product(spec: str, left: tuple[int, ...], right: tuple[int, ...]) -> Operator:
-    """Return the product that an einsum of two float16 arrays is."""
+    """Return the operator of an einsum of two float16 arrays."""
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in (left, right)]
     operators, _ = trace(lambda _, *arrays: jnp.einsum(spec, *arrays), (), *arrays)
     return next(operator for operator in operators if operator.kind == "attention")
@@ -45,16 +47,16 @@ def queries_by_keys(batch: int, queries: int, keys: int) -> Operator:
 
 @dataclass(frozen=True)
 class PrintedTable:
-    """number: in the paper. row_name: what the keys of ``printed`` count. operator: ours at (row, candidates)."""
+    """A printed table. row_name: meaning of the keys of ``printed``. operator: ours at (row, candidates)."""
 
     number: int
-    what: str
+    title: str
     row_name: str
     printed: dict[int, tuple[float, ...]]
     operator: Callable[[int, int], Operator]
 
     def ours(self, row: int) -> tuple[float, ...]:
-        """Unrounded; the paper prints two decimals and drops zeros at the end."""
+        """Return our intensities, not rounded; the paper prints two decimals and drops trailing zeros."""
         return tuple(self.operator(row, candidates).intensity for candidates in CANDIDATES)
 
 
@@ -99,3 +101,22 @@ TABLES = (
         ),
     ),
 )
+
+
+def main() -> int:
+    equal = total = 0
+    for table in TABLES:
+        rows = []
+        for row, printed in table.printed.items():
+            ours = [round(value, 2) for value in table.ours(row)]
+            rows += [[row, "ours", *map(str, ours)], ["", "printed", *map(str, printed)]]
+            equal += sum(a == b for a, b in zip(ours, printed, strict=True))
+            total += len(printed)
+        title = f"medusa table {table.number}: {table.title}, LLaMA-33B; FLOP/byte by candidate tokens"
+        print_table([table.row_name, "", *map(str, CANDIDATES)], rows, title=title)
+    print(f"{equal} of {total} equal to the printed digits")
+    return equal != total
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Steps that are looked at: the text is that of decoding, and what is drawn of a tree is what the draft held likely."""
+"""Traced steps: their text is that of decoding, and path probabilities are those of the draft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.with_lookup import WithLookup
-from hydrajax.measure.one_step import SeenStep, likelihoods, seen_steps, shape_of
+from hydrajax.measure.step_trace import TracedStep, path_probabilities, trace_steps, tree_of
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import DynamicTree, TreeTopology, presets
 
@@ -40,21 +40,21 @@ def executor(request, tiny_model):
 @pytest.fixture(scope="module")
 def steps(executor) -> dict:
     """The first nine steps with each tree."""
-    return {tree: list(seen_steps(executor.with_spec(tree=tree), PROMPT, most=9)) for tree in (SMALL, LARGE)}
+    return {tree: list(trace_steps(executor.with_spec(tree=tree), PROMPT, most=9)) for tree in (SMALL, LARGE)}
 
 
-def test_a_tree_of_any_parents_and_where_its_nodes_stood():
-    """Node 3 hangs from node 1 and comes before the child of node 2, whose own child comes before both by its ranks."""
-    tree, order = shape_of(np.array([-1, 0, 0, 2, 1, 1, 3]))
+def test_a_tree_of_any_parents_and_its_node_order():
+    """Node 3 is a child of node 1 and precedes the child of node 2, whose own child precedes both by its ranks."""
+    tree, order = tree_of(np.array([-1, 0, 0, 2, 1, 1, 3]))
     assert tree.choices == ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 0, 0))
     assert order.tolist() == [0, 1, 2, 4, 5, 3, 6]
 
 
-def test_the_paths_that_were_grown_are_the_likeliest(executor, steps):
-    """What is counted anew says what the growing said: of the same guesses the smaller tree holds the likeliest, no
-    child is likelier than its parent, and siblings stand in the order of their probabilities.
+def test_dynamic_trees_have_the_most_likely_paths(executor, steps):
+    """Recomputed probabilities agree with the drafter: the smaller tree has the most likely paths, no child is more
+    likely than its parent, and siblings are sorted by probability.
     """
-    (small, _), (large, tree) = ((likelihoods(executor, found[0]), found[0].tree) for found in steps.values())
+    (small, _), (large, tree) = ((path_probabilities(executor, found[0]), found[0].tree) for found in steps.values())
     assert small[0] == large[0] == 1
     np.testing.assert_allclose(sorted(small[1:])[::-1], sorted(large[1:])[: -len(small) : -1], rtol=1e-4)
     assert (large[1:] <= large[tree.parents[1:]]).all()
@@ -64,25 +64,25 @@ def test_the_paths_that_were_grown_are_the_likeliest(executor, steps):
         assert siblings.sum() <= 1
 
 
-def test_all_tokens_are_certain_together(executor):
-    """Of a tree as wide as the vocabulary, which need not have been proposed; -1 is no token and is never said."""
+def test_probabilities_of_all_tokens_sum_to_one(executor):
+    """For a tree as wide as the vocabulary, which need not have been proposed; -1 is no token and has probability 0."""
     size = executor.model.config.vocab_size
     tree = TreeTopology([[rank] for rank in range(size + 1)])
     tokens = np.array([5, *range(size), -1])
-    found = likelihoods(executor, SeenStep(1, tuple(PROMPT), tree, tokens, (0,), 3))
+    found = path_probabilities(executor, TracedStep(1, tuple(PROMPT), tree, tokens, (0,), 3))
     assert found[1:].sum() == pytest.approx(1, abs=1e-5)
     assert found[-1] == 0
 
 
 @pytest.fixture(scope="module")
 def wanted(tiny_model) -> list[int]:
-    """What the base writes alone."""
+    """The tokens of decoding without a draft."""
     model, base = tiny_model
     found = make_autoregressive_fn(model, max_new_tokens=40)(Params(base, {}), np.array([PROMPT], np.int32))
     return [*PROMPT, *found.ids()[0]]
 
 
-def test_the_steps_write_what_decoding_writes(steps, wanted):
+def test_traced_steps_give_the_decoded_tokens(steps, wanted):
     for tree, found in steps.items():
         assert [step.number for step in found] == list(range(1, 10))
         last = found[-1]
@@ -96,11 +96,11 @@ def test_the_steps_write_what_decoding_writes(steps, wanted):
 
 
 @pytest.mark.slow
-def test_candidates_without_the_window_beside_them(tiny_model, wanted):
-    """Which candidate goes along another's nodes is told as the tree; the window's nodes are no part of it."""
+def test_the_lookahead_window_is_not_in_the_tree(tiny_model, wanted):
+    """Candidates that share a prefix share nodes; the window's nodes are left out."""
     model, base = tiny_model
     spec = DecodeSpec(Lookahead(4, 3, 3), presets.cartesian([3, 1]))
-    steps = list(seen_steps(FusedExecutor(model, Params(base, {}), spec), PROMPT, most=12))
+    steps = list(trace_steps(FusedExecutor(model, Params(base, {}), spec), PROMPT, most=12))
     last = steps[-1]
     text = [*last.before, *(last.tokens[node] for node in last.path), last.bonus_token]
     assert text == wanted[: len(text)]
@@ -111,13 +111,13 @@ def test_candidates_without_the_window_beside_them(tiny_model, wanted):
 
 
 @pytest.mark.slow
-def test_a_branch_beside_the_tree_is_part_of_it(tiny_model):
-    """By a rule that every token passes, so that the longest path is taken, which is the branch's where it has one."""
+def test_the_lookup_branch_is_in_the_tree(tiny_model):
+    """With a rule that accepts every token, the longest path is taken: that of the branch, if there is one."""
     model, base = tiny_model
     heads = HydraHeads(3, model.config.width, model.config.vocab_size)
     params = noise(jax.eval_shape(lambda base: heads.init(jax.random.key(0), BoundBase(model, base)), base), 1)
     spec = DecodeSpec(WithLookup(heads, 4), presets.cartesian([3, 1]), Typical(epsilon=0.0))
-    steps = list(seen_steps(FusedExecutor(model, Params(base, params), spec), PROMPT, most=12))
+    steps = list(trace_steps(FusedExecutor(model, Params(base, params), spec), PROMPT, most=12))
     assert max(len(step.path) for step in steps) > 3  # deeper than the tree
     for step, later in itertools.pairwise(steps):
         assert later.before == (*step.before, *(step.tokens[node] for node in step.path))
@@ -127,12 +127,12 @@ def test_a_branch_beside_the_tree_is_part_of_it(tiny_model):
         assert [step.tree.parents[node] for node in step.path] == [-1, *step.path[:-1]]
 
 
-def test_where_the_text_ends(tiny_model):
-    """At the end of the context; and what was looked up has no probabilities."""
+def test_the_end_of_the_context(tiny_model):
+    """Tracing stops there; lookup candidates have no probabilities."""
     model, base = tiny_model
     executor = FusedExecutor(model, Params(base, {}), DecodeSpec(PromptLookup(), presets.chain(3)))
-    steps = list(seen_steps(executor, PROMPT, most=100))
+    steps = list(trace_steps(executor, PROMPT, most=100))
     assert len(steps[-1].before) + len(steps[-1].path) == model.config.max_positions
     assert steps[-1].bonus_token is None
     assert all(step.bonus_token is not None for step in steps[:-1])
-    assert likelihoods(executor, steps[0]) is None
+    assert path_probabilities(executor, steps[0]) is None

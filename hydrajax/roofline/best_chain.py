@@ -1,4 +1,4 @@
-"""How long a draft model's chains should be on a device: Leviathan et al. 2023, with its cost from the roofline."""
+"""The best chain length of a draft model on a device: Leviathan et al. 2023, with costs from the roofline."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hydrajax.trees.speculation import ChainEstimate, estimate, expected_tokens
 
 @dataclass(frozen=True)
 class BestChain(ChainEstimate):
-    """The best chain of one (batch, context) cell, where every drafted token is accepted with chance ``acceptance``.
+    """The best chain of one (batch, context) cell, if every drafted token is accepted with probability ``acceptance``.
 
-    To the paper's formula the base's pass over K + 1 tokens costs as much as over one. roofline_length,
-    roofline_speedup: where the whole step is predicted, the longer pass of the base included.
+    The paper's formula assumes that the base's pass over K + 1 tokens costs as much as over one. roofline_length,
+    roofline_speedup: from the predicted time of the whole step, the longer pass of the base included.
     """
 
     batch: int
@@ -28,21 +28,22 @@ class BestChain(ChainEstimate):
 def best_chain(
     device: Device, config: LlamaConfig, drafter, acceptance: float, batch: int, context: int, itemsize: int
 ) -> BestChain:
-    """The chain of 0 to ``drafter.spec.depth`` tokens that is the fastest by the formula, and by the roofline.
+    """Return the fastest chain of 0 to ``drafter.spec.depth`` tokens, by the formula and by the roofline.
 
-    Raises `HydrajaxError` for an acceptance that is no probability.
+    Raises:
+        HydrajaxError: ``acceptance`` is not a probability.
     """
     work = Workload(config, drafter, batch, context, itemsize)
     plain = milliseconds(device, work.autoregressive_step())
     one = milliseconds(device, work.step(presets.chain(1))["propose"])
     by_formula = estimate(acceptance, one / plain, drafter.spec.depth)
 
-    best, speedup = 0, 1.0  # without a draft
+    best, speedup = 0, 1.0  # no draft
     most_tokens = expected_tokens(acceptance, drafter.spec.depth)
     for k in range(1, drafter.spec.depth + 1):
-        steps = sum(milliseconds(device, part) for part in work.step(presets.chain(k)).values()) / plain
-        if expected_tokens(acceptance, k) / steps > speedup:
-            best, speedup = k, expected_tokens(acceptance, k) / steps
-        if most_tokens / steps < speedup:  # longer chains take longer
+        cost = sum(milliseconds(device, phase) for phase in work.step(presets.chain(k)).values()) / plain
+        if expected_tokens(acceptance, k) / cost > speedup:
+            best, speedup = k, expected_tokens(acceptance, k) / cost
+        if most_tokens / cost < speedup:  # longer chains cost more
             break
     return BestChain(**asdict(by_formula), batch=batch, context=context, roofline_length=best, roofline_speedup=speedup)

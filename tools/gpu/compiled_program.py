@@ -1,8 +1,8 @@
-"""What a compiled program launches and moves: kernels, bytes and copies, counted in the text of XLA's optimised HLO.
+"""Count the kernels, bytes and copies of a compiled program in the text of XLA's optimised HLO.
 
-The text is there wherever a program can be compiled, also for a GPU that is only described
-(`tools/gpu/compile_report.py`). Counted is what every kernel reads and writes by its shapes: what a cache of the
-device saves is not seen, and of a kernel that XLA did not make only the caller knows how much of its inputs it reads.
+The text exists wherever a program can be compiled, also for a described GPU (`compile_report.py`). Kernels count with
+the bytes of their shapes: the device's caches are not modelled, and for a kernel that XLA did not generate the caller
+gives the bytes that it reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ARRAY = re.compile(r"\b(" + "|".join(ITEMSIZES) + r")\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 
-# Nothing runs for these: they name, group or reinterpret what is there, or mark the end of something counted before.
+# No kernel: they name, group or reinterpret values, or end an operation that is counted already.
 _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "copy-done", "async-done"}
 _NO_KERNEL |= {"opt-barrier", "partition-id"}
 _CALLS = {"call", "async-start"}
@@ -36,7 +36,7 @@ def array_bytes(shape: str) -> int:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO. called: the computation that it runs, if any. target: of a custom call."""
+    """One line of HLO. called: the computation that it calls, if any. target: of a custom call."""
 
     name: str
     shape: str
@@ -64,10 +64,10 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Something that the device launches.
+    """One launch on the device.
 
     kind: "matmul", "custom call", "sort", "write" (in place into something larger), "copy" (also a transpose),
-    "reduce", "elementwise" or "control" (a loop or a branch, what happens in it not counted). read, written: bytes.
+    "reduce", "elementwise" or "control" (a loop or a branch, without its body). read, written: bytes.
     operands: their shapes.
     """
 
@@ -84,7 +84,7 @@ class Kernel:
         return self.read + self.written
 
 
-# Bytes read and written by a custom call, or None where its shapes say it.
+# Bytes read and written by a custom call; None to count its shapes.
 Moves = Callable[[Instruction, tuple[str, ...]], tuple[int, int] | None]
 
 
@@ -103,11 +103,11 @@ class CompiledProgram:
                 lines.append(_instruction(*found.groups()))
 
     def entry(self, moves: Moves = lambda instruction, shapes: None) -> list[Kernel]:
-        """What the whole program launches outside its loops."""
+        """Return the kernels outside loops."""
         return list(self._kernels(self._entry, {}, moves))
 
     def loop(self, moves: Moves = lambda instruction, shapes: None) -> list[Kernel]:
-        """What one turn of its main loop launches, the one that carries most; nothing where there is none."""
+        """Return the kernels of one iteration of the loop with the largest carry; empty without a loop."""
         loops = self._loops(self._entry)
         body = max(loops, key=lambda found: array_bytes(found.shape), default=None)
         return list(self._kernels(body.called, {}, moves)) if body else []
@@ -165,7 +165,7 @@ class CompiledProgram:
             return found
         shape = one.shape
         if "cublas" in one.target:
-            shape = re.sub(r", s8\[\d+\]\{0\}\)$", ")", shape)  # the workspace that it is given
+            shape = re.sub(r", s8\[\d+\]\{0\}\)$", ")", shape)  # its workspace
         return sum(map(array_bytes, operands)), array_bytes(shape)
 
     def _fusion_reads(self, computation: str) -> int:
@@ -209,7 +209,7 @@ class CompiledProgram:
 
 
 def _instruction(root: str | None, name: str, shape: str, opcode: str, rest: str) -> Instruction:
-    """rest: the line behind the opening bracket of the operands."""
+    """rest: the line after the opening bracket of the operands."""
     depth, end = 1, len(rest)
     for place, character in enumerate(rest):
         depth += (character == "(") - (character == ")")

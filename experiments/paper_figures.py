@@ -1,4 +1,4 @@
-"""A picture for each kind of `hydrajax.report.results`."""
+"""One picture for each kind of result (`hydrajax.report.results.KINDS`)."""
 
 from __future__ import annotations
 
@@ -8,38 +8,30 @@ from typing import Any
 import numpy as np
 
 from hydrajax.report.drawing import new_figure
+from hydrajax.report.markdown import distinct, fastest
 from hydrajax.report.results import Result
 
 TAU = "tokens_per_step (τ)"
-RATE = "tokens/s, all rows"
+RATE = "tokens/s, all sequences"
 LONGEST_LABEL = 60
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 MARKERS = {"searched": "o", "dynamic": "^", "chain": "+", "released": "x", "dense": "."}
-LINES = {"searched": "-", "dynamic": "--"}  # of trees that were searched here, over their sizes
+LINES = {"searched": "-", "dynamic": "--"}  # line styles of searched trees over their sizes
 
 
 def draw(result: Result) -> Any:
-    """The result as a `matplotlib.figure.Figure`."""
+    """Draw a result as a `matplotlib.figure.Figure`."""
     return DRAWN[result.kind]([{name: _label(value) for name, value in row.items()} for row in result.rows])
 
 
 def _label(value: Any) -> Any:
-    """Texts short enough for a picture, in which a dollar is a dollar: matplotlib takes two for a formula."""
+    """Shorten texts and escape dollar signs, which matplotlib reads as formulas."""
     if not isinstance(value, str):
         return value
     return (value if len(value) <= LONGEST_LABEL else f"{value[:LONGEST_LABEL]}...").replace("$", r"\$")
 
 
-def distinct(rows: Sequence[dict], field: str) -> list:
-    """The values of a field in the order of their first appearance."""
-    return list(dict.fromkeys(row[field] for row in rows))
-
-
-def fastest(rows: Sequence[dict]) -> dict:
-    return max(rows, key=lambda row: row["tokens_per_second"])
-
-
-# --- ways to decode ---------------------------------------------------------------------------------------------------
+# --- decode configurations -------------------------------------------------------------------------------------------
 
 
 def _speed(rows: list[dict]) -> Any:
@@ -77,7 +69,7 @@ def _batches(rows: list[dict]) -> Any:
         spread = [row for row in mine if row["low"] is not None]
         ends = [[row[end] for row in spread] for end in ("low", "high")]
         left.fill_between([row["batch"] for row in spread], *ends, color=f"C{i}", alpha=0.15, linewidth=0)
-    for axes, label in ((left, RATE), (right, "ms for a token of each row")):
+    for axes, label in ((left, RATE), (right, "ms per token of each sequence")):
         axes.set(xlabel="batch size", ylabel=label, xscale="log", ylim=(0, None))
         axes.set_xticks(distinct(rows, "batch"), map(str, distinct(rows, "batch")))
         axes.minorticks_off()
@@ -89,7 +81,7 @@ def _batches(rows: list[dict]) -> Any:
 
 
 def _trees(rows: list[dict]) -> Any:
-    """Above the throughput, below the tokens_per_step, over the nodes; a column for each drafter."""
+    """Throughput (top) and tokens_per_step (bottom) over the nodes, one column per drafter."""
     drafters, batches = distinct(rows, "drafter"), distinct(rows, "batch")
     figure = new_figure(max(5.5, 4.2 * len(drafters)), 6.4)
     grid = figure.subplots(2, len(drafters), sharex=True, sharey="row", squeeze=False)
@@ -103,9 +95,9 @@ def _trees(rows: list[dict]) -> Any:
             if batch == batches[0]:
                 _curves(below, mine, "tokens_per_step", f"C{i}")
                 grown = [row for row in mine if row["family"] in ("root", "searched")]
-                foretold = [(row["nodes"], row["expected"]) for row in grown if row["expected"] is not None]
-                if foretold:
-                    below.plot(*zip(*sorted(foretold), strict=True), "k:", linewidth=1)
+                predicted = [(row["nodes"], row["expected"]) for row in grown if row["expected"] is not None]
+                if predicted:
+                    below.plot(*zip(*sorted(predicted), strict=True), "k:", linewidth=1)
         above.set(title=drafter, xscale="log", yscale="log")
         below.set(xlabel="nodes", xticks=(ticks := _powers_of_two(rows)), xticklabels=map(str, ticks))
         below.minorticks_off()
@@ -141,7 +133,7 @@ def _curves(axes: Any, rows: list[dict], field: str, color: str) -> None:
 
 
 def _acceptance(rows: list[dict]) -> Any:
-    """Columns: what is varied. Above tokens_per_step, below how likely the base finds the text."""
+    """One column per varied parameter: tokens_per_step above, likelihood under the base below."""
     parameters = [name for name in distinct(rows, "parameter") if name is not None]
     with_nats = any(row["nats"] is not None for row in rows)
     figure = new_figure(max(6, 4.8 * len(parameters)), 6.6 if with_nats else 4)
@@ -170,7 +162,7 @@ def _acceptance(rows: list[dict]) -> Any:
 
 
 def _legend(figure: Any, ncols: int) -> None:
-    """One legend below for all panels, each label once."""
+    """One legend below all panels, each label once."""
     labels = {}
     for axes in figure.axes:
         labels |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
@@ -231,7 +223,7 @@ def _prediction(rows: list[dict]) -> Any:
 
 
 def _program(rows: list[dict]) -> Any:
-    """A group of bars for each program: the bytes it moves over the floor. Colors are batch sizes, shades contexts."""
+    """Moved bytes / floor, one group of bars per program. Colours are batch sizes, shades contexts."""
     names, batches, contexts = distinct(rows, "what"), distinct(rows, "batch"), distinct(rows, "context")
     cells = list(dict.fromkeys((row["batch"], row["context"]) for row in rows))
     figure = new_figure(max(7, 0.15 * len(names) * len(cells)), 4.6)
@@ -273,7 +265,7 @@ def _categories(rows: list[dict]) -> Any:
 
 
 def _quality(rows: list[dict]) -> Any:
-    """A panel for each metric of each set: the score of every way under every rule, with its interval."""
+    """One panel per metric of each set: scores with intervals, by rule and configuration."""
     panels, rules = list(dict.fromkeys((row["set"], row["metric"]) for row in rows)), distinct(rows, "rule")
     names = distinct(rows, "name")
     figure = new_figure(max(6, 3.4 * len(panels)), 1.6 + len(rules) * (0.25 + 0.16 * len(names)))
@@ -294,7 +286,7 @@ def _quality(rows: list[dict]) -> Any:
 
 
 def _accuracy(rows: list[dict]) -> Any:
-    """A panel for each head: how often the first 1, 2 ... guesses hold the true token."""
+    """One panel per head: share of positions at which the first 1, 2 ... guesses include the true token."""
     heads = sorted(distinct(rows, "head"))
     figure = new_figure(max(4, 2.6 * len(heads)), 3.8)
     panels = figure.subplots(1, len(heads), sharey=True, squeeze=False)[0]
@@ -312,7 +304,7 @@ def _accuracy(rows: list[dict]) -> Any:
 
 # --- sizes of drafts --------------------------------------------------------------------------------------------------
 
-PANELS = (  # what is drawn over what, and whether less of the latter is better
+PANELS = (  # x field, x label, y field, y label, whether smaller x is better
     ("draft_megabytes", "draft (MB)", "tokens_per_step", TAU, True),
     ("tokens_per_second", "tokens/s", "tokens_per_step", TAU, False),
     ("predicted_gigabytes", "draft (GB), predicted", "predicted_speedup", "speed-up, predicted", True),
@@ -321,10 +313,7 @@ SHAPES = "osD^vP*X"
 
 
 def front(points: Sequence[tuple[float, float]], less_is_better: bool) -> list[tuple[float, float]]:
-    """The points (x, y) that no other beats, rising in x: none is as good in both and better in one.
-
-    More of y is better; of x less, or more too.
-    """
+    """Return the Pareto-optimal points (x, y), rising in x. Larger y is better; smaller x is, or larger."""
     best, kept = -np.inf, []
     for x, y in sorted(points, key=lambda point: (point[0] if less_is_better else -point[0], -point[1])):
         if y > best:
@@ -333,7 +322,7 @@ def front(points: Sequence[tuple[float, float]], less_is_better: bool) -> list[t
 
 
 def _pareto(rows: list[dict]) -> Any:
-    """Colours are kinds of heads, shapes their lm heads; a line through those that no other beats."""
+    """Colours are kinds of heads, shapes their lm heads, the line is the Pareto front."""
     figure = new_figure(12, 4.6)
     drafters, lm_heads = distinct(rows, "drafter"), distinct(rows, "lm_head")
     for axes, (across, across_label, up, up_label, less_is_better) in zip(figure.subplots(1, 3), PANELS, strict=True):

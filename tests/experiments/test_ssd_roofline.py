@@ -1,4 +1,4 @@
-"""Times of a pair against what its weights and caches take to be read."""
+"""Predicted times of a pair against the time to read its weights and KV caches."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import pytest
 
 from helpers.operator_counts import flops, moved
+from helpers.scripts import EXPERIMENTS, module
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
-from hydrajax.roofline import pairs
 from hydrajax.roofline.devices import DEVICES
-from hydrajax.roofline.pairs import pair_times
 from hydrajax.roofline.passes import forward
 
+pairs = module(EXPERIMENTS / "ssd_roofline.py")
 BASE, DRAFT, DEVICE = PRESETS["7b"], PRESETS["1b"], DEVICES["H200"]
 
 
@@ -26,7 +26,7 @@ def bytes_read(config, context: int) -> float:
 
 
 def test_small_passes_take_as_long_as_their_weights():
-    times = pair_times(DEVICE, BASE, DRAFT, depth=4, outcomes=8, context=1024)
+    times = pairs.pair_times(DEVICE, BASE, DRAFT, depth=4, outcomes=8, context=1024)
     assert times.verify == pytest.approx(bytes_read(BASE, 1024) / DEVICE.bandwidth, rel=0.03)
     assert times.draft == pytest.approx(4 * bytes_read(DRAFT, 1024) / DEVICE.bandwidth, rel=0.05)
     # A pass for eight outcomes reads the same weights, so preparing is a pass more than drafting, and a little.
@@ -41,10 +41,10 @@ def test_operators_are_linear_in_the_slots_of_the_cache(slots):
 
 
 def test_what_is_added():
-    bare = pair_times(DEVICE, BASE, DRAFT, depth=3, outcomes=4)
-    slow = pair_times(DEVICE, BASE, DRAFT, depth=3, outcomes=4, launch=1e-5, transfer=2e-5)
+    bare = pairs.pair_times(DEVICE, BASE, DRAFT, depth=3, outcomes=4)
+    slow = pairs.pair_times(DEVICE, BASE, DRAFT, depth=3, outcomes=4, launch=1e-5, transfer=2e-5)
     assert slow.transfer == 2e-5
     assert slow.verify - bare.verify == pytest.approx(1e-5 * BASE.n_layers)
     assert slow.draft - bare.draft == pytest.approx(1e-5 * DRAFT.n_layers * 3)
     assert slow.prepare - bare.prepare == pytest.approx(1e-5 * DRAFT.n_layers * 4)
-    assert pair_times(DEVICE, BASE, DRAFT, depth=3, outcomes=0).prepare == 0
+    assert pairs.pair_times(DEVICE, BASE, DRAFT, depth=3, outcomes=0).prepare == 0

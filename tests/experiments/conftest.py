@@ -1,0 +1,9 @@
+"""Make the scripts of ``experiments/`` and ``tools/gpu/`` importable, as they import each other."""
+
+from __future__ import annotations
+
+import sys
+
+from helpers.scripts import EXPERIMENTS, TOOLS
+
+sys.path[:0] = [str(EXPERIMENTS), str(TOOLS / "gpu")]

@@ -1,0 +1,164 @@
+"""Pictures of every kind of result, and the report in the order of the papers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from paper_figures import draw, front
+from paper_report import TABLES, write_paper_report
+
+from helpers.report_examples import ROWS, result, write_to
+from helpers.scripts import EXPERIMENTS
+from hydrajax.report.outputs import find_results
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("acceptance", ["medusa", "typical", "epsilon 0.2", "3.00", "2.000"]),
+        ("overhead", ["hydra_pp", "1.2", "0.6", "1.4", "20", "18"]),
+        ("pareto", ["amphista", "shared", "8", "0.5", "2.20", "310", "190 to 210", "1.27x", "yes", "0.80", "1.10x"]),
+        ("program", ["ar", "1", "512", "1", "627", "19.5", "15.00", "12.00", "1.250", "0 (0 MB)", "34", "yes"]),
+        ("program", ["hydra++", "8", "512", "64", "627", "19.5", "24.00", "12.00", "2.000", "2 (403 MB)", "34", "no"]),
+    ],
+)
+def test_tables_hold_the_rows(kind, found):
+    columns, cells = TABLES[kind](ROWS[kind])
+    assert found in [[str(cell) for cell in line] for line in cells]
+    assert {len(line) for line in (columns, *cells)} == {len(found)}
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def points(axes) -> list[tuple[float, float]]:
+    return [tuple(point) for line in axes.lines for point in line.get_xydata().tolist()]
+
+
+def test_scores_have_intervals():
+    left, right = draw(result("quality")).axes
+    assert (left.get_title(), left.get_xlabel(), right.get_xlabel()) == ("HumanEval", "pass@1", "exact match")
+    assert [label.get_text() for label in left.get_yticklabels()] == ["greedy", "typical, epsilon 0.1"]
+    assert {x for x, _ in points(left)} == {31.5, 20.0, 40.0}
+    assert len({y for _, y in points(left)}) == 4  # two rules, two configurations
+
+
+def test_bars_have_the_rates_as_lengths():
+    left, right = draw(result("speed")).axes
+    assert [bar.get_width() for bar in left.patches] == [200.4, 311.0]
+    assert [bar.get_width() for bar in right.patches] == [2.5, 2.5]
+    assert [label.get_text() for label in left.get_yticklabels()] == ["autoregressive", "hydra | tree"]
+
+
+def test_batches_are_curves_of_throughput_and_latency():
+    rows = [ROWS["speed"][0] | {"batch": batch, "tokens_per_second": rate} for batch, rate in ((4, 400.0), (1, 200.0))]
+    left, right = draw(result("speed", rows=rows)).axes
+    assert points(left) == [(1, 200), (4, 400)]
+    assert points(right) == [(1, 5), (4, 10)]  # ms for a token of each row
+
+
+def test_trees_are_drawn_over_nodes_with_a_star_at_the_fastest():
+    above, below = draw(result("trees")).axes
+    found = points(above)
+    for row in ROWS["trees"]:
+        assert (row["nodes"], row["tokens_per_second"]) in found
+    (star,) = (line for line in above.lines if line.get_marker() == "*")
+    assert star.get_xydata().tolist() == [[8, 400]]
+    (predicted,) = (line for line in below.lines if line.get_linestyle() == ":" and len(line.get_xdata()))
+    assert predicted.get_xydata().tolist() == [[1, 1], [2, 1.6], [8, 2.6]]
+
+
+def test_rules_are_curves_over_the_varied_parameter_or_constant_lines():
+    above, below = draw(result("acceptance")).axes
+    assert [point for point in points(above) if 0 < point[0] < 1] == [(0.1, 3.5), (0.2, 3.0)]
+    assert [point for point in points(below) if 0 < point[0] < 1] == [(0.1, 3.0), (0.2, 2.0)]
+    assert {line.get_ydata()[0] for line in above.lines if len(set(line.get_ydata())) == 1} == {2.0}
+
+
+def test_costs_are_stacked():
+    (axes,) = draw(result("overhead")).axes
+    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
+    np.testing.assert_allclose(bars, [(0, 0), (0, 1.2), (0, 0.3), (1.2, 0.6), (0.3, 0.25), (1.8, 1.4)])
+    (axes,) = draw(result("steps")).axes
+    assert sum(bar.get_width() for bar in axes.patches) == 0.25 + 2.5 + 0.125 + 0.0625
+    assert {x for x, _ in points(axes)} == {2.0}  # the autoregressive step
+
+
+def test_categories_accuracies_and_predictions():
+    (axes,) = draw(result("categories")).axes
+    assert [bar.get_height() for bar in axes.patches] == [1.0, 1.0, 1.9, 1.9]
+    first, second = draw(result("accuracy")).axes
+    np.testing.assert_allclose(points(first), [(1, 0.1), (5, 0.5)] * 2)
+    np.testing.assert_allclose(points(second), [(1, 0.2), (5, 0.6)] * 2)
+    (axes,) = draw(result("prediction")).axes
+    assert {(10.0, 9.0), (3.0, 3.3)} <= set(points(axes))
+
+
+def test_sizes_are_points_with_a_pareto_front():
+    figure = draw(result("pareto"))
+    fronts = [axes.lines[0].get_xydata().tolist() for axes in figure.axes]
+    assert fronts[0] == [[2, 1.5], [8, 2.2], [30, 2.5]]  # medusa's full lm head is larger and worse than another
+    assert fronts[1] == [[290, 2.5], [310, 2.2]]
+    np.testing.assert_allclose(fronts[2], [[0.2, 0.75], [0.8, 1.1], [3, 1.25]])
+    for axes, (x, y) in zip(figure.axes, [(24, 2.1), (300, 2.1), (2.4, 1.05)], strict=True):
+        assert (x, y) in points(axes)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["Pareto front", "medusa, full", "medusa, shared", "amphista, full", "amphista, shared"]
+
+
+@pytest.mark.parametrize("less_is_better", [True, False])
+def test_the_front_is_pareto_optimal(less_is_better):
+    numbers = np.random.default_rng(0).integers(0, 6, (12, 2)).tolist()
+    sign = -1 if less_is_better else 1
+    expected = [
+        (x, y)
+        for x, y in map(tuple, numbers)
+        if not any((sign * a >= sign * x and b >= y) and (a, b) != (x, y) for a, b in numbers)
+    ]
+    assert front([tuple(point) for point in numbers], less_is_better) == sorted(set(expected))
+
+
+def test_programs_are_bars_over_the_floor():
+    figure = draw(result("program"))
+    (axes,) = figure.axes
+    bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in axes.patches]
+    np.testing.assert_allclose(bars, [(-0.2, 1.25), (0.2, 1.5), (1.2, 2.0)])  # hydra++ has none at batch 1
+    assert {y for _, y in points(axes)} == {1.0}  # the floor
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["ar", "hydra++"]
+    assert axes.get_ylabel() == "bytes moved / floor"
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["batch 1, context 512", "batch 8, context 512"]
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
+    sources = ["", "amphista figure 1", "medusa figure 5", "hydra table 1", "hydra figures 7 to 9"]
+    sources += ["amphista table 3", "hydra figure 3", "", "medusa table 3", "hydra figure 2", ""]
+    (tmp_path / "sub").mkdir()
+    for at, (source, kind) in enumerate(zip(sources, ROWS, strict=True)):
+        write_to(tmp_path / ("sub" if at % 2 else ".") / f"r{at // 2}.json", result(kind, source))
+    results, _ = find_results(tmp_path)
+    written = write_paper_report(results, tmp_path / "REPORT.md")
+    text = (tmp_path / "REPORT.md").read_text()
+    headings = [line[3:].rsplit(":", 1)[0] for line in text.splitlines() if line.startswith("## ")]
+    assert headings == [
+        "Hydra figure 2", "Hydra figure 3", "Hydra figures 7 to 9", "Hydra table 1", "Medusa figure 5",
+        "Medusa table 3", "Amphista figure 1", "Amphista table 3", "Some speed", "Some program", "Some pareto",
+    ]  # fmt: skip
+    pictures = sorted((tmp_path / "figures").iterdir())
+    assert len(pictures) == len(ROWS) == len(written) - 1  # of equal names, too
+    for picture in pictures:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert f"(figures/{picture.name})" in text
+    before = {path: path.read_bytes() for path in written}
+    write_paper_report(results, tmp_path / "REPORT.md")
+    assert before == {path: path.read_bytes() for path in written}  # the same again, to the byte
+
+
+def test_the_committed_report_matches_the_committed_results(tmp_path):
+    """Text only: pictures may differ with the version of matplotlib."""
+    results, _ = find_results(EXPERIMENTS / "results")
+    write_paper_report(results, tmp_path / "REPORT.md", pictures=False)
+    assert (tmp_path / "REPORT.md").read_text() == (EXPERIMENTS / "results" / "REPORT.md").read_text()

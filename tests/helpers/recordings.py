@@ -1,0 +1,116 @@
+"""The archives of tests/golden: recorded arrays and texts of many files in one, without loss, and how to compare with
+arrays of which only some entries were kept."""
+
+from __future__ import annotations
+
+import io
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+STEP = 127  # of a gradient, every 127th entry is kept
+COLUMNS = 8  # of hidden states and logits, so many evenly spaced columns
+
+Arrays = dict[str, np.ndarray]
+
+
+def need(path: Path) -> Path:
+    """Return ``path``, or skip the test if only the full set of recordings has that file."""
+    if not path.exists():
+        pytest.skip(f"{path.name} of {path.parent.name} is in the full set of recordings only: set HYDRAJAX_GOLDEN")
+    return path
+
+
+def kept_columns(values: np.ndarray) -> np.ndarray:
+    """`COLUMNS` evenly spaced entries of the last axis."""
+    return values[..., :: max(values.shape[-1] // COLUMNS, 1)]
+
+
+def kept_entries(values: np.ndarray) -> np.ndarray:
+    """Every `STEP`-th entry of a matrix, flattened; a vector is kept whole."""
+    return values if values.ndim == 1 else values.reshape(-1)[::STEP]
+
+
+def as_recorded(values, recorded: np.ndarray):
+    """The entries of ``values`` that ``recorded`` holds: all of them in the full set of recordings."""
+    if recorded.ndim < values.ndim:
+        return kept_entries(values)
+    return values[..., :: values.shape[-1] // recorded.shape[-1]]
+
+
+def pack(archive: Path, files: dict[str, Arrays | bytes]) -> None:
+    """Write ``files`` (arrays by name for .npz and .safetensors, the content of any other file) as one archive.
+
+    Trained float32 weights are random bits but for their exponents. The bytes of all float32 arrays are therefore
+    sorted: first the three that no compression makes smaller, then the exponents. Equal arrays are kept once.
+    """
+    members: Arrays = {}
+    floats: list[np.ndarray] = []
+    places: dict[str, tuple[int, tuple[int, ...]]] = {}
+    known: dict[bytes, int] = {}
+    size = 0
+    for file, content in files.items():
+        if isinstance(content, bytes):
+            members[file] = np.frombuffer(content, np.uint8)
+            continue
+        for name, array in content.items():
+            if array.dtype != np.float32 or array.size < 1024:
+                members[f"{file}|{name}"] = array
+                continue
+            start = known.setdefault(array.tobytes(), size)
+            places[f"{file}|{name}"] = start, array.shape
+            if start == size:
+                floats.append(array.reshape(-1))
+                size += array.size
+    bits = np.concatenate(floats or [np.zeros(0, np.float32)]).view(np.uint32)
+    planes = (bits << 1 | bits >> 31).astype("<u4").view(np.uint8).reshape(-1, 4).T  # the last one: the exponents
+    index = np.frombuffer(json.dumps(places).encode(), np.uint8)
+    npz = io.BytesIO()
+    np.savez(npz, **{"": planes[:3], "exponents": planes[3], "index": index}, **members)
+    archive.write_bytes(lzma.compress(npz.getvalue(), preset=9 | lzma.PRESET_EXTREME))
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Write the files of an archive into ``folder``, under the names that they have in the full set of recordings."""
+    from safetensors.numpy import save_file
+
+    with np.load(io.BytesIO(lzma.decompress(archive.read_bytes()))) as members:
+        content = dict(members)
+    bits = np.concatenate([content.pop(""), content.pop("exponents")[None]]).T.copy().view("<u4").reshape(-1)
+    floats = (bits >> 1 | bits << 31).view(np.float32)
+    files: dict[str, Arrays] = {}
+    for key, (start, shape) in json.loads(content.pop("index").tobytes()).items():
+        file, name = key.split("|")
+        files.setdefault(file, {})[name] = floats[start : start + int(np.prod(shape))].reshape(shape)
+    for key, array in content.items():
+        file, _, name = key.partition("|")
+        if name:
+            files.setdefault(file, {})[name] = array
+            continue
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_bytes(array.tobytes())
+    for file, arrays in files.items():
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".npz":
+            np.savez(path, **arrays)
+        else:
+            save_file(arrays, path, {"format": "pt"})
+
+
+def copy_as_torch(tensors: Path, target: Path) -> None:
+    """Link to the official torch file of a set of weights, or save one from ``tensors``, a .safetensors file.
+
+    target: its name is that of the official file, in the folder of ``tensors``.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    official = tensors.parent / target.name
+    if official.exists():
+        target.symlink_to(official)
+    else:
+        torch.save(load_file(tensors), target)
