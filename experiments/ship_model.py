@@ -64,7 +64,7 @@ def about(runs: Path) -> None:
     """Write ``ABOUT.json``: sources, versions, licences and the held-out files."""
     config = load_config(CONFIGS / "base.yaml")
     items = [name.relative_to(runs / "corpus").as_posix() for name in sorted((runs / "corpus").rglob("*.py"))]
-    _, held_out = dataset.rows.split(items, config.data.held_out, config.seed)
+    _, held_out = dataset.packing.split(items, config.data.held_out, config.seed)
     # The standard library comes first, as it is better known. Package files have their installed names.
     names = sorted(held_out, key=lambda name: not name.startswith("standard_library/"))
     names = ["packages/" + name.split("/", 2)[2] if name.startswith("packages/") else name for name in names]

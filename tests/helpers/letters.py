@@ -12,7 +12,7 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.generation import generate
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.models.llama import Llama
-from hydrajax.serve.pool import Pool, Sizes
+from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 from hydrajax.text.answers import Generation
 from hydrajax.trees import presets
 
@@ -46,13 +46,13 @@ def model(heads: str = "medusa") -> LanguageModel:
     return LanguageModel(Llama(config, jnp.dtype("float32")), drafter, params, tokenizer(), (END,))
 
 
-def pool(served: LanguageModel, sizes: Sizes, *arguments, **settings) -> Pool:
+def pool(served: LanguageModel, sizes: PoolSizes, *arguments, **settings) -> ExecutorPool:
     """The executors of a server of this model."""
-    return Pool(make_executor(served, served.spec(tree=TREE)), sizes, *arguments, **settings)
+    return ExecutorPool(make_executor(served, served.spec(tree=TREE)), sizes, *arguments, **settings)
 
 
 def answers(served: LanguageModel, prompts, rules, limits, seeds, **settings) -> list[Generation]:
-    """What `generate` says to each prompt, greedy or sampled.
+    """The answers of `generate`, greedy or sampled.
 
     seeds: one for each prompt, or one for all, of which the prompts then have their numbers. Every batch is of one
     shape, filled up with a long text whose numbers all have an effect, and greedy rows stand beside sampled ones (which

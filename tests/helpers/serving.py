@@ -1,4 +1,4 @@
-"""A server in the process of a test, or in one of its own. Needs the packages of hydrajax[serve]."""
+"""A server in the process of a test, or in its own process. Requires hydrajax[serve]."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from contextlib import contextmanager
 
 from helpers.letters import answers
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.serve.app import Interface, Settings
+from hydrajax.serve.app import Api, ServerSettings
 from hydrajax.serve.batcher import Batcher
-from hydrajax.serve.request_encoder import Encoder
-from hydrajax.serve.served import Served, close_all
-from hydrajax.serve.server import listening, server
+from hydrajax.serve.request_encoder import RequestEncoder
+from hydrajax.serve.served_models import ServedModel, close_all
+from hydrajax.serve.server import Server, listen
 
 SECONDS = 300
 
 
 @contextmanager
 def running(pool, queue: int = 100, model: str = "hydrajax", about=(), others=(), **settings):
-    """``(address, batcher)`` of a server in this process. others: pools by the names of further models."""
+    """``(address, batcher)`` of a server in this process. others: pools by names of further models."""
     batchers = {model: Batcher(pool, queue=queue)}
     batchers |= {name: Batcher(more, queue=queue) for name, more in dict(others).items()}
-    served = [Served(name, batcher.start(), dict(about)) for name, batcher in batchers.items()]
-    interface = Interface(served, Encoder(pool.executor.tokenizer, pool.executor.model.config), Settings(**settings))
-    listener = listening("127.0.0.1", 0)
-    uvicorn = server(interface.app(), list(batchers.values()), grace=1, quiet=True)
+    served = [ServedModel(name, batcher.start(), dict(about)) for name, batcher in batchers.items()]
+    encoder = RequestEncoder(pool.executor.tokenizer, pool.executor.model.config)
+    api = Api(served, encoder, ServerSettings(**settings))
+    listener = listen("127.0.0.1", 0)
+    uvicorn = Server(api.app(), list(batchers.values()), grace=1, quiet=True)
     thread = threading.Thread(target=uvicorn.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -41,24 +42,24 @@ def running(pool, queue: int = 100, model: str = "hydrajax", about=(), others=()
 
 @contextmanager
 def serving(*options: object, api_key: str | None = None):
-    """``(process, address, said)`` of ``hydrajax serve`` with these options on a free port.
+    """``(process, address, log)`` of ``hydrajax serve`` with these options on a free port.
 
-    said: the lines on stderr before that one with the address.
+    log: the lines on stderr before the one with the address.
     """
     command = [sys.executable, "-m", "hydrajax", "serve", "--port", "0", *map(str, options)]
     given = {} if api_key is None else {"HYDRAJAX_API_KEY": api_key}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | given)
-    said = []
+    log = []
     try:
         for line in process.stderr:
-            if found := re.match(r"serving on (http://127\.0\.0\.1:\d+)/v1, \d+ MB for caches", line):
+            if found := re.match(r"serving on (http://127\.0\.0\.1:\d+)/v1, \d+ MB for KV caches", line):
                 break
-            said.append(line.rstrip("\n"))
+            log.append(line.rstrip("\n"))
         else:
-            raise AssertionError("\n".join(said))
-        # What it logs is read on, or it would have to wait for it.
+            raise AssertionError("\n".join(log))
+        # Read its log on, or the server would block on a full pipe.
         threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield process, found[1], said
+        yield process, found[1], log
     finally:
         process.kill()
         process.wait()
