@@ -9,10 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from hydrajax import api
 from hydrajax.cli import options
 from hydrajax.cli.screen import bar
@@ -29,6 +25,7 @@ from hydrajax.questions.asking import Prompter, evaluate
 from hydrajax.questions.contenders import Answerer, contenders
 from hydrajax.questions.sets import Question
 from hydrajax.questions.summary import Figures, summarise
+from hydrajax.report.tables import print_table
 from hydrajax.trees import presets
 
 HELP = "answer MT-Bench, HumanEval and other question sets with and without drafts; compare speed and output"
@@ -181,16 +178,14 @@ def write_summary(
 
 def show(results: dict[str, dict[str, Figures]], baseline: str) -> None:
     """Print one table per contender, at most 80 columns wide."""
-    console = Console(highlight=False)
     for model_id, rows in results.items():
-        table = Table(title=model_id, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
-        table.add_column("category", no_wrap=True)
-        for heading in ("questions", "τ", "tokens/s", "speed-up", "95%", "equal"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for name, row in rows.items():
+
+        def cells(name, row, model_id=model_id):
             interval = "" if row.low is None or model_id == baseline else f"{row.low:.2f}-{row.high:.2f}"
             equal = {True: "yes", False: f"NO: {row.different} differ", None: ""}[row.equal]
-            cells = [str(row.questions), f"{row.tokens_per_step:.2f}", f"{row.tokens_per_second:.1f}"]
-            table.add_row(name, *cells, f"{row.speedup:.2f}", interval, equal)
-        console.print(table)
+            rates = f"{row.tokens_per_step:.2f}", f"{row.tokens_per_second:.1f}", f"{row.speedup:.2f}"
+            return name, row.questions, *rates, interval, equal
+
+        columns = ("category", "questions", "τ", "tokens/s", "speed-up", "95%", "equal")
+        print_table(columns, (cells(*item) for item in rows.items()), left=("category",), title=model_id)
     print("τ: tokens_per_step. speed-up: tokens/s over the base alone in the same run; 95%: bootstrap over questions")

@@ -13,13 +13,13 @@ from typing import Any
 from rich.console import Console
 
 from hydrajax.cli import options
-from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.locking import in_use
+from hydrajax.report.tables import print_table
 from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.tree_json import content_of
@@ -226,21 +226,29 @@ def _content(args: argparse.Namespace, spec: DecodeSpec, proposals, found, chain
 
 def _print(rows: list[dict[str, Any]], fastest: str) -> None:
     """Print a line for each tree; static trees differ in size."""
-    table = figure_table(
-        *("tree", "nodes", "τ expected", "τ measured", "tokens/s", "95% interval", "speed-up", "chance it is fastest"),
-        left="tree",
+    columns = (
+        "tree",
+        "nodes",
+        "τ expected",
+        "τ measured",
+        "tokens/s",
+        "95% interval",
+        "speed-up",
+        "chance it is fastest",
     )
-    for row in rows:
+
+    def cells(row):
         known, expected = row["low"] is not None, row["expected_tokens_per_step"]
-        table.add_row(
+        return (
             "static" if expected is not None else row["name"],
-            str(row["nodes"]),
-            "" if expected is None else f"{expected:.2f}",
+            row["nodes"],
+            None if expected is None else f"{expected:.2f}",
             f"{row['tokens_per_step']:.2f}",
             f"{row['tokens_per_second']:.0f}",
-            f"{row['low']:.0f} to {row['high']:.0f}" if known else "",
+            f"{row['low']:.0f} to {row['high']:.0f}" if known else None,
             f"{row['speedup']:.2f}x",
-            f"{row['chance_best']:.0%}" if known else "",
-            style="bold" if row["name"] == fastest else None,
+            f"{row['chance_best']:.0%}" if known else None,
         )
-    wide_console().print(table)
+
+    bold = [row["name"] for row in rows].index(fastest)
+    print_table(columns, map(cells, rows), left=("tree",), bold=bold)
