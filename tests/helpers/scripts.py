@@ -1,4 +1,4 @@
-"""The scripts of ``experiments/`` as modules for tests."""
+"""The scripts of ``experiments/`` and ``tools/``, for their tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS, TOOLS = ROOT / "experiments", ROOT / "tools"
 
 
 def module(path: Path):
