@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the site's home is the README, so that there is one text."""
+"""A hook of mkdocs that shows the README as the home page."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def on_page_markdown(markdown, page, config, files):
-    """The README in place of the home page's text; links into docs/ are the site's own, others become plain text."""
+    """Return the README for the home page. Links into docs/ stay links; links to other files become plain text."""
     if page.file.src_path != "index.md":
         return markdown
     text = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")

@@ -38,9 +38,10 @@ OFF = "HYDRAJAX_MEASURE_TREES"  # 0: use the drafter's default tree without meas
 
 @dataclass(frozen=True)
 class FastestTree:
-    """A measured choice. tree: None if decoding without a draft is fastest.
+    """A measured choice.
 
     Attributes:
+        tree: None if decoding without a draft is fastest.
         name, speedup: Of the fastest tree, even if it was not taken; relative to decoding without a draft.
         date: Of the measurement, in ISO format; None for just now.
     """

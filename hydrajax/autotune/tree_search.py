@@ -65,7 +65,13 @@ class Race:
         self._with_tree: dict[CandidateTree, Executor] = {}
 
     def run(self, trees: Sequence[CandidateTree], repeats: int, purpose: str) -> list[Measured]:
-        """Return the figures of each tree, relative to decoding without a draft. purpose: shown as status."""
+        """Return the figures of each tree, relative to decoding without a draft.
+
+        Args:
+            trees: Trees to compare.
+            repeats: Rounds.
+            purpose: Shown as status.
+        """
         for tree in trees:
             if tree not in self._with_tree:
                 self._with_tree[tree] = self._executor.with_spec(tree=tree)

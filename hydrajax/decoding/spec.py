@@ -23,7 +23,7 @@ from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 
 
 def check_max_new_tokens(value: int) -> int:
-    """Return the limit; raises `HydrajaxError` if it leaves nothing to decode."""
+    """Return the limit if it is at least 1, else raise `HydrajaxError`."""
     if value < 1:
         raise HydrajaxError(f"max_new_tokens: got {value}, expected at least 1")
     return value

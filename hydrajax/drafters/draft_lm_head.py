@@ -2,8 +2,7 @@
 
 Four full lm heads are 1 GB of a 7B base's draft (docs/design.md 7). Smaller kinds are the base's own lm head, a
 product of two narrow matrices, and a vocabulary of the most frequent tokens. Indices into a reduced vocabulary stay
-inside this
-module: its results are token ids, or logits over all tokens.
+inside this module: its results are token ids, or logits over all tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Vocabulary:
         return f"Vocabulary({len(self)} tokens)"
 
     def places_of(self, tokens: Int[Array, "*rows"], vocab_size: int) -> Int[Array, "*rows"]:
-        """Return the index of each token id in this vocabulary, -1 for others. vocab_size: V, of all ids."""
+        """Return the index of each token id in this vocabulary, -1 for others; ``vocab_size`` is the base's."""
         places = np.full(vocab_size, -1, np.int32)
         places[self.tokens] = np.arange(len(self))
         return jnp.asarray(places)[tokens]
@@ -118,7 +117,7 @@ class LmHead:
     def logits(
         self, params: Mapping[str, Array], hidden: Float[Array, "*rows D"], base_logits
     ) -> Float[Array, "*rows V_"]:
-        """Return float32 logits over the V' tokens. base_logits: the base's function from hidden states to logits."""
+        """Return float32 logits over the V' tokens; ``base_logits`` maps hidden states to the base's logits."""
         if self.shared:
             out = base_logits(hidden)
         elif self.rank is not None:

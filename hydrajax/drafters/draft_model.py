@@ -2,9 +2,8 @@
 
 It is independent of the large one. It has its own KV cache and predicts token by token; a level of a tree is one pass.
 Every accepted token is run once. Nodes without children are not run while drafting, so the last accepted token is
-usually
-not in the cache yet: it is *pending* and runs with the root in the first pass of the next proposal. K tokens therefore
-cost K passes of the draft, never K + 1.
+usually not in the cache yet: it is *pending* and runs with the root in the first pass of the next proposal. K tokens
+therefore cost K passes of the draft, never K + 1.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class Trainable(Drafter, Protocol):
 
     @classmethod
     def for_base(
-        cls, base: LlamaConfig, dtype, settings: Any = None, target_counts: Int[np.ndarray, " V"] | None = None
+        cls, base: LlamaConfig, dtype: DType, settings: Any = None, target_counts: Int[np.ndarray, " V"] | None = None
     ) -> Trainable:
         """Return the drafter for a base of this shape.
 

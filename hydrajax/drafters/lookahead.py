@@ -65,9 +65,8 @@ class Lookahead:
     """Propose n-grams that begin with the root, from a pool which the base fills by guessing ahead.
 
     The nodes ``[r], [r, 0], [r, 0, 0] ...`` of a tree hold the r-th candidate, most recent first. Other nodes stay
-    empty,
-    and so does a node up to which its candidate equals an earlier one: the earlier one's node serves both. It draws
-    nothing, so the rules for given candidates apply: greedy, exact sampling and typical.
+    empty. So do the nodes of a candidate's beginning that an earlier candidate shares; the earlier nodes serve both.
+    Candidates are given, not drawn, so the rules are greedy, exact sampling and typical.
 
     Attributes:
         window: W, the columns of the window. The defaults of the first three are the paper's for a base of 7B
@@ -75,9 +74,9 @@ class Lookahead:
         ngram: N, the length of an n-gram.
         guesses: G, n-grams kept per first token, and verified in the default tree.
         from_text: Keep n-grams of prompt and output too.
-        buckets: Number of first tokens that the pool has room for. A token's bucket is its id modulo this number;
-            tokens of one bucket share its G places, which is exact but forgets sooner. A sequence takes
-            ``4 * buckets * G * N`` bytes, 1.2 MB by default.
+        buckets: Number of first tokens that the pool has room for. A token's bucket is its id modulo this number.
+            Tokens in one bucket share its G places and evict each other's n-grams; the output stays exact. A sequence
+            takes ``4 * buckets * G * N`` bytes, 1.2 MB by default.
 
     Raises:
         HydrajaxError: For numbers out of range, or more nodes than a tree may have.

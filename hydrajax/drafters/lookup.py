@@ -58,7 +58,8 @@ class PromptLookup(SeesAcceptedOnly):
 
     def __post_init__(self):
         if min(self.depth, self.shortest, self.matches) < 1:
-            raise HydrajaxError("lookup: depth, shortest, matches: expected at least 1")
+            numbers = f"depth {self.depth}, shortest {self.shortest}, matches {self.matches}"
+            raise HydrajaxError(f"lookup: got {numbers}, expected at least 1 for each")
         if self.longest < self.shortest:
             raise HydrajaxError(f"lookup: longest: got {self.longest}, expected at least shortest, {self.shortest}")
 

@@ -121,8 +121,8 @@ def overlaps(
     """Return the sum over the vocabulary of min(p, q) after each token.
 
     This is the probability that a draw from q is accepted (Leviathan et al. 2023, 3.1 to 3.3), with p as the rule
-    shapes it and q at the rule's draft temperature. hidden: the base's, of the same tokens. Logits of one row are in
-    memory at a time.
+    shapes it and q at the rule's draft temperature. ``hidden`` are the base's hidden states at these tokens. Only the
+    logits of one row are in memory at a time.
     """
     temperature = rule.temperature if rule.draft_temperature is None else rule.draft_temperature
 

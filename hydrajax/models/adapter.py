@@ -51,7 +51,7 @@ class Adapter:
             raise HydrajaxError(f"adapter.dropout: got {self.dropout}, expected at least 0 and less than 1")
         for target in self.targets:
             if target not in TARGETS:
-                raise HydrajaxError(f"adapter.targets: got '{target}', expected {', '.join(TARGETS)}")
+                raise HydrajaxError(f"adapter.targets: got '{target}', expected one of {', '.join(TARGETS)}")
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise HydrajaxError(f"adapter.targets: got {list(self.targets)}, expected different linear layers")
 

@@ -2,8 +2,8 @@
 
 Layers are a tuple and not a stacked axis: indexing a stacked cache inside the decode loop makes XLA copy it
 (docs/design.md 7). Slots at or beyond a sequence's length hold garbage, which is masked on read and overwritten later.
-A
-cache needs room for the longest text and one more tree: `dynamic_update_slice` moves a write that does not fit.
+A cache needs room for the longest text and one more tree, because `dynamic_update_slice` moves a write that does not
+fit.
 """
 
 from __future__ import annotations
@@ -117,6 +117,6 @@ def cut_caches(state: Any, lengths: Int[Array, " B"]) -> Any:
 def write_tokens(
     rows: Num[Array, "B S *k"], tokens: Num[Array, "B T *k"], starts: Int[Array, " B"]
 ) -> Num[Array, "B S *k"]:
-    """Write ``tokens``, or numbers for each, over ``rows`` from position ``starts[b]`` on."""
+    """Overwrite ``rows`` from position ``starts[b]`` on with ``tokens``, or with values for each token."""
     rest = (0,) * (rows.ndim - 2)
     return jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at, *rest)))(rows, tokens, starts)

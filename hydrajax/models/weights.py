@@ -20,7 +20,7 @@ from jaxtyping import Float
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
 from hydrajax.models.adapter import KERNELS, Adapter
-from hydrajax.models.arrays import Array
+from hydrajax.models.arrays import Array, DType
 
 ROWS = 256  # rows of a kernel quantised at once
 
@@ -174,7 +174,9 @@ def part_sizes(places: int, n_parts: int) -> tuple[int, ...]:
     return (places - n_parts + 1, *[1] * (n_parts - 1))
 
 
-def project(x: Float[Array, "*rows D"], kernel: Array | Quantized | LowRank, dtype=None) -> Float[Array, "*rows F"]:
+def project(
+    x: Float[Array, "*rows D"], kernel: Array | Quantized | LowRank, dtype: DType | None = None
+) -> Float[Array, "*rows F"]:
     """Return ``x @ kernel``, with the kernel's axes after the first flattened to F.
 
     Args:

@@ -45,7 +45,7 @@ class Device:
         return operator.count * max(operator.flops / self.rate(operator), operator.bytes / self.bandwidth)
 
     def memory_bound(self, operator: Operator) -> bool:
-        """Return whether the operator is left of the roofline's ridge: its traffic takes longer than its operations."""
+        """Return True if the operator's memory traffic takes longer than its operations (left of the ridge)."""
         return operator.bytes / self.bandwidth >= operator.flops / self.flops
 
 

@@ -29,13 +29,13 @@ cached = functools.lru_cache(maxsize=256)
 
 @cached
 def forward(base: Llama, batch: int, tokens: int, slots: int, logits_at: int | None = None) -> Operators:
-    """Count the base over ``tokens`` new tokens per sequence and a cache of ``slots`` per sequence.
+    """Count one pass of the base over ``tokens`` new tokens per sequence.
 
     Args:
         base: the model.
         batch: sequences.
         tokens: new tokens per sequence.
-        slots: 0 for a prefill with a causal mask; otherwise the mask is an argument.
+        slots: Slots per sequence of the KV cache, which is then read with a given mask; 0 for a prefill.
         logits_at: number of last tokens whose logits are computed; None for all.
     """
 

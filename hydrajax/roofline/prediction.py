@@ -27,10 +27,17 @@ Phases = dict[str, Sequence[Operator]]
 
 @dataclass(frozen=True)
 class Workload:
-    """A base and a drafter that decode ``batch`` sequences of ``context`` tokens. itemsize: bytes per number, 2 or 4.
+    """A base and a drafter that decode ``batch`` sequences of ``context`` tokens.
 
     As in the decode step, all slots of the cache are read (``context`` and the tree's nodes), and the tree's own keys
     in addition.
+
+    Attributes:
+        config: The base's configuration.
+        drafter: The drafter.
+        batch: Number of sequences.
+        context: Tokens in each sequence's cache.
+        itemsize: Bytes per number, 2 or 4.
     """
 
     config: LlamaConfig

@@ -85,7 +85,7 @@ def canonical(choices: Iterable[Sequence[int]]) -> tuple[Choice, ...]:
                 )
         paths.append(tuple(int(rank) for rank in choice))
         if len(paths) >= MAX_NODES:
-            raise HydrajaxError(f"tree: got more than {MAX_NODES} nodes, root included; fewer are supported")
+            raise HydrajaxError(f"tree: got more than {MAX_NODES} nodes, expected at most {MAX_NODES}, root included")
     known = set(paths)
     if len(known) != len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
@@ -140,7 +140,7 @@ class TreeTopology:
         except (ValueError, RecursionError) as error:
             shown = text if len(text) <= 60 else f"{text[:57]}..."
             allowed = "a JSON list of choices such as [[0], [0, 0], [1]]"
-            raise HydrajaxError(f"tree: found '{shown}', which is not {allowed}: {error}") from None
+            raise HydrajaxError(f"tree: got '{shown}', expected {allowed}: {error}") from None
         return cls.from_choices(content)
 
     @property

@@ -84,8 +84,8 @@ def from_parents(parents: Int[Array, "B N"], depth: int, most_children: int) -> 
     Args:
         parents: int32 ``[B, N]``; a parent precedes its children.
         depth: K, the maximum length of a path.
-        most_children: C, the maximum number of children. Every node may have children as far as the program can tell,
-            so ``inner`` lists all of them.
+        most_children: C, the maximum number of children. The program is compiled before the shape is known, so
+            ``inner`` lists every node.
     """
     n_nodes = parents.shape[1]
     nodes = jnp.arange(n_nodes, dtype=jnp.int32)

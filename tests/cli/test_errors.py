@@ -144,7 +144,7 @@ def test_tree(refused, base, heads, tmp_path):
         *common,
         "oak",
     )
-    refused(r"--tree: found '\[\[0\],', which is not a JSON list of choices such as ", *common, "[[0],")
+    refused(r"--tree: got '\[\[0\],', expected a JSON list of choices such as ", *common, "[[0],")
     refused(r"--tree: no such file: .*/none\.json", *common, tmp_path / "none.json")
     refused(r"tree: got rank 320, expected less than the vocabulary of 320 tokens", *common, "cartesian-321")
 

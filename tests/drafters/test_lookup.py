@@ -278,7 +278,7 @@ def test_what_does_not_go_together_is_refused(lab):
     ):
         make_decode_fn(lab.model, PromptLookup(), presets.chain(11))
     for settings in ({"depth": 0}, {"shortest": 0}, {"matches": 0}):
-        with pytest.raises(HydrajaxError, match="lookup: depth, shortest, matches: expected at least 1"):
+        with pytest.raises(HydrajaxError, match="lookup: got depth .*, expected at least 1 for each"):
             PromptLookup(**settings)
     with pytest.raises(HydrajaxError, match="lookup: longest: got 2, expected at least shortest, 3"):
         PromptLookup(longest=2, shortest=3)

@@ -138,7 +138,7 @@ def test_a_model_drops_only_with_a_key():
         ({"rank": 0}, "adapter.rank: got 0, expected at least 1"),
         ({"alpha": float("nan")}, "adapter.alpha: got nan, expected a positive number"),
         ({"dropout": 1.0}, "adapter.dropout: got 1.0, expected at least 0 and less than 1"),
-        ({"targets": ("qkv",)}, f"adapter.targets: got 'qkv', expected {', '.join(TARGETS)}"),
+        ({"targets": ("qkv",)}, f"adapter.targets: got 'qkv', expected one of {', '.join(TARGETS)}"),
         ({"targets": ()}, "adapter.targets: got [], expected different linear layers"),
         ({"targets": ("q_proj",) * 2}, "adapter.targets: got ['q_proj', 'q_proj'], expected different linear layers"),
     ],

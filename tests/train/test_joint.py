@@ -363,7 +363,7 @@ def test_greedy_trees_say_what_the_adapted_base_says(base, tmp_path):
         (["optimizer.name=muon"], "optimizer.name: got muon, expected adamw with task joint"),
         (["draft.lm_head=shared"], "adapter.targets: got lm_head, but "),
         (["draft={heads: eagle}"], "adapter.targets: got lm_head, but "),
-        (["adapter.targets=[lm_heads]"], "adapter.targets: got 'lm_heads', expected q_proj, k_proj"),
+        (["adapter.targets=[lm_heads]"], "adapter.targets: got 'lm_heads', expected one of q_proj, k_proj"),
         (["joint.heads_weight=0"], "joint.heads_weight: got 0.0, expected a positive number"),
         (["task=heads"], "joint: has no effect with task heads, remove it"),
         (["steps=null", "epochs=0.03"], "joint.heads_alone_steps: got 2, expected less than the run's 1 steps"),

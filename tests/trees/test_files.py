@@ -43,7 +43,7 @@ def test_the_fields_of_a_file():
         ({"dynamic": NUMBERS | {"nodes": 6.0}}, "t.json: dynamic.nodes: got '6.0', expected an integer"),
         ({"dynamic": NUMBERS | {"nodes": 1}}, "expected 2 to 4096 nodes, root included, found 1"),
         ({"dynamic": NUMBERS | {"nodes": 10**30}}, "expected 2 to 4096 nodes, root included, found 1000"),
-        ({"dynamic": NUMBERS | {"expansions": -1}}, "a dynamic tree needs at least 0 expansions"),
+        ({"dynamic": NUMBERS | {"expansions": -1}}, "got -1 expansions of "),
         ({"dynamic": NUMBERS | {"top_k": 1}}, "dynamic-60-7-1 has 8 candidates"),
     ],
 )

@@ -103,7 +103,7 @@ def test_by_name_reads_the_choices_themselves(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[0],[0,0]", "tree: found '[[0],[0,0]', which is not a JSON list of choices such as [[0], [0, 0], [1]]: "),
+        ("[[0],[0,0]", "tree: got '[[0],[0,0]', expected a JSON list of choices such as [[0], [0, 0], [1]]: "),
         ("[[0]] and more", "tree: found '[[0]] and more', which is not a JSON list"),
         ("[" * 100_000, "tree: found '" + "[" * 57 + "...', which is not a JSON list"),
         ("[0, 1]", "tree: got the choice 0"),

@@ -64,7 +64,7 @@ def _with_gradient_of(plain: Callable) -> Callable[[Callable], Callable]:
 
 @_with_gradient_of(jnp.matmul)
 def matmul(x: Float[Array, "R D"], weight: Float[Array, "D F"]) -> Float[Array, "R F"]:
-    """Return ``x @ weight`` in float32. Each number is summed over D in order."""
+    """Return ``x @ weight`` in float32. Each output element is summed over D in order."""
     out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), jnp.float32)
     return jax.ffi.ffi_call("hydrajax_matmul", out, vmap_method="sequential")(x, weight)
 
