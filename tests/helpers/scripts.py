@@ -1,4 +1,4 @@
-"""The scripts of ``experiments/``, where tests find them."""
+"""Load the scripts of ``experiments/``."""
 
 from __future__ import annotations
 

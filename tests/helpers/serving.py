@@ -1,4 +1,4 @@
-"""A server in the process of a test, or in one of its own. Needs the packages of hydrajax[serve]."""
+"""Servers in the process of a test or in a separate one. Needs hydrajax[serve]."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 300
 
 @contextmanager
 def running(pool, queue: int = 100, model: str = "hydrajax", about=(), others=(), **settings):
-    """``(address, batcher)`` of a server in this process. others: pools by the names of further models."""
+    """Yield ``(address, batcher)`` of a server in this process. others: pools of further models by name."""
     batchers = {model: Batcher(pool, queue=queue)}
     batchers |= {name: Batcher(more, queue=queue) for name, more in dict(others).items()}
     served = [Served(name, batcher.start(), dict(about)) for name, batcher in batchers.items()]
@@ -41,9 +41,9 @@ def running(pool, queue: int = 100, model: str = "hydrajax", about=(), others=()
 
 @contextmanager
 def serving(*options: object, api_key: str | None = None):
-    """``(process, address, said)`` of ``hydrajax serve`` with these options on a free port.
+    """Yield ``(process, address, lines)`` of ``hydrajax serve`` with these options on a free port.
 
-    said: the lines on stderr before that one with the address.
+    lines: stderr before the line with the address.
     """
     command = [sys.executable, "-m", "hydrajax", "serve", "--port", "0", *map(str, options)]
     given = {} if api_key is None else {"HYDRAJAX_API_KEY": api_key}
@@ -56,7 +56,7 @@ def serving(*options: object, api_key: str | None = None):
             said.append(line.rstrip("\n"))
         else:
             raise AssertionError("\n".join(said))
-        # What it logs is read on, or it would have to wait for it.
+        # Drain the log, so that the server never blocks on a full pipe.
         threading.Thread(target=process.stderr.read, daemon=True).start()
         yield process, found[1], said
     finally:
