@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: recordings of the official code, tiny checkpoints saved by transformers, a tiny base."""
+"""Fixtures shared by all tests: recordings of the official code, tiny transformers checkpoints, a tiny base."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from jaxtyping import install_import_hook
 
 from helpers import programs, recordings, type_checks
 
-# The hook checks arrays that enter or leave functions of these packages against the annotated shapes and dtypes. It must
-# precede the first import of hydrajax.
+# The hook checks arrays that enter or leave functions of these packages against the annotated shapes and dtypes. It
+# must precede the first import of hydrajax.
 CHECKED = ("models", "trees.topology", "trees.simulation", "drafters", "decoding", "train.losses", "train.chunks")
 install_import_hook([f"hydrajax.{room}" for room in CHECKED], f"{type_checks.__name__}.checker")
 
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """Collect garbage less often: JAX programs are millions of objects, and scanning them takes an eighth of the time."""
+    """Collect garbage less often: scanning the millions of objects of JAX programs takes an eighth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
@@ -97,7 +97,7 @@ def golden(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def on_eight_devices():
-    """Return ``run(folder, program, *arguments, flags="") -> answer``, which runs one of tests/programs on 8 CPU devices.
+    """Return ``run(folder, program, *arguments, flags="") -> answer``, which runs a program on 8 CPU devices.
 
     XLA fixes the number of devices at its start. The program gets the folder and the arguments and writes its results
     and the number of ``devices`` to ``answer.json`` in the folder. flags: additional XLA flags.
@@ -125,7 +125,7 @@ def on_eight_devices():
 def llama_checkpoint(tmp_path_factory):
     """Return ``make(max_shard_size="1GB", **settings) -> Path``: a directory saved by transformers, once per settings.
 
-    settings: fields of the transformers configuration over the small defaults below; ``model_type`` is llama by default.
+    settings: fields of the transformers configuration over the small defaults below; the default type is llama.
     Weights are random and large enough for clear attention and greedy margins; norm scales are not all ones.
     """
     made: dict[str, Path] = {}
@@ -168,7 +168,7 @@ def random_hf_llama(model_type: str = "llama", **settings):
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(llama_checkpoint) -> Path:
-    """Return the default `llama_checkpoint`: vocabulary 96, width 32, 2 layers, 4 heads, 2 key-value heads, context 128."""
+    """Return the default `llama_checkpoint`: vocabulary 96, width 32, 2 layers, 4 heads, 2 KV heads, context 128."""
     return llama_checkpoint()
 
 

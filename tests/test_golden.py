@@ -193,7 +193,7 @@ def test_output_ids_and_accept_lengths(decoded, recorded):
 
 @pytest.mark.quick("hydra_pp-mc63", "hydra_mlp-small")
 def test_every_proposed_tree(loaded, decode, recorded):
-    """Compare all proposed tokens, including rejected ones: they depend on the whole drafter state, unlike the output."""
+    """Compare all proposed tokens, including rejected ones: they depend on the whole drafter state."""
     engine = decode.engine
     prompt = np.pad(recorded.prompt, ((0, 0), (0, 64 - recorded.prompt.shape[1])))
     drawn = sampling(None, len(prompt), loaded.config.vocab_size)

@@ -17,8 +17,8 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-# A package may import itself and the packages above it in this list, never one below it. A module belongs to the longest
-# matching name.
+# A package may import itself and the packages above it in this list, never one below it. A module belongs to the
+# longest matching name.
 ORDER = (
     "errors",
     "optional_deps",
@@ -193,7 +193,7 @@ def test_importing_the_package_loads_no_optional_packages():
 
 @pytest.mark.slow
 def test_generating_loads_no_training_packages():
-    """Only checkpoints in our own format need orbax. transformers is loaded for the tokenizer, so the check can fail."""
+    """Only checkpoints in our own format need orbax. The tokenizer loads transformers, so the check can fail."""
     command = ["generate", "--base", str(assets.base()), "--prompt", "import", "--max-new-tokens", "2"]
     program = f"from hydrajax.cli import main\nassert main({command}) == 0"
     assert loaded_after(program, {"transformers", *FOR_TRAINING}) == {"transformers"}

@@ -116,8 +116,8 @@ DRAFTERS = {
     "padded model": DraftModel(Llama(CONFIG.replace(vocab_size=8, width=8)), VOCAB),
     "near": Bigram(0.0),
     "far": Bigram(4.0),
-    "lookup beside near": WithLookup(Bigram(0.0), 2),
-    "lookup beside far": WithLookup(Bigram(4.0), 2),
+    "lookup with near": WithLookup(Bigram(0.0), 2),
+    "lookup with far": WithLookup(Bigram(4.0), 2),
 }
 
 
@@ -238,7 +238,7 @@ PROCESSORS = (
     [
         pytest.param(ExactSampling(0.9, min_p=0.05), "hydra", "tree", marks=pytest.mark.slow),
         pytest.param(RejectionSampling(0.9, min_p=0.05, draft_temperature=1.2), "far", "tree", marks=pytest.mark.slow),
-        pytest.param(RejectionSampling(0.9, min_p=0.05), "lookup beside far", "grown", marks=pytest.mark.slow),
+        pytest.param(RejectionSampling(0.9, min_p=0.05), "lookup with far", "grown", marks=pytest.mark.slow),
         (RejectionSampling(0.9, min_p=0.05), "near", "chain"),
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
@@ -274,14 +274,14 @@ REJECTION += [
 ]
 REJECTION += [(1.0, "cut", drafter, tree) for drafter in EAGLES for tree in ("chain", "tree")]
 REJECTION += [(1.0, "cut", "amphista, 4 tokens, rank 3", tree) for tree in TREES]
-BESIDE = ("lookup beside near", "lookup beside far")
+WITH_LOOKUP = ("lookup with near", "lookup with far")
 REJECTION += [
-    (temperature, "whole", drafter, tree) for temperature in (0.7, 1.5) for drafter in BESIDE for tree in TREES
+    (temperature, "whole", drafter, tree) for temperature in (0.7, 1.5) for drafter in WITH_LOOKUP for tree in TREES
 ]
-REJECTION += [(1.0, "cut", "lookup beside far", "root")]
+REJECTION += [(1.0, "cut", "lookup with far", "root")]
 MODELS = ("model", "sure model, 4 tokens", "padded model")
 REJECTION += [(1.0, "cut", drafter, tree) for drafter in MODELS for tree in TREES]
-QUICK_REJECTION = [(0.7, "whole", "lookup beside far", "tree")]  # of which "far" is a part
+QUICK_REJECTION = [(0.7, "whole", "lookup with far", "tree")]  # of which "far" is a part
 
 
 @pytest.mark.parametrize(("temperature", "cut", "drafter", "tree", "samples"), in_part(REJECTION, QUICK_REJECTION))

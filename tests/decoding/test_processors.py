@@ -136,11 +136,11 @@ def test_greedy_decoding_takes_the_best_of_the_processed_logits(lab):
     prompts = [[3, 1, 4, 1, 5], [2], [9, 2, 6, 5, 3, 5, 8, 9]]
     out, plain = lab.plainly(prompts, SPECS), lab.plainly(prompts)
     for row, (prompt, spec) in enumerate(zip(prompts, SPECS, strict=True)):
-        said: list[int] = []
+        emitted: list[int] = []
         for _ in range(NEW):
-            logits = last_logits(lab.model, lab.base(0), [np.array(prompt + said, np.int32)])[0]
-            said.append(int(by_formula(logits, spec, prompt, said).argmax()))
-        assert out.tokens[row].tolist() == said
+            logits = last_logits(lab.model, lab.base(0), [np.array(prompt + emitted, np.int32)])[0]
+            emitted.append(int(by_formula(logits, spec, prompt, emitted).argmax()))
+        assert out.tokens[row].tolist() == emitted
         assert out.tokens[row].tolist() != plain.tokens[row].tolist()
 
 
@@ -178,9 +178,9 @@ def test_only_what_was_emitted_is_counted(lab):
     out = jax.device_get(result_of(state.output))
     assert out.accept_lengths.max() == 4
     for row in range(3):
-        said = out.tokens[row, : out.lengths[row]]
-        assert said.tolist() == lab.expected(texts[row], len(prompts[row]), int(limits[row]), (eos,))
-        np.testing.assert_array_equal(state.output.counts.output[row], np.bincount(said, minlength=lab.vocab))
+        emitted = out.tokens[row, : out.lengths[row]]
+        assert emitted.tolist() == lab.expected(texts[row], len(prompts[row]), int(limits[row]), (eos,))
+        np.testing.assert_array_equal(state.output.counts.output[row], np.bincount(emitted, minlength=lab.vocab))
         assert np.flatnonzero(state.output.counts.prompt[row]).tolist() == sorted({*prompts[row]})
 
 
@@ -198,11 +198,11 @@ def test_a_second_turn_counts_everything_before_it_as_prompt(lab, engine):
             state = step(params, state)
         return state, jax.device_get(result_of(state.output))
 
-    first, said = finish(prefill(params, *padded(prompts, 16), drawn))
+    first, emitted = finish(prefill(params, *padded(prompts, 16), drawn))
     _, second = finish(extend(params, first, *padded(more, 16), drawn))
     whole = [
         [*prompt, *tokens[:length].tolist(), *text]
-        for prompt, tokens, length, text in zip(prompts, said.tokens, said.lengths, more, strict=True)
+        for prompt, tokens, length, text in zip(prompts, emitted.tokens, emitted.lengths, more, strict=True)
     ]
     _, at_once = finish(prefill(params, *padded(whole, 16), drawn))
     np.testing.assert_array_equal(second.tokens, at_once.tokens)

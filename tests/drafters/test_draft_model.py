@@ -170,17 +170,18 @@ def test_the_cache_contains_exactly_the_accepted_tokens_of_two_turns(lab, name, 
         waited = set()
         while not state.output.done.all():
             state = step(params, state)
-            said = jax.device_get(result_of(state.output)).ids()
-            check_cache(lab, drafter, params.draft, state.draft, [[*a, *b] for a, b in zip(before, said, strict=True)])
+            emitted = jax.device_get(result_of(state.output)).ids()
+            texts = [[*a, *b] for a, b in zip(before, emitted, strict=True)]
+            check_cache(lab, drafter, params.draft, state.draft, texts)
             waited |= set(np.asarray(state.draft.waits).tolist())
-        return state, said, waited
+        return state, emitted, waited
 
     prompts, more = [[3, 1, 4], [2, 6], [9, 2, 6, 5]], [[5, 5], [1], [8, 0, 2]]
     prefill = lab.quick_jit(engine.prefill, static_argnames="slots")
     state = prefill(params, *padded(prompts), drawn, slots=lab.context + engine.tree.size)
-    state, said, waited = finish(state, prompts)
+    state, emitted, waited = finish(state, prompts)
     assert waited == ({False} if tree == "root" else {True, False})
-    whole = [[*prompt, *ids, *text] for prompt, ids, text in zip(prompts, said, more, strict=True)]
+    whole = [[*prompt, *ids, *text] for prompt, ids, text in zip(prompts, emitted, more, strict=True)]
     state = lab.quick_jit(engine.extend)(params, state, *padded(more), drawn)
     check_cache(lab, drafter, params.draft, state.draft, whole)
     _, answers, _ = finish(state, whole)

@@ -121,8 +121,8 @@ def test_a_second_turn_gives_the_tokens_of_the_base(lab):
 
     prompts, more = [[3, 1, 4], [2, 6], [9, 2, 6, 5]], [[5, 5], [1], [8, 0, 2]]
     prefill = lab.quick_jit(engine.prefill, static_argnames="slots")
-    state, said = finish(prefill(params, *padded(prompts), drawn, slots=lab.context + 14))
-    whole = [[*prompt, *ids, *text] for prompt, ids, text in zip(prompts, said, more, strict=True)]
+    state, emitted = finish(prefill(params, *padded(prompts), drawn, slots=lab.context + 14))
+    whole = [[*prompt, *ids, *text] for prompt, ids, text in zip(prompts, emitted, more, strict=True)]
     _, answers = finish(lab.quick_jit(engine.extend)(params, state, *padded(more), drawn))
     texts, _ = lab.references(0, whole)
     for row, text in enumerate(whole):

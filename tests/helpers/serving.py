@@ -48,17 +48,17 @@ def serving(*options: object, api_key: str | None = None):
     command = [sys.executable, "-m", "hydrajax", "serve", "--port", "0", *map(str, options)]
     given = {} if api_key is None else {"HYDRAJAX_API_KEY": api_key}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | given)
-    said = []
+    lines = []
     try:
         for line in process.stderr:
             if found := re.match(r"serving on (http://127\.0\.0\.1:\d+)/v1, \d+ MB for caches", line):
                 break
-            said.append(line.rstrip("\n"))
+            lines.append(line.rstrip("\n"))
         else:
-            raise AssertionError("\n".join(said))
+            raise AssertionError("\n".join(lines))
         # Drain the log, so that the server never blocks on a full pipe.
         threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield process, found[1], said
+        yield process, found[1], lines
     finally:
         process.kill()
         process.wait()

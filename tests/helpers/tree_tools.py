@@ -18,7 +18,7 @@ def random_tree(seed: int, n_choices: int, depth: int, widest: int) -> TreeTopol
 
 
 def leaf_paths(tree: TreeTopology) -> np.ndarray:
-    """Return int32 ``[leaves, K+1]``: root-to-leaf nodes padded with -1, in the released order (deepest, last first)."""
+    """Return int32 ``[leaves, K+1]``: root-to-leaf nodes padded with -1, deepest and last leaf first (released)."""
     node_of = {(): 0} | {path: node for node, path in enumerate(tree.choices, start=1)}
     inner = {path[:-1] for path in tree.choices}
     leaves = [path for path in reversed(((), *tree.choices)) if path not in inner]

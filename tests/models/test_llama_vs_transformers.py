@@ -33,7 +33,7 @@ N_TOKENS = 100  # long enough for rope scaling with an original context of 32 to
 N_STEPS = 33  # cached single-token steps
 
 # 16 features per head and theta 1e4 put one wavelength in each of llama3's three zones for an original context of 32:
-# 6.3 (kept), 19.9 (in the smooth passage) and 62.8 and up (stretched).
+# 6.3 (unchanged), 19.9 (interpolated) and 62.8 and up (scaled).
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -53,7 +53,7 @@ CASES = {
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
     "eps": {"rms_norm_eps": 1e-2},
     "mistral": {"model_type": "mistral", "sliding_window": None},
-    # The window leaves tokens behind in the prefill and in the cached steps.
+    # The window is shorter than the prompt, so it matters in prefill and cached steps.
     "mistral_window": {"model_type": "mistral", "sliding_window": 21, "max_shard_size": "20KB"},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "max_shard_size": "20KB"},
     "qwen2_window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 30, "max_window_layers": 0},

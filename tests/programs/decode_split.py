@@ -64,8 +64,8 @@ def answer_of(case: str, settings: dict, m) -> dict:
             m.model, m.drafter, tree, RULES[rule], processors=processors, max_new_tokens=settings["new"],
             eos_ids=spec.eos_ids, logprobs=logprobs,
         )  # fmt: skip
-        beside = Params(m.params.base, jax.device_put(m.params.draft, base_home))
-        out = plain(beside, *arguments, rng=key, limits=limits[: int(rows)])
+        on_base = Params(m.params.base, jax.device_put(m.params.draft, base_home))
+        out = plain(on_base, *arguments, rng=key, limits=limits[: int(rows)])
         answer["in one program"] = [out.tokens.tolist(), out.accept_lengths.tolist()]
         answer["log-probabilities in one program"] = [x.tolist() for x in jax.tree.leaves((out.logprobs, out.top))]
         out = executor.decode(*jax.device_put(arguments, base_home), key, limits[: int(rows)])
