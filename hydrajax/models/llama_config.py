@@ -29,8 +29,8 @@ class RopeScaling:
             raise HydrajaxError(f"rope scaling: factor: got {self.factor}, expected a positive number")
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise HydrajaxError(
-                "rope scaling: low_freq_factor must be below high_freq_factor, "
-                f"found {self.low_freq_factor} and {self.high_freq_factor}"
+                f"rope scaling: low_freq_factor: got {self.low_freq_factor}, expected less than high_freq_factor, "
+                f"{self.high_freq_factor}"
             )
 
 

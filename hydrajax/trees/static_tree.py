@@ -140,7 +140,7 @@ class TreeTopology:
         except (ValueError, RecursionError) as error:
             shown = text if len(text) <= 60 else f"{text[:57]}..."
             allowed = "a JSON list of choices such as [[0], [0, 0], [1]]"
-            raise HydrajaxError(f"tree: found '{shown}', which is not {allowed}: {error}") from None
+            raise HydrajaxError(f"tree: got '{shown}', expected {allowed}: {error}") from None
         return cls.from_choices(content)
 
     @property

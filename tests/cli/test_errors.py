@@ -140,7 +140,7 @@ def test_tree(refused, base, heads, tmp_path):
         *common,
         "oak",
     )
-    refused(r"--tree: found '\[\[0\],', which is not a JSON list of choices such as ", *common, "[[0],")
+    refused(r"--tree: got '\[\[0\],', expected a JSON list of choices such as ", *common, "[[0],")
     refused(r"--tree: no such file: .*/none\.json", *common, tmp_path / "none.json")
     refused(r"tree: got rank 320, expected less than the vocabulary of 320 tokens", *common, "cartesian-321")
 
@@ -153,8 +153,8 @@ def test_tree(refused, base, heads, tmp_path):
         ('"chain"', r"expected a JSON list of choices such as \[\[0\]"),
         ("[[0], [1, 0]]", r"got the choice \[1, 0\] without its parent: add \[1\]"),
         ("[[0], [0]]", r"got the choice \[0\] more than once"),
-        ("[[0], [-1]]", r"expected integers from 0 up, found -1"),
-        ("[[0], [1.5]]", r"expected integers from 0 up, found 1\.5"),
+        ("[[0], [-1]]", r"got the rank -1 in \[-1\], expected integers from 0 up"),
+        ("[[0], [1.5]]", r"got the rank 1\.5 in \[1\.5\], expected integers from 0 up"),
         ("[0, 1]", r"got the choice 0"),
     ],
 )
@@ -186,7 +186,7 @@ def test_empty_prompt(refused, base, wordless, prompts):
     for line, pattern in [
         ({"prompt": ""}, r"prompts\.jsonl line 2: prompt: is empty"),
         ({"turns": ["", "second"]}, r"prompts\.jsonl line 2: turns: is empty"),
-        ({"prompt_ids": []}, r"prompts\.jsonl line 2: prompt_ids: is empty"),
+        ({"prompt_ids": []}, r"prompts\.jsonl line 2: prompt_ids: got no tokens, expected at least one"),
     ]:
         refused(pattern, "--base", base, "--prompts", prompts({"prompt_ids": [1]}, line))
 
@@ -280,11 +280,11 @@ def test_flags(refused, base, flags, pattern):
         (("--min-p", "0.1"), "--min-p: got a value for the rule greedy, expected none, only with typical"),
         (("--logit-bias", "3"), r"argument --logit-bias: expected ID:B,ID:B,..., found '3'"),
         (("--logit-bias", "9999:1"), "--logit-bias: got token id 9999, expected 0 to"),
-        (("--rule", "exact", "--min-p", "2"), "--min-p: must be from 0 to 1, found 2.0"),
+        (("--rule", "exact", "--min-p", "2"), "--min-p: got 2.0, expected a number from 0 to 1"),
         (("--repetition-penalty", "0"), "--repetition-penalty: got 0.0, expected a positive number"),
         (("--frequency-penalty", "nan"), "--frequency-penalty: got nan, expected a finite number"),
         (("--rule", "exact", "--temperature", "-1"), "--temperature: got -1.0, expected a finite number from 0 up"),
-        (("--rule", "exact", "--top-p", "1.5"), "--top-p: must be above 0 and at most 1, found 1.5"),
+        (("--rule", "exact", "--top-p", "1.5"), "--top-p: got 1.5, expected above 0 and at most 1"),
         (("--rule", "typical", "--epsilon", "2"), "--epsilon: got 2.0, expected a number from 0 to 1"),
     ],
 )

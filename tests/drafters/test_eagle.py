@@ -147,7 +147,7 @@ def test_trees_that_eagle_cannot_fill_are_rejected(lab):
     tree = DynamicTree(14, 3, 4)
     with pytest.raises(HydrajaxError, match="got dynamic-14-3-4, expected a static tree"):
         make_decode_fn(lab.model, KINDS["lookup"].build(lab.model.config, jnp.float32), tree)
-    with pytest.raises(HydrajaxError, match="tree: dynamic-20-11-4 looks 12 tokens ahead, the drafter proposes 10"):
+    with pytest.raises(HydrajaxError, match="tree: got a depth of 12, expected at most the 10 tokens"):
         make_decode_fn(lab.model, lab.drafters["eagle"], DynamicTree(20, 11, 4))
     with pytest.raises(
         HydrajaxError, match="tree: got 18 children per node, expected at most the vocabulary of 17 tokens"

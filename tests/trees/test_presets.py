@@ -103,9 +103,9 @@ def test_by_name_parses_inline_choices(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[0],[0,0]", "tree: found '[[0],[0,0]', which is not a JSON list of choices such as [[0], [0, 0], [1]]: "),
-        ("[[0]] and more", "tree: found '[[0]] and more', which is not a JSON list"),
-        ("[" * 100_000, "tree: found '" + "[" * 57 + "...', which is not a JSON list"),
+        ("[[0],[0,0]", "tree: got '[[0],[0,0]', expected a JSON list of choices such as [[0], [0, 0], [1]]: "),
+        ("[[0]] and more", "tree: got '[[0]] and more', expected a JSON list"),
+        ("[" * 100_000, "tree: got '" + "[" * 57 + "...', expected a JSON list"),
         ("[0, 1]", "tree: got the choice 0"),
         ("[[0, 0]]", "tree: got the choice [0, 0] without its parent: add [0]"),
     ],

@@ -46,7 +46,7 @@ def test_the_fields_of_a_file():
             {"dynamic": NUMBERS | {"nodes": 10**30}},
             "00 nodes, expected 2 to 4096",
         ),
-        ({"dynamic": NUMBERS | {"expansions": -1}}, "a dynamic tree needs at least 0 expansions"),
+        ({"dynamic": NUMBERS | {"expansions": -1}}, "got -1 expansions of 10 nodes, expected at least 0"),
         ({"dynamic": NUMBERS | {"top_k": 1}}, "dynamic-60-7-1 has 8 candidates"),
     ],
 )
