@@ -21,7 +21,8 @@ import numpy as np
 from rich.progress import Progress
 from safetensors.numpy import save_file
 
-from hydrajax.families.family_registry import base_layout, from_llama_config
+from hydrajax.families.family_layout import base_layout
+from hydrajax.families.family_registry import from_llama_config
 from hydrajax.files import WholeFile
 from hydrajax.models.layout import shapes
 from hydrajax.models.llama_config import LlamaConfig

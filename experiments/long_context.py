@@ -32,7 +32,7 @@ from hydrajax.formats.draft_registry import without_weights
 from hydrajax.machine import machine
 from hydrajax.measure.random_models import random_base, random_draft
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.serve.pool import Pool, Sizes
+from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 from hydrajax.trees import presets
 
 CHUNK, STEPS, TREE, MOST = 512, 16, "cartesian-2x2", 33_024
@@ -75,20 +75,20 @@ def measured(lengths: list[int], repeats: int):
     model, base = random_base(CONFIG)
     drafter, params = random_draft(model, base, "hydra++")
     executor = FusedExecutor(model, params, DecodeSpec(drafter, presets.by_name(TREE)))
-    pool = Pool(executor, Sizes(rows=1, chunk=CHUNK))
+    pool = ExecutorPool(executor, PoolSizes(slots=1, chunk=CHUNK))
     text = np.random.default_rng(0).integers(0, CONFIG.vocab_size, MOST).astype(np.int32)
     columns = {"tokens": 7, "places": 7, "read ms/1000": 13, "last piece": 11, "step ms": 8, "in the largest": 15}
     columns |= {"cache MB": 9, "beside MB": 10}
     print(" ".join(name.rjust(width) for name, width in columns.items()))
 
     def read(length: int, pieces: list[float]):
-        state, at = pool.empty_row(pool.places_to_read(0, length)), 0
+        state, at = pool.empty(pool.prefill_cache_len(0, length)), 0
         while length - at > CHUNK:
             began = time.perf_counter()
             state = jax.block_until_ready(pool.feed(state, text[at : at + CHUNK], int(text[at + CHUNK])))
             pieces.append(time.perf_counter() - began)
             at += CHUNK
-        return pool.end(state, text[at:length], pool.key(0, 0), pool.spec.replace(max_new_tokens=MOST - length))
+        return pool.finish(state, text[at:length], pool.key(0, 0), pool.spec.replace(max_new_tokens=MOST - length))
 
     def step(state) -> float:
         """Milliseconds; the least of several, as other work can only add to it."""
@@ -108,11 +108,11 @@ def measured(lengths: list[int], repeats: int):
             began = time.perf_counter()
             state = jax.block_until_ready(read(length, pieces))
             seconds = time.perf_counter() - began
-            places = pool.places_for(length + (repeats + 1) * STEPS * pool.longest_path + pool.spare)
+            places = pool.cache_len_for(length + (repeats + 1) * STEPS * pool.max_path + pool.headroom)
             found = {"tokens": length, "places": places, "read_ms_per_1000": 1e6 * seconds / length}
             found["last_piece_ms"] = 1e3 * statistics.median(pieces[-3:]) if pieces else None
-            found["step_ms"] = step(pool.copies(state, 1, places))
-            found["step_ms_in_the_largest"] = step(pool.copies(state, 1, pool.places[-1]))
+            found["step_ms"] = step(pool.tile(state, 1, places))
+            found["step_ms_in_the_largest"] = step(pool.tile(state, 1, pool.cache_lens[-1]))
             found["cache_mb"] = pool.shapes.nbytes(1, places) / 1e6
             found["beside_mb"] = beside(pool, places) / 1e6
         last = "" if found["last_piece_ms"] is None else f"{found['last_piece_ms']:.1f}"
@@ -124,7 +124,7 @@ def measured(lengths: list[int], repeats: int):
         yield found
 
 
-def beside(pool: Pool, places: int) -> int:
+def beside(pool: ExecutorPool, places: int) -> int:
     """Bytes that reading a piece takes beside parameters and state, as XLA plans it."""
     executor, key = pool.executor, jax.random.key(0)
     state = executor.abstract_state(1, places, pool.sampling(pool.spec, key))

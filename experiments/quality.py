@@ -1,13 +1,13 @@
-"""Is quality kept? Scores of answers by acceptance rule and heads (medusa 2.3.1 and figure 5, amphista table 3).
+"""Answer quality by acceptance rule and draft heads (Medusa 2.3.1 and figure 5, Amphista table 3).
 
     python experiments/quality.py --humaneval HumanEval.jsonl.gz --run-code --gsm8k gsm8k_test.jsonl \
         --summaries cnn_dailymail.jsonl --mt-bench mt_bench_question.jsonl --judge URL --judge-model NAME
 
-with any of the sets, in their released formats (docs/usage.md says which fields count); none comes with this package.
-Each rule is one ``hydrajax evaluate``, and takes up a run that was killed. Greedy and exact sampling say what the base
-alone says, so that their differences are 0; rejection sampling keeps its distribution, and typical acceptance neither.
-The shipped model knows only Python code, and little of it: its scores are low, and their differences say more of larger
-models.
+with one or more of the sets, in their released formats (README.md lists the fields that each score needs). Each rule is
+one run of ``hydrajax evaluate`` and one of ``score.py``; after an interruption the same command resumes. Greedy and
+exact sampling generate the same output as the base alone, so their differences are 0. Rejection sampling keeps the
+base's distribution, typical acceptance does not. The bundled model was trained on Python code only: its scores are low,
+and the differences mean more for larger models.
 """
 
 import sys
@@ -15,35 +15,37 @@ from functools import partial
 from pathlib import Path
 
 import common
+import score
 
 from hydrajax import assets
 from hydrajax.cli import main as hydrajax
 from hydrajax.errors import HydrajaxError
+from hydrajax.questions.sets import read_questions
 from hydrajax.report.outputs import find_results
 
 FULL = {"limit": 2000, "max_new_tokens": 256}
 QUICK = {"limit": 8, "max_new_tokens": 32}
 EPSILONS, QUICK_EPSILONS = (0.05, 0.1, 0.15, 0.2, 0.25), (0.1,)
 TEMPERATURE = 0.7  # of all but greedy, as in both papers
-SETS = ("humaneval", "gsm8k", "summaries", "mt_bench")
+SETS = {"humaneval": "humaneval", "gsm8k": "gsm8k", "summaries": "rouge", "mt_bench": "judge"}  # and their scores
 
 
 def add_arguments(parser) -> None:
     for name in SETS:
-        parser.add_argument(f"--{name.replace('_', '-')}", metavar="FILE", help="questions, in the released format")
-    parser.add_argument("--run-code", action="store_true", help="of evaluate: is needed with --humaneval")
-    parser.add_argument("--judge", metavar="URL", help="of evaluate: is needed with --mt-bench")
-    parser.add_argument("--judge-model", metavar="NAME", help="of evaluate")
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="FILE", help="questions in the released format")
+    parser.add_argument("--run-code", action="store_true", help="run generated code in a sandbox; --humaneval needs it")
+    parser.add_argument("--judge", metavar="URL", help="address of the judge; --mt-bench needs it")
+    parser.add_argument("--judge-model", metavar="NAME", help="name of the judge")
     parser.add_argument(
         "--template",
         metavar="NAME",
-        help="of evaluate; default: auto, but for the shipped model raw for --humaneval and else plain",
+        help="chat template (default auto; for the bundled model raw with --humaneval, else plain)",
     )
     parser.add_argument("--answers", metavar="DIR", default="runs/quality", help="default %(default)s")
 
 
 def rules(quick: bool) -> dict[str, list]:
-    """Flags of evaluate by what is a folder's name."""
+    """Return the flags of evaluate by rule, named as its folder."""
     found = {"greedy": ["--rule", "greedy"]}
     found |= {rule: ["--rule", rule, "--temperature", TEMPERATURE] for rule in ("exact", "rejection")}
     for epsilon in QUICK_EPSILONS if quick else EPSILONS:
@@ -54,8 +56,11 @@ def rules(quick: bool) -> dict[str, list]:
 def run(args) -> None:
     files = {name: getattr(args, name) for name in SETS if getattr(args, name)}
     if args.prompts or not files:
-        found = "--prompts: has no meaning here" if args.prompts else "--humaneval: no questions were given"
-        raise HydrajaxError(f"{found}; one or more of --humaneval, --gsm8k, --summaries, --mt-bench are needed")
+        found = "--prompts: is not used here" if args.prompts else "--humaneval: no questions were given"
+        raise HydrajaxError(f"{found}; give one or more of --humaneval, --gsm8k, --summaries, --mt-bench")
+    for name, file in files.items():  # refuse what cannot be scored before anything is decoded
+        judge = {key: getattr(args, key) if name == "mt_bench" else None for key in ("judge", "judge_model")}
+        score.choose(SETS[name], read_questions(file), run_code=args.run_code, **judge)
     rows = []
     for name, file in files.items():
         for rule, flags in rules(args.quick).items():
@@ -67,7 +72,7 @@ def run(args) -> None:
 
 
 def scored(args, name: str, file: str, rule: str, flags: list) -> list[dict]:
-    """Rows of one set under one rule."""
+    """Return the rows of one set under one rule."""
     answers = Path(args.answers) / f"{name}-{args.max_new_tokens}" / rule
     answers.parent.mkdir(parents=True, exist_ok=True)
     command = ["evaluate", "--set", file, "--base", args.base or assets.base(), "--limit", args.limit, *flags]
@@ -76,18 +81,16 @@ def scored(args, name: str, file: str, rule: str, flags: list) -> list[dict]:
     template = "auto" if args.base else "raw" if name == "humaneval" else "plain"
     command += ["--template", args.template or template, "--max-new-tokens", args.max_new_tokens]
     command += ["--dtype", args.dtype, "--output", answers]
-    command += ["--score", {"summaries": "rouge", "mt_bench": "judge"}.get(name, name)]
-    if name == "humaneval" and args.run_code:
-        command += ["--run-code"]
+    scoring = [answers, "--score", SETS[name], *(["--run-code"] if args.run_code else [])]
     if name == "mt_bench":
-        for flag, value in (("--judge", args.judge), ("--judge-model", args.judge_model)):
-            command += [flag, value] if value else []
-    if code := hydrajax([str(part) for part in command]):
-        sys.exit(code)
+        scoring += ["--judge", args.judge, "--judge-model", args.judge_model]
+    for program, arguments in ((hydrajax, command), (score.main, scoring)):
+        if code := program([str(part) for part in arguments]):
+            sys.exit(code)
     for _, found in find_results(answers)[0]:
         if found.kind == "quality":
             return found.rows
-    raise HydrajaxError(f"--{name.replace('_', '-')}: no answer could be scored, see {answers}")
+    raise HydrajaxError(f"--{name.replace('_', '-')}: no answer could be scored; see {answers}")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def about(runs: Path) -> None:
     """``ABOUT.json``: the sources, their versions and licences, and which files no model has seen."""
     config = load_config(CONFIGS / "base.yaml")
     items = [name.relative_to(runs / "corpus").as_posix() for name in sorted((runs / "corpus").rglob("*.py"))]
-    _, held_out = dataset.rows.split(items, config.data.held_out, config.seed)
+    _, held_out = dataset.packing.split(items, config.data.held_out, config.seed)
     # Of the standard library first, as more people know it; a package's files are named as they are installed.
     names = sorted(held_out, key=lambda name: not name.startswith("standard_library/"))
     names = ["packages/" + name.split("/", 2)[2] if name.startswith("packages/") else name for name in names]

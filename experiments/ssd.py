@@ -38,6 +38,7 @@ import numpy as np
 from common import CONSOLE, draft_model_of, program, prompts_of, speed_rows, write
 from ssd_parts import part_seconds, round_seconds, times_of
 from ssd_roofline import pair_times
+from ssd_simulator import Outcomes, Speed, Times, best, predict
 
 import hydrajax
 from hydrajax import assets
@@ -46,8 +47,7 @@ from hydrajax.measure.split_contest import joined, recorded, split_contest
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
 from hydrajax.roofline.devices import DEVICES
 from hydrajax.sharding import Placement, last_devices
-from hydrajax.ssd.fan_out import even, nothing
-from hydrajax.ssd.simulator import Outcomes, Speed, Times, best, predict
+from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.split_executor import SplitExecutor
 from hydrajax.trees.presets import chain
 
@@ -73,10 +73,10 @@ def run(args: argparse.Namespace) -> None:
     remarks = [cores(executor, prompts[0])]
 
     # What outcomes there are, from as many guesses as will be asked for, and the times of the parts.
-    wide = executor.with_fan_out(even(args.depth, args.ranks))
+    wide = executor.with_fan_out(FanOut.uniform(args.depth, args.ranks))
     counted = joined(recorded(wide, prompts, 1)).outcomes()
     outcomes = Outcomes.counted(counted)
-    told = {0: nothing(args.depth)} | {total: outcomes.best(total) for total in args.fan_outs}
+    told = {0: FanOut.none(args.depth)} | {total: outcomes.best(total) for total in args.fan_outs}
     told = {fan_out.total: fan_out for fan_out in told.values()}
     rows = []
     with CONSOLE.status("contest"):
@@ -178,10 +178,10 @@ def extrapolation(exponent: float) -> tuple[list[dict], list[str]]:
         for acceptance in ACCEPTANCES:
             found: list[tuple[int, Speed, Speed]] = []
             for depth in DEPTHS:
-                outcomes = Outcomes.supposed(depth, acceptance, exponent, ranks=256)
+                outcomes = Outcomes.power_law(depth, acceptance, exponent, ranks=256)
                 costs = functools.partial(times, name, depth)
                 ahead = best(costs, outcomes, BUDGETS, within=WITHIN)
-                turn = predict(costs(0), outcomes, nothing(depth))
+                turn = predict(costs(0), outcomes, FanOut.none(depth))
                 found.append((depth, ahead, turn))
                 grid.append(
                     {"draft": name, "acceptance": acceptance, "depth": depth, "fan_out": list(ahead.fan_out.counts)}

@@ -1,4 +1,4 @@
-"""Time the parts of a round of the split executor, as input for `hydrajax.ssd.simulator`."""
+"""Time the parts of a round of the split executor, as input for `ssd_simulator`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from ssd_simulator import Times
 
-from hydrajax.ssd.draft_side import MISS
-from hydrajax.ssd.simulator import Times
+from hydrajax.ssd.speculator import MISS
 from hydrajax.ssd.split_executor import PARTS, SplitExecutor
 
 

@@ -1,8 +1,10 @@
-"""Times of a base and a draft model on separate devices, from the roofline, for `ssd_simulator`."""
+"""Predict the times of a base and a draft model on separate devices, as input for `ssd_simulator`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+
+from ssd_simulator import Times
 
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
@@ -10,7 +12,6 @@ from hydrajax.roofline import passes
 from hydrajax.roofline.devices import Device
 from hydrajax.roofline.prediction import base_dtype
 from hydrajax.roofline.traced import Operator, ranking
-from hydrajax.ssd.simulator import Times
 
 
 def pair_times(
@@ -26,16 +27,20 @@ def pair_times(
     transfer: float = 0.0,
     launch: float = 0.0,
 ) -> Times:
-    """Predict the parts of a round, with base and draft on one ``device`` each.
+    """Predict a pair on one ``device`` each, with chains of ``depth`` tokens and ``outcomes`` prepared ahead.
 
-    depth: K of the chain. outcomes: F of the speculation cache. itemsize: bytes per parameter of both models. transfer:
-    seconds of a small message between the devices. launch: seconds per layer and pass on top of the roofline; 0 gives a
-    bound. The lookup of an outcome moves a few kilobytes and counts as free.
+    As in the split executor, the draft runs one token more than it sends when it prepares, and all outcomes share its
+    cache. Reading the outcome of a verification costs nothing here: it moves a few kilobytes.
+
+    Args:
+        itemsize: bytes per number of both models.
+        transfer: seconds to send a few numbers from one device to the other.
+        launch: seconds per layer of a pass in addition to the roofline; 0 gives a lower bound.
     """
 
-    def seconds(config: LlamaConfig, tokens: int, beside: int) -> float:
-        """A pass of ``tokens`` per sequence that attend to ``beside`` tokens beyond the context."""
-        operators = _forward(Llama(config, base_dtype(itemsize)), batch, tokens, context + beside)
+    def seconds(config: LlamaConfig, tokens: int, more: int) -> float:
+        """A pass of ``tokens`` per sequence over the context and ``more`` tokens."""
+        operators = _forward(Llama(config, base_dtype(itemsize)), batch, tokens, context + more)
         ranked = ranking("ranking", batch * tokens, config.vocab_size)
         return sum(map(device.seconds, (*operators, ranked))) + config.n_layers * launch
 
@@ -52,8 +57,11 @@ def pair_times(
 
 
 def _forward(model: Llama, batch: int, tokens: int, slots: int) -> list[Operator]:
-    """Extrapolate `passes.forward` linearly from two cache lengths: tracing each one would take 0.1 s."""
-    first = tokens + 1  # more slots than tokens, so that products with the block and with the cache differ
+    """`passes.forward`, interpolated from two numbers of slots, in which it is linear.
+
+    Tracing takes 0.1 s, and a sweep asks for thousands of numbers of slots.
+    """
+    first = tokens + 1  # with as many slots as tokens, products with the block and the cache would be equal
     near, far = (passes.forward(model, batch, tokens, first + more) for more in (0, 1))
 
     def at(a: float, b: float) -> float:

@@ -31,6 +31,7 @@ import jax
 import numpy as np
 from common import CONSOLE, draft_model_of, program, prompts_of, speed_rows, write
 from ssd_parts import times_of
+from ssd_simulator import Outcomes, predict
 
 import hydrajax
 from hydrajax import assets
@@ -45,10 +46,9 @@ from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel
 from hydrajax.measure.split_contest import ONE_PROGRAM, joined
-from hydrajax.ssd.draft_side import MISS, DraftSide
-from hydrajax.ssd.fan_out import FanOut, even, nothing
-from hydrajax.ssd.record import Record
-from hydrajax.ssd.simulator import Outcomes, predict
+from hydrajax.ssd.fan_out import FanOut
+from hydrajax.ssd.record import SpeculationRecord
+from hydrajax.ssd.speculator import MISS, Speculator
 from hydrajax.ssd.split_executor import verify_round
 from hydrajax.trees.presets import chain
 
@@ -78,13 +78,13 @@ def measure(args, pair: Pair, m: LanguageModel, prompts, drafting: Worker, whole
     spec = pair.spec(m)
     two_processes = functools.partial(TwoProcesses, spec, BaseSide(m, spec), drafting)
     with CONSOLE.status("outcomes"):
-        wide = two_processes(even(args.depth, args.ranks))
+        wide = two_processes(FanOut.uniform(args.depth, args.ranks))
         for prompt, lengths, _ in batches(prompts, 1):
             wide.decode(prompt, lengths)
     counted = wide.record().outcomes()
     outcomes = Outcomes.counted(counted)
     told = {fan_out.total: fan_out for fan_out in map(outcomes.best, args.fan_outs) if fan_out.total}
-    ahead = {0: two_processes(nothing(args.depth))}
+    ahead = {0: two_processes(FanOut.none(args.depth))}
     ahead |= {total: two_processes(fan_out) for total, fan_out in told.items()}
     named = {f"ahead, {total} outcomes" if total else "in turn": each for total, each in ahead.items()}
     with CONSOLE.status("") as line:
@@ -236,34 +236,34 @@ def draft_side(pipe, pair: Pair) -> None:
             continue
         counts, prompt, lengths, slots, (root, keys, rule, done) = message
         run = programs(counts)
-        state = run.read(params, run.init_state(len(prompt), slots), prompt, lengths)
-        carry = run.first(params, state, root, jax.random.wrap_key_data(keys), rule, done)
+        draft = run.feed(params, run.init_state(len(prompt), slots), prompt, lengths)
+        state = run.begin(params, draft, root, jax.random.wrap_key_data(keys), rule, done)
         took: dict[str, list[float]] = {"prepare": [], "answer": []}
         while True:
-            pipe.send(jax.device_get(carry.drafted.tokens))
+            pipe.send(jax.device_get(state.speculation.tokens))
             began = time.perf_counter()
             # There is one core, so nothing could run beside this, and waiting for it costs nothing.
-            prepared = jax.block_until_ready(run.prepare(params, carry)) if sum(counts) else None
+            cache = jax.block_until_ready(run.prepare(params, state)) if sum(counts) else None
             took["prepare"].append(time.perf_counter() - began)
-            verdict = awaited(pipe)
+            outcome = awaited(pipe)
             began = time.perf_counter()
-            carry = jax.block_until_ready(run.answer(params, carry, prepared, verdict))
+            state = jax.block_until_ready(run.resolve(params, state, cache, outcome))
             took["answer"].append(time.perf_counter() - began)
-            if verdict.done.all():
+            if outcome.done.all():
                 break
-        pipe.send((np.asarray(carry.record), took))
+        pipe.send((np.asarray(state.record), took))
 
 
 class DraftPrograms:
     """The compiled functions of the draft's side."""
 
     def __init__(self, m: LanguageModel, fan_out: FanOut, max_new_tokens: int):
-        side = DraftSide(m.drafter, fan_out, max_new_tokens)
+        side = Speculator(m.drafter, fan_out, max_new_tokens)
         self.init_state = jax.jit(m.drafter.init_state, static_argnums=(0, 1))
-        self.read = jax.jit(side.read, donate_argnums=1)
-        self.first = jax.jit(side.first, donate_argnums=1)
+        self.feed = jax.jit(side.feed, donate_argnums=1)
+        self.begin = jax.jit(side.begin, donate_argnums=1)
         self.prepare = jax.jit(side.prepare)
-        self.answer = jax.jit(side.answer, donate_argnums=1)
+        self.resolve = jax.jit(side.resolve, donate_argnums=1)
 
 
 class BaseSide:
@@ -298,7 +298,7 @@ class TwoProcesses:
 
     def __init__(self, spec: DecodeSpec, base: BaseSide, drafting: Worker, fan_out: FanOut):
         self.spec, self.fan_out, self._base, self._drafting = spec, fan_out, base, drafting
-        self._records: list[Record] = []
+        self._records: list[SpeculationRecord] = []
         self._took: dict[str, list[float]] = defaultdict(list)
 
     def decode(self, prompt, lengths=None, key=None) -> DecodeResult:
@@ -315,21 +315,21 @@ class TwoProcesses:
         tokens = self._drafting.receive()
         while not done.all():
             began = time.perf_counter()
-            state, verdict = base.verify(base.params, state, tokens, None, stopped)
-            verdict = jax.device_get(verdict)
+            state, outcome = base.verify(base.params, state, tokens, None, stopped)
+            outcome = jax.device_get(outcome)
             took.append(time.perf_counter() - began)
-            self._drafting.send(verdict)
-            done = verdict.done
+            self._drafting.send(outcome)
+            done = outcome.done
             if not done.all():
                 tokens = self._drafting.receive()
                 rounds.append(time.perf_counter() - began)
         record, theirs = self._drafting.receive()
         result = jax.block_until_ready(base.result(state.output))
-        record = Record(record[:, : engine.max_new_tokens], np.asarray(result.accept_lengths), self.fan_out)
+        record = SpeculationRecord(record[:, : engine.max_new_tokens], np.asarray(result.accept_lengths), self.fan_out)
         self._remember(record, {"verify": took, "round": rounds, **theirs})
         return result
 
-    def _remember(self, record: Record, took: dict[str, list[float]]) -> None:
+    def _remember(self, record: SpeculationRecord, took: dict[str, list[float]]) -> None:
         """Of one prompt; its first round is not timed, as it may compile and finds nothing prepared."""
         self._records.append(record)
         missed = record.numbers[0, : len(took["round"])] == MISS
@@ -338,7 +338,7 @@ class TwoProcesses:
         for answer, miss in list(zip(took["answer"], missed, strict=False))[1:]:
             self._took["miss" if miss else "hit"].append(answer)
 
-    def record(self) -> Record:
+    def record(self) -> SpeculationRecord:
         """Of every prompt that was ever decoded."""
         return joined(self._records)
 

@@ -1,10 +1,10 @@
 """hydrajax: tree speculative decoding in JAX.
 
 import hydrajax
-m = hydrajax.load("path/to/llama", "path/to/heads")  # or ("shipped", "hydra++"), the small model of the package
+m = hydrajax.load("path/to/llama", "path/to/heads")  # or ("shipped", "hydra++"), the bundled model
 m.generate("def area(").text
 decode_fn = hydrajax.make_decode_fn(m)
-out = decode_fn(m.params, *m.encode(["def area("]))  # out.tokens, out.lengths, out.accept_lengths, out.steps
+out = decode_fn(m.params, *m.encode(["def area("]))  # out.tokens, out.lengths, out.steps
 """
 
 from hydrajax import assets, trees

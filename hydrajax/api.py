@@ -1,4 +1,4 @@
-"""`load` and `make_decode_fn`: from names on disk to a model that decodes, for notebooks and the command line."""
+"""`load` and `make_decode_fn`: load a model from disk or the Hub, and make functions that decode with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.formats.draft_registry import beside_lookup, without_weights
+from hydrajax.formats.draft_registry import parse_lookup, without_weights
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import Progress, eos_ids, load_llama
 from hydrajax.language_model import LanguageModel, Tree
@@ -44,49 +44,58 @@ def make_decode_fn(
     eos_ids: Sequence[int] | None = None,
     logprobs: int | bool | None = None,
 ) -> Callable[..., DecodeResult]:
-    """Build ``decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None)``, jitted.
+    """Return ``decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None)``, jitted.
 
     Args:
-        model: the result of `load`, whose drafter, tree and EOS ids are then the defaults: ``make_decode_fn(m)``. Or a
-            base model by itself, with a drafter and a tree; generation then ends at no id unless ``eos_ids`` has some.
+        model: the result of `load`, whose drafter, tree and EOS ids are then the defaults; or a base model, which needs
+            a drafter and a tree, and ends a sequence only at ``eos_ids``.
         drafter: proposes candidates; its parameters are ``params.draft``.
-        tree: also by name, such as ``"chain-2"``.
-        rule: also by name, such as ``"exact"``; greedy by default.
+        tree: the candidate tree, or its name, such as ``"chain-2"``.
+        rule: the acceptance rule, or its name, such as ``"exact"``; greedy by default.
         processors: logits processors (`hydrajax.decoding.processors`).
-        max_new_tokens: the most new tokens of a row.
-        eos_ids: token ids that end a row.
-        logprobs: K, to return the log-probability of each token and the K most likely tokens in its place; 0 or True
-            for the tokens alone.
+        max_new_tokens: limit of new tokens per sequence.
+        eos_ids: token ids that end a sequence.
+        logprobs: K, to return each token's log-probability and the K most likely tokens at its position; 0 or True for
+            the tokens' own only.
 
     Returns:
-        The function. Its arguments and result: `hydrajax.decoding.decode.make_decode_fn`.
+        The function. `hydrajax.decoding.decode.make_decode_fn` describes its arguments and its result.
 
     Raises:
-        HydrajaxError: for parts that do not fit together, and for a model whose draft has devices of its own: base and
-            draft are then several programs, which ``m.executor().decode(prompt, lengths)`` runs.
+        HydrajaxError: for arguments that do not fit together, and for a model whose draft has its own devices, which
+            ``m.executor().decode(prompt, lengths)`` decodes with several programs.
+
+    Example:
+        ```python
+        decode_fn = hydrajax.make_decode_fn(m, tree="chain-2", max_new_tokens=64)
+        out = decode_fn(m.params, *m.encode(["def area(", "class Stack:"]))
+        texts = m.decode(out)
+        ```
     """
     if isinstance(model, LanguageModel):
         if model.placement.split and drafter is None:
-            raise HydrajaxError("placement: a draft with devices of its own needs m.executor(spec).decode(prompt)")
+            raise HydrajaxError("placement: the draft has its own devices; use m.executor(spec).decode(prompt)")
         drafter = model.drafter if drafter is None else drafter
         tree = model.default_tree() if tree is None else tree
         eos_ids = model.eos_ids if eos_ids is None else eos_ids
         model = model.model
     if drafter is None or tree is None:
         missing = "drafter" if drafter is None else "tree"
-        raise HydrajaxError(f"{missing}: is needed with a base model alone; what hydrajax.load gives brings its own")
+        raise HydrajaxError(f"{missing}: is required with a base model; the result of hydrajax.load has one")
     spec = DecodeSpec(
-        drafter,
-        presets.tree_of(tree),
-        max_new_tokens=max_new_tokens,
-        eos_ids=tuple(eos_ids or ()),
-        logprobs=logprobs,
+        drafter, presets.tree_of(tree), max_new_tokens=max_new_tokens, eos_ids=tuple(eos_ids or ()), logprobs=logprobs
     )
     return decode.make_decode_fn(model, with_keywords(spec, rule, processors))
 
 
 def make_autoregressive_fn(model: BaseModel, rule: Rule | None = None, **keywords: Any) -> Callable[..., DecodeResult]:
-    """Build the baseline: the same engine with a one-node tree. Pass ``Params(base, {})``; see `make_decode_fn`."""
+    """Return the baseline: the same engine with a one-node tree, called with ``Params(base, {})``.
+
+    Args:
+        model: the base.
+        rule: as in `make_decode_fn`.
+        keywords: ``processors``, ``max_new_tokens``, ``eos_ids`` and ``logprobs`` of `make_decode_fn`.
+    """
     return make_decode_fn(model, NoDrafter(), presets.root(), rule, **keywords)
 
 
@@ -103,40 +112,49 @@ def load(
     draft_confidence: float | None = None,
     on_progress: Progress = lambda done, total: None,
 ) -> LanguageModel:
-    """Load a base and, optionally, a drafter.
+    """Load a base and, optionally, a draft.
 
-    JAX's compilation cache on disk is then on for the whole process (`hydrajax.compilation.use_compilation_cache` says
-    where, and how to change that).
+    Switches on JAX's compilation cache on disk for the process (`hydrajax.compilation.use_compilation_cache`).
 
     Args:
-        base: a Hugging Face directory (``config.json`` and weights; the tokenizer if it holds one), a repository on the
-            Hub, ``org/name`` or ``org/name@revision``, or ``"shipped"``, the small model that comes with the package.
-        draft: a directory or repository of heads (`hydrajax.formats.load`), or of a small model of any family
-            with the base's tokenizer (`hydrajax.formats.draft_model_format`); the name of a drafter without weights
-            (`hydrajax.formats.draft_registry`); ``"medusa"``, ``"hydra"`` or ``"hydra++"`` of the shipped base; heads
-            or a model after ``"lookup+"``, with lookup's chain as one more branch of their trees
-            (``"lookup-8+hydra"``: of 8 nodes; `hydrajax.drafters.with_lookup`); a `Drafter` without weights; or None
-            to decode autoregressively.
-        dtype: ``"float32"`` or ``"bfloat16"`` (or ``jnp.bfloat16``), of parameters, cache and matmuls; the model's
-            ``dtype`` then tells which. ``"auto"`` is float32 on a CPU, elsewhere what most of the base's numbers are
-            stored in, with bfloat16 for float16 (`hydrajax.formats.huggingface.default_dtype` says why).
-        placement: the devices of base and draft (`hydrajax.sharding.Placement`). A mesh (`hydrajax.sharding.make_mesh`)
-            shards the base over it and copies the draft to every device. None is the default device.
-        quantize: ``"int8"`` keeps the base's matmul weights in one byte each: half of bfloat16's memory, other logits.
-        adapter: a LoRA of the base in PEFT's format, a directory or repository (`hydrajax.formats.peft`). Its
-            low-rank weights are kept beside the base's and take part in every forward pass.
-        merge: add the adapter to the base's weights instead, before these are quantised; a step then costs what it
-            costs without an adapter. The sums are rounded to ``dtype``, so the logits are not bit for bit the same.
-        force: load heads that record another base, or the base with another adapter.
-        draft_confidence: for a draft model, from 0 up and below 1: stop drafting below tokens whose draft probability
-            is less (`hydrajax.drafters.draft_model.DraftModel`).
-        on_progress: called with how many of the base's numbers have been loaded, and of how many.
+        base: a Hugging Face directory (``config.json``, weights and, if present, the tokenizer), a repository on the
+            Hub, ``org/name`` or ``org/name@revision``, or ``"shipped"``, the small model in the package.
+        draft: one of
+
+            - a directory or repository of draft heads (`hydrajax.formats.load`), or of a smaller model with the base's
+              tokenizer (`hydrajax.formats.draft_model_format`);
+            - a name: ``"lookup"`` or another drafter without weights (`hydrajax.formats.draft_registry`), or a draft of
+              the shipped base: ``"medusa"``, ``"hydra"``, ``"hydra++"``, ``"draft-model"``;
+            - either of these after ``"lookup+"``, or ``"lookup-8+"`` for 8 nodes: lookup's chain becomes one more
+              branch of the trees (`hydrajax.drafters.with_lookup`);
+            - a `Drafter` without weights; None to decode autoregressively.
+        dtype: ``"float32"`` or ``"bfloat16"`` (or ``jnp.bfloat16``), for parameters, KV cache and matmuls. ``"auto"``
+            is float32 on a CPU, elsewhere the dtype of most of the base's weights, bfloat16 for float16
+            (`hydrajax.formats.huggingface.default_dtype`). ``m.model.dtype`` is the chosen one.
+        placement: devices of base and draft (`hydrajax.sharding.Placement`). A mesh (`hydrajax.sharding.make_mesh`)
+            shards the base and replicates the draft. None is the default device.
+        quantize: ``"int8"`` stores the base's matmul weights in one byte each, half of bfloat16's memory. Logits differ
+            slightly.
+        adapter: a directory or repository with a LoRA adapter of the base in PEFT's format (`hydrajax.formats.peft`).
+        merge: add the adapter to the base's weights, before quantisation. A step then costs what it costs without an
+            adapter; the sums are rounded to ``dtype``, so logits are not bit-identical. By default the low-rank weights
+            are computed separately in every forward pass.
+        force: load heads even if they record another base or adapter.
+        draft_confidence: for a draft model, in [0, 1): stop drafting below tokens whose draft probability is less
+            (`hydrajax.drafters.draft_model.DraftModel`).
+        on_progress: called with the number of loaded parameters and their total.
 
     Returns:
         The model.
 
     Raises:
         HydrajaxError: for anything missing, damaged, unsupported or made for another base.
+
+    Example:
+        ```python
+        m = hydrajax.load("shipped", "hydra++")
+        print(m.generate("def area(width, height):", max_new_tokens=64).text)
+        ```
     """
     name = _dtype_name(dtype)
     if name not in (AUTO, *DTYPES):
@@ -144,16 +162,16 @@ def load(
     if quantize not in (None, *QUANTIZED):
         raise not_allowed("quantize", quantize, QUANTIZED)
     if merge and adapter is None:
-        raise HydrajaxError("merge: means nothing without an adapter")
+        raise HydrajaxError("merge: requires an adapter")
     placement = placement if isinstance(placement, Placement) else Placement(placement)
     if placement.split and draft in (None, NO_DRAFT):
-        raise HydrajaxError("draft_devices: is for a draft model, found no draft")
+        raise HydrajaxError("draft_devices: requires a draft model, got no draft")
     use_compilation_cache()
     base = resolve(base, "base")
     if adapter is not None:
         adapter = resolve(adapter, "adapter")
-    if beside := beside_lookup(draft):
-        resolve(beside.draft, "draft")  # refused before gigabytes are read
+    if with_lookup := parse_lookup(draft):
+        resolve(with_lookup.draft, "draft")  # report a missing draft before the base is read
     elif isinstance(draft, (str, Path)) and not without_weights(draft):
         draft = resolve(draft, "draft")
     model, params = load_llama(
@@ -177,14 +195,12 @@ def load(
     if draft is None and draft_confidence is None and not placement.shard_draft:
         return m
     return m.with_draft(
-        NO_DRAFT if draft is None else draft,
-        base_directory=None if force else base,
-        draft_confidence=draft_confidence,
+        NO_DRAFT if draft is None else draft, base_directory=None if force else base, draft_confidence=draft_confidence
     )
 
 
 def _dtype_name(dtype: Any) -> str:
-    """Of a dtype that is named, or given as NumPy's and JAX's are."""
+    """Return the name of a dtype of NumPy or JAX, or of a name itself."""
     try:
         return str(dtype) if dtype is None or isinstance(dtype, str) else jnp.dtype(dtype).name
     except TypeError:

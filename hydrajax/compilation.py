@@ -1,4 +1,4 @@
-"""JAX's compilation cache on disk, which the programs and `hydrajax.load` turn on."""
+"""JAX's compilation cache on disk, which the commands and `hydrajax.load` enable."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from jax.experimental.compilation_cache import compilation_cache
 
 
 def use_compilation_cache() -> None:
-    """Keep compiled programs for other processes, in ``~/.cache/hydrajax/xla`` or below ``$XDG_CACHE_HOME``.
+    """Cache compiled programs in ``~/.cache/hydrajax/xla``, or below ``$XDG_CACHE_HOME``.
 
-    A folder that JAX was told before (``JAX_COMPILATION_CACHE_DIR`` or `jax.config`) stays, and
-    ``JAX_ENABLE_COMPILATION_CACHE=false`` turns the cache off. JAX keeps what took longer than a second to compile.
+    A folder from ``JAX_COMPILATION_CACHE_DIR`` or `jax.config` takes precedence; ``JAX_ENABLE_COMPILATION_CACHE=false``
+    disables the cache. JAX caches programs that take longer than a second to compile.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user without a home, as in some containers, does without
+    except RuntimeError:  # a user without a home, as in some containers
         return
     jax.config.update("jax_compilation_cache_dir", str(home / "hydrajax" / "xla"))
 
 
 def keep_collectives_out(devices: Collection[jax.Device]) -> None:
-    """Turn the cache off, for this process, if programs are to be split over these devices and they are CPUs.
+    """Disable the cache in this process if programs are sharded over these devices and the devices are CPUs.
 
-    What XLA's CPU client reads from the cache has lost the order of its all-reduces (jaxlib 0.11). On a machine with
-    few cores each device then begins with another one and waits for the others, until XLA ends the process.
+    Programs that XLA's CPU client reads from the cache have lost the order of their all-reduces (jaxlib 0.11). With few
+    cores, the devices then start different ones and wait for each other, until XLA ends the process.
     """
     split = len(devices) > 1 and any(device.platform == "cpu" for device in devices)
     if split and jax.config.jax_enable_compilation_cache:
         jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # JAX asks once whether there is one
+        compilation_cache.reset_cache()  # JAX checks for a cache only once

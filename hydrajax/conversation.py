@@ -1,4 +1,4 @@
-"""A conversation that keeps the key-value cache: each turn feeds the base only what is new."""
+"""A conversation that keeps the KV cache: each turn prefills only the new tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ from hydrajax.text.templates import make_encoder
 
 @dataclass
 class Turn:
-    """What an answer took. prompt_tokens: of the whole conversation before it, of which ``reused`` were in the cache.
+    """The counts and the time of one answer.
 
-    seconds: of decoding, from the question to the last token, compilation included in a session's first turns.
+    Attributes:
+        prompt_tokens: tokens of the conversation before the answer.
+        reused: prompt tokens that were in the KV cache.
+        new_tokens: tokens of the answer.
+        steps: decode steps.
+        seconds: from the message to the last token; a session's first turns include compilation.
+        full: the context is full and cut the answer off.
     """
 
     prompt_tokens: int = 0
@@ -31,80 +37,99 @@ class Turn:
     new_tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
-    full: bool = False  # the context is full: the answer was cut by it
+    full: bool = False
 
 
 class Chat:
-    """A conversation with a model, which keeps the KV cache between turns.
+    """A conversation with a model.
 
-    `say` adds a message and yields the answer's text. ``messages`` is the conversation so far and may be edited between
-    turns; ``turn`` tells what the last answer took. The cache is kept as long as the conversation, written out by the
-    template, begins with the very tokens that it holds. Where it does not (an edited message, an answer that was
-    interrupted, a template that rewrites what is past), the turn starts from an empty cache.
+    The KV cache is reused as long as the conversation, written in the chat template, starts with the cached tokens.
+    Otherwise (an edited message, an interrupted answer, a template that rewrites earlier turns) the turn starts with an
+    empty cache.
+
+    Attributes:
+        messages: the conversation, a list of ``{"role": ..., "content": ...}``; may be edited between turns.
+        turn: the counts of the last answer.
+        seed: of the sampling rule, None for rules without randomness.
+
+    Example:
+        ```python
+        chat = m.chat()
+        for piece in chat.send("Hello"):
+            print(piece, end="")
+        ```
     """
 
     def __init__(self, executor: Executor, *, template: str = "auto", seed: int | None = None):
-        """Begin a conversation.
+        """Start a conversation.
 
         Args:
-            executor: decodes; its spec's ``max_new_tokens`` is the limit of an answer.
-            template: chat template: ``auto`` for the tokenizer's own; ``vicuna``, ``plain`` and ``raw`` are built in.
-            seed: for rules that draw. None draws one, which the attribute ``seed`` tells.
+            executor: decodes; ``max_new_tokens`` of its spec limits each answer.
+            template: chat template, ``auto`` for the tokenizer's own, or the built-in ``vicuna``, ``plain``, ``raw``.
+            seed: for sampling rules; None draws one.
 
         Raises:
-            HydrajaxError: where there is no tokenizer, or where it cannot be used with the template.
+            HydrajaxError: without a tokenizer, or if the tokenizer does not support the template.
         """
         if executor.tokenizer is None:
-            raise HydrajaxError("base: has no tokenizer, and a conversation needs one")
+            raise HydrajaxError("base: has no tokenizer, which a conversation needs")
         self._encoder = make_encoder(executor.tokenizer, template)
         self._executor, self._config = executor, executor.model.config
         self._context = self._config.max_positions
         self.seed = seed_for(executor.spec.rule, seed)
         self._state: State | None = None
-        self._held: list[int] = []  # the tokens in the cache
+        self._cached: list[int] = []  # the tokens in the KV cache
         self._turns = 0
         self.messages: list[dict[str, str]] = []
         self.turn = Turn()
 
     def reset(self) -> None:
-        """Begin a new conversation."""
-        self.messages, self._state, self._held = [], None, []
+        """Start a new conversation."""
+        self.messages, self._state, self._cached = [], None, []
 
-    def say(self, message: str) -> Iterator[str]:
-        """Answer a message, piece by piece. ``turn`` says afterwards what it took.
+    def send(self, message: str) -> Iterator[str]:
+        """Add a user message and yield the answer's text as it is generated.
 
-        An answer that is broken off (the iterator closed, Ctrl-C) stays in the conversation as far as it was yielded.
-        Raises `HydrajaxError`, and forgets the message, where it is empty or the context has no room for it.
+        If the iterator is closed early, the text yielded so far stays in the conversation.
+
+        Args:
+            message: the user's text.
+
+        Yields:
+            Pieces of the answer.
+
+        Raises:
+            HydrajaxError: if the message is empty or too long for the context; it is then not added.
         """
         if not message.strip():
             raise HydrajaxError("message: is empty")
         try:
             message.encode()
-        except UnicodeEncodeError:  # of a terminal or a pipe whose bytes are no text
+        except UnicodeEncodeError:  # bytes of a terminal or a pipe that are not text
             raise HydrajaxError("message: is not valid Unicode text") from None
         self.messages.append({"role": "user", "content": message})
         try:
-            ids = self._written_out()
+            ids = self._encode()
         except HydrajaxError:
             self.messages.pop()
             raise
-        said = ""
+        answer = ""
         try:
             for piece in self._answer(ids):
-                said += piece
+                answer += piece
                 yield piece
         finally:
-            self.messages.append({"role": "assistant", "content": said})
+            self.messages.append({"role": "assistant", "content": answer})
 
-    def _written_out(self) -> list[int]:
-        """The conversation up to the answer that is to come, as token ids."""
-        found = self._encoder.special.search(self.messages[-1]["content"])
-        if found:
-            raise HydrajaxError(f"message: holds the text of the special token {found[0]}")
+    def _encode(self) -> list[int]:
+        """Return the token ids of the conversation, up to the next answer."""
+        special = self._encoder.special.search(self.messages[-1]["content"])
+        if special:
+            raise HydrajaxError(f"message: contains the special token {special[0]}; remove it")
         ids = self._encoder.prompt(self.messages)
         if len(ids) >= self._context:
             raise HydrajaxError(
-                f"message: the conversation would have {len(ids)} tokens, the model's context is {self._context}"
+                f"message: got a conversation of {len(ids)} tokens, expected less than the context of {self._context}"
             )
         return ids
 
@@ -113,16 +138,16 @@ class Chat:
         keys = row_keys(jax.random.key(self.seed or 0), 1, self._turns)
         sampling = sampling_params([executor.spec], keys, self._config.vocab_size)
         self._turns += 1
-        held, state = self._held, self._state
-        self._held, self._state = [], None  # until the turn has ended well
-        reused = len(held) if state is not None and len(held) < len(ids) and ids[: len(held)] == held else 0
+        cached, state = self._cached, self._state
+        self._cached, self._state = [], None  # until the turn is complete
+        reused = len(cached) if state is not None and len(cached) < len(ids) and ids[: len(cached)] == cached else 0
         self.turn = Turn(prompt_tokens=len(ids), reused=reused)
         if reused:
-            more, count = right_padded([ids[reused:]], bucket(len(ids) - reused, self._context - reused))
-            state = executor.extend(state, more, count, sampling)
+            chunk, count = right_padded([ids[reused:]], bucket(len(ids) - reused, self._context - reused))
+            state = executor.extend(state, chunk, count, sampling)
         else:
             prompt, count = right_padded([ids], bucket(len(ids), self._context))
-            slots = executor.engine.cache_slots(self._context)  # room for the whole conversation
+            slots = executor.engine.cache_slots(self._context)  # for the whole conversation
             state = executor.prefill(prompt, count, sampling, slots)
         text = growing_text(executor.tokenizer, ())
         done, steps = False, 1
@@ -136,4 +161,4 @@ class Chat:
             if piece := text.grow(emitted, final=done):
                 yield piece
         self.turn.full = len(ids) + len(emitted) >= self._context
-        self._held, self._state = ids + emitted, state
+        self._cached, self._state = ids + emitted, state

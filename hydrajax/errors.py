@@ -1,4 +1,4 @@
-"""The one exception type for mistakes a user can make and mend."""
+"""The exception for mistakes that a user can correct."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ FIELD = re.compile(r"([a-z][a-z0-9_]*): ")
 
 
 def one_line(error: object, most: int = 300) -> str:
-    """What another library says, in one line that is not too long."""
+    """Return the message of another library's error on one line, cut to ``most`` characters."""
     line = " ".join(str(error).split()) or type(error).__name__
     return line if len(line) <= most else f"{line[:most]} ..."
 
 
 class HydrajaxError(ValueError):
-    """Bad input: the message is one line, ``field: what was found and what is allowed``.
+    """Bad input. The message is one printable line, whatever it quotes from a file: ``field: got X, expected Y``.
 
-    The field is the Python argument or setting, such as ``max_new_tokens``. The command line, whose flags have the same
-    names, prints it as ``--max-new-tokens`` (`as_flag`) and exits with code 2; library callers can catch it as a
-    ``ValueError``. What was found may come from a hostile file: whatever is in it, the message stays one line that can
-    be printed.
+    The field is a Python argument or setting, such as ``max_new_tokens``. The command line prints it as the flag
+    ``--max-new-tokens`` (`as_flag`) and exits with code 2; library callers can catch a ``ValueError``.
 
-    field: what the message is about, None where that is no single argument. found, allowed: of a value that is none of
-    a few, as `not_allowed` gives them.
+    Attributes:
+        field: the argument or setting, None if the message does not start with one.
+        found, allowed: the value and the choices, from `not_allowed`.
     """
 
     def __init__(self, message: str = "", *, found: object = None, allowed: Iterable[str] = ()):
@@ -37,14 +36,12 @@ class HydrajaxError(ValueError):
         return match and match[1]
 
     def as_flag(self, flags: Iterable[str]) -> str:
-        """The message with its field as a flag, ``--tree: ...``, where it is one of these flags."""
+        """Return the message with its field as a flag (``--tree: ...``) if it is one of these flags."""
         flag = f"--{(self.field or '').replace('_', '-')}"
         return str(self).replace(f"{self.field}:", f"{flag}:", 1) if flag in flags else str(self)
 
 
 def not_allowed(field: str, found: object, allowed: Iterable[str], more: str = "") -> HydrajaxError:
-    """``field: found 'oak', allowed are elm, ash``, and ``more`` that is allowed but cannot be listed."""
+    """Return the error for a value that is not one of ``allowed``; ``more`` describes choices that cannot be listed."""
     allowed = tuple(allowed)
-    return HydrajaxError(
-        f"{field}: found '{found}', allowed are {', '.join(allowed)}{more}", found=found, allowed=allowed
-    )
+    return HydrajaxError(f"{field}: got '{found}', expected {', '.join(allowed)}{more}", found=found, allowed=allowed)

@@ -1,7 +1,7 @@
-"""Writing a file or a directory whole or not at all, and telling whether a file is what was written.
+"""Write files and directories atomically, check them by checksum, and refuse files that cannot be read to their end.
 
-Whole also after a power cut: a name is given to what has reached the disk. That a rename is not overtaken by what was
-done after it is left to the file system, as journals keep their order.
+Atomic also under a power cut: data reaches the disk before its name does. The order of renames is left to the file
+system's journal.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from typing import Self
 
 from hydrajax.errors import HydrajaxError, one_line
 
-CHUNK = 1 << 22  # bytes read at a time for a checksum
-TEXTS = (".json", ".jinja", ".txt", ".model", ".py")  # of a model's files, those that are read whole
-LONGEST_TEXT = 64 << 20  # bytes: twice the largest tokenizer that is known
-NO_SUCH_CALL = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # of file systems that cannot be told to write something now
+CHUNK = 1 << 22  # bytes per read for a checksum
+TEXTS = (".json", ".jinja", ".txt", ".model", ".py")  # model files that are read at once
+LONGEST_TEXT = 64 << 20  # bytes, twice the largest known tokenizer
+NO_SUCH_CALL = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # from file systems without fsync
 
 
 def check_directory(directory: str | Path, what: str) -> None:
-    """Refuse what is not a directory, or one with a file that cannot be read to its end.
+    """Refuse a path that is not a directory, and one with a pipe, a device or a text above `LONGEST_TEXT` bytes.
 
-    Such are a pipe that nobody writes to, a device, a link to one of them, and a text of more than `LONGEST_TEXT`
-    bytes. Files are looked at in the directory itself and in its folders, so by every library that reads there.
+    Checks the files of the directory and of its subdirectories. ``what`` begins the message.
     """
-    # By os.path: pathlib raises for a name too long or a directory one may not enter.
+    # os.path: pathlib raises for names that are too long and for directories without permission.
     if not os.path.isdir(directory):
         raise HydrajaxError(f"{what}: no such directory: {directory}")
     folders = [str(directory)]
@@ -44,19 +43,19 @@ def check_directory(directory: str | Path, what: str) -> None:
 
 
 def check_file(path: str | Path, what: str) -> None:
-    """Refuse a file that cannot be read to its end, as `check_directory` does of each; there may be none."""
+    """Refuse a file as `check_directory` does; a missing one passes."""
     try:
         found = os.stat(path)
-    except (OSError, ValueError):  # a link to nowhere: whoever needs it says so
+    except (OSError, ValueError):  # a dangling link fails when it is read
         return
     if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-        raise HydrajaxError(f"{what}: {path} is no regular file, but a pipe or a device")
+        raise HydrajaxError(f"{what}: {path} is a pipe or a device, expected a regular file")
     if found.st_size > LONGEST_TEXT and os.path.splitext(path)[1] in TEXTS:
-        raise HydrajaxError(f"{what}: {path} has {found.st_size} bytes, allowed are {LONGEST_TEXT} of such a file")
+        raise HydrajaxError(f"{what}: {path} has {found.st_size} bytes, expected at most {LONGEST_TEXT}")
 
 
 def size_and_checksum(path: Path) -> list[int]:
-    """Bytes and CRC-32 of a file."""
+    """Return the number of bytes and the CRC-32 of a file."""
     size = checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -65,13 +64,13 @@ def size_and_checksum(path: Path) -> list[int]:
 
 
 def checksums(folder: Path, inside: str) -> dict[str, list[int]]:
-    """`size_and_checksum` of every file in a subfolder of ``folder``, by its path in ``folder``."""
+    """Return `size_and_checksum` of every file in the subfolder ``inside``, by path relative to ``folder``."""
     files = sorted(path for path in (folder / inside).rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): size_and_checksum(path) for path in files}
 
 
 def sync(number: int) -> None:
-    """Return when what was written to this open file or directory is on its disk, where the file system can say so."""
+    """Flush an open file or directory to disk, if the file system supports it."""
     try:
         os.fsync(number)
     except OSError as error:
@@ -80,8 +79,8 @@ def sync(number: int) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """`sync` of every file in a folder and in its folders, and of these."""
-    if os.name == "nt":  # which can do this only for files that are open for writing
+    """Flush a folder and everything in it to disk."""
+    if os.name == "nt":  # supports it only for files open for writing
         return
     for path in [folder, *folder.rglob("*")]:
         if path.is_symlink():
@@ -95,10 +94,10 @@ def sync_all(folder: Path) -> None:
 
 @contextmanager
 def whole_directory(directory: str | Path, what: str) -> Iterator[Path]:
-    """A context manager that gives a temporary sibling of ``directory`` to fill.
+    """Yield a temporary directory that replaces ``directory`` at the end.
 
-    At the end it is renamed to ``directory``, which is replaced with all that is in it. On any error or Ctrl-C it is
-    removed instead and what was there before stays. ``what`` begins the messages: an `OSError` becomes `HydrajaxError`.
+    On any error or Ctrl-C the temporary directory is removed, and ``directory`` stays as it was. ``what`` begins error
+    messages; an `OSError` becomes a `HydrajaxError`.
     """
     target = Path(os.path.realpath(directory))
     partial, old = (target.with_name(f".{target.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
@@ -119,21 +118,26 @@ def whole_directory(directory: str | Path, what: str) -> Iterator[Path]:
 
 
 class WholeFile:
-    """A context manager that writes to ``path``, which appears, or is replaced, only on success.
+    """A context manager that writes a file, which appears, or is replaced, only on success.
 
-    What is written goes to a hidden temporary file in the same directory, flushed at each write; it is renamed at the
-    end and removed on any error or Ctrl-C. Raises `HydrajaxError` at once if ``path`` cannot be written. ``flag`` names
-    the file's option in messages.
+    Writes go to a hidden temporary file in the same directory, which is renamed at the end and removed on any error or
+    Ctrl-C.
+
+    Args:
+        path: the file.
+        flag: start of error messages.
+
+    Raises:
+        HydrajaxError: at once if ``path`` cannot be written.
     """
 
     def __init__(self, path: str | Path, flag: str):
         self._path, self._flag = path, flag
-        self._target = Path(os.path.realpath(path))  # a link keeps pointing to the file it names
-        # os.path and not pathlib, whose questions raise for a name too long or a directory one may not enter.
+        self._target = Path(os.path.realpath(path))  # a link stays, and its target is replaced
         if os.path.exists(self._target) and not os.path.isfile(self._target):
-            # Not a device either: the rename would replace it.
+            # Devices too: the rename would replace them.
             kind = "a directory" if os.path.isdir(self._target) else "not a regular file"
-            raise HydrajaxError(f"{flag}: {str(path)!r} is {kind}, the name of a file is needed")
+            raise HydrajaxError(f"{flag}: {str(path)!r} is {kind}, expected a file")
         if not os.path.isdir(self._target.parent):
             raise HydrajaxError(f"{flag}: cannot write {path}: no such directory: {self._target.parent}")
         self._partial = self._target.with_name(f".{self._target.name}.{os.getpid()}.tmp")
@@ -143,14 +147,11 @@ class WholeFile:
             raise self._cannot_write(error) from None
 
     def write_text(self, text: str) -> None:
-        """Add text, in UTF-8; the system has it when this returns.
-
-        Half of a surrogate pair, which is no text but which JSON can name, becomes an escape that JSON knows.
-        """
+        """Write text as UTF-8 and flush it. A lone surrogate, which JSON strings may contain, is escaped."""
         self.write_bytes(text.encode("utf-8", errors="backslashreplace"))
 
     def write_bytes(self, content: bytes) -> None:
-        """Add bytes; the system has them when this returns, and the disk when the file has its name."""
+        """Write bytes and flush them to the operating system; they are on disk once the file has its name."""
         try:
             self._file.write(content)
             self._file.flush()

@@ -1,4 +1,4 @@
-"""`generate` and `stream`: from prompts to text, in batches, ended by EOS, limits or stop strings."""
+"""Generate text from prompts, in batches or as a stream, up to EOS, a limit or a stop string."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from hydrajax.text.prompt import OnePrompt
 from hydrajax.text.stopping import GrowingText
 from hydrajax.text.tokenizer import decode_text
 
-SEED_BITS = 32  # of a JAX key, unless 64-bit mode is on
-STEPS_PER_BURST = 8  # between two looks for stop strings in text that nobody watches
+SEED_BITS = 32  # of a JAX key without 64-bit mode
+STEPS_PER_BURST = 8  # between two checks for stop strings
 
 
 def generate(
@@ -40,34 +40,40 @@ def generate(
 ) -> Iterator[Generation]:
     """Generate text for a list of prompts, ``batch_size`` prompts at a time.
 
-    Batches keep the order of the prompts, and are padded to the bucket of their longest prompt. The last batch is
-    filled up by repeating its prompts, so that it compiles nothing new.
+    Batches keep the order of the prompts and are padded to the bucket of their longest prompt. The last batch repeats
+    its prompts to fill up, so that it compiles nothing new.
 
     Args:
-        executor: decodes, by its spec unless ``specs`` are given.
+        executor: decodes, with its spec unless ``specs`` are given.
         prompts: texts, lists of token ids, conversations or `Prompt`s.
-        specs: one per prompt: rules of one kind, processors and limits of each. The rest is the executor's.
-        stop: strings that end a text. It is cut before one (`hydrajax.text.stopping.GrowingText`); ``output_ids`` end
-            with the token that completed the string.
-        batch_size: sequences that are decoded together.
-        seed: for rules that draw; None draws a seed, which the results report. What is drawn for a prompt depends on
-            the seed and on the prompt's number, not on the batch size. In a list every prompt has its own, and draws
-            what it would draw alone.
-        on_status: called with ``"compiling"`` before a new shape is compiled and with ``"decoding"`` before each batch.
+        specs: one per prompt, for its rule (all of one kind), processors and limit; the rest is the executor's.
+        stop: strings that end a text. The text ends before the string; ``output_ids`` end with the token that completes
+            it (`hydrajax.text.stopping.GrowingText`).
+        batch_size: sequences decoded together.
+        seed: for sampling rules; None draws one, which the results report. A prompt's sample depends on the seed and
+            the prompt's number, not on the batch size. With a list, each prompt is sampled as if decoded alone.
+        on_status: called with ``"compiling"`` before a new shape is compiled, and ``"decoding"`` before each batch.
 
     Returns:
-        A generator: each batch's results are yielded when it is done.
+        A generator that yields the results of each batch when the batch is done.
 
     Raises:
-        HydrajaxError: for every bad prompt, before any is run.
+        HydrajaxError: for any bad prompt, before decoding starts.
+
+    Example:
+        ```python
+        executor = hydrajax.make_executor(m, m.spec(tree="chain-2"))
+        for result in hydrajax.generate(executor, ["def area(", "class Stack:"], batch_size=2):
+            print(result.text)
+        ```
     """
     if batch_size < 1:
-        raise HydrajaxError(f"batch_size: must be at least 1, found {batch_size}")
+        raise HydrajaxError(f"batch_size: got {batch_size}, expected at least 1")
     _check(executor, specs or [executor.spec], stop)
     encoded = list(encode_prompts(prompts, executor.tokenizer, executor.model.config))
     specs = [executor.spec] * len(encoded) if specs is None else list(specs)
     if len(specs) != len(encoded):
-        raise HydrajaxError(f"specs: must be one per prompt, found {len(specs)} for {len(encoded)} prompts")
+        raise HydrajaxError(f"specs: got {len(specs)} for {len(encoded)} prompts, expected one per prompt")
     if not encoded:
         return iter(())
     return _generate(executor, encoded, specs, tuple(stop), min(batch_size, len(encoded)), seed, on_status)
@@ -82,12 +88,25 @@ def stream(
     number: int = 0,
     on_status: Callable[[str], None] = lambda status: None,
 ) -> Stream:
-    """Generate text for one prompt, piece by piece: iterate over the returned value, then read its ``result``.
+    """Generate text for one prompt as a stream.
 
-    The first piece comes after one step, later ones 10 to 20 times a second
-    (`hydrajax.decoding.decode_loop.next_burst`). No piece ends within a character or shows a part of a stop string.
-    Together they are the text that `generate` gives for the prompt of this ``number``. Arguments and errors:
-    `generate`.
+    The first piece comes after one step, later ones 10 to 20 times per second
+    (`hydrajax.decoding.decode_loop.next_burst`). No piece ends within a character or contains a part of a stop string.
+    Together they are the text that `generate` returns for prompt ``number``.
+
+    Args:
+        executor: decodes, with its spec.
+        prompt: a text, a list of token ids, a conversation or a `Prompt`.
+        stop: as in `generate`.
+        seed: as in `generate`.
+        number: the prompt's number, which its sample depends on.
+        on_status: as in `generate`.
+
+    Returns:
+        An iterator over pieces of text, with the complete `Generation` in ``result`` at the end.
+
+    Raises:
+        HydrajaxError: for a bad prompt.
     """
     _check(executor, [executor.spec], stop)
     ids = encode_prompt(prompt, "prompt", executor.tokenizer, executor.model.config)
@@ -95,7 +114,7 @@ def stream(
 
 
 class Stream:
-    """An iterator over pieces of text. ``result``: the `Generation` up to now, complete when the iterator has ended."""
+    """An iterator over pieces of text. ``result`` is the `Generation` so far, complete after the last piece."""
 
     def __init__(
         self,
@@ -127,18 +146,18 @@ class Stream:
 
 
 def growing_text(tokenizer: Any, stop: Sequence[str]) -> GrowingText:
-    """Return the empty text of a sequence. Without a tokenizer its text is the ids.
+    """Return an empty text to append tokens to. Without a tokenizer the text is the ids.
 
-    Raises `HydrajaxError` for an empty stop string, and for any where there is no tokenizer.
+    Raises `HydrajaxError` for an empty stop string, and for any stop string without a tokenizer.
     """
     if stop and tokenizer is None:
-        raise HydrajaxError("stop: the base has no tokenizer, so there is no text to stop")
+        raise HydrajaxError("stop: requires a tokenizer, which the base does not have")
     decode = (lambda ids: " ".join(map(str, ids))) if tokenizer is None else partial(decode_text, tokenizer)
     return GrowingText(decode, stop)
 
 
 def seed_for(rule: AcceptanceRule, seed: int | None) -> int | None:
-    """Return the seed, a new one if none is given, or None for a rule that draws nothing."""
+    """Return the seed, a new one for None, and None for a rule without randomness."""
     if not rule.draws:
         return None
     return secrets.randbits(SEED_BITS) if seed is None else seed
@@ -154,13 +173,13 @@ def row_result(
     seconds: float,
     seed: int | None,
 ) -> Generation:
-    """Return a row of a snapshot as if it had ended there. What was emitted after a stop string is not counted."""
+    """Return the result of a row of a snapshot. Tokens after a stop string are not counted."""
     output_ids = now.tokens[row, : text.used].tolist()
-    step_lengths, left = [], text.used
-    for accepted in (now.accept_lengths[row, : now.steps[row]] + 1).tolist():
+    emitted_per_step, left = [], text.used
+    for emitted in (now.accept_lengths[row, : now.steps[row]] + 1).tolist():
         if left > 0:
-            step_lengths.append(min(accepted, left))
-        left -= accepted
+            emitted_per_step.append(min(emitted, left))
+        left -= emitted
     reason = "context"
     if text.stopped:
         reason = "stop"
@@ -172,8 +191,8 @@ def row_result(
         prompt_ids=ids.tolist(),
         output_ids=output_ids,
         text=None if executor.tokenizer is None else text.text,
-        steps=len(step_lengths),
-        step_lengths=step_lengths,
+        steps=len(emitted_per_step),
+        emitted_per_step=emitted_per_step,
         new_tokens=len(output_ids),
         wall_time=seconds,
         finish_reason=reason,
@@ -186,13 +205,13 @@ def row_result(
 
 
 def _check(executor: Executor, specs: Sequence[DecodeSpec], stop: Sequence[str]) -> None:
-    """Refuse stop strings that cannot be used, and more new tokens than the executor has room for."""
+    """Raise `HydrajaxError` for invalid stop strings and for more new tokens than the executor has room for."""
     if isinstance(stop, str):
-        raise HydrajaxError("stop: must be a list of strings, found one; write [string]")
+        raise HydrajaxError("stop: got one string, expected a list; write [string]")
     growing_text(executor.tokenizer, stop)
     most = min(max(spec.max_new_tokens for spec in specs), executor.model.config.max_positions)
     if most > executor.room:
-        raise HydrajaxError(f"max_new_tokens: must be at most {executor.room} with this executor, found {most}")
+        raise HydrajaxError(f"max_new_tokens: got {most}, expected at most {executor.room} with this executor")
 
 
 def _generate(
@@ -209,7 +228,7 @@ def _generate(
         one, each = 0, _one_per_prompt(seed, len(encoded))
     one = seed_for(specs[0].rule, one)
     kinds = list(dict.fromkeys(specs))
-    n_steps = STEPS_PER_BURST if stop else executor.room  # without stop strings all in one
+    n_steps = STEPS_PER_BURST if stop else executor.room  # without stop strings in one burst
     for start in range(0, len(encoded), batch_size):
         batch, own = encoded[start : start + batch_size], specs[start : start + batch_size]
         filled = [number % len(batch) for number in range(batch_size)]
@@ -227,13 +246,13 @@ def _generate(
 
 def _one_per_prompt(seeds: Sequence[int], count: int) -> Sequence[int]:
     if len(seeds) != count:
-        raise HydrajaxError(f"seed: must be one for all prompts or one for each, found {len(seeds)} for {count}")
+        raise HydrajaxError(f"seed: got {len(seeds)} for {count} prompts, expected one, or one per prompt")
     return seeds
 
 
 @jax.jit
 def _own_keys(seeds):
-    """The key of each seed's first prompt: the one that it has where it is decoded alone."""
+    """Return the key that each seed gives the first prompt, as if the prompt were decoded alone."""
     return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), 0))(seeds)
 
 
@@ -244,7 +263,7 @@ def _inputs(
     keys: jax.Array,
     like: Sequence[DecodeSpec] = (),
 ) -> Inputs:
-    """A batch, padded to its bucket, with how each row samples."""
+    """Return a batch, padded to its bucket, with the sampling parameters of each row."""
     config = executor.model.config
     width = bucket(max(map(len, batch)), config.max_positions)
     ((prompt, lengths, _),) = batches(batch, len(batch), width)
@@ -252,13 +271,9 @@ def _inputs(
 
 
 def _decode(
-    executor: Executor,
-    given: Inputs,
-    texts: list[GrowingText],
-    n_steps: int | None,
-    on_status: Callable[[str], None],
+    executor: Executor, given: Inputs, texts: list[GrowingText], n_steps: int | None, on_status: Callable[[str], None]
 ) -> Iterator[tuple[Snapshot, float]]:
-    """Snapshots of a batch, ``texts`` grown to each, and the seconds it took. Rows beyond ``texts`` fill the batch."""
+    """Yield snapshots of a batch and the seconds so far; append to ``texts``. Rows beyond ``texts`` fill the batch."""
     if not executor.is_compiled(given):
         on_status("compiling")
         executor.compile(given)
@@ -274,7 +289,7 @@ def _decode(
 
 
 def _logprobs(now: Snapshot, row: int, used: int) -> dict[str, Any]:
-    """Of a row's first tokens, as `Generation` has them."""
+    """Return the fields of `Generation` for the log-probabilities of a row's first tokens."""
     if now.logprobs is None:
         return {}
     chosen, top = now.logprobs

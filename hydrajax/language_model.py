@@ -1,4 +1,4 @@
-"""`LanguageModel`, the result of `hydrajax.load`: a base with a drafter, parameters, tokenizer and placement."""
+"""`LanguageModel`, the result of `hydrajax.load`: a base with its drafter, parameters, tokenizer and placement."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Tree = CandidateTree | str | Path | Sequence[Sequence[int]]
 
 
 class Keywords(Numbers, total=False):
-    """The keywords of `LanguageModel.generate`, for type checkers."""
+    """Keyword arguments of `LanguageModel.generate`, for type checkers."""
 
     draft: Drafter | str | Path | None
     tree: Tree | None
@@ -65,25 +65,26 @@ def _ignore(status: str) -> None:
 class LanguageModel:
     """A base with its drafter, ready to decode.
 
-    ``generate``, ``stream`` and ``chat`` share these arguments:
+    `generate`, `stream` and `chat` share these arguments:
 
-    - tree: a tree, a name such as ``"chain-2"``, a file or a list of choices. None takes the fastest on this device, as
-      the commands do: the tree that was searched or measured here before; otherwise a few small trees are timed at the
-      first use, which takes some seconds and prints one line on stderr (`hydrajax.autotune.fastest`).
-    - draft: another draft than the loaded one: any argument of `hydrajax.load`, such as ``"lookup"`` or ``"none"``. It
-      is loaded once.
-    - rule, numbers: a rule, or its name (greedy, exact, typical, rejection) with its numbers: ``temperature=0.7``.
-    - processors, numbers: logits processors, or their numbers: ``repetition_penalty=1.2``, ``logit_bias={13: -5.0}``.
-    - seed: for rules that draw; None draws a seed. The result's ``seed`` tells which.
+    - ``draft``: another draft, as in `hydrajax.load`, such as ``"lookup"`` or ``"none"``; it is loaded once.
+    - ``tree``: a tree, a name such as ``"chain-2"``, a file, or a list of choices. None is the fastest on this device:
+      the tree that was searched or measured earlier; otherwise the first call times a few small trees, which takes
+      some seconds, and prints the choice on stderr (`hydrajax.autotune.fastest`).
+    - ``rule`` and numbers: a rule, or its name (greedy, exact, typical, rejection) and numbers: ``temperature=0.7``.
+    - ``processors`` and numbers: logits processors, or their numbers: ``repetition_penalty=1.2``,
+      ``logit_bias={13: -5.0}``.
+    - ``seed``: for sampling rules. None draws one, which is the result's ``seed``.
 
     Attributes:
-        model, params: the base, and the parameters of base and drafter.
-        drafter: `hydrajax.drafters.none.NoDrafter` if none was loaded.
-        tokenizer: the base's (transformers), None if it has none.
+        model: the base.
+        drafter: the drafter, `hydrajax.drafters.none.NoDrafter` if no draft was loaded.
+        params: parameters of base and drafter.
+        tokenizer: the base's transformers tokenizer, None if it has none.
         eos_ids: token ids that end generation.
-        placement: where base and draft lie.
-        draft_directory: where the heads were loaded from, None for a drafter without files.
-        adapter_directory: of the base's adapter, also of one that was merged.
+        placement: devices of base and draft.
+        draft_directory: directory of the draft's weights, None for a drafter without weights.
+        adapter_directory: directory of the base's adapter, also of a merged one.
     """
 
     model: BaseModel
@@ -95,11 +96,11 @@ class LanguageModel:
     draft_directory: Path | None = None
     adapter_directory: Path | None = None
     _executors: dict = field(default_factory=dict)
-    _drafts: dict = field(default_factory=dict)  # other drafts of the same base, by name
-    _fastest: dict = field(default_factory=dict)  # the fastest tree for so many rows and a kind of rule
+    _drafts: dict = field(default_factory=dict)  # by name or drafter
+    _fastest: dict = field(default_factory=dict)  # drafter and tree, by batch size and type of rule
 
     def __repr__(self) -> str:
-        """One line, from shapes alone: nothing is fetched from a device."""
+        """Describe the model in one line, from shapes: nothing is fetched from a device."""
         config, draft = self.config, _count(self.params.draft)
         base = f"{type(self.model).__name__} with {_millions(_count(self.params.base))} parameters"
         parts = [
@@ -118,26 +119,28 @@ class LanguageModel:
     # --- how to decode ------------------------------------------------------------------------------------------------
 
     def default_tree(self, batch_size: int = 1) -> CandidateTree:
-        """Return the tree that was searched for these heads, else the drafter's own choice."""
+        """Return the tree that was searched for this draft and batch size, else the drafter's default."""
         return presets.searched(self.draft_directory, batch_size) or presets.by_name(self.drafter.spec.default_tree)
 
-    def spec(self, wanted: DecodeSpec | None = None, *, tree: Tree | None = None, **changes: Any) -> DecodeSpec:
-        """Return a spec for this model: ``wanted`` with the model's drafter and EOS ids.
+    def spec(self, template: DecodeSpec | None = None, *, tree: Tree | None = None, **changes: Any) -> DecodeSpec:
+        """Return a `DecodeSpec` with this model's drafter and EOS ids.
 
         Args:
-            wanted: the other fields; by default those of `DecodeSpec`.
-            tree: None for `default_tree`.
-            changes: fields of `DecodeSpec`.
+            template: the other fields, by default those of ``DecodeSpec()``.
+            tree: the tree, by default `default_tree`.
+            changes: fields of `DecodeSpec` to set.
         """
         tree = self.default_tree() if tree is None else presets.tree_of(tree)
-        return (wanted or DecodeSpec()).replace(
+        return (template or DecodeSpec()).replace(
             **{"drafter": self.drafter, "tree": tree, "eos_ids": self.eos_ids} | changes
         )
 
     def executor(self, spec: DecodeSpec | None = None, **choices: Any) -> Executor:
-        """Return an executor of a spec, by default `spec`; one that shares its compiled programs is made once and kept.
+        """Return an executor, which is cached: specs that differ in numbers and limits share its compiled programs.
 
-        Its room for new tokens is rounded up, so that other limits compile nothing new. choices: see `make_executor`.
+        Args:
+            spec: how to decode, by default ``self.spec()``.
+            choices: keyword arguments of `make_executor`.
         """
         spec, config = spec or self.spec(), self.config
         room = bucket(min(spec.max_new_tokens, config.max_positions), config.max_positions)
@@ -153,12 +156,18 @@ class LanguageModel:
         batch_size: int,
         on_status: Callable[[str], None] = _ignore,
     ) -> DecodeSpec:
-        """Return the spec with the fastest tree (`hydrajax.autotune.fastest`), which is printed in a line on stderr.
+        """Return the spec with the fastest tree (`hydrajax.autotune.fastest`), and print the tree on stderr.
 
-        Where decoding without a draft is the fastest, that is what the returned spec does.
+        The returned spec decodes without a draft if that is the fastest.
+
+        Args:
+            prompts: token ids, int32 ``[P]``, to measure on.
+            spec: how to decode, apart from the tree.
+            batch_size: sequences decoded together.
+            on_status: called with lines of progress.
         """
         choice = None
-        if not self.placement.split:  # what would be timed is base and draft in one program
+        if not self.placement.split:  # the measurement runs base and draft in one program
             any_tree = make_executor(self, spec.replace(drafter=self.drafter, tree=presets.root()))
             choice = choose(any_tree, prompts, batch_size, self.draft_directory, on_status)
         if choice is None:
@@ -173,9 +182,15 @@ class LanguageModel:
         base_directory: str | Path | None = None,
         draft_confidence: float | None = None,
     ) -> LanguageModel:
-        """Return the same base, its parameters shared, with another drafter. The arguments are those of `load`.
+        """Return a model with the same base, sharing its parameters, and another draft.
 
-        base_directory: of the base; heads that record another base are then refused.
+        Args:
+            draft: as in `hydrajax.load`.
+            base_directory: the base's directory, to reject heads that record another base; None accepts them.
+            draft_confidence: as in `hydrajax.load`.
+
+        Raises:
+            HydrajaxError: as in `hydrajax.load`.
         """
         found = find_draft(
             draft, self.model, self.params.base, self.tokenizer, self.placement,
@@ -213,41 +228,47 @@ class LanguageModel:
         on_status: Callable[[str], None] | None = None,
         **keywords: Any,
     ) -> Generation | list[Generation]:
-        """Generate text: ``m.generate("def area(")``, or a list of prompts for a list of results.
+        """Generate text for one prompt, or for a list of prompts. See `LanguageModel` for ``draft`` and ``tree``.
 
         Args:
             prompts: one text, or a list of prompts: texts, lists of token ids, or conversations (lists of messages with
-                ``role`` and ``content``, in the tokenizer's chat template).
-            draft: a drafter, a name or a directory, in place of the model's own; see `LanguageModel`.
-            tree: by default the fastest; see `LanguageModel`.
-            stop: texts; a result ends before the first of them that it would hold.
-            batch_size: prompts that are decoded together.
-            seed: for rules that draw, or a list with one per prompt; by default one is drawn.
+                ``role`` and ``content``, written in the tokenizer's chat template).
+            stop: strings that end a text, which ends before the first of them.
+            batch_size: prompts decoded together.
+            seed: for sampling rules, one or a list with one per prompt.
+            logprobs: K, to report each token's log-probability and the K most likely tokens at its position; 0 or True
+                for the tokens' own only.
             on_status: called with lines of progress.
-            logprobs: K, to report the log-probability of each token, and the K most likely tokens in its place; 0 or
-                True for the tokens alone.
-            keywords: ``rule``, ``processors``, ``max_new_tokens`` (default 256) and numbers, each for all prompts or a
-                list with one per prompt (``temperature=[0.2, 1.0]``).
+            keywords: ``rule``, ``processors``, ``max_new_tokens`` (default 256) and numbers, one for all prompts or a
+                list with one per prompt: ``temperature=[0.2, 1.0]``.
+
+        Returns:
+            A `Generation` for one text, a list of them for a list.
 
         Raises:
-            HydrajaxError: for what cannot be used.
+            HydrajaxError: for a bad prompt or argument, before decoding starts.
+
+        Example:
+            ```python
+            m.generate("def area(", max_new_tokens=64).text
+            m.generate(["def area(", "class Stack:"], rule="exact", temperature=0.7, batch_size=2)
+            ```
         """
         single = isinstance(prompts, (str, Prompt))
         several: list[OnePrompt] = [prompts] if single else list(prompts)  # type: ignore[arg-type, list-item]
         if is_conversation(several):
-            raise HydrajaxError("prompts: must be a list of prompts, found one conversation; write [messages]")
+            raise HydrajaxError("prompts: got one conversation, expected a list of prompts; write [messages]")
         if several and isinstance(several[0], (int, np.integer)):
-            raise HydrajaxError("prompts: must be a list of prompts, found the ids of one; write [ids]")
-        wanted = DecodeSpec(logprobs=logprobs)
-        specs = specs_of_prompts(wanted, len(several), **keywords)
+            raise HydrajaxError("prompts: got the ids of one prompt, expected a list of prompts; write [ids]")
+        specs = specs_of_prompts(DecodeSpec(logprobs=logprobs), len(several), **keywords)
         if not several:
             return []
-        say = on_status or _ignore
-        executor, specs = self._settled(several, draft, tree, specs, batch_size, say)
-        found = list(
-            generate(executor, several, specs=specs, stop=stop, batch_size=batch_size, seed=seed, on_status=say)
+        on_status = on_status or _ignore
+        executor, specs = self._resolve(several, draft, tree, specs, batch_size, on_status)
+        results = list(
+            generate(executor, several, specs=specs, stop=stop, batch_size=batch_size, seed=seed, on_status=on_status)
         )
-        return found[0] if single else found
+        return results[0] if single else results
 
     def stream(
         self,
@@ -264,14 +285,24 @@ class LanguageModel:
         on_status: Callable[[str], None] | None = None,
         **numbers: Unpack[Numbers],
     ) -> Stream:
-        """Generate text piece by piece: ``for piece in m.stream("def area("): print(piece, end="")``.
+        """Generate text for one prompt as a stream. The arguments are those of `generate`.
 
-        The arguments are those of `generate` for one prompt. The returned iterator is a `hydrajax.Stream`.
+        Returns:
+            An iterator over pieces of text, with the complete `Generation` in ``result`` at the end.
+
+        Raises:
+            HydrajaxError: for a bad prompt or argument.
+
+        Example:
+            ```python
+            for piece in m.stream("def area("):
+                print(piece, end="", flush=True)
+            ```
         """
-        wanted = DecodeSpec(max_new_tokens=max_new_tokens, logprobs=logprobs)
-        wanted, say = with_keywords(wanted, rule, processors, **numbers), on_status or _ignore
-        executor, _ = self._settled([prompt], draft, tree, [wanted], 1, say)
-        return stream(executor, prompt, stop=stop, seed=seed, on_status=say)
+        spec = DecodeSpec(max_new_tokens=max_new_tokens, logprobs=logprobs)
+        spec, on_status = with_keywords(spec, rule, processors, **numbers), on_status or _ignore
+        executor, _ = self._resolve([prompt], draft, tree, [spec], 1, on_status)
+        return stream(executor, prompt, stop=stop, seed=seed, on_status=on_status)
 
     def chat(
         self,
@@ -285,41 +316,49 @@ class LanguageModel:
         seed: int | None = None,
         **numbers: Unpack[Numbers],
     ) -> Chat:
-        """Begin a conversation that keeps the KV cache between turns: ``for piece in m.chat().say("Hello"): ...``.
+        """Start a conversation that keeps the KV cache between turns. See `LanguageModel` for the other arguments.
 
-        template: ``auto`` for the tokenizer's own; ``vicuna``, ``plain`` and ``raw`` are built in. For the other
-        arguments see `LanguageModel`; without a tree the searched one is taken, or the drafter's own.
+        Args:
+            tree: by default the searched tree, else the drafter's default; nothing is measured.
+            template: chat template, ``auto`` for the tokenizer's own, or the built-in ``vicuna``, ``plain``, ``raw``.
+            max_new_tokens: limit of each answer.
+
+        Returns:
+            A `Chat`.
+
+        Raises:
+            HydrajaxError: for a bad argument, and if the tokenizer does not support the template.
         """
         m = self._drafting(draft)
-        wanted = with_keywords(DecodeSpec(max_new_tokens=max_new_tokens), rule, processors, **numbers)
-        return Chat(m.executor(m.spec(wanted, tree=tree)), template=template, seed=seed)
+        spec = with_keywords(DecodeSpec(max_new_tokens=max_new_tokens), rule, processors, **numbers)
+        return Chat(m.executor(m.spec(spec, tree=tree)), template=template, seed=seed)
 
     def encode(self, prompts: Sequence[OnePrompt]) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, " B"]]:
-        """Return the prompts as a decode function takes them: token ids, int32, right-padded, and their lengths.
+        """Return token ids, int32 ``[B, P]``, right-padded, and lengths, int32 ``[B]``, for a decode function.
 
-        ``decode_fn(m.params, *m.encode(["def area("]))``. Raises `HydrajaxError` for a prompt that does not fit.
+        Raises `HydrajaxError` for a bad prompt.
         """
         ids = list(self.ids_of_prompts(prompts))
         return right_padded(ids, max(map(len, ids), default=0))
 
     def decode(self, result: DecodeResult) -> list[str]:
-        """Return the texts of a decode function's result, one per row, without special tokens."""
+        """Return the texts of a decode function's result, one per sequence, without special tokens."""
         if self.tokenizer is None:
-            raise HydrajaxError("base: has no tokenizer; result.ids() are the token ids")
+            raise HydrajaxError("base: has no tokenizer; use result.ids()")
         return [decode_text(self.tokenizer, ids) for ids in result.ids()]
 
     def prompt_ids(self, prompt: OnePrompt, where: str) -> Int[np.ndarray, " P"]:
-        """Return `hydrajax.decoding.prompt_batch.encode_prompt` for this model."""
+        """Return the token ids of a prompt, see `hydrajax.decoding.prompt_batch.encode_prompt`."""
         return encode_prompt(prompt, where, self.tokenizer, self.config)
 
     def ids_of_prompts(self, prompts: Sequence[OnePrompt]) -> Iterator[Int[np.ndarray, " P"]]:
-        """Yield `hydrajax.decoding.prompt_batch.encode_prompts` for this model."""
+        """Yield the token ids of each prompt, see `hydrajax.decoding.prompt_batch.encode_prompts`."""
         return encode_prompts(prompts, self.tokenizer, self.config)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def _drafting(self, draft: Drafter | str | Path | None) -> LanguageModel:
-        """With this draft in place of the own one, if one is named."""
+        """Return the model with another draft, itself for None."""
         if draft is None:
             return self
         key = draft if isinstance(draft, Drafter) else str(draft)
@@ -327,17 +366,23 @@ class LanguageModel:
             self._drafts[key] = self.with_draft(draft)
         return self._drafts[key]
 
-    def _settled(
-        self, prompts: Sequence[OnePrompt], draft, tree: Tree | None, specs: list[DecodeSpec], batch_size: int, say
+    def _resolve(
+        self,
+        prompts: Sequence[OnePrompt],
+        draft,
+        tree: Tree | None,
+        specs: list[DecodeSpec],
+        batch_size: int,
+        on_status,
     ) -> tuple[Executor, list[DecodeSpec]]:
-        """The executor and the spec of each prompt: with the tree that is named, or the fastest."""
+        """Return the executor and the specs, with the given tree or the fastest one."""
         m = self._drafting(draft)
         most = max(specs, key=lambda spec: spec.max_new_tokens)
         if tree is None:
             key = batch_size, type(specs[0].rule)
             if key not in m._fastest:
                 first = m.spec(specs[0], tree=presets.root())
-                found = m.fastest(m.ids_of_prompts(prompts), first, batch_size, say)
+                found = m.fastest(m.ids_of_prompts(prompts), first, batch_size, on_status)
                 m._fastest[key] = found.drafter, found.tree
             drafter, tree = m._fastest[key]
             if drafter != m.drafter:  # without a draft
@@ -354,27 +399,27 @@ def make_executor(
     fan_out: FanOut | int | None = None,
     between: Between | None = None,
 ) -> Executor:
-    """Return the executor of a spec for a model, on the devices where it lies.
+    """Return an executor of a spec, on the model's devices.
 
     Args:
         m: the model.
-        spec: how to decode, with the model's drafter or none.
-        room: most new tokens of a sequence, by default the spec's.
-        fan_out: for a draft model with devices of its own: the outcomes of a verification that it prepares for
+        spec: how to decode, with the model's drafter or without a draft.
+        room: largest number of new tokens per sequence, by default the spec's.
+        fan_out: for a draft model with its own devices: the verification outcomes that it prepares for
             (`SplitExecutor`).
-        between: the host's work in every step, such as a grammar's (`SteppedExecutor`).
+        between: called on the host in every step, for example by a grammar (`SteppedExecutor`).
 
     Raises:
-        HydrajaxError: for a drafter whose parameters the model does not have, and for what does not fit together.
+        HydrajaxError: for a drafter that the model was not loaded with, and for arguments that do not fit together.
     """
     drafted = spec.drafter == m.drafter
     if not drafted and not isinstance(spec.drafter, NoDrafter):
-        found = title_of(spec.drafter)
-        raise HydrajaxError(f"drafter: found {found}, the model was loaded with {title_of(m.drafter)}; see with_draft")
+        got, expected = title_of(spec.drafter), title_of(m.drafter)
+        raise HydrajaxError(f"drafter: got {got}, expected {expected}, which the model was loaded with; use with_draft")
     params = m.params if drafted else Params(m.params.base, {})
     split = m.placement.split and not isinstance(spec.drafter, NoDrafter)
     if fan_out is not None and not split:
-        raise HydrajaxError("fan_out: is for a draft model with devices of its own (placement)")
+        raise HydrajaxError("fan_out: requires a draft model with its own devices (placement)")
     if split:
         if between is not None:
             raise HydrajaxError("between: needs base and draft on the same devices")

@@ -1,4 +1,4 @@
-"""A draft by name or directory, loaded for a base that is there."""
+"""Load a draft, by name or directory, for a loaded base."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_model_format import is_model, load_draft_model
-from hydrajax.formats.draft_registry import beside_lookup, title_of, without_weights
+from hydrajax.formats.draft_registry import parse_lookup, title_of, without_weights
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.load import load_draft
 from hydrajax.models.base_model import BaseModel
@@ -19,7 +19,7 @@ from hydrajax.sharding import Placement
 
 
 class LoadedDraft(NamedTuple):
-    """directory: where its parameters were loaded from, None for a drafter without."""
+    """A drafter, its parameters, and the directory they were loaded from (None without weights)."""
 
     drafter: Drafter
     params: Any
@@ -37,37 +37,39 @@ def find_draft(
     adapter_directory: Path | None = None,
     confidence: float | None = None,
 ) -> LoadedDraft:
-    """Load a draft for this base.
+    """Load a draft for a base.
 
     Args:
         draft: as in `hydrajax.load`.
-        model, base_params, tokenizer: the base.
+        model: the base.
+        base_params: its parameters.
+        tokenizer: its tokenizer, None if it has none.
         placement: devices of a draft model.
-        base_directory: of the base; heads that record another base are then refused.
-        adapter_directory: of the base's adapter, which heads may record, too.
-        confidence: of a draft model, see `hydrajax.drafters.draft_model.DraftModel`.
+        base_directory: the base's directory, to reject heads that record another base; None accepts them.
+        adapter_directory: the directory of the base's adapter, which heads may record too.
+        confidence: for a draft model, see `hydrajax.drafters.draft_model.DraftModel`.
 
     Raises:
-        HydrajaxError: for a draft that is missing, damaged or made for another base, and for settings of draft models
-            with another draft.
+        HydrajaxError: for a draft that is missing, damaged or made for another base, and for settings that need a draft
+            model if the draft is another kind.
     """
-    if beside := beside_lookup(draft):
+    if with_lookup := parse_lookup(draft):
         inner = find_draft(
-            beside.draft, model, base_params, tokenizer, placement,
+            with_lookup.draft, model, base_params, tokenizer, placement,
             base_directory=base_directory, adapter_directory=adapter_directory, confidence=confidence,
         )  # fmt: skip
-        return inner._replace(drafter=beside.around(inner.drafter))
+        return inner._replace(drafter=with_lookup.wrap(inner.drafter))
     directory, params = None, {}
     if kind := without_weights(draft):
         draft = kind.build(model.config, model.dtype)
     if isinstance(draft, (str, Path)):
         directory = resolve(draft, "draft")
         if is_model(directory):
-            found = load_draft_model(
+            loaded = load_draft_model(
                 directory, model, base_params, tokenizer,
                 confidence=confidence or 0.0, place=placement.place_draft_model,
             )  # fmt: skip
-            return LoadedDraft(*found, directory)
+            return LoadedDraft(*loaded, directory)
         draft, params = load_draft(
             directory, model.config, model.dtype, base_directory=base_directory, adapter=adapter_directory
         )
@@ -79,5 +81,5 @@ def find_draft(
     }
     for name, given in for_models.items():
         if given:
-            raise HydrajaxError(f"{name}: is for a draft model, found {title_of(draft)}")
+            raise HydrajaxError(f"{name}: requires a draft model, got {title_of(draft)}")
     return LoadedDraft(draft, params, directory)

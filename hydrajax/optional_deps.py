@@ -1,18 +1,17 @@
-"""Packages that are there for some uses only: one message wherever one is needed and missing."""
+"""Optional dependencies, and one message for each that is missing."""
 
 from __future__ import annotations
 
-# What needs a package, and what installs it.
+# Package: its use, and the argument of `pip install`.
 PACKAGES = {
     "matplotlib": ("pictures need", "'hydrajax[plots]'"),
     "torch": (".pt and .bin files need", "'hydrajax[torch]'"),
-    "rouge-score": ("ROUGE needs", "'hydrajax[score]'"),
     "starlette": ("serving needs", "'hydrajax[serve]'"),
     "datasets": ("data sets by name need", "datasets"),
 }
 
 
 def needs(package: str) -> str:
-    """That this package is missing, for what, and the command that installs it."""
-    what, install = PACKAGES[package]
-    return f"{what} {package}: pip install {install}"
+    """Return the message that ``package`` is missing, with the command that installs it."""
+    use, install = PACKAGES[package]
+    return f"{use} {package}: pip install {install}"

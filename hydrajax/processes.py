@@ -1,7 +1,7 @@
-"""One run on several hosts: what the main process does for all, and what all must agree on.
+"""Coordination of a run on several hosts.
 
-Every process runs the same program and holds its devices' part of every array. With one process nothing here does
-anything. All functions but `is_main` must be called by every process, in the same order, from the main thread.
+Every process runs the same program and holds its devices' shards of every array. With one process these functions do
+nothing. All except `is_main` must be called by every process, in the same order, from the main thread.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from jax.experimental import multihost_utils
 from hydrajax.errors import HydrajaxError, one_line
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-# How long a process that ends waits for the others: they may be waiting for it in the middle of a step.
+# How long a process waits for the others at its end, which may be in the middle of a step.
 SHUTDOWN_SECONDS = 30
 
 
 def start() -> None:
-    """Join the other processes if the environment names a coordinator; call it before the first array.
+    """Join the other processes if the environment names a coordinator; call it before making the first array.
 
-    ``JAX_COORDINATOR_ADDRESS`` is ``host:port`` of process 0. ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID`` need not be
-    set where JAX finds them by itself (SLURM, Open MPI, TPU pods). Raises `HydrajaxError` where they make no sense.
+    ``JAX_COORDINATOR_ADDRESS`` is ``host:port`` of process 0. ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID`` are optional
+    on SLURM, Open MPI and TPU pods, where JAX detects them.
+
+    Raises:
+        HydrajaxError: for invalid values.
     """
     if ADDRESS not in os.environ:
         return
@@ -37,9 +40,9 @@ def start() -> None:
         if not host or not 0 < int(port) < 2**16:
             raise ValueError
     except ValueError:
-        raise HydrajaxError(f"{ADDRESS}: must be host:port, found {address!r}") from None
+        raise HydrajaxError(f"{ADDRESS}: got {address!r}, expected host:port") from None
     if count is not None and index is not None and index >= count:
-        raise HydrajaxError(f"{INDEX}: must be below {COUNT} = {count}, found {index}")
+        raise HydrajaxError(f"{INDEX}: got {index}, expected less than {COUNT} = {count}")
     try:
         jax.distributed.initialize(address, count, index, shutdown_timeout_seconds=SHUTDOWN_SECONDS)
     except (ValueError, RuntimeError) as error:
@@ -51,16 +54,16 @@ def _number(name: str) -> int | None:
     if text is None:
         return None
     if not text.isdecimal():
-        raise HydrajaxError(f"{name}: must be an integer from 0 up, found {text!r}")
+        raise HydrajaxError(f"{name}: got {text!r}, expected an integer from 0 up")
     return int(text)
 
 
 @contextmanager
 def or_end() -> Iterator[None]:
-    """Within, a process that cannot reach the others any more says so in one line and ends at once, with code 2.
+    """End the process with one line and exit code 2 when it can no longer reach the others.
 
-    At once: whatever would be tidied off, such as a checkpoint that all of them write, waits for the one that is gone.
-    What is left unfinished the next start removes.
+    It ends without cleanup, since that (such as a checkpoint that all processes write) waits for the lost process. The
+    next start removes unfinished files.
     """
     try:
         yield
@@ -69,7 +72,7 @@ def or_end() -> Iterator[None]:
             raise
         print(
             f"hydrajax: another process of this run has ended or cannot be reached: {one_line(error)}; "
-            "the same command in all of them goes on from the last checkpoint",
+            "repeat the command in all processes to resume from the last checkpoint",
             file=sys.stderr,
             flush=True,
         )
@@ -77,17 +80,17 @@ def or_end() -> Iterator[None]:
 
 
 def is_main() -> bool:
-    """Whether this process writes what there is one of: metrics, messages, exported files."""
+    """Return whether this process writes metrics, messages and exported files."""
     return jax.process_index() == 0
 
 
 def anywhere(flag: bool) -> bool:
-    """Whether the flag is set in any process."""
+    """Return whether the flag is set in any process."""
     return flag if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.asarray(flag)).any())
 
 
 def same_everywhere(digest: bytes) -> bool:
-    """Whether all processes have the same bytes (of one length)."""
+    """Return whether all processes have the same bytes (of equal length)."""
     if jax.process_count() == 1:
         return True
     found = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
@@ -95,7 +98,7 @@ def same_everywhere(digest: bytes) -> bool:
 
 
 def main_does(work: Callable[[], None]) -> None:
-    """Let the main process do it while the others wait. Where it raises `HydrajaxError`, every process raises one."""
+    """Run ``work`` in the main process while the others wait. If it raises `HydrajaxError`, every process does."""
     error = None
     if is_main():
         try:
@@ -103,11 +106,11 @@ def main_does(work: Callable[[], None]) -> None:
         except HydrajaxError as raised:
             error = raised
     if anywhere(error is not None):
-        raise error or HydrajaxError("process 0 failed, and says why")
+        raise error or HydrajaxError("process 0 failed; see its message")
 
 
 def to_host(tree: Any) -> Any:
-    """Arrays that span processes, gathered one by one as NumPy arrays; with one process, the arrays as they are."""
+    """Gather arrays that span processes, one by one, as NumPy arrays; with one process, return them unchanged."""
     if jax.process_count() == 1:
         return tree
     return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), tree)

@@ -1,4 +1,4 @@
-"""`hydrajax.load`: the dtype of what it loads, where one is named and where none is."""
+"""`hydrajax.load`: the dtype of the loaded parameters, given or automatic."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def stored_in(tiny_checkpoint, tmp_path_factory):
 
 
 def dtypes(loaded: hydrajax.LanguageModel) -> set[str]:
-    """Of the model and of all its parameters."""
+    """Return the dtypes of the model and of its parameters."""
     return {loaded.model.dtype.name} | {leaf.dtype.name for leaf in jax.tree.leaves(loaded.params.base)}
 
 
@@ -45,7 +45,7 @@ def test_float32_on_a_cpu(stored_in):
     ("stored", "loaded"),
     [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16"), ("float64", "float32")],
 )
-def test_the_checkpoints_own_on_an_accelerator(stored_in, stored, loaded):
+def test_the_dtype_of_the_checkpoint_on_an_accelerator(stored_in, stored, loaded):
     with traced_for(GPU):
         assert dtypes(hydrajax.load(stored_in(stored))) == {loaded}
 
@@ -57,7 +57,7 @@ def test_a_few_wide_parameters_do_not_count(stored_in):
 
 @pytest.mark.parametrize("platform", [Platform("cpu", 1), GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("named", ["float32", "bfloat16", jnp.dtype("bfloat16")])
-def test_a_dtype_that_is_named(stored_in, platform, named):
+def test_an_explicit_dtype(stored_in, platform, named):
     with traced_for(platform):
         assert dtypes(hydrajax.load(stored_in("float16"), dtype=named)) == {str(named)}
 
@@ -66,5 +66,5 @@ def test_unknown_dtype(tiny_checkpoint):
     for name in ("float16", None):
         refusal(
             lambda name=name: hydrajax.load(tiny_checkpoint, dtype=name),
-            f"dtype: found '{name}', allowed are auto, float32, bfloat16",
+            f"dtype: got '{name}', expected auto, float32, bfloat16",
         )

@@ -1,4 +1,4 @@
-"""Conversations on the shipped model: every answer is what the whole conversation gives without a kept cache."""
+"""Conversations on the shipped model: every answer equals the one from an empty cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make(loaded) -> Chat:
 
 
 def cold(loaded, chat: Chat) -> str:
-    """The answer to the conversation without its last answer, from an empty cache."""
+    """Return the last answer, generated from an empty cache."""
     ids = loaded.tokenizer.encode(
         "".join(
             message["content"] + ("\n" if message["role"] == "user" else loaded.tokenizer.eos_token)
@@ -48,7 +48,7 @@ def cold(loaded, chat: Chat) -> str:
 def test_every_turn_answers_the_whole_conversation(loaded):
     chat, reused = make(loaded), []
     for message in MESSAGES:
-        answer = "".join(chat.say(message))
+        answer = "".join(chat.send(message))
         assert answer == cold(loaded, chat)
         assert chat.messages[-2:] == [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
         assert 0 < chat.turn.new_tokens <= NEW
@@ -61,24 +61,24 @@ def test_every_turn_answers_the_whole_conversation(loaded):
 @pytest.mark.slow
 def test_an_edited_conversation_starts_from_an_empty_cache(loaded):
     chat = make(loaded)
-    list(chat.say(MESSAGES[0]))
+    list(chat.send(MESSAGES[0]))
     chat.messages[1]["content"] = "    return items[0]\n"
-    answer = "".join(chat.say(MESSAGES[1]))
+    answer = "".join(chat.send(MESSAGES[1]))
     assert chat.turn.reused == 0
     assert answer == cold(loaded, chat)
 
 
 def test_an_answer_broken_off_stays_as_far_as_it_went(loaded):
     chat = make(loaded)
-    pieces = chat.say(MESSAGES[0])
+    pieces = chat.send(MESSAGES[0])
     first = next(pieces)
     pieces.close()
     assert chat.messages[-1] == {"role": "assistant", "content": first}
-    answer = "".join(chat.say(MESSAGES[1]))
+    answer = "".join(chat.send(MESSAGES[1]))
     assert answer == cold(loaded, chat)
     chat.reset()
     assert chat.messages == []
-    list(chat.say(MESSAGES[2]))
+    list(chat.send(MESSAGES[2]))
     assert chat.turn.reused == 0
 
 
@@ -89,34 +89,34 @@ def test_a_full_context_ends_the_answer_and_refuses_the_next_message(loaded):
     def n_tokens(lines: int) -> int:
         return len(loaded.tokenizer.encode("x = 1\n" * (lines + 1), add_special_tokens=False))
 
-    with pytest.raises(HydrajaxError, match=f"tokens, expected at most the model's context of {context}"):
-        list(chat.say("x = 1\n" * context))
+    with pytest.raises(HydrajaxError, match=f"less than the context of {context}"):
+        list(chat.send("x = 1\n" * context))
     assert chat.messages == []
     longest = max(lines for lines in range(1, context) if n_tokens(lines) < context - 4)
-    list(chat.say("x = 1\n" * longest))
+    list(chat.send("x = 1\n" * longest))
     if chat.turn.full:
         assert chat.turn.prompt_tokens + chat.turn.new_tokens == context
-    with pytest.raises(HydrajaxError, match="message: the conversation would have"):
-        list(chat.say(MESSAGES[0]))
+    with pytest.raises(HydrajaxError, match="message: got a conversation of"):
+        list(chat.send(MESSAGES[0]))
 
 
 def test_bad_conversations_are_refused(loaded):
-    with pytest.raises(HydrajaxError, match="template: found 'nice', allowed are auto, vicuna, plain, raw"):
+    with pytest.raises(HydrajaxError, match="template: got 'nice', expected auto, vicuna, plain, raw"):
         Chat(executor(loaded), template="nice")
-    with pytest.raises(HydrajaxError, match="template: the tokenizer has no chat template of its own"):
+    with pytest.raises(HydrajaxError, match="template: the tokenizer has no chat template"):
         Chat(executor(loaded))
     chat = make(loaded)
     with pytest.raises(HydrajaxError, match="message: is empty"):
-        list(chat.say("  "))
-    with pytest.raises(HydrajaxError, match="message: holds the text of the special token"):
-        list(chat.say(f"a {loaded.tokenizer.eos_token} b"))
+        list(chat.send("  "))
+    with pytest.raises(HydrajaxError, match="message: contains the special token"):
+        list(chat.send(f"a {loaded.tokenizer.eos_token} b"))
     assert chat.messages == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["medusa", "hydra_pp"])
 def test_more_text_on_a_kept_cache_is_the_whole_text_at_once(draft):
-    """`Engine.extend` after some steps, rows of different lengths, against a prefill of everything."""
+    """`Engine.extend` after some steps, on rows of different lengths, equals one prefill of all tokens."""
     loaded = hydrajax.load(assets.base(), assets.path(draft))
     engine = hydrajax.make_decode_fn(loaded.model, loaded.drafter, TREE, max_new_tokens=100).engine
     random = np.random.default_rng(0)
@@ -155,7 +155,7 @@ def test_more_text_on_a_kept_cache_is_the_whole_text_at_once(draft):
 
 
 def test_in_the_terminal(loaded, monkeypatch, capfd, tmp_path):
-    """Through the program, messages from a pipe."""
+    """Messages from a pipe, through the program."""
     from hydrajax.cli import main
 
     monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -167,11 +167,11 @@ def test_in_the_terminal(loaded, monkeypatch, capfd, tmp_path):
     assert main([*common, "--template", "plain"]) == 0
     out, err = capfd.readouterr()
     chat = make(loaded)
-    first, second = ("".join(chat.say(message)) for message in MESSAGES[:2])
+    first, second = ("".join(chat.send(message)) for message in MESSAGES[:2])
     assert out == f"{first}\n{second}\n{first}\n"
     assert err.count("τ ") == 3
     assert err.count("message: is not valid Unicode text\n") == 1
-    assert "prompt tokens were in the cache" in err
+    assert "prompt tokens were cached" in err
     monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
     assert main(common) == 2
     assert "--template: the tokenizer has no chat template" in capfd.readouterr().err

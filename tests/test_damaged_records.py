@@ -27,8 +27,6 @@ from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.directories import exported
 from hydrajax.machine import machine
-from hydrajax.questions.scores.score import Scored
-from hydrajax.questions.scores.scoring import score_answers
 from hydrajax.questions.summary import summarise
 from hydrajax.report.markdown import write_report
 from hydrajax.report.outputs import find_results
@@ -36,12 +34,14 @@ from hydrajax.text.answers import read_answers
 from hydrajax.text.records import OBJECT
 from hydrajax.train.checkpoints import RECORD, TrainCheckpoints
 from hydrajax.train.data import hidden_cache
-from hydrajax.train.metrics import Metrics, read_metrics
+from hydrajax.train.metrics import TrainMetrics, read_metrics
 from hydrajax.train.run_config import TrainConfig, load_config
 from hydrajax.train.train_loop import check_settings, settings_of
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.dynamic import guesses_of
 from hydrajax.trees.tree_json import read_tree
+from scoring.score_files import score_answers
+from scoring.score_protocol import Scored
 
 
 class Record(NamedTuple):
@@ -119,7 +119,7 @@ def logged(folder: Path) -> Path:
 
 
 def resumed(folder: Path) -> None:
-    with Metrics(folder, 2, 9, Console(file=io.StringIO())) as metrics:
+    with TrainMetrics(folder, 2, 9, Console(file=io.StringIO())) as metrics:
         metrics.log(3, "train", {"loss": 0.1})
     assert read_metrics(folder / "metrics.jsonl")[-1]["step"] == 3
 
@@ -366,5 +366,7 @@ def test_no_checkpoint_with_a_readable_record(tmp_path):
         (tmp_path / str(step) / RECORD).write_text("[1]")
     with opened(tmp_path) as checkpoints:
         assert checkpoints.meta() is None
-        with pytest.raises(HydrajaxError, match=r"is whole: step 2 is damaged: hydrajax.json: must be a JSON object"):
+        with pytest.raises(
+            HydrajaxError, match=r"is damaged: step 2 is damaged: hydrajax.json: got \[1\], expected a JSON object"
+        ):
             checkpoints.restore({"x": jnp.zeros(3)})

@@ -159,7 +159,7 @@ def test_add_a_drafter(base, greedy):
     while (start := sum(lengths)) < NEW:
         shared = [drafter.followers[token] == after for token, after in pairwise(expected[start : start + 4])]
         lengths.append(1 + [*shared, False].index(False))
-    assert answer.step_lengths == lengths
+    assert answer.emitted_per_step == lengths
     assert max(lengths) > 1
 
 

@@ -37,7 +37,11 @@ def put_much(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("put", "said"),
-    [(put_pipe, "is no regular file"), (put_device, "is no regular file"), (put_much, f"{LONGEST_TEXT + 1} bytes")],
+    [
+        (put_pipe, "expected a regular file"),
+        (put_device, "expected a regular file"),
+        (put_much, f"{LONGEST_TEXT + 1} bytes"),
+    ],
 )
 @pytest.mark.parametrize("name", READERS)
 def test_a_file_without_end_is_refused_by_name(tmp_path, name, put, said):
@@ -59,5 +63,5 @@ def test_links_as_the_hub_makes_them_are_files(tmp_path):
     (tmp_path / "snapshot" / "circle").symlink_to(tmp_path / "snapshot")
     check_directory(tmp_path / "snapshot", "base")
     os.mkfifo(tmp_path / "snapshot" / "more" / "pipe")
-    with pytest.raises(HydrajaxError, match=r"^base: .*more/pipe is no regular file, but a pipe or a device$"):
+    with pytest.raises(HydrajaxError, match=r"^base: .*more/pipe is a pipe or a device, expected a regular file$"):
         check_directory(tmp_path / "snapshot", "base")

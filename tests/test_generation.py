@@ -1,4 +1,4 @@
-"""`generate` and `stream` on the shipped model: stop strings, reasons, limits by row, and pieces that join."""
+"""`generate` and `stream` on the shipped model: stop strings, finish reasons, limits per prompt, and streamed text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loaded():
 
 
 def of(loaded, rule=None, limit: int = NEW, **fields):
-    """Its executor with a chain."""
+    """Return the model's executor with a chain."""
     return loaded.executor(loaded.spec(tree="chain-2", rule=rule or hydrajax.Greedy(), max_new_tokens=limit, **fields))
 
 
@@ -41,7 +41,7 @@ def with_limits(executor, limits) -> list:
 
 @pytest.fixture(scope="module")
 def whole(executor):
-    """The full texts, without a stop string."""
+    """The texts without stop strings."""
     return list(hydrajax.generate(executor, PROMPTS))
 
 
@@ -57,7 +57,7 @@ def test_reasons(loaded, whole):
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_stop_strings_cut_streamed_and_whole_text_alike(executor, whole, data):
-    """Stop strings are stretches of the text itself, some with a strange character; some straddle steps or tokens."""
+    """Stop strings are parts of the text, some span steps or tokens."""
     number = data.draw(st.integers(0, len(PROMPTS) - 1))
     full = whole[number]
     places = st.tuples(st.integers(0, len(full.text) - 1), st.integers(1, 12))
@@ -69,16 +69,16 @@ def test_stop_strings_cut_streamed_and_whole_text_alike(executor, whole, data):
         assert result.text == without.text[:cut]
         assert result.finish_reason == ("length" if cut is None else "stop")
         assert result.output_ids == without.output_ids[: result.new_tokens]
-        assert sum(result.step_lengths) == result.new_tokens
+        assert sum(result.emitted_per_step) == result.new_tokens
         steps = result.steps
-        assert result.step_lengths[:-1] == without.step_lengths[: steps - 1]
-        assert result.step_lengths[-1] <= without.step_lengths[steps - 1]
+        assert result.emitted_per_step[:-1] == without.emitted_per_step[: steps - 1]
+        assert result.emitted_per_step[-1] <= without.emitted_per_step[steps - 1]
     pieces = hydrajax.stream(executor, PROMPTS[number], stop=stop)
     assert joined(pieces) == stopped[number].text
     streamed = pieces.result
-    assert (streamed.output_ids, streamed.step_lengths) == (
+    assert (streamed.output_ids, streamed.emitted_per_step) == (
         stopped[number].output_ids,
-        stopped[number].step_lengths,
+        stopped[number].emitted_per_step,
     )
     assert streamed.finish_reason == "stop"
 
@@ -94,7 +94,7 @@ def test_streamed_pieces_are_several_and_join_to_the_text(executor, whole):
 
 
 def test_a_stream_begins_after_one_step_and_compiles_no_burst_of_its_own(executor, whole, monkeypatch):
-    """However long the bursts are, the tokens are the same; here each takes twice as many steps as the one before."""
+    """Tokens do not depend on the length of bursts; here each burst is twice as long as the last."""
     asked, compiled = [], []
     advance = FusedExecutor.advance
 
@@ -109,7 +109,10 @@ def test_a_stream_begins_after_one_step_and_compiles_no_burst_of_its_own(executo
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
     assert (asked, pieces.result.steps) == ([1], 1)
     assert first + joined(pieces) == whole[0].text
-    assert (pieces.result.output_ids, pieces.result.step_lengths) == (whole[0].output_ids, whole[0].step_lengths)
+    assert (pieces.result.output_ids, pieces.result.emitted_per_step) == (
+        whole[0].output_ids,
+        whole[0].emitted_per_step,
+    )
     assert asked == [2**number for number in range(len(asked))]
     assert len(asked) > 3
     assert not [event for event in compiled if event.endswith("backend_compile_duration")]
@@ -134,13 +137,13 @@ def test_with_a_seed_of_its_own_a_prompt_draws_as_if_it_were_alone(loaded):
     for prompt, seed, result in zip(PROMPTS, seeds, together, strict=True):
         (alone,) = hydrajax.generate(executor, [prompt], seed=seed)
         assert result.output_ids == alone.output_ids
-    with pytest.raises(HydrajaxError, match="seed: got 2 values for 3 prompts, expected one or one per prompt"):
+    with pytest.raises(HydrajaxError, match="seed: got 2 for 3 prompts, expected one, or one per prompt"):
         hydrajax.generate(executor, PROMPTS, seed=seeds[:2])
 
 
 @pytest.mark.slow
 def test_logprobs_of_the_tokens_that_are_left(loaded, whole):
-    """Cut by a stop string, by limits and by a stream that is not read to its end; each against a plain pass."""
+    """Texts cut by a stop string, by limits and by an unfinished stream, compared with a plain forward pass."""
     stop = [whole[0].text[40:48]]
     executor = of(loaded, logprobs=3)
     specs = with_limits(executor, [NEW, NEW, 7])
@@ -165,7 +168,7 @@ def test_every_prompt_may_have_its_own_limit(executor, whole):
 
 
 def test_end_of_text_and_a_full_context_are_reasons(loaded, whole):
-    """Any token can be an end: here the tenth of the first text."""
+    """Any token can be EOS: here the tenth of the first text."""
     ends = of(loaded, eos_ids=(whole[0].output_ids[9], whole[1].output_ids[30]))
     first, second, _ = hydrajax.generate(ends, PROMPTS)
     assert first.finish_reason == "eos"
@@ -181,10 +184,10 @@ def test_end_of_text_and_a_full_context_are_reasons(loaded, whole):
 
 def test_bad_requests_are_refused(loaded, executor):
     for arguments, message in [
-        ({"stop": "\n"}, "stop: must be a list of strings, found one"),
+        ({"stop": "\n"}, "stop: got one string, expected a list"),
         ({"stop": [""]}, "stop: found an empty string"),
-        ({"specs": [executor.spec]}, "specs: must be one per prompt, found 1 for 3 prompts"),
-        ({"specs": with_limits(executor, [3, 65, 1])}, "max_new_tokens: must be at most 64 with this executor, found"),
+        ({"specs": [executor.spec]}, "specs: got 1 for 3 prompts, expected one per prompt"),
+        ({"specs": with_limits(executor, [3, 65, 1])}, "max_new_tokens: got 65, expected at most 64"),
     ]:
         with pytest.raises(HydrajaxError, match=message):
             hydrajax.generate(executor, PROMPTS, **arguments)
@@ -196,5 +199,5 @@ def test_bad_requests_are_refused(loaded, executor):
             loaded.generate(PROMPTS, tree="chain-2", max_new_tokens=limits)
     without = hydrajax.load(assets.base())
     without.tokenizer = None
-    with pytest.raises(HydrajaxError, match="stop: the base has no tokenizer"):
+    with pytest.raises(HydrajaxError, match="stop: requires a tokenizer"):
         hydrajax.generate(without.executor(), [[1, 2]], stop=["a"])

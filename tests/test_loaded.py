@@ -1,4 +1,4 @@
-"""`LanguageModel` and `make_decode_fn` on the shipped model, where text means what it means on the command line."""
+"""`LanguageModel` and `make_decode_fn` on the shipped model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_no_prompts_give_no_results(m):
     assert list(hydrajax.generate(m.executor(), [])) == []
 
 
-def test_another_draft_says_the_same_and_is_loaded_once(m):
+def test_another_draft_gives_equal_output_and_is_loaded_once(m):
     alone = m.generate(PROMPT, draft="none", tree="root", max_new_tokens=NEW)
     looked_up = m.generate(PROMPT, draft="lookup", tree="chain-2", max_new_tokens=NEW)
     assert alone.output_ids == looked_up.output_ids
@@ -52,7 +52,7 @@ def test_another_draft_says_the_same_and_is_loaded_once(m):
     assert m._drafting("lookup") is m._drafting("lookup")
 
 
-def test_heads_with_lookup_beside_them_by_name(m):
+def test_heads_with_lookup_by_name(m):
     both = m.with_draft("lookup-3+hydra")
     assert (both.drafter.spec.branch_nodes, both.draft_directory.name) == (3, "hydra")
     assert both.default_tree() == m.with_draft("hydra").default_tree()
@@ -60,12 +60,12 @@ def test_heads_with_lookup_beside_them_by_name(m):
     refused(lambda: hydrajax.load("shipped", "lookup+nowhere"), "draft: no such directory: nowhere")
     refused(
         lambda: m.with_draft("lookup+hydra", draft_confidence=0.5),
-        "draft_confidence: is for a draft model, found Hydra",
+        "draft_confidence: requires a draft model, got Hydra",
     )
 
 
 @pytest.mark.slow
-def test_heads_with_lookup_beside_them_say_the_same(m):
+def test_heads_with_lookup_give_equal_output(m):
     alone = m.generate(PROMPT, draft="none", tree="root", max_new_tokens=3 * NEW)
     both = m.generate(PROMPT, draft="lookup+medusa", tree="chain-2", max_new_tokens=3 * NEW)
     assert alone.output_ids == both.output_ids
@@ -73,7 +73,7 @@ def test_heads_with_lookup_beside_them_say_the_same(m):
 
 
 def test_numbers_of_each_prompt(m):
-    """Temperature and top-p of each prompt, one of them without effect, as if it were decoded by itself."""
+    """Temperature and top-p per prompt, equal to decoding each prompt alone."""
     settings = {"rule": "exact", "tree": "chain-2", "seed": 7, "max_new_tokens": NEW}
     both = m.generate([PROMPT, PROMPT], temperature=[0.1, 1.5], top_p=[1.0, 0.8], batch_size=2, **settings)
     for number, (temperature, top_p) in enumerate([(0.1, 1.0), (1.5, 0.8)]):
@@ -90,9 +90,9 @@ def test_a_conversation_is_a_prompt(m, monkeypatch):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     (answer,) = m.generate([messages], tree="chain-2", max_new_tokens=NEW)
     assert answer.prompt_ids == m.tokenizer.encode("system: be brief\nuser: hi\nassistant:")
-    wrong = "prompt 0: message 0 must have the texts role and content, found {'role': 'user'}"
+    wrong = "prompt 0: message 0: got {'role': 'user'}, expected texts role and content"
     refused(lambda: m.generate([[{"role": "user"}]]), wrong)
-    wrong = "prompts: must be a list of prompts, found one conversation; write [messages]"
+    wrong = "prompts: got one conversation, expected a list of prompts; write [messages]"
     refused(lambda: m.generate(messages), wrong)
 
 
@@ -105,10 +105,10 @@ def test_penalties_and_log_probabilities_by_name(m):
     pairs = zip(plain.output_ids, penalised.output_ids, strict=True)
     first = next(at for at, (one, other) in enumerate(pairs) if one != other)
     np.testing.assert_allclose(plain.logprobs[:first], penalised.logprobs[:first], atol=1e-4)
-    assert plain.logprobs[first] > penalised.logprobs[first]  # the base's own choice is the likeliest
+    assert plain.logprobs[first] > penalised.logprobs[first]  # the base's own choice is the most likely token
 
 
-def test_a_seed_is_drawn_and_said(m):
+def test_a_seed_is_drawn_and_reported(m):
     settings = {"rule": "exact", "temperature": 3.0, "tree": "chain-2", "max_new_tokens": NEW}
     first, second = m.generate(PROMPT, **settings), m.generate(PROMPT, **settings)
     assert first.seed != second.seed
@@ -155,7 +155,7 @@ def test_without_a_tree_the_fastest_is_taken_once(m, monkeypatch, capsys):
 def test_a_chat_of_a_loaded_model(m):
     chat = m.chat(template="plain", rule="exact", temperature=0.8, tree="chain-2", max_new_tokens=4)
     again = m.chat(template="plain", rule="exact", temperature=0.8, tree="chain-2", max_new_tokens=4, seed=chat.seed)
-    assert "".join(chat.say("def f(")) == "".join(again.say("def f("))
+    assert "".join(chat.send("def f(")) == "".join(again.send("def f("))
 
 
 def test_repr_is_a_line_that_fetches_nothing(m):
@@ -171,7 +171,7 @@ def test_dtypes_as_jax_gives_them():
 
 def test_what_cannot_be_used_is_named_as_in_python(m):
     rules = "greedy, typical, exact, rejection"
-    refused(lambda: m.generate(PROMPT, rule="oak"), f"rule: found 'oak', allowed are {rules}")
+    refused(lambda: m.generate(PROMPT, rule="oak"), f"rule: got 'oak', expected {rules}")
     message = "temperature: got a value for the rule greedy, expected none, only with typical, exact, rejection"
     refused(lambda: m.generate(PROMPT, temperature=0.5), message)
     refused(lambda: m.generate(PROMPT, warmth=0.5), "warmth: got a value for the rule greedy, expected none")
@@ -182,14 +182,12 @@ def test_what_cannot_be_used_is_named_as_in_python(m):
     refused(lambda: m.generate([PROMPT], rule="exact", temperature=[1, 2, 3]), message)
     refused(lambda: hydrajax.load("/nowhere"), "base: no such directory: /nowhere")
     refused(lambda: hydrajax.load("shipped", "elm"), "draft: no such directory: elm")
-    refused(
-        lambda: m.chat(), "template: the tokenizer has no chat template of its own; built in are vicuna, plain, raw"
-    )
+    refused(lambda: m.chat(), "template: the tokenizer has no chat template; choose one of vicuna, plain, raw")
     message = "prompts: got one text, expected a list: write [text]"
     refused(lambda: m.encode(PROMPT), message)
-    message = "prompt 0: is a list of messages, but the base has no chat template; give text"
+    message = "prompt 0: got messages, but the base has no chat template; give text"
     refused(lambda: m.generate([[{"role": "user", "content": "hi"}]]), message)
-    message = "drafter: is needed with a base model alone; what hydrajax.load gives brings its own"
+    message = "drafter: is required with a base model; the result of hydrajax.load has one"
     refused(lambda: hydrajax.make_decode_fn(m.model), message)
 
 
@@ -203,4 +201,4 @@ def test_a_field_is_a_flag_where_the_command_has_it(capsys):
 
     for flag, name in (("--max-nodes", "--max-nodes"), ("--other", "max_nodes")):
         assert run_command("x", "help", lambda parser, flag=flag: parser.add_argument(flag), run, []) == 2
-        assert capsys.readouterr().err == f"hydrajax: {name}: found '7', allowed are 1, 2\n"
+        assert capsys.readouterr().err == f"hydrajax: {name}: got '7', expected 1, 2\n"

@@ -14,7 +14,7 @@ from rich.console import Console
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile, whole_directory
 from hydrajax.train.checkpoints import TrainCheckpoints
-from hydrajax.train.metrics import Metrics
+from hydrajax.train.metrics import TrainMetrics
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_checkpoint(tmp_path, synced):
 
 
 def test_metrics(tmp_path, synced):
-    with Metrics(tmp_path, 0, 5, Console()) as metrics:
+    with TrainMetrics(tmp_path, 0, 5, Console()) as metrics:
         metrics.log(1, "train", {"loss": 2.5})
         metrics.persist()
         check_synced(tmp_path / "metrics.jsonl", synced)

@@ -22,7 +22,7 @@ from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.draft_registry import KINDS, BesideLookup, without_weights
+from hydrajax.formats.draft_registry import KINDS, LookupAndDraft, without_weights
 from hydrajax.models.base_model import BoundBase
 
 CALLS = 12  # of what was compiled for a seed, each with other parameters, prompts, limits and numbers
@@ -35,7 +35,7 @@ def drafter_of(name: str, alone: Alone, random: random.Random) -> Drafter:
     if kind.numbers and random.random() < 0.7:
         kind = without_weights("-".join([name, *(str(random.randint(2, 4)) for _ in kind.numbers)]))
     drafter = kind.build(alone.config, jnp.float32)
-    return BesideLookup(name, random.randint(1, 6)).around(drafter) if name.startswith("lookup+") else drafter
+    return LookupAndDraft(name, random.randint(1, 6)).wrap(drafter) if name.startswith("lookup+") else drafter
 
 
 def rules_of(random: random.Random, vocab_size: int, draws: bool, batch: int) -> list[dict]:

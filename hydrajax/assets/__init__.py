@@ -1,7 +1,7 @@
-"""The shipped model: a small LLaMA with its tokenizer, Medusa, Hydra and Hydra++ heads and a draft model for it.
+"""The bundled model: a small LLaMA with its tokenizer, Medusa, Hydra and Hydra++ heads, and a draft model.
 
-Trained on Python source: the standard library's and that of the packages this one is installed and tested with.
-``ABOUT.json`` names versions, licences and what was held out. `hydrajax.load("shipped", "hydra++")`.
+Trained on Python source: the standard library and the packages that hydrajax is installed and tested with.
+``ABOUT.json`` lists versions, licences and the held-out files. Load with `hydrajax.load("shipped", "hydra++")`.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ FOLDER = Path(__file__).parent
 HEADS = ("medusa", "hydra", "hydra_pp")
 DRAFTS = (*HEADS, "draft_model")
 NAMES = ("base", *DRAFTS)
-# As users name them, for ``base`` and for ``draft``.
+# Users' names, for ``base`` and for ``draft``.
 SHIPPED_BASE = {"shipped": "base"}
 SHIPPED_DRAFTS = {"medusa": "medusa", "hydra": "hydra", "hydra++": "hydra_pp", "draft-model": "draft_model"}
 
 
 def path(name: str) -> Path:
-    """The directory of one of `NAMES`, for ``--base`` or ``--draft``. Raises `HydrajaxError` where it is missing."""
+    """Return the directory of one of `NAMES`, for ``--base`` or ``--draft``."""
     if name not in NAMES:
-        raise HydrajaxError(f"assets: found '{name}', shipped are {', '.join(NAMES)}")
+        raise HydrajaxError(f"assets: got '{name}', expected one of {', '.join(NAMES)}")
     return _present(name)
 
 
 def base() -> Path:
-    """The directory of the shipped base and its tokenizer."""
+    """Return the directory of the bundled base and its tokenizer."""
     return path("base")
 
 
 def about() -> dict:
-    """``ABOUT.json``: ``sources`` with their licences, and the list ``held_out`` of files that were never trained on.
+    """Return ``ABOUT.json``: the ``sources`` with their licences, and the ``held_out`` files.
 
-    Held-out names begin with ``standard_library/`` or ``packages/``, the rest is a path below the standard library's or
-    the installed packages' folder: ``"standard_library/email/message.py"``.
+    Names of held-out files begin with ``standard_library/`` or ``packages/``, followed by the path in the standard
+    library or in the folder of installed packages: ``"standard_library/email/message.py"``.
     """
     file = _present("ABOUT.json")
     try:
@@ -47,5 +47,5 @@ def about() -> dict:
 
 def _present(name: str) -> Path:
     if not (FOLDER / name).exists():
-        raise HydrajaxError(f"assets: no {name} in {FOLDER}: the package is installed without its shipped model")
+        raise HydrajaxError(f"assets: no {name} in {FOLDER}: this installation has no bundled model")
     return FOLDER / name

@@ -27,10 +27,14 @@ RESAMPLES = 2000
 class Measured:
     """The measurements of one executor in a contest.
 
-    tokens_per_step: mean over all steps (τ). tokens_per_second: median over the rounds, of all sequences together and
-    prefill included; low and high are its 95% bootstrap interval. speedup: this rate / the baseline's. chance_best:
-    share of the bootstrap samples in which no executor but the baseline was faster. low, high and chance_best are None
-    after a single round. equal: whether the tokens are the baseline's; None for rules that do not guarantee that.
+    Attributes:
+        tokens_per_step: Mean over all steps (τ).
+        tokens_per_second: Median over the rounds, of all sequences together and prefill included; low and high are its
+            95% bootstrap interval.
+        speedup: This rate / the baseline's.
+        chance_best: Share of the bootstrap samples in which no executor but the baseline was faster. low, high and
+            chance_best are None after a single round.
+        equal: Whether the tokens are the baseline's; None for rules that do not guarantee that.
     """
 
     name: str

@@ -40,8 +40,9 @@ OFF = "HYDRAJAX_MEASURE_TREES"  # 0: use the drafter's default tree without meas
 class FastestTree:
     """A measured choice. tree: None if decoding without a draft is fastest.
 
-    name, speedup: of the fastest tree, even if it was not taken; relative to decoding without a draft. date: of the
-    measurement, in ISO format; None for just now.
+    Attributes:
+        name, speedup: Of the fastest tree, even if it was not taken; relative to decoding without a draft.
+        date: Of the measurement, in ISO format; None for just now.
     """
 
     tree: CandidateTree | None

@@ -31,8 +31,10 @@ Tree = TypeVar("Tree", bound=CandidateTree)
 class Search:
     """The outcome of a search.
 
-    trees: those of the final contest, by name. rows: its figures, in the same order. tried: figures of the contests
-    before it, one list each.
+    Attributes:
+        trees: Those of the final contest, by name.
+        rows: Its figures, in the same order.
+        tried: Figures of the contests before it, one list each.
     """
 
     trees: dict[str, CandidateTree]

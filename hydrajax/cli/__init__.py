@@ -1,9 +1,9 @@
 """The ``hydrajax`` program: one module per command, each a thin layer over the library.
 
 A command module has ``HELP`` (one line), ``add_arguments(parser)`` and ``run(args)``. Only the chosen command's module
-is imported; all are for ``hydrajax --help``, so what is slow to import belongs in ``run``.
+is imported, except for ``hydrajax --help``; slow imports therefore belong in ``run``.
 """
-# PYTHON_ARGCOMPLETE_OK (by which argcomplete knows, where it is switched on for all programs, that it may ask this one)
+# PYTHON_ARGCOMPLETE_OK (argcomplete looks for this line where it is switched on for all programs)
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ COMMANDS = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with errors in the house form: one line, exit code 2."""
+    """argparse with one-line errors and exit code 2."""
 
     def error(self, message: str):
-        raise HydrajaxError(f"{message} (see {self.prog} --help)")
+        raise HydrajaxError(f"{message.removeprefix('argument ')} (see {self.prog} --help)")
 
 
 class _Version(argparse.Action):
-    """``--version``: one line for bug reports. The device is not in it: to name it, JAX would have to start it."""
+    """``--version``: one line for bug reports, without the device, which JAX would have to start."""
 
     def __call__(self, parser, *_):
         from hydrajax.machine import own_version
@@ -47,10 +47,10 @@ class _Version(argparse.Action):
 
 
 def build_parser(argv: list[str]) -> argparse.ArgumentParser:
-    """The parser for this command line: of its one command if it names one first, else of all."""
+    """Return the parser for a command line: of its command if it starts with one, else of all commands."""
     parser = _Parser(prog="hydrajax", description="Tree speculative decoding in JAX.", epilog=EPILOG)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of hydrajax, JAX and Python")
-    parser.set_defaults(run=lambda args: parser.print_help(), flags=frozenset())  # where no command is named
+    parser.set_defaults(run=lambda args: parser.print_help(), flags=frozenset())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in argv[:1] if argv and argv[0] in COMMANDS else COMMANDS:
         module = importlib.import_module(f"hydrajax.cli.{name}")
@@ -62,15 +62,15 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
 
 
 def flags_of(parser: argparse.ArgumentParser) -> frozenset[str]:
-    """Its flags and those of its verbs, as which messages name the library's arguments."""
+    """Return the flags of a parser and of its subparsers. Errors name the library's arguments by them."""
     verbs = [action.choices.values() for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     own = frozenset(flag for action in parser._actions for flag in action.option_strings)
     return own.union(*(flags_of(verb) for parsers in verbs for verb in parsers))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The ``hydrajax`` program; see `guarded` for what it returns."""
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could stand at the cursor
+    """Run the ``hydrajax`` program and return its exit code, see `guarded`."""
+    if "_ARGCOMPLETE" in os.environ:
         from hydrajax.cli.completion import complete
 
         complete(build_parser)
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_command(prog: str, module_help: str, add_arguments: Callable, run: Callable, argv: list[str]) -> int:
-    """A program of one command, such as ``python -m hydrajax.train``, under the same rules."""
+    """Run a program with a single command, such as ``python -m hydrajax.train``, with the same error handling."""
     parser = _Parser(prog=prog, description=module_help, allow_abbrev=False)
     add_arguments(parser)
     parser.set_defaults(run=run, flags=flags_of(parser))
@@ -87,9 +87,9 @@ def run_command(prog: str, module_help: str, add_arguments: Callable, run: Calla
 
 
 def guarded(parse: Callable[[], argparse.Namespace]) -> int:
-    """Run what was parsed and return its exit code, None for 0.
+    """Run the parsed command and return its exit code, 0 where it returns None.
 
-    Bad input prints one line and returns 2, Ctrl-C 130, SIGTERM 143.
+    Bad input prints one line and returns 2, Ctrl-C returns 130, SIGTERM 143.
     """
     with terminable():
         return _guarded(parse)
@@ -102,13 +102,13 @@ def _guarded(parse: Callable[[], argparse.Namespace]) -> int:
         flags = args.flags
         use_compilation_cache()
         warnings.formatwarning = _as_one_line
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is missing: tokenizers need none
-        if isinstance(sys.stdout, io.TextIOWrapper):  # text that the terminal's encoding lacks is escaped, and no crash
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it warns that torch is missing
+        if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the terminal's encoding lacks
             sys.stdout.reconfigure(errors="backslashreplace")
         code = args.run(args)
         sys.stdout.flush()
     except HydrajaxError as error:
-        print(f"hydrajax: {' '.join(error.as_flag(flags).split())}", file=sys.stderr)  # libraries indent theirs
+        print(f"hydrajax: {' '.join(error.as_flag(flags).split())}", file=sys.stderr)
         return 2
     except Terminated:
         print("hydrajax: terminated", file=sys.stderr)
@@ -116,17 +116,16 @@ def _guarded(parse: Callable[[], argparse.Namespace]) -> int:
     except KeyboardInterrupt:
         print("hydrajax: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output, such as `head`, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again while it exits
-        return 128 + 13  # what the shell reports for SIGPIPE
+    except BrokenPipeError:  # a reader such as `head` has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again at exit
+        return 128 + 13  # the shell's code for SIGPIPE
     except OSError as error:
         if error.filename is None:
             raise
-        # Where no check foresaw it: such as a directory that may not be entered, or a name that is too long.
         print(f"hydrajax: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except Exception:
-        trouble = _no_such_platform()
+        trouble = _platform_error()
         if trouble is None:
             raise
         print(f"hydrajax: {trouble}", file=sys.stderr)
@@ -134,8 +133,8 @@ def _guarded(parse: Callable[[], argparse.Namespace]) -> int:
     return code or 0
 
 
-def _no_such_platform() -> str | None:
-    """What is wrong with ``JAX_PLATFORMS``, where JAX cannot start what it names: it raises many types then."""
+def _platform_error() -> str | None:
+    """The error of a ``JAX_PLATFORMS`` that JAX cannot start; JAX raises many types for it."""
     named = os.environ.get("JAX_PLATFORMS")
     if not named:
         return None
@@ -144,7 +143,7 @@ def _no_such_platform() -> str | None:
     try:
         jax.devices()
     except Exception as error:
-        return f"JAX_PLATFORMS: found '{named}', which JAX cannot start here: {one_line(error)}"
+        return f"JAX_PLATFORMS: got '{named}', which JAX cannot start here: {one_line(error)}"
     return None
 
 
@@ -152,7 +151,7 @@ _FORMATWARNING = warnings.formatwarning
 
 
 def _as_one_line(message, category, filename, lineno, line=None) -> str:
-    """Our own warnings without the place in our code that they come from; others as Python shows them."""
+    """Format our own warnings as one line, without the position in the code."""
     if str(message).startswith("hydrajax: "):
         return f"{message}\n"
     return _FORMATWARNING(message, category, filename, lineno, line)

@@ -14,38 +14,33 @@ from hydrajax.cli.signals import Terminated
 from hydrajax.conversation import Chat
 from hydrajax.errors import HydrajaxError
 
-HELP = "talk with a model; the cache is kept between turns"
-COMMANDS = {"/reset": "begin a new conversation", "/exit": "leave (or Ctrl-D)"}
+HELP = "chat with a model in the terminal, keeping the KV cache between turns"
+COMMANDS = {"/reset": "start a new conversation", "/exit": "leave (or Ctrl-D)"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser, apart=True)
-    parser.add_argument(
-        "--template",
-        metavar="NAME",
-        default="auto",
-        help="chat template: auto (the tokenizer's own), vicuna, plain or raw",
-    )
-    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", type=options.most_tokens, default=512, help="default %(default)s"
-    )
-    parser.add_argument("--seed", metavar="S", type=options.seed, default=0, help="default %(default)s")
+    group = options.add_decoding_arguments(parser, max_new_tokens=512, batch=False)
+    group.add_argument(
+        "--template", metavar="NAME", default="auto",
+        help="write the conversation in this chat template: vicuna, plain or raw (default auto: the tokenizer's own)",
+    )  # fmt: skip
+    group.add_argument("--system", metavar="TEXT", help="start the conversation with this system message")
     options.add_sampling_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    tree, wanted = options.tree_from(args), options.spec_from(args)
+    tree, spec = options.tree_from(args), options.spec_from(args)
     console = Console(stderr=True, highlight=False)
     model = options.load_from(args)
-    spec = model.spec(wanted, tree=tree)
+    spec = model.spec(spec, tree=tree)
     if tree is None and model.tokenizer is not None:
         with console.status("finding the fastest tree") as line:
             spec = model.fastest(options.prompts_from(None, model), spec, 1, line.update)
     chat = Chat(model.executor(spec), template=args.template, seed=args.seed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     chat.messages = list(system)
-    if isinstance(sys.stdin, io.TextIOWrapper):  # a line that is no text is refused by itself, and no crash
+    if isinstance(sys.stdin, io.TextIOWrapper):  # so that a line of invalid text does not end the program
         sys.stdin.reconfigure(errors="surrogateescape")
     if at_terminal():
         edit_lines()
@@ -61,17 +56,17 @@ def run(args: argparse.Namespace) -> None:
 
 
 def at_terminal() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty()  # there is none in a process that was started without
+    return sys.stdin is not None and sys.stdin.isatty()  # None in a process without standard input
 
 
 def edit_lines() -> None:
-    """Let `input` move within a line and bring back earlier ones, which are kept in memory only."""
-    with suppress(ImportError):  # there is none on Windows, whose terminal does it
-        import readline  # noqa: F401 (that it is imported is all)
+    """Let `input` edit lines and recall earlier ones, which are kept in memory only."""
+    with suppress(ImportError):  # missing on Windows, whose terminal edits lines itself
+        import readline  # noqa: F401
 
 
 def read_line() -> str | None:
-    """A message, None at the end of the input. Ctrl-C at the prompt ends the program, as everywhere."""
+    """Return the next message, None at the end of the input."""
     if sys.stdin is None:
         return None
     try:
@@ -80,10 +75,9 @@ def read_line() -> str | None:
         return None
 
 
-def answer(chat, line: str, console: Console) -> None:
-    """Print the answer as it comes; Ctrl-C breaks it off and leaves the conversation as far as it went, SIGTERM ends
-    the program."""
-    pieces = chat.say(line)
+def answer(chat: Chat, line: str, console: Console) -> None:
+    """Print the answer as it is generated. Ctrl-C ends the answer and keeps its beginning; SIGTERM ends the program."""
+    pieces = chat.send(line)
     try:
         for piece in pieces:
             print(piece, end="", flush=True)
@@ -101,7 +95,7 @@ def answer(chat, line: str, console: Console) -> None:
     rate = turn.new_tokens / turn.seconds if turn.seconds else 0.0
     console.print(
         f"τ {turn.new_tokens / max(turn.steps, 1):.2f}, {rate:.1f} tokens/s, {turn.new_tokens} tokens; "
-        f"{turn.reused} of {turn.prompt_tokens} prompt tokens were in the cache"
-        + ("; cut by the model's context" if turn.full else ""),
+        f"{turn.reused} of {turn.prompt_tokens} prompt tokens were cached"
+        + ("; cut off: the context is full" if turn.full else ""),
         style="dim",
     )

@@ -1,4 +1,4 @@
-"""Tab completion by argcomplete. The shell starts the program with ``_ARGCOMPLETE`` in the environment to ask."""
+"""Tab completion with argcomplete: the shell runs the program with ``_ARGCOMPLETE`` in the environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydrajax.trees import presets
 
 
 def complete(build_parser: Callable[[list[str]], argparse.ArgumentParser]) -> None:
-    """Answer the shell, and leave the program. build_parser: for the words of a command line, its own name left out."""
+    """Print the completions of the command line in the environment, and exit."""
     words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split()
     parser = build_parser(words[1:])
     add_completers(parser)
@@ -23,21 +23,21 @@ def complete(build_parser: Callable[[list[str]], argparse.ArgumentParser]) -> No
 
 
 def add_completers(parser: argparse.ArgumentParser) -> None:
-    """Say for every argument what may stand there; argcomplete offers files where nothing is said."""
+    """Set the completer of each argument: names and directories. By default argcomplete offers files."""
     directories = DirectoriesCompleter()
-    for action in parser._actions:  # argparse has no other list of them, and argcomplete reads this one too
+    for action in parser._actions:  # argparse has no public list; argcomplete reads this one too
         if isinstance(action, argparse._SubParsersAction):
-            for inner in action.choices.values():
-                add_completers(inner)
+            for command in action.choices.values():
+                add_completers(command)
         elif action.dest == "draft":
-            action.completer = _names_and([*WITHOUT_WEIGHTS, *assets.SHIPPED_DRAFTS], directories)
+            action.completer = _names_or([*WITHOUT_WEIGHTS, *assets.SHIPPED_DRAFTS], directories)
         elif action.dest == "base":
-            action.completer = _names_and(list(assets.SHIPPED_BASE), directories)
+            action.completer = _names_or(list(assets.SHIPPED_BASE), directories)
         elif action.dest == "tree":
-            action.completer = _names_and(["root", *presets.released()], FilesCompleter("json"))
+            action.completer = _names_or(["root", *presets.released()], FilesCompleter("json"))
         elif str(action.metavar).startswith("DIR"):
             action.completer = directories
 
 
-def _names_and(names: Sequence[str], others: Callable) -> Callable:
+def _names_or(names: Sequence[str], others: Callable) -> Callable:
     return lambda prefix, **rest: [*names, *others(prefix=prefix, **rest)]

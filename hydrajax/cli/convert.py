@@ -1,17 +1,14 @@
-"""``hydrajax convert``: heads into other formats, from the Hub and onto it, adapters into bases, int8 against float."""
+"""``hydrajax convert``: export, fetch and push draft heads, merge adapters, measure quantisation."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
-from hydrajax.files import WholeFile
 from hydrajax.formats.export import FORMATS, export_heads
 from hydrajax.formats.fetch import fetch_heads
 from hydrajax.formats.fingerprint import fingerprint
@@ -22,18 +19,18 @@ from hydrajax.formats.tensors import read_json
 from hydrajax.models.weights import QUANTIZED
 from hydrajax.text.prompt import PROMPT_FORMATS
 
-HELP = "write draft heads in other formats, merge an adapter, fetch from and put on the Hub, see what int8 costs"
+HELP = "export draft heads to other formats, merge an adapter, fetch from and push to the Hub, measure quantisation"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, text, add in (
-        ("export", "write draft heads in another format, bit for bit", _export_arguments),
+        ("export", "write draft heads in another format, with the same weights", _export_arguments),
         ("merge", "write a base with an adapter added to its weights", _merge_arguments),
-        ("fetch", "keep a safetensors copy of heads that lie on the Hub in a .pt file", _fetch_arguments),
+        ("fetch", "convert heads from a .pt file on the Hub to safetensors", _fetch_arguments),
         ("push", "upload an exported directory to the Hugging Face Hub", _push_arguments),
         *(
-            (name, f"compare a base's logits with those of its {name} version", _quantized_arguments)
+            (name, f"compare the logits of a base and of its {name} version", _quantized_arguments)
             for name in QUANTIZED
         ),
     ):
@@ -41,47 +38,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", metavar="DIR|NAME", required=True, help="the base that the heads were made for")
-    parser.add_argument(
-        "--adapter", metavar="DIR|NAME", help="of the base, where the heads were made for both together"
-    )
-    parser.add_argument("--draft", metavar="DIR|NAME", required=True, help="the heads, in any format that loads")
-    text = "default: that of the code which the heads were published with"
+    parser.add_argument("--base", metavar="DIR|NAME", required=True, help="read the base of the heads")
+    parser.add_argument("--adapter", metavar="DIR|NAME", help="read the adapter that the heads were trained with")
+    parser.add_argument("--draft", metavar="DIR|NAME", required=True, help="read the heads, in any format that loads")
+    text = "write this format (default: that of the method's published code)"
     parser.add_argument("--format", choices=FORMATS, help=text)
-    parser.add_argument("--output", metavar="DIR", required=True, help="a new directory, or an earlier export")
-    parser.add_argument("--dtype", choices=list(options.api.DTYPES), help="of the file (default: that of the heads)")
-    parser.add_argument("--base-name", metavar="NAME", help="what the base is called (default: as the heads say)")
-    for name, text in (("data", "what the heads learnt from"), ("recipe", "how"), ("tau", "their tokens_per_step")):
-        parser.add_argument(f"--{name}", metavar="TEXT", help=f"for the model card: {text}")
-    parser.add_argument("--force", action="store_true", help="also heads that say they were made for another base")
+    _output_argument(parser)
+    parser.add_argument("--dtype", choices=list(options.api.DTYPES), help="store this dtype (default: the heads' own)")
+    parser.add_argument("--base-name", metavar="NAME", help="record this name of the base (default: the recorded one)")
+    for name, text in (("data", "training data"), ("recipe", "training recipe"), ("tau", "tokens per step")):
+        parser.add_argument(f"--{name}", metavar="TEXT", help=f"describe the {text} in the model card")
+    parser.add_argument("--force", action="store_true", help="export heads even if they record another base")
 
 
 def _merge_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", metavar="DIR|NAME", required=True, help="the model that the adapter was made for")
-    parser.add_argument("--adapter", metavar="DIR|NAME", required=True, help="a LoRA in PEFT's format")
-    parser.add_argument("--output", metavar="DIR", required=True, help="a new directory, or an earlier export")
-    parser.add_argument("--dtype", choices=list(options.api.DTYPES), help="of the file (default: that of the base)")
+    parser.add_argument("--base", metavar="DIR|NAME", required=True, help="read the base of the adapter")
+    parser.add_argument("--adapter", metavar="DIR|NAME", required=True, help="read this LoRA adapter (PEFT's format)")
+    _output_argument(parser)
+    parser.add_argument("--dtype", choices=list(options.api.DTYPES), help="store this dtype (default: the base's own)")
 
 
 def _fetch_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "Hydra or Medusa heads on the Hub, as the official code wrote them"
+    text = "Hydra or Medusa heads on the Hub, written by the official code"
     parser.add_argument("heads", metavar="ORG/NAME[@REVISION]", help=text)
-    parser.add_argument("--output", metavar="DIR", required=True, help="a new directory, or an earlier export")
+    _output_argument(parser)
+
+
+def _output_argument(parser: argparse.ArgumentParser) -> None:
+    text = "write to this directory: a new one, or an earlier export"
+    parser.add_argument("--output", metavar="DIR", required=True, help=text)
 
 
 def _push_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="a directory written by convert export or by training")
-    parser.add_argument("repository", metavar="ORG/NAME", help="created if it is not there")
-    parser.add_argument("--private", action="store_true", help="create it as a private one")
-    parser.add_argument("--message", metavar="TEXT", help="of the commit")
+    parser.add_argument("directory", metavar="DIR", help="upload this export or training output")
+    parser.add_argument("repository", metavar="ORG/NAME", help="upload to this repository, created if needed")
+    parser.add_argument("--private", action="store_true", help="create a private repository")
+    parser.add_argument("--message", metavar="TEXT", help="set the commit message")
 
 
 def _quantized_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", metavar="DIR|NAME", required=True, help="the model to quantise")
-    parser.add_argument("--prompts", metavar="FILE", help=f"to compare on (default: a few built in): {PROMPT_FORMATS}")
-    parser.add_argument("--limit", metavar="N", type=options.positive, default=16, help="prompts (default %(default)s)")
+    parser.add_argument("--base", metavar="DIR|NAME", required=True, help="quantise this model")
+    text = f"compare on the prompts of FILE: {PROMPT_FORMATS} (default: 4 built-in prompts)"
+    parser.add_argument("--prompts", metavar="FILE", help=text)
+    parser.add_argument("--limit", metavar="N", type=options.positive, default=16, help="use N prompts (default 16)")
     options.add_dtype_argument(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here too")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to FILE")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -89,23 +90,23 @@ def run(args: argparse.Namespace) -> None:
     verbs[args.verb](args)
 
 
-def _refuse_own(output: str, directories: Mapping[str, str | Path]) -> None:
-    """Refuse to write over what is read, the directories by what they hold."""
-    for what, directory in directories.items():
+def _check_output(output: str, inputs: Mapping[str, str | Path]) -> None:
+    """Raise `HydrajaxError` if the output directory is one of the inputs."""
+    for what, directory in inputs.items():
         if Path(output).resolve() == Path(directory).resolve():
-            raise HydrajaxError(f"--output: is the directory of the {what}, {output}")
+            raise HydrajaxError(f"--output: got '{output}', the directory of the {what}; choose another one")
 
 
 def _export(args: argparse.Namespace) -> None:
     base, draft = resolve(args.base, "base"), resolve(args.draft, "draft")
-    _refuse_own(args.output, {"heads themselves": draft, "base": base})
+    _check_output(args.output, {"heads": draft, "base": base})
     adapter = None if args.adapter is None else resolve(args.adapter, "adapter")
     made_for = {} if args.force else {"base_directory": base, "adapter": adapter}
     drafter, params = load_draft(draft, read_config(base), None, **made_for)
     source = read_json(draft / "config.json", "--draft")
     record = source.get(RECORD) if isinstance(source.get(RECORD), dict) else {}
     story = record.get("story") if isinstance(record.get("story"), dict) else {}
-    said = {"data": args.data, "recipe": args.recipe, "tokens_per_step": args.tau}
+    given = {"data": args.data, "recipe": args.recipe, "tokens_per_step": args.tau}
     name = args.base_name or source.get("base_model_name_or_path")
     export_heads(
         args.output,
@@ -114,7 +115,7 @@ def _export(args: argparse.Namespace) -> None:
         format=args.format,
         base_name=name if isinstance(name, str) and name else args.base,
         base_fingerprint=fingerprint(base, adapter=adapter),
-        story=story | {key: value for key, value in said.items() if value is not None},
+        story=story | {key: value for key, value in given.items() if value is not None},
         dtype=None if args.dtype is None else options.api.DTYPES[args.dtype],
         torch_file=True,
     )
@@ -123,13 +124,13 @@ def _export(args: argparse.Namespace) -> None:
 
 def _merge(args: argparse.Namespace) -> None:
     base, adapter = resolve(args.base, "base"), resolve(args.adapter, "adapter")
-    _refuse_own(args.output, {"adapter": adapter, "base": base})
+    _check_output(args.output, {"adapter": adapter, "base": base})
     export_merged(args.output, base, adapter, dtype=None if args.dtype is None else options.api.DTYPES[args.dtype])
     _print_files(args.output)
 
 
 def _fetch(args: argparse.Namespace) -> None:
-    _refuse_own(args.output, {"heads themselves": args.heads})
+    _check_output(args.output, {"heads": args.heads})
     fetch_heads(args.heads, args.output)
     _print_files(args.output)
 
@@ -143,27 +144,21 @@ def _push(args: argparse.Namespace) -> None:
 
 
 def _quantized(args: argparse.Namespace) -> None:
-    with WholeFile(args.json, "--json") if args.json else nullcontext() as file:
-        report = _quantized_report(args)
-        if file:
-            file.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _quantized_report(args: argparse.Namespace) -> dict:
     import jax
 
     from hydrajax.measure.quantization import logit_effect
 
-    plain = options.api.load(args.base, dtype=args.dtype)
-    ids = options.prompts_from(args.prompts, plain, args.limit)
-    quantized = options.api.load(args.base, dtype=args.dtype, quantize=args.verb)
-    effect = logit_effect((plain.model, plain.params.base), (quantized.model, quantized.params.base), ids)
-    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(m.params.base)) for m in (plain, quantized)]
-    dtype = plain.model.dtype.name
-    print(f"{args.base}: {sizes[0] / 1e6:.1f} MB in {dtype}, {sizes[1] / 1e6:.1f} MB with {args.verb} weights")
-    print(
-        f"logits at {effect.positions} positions of {len(ids)} prompts: they differ by {effect.mean:.3g} on average, "
-        f"{effect.largest:.3g} at most, KL {effect.kl:.3g} nats, same likeliest token at {effect.agreement:.1%}"
-    )
-    report = {"base": str(args.base), "dtype": dtype, "bytes": sizes[0], f"bytes_{args.verb}": sizes[1]}
-    return report | dataclasses.asdict(effect)
+    with options.json_report(args.json, indent=1) as write:
+        plain = options.api.load(args.base, dtype=args.dtype)
+        ids = options.prompts_from(args.prompts, plain, args.limit)
+        quantized = options.api.load(args.base, dtype=args.dtype, quantize=args.verb)
+        effect = logit_effect((plain.model, plain.params.base), (quantized.model, quantized.params.base), ids)
+        sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(m.params.base)) for m in (plain, quantized)]
+        dtype = plain.model.dtype.name
+        print(f"{args.base}: {sizes[0] / 1e6:.1f} MB in {dtype}, {sizes[1] / 1e6:.1f} MB with {args.verb} weights")
+        print(
+            f"logits at {effect.positions} positions of {len(ids)} prompts: mean difference {effect.mean:.3g}, "
+            f"largest {effect.largest:.3g}, KL {effect.kl:.3g} nats, same most likely token at {effect.agreement:.1%}"
+        )
+        report = {"base": str(args.base), "dtype": dtype, "bytes": sizes[0], f"bytes_{args.verb}": sizes[1]}
+        write(report | dataclasses.asdict(effect))

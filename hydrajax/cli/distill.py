@@ -1,4 +1,4 @@
-"""``hydrajax distill``: text that a base writes itself, for its draft heads to learn from.
+"""``hydrajax distill``: generate training text for draft heads with the base itself.
 
 ``python -m hydrajax.train.distill`` is the same command.
 """
@@ -16,41 +16,45 @@ from hydrajax.locking import in_use
 
 if TYPE_CHECKING:
     from hydrajax.decoding.executor import Executor
+    from hydrajax.distill.dialogues import DialogueResult, DistillSpec
     from hydrajax.distill.distill_records import RecordFile
     from hydrajax.distill.seeds import Seeds
-    from hydrajax.distill.talks import Outcome, Writing
     from hydrajax.train.run_config import TrainConfig
 
 PROG = "python -m hydrajax.train.distill"
-HELP = "let a base answer seed conversations, or continue its training text, for heads to learn from"
-CUTS, CUT_TOKENS = 2000, 64  # how many beginnings, and how long, where nothing is said
-NEW_TOKENS = {False: 192, True: 512}  # of a text that is continued, and of an answer
+HELP = "generate training text for draft heads: the base answers conversations or continues texts"
+CUTS, CUT_TOKENS = 2000, 64  # default number and length of beginnings
+NEW_TOKENS = {False: 192, True: 512}  # of a continuation, and of an answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE.yaml", required=True, help="a head-training run: its model and data")
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", required=True, help="config of a head-training run, for its model and data"
+    )
     parser.add_argument(
         "--output",
         metavar="FILE.jsonl",
         required=True,
-        help="a line for each text or answer, as training reads it (data.format: generations); the same command goes "
-        "on where one was killed",
+        help="write one line per text or answer, for training with data.format: generations; resume an interrupted run",
     )
     group = parser.add_argument_group("seeds")
     group.add_argument(
         "--seeds",
         metavar="FILE|NAME|org/name",
-        help="conversations (ShareGPT, messages, Alpaca) or questions (as of evaluate --set): the base answers every "
-        "turn of the user, after its own earlier answers, in the chat template of the config (data.template). Without "
-        "it the config's data: conversations are answered, beginnings cut out of any other text are continued",
+        help="conversations (ShareGPT, messages, Alpaca) or questions (as evaluate --set): the base answers each user "
+        "turn after its own earlier answers, in the config's chat template (data.template). Default: the config's "
+        "data, where conversations are answered and beginnings of other texts continued",
     )
-    group.add_argument("--data", metavar="DIR", help="where the files of named question sets lie")
-    group.add_argument("--held-out", action="store_true", help="take the config's held-out data in place of the rest")
+    group.add_argument("--data", metavar="DIR", help="directory of the named question sets")
+    group.add_argument("--held-out", action="store_true", help="take the config's held-out data, not the rest")
     group.add_argument(
-        "--count", metavar="N", type=positive, help=f"the first N seeds (default all conversations, or {CUTS} cuts)"
+        "--count",
+        metavar="N",
+        type=positive,
+        help=f"first N seeds (default all conversations, or {CUTS} beginnings)",
     )
     group.add_argument(
-        "--prompt-tokens", metavar="N", type=positive, help=f"of a beginning that is cut out (default {CUT_TOKENS})"
+        "--prompt-tokens", metavar="N", type=positive, help=f"length of a beginning (default {CUT_TOKENS})"
     )
     add_model_arguments(parser, base=False)
     group = parser.add_argument_group("decoding")
@@ -58,35 +62,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--new-tokens",
         metavar="N",
         type=positive,
-        help=f"most of each text or answer (default {NEW_TOKENS[False]}, of answers {NEW_TOKENS[True]})",
+        help=f"limit of each text (default {NEW_TOKENS[False]}) or answer (default {NEW_TOKENS[True]})",
     )
     group.add_argument(
         "--temperatures",
         metavar="T,T",
         type=temperatures,
         default=(0.0, 0.7),
-        help="shared out evenly over the seeds; 0 is greedy (default 0,0.7)",
+        help="share these evenly among the seeds; 0 is greedy (default 0,0.7)",
     )
     group.add_argument("--batch-size", metavar="B", type=positive, default=32, help="default %(default)s")
     group.add_argument("--seed", metavar="S", type=seed, default=0, help="default %(default)s")
-    parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that replace the file's")
+    parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that override the config's")
 
 
 def temperatures(text: str) -> tuple[float, ...]:
-    """An argparse type: temperatures from 0 up, with commas between them."""
+    """Parse comma-separated temperatures, each at least 0."""
     try:
         values = tuple(float(part) for part in text.split(","))
     except ValueError:
         values = ()
     if not values or not all(0 <= value < float("inf") for value in values):
-        raise argparse.ArgumentTypeError(f"must be numbers from 0 up with commas between, found '{text}'")
+        raise argparse.ArgumentTypeError(f"got '{text}', expected comma-separated numbers from 0 up")
     return values
 
 
 def run(args: argparse.Namespace) -> None:
     from hydrajax.api import load
+    from hydrajax.distill.dialogues import DistillSpec
     from hydrajax.distill.distill_records import RecordFile
-    from hydrajax.distill.talks import Writing
     from hydrajax.formats.fingerprint import fingerprint
     from hydrajax.formats.hub import resolve
     from hydrajax.questions.contenders import folder_name
@@ -95,21 +99,21 @@ def run(args: argparse.Namespace) -> None:
 
     tree, draft = tree_from(args), draft_of(args)
     if args.seeds is not None and args.held_out:
-        raise HydrajaxError("--held-out: is about the config's data, which --seeds replaces")
+        raise HydrajaxError("--held-out: selects from the config's data, which --seeds replaces; leave one out")
     config = load_config(args.config, args.overrides)
     if config.task == "base":
-        raise HydrajaxError("--config: distillation needs the config of a head-training run")
+        raise HydrajaxError("--config: got task 'base', expected a head-training run")
     base = resolve(config.model, "model")
     model = load(base, draft, dtype=config.dtype, force=args.force, draft_confidence=args.draft_confidence)
     if model.tokenizer is None:
-        raise HydrajaxError("model: has no tokenizer, and seeds are text")
+        raise HydrajaxError("model: has no tokenizer, which distillation needs")
     seeds = seeds_of(args, config, model.tokenizer)
     encoder = None
     if seeds.conversations:
         template = config.data.template
         encoder = make_encoder(model.tokenizer, template, field="data.template", tokenizer_field="model")
     sha256 = fingerprint(base)["sha256"]
-    writing = Writing(
+    spec = DistillSpec(
         draft=draft and folder_name(draft),
         base=sha256[:12],
         temperatures=args.temperatures,
@@ -117,19 +121,19 @@ def run(args: argparse.Namespace) -> None:
         batch_size=args.batch_size,
         seed=args.seed,
     )
-    check_room(args, seeds, writing, model.config.max_positions)
+    check_room(args, seeds, spec, model.config.max_positions)
     tree = tree or model.default_tree(args.batch_size)
-    executor = model.executor(model.spec(tree=tree, max_new_tokens=writing.new_tokens))
+    executor = model.executor(model.spec(tree=tree, max_new_tokens=spec.new_tokens))
     with in_use(args.output):
-        file = RecordFile(args.output, settings_of(args, config, seeds, writing, sha256))
+        file = RecordFile(args.output, settings_of(args, config, seeds, spec, sha256))
         if len(file):
-            print(f"{args.output} holds {len(file)} records of this run", file=sys.stderr)
-        outcome = write_all(executor, seeds, encoder, writing, file)
-    report(outcome, seeds, file, model.config.max_positions)
+            print(f"resuming: {args.output} has {len(file)} records", file=sys.stderr)
+        result = write_all(executor, seeds, encoder, spec, file)
+    report(result, seeds, file, model.config.max_positions)
 
 
 def seeds_of(args: argparse.Namespace, config: TrainConfig, tokenizer: Any) -> Seeds:
-    """The seeds asked for, the first ``--count`` of them."""
+    """Return the first ``--count`` seeds."""
     from hydrajax.distill import seeds as reading
     from hydrajax.train.data.conversations import summary
 
@@ -137,68 +141,68 @@ def seeds_of(args: argparse.Namespace, config: TrainConfig, tokenizer: Any) -> S
         run, cuts = (config.data, tokenizer, config.seed), (args.count or CUTS, args.prompt_tokens or CUT_TOKENS)
         found = reading.of_config(*run, *cuts, cuts=args.seed, held_out=args.held_out, say=print)
         if not found.seeds:
-            raise HydrajaxError("data.held_out: nothing is held out, found 0")
+            raise HydrajaxError("data.held_out: got 0, expected more than 0 with --held-out")
     else:
         found, bad = reading.read_seeds(args.seeds, args.data)
         print(f"seeds: {summary(found.seeds, bad)}")
     if found.conversations and args.prompt_tokens is not None:
-        raise HydrajaxError("--prompt-tokens: is of beginnings cut out of text, and the seeds are conversations")
+        raise HydrajaxError("--prompt-tokens: applies to beginnings, but the seeds are conversations; leave it out")
     return found._replace(seeds=found.seeds[: args.count])
 
 
-def check_room(args: argparse.Namespace, seeds: Seeds, writing: Writing, context: int) -> None:
-    """Refuse more tokens than the context holds, before anything is decoded."""
-    room, tokens = writing.room(context), args.prompt_tokens or CUT_TOKENS
+def check_room(args: argparse.Namespace, seeds: Seeds, spec: DistillSpec, context: int) -> None:
+    """Refuse prompts longer than the context, before anything is decoded."""
+    room, tokens = spec.room(context), args.prompt_tokens or CUT_TOKENS
     if not seeds.conversations and tokens > room:
-        raise HydrajaxError(f"prompt_tokens: must be at most {room} with {writing.new_tokens} new ones, found {tokens}")
+        raise HydrajaxError(f"prompt_tokens: got {tokens}, expected at most {room} with {spec.new_tokens} new tokens")
 
 
 def settings_of(
-    args: argparse.Namespace, config: TrainConfig, seeds: Seeds, writing: Writing, sha256: str
+    args: argparse.Namespace, config: TrainConfig, seeds: Seeds, spec: DistillSpec, sha256: str
 ) -> dict[str, Any]:
-    """All that a record's tokens depend on: so not the draft, nor how many seeds there are or stand in a batch."""
+    """Return what the tokens of a record depend on; draft, number of seeds and batch size are not part of it."""
     settings = {"base": sha256, "dtype": config.dtype, "seeds": seeds.digest}
     if seeds.conversations:
         settings["template"] = config.data.template
     else:
         settings["prompt_tokens"] = args.prompt_tokens or CUT_TOKENS
-    return settings | {name: getattr(writing, name) for name in ("new_tokens", "temperatures", "seed")}
+    return settings | {name: getattr(spec, name) for name in ("new_tokens", "temperatures", "seed")}
 
 
-def write_all(executor: Executor, seeds: Seeds, encoder: Any, writing: Writing, file: RecordFile) -> Outcome:
-    """`hydrajax.distill.talks.write` with a bar on a terminal, and the speed at its end. Ctrl-C says what is kept."""
+def write_all(executor: Executor, seeds: Seeds, encoder: Any, spec: DistillSpec, file: RecordFile) -> DialogueResult:
+    """Run `write` with a progress bar and print the speed; on Ctrl-C, print how many records are kept."""
     from hydrajax.cli.generate import Totals
     from hydrajax.cli.screen import bar
-    from hydrajax.distill.talks import write
+    from hydrajax.distill.dialogues import write
 
     totals = Totals()
 
     def add(generations):
-        for row, generation in enumerate(generations):
-            totals.add(generation, first_of_batch=row == 0)
+        for at, generation in enumerate(generations):
+            totals.add(generation, first_of_batch=at == 0)
 
     with bar() as progress:
         task = progress.add_task("write", total=len(seeds.seeds))
         calls = {"on_batch": add, "on_end": lambda: progress.advance(task)}
         try:
-            outcome = write(executor, seeds.seeds, encoder, writing, file, **calls)
+            result = write(executor, seeds.seeds, encoder, spec, file, **calls)
         except KeyboardInterrupt:
             progress.stop()
-            print(f"{len(file)} records are kept in {file.path}; the same command goes on", file=sys.stderr)
+            print(f"{len(file)} records are kept in {file.path}; repeat the command to resume", file=sys.stderr)
             raise
     if totals.tokens:
         print(totals.summary())
-    return outcome
+    return result
 
 
-def report(outcome: Outcome, seeds: Seeds, file: RecordFile, context: int) -> None:
+def report(result: DialogueResult, seeds: Seeds, file: RecordFile, context: int) -> None:
     what = "conversations" if seeds.conversations else "beginnings"
-    print(f"{file.path} holds {len(file)} records of {len(seeds.seeds)} {what}")
-    if outcome.too_long:
-        print(f"ended early, as the context of {context} tokens had no room for more: {outcome.too_long} {what}")
-    if outcome.refused:
-        where, reason = outcome.refused[0]
-        print(f"ended early by a prompt that was refused: {len(outcome.refused)} {what}; the first: {where}: {reason}")
+    print(f"{file.path} has {len(file)} records of {len(seeds.seeds)} {what}")
+    if result.too_long:
+        print(f"ended early at the context of {context} tokens: {result.too_long} {what}")
+    if result.refused:
+        where, reason = result.refused[0]
+        print(f"ended early by a refused prompt: {len(result.refused)} {what}; the first: {where}: {reason}")
 
 
 def main(argv: list[str] | None = None) -> int:

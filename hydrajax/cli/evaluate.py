@@ -1,22 +1,16 @@
-"""``hydrajax evaluate``: a published question set, autoregressively and with any number of drafts, side by side."""
+"""``hydrajax evaluate``: answer a question set with the base alone and with any number of drafts, in one run."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from hydrajax import api
 from hydrajax.cli import options
-from hydrajax.cli.scores import add_score_arguments, choose_score, scores_of, show_scores
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
@@ -31,9 +25,10 @@ from hydrajax.questions.asking import Prompter, evaluate
 from hydrajax.questions.contenders import Answerer, contenders
 from hydrajax.questions.sets import Question
 from hydrajax.questions.summary import Figures, summarise
+from hydrajax.report.tables import print_table
 from hydrajax.trees import presets
 
-HELP = "answer MT-Bench, HumanEval and other question sets with and without drafts; compare speed, output and scores"
+HELP = "answer MT-Bench, HumanEval and other question sets with and without drafts; compare speed and output"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,17 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(question_sets.FILES)}; a JSONL file with turns, question, instruction or prompt; or a Hub "
         "dataset, org/name or org/name:configuration:split",
     )
-    files.add_argument("--data", metavar="DIR", help="where the files of named sets lie, under their released names")
-    files.add_argument("--limit", metavar="N", type=options.positive, help="the first N questions only")
+    files.add_argument("--data", metavar="DIR", help="directory of the named sets, under their released file names")
+    files.add_argument("--limit", metavar="N", type=options.positive, help="ask the first N questions (default all)")
     files.add_argument(
-        "--per-category", metavar="N", type=options.positive, help="the first N questions of each category only"
+        "--per-category", metavar="N", type=options.positive, help="ask the first N questions of each category"
     )
-    files.add_argument("--categories", metavar="A,B,...", type=lambda text: text.split(","), help="of these only")
+    files.add_argument("--categories", metavar="A,B,...", type=lambda text: text.split(","), help="ask only these")
     files.add_argument(
         "--output",
         metavar="DIR",
         required=True,
-        help="one answer file for each way to decode, and summary.json; a run that was killed is taken up there",
+        help="write an answer file for each contender and summary.json; resume an interrupted run",
     )
     options.add_model_arguments(parser, several=True)
     decoding = parser.add_argument_group("decoding")
@@ -64,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=options.most_tokens,
         default=256,
-        help="of each turn (default %(default)s; published figures: 1024); a prompt too long to leave room for them in "
+        help="tokens per turn (default %(default)s; published figures: 1024); a prompt that leaves no room for them in "
         "the context loses its beginning",
     )
     decoding.add_argument("--repeats", metavar="R", type=options.positive, default=1, help="timed runs (default 1)")
@@ -73,23 +68,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--template",
         metavar="NAME",
         default="auto",
-        help="chat template: auto (the tokenizer's own), vicuna, plain or raw",
+        help="chat template: auto (default: the tokenizer's own), vicuna, plain or raw",
     )
     options.add_sampling_arguments(parser)
-    add_score_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     wanted, trees = options.spec_from(args), [(presets.label(name), presets.by_name(name)) for name in args.tree]
     everything = question_sets.read_questions(args.set, args.data)
     questions = question_sets.select(everything, args.categories, args.limit, args.per_category)
-    choice = choose_score(args, questions)
     base = resolve(args.base, "base")
     model = options.load_from(args, base=base, draft=None)
     prompter = make_prompter(model, args.template, args.max_new_tokens)
     drafts = [draft for draft in args.draft if draft != api.NO_DRAFT]
     if trees and not drafts:
-        raise HydrajaxError(f"--tree: found '{args.tree[0]}', but without --draft there is nothing to put in a tree")
+        raise HydrajaxError(f"--tree: got '{args.tree[0]}' without a draft; add --draft")
     made_for = None if args.force else base
     ways = contenders(model, args.base, drafts, trees, wanted, base_directory=made_for)
     baseline, same_outputs = ways[0].model_id, wanted.rule.same_output
@@ -99,23 +92,21 @@ def run(args: argparse.Namespace) -> None:
         ask(questions, ways, prompter, files, args)
         results = summarise(files.answers, questions, baseline, same_outputs)
         cut = files.cut_prompts(questions)
-        scores = scores_of(args, choice, questions, files.answers, baseline, model.tokenizer)
-        write_summary(args, results, baseline, cut, scores)
+        write_summary(args, results, baseline, cut)
     show(results, baseline)
-    show_scores(choice, scores, results, baseline, len(questions))
     if most := max(cut.values()):
         total = sum(len(question.turns) for question in questions)
-        print(f"longer than {prompter.room} tokens, so that the beginning was cut: {most} of {total} prompts")
+        print(f"cut at the beginning, being longer than {prompter.room} tokens: {most} of {total} prompts")
     if not same_outputs:
-        print(f"With --rule {args.rule} outputs need not be those of the base alone; they were not compared.")
-    print(f"answers and summary.json are in {args.output}")
+        print(f"outputs not compared: --rule {args.rule} does not promise those of the base alone")
+    print(f"answers and summary.json: {args.output}")
 
 
 def make_prompter(model: LanguageModel, template: str, max_new_tokens: int) -> Prompter:
     from hydrajax.text.templates import make_encoder  # transformers' templates are slow to import
 
     if model.tokenizer is None:
-        raise HydrajaxError("--base: has no tokenizer, and questions are text")
+        raise HydrajaxError("--base: has no tokenizer, which question sets need")
     encoder = make_encoder(model.tokenizer, template)
     context = model.config.max_positions
     return Prompter(encoder.prompt, context, max_new_tokens, model.tokenizer.bos_token_id)
@@ -124,16 +115,13 @@ def make_prompter(model: LanguageModel, template: str, max_new_tokens: int) -> P
 def settings_of(
     args: argparse.Namespace, base: Path, questions: Sequence[Question], ways: Sequence[Answerer]
 ) -> dict[str, Any]:
-    """All that an answer or its time depends on. Not which of the questions are asked, so that a run can grow."""
-    text = json.dumps(
-        [{"question_id": one.question_id, "category": one.category, "turns": one.turns} for one in questions]
-    )
+    """Return what answers and their times depend on. The selection of questions is not part of it, so it can grow."""
     adapter = None if args.adapter is None else resolve(args.adapter, "adapter")
     model = fingerprint(base, adapter=adapter)
     adapted = {"adapter": model["adapter"], "merge_adapter": args.merge_adapter} if "adapter" in model else {}
     return {
         "set": args.set if args.set in question_sets.FILES else Path(args.set).name,
-        "questions": hashlib.sha256(text.encode()).hexdigest(),
+        "questions": question_sets.digest(questions),
         "base": model["sha256"],
         **adapted,
         "contenders": {way.model_id: way.identity() for way in ways},
@@ -150,12 +138,11 @@ def ask(
     files: AnswerFiles,
     args: argparse.Namespace,
 ) -> None:
-    """`evaluate` with a bar on a terminal. Ctrl-C says what is kept."""
-    before = sum(question.question_id in files.done for question in questions)
-    if before:
-        print(f"{before} of {len(questions)} questions were answered before", file=sys.stderr)
+    """Run `evaluate` with a progress bar; on Ctrl-C, print how many questions are kept."""
+    if before := sum(question.question_id in files.done for question in questions):
+        print(f"resuming: {before} of {len(questions)} questions are answered", file=sys.stderr)
     with bar() as progress:
-        task = progress.add_task(f"{args.set}, {len(ways)} ways", total=len(questions))
+        task = progress.add_task(f"{args.set}, {len(ways)} contenders", total=len(questions))
         try:
             evaluate(
                 questions,
@@ -169,18 +156,13 @@ def ask(
         except KeyboardInterrupt:
             done = sum(question.question_id in files.done for question in questions)
             progress.stop()
-            print(f"{done} of {len(questions)} questions are kept; the same command goes on", file=sys.stderr)
+            print(f"{done} of {len(questions)} questions are kept; repeat the command to resume", file=sys.stderr)
             raise
 
 
 def write_summary(
-    args: argparse.Namespace,
-    results: dict[str, dict[str, Figures]],
-    baseline: str,
-    cut: dict[str, int],
-    scores: dict[str, Any] | None,
+    args: argparse.Namespace, results: dict[str, dict[str, Figures]], baseline: str, cut: dict[str, int]
 ) -> None:
-    """``summary.json`` beside the answers; with ``scores`` where there are."""
     report = {
         "machine": machine(),
         "arguments": options.recorded(args),
@@ -189,26 +171,21 @@ def write_summary(
         "results": {
             model_id: {name: figures.as_dict() for name, figures in rows.items()} for model_id, rows in results.items()
         },
-        **({"scores": scores} if scores else {}),
     }
     with WholeFile(Path(args.output) / "summary.json", "--output") as file:
         file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def show(results: dict[str, dict[str, Figures]], baseline: str) -> None:
-    """A table for each contender; 80 columns hold it."""
-    console = Console(highlight=False)
+    """Print one table per contender, at most 80 columns wide."""
     for model_id, rows in results.items():
-        table = Table(title=model_id, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
-        table.add_column("category", no_wrap=True)
-        for heading in ("questions", "τ", "tokens/s", "speed-up", "95%", "equal"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for name, row in rows.items():
+
+        def cells(name, row, model_id=model_id):
             interval = "" if row.low is None or model_id == baseline else f"{row.low:.2f}-{row.high:.2f}"
             equal = {True: "yes", False: f"NO: {row.different} differ", None: ""}[row.equal]
-            cells = [str(row.questions), f"{row.tokens_per_step:.2f}", f"{row.tokens_per_second:.1f}"]
-            table.add_row(name, *cells, f"{row.speedup:.2f}", interval, equal)
-        console.print(table)
-    print(
-        "τ: tokens_per_step. speed-up: tokens/s against the base alone, in the same run; 95%: bootstrap over questions"
-    )
+            rates = f"{row.tokens_per_step:.2f}", f"{row.tokens_per_second:.1f}", f"{row.speedup:.2f}"
+            return name, row.questions, *rates, interval, equal
+
+        columns = ("category", "questions", "τ", "tokens/s", "speed-up", "95%", "equal")
+        print_table(columns, (cells(*item) for item in rows.items()), left=("category",), title=model_id)
+    print("τ: tokens_per_step. speed-up: tokens/s over the base alone in the same run; 95%: bootstrap over questions")

@@ -1,4 +1,4 @@
-"""``hydrajax generate``: text from a base with or without draft heads."""
+"""``hydrajax generate``: generate text with a base, with or without a draft."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
@@ -29,37 +28,38 @@ from hydrajax.text.answers import AnswerWriter, Generation
 from hydrajax.text.marking import pieces, text_of
 from hydrajax.text.prompt import PROMPT_FORMATS, Prompt, read_prompts
 
-HELP = "generate text with a base model, faster with draft heads"
+HELP = "generate text from prompts, with or without a draft"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("input and output")
-    what = files.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", metavar="TEXT", help="text to continue")
-    what.add_argument("--prompts", metavar="FILE", help=PROMPT_FORMATS)
-    files.add_argument("--output", metavar="FILE.jsonl", help="write results here instead of text to the screen")
+    source = files.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="continue this text")
+    source.add_argument("--prompts", metavar="FILE", help=f"read prompts from FILE: {PROMPT_FORMATS}")
+    files.add_argument("--output", metavar="FILE.jsonl", help="write results to this file (default: print the text)")
     files.add_argument(
-        "--logprobs", action="store_true", help="write to --output each token's log-probability under the base, too"
+        "--logprobs", action="store_true", help="also write each token's log-probability under the base to --output"
     )
     files.add_argument(
-        "--top-logprobs", metavar="K", type=positive, help="and of the base's K likeliest tokens in the place of each"
-    )
+        "--top-logprobs", metavar="K", type=positive,
+        help="also write the K most likely tokens at each position, with their log-probabilities, to --output",
+    )  # fmt: skip
     add_model_arguments(parser, apart=True)
     decoding = add_decoding_arguments(parser)
     decoding.add_argument(
-        "--stop", metavar="TEXT", action="append", default=[], help="end before this text; may be given several times"
+        "--stop", metavar="TEXT", action="append", default=[], help="end each output before this text; repeatable"
     )
-    decoding.add_argument("--stream", action="store_true", help="print text as it is accepted, one prompt at a time")
+    decoding.add_argument("--stream", action="store_true", help="print tokens as they are accepted, prompt by prompt")
     add_sampling_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    tree, wanted = tree_from(args), spec_from(args, logprobs=args.top_logprobs or (0 if args.logprobs else None))
+    tree, spec = tree_from(args), spec_from(args, logprobs=args.top_logprobs or (0 if args.logprobs else None))
     if args.stream and (args.output or args.batch_size > 1):
-        raise HydrajaxError("--stream: prints one prompt at a time, it goes with neither --output nor --batch-size")
+        raise HydrajaxError("--stream: prints one prompt at a time; leave out --output and --batch-size")
     if (args.logprobs or args.top_logprobs) and args.output is None:
         flag = "--logprobs" if args.logprobs else "--top-logprobs"
-        raise HydrajaxError(f"{flag}: is written to the lines of --output FILE.jsonl, which is not given")
+        raise HydrajaxError(f"{flag}: requires --output FILE.jsonl, where log-probabilities are written")
     prompts = read_prompts(args.prompts) if args.prompt is None else [Prompt(args.prompt, "--prompt")]
     totals = Totals()
     with ExitStack() as stack:
@@ -67,39 +67,37 @@ def run(args: argparse.Namespace) -> None:
         progress = stack.enter_context(ProgressLine(len(prompts)))
         progress.status("loading")
         model = load_from(args, progress.status)
-        spec = model.spec(wanted, tree=tree)
+        spec = model.spec(spec, tree=tree)
         if tree is None:
-            ids = model.ids_of_prompts(prompts)  # as far as needed
-            spec = model.fastest(ids, spec, args.batch_size, progress.status)
+            spec = model.fastest(model.ids_of_prompts(prompts), spec, args.batch_size, progress.status)
             progress.hide()
         executor = model.executor(spec)
-        screen = Screen(model.tokenizer, len(prompts), drafted=spec.longest_path > 0)
         if args.stream:
-            results = streamed(executor, prompts, args, progress)
+            results = print_streams(executor, prompts, args, progress)
         else:
             results = generate(
                 executor, prompts, stop=args.stop, batch_size=args.batch_size, seed=args.seed, on_status=progress.status
             )
         for number, result in enumerate(results):
             totals.add(result, first_of_batch=number % args.batch_size == 0)
-            totals.cut += result.finish_reason == "context"
             if writer is not None:
                 writer.write(result)
             elif not args.stream:
                 progress.hide()  # it may share the terminal with the text
-                screen.show(result)
+                print_result(executor, result, number, len(prompts))
             progress.update(totals)
     if totals.cut:
-        context = model.config.max_positions
-        outputs = "1 output was" if totals.cut == 1 else f"{totals.cut} outputs were"
-        print(f"{outputs} cut by the model's context of {context} tokens, prompt included", file=sys.stderr)
+        context, outputs = model.config.max_positions, "output" if totals.cut == 1 else "outputs"
+        print(
+            f"{totals.cut} {outputs} cut off: prompt and output fill the context of {context} tokens", file=sys.stderr
+        )
     print(totals.summary(), file=sys.stderr)
 
 
-def streamed(
+def print_streams(
     executor: Executor, prompts: list[Prompt], args: argparse.Namespace, progress: ProgressLine
 ) -> Iterator[Generation]:
-    """Print every prompt's text as it comes. Ctrl-C leaves what has come, on a line of its own."""
+    """Print each prompt's text as it is generated, and end the line also after Ctrl-C."""
     for number, prompt in enumerate(prompts):
         if len(prompts) > 1:
             print(f"--- {number + 1} of {len(prompts)}")
@@ -114,9 +112,27 @@ def streamed(
         yield text.result
 
 
+def print_result(executor: Executor, result: Generation, number: int, count: int) -> None:
+    """Print the text of prompt ``number`` of ``count``; on a terminal with drafted tokens marked."""
+    if not sys.stdout.isatty():
+        print(text_of(result), flush=True)
+        return
+    console = Console(highlight=False)
+    if number == 0 and executor.spec.longest_path > 0:
+        write_marked(Console(stderr=True), [("drafted and accepted", True), (", chosen by the base", False)])
+    if count > 1:
+        console.out(f"--- {number + 1} of {count}", style="dim")
+    write_marked(console, pieces(executor.tokenizer, result))
+
+
 @dataclass
 class Totals:
-    """Sums over all prompts so far. ``seconds`` counts each batch once and no compilation."""
+    """Sums over all results.
+
+    Attributes:
+        seconds: Decoding time, each batch counted once, without compilation.
+        cut: Outputs that the context cut off.
+    """
 
     prompts: int = 0
     tokens: int = 0
@@ -129,6 +145,7 @@ class Totals:
         self.tokens += result.new_tokens
         self.steps += result.steps
         self.seconds += result.wall_time if first_of_batch else 0.0
+        self.cut += result.finish_reason == "context"
 
     @property
     def tokens_per_step(self) -> float:
@@ -146,7 +163,7 @@ class Totals:
 
 
 class ProgressLine:
-    """What is going on, on stderr; silent unless that is a terminal. A context manager that leaves no trace."""
+    """A line of progress on stderr, if that is a terminal; erased when the context ends."""
 
     def __init__(self, total: int):
         self._line = Progress(
@@ -157,14 +174,14 @@ class ProgressLine:
             TextColumn("prompts  {task.fields[speed]}"),
             console=Console(stderr=True),
             transient=True,
-            redirect_stdout=False,  # stdout is the user's, even where it is the same terminal
+            redirect_stdout=False,  # stdout holds results, even where it is the same terminal
             redirect_stderr=False,
             disable=not sys.stderr.isatty(),
         )
         self._task = self._line.add_task("", total=total, speed="")
 
     def status(self, description: str) -> None:
-        """Show the line with this text: loading, compiling, decoding."""
+        """Show the line with this text, such as "loading"."""
         self._line.update(self._task, description=f"{description} ...")
         self._line.start()
 
@@ -180,23 +197,3 @@ class ProgressLine:
 
     def __exit__(self, *_) -> None:
         self.hide()
-
-
-class Screen:
-    """Results on stdout: plain text, or on a terminal with the accepted draft tokens marked."""
-
-    def __init__(self, tokenizer: Any, prompts: int, drafted: bool):
-        self._tokenizer, self._prompts, self._drafted = tokenizer, prompts, drafted
-        self._console = Console(highlight=False) if sys.stdout.isatty() else None
-        self._number = 0
-
-    def show(self, result: Generation) -> None:
-        self._number += 1
-        if self._console is None:
-            print(text_of(result), flush=True)
-            return
-        if self._number == 1 and self._drafted:
-            write_marked(Console(stderr=True), [("drafted and accepted", True), (", chosen by the base", False)])
-        if self._prompts > 1:
-            self._console.out(f"--- {self._number} of {self._prompts}", style="dim")
-        write_marked(self._console, pieces(self._tokenizer, result))

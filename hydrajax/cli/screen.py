@@ -1,4 +1,4 @@
-"""What several commands show on the terminal: tables of figures, progress, and texts with drafted tokens marked."""
+"""Terminal output that several commands share: tables, progress, and text with drafted tokens marked."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.table import Table
 
-NARROWEST = 120  # columns; a narrower terminal or a pipe gets whole figures on wrapped lines, never cut ones
-DRAFTED = "green underline"  # two signs: one is seen without colours, the other where terminals show no underline
+MIN_WIDTH = 120  # columns; narrower terminals wrap lines, so that no figure is cut
+DRAFTED = "green underline"  # underlined for terminals without colours
+OPEN, CLOSE = "⟦", "⟧"  # drafted tokens in files and pipes, which have no styles
 
 
 def wide_console() -> Console:
-    """Standard output, wide enough for every table."""
+    """Return standard output, at least `MIN_WIDTH` columns wide."""
     console = Console()
-    console.width = max(console.width, NARROWEST)
+    console.width = max(console.width, MIN_WIDTH)
     return console
 
 
 def figure_table(*columns: str, left: str) -> Table:
-    """A table of whole figures, right-aligned but for the column of names called ``left``."""
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    """Return an empty table, right-aligned except for the column ``left``."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for column in columns:
-        found.add_column(column, justify="left" if column == left else "right", no_wrap=True)
-    return found
+        table.add_column(column, justify="left" if column == left else "right", no_wrap=True)
+    return table
 
 
 def bar() -> Progress:
-    """A progress bar with the time left, on stderr and only where that is a terminal. It leaves no trace."""
+    """Return a progress bar with the remaining time, shown on stderr if that is a terminal and erased at the end."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -48,31 +49,36 @@ def bar() -> Progress:
 
 
 @contextmanager
-def status(what: str, every: float = 10.0) -> Iterator[Callable[[str], None]]:
-    """What is going on, on stderr, and a function to say something else.
+def status(text: str, every: float = 10.0) -> Iterator[Callable[[str], None]]:
+    """Show a status text on stderr, and yield a function that changes it.
 
-    On a terminal one line that changes and leaves no trace; in a log a line at once, and later at most one in so many
-    seconds.
+    A terminal shows one line, erased at the end. A log gets a line now and then at most one every ``every`` seconds.
     """
     console = Console(stderr=True)
     if console.is_terminal:
-        with console.status(what) as line:
+        with console.status(text) as line:
             yield line.update
         return
     last = -math.inf
 
-    def say(text: str) -> None:
+    def update(text: str) -> None:
         nonlocal last
         if (now := time.monotonic()) - last >= every:
             last = now
             print(f"{text} ...", file=sys.stderr, flush=True)
 
-    say(what)
-    yield say
+    update(text)
+    yield update
 
 
 def write_marked(console: Console, marked: Iterable[tuple[str, bool]]) -> None:
-    """Write pieces of text (`hydrajax.text.marking.pieces`), the drafted ones styled, and end the line."""
+    """Write ``(text, is_drafted)`` pairs (`hydrajax.text.marking.pieces`) and end the line.
+
+    Drafted text is styled on a terminal, and in brackets elsewhere.
+    """
+    if not console.is_terminal:
+        print("".join(f"{OPEN}{text}{CLOSE}" if drafted else text for text, drafted in marked), file=console.file)
+        return
     # As segments: printed as text, rich would wrap lines, expand tabs and drop some control characters.
-    segments = [Segment(text, Style.parse(DRAFTED) if is_drafted else None) for text, is_drafted in marked]
+    segments = [Segment(text, Style.parse(DRAFTED) if drafted else None) for text, drafted in marked]
     console.print(Segments([*segments, Segment.line()]), crop=False, end="")

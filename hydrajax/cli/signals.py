@@ -1,4 +1,4 @@
-"""What SIGTERM and Ctrl-C do to a command: an exception in the main thread, which must not get lost."""
+"""SIGTERM and Ctrl-C as exceptions in the main thread that cannot get lost."""
 
 from __future__ import annotations
 
@@ -8,35 +8,34 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MOMENT = 0.01  # seconds
-# What asyncio says where the second of orbax's files fails on a full disk: the error of the first has been raised.
-LATE = "Event loop is closed"
+RESEND_DELAY = 0.01  # seconds
+# asyncio's error for the second file that orbax fails to write on a full disk. The first error has been raised.
+REPEATED_ERROR = "Event loop is closed"
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: what Ctrl-C leaves tidy (half-written files, the terminal, a word about what is kept) this does, too."""
+    """SIGTERM. Cleans up like Ctrl-C: half-written files, the terminal, a note on what is kept."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Within, SIGTERM raises `Terminated` where it would end the process; training has a handler of its own.
+    """Raise `Terminated` on SIGTERM, unless SIGTERM already has a handler (as in training).
 
-    Python throws away what is raised while it runs a callback that nobody waits for, such as the one that JAX hangs on
-    the garbage collector: a signal at that moment would be without effect. Python says so to `sys.unraisablehook`,
-    which sends such a signal once more.
+    Python discards exceptions raised in callbacks such as the one that JAX registers with the garbage collector. A
+    signal that arrives there would be lost: `sys.unraisablehook` sees it, and sends it again.
     """
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers, and gets all signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
-    before, hook = signal.getsignal(signal.SIGTERM), sys.unraisablehook
-    ours = before is signal.SIG_DFL
+    hook = sys.unraisablehook
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
     def terminate(number, frame):
-        signal.signal(number, signal.SIG_IGN)  # once: the second of an impatient system must not break the tidying off
+        signal.signal(number, signal.SIG_IGN)  # a second SIGTERM must not interrupt the cleanup
         raise Terminated
 
-    def send_again(lost) -> None:
-        if str(lost.exc_value) == LATE:
+    def resend(lost) -> None:
+        if str(lost.exc_value) == REPEATED_ERROR:
             return
         if not issubclass(lost.exc_type, KeyboardInterrupt):
             hook(lost)
@@ -45,15 +44,15 @@ def terminable() -> Iterator[None]:
         if issubclass(lost.exc_type, Terminated):
             number = signal.SIGTERM
             signal.signal(number, terminate)
-        # Later, and by another thread: raised in here it would be lost again.
-        threading.Timer(MOMENT, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+        # Later and from another thread: raised in this callback, it would be lost again.
+        threading.Timer(RESEND_DELAY, signal.pthread_kill, (threading.main_thread().ident, number)).start()
 
-    sys.unraisablehook = send_again
-    if ours:
+    sys.unraisablehook = resend
+    if is_default:
         signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
         sys.unraisablehook = hook
-        if ours:
+        if is_default:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""``hydrajax train --config FILE.yaml [key.sub=value ...]``: train draft heads, or a base from scratch.
+"""``hydrajax train --config FILE.yaml [key.sub=value ...]``: train draft heads or a whole model.
 
 ``python -m hydrajax.train`` is the same command.
 """
@@ -21,25 +21,27 @@ from hydrajax.locking import in_use
 from hydrajax.train.run_config import TrainConfig, load_config
 
 PROG = "python -m hydrajax.train"
-HELP = "train draft heads on a frozen base, or a base from scratch; the same command resumes an interrupted run"
+HELP = "train draft heads or a whole model; the same command resumes an interrupted run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE.yaml", required=True, help="the settings of the run")
     parser.add_argument(
-        "--dry-run", action="store_true", help="load nothing: print parameters, bytes per device and hours"
+        "--config", metavar="FILE.yaml", required=True, help="read the settings of the run from this file"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print parameters, bytes per device and hours without running"
     )
     parser.add_argument(
         "--device-memory",
         metavar="GB",
         type=positive,
         default=80,
-        help="with --dry-run: of a device (default %(default)s)",
+        help="check that the --dry-run fits into this memory per device (default %(default)s)",
     )
     parser.add_argument(
-        "--preview", metavar="N", type=positive, help="print N documents with their training targets marked, and stop"
+        "--preview", metavar="N", type=positive, help="print N training documents with their targets marked, and stop"
     )
-    parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that replace the file's")
+    parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="replace settings of the file")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -66,23 +68,20 @@ def run(args: argparse.Namespace) -> None:
     except OSError as error:
         raise HydrajaxError(f"output: cannot make the directory {output}: {error.strerror}") from None
     with ExitStack() as held:
-        processes.main_does(lambda: held.enter_context(in_use(output)))  # the processes of one run share the output
+        processes.main_does(lambda: held.enter_context(in_use(output)))  # once for all processes of the run
         with processes.or_end():
             train(config, make_task(config, mesh, console), mesh, console)
 
 
 def start_devices(config: TrainConfig) -> None:
-    """What must precede the first array: a CPU split into several devices, and meeting the other processes of the run.
-
-    Other processes exist where JAX's own environment variables name them.
-    """
+    """Split the CPU into devices and join the run's other processes, which must precede JAX's first array."""
     if config.mesh.cpu_devices:
         jax.config.update("jax_num_cpu_devices", config.mesh.cpu_devices)
     processes.start()
 
 
 def preview(config: TrainConfig, count: int, console: Console) -> None:
-    """Print the first training documents with what the heads learn marked."""
+    """Print the first training documents with their targets marked."""
     from hydrajax.train.data import dataset
     from hydrajax.train.data.preview import preview as marked
     from hydrajax.train.tasks.from_config import tokenizer_of

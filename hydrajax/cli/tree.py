@@ -1,4 +1,4 @@
-"""``hydrajax tree``: search trees that fit a drafter and this machine, and draw them."""
+"""``hydrajax tree``: search the tree that fits a drafter and this machine, or draw a tree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 from hydrajax.cli import tree_search_command, tree_show
 
-HELP = "search the candidate tree that is fastest here, or draw one"
+HELP = "search the candidate tree that is fastest on this device, or draw a tree"
 VERBS = {"search": tree_search_command, "show": tree_show}
 
 

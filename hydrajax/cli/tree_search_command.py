@@ -1,4 +1,4 @@
-"""``hydrajax tree search``: grow static trees by expected acceptance, time them and dynamic ones, write the fastest."""
+"""``hydrajax tree search``: grow static trees by expected acceptance, time them and dynamic trees, save the fastest."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 from rich.console import Console
 
 from hydrajax.cli import options
-from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.locking import in_use
+from hydrajax.report.tables import print_table
 from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.tree_json import content_of
 
-HELP = "grow trees by expected acceptance, measure their speed and that of dynamic ones here, and write the fastest"
+HELP = "grow trees by expected acceptance, measure static and dynamic trees on this device, and save the fastest"
 HOW = ("simulated", "joint", "independent", "chains")
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 100)
 STATIC, DYNAMIC, BOTH = SHAPES = ("static", "dynamic", "both")
@@ -33,35 +33,34 @@ STATIC, DYNAMIC, BOTH = SHAPES = ("static", "dynamic", "both")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser, tree=False)
     group = parser.add_argument_group("search")
-    group.add_argument("--prompts", metavar="FILE", required=True, help=f"the base continues them: {PROMPT_FORMATS}")
-    group.add_argument("--limit", metavar="N", type=options.positive, default=100, help="prompts (default %(default)s)")
+    group.add_argument("--prompts", metavar="FILE", required=True, help=f"calibrate on these prompts: {PROMPT_FORMATS}")
+    group.add_argument("--limit", metavar="N", type=options.positive, default=100, help="use N prompts (default 100)")
     group.add_argument(
         "--shapes", choices=SHAPES,
-        help="trees that stay as they are, trees that are grown anew at every step (dynamic-N-D-K), or both (default: "
-        "both where the draft and the rule can use dynamic ones)",
+        help="search static trees, dynamic trees (grown anew in every step), or both (default: both if the draft and "
+        "the rule support dynamic trees)",
     )  # fmt: skip
     group.add_argument(
         "--how", choices=HOW, default="simulated",
-        help="what makes a path of a static tree likely: simulated decoding (hydra section 4), whole paths counted at "
-        "every place, or each head's accuracies multiplied (medusa 2.3.3); chains: of a draft model, one path and "
-        "no branches (Leviathan et al. 3.1); default %(default)s",
+        help="grow static trees by simulated decoding (Hydra, section 4), by the counts of whole paths at every "
+        "position (joint), or by the product of the heads' accuracies (independent; Medusa, section 2.3.3); or try "
+        "only chains, for a draft model (Leviathan et al., section 3.1) (default %(default)s)",
     )  # fmt: skip
-    group.add_argument("--largest", metavar="N", type=options.positive, default=100, help="nodes (default %(default)s)")
+    group.add_argument(
+        "--largest", metavar="N", type=options.positive, default=100, help="grow up to N nodes (default 100)"
+    )
     group.add_argument(
         "--sizes", metavar="N,N,...", type=options.positives,
-        help="sizes to measure (default: some, and of dynamic trees those near the fastest one so far)",
+        help="measure trees of these sizes (default: 14 static sizes, and dynamic sizes near the fastest so far)",
     )  # fmt: skip
-    group.add_argument("--measure", metavar="N", type=options.positive, default=8, help="prompts timed (default 8)")
-    group.add_argument("--repeats", metavar="N", type=options.positive, default=5, help="rounds (default %(default)s)")
+    group.add_argument("--measure", metavar="N", type=options.positive, default=8, help="time N prompts (default 8)")
+    group.add_argument("--repeats", metavar="N", type=options.positive, default=5, help="time N rounds (default 5)")
     target = group.add_mutually_exclusive_group(required=True)
-    target.add_argument("--output", metavar="FILE.json", help="write the tree here, for --tree")
-    target.add_argument(
-        "--save", action="store_true", help="write it into the draft's directory, where generate looks for it"
-    )
-    group.add_argument(
-        "--save-slower", action="store_true", help="with --save: also a tree that is slower than none on this device"
-    )
-    group.add_argument("--picture", metavar="FILE.png", help="draw the throughput over the size here")
+    target.add_argument("--output", metavar="FILE.json", help="write the tree to this file, for --tree")
+    target.add_argument("--save", action="store_true", help="save the tree with the draft, where generate finds it")
+    text = "save the tree even if it is slower than decoding without a draft"
+    group.add_argument("--save-slower", action="store_true", help=text)
+    group.add_argument("--picture", metavar="FILE.png", help="plot throughput over tree size to this file")
     options.add_decoding_arguments(parser, max_new_tokens=64)
     options.add_sampling_arguments(parser)
 
@@ -72,34 +71,33 @@ def run(args: argparse.Namespace) -> None:
     from hydrajax.report.drawing import draw_sizes, new_figure, png
 
     if options.draft_of(args) is None:
-        raise HydrajaxError("--draft: a tree is searched for draft heads")
-    wanted = options.spec_from(args)
+        raise HydrajaxError("--draft: is required, as the tree is searched for a draft")
     sizes = [size for size in dict.fromkeys(args.sizes or SIZES) if size <= args.largest]
     if args.sizes and max(args.sizes) > args.largest:
-        raise HydrajaxError(f"--sizes: must be at most --largest {args.largest}, found {max(args.sizes)}")
+        raise HydrajaxError(f"--sizes: got {max(args.sizes)}, expected at most --largest {args.largest}")
     texts = read_prompts(args.prompts)[: args.limit]
     model = options.load_from(args)
-    spec = model.spec(wanted, tree=presets.root())
+    spec = model.spec(options.spec_from(args), tree=presets.root())
     if model.drafter.spec.window_nodes:
         raise HydrajaxError(
-            f"--draft: what {title_of(model.drafter)} guesses depends on the steps before, so no tree is searched for "
-            "it; compare its settings by 'hydrajax bench --draft lookahead --draft-settings 5-3-5,15-5-15'"
+            f"--draft: {title_of(model.drafter)} cannot be calibrated, as its guesses depend on earlier steps; compare "
+            "its settings with 'hydrajax bench --draft lookahead --draft-settings 5-3-5,15-5-15'"
         )
     if args.save and model.drafter.spec.branch_nodes:
-        raise HydrajaxError("--save: the tree would be taken for the draft without lookup, too; use --output")
+        raise HydrajaxError("--save: would also set the tree of the draft without lookup; use --output")
     if args.how == "chains" and not model.drafter.spec.has_distribution:
-        raise HydrajaxError(f"--how: chains are of draft models, found {title_of(model.drafter)}")
+        raise HydrajaxError(f"--how: got 'chains', which needs a draft model; the draft is {title_of(model.drafter)}")
     grows = _grows(args, model, spec)
     if args.shapes == DYNAMIC and max(sizes) < 2:
-        raise HydrajaxError("--sizes: a dynamic tree has at least 2 nodes")
+        raise HydrajaxError(f"--sizes: got {max(sizes)}, expected at least 2 nodes for dynamic trees")
     path = _destination(args, model.draft_directory)
     prompts = list(model.ids_of_prompts(texts))
     flag = "--output" if args.output else "--save"
-    with ExitStack() as stack:  # an unwritable file, or one in use, is refused before anything is measured
+    with ExitStack() as stack:  # report a file that cannot be written before measuring
         stack.enter_context(in_use(path, flag))
         file = stack.enter_context(WholeFile(path, flag))
         if args.picture:
-            new_figure(1, 1)  # refuses where matplotlib is missing
+            new_figure(1, 1)  # raises without matplotlib
             picture_file = stack.enter_context(WholeFile(args.picture, "--picture"))
         line = stack.enter_context(Console(stderr=True).status("calibrating"))
         executor = make_executor(model, spec)
@@ -117,63 +115,57 @@ def run(args: argparse.Namespace) -> None:
             print(chain)
         fastest = found.fastest
         _print(content["provenance"]["measured"], fastest.name)
-        what = f"the tree of {fastest.nodes} nodes"
-        if isinstance(tree := found.trees[fastest.name], DynamicTree):
-            what = tree.name
+        tree = found.trees[fastest.name]
+        title = tree.name if isinstance(tree, DynamicTree) else f"the tree of {fastest.nodes} nodes"
         if args.save and fastest.speedup < 1 and not args.save_slower:
             raise HydrajaxError(
-                f"--save: not saved: the fastest, {what}, has {fastest.speedup:.2f} times the speed of none here; "
-                "--save-slower saves it all the same"
+                f"--save: not saved: the fastest tree, {title}, has {fastest.speedup:.2f} times the speed without a "
+                "draft here; --save-slower saves it anyway"
             )
         file.write_text(json.dumps(content, indent=1) + "\n")
         if args.picture:
             picture_file.write_bytes(png(draw_sizes(content["provenance"]["measured"])))
-    print(f"{what} is in {path}")
+    print(f"saved {title} to {path}")
 
 
 def _grows(args: argparse.Namespace, model: LanguageModel, spec: DecodeSpec) -> Callable[[DynamicTree], bool] | None:
-    """Whether a dynamic tree can be used; None where none is to be tried. Settles ``args.shapes`` where none is given.
+    """Return the test for supported dynamic trees, None for static trees only; set the default of ``args.shapes``.
 
-    Raises `HydrajaxError` where dynamic trees are asked for and the draft or the rule can use none.
+    Raises `HydrajaxError` if dynamic trees are requested and the draft or the rule does not support them.
     """
 
-    def check(tree: DynamicTree) -> None:
-        spec.replace(tree=tree).check(model.config)
-
-    def grows(tree: DynamicTree) -> bool:
+    def problem(tree: DynamicTree) -> str:
         try:
-            check(tree)
-        except HydrajaxError:
-            return False
-        return True
+            spec.replace(tree=tree).check(model.config)
+        except HydrajaxError as error:
+            return str(error)
+        return ""
 
-    smallest = DynamicTree(2, 0, 1)
+    unsupported = problem(DynamicTree(2, 0, 1))
     if args.shapes is None:
-        args.shapes = BOTH if grows(smallest) else STATIC
+        args.shapes = STATIC if unsupported else BOTH
     if args.shapes == STATIC:
         return None
-    try:
-        check(smallest)
-    except HydrajaxError as error:
-        raise HydrajaxError(f"--shapes: found '{args.shapes}', but {str(error).removeprefix('tree: ')}") from None
-    return grows
+    if unsupported:
+        raise HydrajaxError(f"--shapes: got '{args.shapes}', but {unsupported.removeprefix('tree: ')}")
+    return lambda tree: not problem(tree)
 
 
 def _destination(args: argparse.Namespace, draft_directory: Path | None) -> Path:
-    """Where the tree is written."""
+    """Return the path of the tree's file."""
     if args.output:
         return Path(args.output)
     if draft_directory is None:
-        raise HydrajaxError(f"--save: the draft '{args.draft}' lies in no directory to save a tree in; use --output")
+        raise HydrajaxError(f"--save: got the draft '{args.draft}', which has no directory to save to; use --output")
     return presets.searched_path(draft_directory, args.batch_size)
 
 
 def _proposals(
     args: argparse.Namespace, executor: Executor, prompts, sizes: list[int], on_status: Callable[[str], None]
 ):
-    """Static trees of every size, grown as ``--how`` says from what the draft knows of the base's own text.
+    """Return static trees of every size, grown by the method ``--how`` from the draft's ranks on the base's own text.
 
-    And what the closed form says of a draft model's chains; None of other drafts.
+    And the predicted best chain of a draft model, None for other drafts.
     """
     from hydrajax.measure.calibration import calibrate
     from hydrajax.measure.draft_cost import draft_cost
@@ -203,12 +195,14 @@ def _proposals(
         proposals = search.independent(search.accuracies(found.at_every_step()), args.largest)
     if min(sizes) > proposals.largest:
         most = proposals.largest
-        raise HydrajaxError(f"--sizes: the draft was right so rarely that trees grow to {most} nodes at most here")
+        raise HydrajaxError(
+            f"--sizes: got {min(sizes)}, expected at most {most}: the draft is right too rarely for larger trees"
+        )
     return proposals, chain
 
 
 def _content(args: argparse.Namespace, spec: DecodeSpec, proposals, found, chain) -> dict[str, Any]:
-    """The tree file: the fastest tree, and where it comes from."""
+    """Return the content of the tree file: the fastest tree and its provenance."""
     from hydrajax.machine import machine
 
     def row_of(row) -> dict[str, Any]:
@@ -231,22 +225,30 @@ def _content(args: argparse.Namespace, spec: DecodeSpec, proposals, found, chain
 
 
 def _print(rows: list[dict[str, Any]], fastest: str) -> None:
-    """A line for each tree; of static ones the nodes say which it is."""
-    table = figure_table(
-        *("tree", "nodes", "τ expected", "τ measured", "tokens/s", "95% interval", "speed-up", "chance it is fastest"),
-        left="tree",
+    """Print a line for each tree; static trees differ in size."""
+    columns = (
+        "tree",
+        "nodes",
+        "τ expected",
+        "τ measured",
+        "tokens/s",
+        "95% interval",
+        "speed-up",
+        "chance it is fastest",
     )
-    for row in rows:
+
+    def cells(row):
         known, expected = row["low"] is not None, row["expected_tokens_per_step"]
-        table.add_row(
+        return (
             "static" if expected is not None else row["name"],
-            str(row["nodes"]),
-            "" if expected is None else f"{expected:.2f}",
+            row["nodes"],
+            None if expected is None else f"{expected:.2f}",
             f"{row['tokens_per_step']:.2f}",
             f"{row['tokens_per_second']:.0f}",
-            f"{row['low']:.0f} to {row['high']:.0f}" if known else "",
+            f"{row['low']:.0f} to {row['high']:.0f}" if known else None,
             f"{row['speedup']:.2f}x",
-            f"{row['chance_best']:.0%}" if known else "",
-            style="bold" if row["name"] == fastest else None,
+            f"{row['chance_best']:.0%}" if known else None,
         )
-    wide_console().print(table)
+
+    bold = [row["name"] for row in rows].index(fastest)
+    print_table(columns, map(cells, rows), left=("tree",), bold=bold)

@@ -1,6 +1,6 @@
-"""Self-distillation: let the base write the text that its draft heads then learn from (medusa 2.3.2).
+"""Self-distillation: the base generates the text that its draft heads are trained on (Medusa 2.3.2).
 
-Draft heads guess what the base is about to say, so the base's own text is closer to their task than the text that the
-base was trained on. `seeds` says what it is given: beginnings to continue, or conversations of which it writes every
-answer itself. `talks` decodes them, `records` keeps what was written. The command is `hydrajax.cli.distill`.
+Draft heads predict the base's own output, which its generations match better than its training data does. `seeds` reads
+the prompts: conversations to answer, or beginnings of texts to continue. `dialogues` decodes them, `distill_records`
+keeps the output. The command is `hydrajax.cli.distill`.
 """

@@ -1,4 +1,4 @@
-"""Seeds: beginnings cut out of documents, and conversations of which only what the user says is kept."""
+"""Seeds of self-distillation: beginnings of documents, and the user's messages of conversations."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from hydrajax.train.data.conversations import BadRecord, Conversation
 from hydrajax.train.data.packing import Document
 from hydrajax.train.run_config import DataConfig
 
-# What a number is drawn for: two draws of one seed and number must not be the same.
+# Purposes of a draw, so that two draws with the same seed and number differ.
 CUT, SHARE = 1, 2
 
 
 class Seed(NamedTuple):
-    """What the base is given: either ``ids`` to continue, or the user's ``turns`` to answer one after the other.
+    """Either ``ids`` to continue, or the user's ``turns`` to answer.
 
-    source, index: the file's name and the place in it: a line or record, from 1 up, or the id of a question; for ids
-    the first token's place in the tokenised document, from 0 up.
+    Attributes:
+        source: name of the file.
+        index: line or record in it, from 1, or a question's id; for ids the offset of the first token in the document.
     """
 
     source: str
@@ -38,7 +39,7 @@ class Seed(NamedTuple):
 
 
 class Seeds(NamedTuple):
-    """digest: of all that the seeds are taken from, whatever the number of those that are used."""
+    """Seeds of one kind; ``digest`` is a hash of their whole source, however many are used."""
 
     seeds: list[Seed]
     digest: str
@@ -46,17 +47,22 @@ class Seeds(NamedTuple):
 
 
 def read_seeds(name: str, data: str | None = None) -> tuple[Seeds, list[BadRecord]]:
-    """Seeds of a file or folder of conversations, or of a question set, and the records that were left out.
+    """Read seeds from conversations or from a question set, and return them with the records left out.
 
-    name: what `hydrajax.train.data.conversations.read_conversations` or `hydrajax.questions.sets.read_questions` takes;
-    the first record of a file says which. data: where named question sets lie. Raises `HydrajaxError` as these do.
+    Args:
+        name: what `hydrajax.train.data.conversations.read_conversations` or `hydrajax.questions.sets.read_questions`
+            reads; the first record of a file decides.
+        data: directory of the named question sets.
+
+    Raises:
+        HydrajaxError: as these functions do.
     """
     path = Path(name)
     if name not in sets.FILES and (path.is_dir() or (path.is_file() and conversations.holds_conversations(path))):
         found, bad = conversations.read_conversations(path, answered=False)
         return of_conversations(found), bad
     if name not in sets.FILES and not path.exists() and not sets.HUB.fullmatch(name):
-        raise HydrajaxError(f"seeds: no such file: {name}; nor is it one of {', '.join(sets.FILES)} or org/name")
+        raise HydrajaxError(f"seeds: got {name}, expected a file, org/name or one of {', '.join(sets.FILES)}")
     source = sets.FILES.get(name, path.name if path.exists() else name)
     found = [Seed(source, question.question_id, turns=question.turns) for question in sets.read_questions(name, data)]
     return Seeds(found, _digest_of(found), conversations=True), []
@@ -65,8 +71,16 @@ def read_seeds(name: str, data: str | None = None) -> tuple[Seeds, list[BadRecor
 def of_config(
     config: DataConfig, tokenizer: Any, seed: int, count: int, length: int, *, cuts: int, held_out: bool, say
 ) -> Seeds:
-    """Seeds from a run's own data, of its training or of its held-out part: conversations where it has such, else
-    ``count`` beginnings of ``length`` tokens. seed: of the run, as it parts the data; cuts: of the places to cut at.
+    """Return seeds from a run's training or held-out data: its conversations, or ``count`` beginnings of other text.
+
+    Args:
+        config: the run's data.
+        tokenizer: of the base.
+        seed: the run's seed, by which it splits its data.
+        count, length: number of beginnings, and their tokens.
+        cuts: seed of the cuts.
+        held_out: take the held-out part.
+        say: called with each message.
     """
     train, kept_back, encode = dataset.parts(config, seed, say)
     items = kept_back if held_out else train
@@ -77,7 +91,7 @@ def of_config(
 
 
 def of_conversations(found: Iterable[Conversation]) -> Seeds:
-    """What the user says in each, and its system message."""
+    """Return the user's messages and the system message of each conversation."""
     seeds = []
     for messages, where in found:
         turns = tuple(content for role, content in messages if role == "user")
@@ -88,32 +102,34 @@ def of_conversations(found: Iterable[Conversation]) -> Seeds:
 
 
 def cut(names: Sequence[str], documents: Sequence[Document], count: int, length: int, seed: int) -> Seeds:
-    """``count`` beginnings of ``length`` tokens; the nth does not depend on how many there are.
+    """Cut ``count`` beginnings of ``length`` tokens; the nth does not depend on ``count``.
 
-    Every place at which a whole beginning fits is equally likely, so longer documents are cut more often. Raises
-    `HydrajaxError` where no document is long enough.
+    Every offset with room for ``length`` tokens is equally likely, so longer documents are cut more often.
+
+    Raises:
+        HydrajaxError: if no document is long enough.
     """
-    places = np.array([max(len(document.ids) - length + 1, 0) for document in documents], np.int64)
-    ends = np.cumsum(places)
+    offsets = np.array([max(len(document.ids) - length + 1, 0) for document in documents], np.int64)
+    ends = np.cumsum(offsets)
     if not ends.size or not ends[-1]:
-        raise HydrajaxError(f"prompt_tokens: no document has {length} tokens")
+        raise HydrajaxError(f"prompt_tokens: got {length}, longer than every document")
     seeds = []
     for number in range(count):
-        place = int(_random(CUT, seed, number).integers(ends[-1]))
-        chosen = int(np.searchsorted(ends, place, side="right"))
-        start = place - int(ends[chosen] - places[chosen])
+        offset = int(_random(CUT, seed, number).integers(ends[-1]))
+        chosen = int(np.searchsorted(ends, offset, side="right"))
+        start = offset - int(ends[chosen] - offsets[chosen])
         ids = np.asarray(documents[chosen].ids[start : start + length], np.int32)
         seeds.append(Seed(names[chosen], start, ids))
     return Seeds(seeds, packing.digest(*(document.ids for document in documents)), conversations=False)
 
 
 def temperature_of(number: int, temperatures: Sequence[float], seed: int) -> float:
-    """The temperature of the seed of this number: of every so many that follow one another each has another one.
+    """Return the temperature of a seed: each block of ``len(temperatures)`` seeds has every temperature once.
 
-    Which has which is drawn from ``seed``; so it depends neither on how many seeds there are nor on batches.
+    The order within a block is drawn from ``seed``, so it depends neither on the number of seeds nor on batches.
     """
-    block, place = divmod(number, len(temperatures))
-    return float(temperatures[int(_random(SHARE, seed, block).permutation(len(temperatures))[place])])
+    block, at = divmod(number, len(temperatures))
+    return float(temperatures[int(_random(SHARE, seed, block).permutation(len(temperatures))[at])])
 
 
 def _random(purpose: int, seed: int, number: int) -> np.random.Generator:
@@ -121,5 +137,5 @@ def _random(purpose: int, seed: int, number: int) -> np.random.Generator:
 
 
 def _digest_of(seeds: Sequence[Seed]) -> str:
-    said = [(seed.index, seed.system, seed.turns) for seed in seeds]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    texts = [(seed.index, seed.system, seed.turns) for seed in seeds]
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The files of Amphista heads: hydrajax's own format. No others are known to have been released."""
+"""Files of Amphista heads. They have our own format only; no released heads are known."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ def check(heads: AmphistaHeads, base: LlamaConfig) -> None:
     """`Files.check`."""
     check_stack(heads, base)
     c = heads.config
-    if c != c.plain_layer:
-        raise ValueError(f"config is not that of LLaMA's plain layer: {c}")
-    if not 0 <= heads.auto_embedding_layers <= MOST:
-        raise ValueError(f"auto_embedding_layers is {heads.auto_embedding_layers}, allowed are 0 to {MOST}")
     width = c.mlp_width if heads.mlp_width is None else heads.mlp_width
+    if c != c.plain_layer:
+        raise ValueError(f"config: got {c}, expected LLaMA's plain layer")
+    if not 0 <= heads.auto_embedding_layers <= MOST:
+        raise ValueError(f"auto_embedding_layers: got {heads.auto_embedding_layers}, expected 0 to {MOST}")
     if type(width) is not int or not 1 <= width <= MOST * c.width:
-        raise ValueError(f"mlp_width is {width!r}, allowed are 1 to {MOST * c.width}")
+        raise ValueError(f"mlp_width: got {width!r}, expected 1 to {MOST * c.width}")
     if c.n_heads * c.head_dim > MOST * c.width:
-        raise ValueError(f"config has {c.n_heads} heads of {c.head_dim}")
+        raise ValueError(f"config: got {c.n_heads} heads of {c.head_dim}, expected at most {MOST} times the width")
 
 
 def about(heads: AmphistaHeads) -> About:

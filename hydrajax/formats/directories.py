@@ -1,4 +1,4 @@
-"""The directories that an export writes, of a base or of draft heads: whole, and replaced only by another export."""
+"""Directories written by an export. They appear whole, and replace nothing but an earlier export."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from hydrajax.locking import is_lock
 from hydrajax.text.records import OBJECT, TEXT, checked, list_of, read_record
 
 WHAT = "export"
-MARK = "hydrajax_export"  # in config.json: the files of the directory, by which a later export knows its own
+MARK = "hydrajax_export"  # in config.json: the directory's files, by which a later export recognises its own
 
 
 @contextmanager
 def exported(directory: str | Path, overwrite: bool, what: str = WHAT) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """``(folder, config)`` to fill with files and with the fields of ``config.json``, which is written at the end.
+    """Yield ``(folder, config)`` to fill; ``config`` becomes ``config.json``. Replaces an earlier export.
 
-    An earlier export is replaced; a directory that holds anything else only with ``overwrite``, and then with all that
-    is in it. Raises `HydrajaxError`, which begins with ``what``, if it may not be replaced or cannot be written.
+    Args:
+        overwrite: replace a directory with any content.
+        what: begins the error that the directory may not be replaced or cannot be written.
     """
     _check_replaceable(Path(os.path.realpath(directory)), overwrite, what)
     with whole_directory(directory, what) as folder:
@@ -37,7 +38,7 @@ def exported(directory: str | Path, overwrite: bool, what: str = WHAT) -> Iterat
 
 def _check_replaceable(target: Path, overwrite: bool, what: str) -> None:
     if os.path.exists(target) and not os.path.isdir(target):
-        raise HydrajaxError(f"{what}: {target} is a file, the name of a directory is needed")
+        raise HydrajaxError(f"{what}: {target} is a file, expected a directory")
     present = {str(path.relative_to(target)) for path in target.rglob("*") if not (path.is_dir() or is_lock(path))}
     if not present or overwrite:
         return
@@ -49,10 +50,10 @@ def _check_replaceable(target: Path, overwrite: bool, what: str) -> None:
     foreign = sorted(present - own)
     if foreign:
         raise HydrajaxError(
-            f"{what}: {target} holds files that are no earlier export, such as '{foreign[0]}'; name another directory"
+            f"{what}: {target} holds other files than an earlier export, such as '{foreign[0]}'; name another directory"
         )
 
 
 def cast(tensors: dict[str, np.ndarray], dtype) -> dict[str, np.ndarray]:
-    """The tensors in another dtype; None keeps each one's own."""
+    """Convert tensors to a dtype; None keeps each one's own."""
     return {name: np.asarray(x, dtype) for name, x in tensors.items()}

@@ -1,4 +1,4 @@
-"""A small model from its own directory, as the draft of a base that says the same tokens."""
+"""A small model in its own directory as the draft of a base with the same tokenizer."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from hydrajax.models.layout import MODEL
 from hydrajax.text.tokenizer import difference, load_tokenizer, token_ids
 
 WHAT = "draft"
-LAST_NORM = "model.norm.weight"  # every model of a family has it, and no heads do
+LAST_NORM = "model.norm.weight"  # every model has it, and no heads do
 
 
 def is_model(directory: str | Path) -> bool:
-    """Whether a directory holds a whole model of a known family and no draft heads.
+    """Return True if a directory holds a whole model of a supported family and no draft heads.
 
-    Heads may have a ``config.json`` like a model's (EAGLE), or be in one file with their base (Medusa-2). Raises
-    `HydrajaxError` where there is no directory, no ``config.json`` or a damaged file.
+    Heads may also have a model's ``config.json`` (EAGLE), or be in one file with their base (Medusa-2).
+
+    Raises:
+        HydrajaxError: no directory, no ``config.json`` or a damaged file.
     """
     directory = Path(directory)
     check_directory(directory, WHAT)
@@ -37,7 +39,7 @@ def is_model(directory: str | Path) -> bool:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES or native.MARK in config:
         return False
-    if any(format.recognises(config, set()) for format in FORMATS) or not holds(directory, MODEL):
+    if any(format.recognises(config, ()) for format in FORMATS) or not holds(directory, MODEL):
         return False
     names = set(open_tensors(directory, MODEL, WHAT))
     return LAST_NORM in names and not any(format.recognises(config, names) for format in FORMATS)
@@ -52,14 +54,16 @@ def load_draft_model(
     confidence: float = 0.0,
     place: Callable | None = None,
 ) -> tuple[DraftModel, dict]:
-    """Load ``(drafter, draft_params)`` for this base, in its dtype.
+    """Load ``(drafter, draft_params)`` in the base's dtype. Warns if the draft is larger than the base.
 
-    tokenizer: the base's, None if it has none. confidence: see `hydrajax.drafters.draft_model.DraftModel`. place: as in
-    `hydrajax.formats.huggingface.load_llama`.
+    Args:
+        tokenizer: the base's, None if it has none. Both tokenizers must map tokens to the same ids, while the models'
+            vocabularies may be padded differently. If either has no tokenizer, the vocabularies must have equal size.
+        confidence: as in `hydrajax.drafters.draft_model.DraftModel`.
+        place: as in `hydrajax.formats.huggingface.load_llama`.
 
-    The two tokenizers must have the same map from tokens to ids; the models' vocabularies may be larger, as padded ones
-    are. Where one of them has no tokenizer the vocabularies must be of one size. Warns of a draft that is larger than
-    the base. Raises `HydrajaxError` for a draft of another tokenizer, and for anything missing, damaged or unsupported.
+    Raises:
+        HydrajaxError: another tokenizer, or anything missing, damaged or unsupported.
     """
     directory = Path(directory)
     config = read_config(directory, WHAT)
@@ -71,16 +75,16 @@ def load_draft_model(
     elif config.vocab_size != base.config.vocab_size:
         lacks = "the base" if tokenizer is None else "the draft"
         raise HydrajaxError(
-            f"{WHAT}: {directory} has a vocabulary of {config.vocab_size} tokens, the base one of "
-            f"{base.config.vocab_size}; other sizes are allowed where the tokenizers are the same, and {lacks} has none"
+            f"{WHAT}: {directory}: vocab_size: got {config.vocab_size}, expected the base's {base.config.vocab_size}; "
+            f"other sizes need equal tokenizers, and {lacks} has none"
         )
     check_confidence(confidence)
     model, params = load_llama(directory, base.dtype, place, what=WHAT)
-    sizes = [sum(leaf.size for leaf in jax.tree.leaves(some)) for some in (params, base_params)]
-    if sizes[0] > sizes[1]:
+    size, base_size = (sum(leaf.size for leaf in jax.tree.leaves(some)) for some in (params, base_params))
+    if size > base_size:
         warnings.warn(
-            f"hydrajax: {WHAT}: {directory} has {sizes[0]:,} parameters, more than the base's {sizes[1]:,}; every "
-            "token it drafts costs more than one of the base's own",
+            f"hydrajax: {WHAT}: {directory} has {size:,} parameters, more than the base's {base_size:,}; each draft "
+            "token costs more than a token of the base",
             stacklevel=2,
         )
     return DraftModel(model, base.config.vocab_size, confidence=confidence), params

@@ -1,6 +1,6 @@
-"""The kinds of drafters: a line for each. The rest of a kind is its class in `hydrajax.drafters` and its format here.
+"""The kinds of drafters, one entry each. A kind also has a class in `hydrajax.drafters` and its formats here.
 
-Commands, files, training, benchmarks and the roofline ask here and never for a class by name.
+Commands, training, benchmarks and the roofline look kinds up here and import no drafter class.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from hydrajax.drafters.with_lookup import NODES, WithLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import amphista_format, eagle_format, hydra_format, medusa_format
 from hydrajax.formats.interface import Files
-from hydrajax.formats.speculators import SPECULATORS
 from hydrajax.models.llama_config import LlamaConfig
 
 
@@ -34,15 +33,14 @@ from hydrajax.models.llama_config import LlamaConfig
 class DrafterKind:
     """A kind of drafter.
 
-    title:    for people.
-    drafter:  its class. A trained one has ``Settings`` and ``for_base`` (`hydrajax.drafters.drafter.Trainable`).
-    files:    of draft heads, how they are kept in files; the name is then what configurations and files call them.
-    settings: of heads as they were released, where these are not the defaults.
-    about:    of a drafter without weights, which ``--draft`` and `hydrajax.load` take by name: what the command line
-              says of it.
-    numbers:  of a drafter without weights, what messages call the numbers that may follow its name (`without_weights`),
-              which are the first fields of its class.
-    given:    these numbers, as found in a name.
+    Attributes:
+        title: display name.
+        drafter: its class. A trained one has ``Settings`` and ``for_base`` (`hydrajax.drafters.drafter.Trainable`).
+        files: its formats, for trained kinds. The kind's name is then the one in configurations and files.
+        settings: of released heads, if not the defaults.
+        about: help text of a drafter without weights, which ``--draft`` and `hydrajax.load` accept by name.
+        numbers: names of the numbers that may follow that name (`without_weights`), the first fields of the class.
+        given: these numbers, as parsed.
     """
 
     title: str
@@ -54,13 +52,13 @@ class DrafterKind:
     given: tuple[int, ...] = ()
 
     def build(self, config: LlamaConfig, dtype) -> Drafter:
-        """Return the drafter for a base of this shape, heads at their released size."""
+        """Return the drafter for a base of this shape, heads in their released size."""
         if self.about:
             return self.drafter(*self.given)
         return self.drafter.for_base(config, dtype, self.settings)
 
 
-# Directories of heads are recognised, and formats listed, in this order.
+# Formats are tried, and listed, in this order.
 KINDS = {
     "none": DrafterKind("no draft", NoDrafter, about="no draft at all"),
     "lookup": DrafterKind("Lookup", PromptLookup, about="n-grams of the text so far"),
@@ -74,10 +72,8 @@ KINDS = {
     "medusa": DrafterKind("Medusa", MedusaHeads, medusa_format.FILES),
     "hydra++": DrafterKind("Hydra++", HydraHeads, settings=StackSettings(prefix=True, n_layers=4)),
     "amphista": DrafterKind("Amphista", AmphistaHeads, amphista_format.FILES),
-    "eagle": DrafterKind("EAGLE", Eagle, eagle_format.files(eagle_format.EAGLE)),
-    "eagle3": DrafterKind(
-        "EAGLE-3", Eagle3, eagle_format.files(eagle_format.EAGLE_3, eagle_format.VLLM_EAGLE_3, SPECULATORS)
-    ),
+    "eagle": DrafterKind("EAGLE", Eagle, eagle_format.EAGLE_FILES),
+    "eagle3": DrafterKind("EAGLE-3", Eagle3, eagle_format.EAGLE_3_FILES),
     "model": DrafterKind("draft model", DraftModel),
 }
 WITHOUT_WEIGHTS = {name: kind for name, kind in KINDS.items() if kind.about}
@@ -87,52 +83,55 @@ FORMATS = [format for files in FILES.values() for format in files.formats]
 
 
 def without_weights(draft: Any) -> DrafterKind | None:
-    """The kind that is meant by a name which needs no files, such as ``lookup`` or ``lookahead-15-5-15``; else None.
+    """Return the kind of a name such as ``lookup`` or ``lookahead-15-5-15``, which needs no files; else None.
 
-    Raises `HydrajaxError` for numbers after the name that are too many or too few, or that make no sense.
+    Raises:
+        HydrajaxError: the name has too many, too few or invalid numbers.
     """
     if not isinstance(draft, str):
         return None
-    if draft in WITHOUT_WEIGHTS:
-        return WITHOUT_WEIGHTS[draft]
-    for name, kind in WITHOUT_WEIGHTS.items():
-        if kind.numbers and re.fullmatch(rf"{name}(-\d{{1,6}})+", draft):
-            found = [int(number) for number in draft.removeprefix(f"{name}-").split("-")]
-            if len(found) != len(kind.numbers):
-                raise HydrajaxError(f"draft: found '{draft}', allowed are {name} and {'-'.join([name, *kind.numbers])}")
-            kind.drafter(*found)  # refuses what makes no sense before a base is loaded
-            return replace(kind, given=tuple(found))
-    return None
+    name, *numbers = draft.split("-")
+    kind = WITHOUT_WEIGHTS.get(name)
+    if kind is None or not numbers:
+        return kind
+    if not kind.numbers or not all(re.fullmatch(r"\d{1,6}", number) for number in numbers):
+        return None
+    if len(numbers) != len(kind.numbers):
+        raise HydrajaxError(f"draft: got '{draft}', expected {name} or {'-'.join([name, *kind.numbers])}")
+    given = tuple(map(int, numbers))
+    kind.drafter(*given)  # refuses invalid numbers before a base is loaded
+    return replace(kind, given=given)
 
 
-class BesideLookup(NamedTuple):
-    """What ``lookup+DRAFT`` or ``lookup-L+DRAFT`` means: ``draft``, a name or a directory, `WithLookup` of L nodes."""
+class LookupAndDraft(NamedTuple):
+    """A parsed ``lookup[-L]+DRAFT``: the name or directory of the draft, and the L nodes of `WithLookup`."""
 
     draft: str
     nodes: int
 
-    def around(self, drafter: Drafter) -> WithLookup:
+    def wrap(self, drafter: Drafter) -> WithLookup:
         return WithLookup(drafter, self.nodes)
 
 
-def beside_lookup(draft: Any) -> BesideLookup | None:
-    """What a draft is called that lookup stands beside, such as ``lookup+hydra++``; None for any other.
+def parse_lookup(draft: Any) -> LookupAndDraft | None:
+    """Parse ``lookup+DRAFT`` or ``lookup-L+DRAFT``; None for any other name.
 
-    Raises `HydrajaxError` for a drafter without weights beside lookup, and for a number that makes no sense.
+    Raises:
+        HydrajaxError: DRAFT has no weights, or L is invalid.
     """
     found = re.fullmatch(r"lookup(?:-(\d{1,6}))?\+(.*)", str(draft)) if isinstance(draft, (str, Path)) else None
     if found is None:
         return None
     nodes, inner = found.groups()
-    if not inner or without_weights(inner) or beside_lookup(inner):
-        raise HydrajaxError(f"draft: found '{draft}', what follows 'lookup+' must be heads or a model")
-    beside = BesideLookup(inner, NODES if nodes is None else int(nodes))
-    beside.around(NoDrafter())  # refuses what makes no sense before a base is loaded
-    return beside
+    if not inner or without_weights(inner) or parse_lookup(inner):
+        raise HydrajaxError(f"draft: got '{draft}', expected heads or a model after 'lookup+'")
+    parsed = LookupAndDraft(inner, NODES if nodes is None else int(nodes))
+    parsed.wrap(NoDrafter())  # refuses an invalid number before a base is loaded
+    return parsed
 
 
 def title_of(drafter: Drafter) -> str:
-    """Return a drafter's name for people, such as "Medusa" or, of Hydra heads with a prefix layer, "Hydra++"."""
+    """Return a drafter's display name, such as "Medusa", or "Hydra++" for Hydra heads with a prefix layer."""
     if drafter.spec.branch_nodes:
         return f"{title_of(drafter.drafter)} with lookup"
     title = next((kind.title for kind in KINDS.values() if kind.drafter is type(drafter)), type(drafter).__name__)
@@ -140,5 +139,5 @@ def title_of(drafter: Drafter) -> str:
 
 
 def kind_of(drafter: Any) -> str | None:
-    """Return the name in `FILES` of a drafter's kind; None if files hold no such drafter."""
+    """Return the name in `FILES` of a drafter's kind, or None."""
     return next((name for name, kind in HEADS.items() if type(drafter) is kind), None)

@@ -1,10 +1,8 @@
-"""Saving draft heads in the formats that other programs read, and in our own.
-
-It is the inverse of `hydrajax.formats.load`, bit for bit.
-"""
+"""Export draft heads to formats of other programs and to our own: the exact inverse of `hydrajax.formats.load`."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +13,20 @@ import numpy as np
 
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats import native
-from hydrajax.formats.card import describe, model_card
 from hydrajax.formats.directories import WHAT, cast, exported
 from hydrajax.formats.draft_registry import FILES, HEADS, kind_of
 from hydrajax.formats.draft_registry import FORMATS as RELEASED
-from hydrajax.formats.interface import HeadFormat, MadeFor, cannot_write
+from hydrajax.formats.hub import REPOSITORY
+from hydrajax.formats.interface import About, HeadFormat, MadeFor, cannot_write
 from hydrajax.formats.load import RECORD
 from hydrajax.formats.tensors import save_safetensors, save_torch
 from hydrajax.models.layout import write
 
 WRITTEN = {format.name: format for format in RELEASED if format.read_by}
 NATIVE = "native"
-NATIVE_READ_BY = "`hydrajax generate --base BASE --draft THIS`. `hydrajax convert export` turns it into other formats."
+NATIVE_READ_BY = "`hydrajax generate --base BASE --draft THIS`. `hydrajax convert export` converts it to other formats."
 FORMATS = (*WRITTEN, NATIVE)
+NOT_RECORDED = "not recorded"
 
 
 def export_heads(
@@ -44,37 +43,34 @@ def export_heads(
     extra: dict | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Save draft heads with their ``config.json`` and a model card, ``README.md``.
+    """Save trained draft heads with ``config.json`` and a model card, ``README.md``. Replaces an earlier export.
 
-    drafter: of a kind with trained parameters.
-    format: a name of `FORMATS`. ``native`` is our own, an orbax directory, of any drafter. The others are described
-        beside the drafters, such as in `hydrajax.formats.medusa_format`. None takes the first that can say what the
-        drafter is, those of its own kind before others, and our own if no other can.
-    base_name: becomes ``base_model_name_or_path``.
-    base_fingerprint: `hydrajax.formats.fingerprint.fingerprint` of the base; the heads then load onto no other.
-        It also says how many layers the base has, for formats that count those which heads read from the first on.
-    story: ``data``, ``recipe`` (texts) and ``tokens_per_step`` (a number or text), for the card and later exports.
-    dtype: of the file; None keeps each parameter's own.
-    torch_file: write a ``.pt`` too, where the released code opens no other and torch is installed.
-    extra: more fields for ``config.json``.
-    overwrite: replace a directory even if it is no earlier export, with all that is in it.
+    A shared block is written once per application, as in the official code; copies of the base's embedding are not
+    written.
 
-    A shared block is written once per application, as the official code does; the loader takes equal blocks for a
-    shared one. The official files also hold copies of the base's embedding, which their code takes from the base
-    anyway: they are left out.
+    Args:
+        format: one of `FORMATS`. None takes the first that can express the drafter, those of its own kind first, and
+            ``native`` if no other can.
+        base_name: ``base_model_name_or_path`` of ``config.json``.
+        base_fingerprint: of `hydrajax.formats.fingerprint.fingerprint`. The heads then load onto no other base. It also
+            has the base's depth, which some formats need.
+        story: ``data``, ``recipe`` and ``tokens_per_step``, for the card and later exports.
+        dtype: of the file; None keeps each parameter's own.
+        torch_file: write a ``.pt`` too, if the official code opens no other and torch is installed.
+        extra: more fields for ``config.json``.
+        overwrite: replace a directory with any content.
 
-    Raises `HydrajaxError` for drafters that the format cannot express, and if the directory may not be replaced or
-    cannot be written.
+    Raises:
+        HydrajaxError: the format cannot express the drafter, or the directory may not be replaced or cannot be written.
     """
     kind = kind_of(drafter)
     made_for = MadeFor(base_name, ((base_fingerprint or {}).get("shapes") or {}).get("n_layers"))
     try:
         if kind is None:
-            allowed = ", ".join(kind.__name__ for kind in HEADS.values())
-            raise cannot_write(f"drafter is {type(drafter).__name__}", allowed)
+            raise cannot_write("drafter", type(drafter).__name__, ", ".join(kind.__name__ for kind in HEADS.values()))
         if format not in (None, *FORMATS):
             raise not_allowed("format", format, FORMATS)
-        chosen = _chosen(format, drafter, kind, made_for)
+        chosen = _choose(format, drafter, kind, made_for)
         fields = chosen.config(drafter, made_for) if chosen else {}
     except HydrajaxError as error:
         raise HydrajaxError(f"{WHAT}: {error}") from None
@@ -100,11 +96,8 @@ def export_heads(
         config |= fields | (extra or {})
 
 
-def _chosen(name: str | None, drafter, kind: str, made_for: MadeFor) -> HeadFormat | None:
-    """The format of this name, None for our own; without a name the first that can say what the drafter is.
-
-    Raises `HydrajaxError` where the named one cannot, and says which can.
-    """
+def _choose(name: str | None, drafter, kind: str, made_for: MadeFor) -> HeadFormat | None:
+    """The format of this name, or the first that can express the drafter; None for our own."""
     own = [format for format in FILES[kind].formats if format.read_by]
     refusals: dict[HeadFormat, HydrajaxError] = {}
     fitting: list[HeadFormat] = []
@@ -118,9 +111,66 @@ def _chosen(name: str | None, drafter, kind: str, made_for: MadeFor) -> HeadForm
         return fitting[0] if fitting else None
     chosen = WRITTEN.get(name)
     if chosen in refusals:
-        allowed = ", ".join([*(format.name for format in fitting), NATIVE])
+        expected = ", ".join([*(format.name for format in fitting), NATIVE])
         raise HydrajaxError(
-            f"these are {describe(drafter).title}, formats that can hold them: {allowed}; {name} cannot: "
-            f"{refusals[chosen]}"
+            f"format: got {name} for {describe(drafter).title}, expected one of {expected}; {refusals[chosen]}"
         )
     return chosen
+
+
+def model_card(drafter, format: str, read_by: str, base_name: str, story: dict[str, Any]) -> str:
+    """Return Markdown with the Hub's front matter.
+
+    Args:
+        read_by: the programs that read it, in which HEADS stands for the number of heads.
+        base_name: name of the base; ``base_model`` of the front matter if it can be a repository on the Hub.
+        story: ``data, recipe, tokens_per_step``; missing ones are `NOT_RECORDED`.
+    """
+    base_name = _table_cell(base_name)
+    about = describe(drafter)
+    front = {"library_name": "hydrajax", "tags": ["speculative-decoding", about.tag]}
+    if REPOSITORY.fullmatch(base_name):
+        front["base_model"] = base_name
+    data, recipe, tokens_per_step = (
+        _table_cell(story.get(name, NOT_RECORDED)) for name in ("data", "recipe", "tokens_per_step")
+    )
+    rows = {
+        "base": base_name or NOT_RECORDED,
+        **about.rows,
+        "data": data,
+        "recipe": recipe,
+        "tokens_per_step (τ)": tokens_per_step,
+        "format": format,
+    }
+    return "\n".join(
+        [
+            "---",
+            *(f"{name}: {json.dumps(value)}" for name, value in front.items()),
+            "---",
+            "",
+            f"# {about.title} for {base_name or 'an unnamed base'}",
+            "",
+            "Draft heads for tree speculative decoding: they propose tokens, which the base verifies. They work with "
+            "this base only.",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {name} | {value} |" for name, value in rows.items()),
+            "",
+            f"Read by: {read_by.replace('HEADS', str(drafter.spec.depth))}",
+            "",
+        ]
+    )
+
+
+def describe(drafter) -> About:
+    """Describe a drafter; the title mentions a prefix layer."""
+    about = FILES[kind_of(drafter)].about(drafter)
+    if not drafter.spec.prefix_layer:
+        return about
+    return About(f"{about.title} with a prefix layer", about.tag, about.rows)
+
+
+def _table_cell(value: Any) -> str:
+    """Escape text for a Markdown table."""
+    return " ".join(str(value).split()).replace("|", "\\|")

@@ -1,7 +1,7 @@
-"""Draft heads as their authors put them on the Hub, in a ``.pt`` file, into a directory that ``--draft`` reads.
+"""Fetch draft heads that are published as a ``.pt`` file, and save them as safetensors.
 
-The official Hydra code writes nothing but ``hydra_lm_head.pt``. A pickle is fetched only where somebody asks for it by
-this name, and only tensors are read from it (`hydrajax.formats.tensors.TorchFiles`); what is kept is safetensors.
+The official Hydra code writes only ``hydra_lm_head.pt``. A pickle is downloaded by this command alone, and only tensors
+are read from it (`hydrajax.formats.tensors.TorchFiles`).
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats.directories import exported
 from hydrajax.formats.draft_registry import FORMATS
 from hydrajax.formats.hub import downloaded
-from hydrajax.formats.tensors import FLOATS, holds, open_tensors, read_json, save_safetensors, torch_module
+from hydrajax.formats.tensors import expect_tensors, holds, open_tensors, read_json, save_safetensors, torch_module
 from hydrajax.models.layout import MODEL
 from hydrajax.optional_deps import needs
 
 WHAT = "fetch"
-OFFICIAL = [format for format in FORMATS if format.stem != MODEL]  # those with a file of their own
+OFFICIAL = [format for format in FORMATS if format.stem != MODEL]  # those with a file name of their own
 
 
 def fetch_heads(name: str | Path, directory: str | Path) -> None:
-    """Write the heads of ``name`` into ``directory``: ``config.json`` and one safetensors file, its keys unchanged.
+    """Write ``config.json`` and one safetensors file with unchanged keys.
 
-    name: ``org/name`` or ``org/name@revision`` on the Hub, or a directory here. An earlier export in ``directory`` is
-    replaced; any other content is refused. Raises `HydrajaxError`, and writes nothing, for anything that is no such
-    heads, cannot be had or cannot be written, and where torch is not installed.
+    Args:
+        name: ``org/name`` or ``org/name@revision`` on the Hub, or a local directory.
+        directory: the output. An earlier export is replaced.
+
+    Raises:
+        HydrajaxError: no such heads, other files in ``directory``, a failed download, or torch is not installed.
+            Nothing is written then.
     """
     if torch_module() is None:  # before gigabytes are fetched
         raise HydrajaxError(f"{WHAT}: {needs('torch')}")
@@ -38,8 +42,6 @@ def fetch_heads(name: str | Path, directory: str | Path) -> None:
             known = " nor ".join(one.known_by for one in OFFICIAL)
             raise HydrajaxError(f"{WHAT}: '{name}' holds neither {known}")
         found = open_tensors(source, format.stem, WHAT)
-        for key in found:
-            if (dtype := found.dtype(key)) not in FLOATS.values():
-                raise HydrajaxError(f"{WHAT}: {key} has dtype {dtype}, expected {', '.join(FLOATS.values())}")
+        expect_tensors(found, {key: found.shape(key) for key in found}, WHAT)  # floats
         save_safetensors(folder / f"{format.stem}.safetensors", {key: found.read(key) for key in found})
         config |= fields

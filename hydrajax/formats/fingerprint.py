@@ -1,9 +1,8 @@
-"""Which base some heads were made for: shapes and a hash of a few tensors, read from its directory."""
+"""Fingerprint of a base: its shapes and a hash of a few tensors. Heads record the fingerprint of their base."""
 
 from __future__ import annotations
 
 import hashlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,22 @@ from hydrajax.formats.peft import load_adapter
 from hydrajax.formats.tensors import expect_tensors, open_tensors, read_json
 from hydrajax.models.layout import MODEL
 
-ROWS = 64  # of the embedding; it and the norms tell fine-tunes of one model apart
+ROWS = 64  # of the embedding; these and the norms distinguish fine-tunes of one model
 
 
 def fingerprint(directory: str | Path, what: str = "base", adapter: str | Path | None = None) -> dict[str, Any]:
-    """``{"shapes": {...}, "sha256": ...}`` of a base in a Hugging Face directory.
+    """Return ``{"shapes": {...}, "sha256": ...}``, and ``"adapter"`` with a hash of the adapter if there is one.
 
-    A base with an ``adapter``, a directory, also has the sha256 of that, ``"adapter"``; so has one into whose weights
-    the adapter was merged (`hydrajax.formats.huggingface.export_merged`), which is the same model. No adapter changes
-    the tensors that are looked at.
+    Numbers are rounded to bfloat16 first, so the fingerprint does not depend on the stored dtype. A base into which an
+    adapter was merged (`hydrajax.formats.huggingface.export_merged`) has the fingerprint of base and adapter.
 
-    Numbers are rounded to bfloat16 first, so that a model saved in another dtype is the same model. Raises
-    `HydrajaxError`, beginning with ``what``, for files that are missing, damaged or not a base's.
+    Args:
+        directory: the base in Hugging Face's format.
+        what: begins error messages.
+        adapter: directory of an adapter.
+
+    Raises:
+        HydrajaxError: files are missing, damaged or not a base's.
     """
     config = read_config(directory, what)
     files, digest = open_tensors(Path(directory), MODEL, what), hashlib.sha256()
@@ -37,9 +40,9 @@ def fingerprint(directory: str | Path, what: str = "base", adapter: str | Path |
         f"model.layers.{config.n_layers - 1}.post_attention_layernorm.weight": (config.width,),
         "model.norm.weight": (config.width,),
     }
-    expect_tensors(files, wanted, what, ignored=re.compile(".*", re.DOTALL))
+    expect_tensors(files, wanted, what, ignored=".*")
     for name in wanted:
-        digest.update(np.asarray(files.read_first(name, ROWS), jnp.bfloat16).tobytes())
+        digest.update(np.asarray(files.read(name, ROWS), jnp.bfloat16).tobytes())
     shapes = {name: getattr(config, name) for name in ("vocab_size", "width", "n_layers", "n_heads", "n_kv_heads")}
     found = {"shapes": shapes, "sha256": digest.hexdigest()}
     if adapter is not None:
@@ -49,17 +52,17 @@ def fingerprint(directory: str | Path, what: str = "base", adapter: str | Path |
 
 
 def check_fingerprint(recorded: Any, name: str, directory: Path, what: str, adapter: str | Path | None = None) -> None:
-    """Refuse heads whose record is of another base than the one in ``directory``, with this adapter if one is given."""
+    """Refuse heads that record another base, ``name``, than the one in ``directory`` with this adapter."""
     mine = fingerprint(directory, adapter=adapter)
     if recorded == mine:
         return
     found = recorded if isinstance(recorded, dict) else {}
     if found.get("shapes") != mine["shapes"]:
-        difference = f"its shapes are {found.get('shapes')}, those of {directory} {mine['shapes']}"
+        difference = f"shapes: got {mine['shapes']} in {directory}, expected {found.get('shapes')}"
     elif found.get("sha256") != mine["sha256"]:
         difference = f"{directory} has the same shapes but other weights"
     elif "adapter" not in mine:
-        difference = f"they were trained with an adapter, which {directory} alone does not have: name it ('adapter')"
+        difference = f"they were trained with an adapter of {directory}: pass it as 'adapter'"
     elif "adapter" not in found:
         difference = f"they were made for {directory} without an adapter"
     else:

@@ -1,8 +1,8 @@
-"""The Hugging Face Hub: downloading a model or draft heads by name, and uploading an export.
+"""The Hugging Face Hub: download a model or draft heads by name, upload an export.
 
-All requests go through huggingface_hub, with its cache, its login and its environment variables (``HF_HOME``,
-``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``). Only files that hydrajax reads are fetched. None can hold code but
-the ``.pt`` that `hydrajax.formats.fetch` is asked for, and of that only tensors are read.
+Requests go through huggingface_hub, with its cache, login and environment variables (``HF_HOME``, ``HF_TOKEN``,
+``HF_ENDPOINT``, ``HF_HUB_OFFLINE``). Only files that hydrajax reads are downloaded. None can contain code, except the
+``.pt`` of `hydrajax.formats.fetch`, from which only tensors are read.
 """
 
 from __future__ import annotations
@@ -19,52 +19,44 @@ WHAT = "push"
 
 # Patterns of huggingface_hub, whose `*` crosses folders.
 READ = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "config.json",
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"),
     "adapter_config.json",  # PEFT's
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
     "tree_b*.json",  # of hydrajax tree search
-    "params/*",  # orbax names its files as it likes
+    "params/*",  # orbax's files
 )
 WRITTEN = (*READ, "*.pt", "README.md")
 NEVER = tuple(f"*/*.{kind}" for kind in ("safetensors*", "bin", "ckpt", "pickle", "pkl", "pt", "pth", "py"))
 
 REPOSITORY = re.compile(r"\w(?:[\w.-]{0,94}\w)?/\w(?:[\w.-]{0,94}\w)?", re.ASCII)
-# What git allows in the name of a branch or tag, nearly; it becomes a path in the cache, so no `..` and no leading `/`.
+# Roughly git's rule for branches and tags. It becomes a path in the cache, so no `..` and no leading `/`.
 REVISION = re.compile(r"(?!.*\.\.)[^\s\x00-\x1f~^:?*\[\\/.-][^\s\x00-\x1f~^:?*\[\\]*")
 
 
 def resolve(name: str | Path, flag: str) -> Path:
-    """The local directory for what a user gave as ``flag``.
+    """Return a local directory, downloaded if needed; without a network a cached copy is used.
 
-    An existing directory is taken as it is. Then come the names of what is shipped: ``shipped`` for a base, ``medusa``,
-    ``hydra``, ``hydra++`` or ``draft-model`` for the argument ``draft``. Any other name is that of a repository on the
-    Hub, ``org/name`` or ``org/name@revision`` (a branch, tag or commit), and what hydrajax reads of it is downloaded
-    into huggingface_hub's cache. Without a network, a copy in the cache will do. Raises `HydrajaxError` for anything
-    else.
+    Args:
+        name: a directory; the name of a bundled model (``shipped`` for a base; ``medusa``, ``hydra``, ``hydra++`` or
+            ``draft-model`` for a draft); or ``org/name`` or ``org/name@revision`` (branch, tag or commit) on the Hub.
+        flag: ``base``, ``draft`` or ``adapter``; begins error messages.
+
+    Raises:
+        HydrajaxError: no such directory or repository, a failed download, or no weights that hydrajax reads.
     """
     folder = downloaded(name, flag, READ)
     if os.path.isdir(name) or any(folder.glob("*.safetensors")) or (folder / "params").is_dir():
         return folder
     raise HydrajaxError(
-        f"{flag}: '{name}' is no directory here, and the Hub's repository (or without a network, its cached copy) "
-        "has no safetensors files and no folder params/; legacy .bin and .pt files are read from a local directory "
-        f"only, and 'hydrajax convert fetch {name} --output DIR' makes one of heads in a .pt file"
+        f"{flag}: '{name}' is no local directory, and the Hub's repository (or without a network, its cached copy) has "
+        f"no safetensors files and no folder params/; convert heads in a .pt file with 'hydrajax convert fetch {name} "
+        "--output DIR'; .bin files are read from a local directory only"
     )
 
 
 def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
-    """`resolve` for files of these names, patterns of huggingface_hub, and without a look at what there is."""
+    """Return the directory as `resolve` does, with these files (huggingface_hub's patterns), without checking it."""
     text = str(name)
     if os.path.isdir(text):
         return Path(name)
@@ -81,27 +73,34 @@ def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
         folder = snapshot_download(
             repository, revision=revision or None, allow_patterns=list(files), ignore_patterns=list(NEVER)
         )
-    except Exception as error:  # the library's, its HTTP client's, its storage backend's or the disk's
+    except Exception as error:  # of the library, its HTTP client, its storage backend or the disk
         reason = _reason(error, repository, revision)
-        raise HydrajaxError(f"{flag}: '{text}' is no directory here, and {reason}") from None
+        raise HydrajaxError(f"{flag}: '{text}' is no local directory, and {reason}") from None
     return Path(folder)
 
 
 def push(directory: str | Path, repository: str, *, private: bool = False, message: str | None = None) -> str:
-    """Upload an exported directory to the Hub in one commit and return the commit's URL.
+    """Upload an export in one commit and return the commit's URL.
 
-    The repository is created if need be, with ``private`` or else the owner's default visibility. Only files that an
-    export holds are uploaded; others that lie in the directory stay here, and files on the Hub that are not in the
-    directory stay there. Raises `HydrajaxError` if anything fails, also if a ``private`` repository exists as public or
-    a file is a link that leads out of the directory.
+    Only files that an export writes are uploaded, and no file on the Hub is deleted.
+
+    Args:
+        directory: an exported directory.
+        repository: ``org/name``, created if needed.
+        private: create it as private; by default the owner's default visibility.
+        message: of the commit.
+
+    Raises:
+        HydrajaxError: the upload fails, a ``private`` repository exists as public, or a file is a link out of the
+            directory.
     """
     directory = Path(directory)
     if not os.path.isdir(directory):
         raise HydrajaxError(f"{WHAT}: no such directory: {directory}")
     if not os.path.isfile(directory / "config.json"):
-        raise HydrajaxError(f"{WHAT}: {directory} has no config.json, an exported directory is needed")
+        raise HydrajaxError(f"{WHAT}: {directory} has no config.json, expected an exported directory")
     if not _is_repository(repository):
-        raise HydrajaxError(f"{WHAT}: repository is {repository!r}, a name such as 'org/name' is needed")
+        raise HydrajaxError(f"{WHAT}: repository: got {repository!r}, expected a name such as 'org/name'")
 
     from huggingface_hub import CommitOperationAdd, HfApi, get_token
     from huggingface_hub.utils import filter_repo_objects
@@ -109,45 +108,44 @@ def push(directory: str | Path, repository: str, *, private: bool = False, messa
     try:
         found = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
         files = list(filter_repo_objects(found, allow_patterns=list(WRITTEN), ignore_patterns=list(NEVER)))
-        for file in files:  # a directory from elsewhere may name a file of this machine that nobody should see
+        for file in files:  # in a directory from elsewhere it may lead to a secret of this machine
             if not (directory / file).resolve().is_relative_to(directory.resolve()):
-                raise HydrajaxError(f"{WHAT}: {directory / file} is a link that leads out of {directory}")
+                raise HydrajaxError(f"{WHAT}: {directory / file} is a link out of {directory}")
         if get_token() is None:
             raise HydrajaxError(f"{WHAT}: not logged in to the Hub: run `hf auth login` or set HF_TOKEN")
         api = HfApi()
         api.create_repo(repository, private=private or None, exist_ok=True)  # False would override the owner's default
         if private and not api.model_info(repository).private:
-            raise HydrajaxError(f"{WHAT}: '{repository}' is to be private, but exists and is public")
-        # Not upload_folder: it may upload in several commits, and so leave half of the files there.
+            raise HydrajaxError(f"{WHAT}: private: '{repository}' exists and is public")
+        # Not upload_folder, whose several commits may leave a part of the files there.
         additions = [CommitOperationAdd(path_in_repo=file, path_or_fileobj=directory / file) for file in files]
         return api.create_commit(repository, additions, commit_message=message or "Upload from hydrajax").commit_url
     except HydrajaxError:
         raise
-    except Exception as error:  # as in `resolve`
+    except Exception as error:  # as in `downloaded`
         raise HydrajaxError(f"{WHAT}: cannot upload to '{repository}': {_reason(error, repository)}") from None
 
 
 def _is_repository(text: str) -> bool:
-    """Whether the Hub allows this name; a local path with one `/` may also pass."""
+    """Return True for a name that the Hub allows; a local path with one `/` may also pass."""
     return bool(REPOSITORY.fullmatch(text)) and not re.search(r"--|\.\.|\.git$", text)
 
 
 def _reason(error: BaseException, repository: str, revision: str = "") -> str:
-    """Why huggingface_hub failed, in one line."""
+    """Explain an error of huggingface_hub in one line."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
-        # The Hub was no help, for the reason in the cause, and neither was the cache.
         return f"{_reason(error.__cause__, repository, revision)}; the cache has no complete copy"
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return "huggingface_hub is offline (HF_HUB_OFFLINE is set)"
-    if isinstance(error, errors.GatedRepoError):
-        page = f"{constants.ENDPOINT}/{repository}"
-        return f"the Hub's repository is gated: accept its terms at {page} and log in with `hf auth login`"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return "the Hub has no such repository (or it is private and you are not logged in)"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"the Hub's repository has no branch, tag or commit '{revision}'"
+    gated = f"accept its terms at {constants.ENDPOINT}/{repository} and log in with `hf auth login`"
+    for kind, reason in (  # GatedRepoError is a RepositoryNotFoundError
+        (errors.OfflineModeIsEnabled, "huggingface_hub is offline (HF_HUB_OFFLINE is set)"),
+        (errors.GatedRepoError, f"the Hub's repository is gated: {gated}"),
+        (errors.RepositoryNotFoundError, "the Hub has no such repository (or it is private and you are not logged in)"),
+        (errors.RevisionNotFoundError, f"the Hub's repository has no branch, tag or commit '{revision}'"),
+    ):
+        if isinstance(error, kind):
+            return reason
     if isinstance(error, errors.HfHubHTTPError):
         answer = f"the Hub answered {error.response.status_code} {error.response.reason_phrase}"
         if error.server_message:
@@ -155,6 +153,6 @@ def _reason(error: BaseException, repository: str, revision: str = "") -> str:
         if error.response.status_code in (401, 403):
             answer += "; is the right user logged in (`hf auth login`)?"
         return answer
-    if isinstance(error, OSError) and error.strerror:  # the disk; what the network raises has no strerror
+    if isinstance(error, OSError) and error.strerror:  # of the disk; network errors have no strerror
         return f"a file cannot be read or written: {error.strerror}: {error.filename or constants.HF_HUB_CACHE}"
     return f"the exchange with {constants.ENDPOINT} failed: {one_line(f'{type(error).__name__}: {error}')}"

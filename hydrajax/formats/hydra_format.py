@@ -1,12 +1,15 @@
-"""The files of Hydra heads (docs/design.md 4): grounded or not, behind a prefix layer or not.
+"""Files of Hydra heads (docs/design.md 4), with or without grounding and a prefix layer.
 
-The official code writes ``config.json`` with ``hydra_num_heads``, ``hydra_num_layers``, ``hydra_head_arch`` (``mlp`` or
-``prefix-mlp``), ``grounded_heads`` and ``hidden_state_offset`` beside ``hydra_lm_head.pt``. The tensors are
-``hydra_mlp.{head}.{block}.linear.*``, in the first block of grounded heads ``.res_connection.*`` too, and
-``hydra_lm_head.{head}.*``. Behind a prefix layer a dropout precedes every block and lm head and is counted, and the
-layer itself is a one-layer LLaMA without its embedding under ``prefix_embeding_layer.`` (as it is spelt there). The
-files also hold copies of the base's embedding, which are not read. ``prefix_window`` is ours: in the official code that
-layer sees all tokens.
+The official code writes ``hydra_lm_head.pt`` and ``config.json`` with ``hydra_num_heads``, ``hydra_num_layers``,
+``hydra_head_arch`` (``mlp`` or ``prefix-mlp``), ``grounded_heads`` and ``hidden_state_offset``. Tensors:
+
+- ``hydra_mlp.{head}.{block}.linear.*``, and ``.res_connection.*`` in the first block of grounded heads
+- ``hydra_lm_head.{head}.*``
+- ``prefix_embeding_layer.*`` (sic): the prefix layer, a one-layer LLaMA. Each block and lm head then follows a
+  dropout, which takes a number of its own.
+- copies of the base's embedding, which are not read
+
+``prefix_window`` is our extension: the official prefix layer attends to all tokens.
 """
 
 from __future__ import annotations
@@ -14,19 +17,19 @@ from __future__ import annotations
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.family import decoder_layer
-from hydrajax.formats.interface import About, Files, cannot_write, drafter_name, integer
+from hydrajax.families.family_layout import decoder_layer
+from hydrajax.formats.interface import CONFIG, About, Files, cannot_write, drafter_name, integer
 from hydrajax.formats.stacks import Naming, StackFormat, check_lm_head, check_stack, heads_layout, stack_rows
 from hydrajax.models.layout import Layout, Path, same
 from hydrajax.models.llama_config import LlamaConfig
 
 PLAIN = Naming(lambda k, i: f"hydra_mlp.{k}.{i}", ".linear", lambda k: f"hydra_lm_head.{k}")
-BEHIND_PREFIX = Naming(lambda k, i: f"hydra_mlp.{k}.{2 * i + 1}", ".linear", lambda k: f"hydra_lm_head.{k}.1")
+AFTER_PREFIX = Naming(lambda k, i: f"hydra_mlp.{k}.{2 * i + 1}", ".linear", lambda k: f"hydra_lm_head.{k}.1")
 ARCHITECTURES = ("mlp", "prefix-mlp")
 
 
 class Hydra(StackFormat):
-    """The released Hydra code's: `HydraHeads`, and ungrounded heads, which are `MedusaHeads` with ``lm_head_bias``."""
+    """`HydraHeads`, or ungrounded heads, which are `MedusaHeads` with ``lm_head_bias``."""
 
     name = "hydra"
     stem = "hydra_lm_head"
@@ -37,7 +40,7 @@ class Hydra(StackFormat):
     ignored = r"input_embed_fn\.weight|prefix_embeding_layer\.(embed_tokens\.weight|.*rotary_emb\.inv_freq)"
 
     def naming(self, drafter):
-        return BEHIND_PREFIX if drafter.prefix else PLAIN
+        return AFTER_PREFIX if drafter.prefix else PLAIN
 
     def recognises(self, config, names):
         return "hydra_num_heads" in config
@@ -45,30 +48,30 @@ class Hydra(StackFormat):
     def drafter(self, config, files, base):
         arch = config.get("hydra_head_arch", "mlp")
         if arch not in ARCHITECTURES:
-            raise HydrajaxError(f"config.json: hydra_head_arch is '{arch}', supported are 'mlp', 'prefix-mlp'")
+            raise HydrajaxError(f"{CONFIG}: hydra_head_arch: got {arch!r}, expected 'mlp' or 'prefix-mlp'")
         num_draft_heads, n_layers = integer(config, "hydra_num_heads", 1), integer(config, "hydra_num_layers", 1)
-        offset = integer(config, "hidden_state_offset", 0) if "hidden_state_offset" in config else 0
+        offset = integer(config, "hidden_state_offset", 0, default=0)
         if offset > base.n_layers:
-            raise HydrajaxError(f"config.json: hidden_state_offset {offset} exceeds the base's {base.n_layers} layers")
+            raise HydrajaxError(
+                f"{CONFIG}: hidden_state_offset: got {offset}, expected at most the base's {base.n_layers} layers"
+            )
         window = integer(config, "prefix_window", 1) if "prefix_window" in config else None
         heads: HydraHeads | MedusaHeads
         if config.get("grounded_heads", False):
             heads = HydraHeads(num_draft_heads, base.width, base.vocab_size, n_layers, False, offset)
         else:
             heads = MedusaHeads(num_draft_heads, base.width, base.vocab_size, n_layers, False, True, offset)
-        return self.check_files(heads if arch == "mlp" else heads.with_prefix(base, window), files, base)
+        return self.checked(heads if arch == "mlp" else heads.with_prefix(base, window), files, base)
 
     def layout(self, drafter, config):
         if drafter.prefix is None:
             return heads_layout(drafter, PLAIN)
-        return prefix_layout(drafter.prefix.config) + heads_layout(drafter, BEHIND_PREFIX, ("heads",))
+        return prefix_layout(drafter.prefix.config) + heads_layout(drafter, AFTER_PREFIX, ("heads",))
 
     def config(self, drafter, made_for):
         grounded = isinstance(drafter, HydraHeads)
         if not grounded and not getattr(drafter, "lm_head_bias", False):
-            raise cannot_write(
-                f"drafter is {drafter_name(drafter)} without lm_head_bias", "Hydra heads, for format hydra"
-            )
+            raise cannot_write("drafter", f"{drafter_name(drafter)} without lm_head_bias", "Hydra heads")
         check_lm_head(drafter)
         window = drafter.prefix and drafter.prefix.window
         return {
@@ -81,7 +84,7 @@ class Hydra(StackFormat):
 
 
 def prefix_layout(base: LlamaConfig, path: Path = ("prefix",)) -> Layout:
-    """The key map of the prefix layer of a base of this configuration."""
+    """Return the key map of the prefix layer for a base of this shape."""
     layer = decoder_layer((*path, "layer"), "prefix_embeding_layer.layers.0.", base.plain_layer)
     return [*layer, same((*path, "norm", "scale"), "prefix_embeding_layer.norm.weight", base.width)]
 

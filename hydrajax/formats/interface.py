@@ -1,7 +1,7 @@
-"""How a kind of drafter is kept in files: what `hydrajax.formats` asks the drafter's own files.
+"""Interface between draft heads and their files.
 
-A kind of drafter that is trained has one `Files`, which its line in `hydrajax.formats.draft_registry` names. Loading,
-exporting and the model card go through these, so none of them knows any kind by name.
+Each trained kind of drafter has one `Files` in `hydrajax.formats.draft_registry`. Loading, export and the model card
+use these and refer to no kind by name.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from hydrajax.models.layout import Layout
 from hydrajax.models.llama_config import LlamaConfig
 
 CONFIG = "config.json"
-MOST = 64  # heads, and blocks of one: more are a slip, which would take all memory
+MOST = 64  # heads, and blocks per head: a larger number is a typo, and would take all memory
 
 
 class MadeFor(NamedTuple):
-    """What an export knows of the base that heads were made for. n_layers: None where nobody said it."""
+    """The base that heads were made for, as far as an export knows it. n_layers: None if unknown."""
 
     name: str = ""
     n_layers: int | None = None
 
 
 class HeadFormat:
-    """One way in which a program keeps draft heads in a directory: ``config.json`` beside one file of tensors.
+    """A directory format of draft heads: ``config.json`` and one file of tensors.
 
-    name:        what ``hydrajax convert export --format`` calls it.
-    stem:        the name of the file of tensors without its suffix, or `hydrajax.models.layout.MODEL`.
-    known_by:    how a person recognises such a directory, for the message that a directory is none.
-    read_by:     who reads what we write, a sentence for the model card; HEADS in it stands for the number of heads.
-                 Empty for formats that we read and do not write.
-    ignored:     a regular expression of names of tensors in the file that are not the heads'.
-    dtype_field: the field of ``config.json`` that names the dtype of the file, where the format has one.
-    torch_only:  whether the official code opens PyTorch's file alone, so that an export may write that one too.
+    The methods raise `HydrajaxError` without the directory's name, which the caller adds.
 
-    Errors that the methods raise are `HydrajaxError` without the name of the directory, which the caller adds.
+    Attributes:
+        name: the value of ``hydrajax convert export --format``.
+        stem: name of the file of tensors without its suffix, or `hydrajax.models.layout.MODEL`.
+        known_by: how a user recognises such a directory, for error messages.
+        read_by: the programs that read our export, for the model card; HEADS stands for the number of heads. Empty for
+            formats that are only read.
+        ignored: regular expression of tensor names that are not the heads'.
+        dtype_field: field of ``config.json`` with the file's dtype, if any.
+        torch_only: the official code opens PyTorch's file alone, so an export may write that too.
     """
 
     name: str
@@ -53,45 +54,46 @@ class HeadFormat:
     torch_only: bool = False
 
     def recognises(self, config: dict, names: Collection[str]) -> bool:
-        """Whether a directory is of this format.
+        """Return True if a directory has this format.
 
-        config: the content of ``config.json``. names: of the tensors of the whole model beside it. There are none when
-        this is asked first: the model is opened only if no format recognises ``config.json`` alone.
+        Args:
+            config: the content of ``config.json``.
+            names: names of the tensors. Empty in the first round, as the tensors are opened only if no format
+                recognises ``config.json`` alone.
         """
         raise NotImplementedError
 
     def drafter(self, config: dict, files: TensorFiles, base: LlamaConfig) -> Drafter:
-        """The drafter that ``config.json`` and the names and shapes of the tensors describe, computing in float32.
+        """Return the float32 drafter that ``config.json`` and the tensors' names and shapes describe; read no tensor.
 
-        No tensor is read. Raises `HydrajaxError` for a description that is not supported or fits another base.
+        Raises:
+            HydrajaxError: the description is not supported or is of another base.
         """
         raise NotImplementedError
 
     def layout(self, drafter: Drafter, config: dict) -> Layout:
-        """The key map of such a drafter, for reading and writing. config: the content of ``config.json``."""
+        """Return the key map of a drafter with this ``config.json``."""
         raise NotImplementedError
 
     def settled(self, drafter: Drafter, files: TensorFiles, dtype: Any) -> Drafter:
-        """The drafter with what only the content of its tensors tells, such as which blocks are shared.
+        """Return the drafter with settings that depend on tensor contents, such as which blocks are shared.
 
-        Names, shapes and dtypes of the tensors have been checked by then.
-
-        dtype: that the drafter shall compute in; None for that of the file.
+        Names, shapes and dtypes have been checked. dtype: of the computation; None for the file's.
         """
         raise NotImplementedError
 
     def config(self, drafter: Drafter, made_for: MadeFor) -> dict:
-        """The fields of ``config.json`` with which to write a drafter. Raises `HydrajaxError` if there are none."""
+        """Return the fields of ``config.json``; raise `HydrajaxError` if the format cannot express the drafter."""
         raise NotImplementedError
 
     def constants(self, drafter: Drafter) -> dict[str, np.ndarray]:
-        """Tensors that follow from the drafter's settings, by name, which are written as they are beside its own."""
+        """Return further tensors to write, which follow from the drafter's settings."""
         return {}
 
 
 @dataclass(frozen=True)
 class About:
-    """What the model card says of a drafter. tag: under which the Hub lists it; rows: of the card's table."""
+    """A drafter's description in the model card. tag: on the Hub; rows: of the card's table."""
 
     title: str
     tag: str
@@ -100,12 +102,13 @@ class About:
 
 @dataclass(frozen=True)
 class Files:
-    """How a kind of drafter that has trained parameters is kept in files, besides our own (`hydrajax.formats.native`).
+    """Files of one trained kind of drafter, in addition to our own format (`hydrajax.formats.native`).
 
-    formats: of other programs, in which it is read and written; an export prefers the first that fits.
-    check:   ``(drafter, base)`` raises ValueError for settings that nobody writes, before anything of their size is
-             made, and `HydrajaxError` for those of another base.
-    about:   ``drafter -> About``.
+    Attributes:
+        formats: formats of other programs; an export prefers the first that fits.
+        check: ``(drafter, base)``, called before anything is allocated. Raises ValueError for settings that no export
+            writes, and `HydrajaxError` for those of another base.
+        about: ``drafter -> About``.
     """
 
     formats: tuple[HeadFormat, ...]
@@ -114,42 +117,44 @@ class Files:
 
 
 def check_sizes(found_sizes: tuple[int, ...], base: LlamaConfig) -> None:
-    """Refuse heads whose vocabulary and width, the shape of an lm head, are not this base's."""
+    """Refuse heads whose (vocabulary, width), the shape of an lm head, differ from the base's."""
     for name, found, wanted in zip(("vocabulary", "width"), found_sizes, (base.vocab_size, base.width), strict=False):
         if found != wanted:
-            raise HydrajaxError(f"the heads were made for another base: their {name} is {found}, not {wanted}")
+            raise HydrajaxError(f"{name}: got {found}, expected {wanted}; the heads were made for another base")
 
 
-def integer(config: dict, field: str, least: int) -> int:
-    """A whole number that ``config.json`` must hold."""
+def integer(config: dict, field: str, least: int, default: int | None = None) -> int:
+    """Return an integer field of ``config.json``, which may be missing if there is a default."""
     value = config.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise HydrajaxError(f"config.json: {field} must be an integer from {least} up, found {value!r}")
+    if field not in config and default is not None:
+        return default
+    if type(value) is not int or value < least:
+        raise HydrajaxError(f"{CONFIG}: {field}: got {value!r}, expected an integer of at least {least}")
     return value
 
 
-def expect(config: dict, allowed: dict[str, Any], where: str = CONFIG) -> None:
-    """Refuse a field that declares what is not computed here. allowed: the values of each, of which None is absent."""
-    for name, values in allowed.items():
-        if (found := config.get(name)) not in values:
-            said = next((value for value in values if value is not None), None)
-            raise HydrajaxError(f"{where}: {name} is {found!r}, supported is {'none' if said is None else repr(said)}")
-
-
-def flag(config: dict, name: str, default: bool | None = None) -> bool:
-    """True or false as ``config.json`` says. default: where it says nothing; None refuses that."""
-    found = config.get(name, default)
+def flag(config: dict, field: str, default: bool | None = None) -> bool:
+    """Return a boolean field of ``config.json``, which may be missing if there is a default."""
+    found = config.get(field, default)
     if not isinstance(found, bool):
-        raise HydrajaxError(f"{CONFIG}: {name} must be true or false, found {found!r}")
+        raise HydrajaxError(f"{CONFIG}: {field}: got {found!r}, expected true or false")
     return found
 
 
-def cannot_write(found: str, allowed: str) -> HydrajaxError:
-    """The error that a format has no way to say what a drafter is."""
-    return HydrajaxError(f"{found}, the official layouts allow {allowed}")
+def expect(config: dict, allowed: dict[str, tuple], where: str = CONFIG) -> None:
+    """Refuse a field that declares an unimplemented variant. allowed: values of each field; None means missing."""
+    for name, values in allowed.items():
+        if (found := config.get(name)) not in values:
+            shown = next((repr(value) for value in values if value is not None), "no such field")
+            raise HydrajaxError(f"{where}: {name}: got {found!r}, expected {shown}")
+
+
+def cannot_write(field: str, found: object, expected: object) -> HydrajaxError:
+    """Return the error that a format cannot express a drafter."""
+    return HydrajaxError(f"{field}: got {found}, expected {expected}")
 
 
 def drafter_name(drafter: Any) -> str:
-    """Return a drafter's class for messages, and its prefix layer."""
+    """Return a drafter's class name for messages, and its prefix layer."""
     name = type(drafter).__name__
     return f"{name} with a prefix layer" if drafter.spec.prefix_layer else name

@@ -1,11 +1,10 @@
-"""Draft heads in any format that we read; a directory's ``config.json`` and tensors tell which it is.
+"""Load draft heads of any supported format, recognised by ``config.json`` and tensor names.
 
-Names, shapes and dtypes of foreign tensors are checked strictly before any of them is read.
+Names, shapes and dtypes of foreign tensors are checked before any tensor is read.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import jax
@@ -23,7 +22,7 @@ from hydrajax.models.layout import MODEL, read, shapes
 from hydrajax.models.llama_config import LlamaConfig
 
 WHAT = "draft"
-RECORD = "hydrajax"  # the field of an exported config.json that says what the heads were made for, and how
+RECORD = "hydrajax"  # field of an exported config.json: the base's fingerprint and the training record
 
 
 def load_draft(
@@ -36,12 +35,14 @@ def load_draft(
 ):
     """Load ``(drafter, draft_params)`` for a base of this configuration.
 
-    dtype: of parameters and computation; None keeps that of the files.
-    base_directory: where that base lies. Heads that know which base they were made for are then refused for another.
-        Most released ones do not know.
-    adapter: where the adapter lies that the base there has; a base with an adapter is another one than without.
+    Args:
+        dtype: of parameters and computation; None for the files' own.
+        base_directory: directory of the base. Heads that record their base are then refused for any other; most
+            released ones have no record.
+        adapter: directory of the base's adapter. A base with an adapter is another base than without.
 
-    Raises `HydrajaxError` for anything missing, damaged, unsupported or made for another base.
+    Raises:
+        HydrajaxError: anything missing, damaged, unsupported or made for another base.
     """
     directory = Path(directory)
     check_directory(directory, WHAT)
@@ -58,30 +59,23 @@ def load_draft(
 
 
 def find_format(directory: Path, config: dict) -> HeadFormat:
-    """The format of a directory with this ``config.json``; raises `HydrajaxError` if it is of none."""
-    names: set[str] = set()
-    fitting = [format for format in FORMATS if format.recognises(config, names)]
+    """Return the format of a directory with this ``config.json``; raise `HydrajaxError` if there is none."""
+    fitting = [format for format in FORMATS if format.recognises(config, ())]
     if not fitting and holds(directory, MODEL):
         names = set(open_tensors(directory, MODEL, WHAT))
         fitting = [format for format in FORMATS if format.recognises(config, names)]
-    if fitting:  # if no format's file is there, the first one's is missed
+    if fitting:  # the first one reports its missing file if there is none
         return next((format for format in fitting if holds(directory, format.stem)), fitting[0])
     supported = ", ".join([*(format.known_by for format in FORMATS), "hydrajax's own ('hydrajax_draft')"])
-    raise HydrajaxError(f"{WHAT}: {directory} is no directory of draft heads that loads; those are: {supported}")
+    raise HydrajaxError(f"{WHAT}: {directory} holds no draft heads of a supported format: {supported}")
 
 
 def load_released(directory: Path, config: dict, base: LlamaConfig, dtype, format: HeadFormat):
-    """``(drafter, draft_params)`` from a directory of this format, for a base of this configuration.
-
-    config: the content of ``config.json``. dtype: of parameters and computation; None keeps that of the files.
-    """
+    """Load ``(drafter, draft_params)`` in this format; the arguments are those of `load_draft`."""
     files, where = open_tensors(directory, format.stem, WHAT), f"{WHAT}: {directory}"
     try:
         drafter = format.drafter(config, files, base)
-    except HydrajaxError as error:
-        raise HydrajaxError(f"{where}: {error}") from None
-    expect_tensors(files, shapes(format.layout(drafter, config)), where, re.compile(format.ignored))
-    try:
+        expect_tensors(files, shapes(format.layout(drafter, config)), format.stem, format.ignored)
         drafter = format.settled(drafter, files, dtype)
     except HydrajaxError as error:
         raise HydrajaxError(f"{where}: {error}") from None

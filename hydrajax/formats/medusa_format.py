@@ -1,9 +1,9 @@
-"""The files of Medusa heads (docs/design.md 4): Medusa v1, Medusa-2, and Medusa as vLLM names it.
+"""Files of Medusa heads (docs/design.md 4): Medusa v1, Medusa-2 and vLLM's Medusa.
 
-The official Medusa v1 code writes ``config.json`` with ``medusa_num_heads`` and ``medusa_num_layers`` beside
-``medusa_lm_head.pt`` (or ``.safetensors``), whose tensors are ``{head}.{block}.linear.weight`` and ``.bias`` and, for
-the lm head, ``{head}.{number of blocks}.weight``. Medusa-2 puts the same tensors, behind ``medusa_head.``, into the
-file of the base that was trained with them. vLLM has names and a ``config.json`` of its own.
+The official Medusa v1 code writes ``medusa_lm_head.pt`` (or ``.safetensors``) and ``config.json`` with
+``medusa_num_heads`` and ``medusa_num_layers``. Tensors: ``{head}.{block}.linear.weight`` and ``.bias``, and
+``{head}.{number of blocks}.weight`` for the lm head. Medusa-2 stores the same tensors in the base's file, prefixed with
+``medusa_head.``. vLLM has other names and fields.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.interface import About, Files, cannot_write, drafter_name, integer
+from hydrajax.formats.interface import About, Files, cannot_write, drafter_name, expect, integer
 from hydrajax.formats.stacks import Naming, StackFormat, check_lm_head, check_stack, heads_layout, stack_rows
 from hydrajax.formats.tensors import TensorFiles
 from hydrajax.models.layout import MODEL
@@ -30,7 +30,7 @@ class Medusa(StackFormat):
         "text-generation-inference (versions with Medusa) the `.safetensors`."
     )
     torch_only = True
-    prefix = ""  # of the names of all tensors
+    prefix = ""  # of all tensor names
 
     def naming(self, drafter):
         n_layers = drafter.n_layers
@@ -40,24 +40,19 @@ class Medusa(StackFormat):
         return "medusa_num_heads" in config
 
     def drafter(self, config, files, base):
-        # The released config.json may declare fewer heads than the file holds: trust the file.
+        # Released files may declare fewer heads in config.json than they hold.
         num_draft_heads = len({match[1] for match in self._matches(files, r"([0-9]{1,4})\..*")})
         if num_draft_heads == 0:
-            raise HydrajaxError(
-                f"the file holds no tensor named like '{self.prefix}0.0.linear.weight': not Medusa heads"
-            )
+            raise HydrajaxError(f"tensors: got none named like '{self.prefix}0.0.linear.weight', expected Medusa heads")
         lm_heads = self._matches(files, r"[0-9]+\.([0-9]{1,4})\.weight")
         if not lm_heads:
             raise HydrajaxError(
-                "the file holds Medusa heads without lm heads of their own (config.json's version 2), supported are "
-                "those with them"
+                "tensors: got Medusa heads that share the base's lm head (version 2 of config.json), expected lm heads "
+                "of their own"
             )
-        # Some released Medusa-2 configurations do not mention the heads at all.
-        if "medusa_num_layers" in config:
-            n_layers = integer(config, "medusa_num_layers", 1)
-        else:
-            n_layers = min(int(lm_heads[0][1]), len(files))
-        return self.check_files(separate_heads(num_draft_heads, n_layers, base), files, base)
+        # Some released Medusa-2 configurations have no field about the heads.
+        n_layers = integer(config, "medusa_num_layers", 1, default=min(int(lm_heads[0][1]), len(files)))
+        return self.checked(separate_heads(num_draft_heads, n_layers, base), files, base)
 
     def _matches(self, files: TensorFiles, pattern: str) -> list[re.Match]:
         whole = re.compile(re.escape(self.prefix) + pattern)
@@ -69,11 +64,11 @@ class Medusa(StackFormat):
 
 
 class Medusa2(Medusa):
-    """The heads of a Medusa-2 model, which lie beside their base. It is read only."""
+    """Medusa-2: heads in the same file as their base. Read only."""
 
     name = "medusa-2"
     stem = MODEL
-    known_by = "Medusa-2 (medusa_head. beside a base)"
+    known_by = "Medusa-2 (medusa_head. in the base's file)"
     read_by = ""
     prefix = "medusa_head."
     ignored = r"(?!medusa_head\.).*"  # the base
@@ -102,24 +97,16 @@ class VLLMMedusa(StackFormat):
 
     def drafter(self, config, files, base):
         num_draft_heads, n_layers = integer(config, "num_heads", 1), integer(config, "num_hidden_layers", 1)
-        for field, allowed in (
-            ("truncated_vocab_size", (None, base.vocab_size)),
-            ("original_lm_head", (None, False)),
-            ("logit_scale", (None, 1)),
-        ):
-            if config.get(field) not in allowed:
-                raise HydrajaxError(
-                    f"config.json: {field} is {config[field]!r}, allowed is {allowed[-1]!r}: each head has an lm head "
-                    "of its own over the base's whole vocabulary"
-                )
-        return self.check_files(separate_heads(num_draft_heads, n_layers, base), files, base)
+        # Each head has an lm head of its own over all tokens.
+        full = {"truncated_vocab_size": (None, base.vocab_size), "original_lm_head": (None, False)}
+        expect(config, full | {"logit_scale": (None, 1)})
+        return self.checked(separate_heads(num_draft_heads, n_layers, base), files, base)
 
     def layout(self, drafter, config):
-        """The files hold the blocks' biases only where ``config.json`` says so."""
         return heads_layout(drafter, self.naming(drafter), block_bias=config.get("medusa_fc_bias", False) is True)
 
     def config(self, drafter, made_for):
-        """vLLM takes any name with "num" and "heads" or "layers" in it for one of its own, so none is added."""
+        """Write vLLM's names alone: it takes any other with "num" and "heads" or "layers" in it for one of them."""
         check_plain(drafter)
         return {
             "architectures": ["MedusaModel"],
@@ -135,19 +122,17 @@ class VLLMMedusa(StackFormat):
 
 
 def separate_heads(num_draft_heads: int, n_layers: int, base: LlamaConfig) -> MedusaHeads:
-    """Heads for this base whose blocks are not known to be shared."""
+    """Return heads for this base without shared blocks."""
     return MedusaHeads(num_draft_heads, base.width, base.vocab_size, n_layers, share_blocks=False)
 
 
 def check_plain(drafter) -> None:
-    """Refuse what Medusa's formats cannot say: grounded heads, biases of lm heads, a prefix layer, another layer."""
+    """Refuse what Medusa's formats cannot express: grounded heads, lm head biases, a prefix layer, another layer."""
     if not isinstance(drafter, MedusaHeads) or drafter.prefix or drafter.lm_head_bias:
         bias = " with lm_head_bias" if getattr(drafter, "lm_head_bias", False) else ""
-        raise cannot_write(
-            f"drafter is {drafter_name(drafter)}{bias}", "MedusaHeads without lm_head_bias, for Medusa's formats"
-        )
+        raise cannot_write("drafter", f"{drafter_name(drafter)}{bias}", "MedusaHeads without lm_head_bias")
     if drafter.hidden_state_offset:
-        raise cannot_write(f"hidden_state_offset of Medusa heads is {drafter.hidden_state_offset}", "0")
+        raise cannot_write("hidden_state_offset", drafter.hidden_state_offset, 0)
     check_lm_head(drafter)
 
 

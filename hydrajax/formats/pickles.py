@@ -1,10 +1,9 @@
-"""PyTorch files are looked at before torch reads them: what it would do is limited by what a state dict needs.
+"""Check PyTorch files before torch reads them.
 
-With ``weights_only=True`` torch runs nothing that a file names, but a pickle of a hundred bytes can still have it hash
-a tuple of tuples of the same tuples, for ever, or ask for a terabyte. So its program is read first, as `pickletools`
-lists it, which does nothing of it: only what makes dictionaries of tensors may be named, only names and what was
-called may be used twice, and the program is short. What is left takes time and memory in proportion to the length of
-the file.
+With ``weights_only=True`` torch runs no code that a file names, but a pickle of a hundred bytes can still make it hash
+nested tuples for ever, or allocate a terabyte. So the pickle's program is first listed by `pickletools`, which executes
+nothing: it must be short, name only what makes dictionaries of tensors, and reuse only names and results of calls. Time
+and memory are then proportional to the file's length.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from pathlib import Path
 from typing import BinaryIO
 
 LONGEST = 2 << 20  # bytes of a program; a tensor takes about 200
-MOST_MEMBERS = 100_000  # of a zip: one for each storage, and a few more
-TAIL = 56 + 20 + 22  # bytes of the records that end a zip as torch writes it
-LEGACY = 5  # programs of a file of torch before 1.6: three about the file, the state dict, and the storages' names
+MOST_MEMBERS = 100_000  # of a zip: one per storage, and a few more
+TAIL = 56 + 20 + 22  # bytes of the records that end a zip written by torch
+LEGACY = 5  # programs in a file of torch before 1.6: three about the file, the state dict, and the storages' names
 NAMES = {
     "collections OrderedDict",
-    *(f"torch._utils _rebuild_{what}" for what in ("tensor", "tensor_v2", "tensor_v3")),
-    *(f"torch._utils _rebuild_{what}" for what in ("parameter", "parameter_with_state")),
+    *(f"torch._utils _rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3")),
+    *(f"torch._utils _rebuild_{kind}" for kind in ("parameter", "parameter_with_state")),
 }
-# By the instruction that makes it: a name or text, a storage, and what was called, such as a tensor.
-MAY_BE_USED_AGAIN = {"GLOBAL", "BINUNICODE", "SHORT_BINUNICODE", "BINPERSID", "REDUCE"}
+# Instructions whose result may be reused: names and texts, storages, and results of calls, such as tensors.
+REUSABLE = {"GLOBAL", "BINUNICODE", "SHORT_BINUNICODE", "BINPERSID", "REDUCE"}
 
 
 class RefusedPickle(Exception):
-    """The file is none that torch has written for a state dict; the message says why."""
+    """Not a state dict saved by torch; the message is the reason."""
 
 
 def starts_as_zip(path: Path) -> bool:
@@ -39,32 +38,37 @@ def starts_as_zip(path: Path) -> bool:
 
 
 def check_torch_file(path: Path) -> None:
-    """Raises `RefusedPickle`, and `OSError`, `ValueError` or `zipfile.BadZipFile` for what is damaged."""
+    """Check a whole file.
+
+    Raises:
+        RefusedPickle: it is not as torch writes one.
+        OSError, ValueError, zipfile.BadZipFile: it is damaged.
+    """
     if not starts_as_zip(path):
         with path.open("rb") as file:
             for _ in range(LEGACY):
-                _check(file)
+                _check_program(file)
         return
     _check_directory(path)
     with zipfile.ZipFile(path) as members:
         found = members.infolist()
-        # As torch looks for them: whole, and by small letters.
+        # torch compares whole names, ignoring case.
         names = {member.orig_filename.lower() for member in found}
         programs = [member for member in found if member.orig_filename.lower().endswith("/data.pkl")]
         if len(found) > MOST_MEMBERS or len(names) != len(found) or len(programs) != 1 or programs[0].extra:
-            raise RefusedPickle("it is a zip, but not as torch writes one")
+            raise RefusedPickle("not a zip as torch writes it")
         if any(member.compress_type != zipfile.ZIP_STORED for member in found):
-            raise RefusedPickle("it is a zip with compressed members, which torch does not write")
+            raise RefusedPickle("a zip with compressed members, which torch does not write")
         if programs[0].file_size > LONGEST:
-            raise RefusedPickle(f"its pickle has {programs[0].file_size} bytes, allowed are {LONGEST}")
-        _check(io.BytesIO(members.read(programs[0])))
+            raise RefusedPickle(f"pickle: got {programs[0].file_size} bytes, expected at most {LONGEST}")
+        _check_program(io.BytesIO(members.read(programs[0])))
 
 
 def _check_directory(path: Path) -> None:
-    """Refuse a zip of which two readers may see different members, Python's here and torch's own afterwards.
+    """Refuse a zip in which Python and torch may see different members.
 
-    Its directory must lie right before the records that end the file, where Python looks, and where they say, which is
-    where torch does; in the longer records (of zips beyond 4 GB, which torch always writes) and in the short one alike.
+    Python looks for the directory right before the records that end the file, and torch where these records point to.
+    Both must agree, in the long records (zip64, which torch always writes) and in the short one.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -83,30 +87,29 @@ def _check_directory(path: Path) -> None:
         same &= begins in (wide_begins, 2**32 - 1)
         length, begins = wide_length, wide_begins
     if not same or begins + length != ends:
-        raise RefusedPickle("it is a zip, but its directory is not where torch writes it")
+        raise RefusedPickle("a zip whose directory is not where torch writes it")
 
 
-def _check(file: BinaryIO) -> None:
-    """One pickle, from where the file stands to its end."""
-    start, before, kinds = file.tell(), "", {}
+def _check_program(file: BinaryIO) -> None:
+    """Check one pickle, from the file's position to the pickle's end."""
+    start, previous, kinds = file.tell(), "", {}
     for code, value, at in pickletools.genops(file):
         name = code.name
         if at is not None and at - start > LONGEST:
-            raise RefusedPickle(f"its pickle has more than {LONGEST} bytes")
+            raise RefusedPickle(f"pickle: got more than {LONGEST} bytes")
         if name == "PROTO" and value > 2:
-            raise RefusedPickle(f"its pickle is of protocol {value}, torch writes 2")
+            raise RefusedPickle(f"pickle protocol: got {value}, expected 2, as torch writes")
         if name in ("GLOBAL", "STACK_GLOBAL", "INST") and not _is_known(name, value):
-            raise RefusedPickle(
-                f"it names {value if name == 'GLOBAL' else 'something'}, which no state dict of tensors needs"
-            )
+            shown = value if name == "GLOBAL" else "something"
+            raise RefusedPickle(f"it names {shown}, which no state dict of tensors needs")
         if "PUT" in name:
-            kinds[value] = before
-        elif name in ("DUP", "MEMOIZE") or ("GET" in name and kinds.get(value) not in MAY_BE_USED_AGAIN):
+            kinds[value] = previous
+        elif name in ("DUP", "MEMOIZE") or ("GET" in name and kinds.get(value) not in REUSABLE):
             raise RefusedPickle("it uses a value twice that is neither a name nor a tensor")
-        before = name
+        previous = name
 
 
 def _is_known(code: str, name: str) -> bool:
-    """Besides `NAMES` those of storages and dtypes, such as ``torch FloatStorage`` and ``torch uint16``."""
+    """Return True for `NAMES`, storages (``torch FloatStorage``) and dtypes (``torch uint16``)."""
     module, _, last = name.partition(" ") if code == "GLOBAL" else ("", "", "")
     return name in NAMES or (module in ("torch", "torch.storage") and (last.endswith("Storage") or last.islower()))

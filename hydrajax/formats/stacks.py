@@ -1,4 +1,4 @@
-"""What the file formats of Medusa and Hydra heads have in common: both are stacks of the same heads."""
+"""Common parts of the Medusa and Hydra formats, both of which hold a stack of equal heads."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from hydrajax.models.llama_config import LlamaConfig
 
 
 class Naming(NamedTuple):
-    """How a format names the tensors of a stack of heads.
-
-    block:   ``block(k, i)`` is what the names of block i of head k begin with.
-    linear:  what the inner linear map of a block adds to that.
-    lm_head: ``lm_head(k)`` is the name of the lm head of head k.
-    """
+    """Tensor names of a format: ``{block(k, i)}{linear}.weight`` of block i of head k, ``{lm_head(k)}.weight``."""
 
     block: Callable[[int, int], str]
     linear: str
@@ -30,7 +25,7 @@ class Naming(NamedTuple):
 
 
 class StackFormat(HeadFormat):
-    """A format of `hydrajax.drafters.head_stack.HeadStack`. Blocks are written once per application, shared or not."""
+    """A format of `hydrajax.drafters.head_stack.HeadStack`. A shared block is written once per application."""
 
     def naming(self, drafter) -> Naming:
         raise NotImplementedError
@@ -39,27 +34,29 @@ class StackFormat(HeadFormat):
         return heads_layout(drafter, self.naming(drafter))
 
     def settled(self, drafter, files, dtype):
-        """Blocks that are copies of one another in every head are one shared block."""
+        """Blocks that are copies of one another in every head become one shared block."""
         naming = self.naming(drafter)
-        own = jnp.dtype(files.dtype(f"{naming.lm_head(0)}.weight")) if dtype is None else jnp.dtype(dtype)
-        return dataclasses.replace(drafter, share_blocks=_blocks_are_copies(drafter, naming, files), dtype=own)
+        dtype = jnp.dtype(files.dtype(f"{naming.lm_head(0)}.weight") if dtype is None else dtype)
+        return dataclasses.replace(drafter, share_blocks=_blocks_are_copies(drafter, naming, files), dtype=dtype)
 
-    def check_files(self, drafter, files: TensorFiles, base: LlamaConfig):
-        """The drafter itself, if its files may be compared with it key by key: else the message says what is wrong."""
+    def checked(self, drafter, files: TensorFiles, base: LlamaConfig):
+        """Return the drafter if the files can be compared with it tensor by tensor."""
         name = f"{self.naming(drafter).lm_head(0)}.weight"
         if name not in files:
             raise HydrajaxError(f"missing tensor '{name}'")
         check_sizes(files.shape(name), base)
         n_heads, n_layers = drafter.num_draft_heads, drafter.n_layers
-        if n_heads * n_layers > len(files):  # or a slip in a number would list millions of names
-            raise HydrajaxError(f"the file has {len(files)} tensors, too few for {n_heads} heads x {n_layers} blocks")
+        if n_heads * n_layers > len(files):  # before a typo in a number makes us list millions of names
+            raise HydrajaxError(f"tensors: got {len(files)}, too few for {n_heads} heads x {n_layers} blocks")
         return drafter
 
 
 def heads_layout(heads, naming: Naming, path: Path = (), *, block_bias: bool = True) -> Layout:
-    """The key map of a stack of heads, which lies under ``path`` in our parameters.
+    """Return the key map of a stack of heads.
 
-    block_bias: whether the files hold the blocks' biases; where they do not, the biases are read as zeros.
+    Args:
+        path: Of the stack in our parameters.
+        block_bias: False if the files hold no biases of blocks, which are then zeros.
     """
     width, layout = heads.width, []
     for k in range(heads.num_draft_heads):
@@ -85,7 +82,7 @@ def heads_layout(heads, naming: Naming, path: Path = (), *, block_bias: bool = T
 
 
 def _conditioned(path: Path, stem: str, k: int, width: int) -> Entry:
-    """W and R of `ConditionedBlock`, which keeps [h, E(root)] and the path's inputs apart."""
+    """W and R of `ConditionedBlock`, which separates [h, E(root)] from the path's inputs."""
     parts = ("linear", "res_connection")
     theirs = {f"{stem}.{part}.weight": (width, (k + 2) * width) for part in parts}
     theirs |= {f"{stem}.{part}.bias": (width,) for part in parts}
@@ -105,41 +102,40 @@ def _conditioned(path: Path, stem: str, k: int, width: int) -> Entry:
 
 
 def _blocks_are_copies(heads, naming: Naming, files: TensorFiles) -> bool:
-    def copies(names: list[str]) -> bool:
-        first = files.read(names[0])
-        return all(np.array_equal(first, files.read(name)) for name in names[1:])
-
     for k in range(heads.num_draft_heads):
         plain = range(heads.n_layers - heads.head(k).n_plain, heads.n_layers)
         for part in ("weight", "bias"):
-            names = [f"{naming.block(k, i)}{naming.linear}.{part}" for i in plain]
-            if len(names) > 1 and names[0] in files and not copies(names):
-                return False
+            first, *others = [f"{naming.block(k, i)}{naming.linear}.{part}" for i in plain] or [""]
+            if others and first in files:
+                array = files.read(first)
+                if not all(np.array_equal(array, files.read(name)) for name in others):
+                    return False
     return True
 
 
 def check_stack(heads, base: LlamaConfig) -> None:
     """`hydrajax.formats.interface.Files.check` of a stack of heads."""
-    if not (1 <= heads.num_draft_heads <= MOST and 1 <= heads.n_layers <= MOST):
-        raise ValueError(f"it has {heads.num_draft_heads} heads of {heads.n_layers} blocks, allowed are {MOST}")
+    for name in ("num_draft_heads", "n_layers"):
+        if not 1 <= getattr(heads, name) <= MOST:
+            raise ValueError(f"{name}: got {getattr(heads, name)}, expected 1 to {MOST}")
     if not 0 <= heads.hidden_state_offset <= base.n_layers:
-        raise ValueError(f"hidden_state_offset is {heads.hidden_state_offset}, the base has {base.n_layers} layers")
+        raise ValueError(f"hidden_state_offset: got {heads.hidden_state_offset}, expected 0 to {base.n_layers}")
     check_sizes((heads.vocab_size, heads.width), base)
     small = heads.small_lm_head
     if small is not None and (small.rank or 0) > base.width:
-        raise ValueError(f"the rank of small_lm_head is {small.rank}, the width is {base.width}")
-    if small is not None and small.vocabulary is not None and small.vocabulary.tokens[-1] >= base.vocab_size:
-        raise ValueError(f"small_lm_head knows token {small.vocabulary.tokens[-1]}, the base has {base.vocab_size}")
+        raise ValueError(f"rank of small_lm_head: got {small.rank}, expected at most the width, {base.width}")
+    if small is not None and small.vocabulary is not None and (last := small.vocabulary.tokens[-1]) >= base.vocab_size:
+        raise ValueError(f"vocabulary of small_lm_head: got token {last}, expected ids below {base.vocab_size}")
 
 
 def check_lm_head(heads) -> None:
-    """Refuse heads whose lm heads are smaller than a matrix over all tokens: no released format knows of them."""
+    """Refuse reduced lm heads, which no released format can express."""
     if heads.small_lm_head is not None:
-        raise cannot_write(f"small_lm_head is {heads.small_lm_head}", "lm heads of their own over all tokens")
+        raise cannot_write("small_lm_head", heads.small_lm_head, "lm heads over all tokens")
 
 
 def stack_rows(heads) -> dict[str, str]:
-    """The rows of the model card's table that describe a stack of heads."""
+    """Return the model card's rows about a stack of heads."""
     blocks = f"{heads.n_layers} block{'s' * (heads.n_layers > 1)}"
     if heads.share_blocks and heads.n_layers > 2:
         blocks += ", one shared by its layers"

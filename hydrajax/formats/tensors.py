@@ -1,7 +1,7 @@
-"""Tensors by name in safetensors and PyTorch files. Reading is strict: nothing is executed and nothing is guessed.
+"""Tensors by name in safetensors and PyTorch files.
 
-Tensors are read one at a time and the file is let go after each, so that the host never holds a whole model
-(``experiments/load_memory.py`` measures it).
+Nothing is executed, and files must hold exactly what is expected. Tensors are read one at a time and the file is closed
+after each, so that the host never holds a whole model (measured by ``experiments/load_memory.py``).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,12 +25,12 @@ from hydrajax.models.layout import ADAPTER, MODEL, Shape
 from hydrajax.optional_deps import needs
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names, NumPy's
-LONGEST_HEADER = 16 << 20  # bytes of a safetensors file that name its tensors: 100,000 of them
-NOTHING = re.compile(r"(?!)")
+LONGEST_HEADER = 16 << 20  # bytes of a safetensors header, enough for 100,000 tensors
+TORCH_FILES = {MODEL: "pytorch_model.bin", ADAPTER: "adapter_model.bin"}  # names of transformers and PEFT
 
 
 def read_json(path: Path, what: str) -> dict:
-    """A JSON object from a file, or one clear line."""
+    """Return the JSON object in a file, or raise `HydrajaxError` beginning with ``what``."""
     check_file(path, what)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -43,74 +43,55 @@ def read_json(path: Path, what: str) -> dict:
     return content
 
 
-class Description(NamedTuple):
-    """What a file says of a tensor before it is read.
-
-    dtype: as NumPy names it, or the file's own name where NumPy has no such dtype.
-    """
-
-    shape: Shape
-    dtype: str
-
-
 class TensorFiles:
-    """The tensors of one or several files by name. A subclass knows how to open one file and what is in it."""
+    """The tensors of one or several files by name. Subclasses open and describe one file."""
 
     def __init__(self, files: list[Path], what: str):
         self._what = what
         self._open_file: tuple[Path, Any] | None = None
-        self._file_of: dict[str, Path] = {}
-        self._described: dict[str, Description] = {}
+        self._found: dict[str, tuple[Path, Shape, str]] = {}
         for path in files:
-            for key, description in self._describe(self._opened(path)).items():
-                if key in self._file_of:
-                    raise HydrajaxError(f"{what}: tensor '{key}' is in both {self._file_of[key].name} and {path.name}")
-                self._file_of[key], self._described[key] = path, description
+            for key, (shape, dtype) in self._describe(self._opened(path)).items():
+                if key in self._found:
+                    raise HydrajaxError(f"{what}: tensor '{key}' is in both {self._found[key][0].name} and {path.name}")
+                self._found[key] = path, shape, dtype
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._described)
+        return iter(self._found)
 
     def __len__(self) -> int:
-        return len(self._described)
+        return len(self._found)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._described
+        return key in self._found
 
     def shape(self, key: str) -> Shape:
-        return self._described[key].shape
+        return self._found[key][1]
 
     def dtype(self, key: str) -> str:
-        return self._described[key].dtype
+        """Return NumPy's name of the dtype, or the file's own name if NumPy has no such dtype."""
+        return self._found[key][2]
 
-    def read(self, key: str) -> np.ndarray:
-        """One tensor as NumPy, bfloat16 as ml_dtypes' type."""
-        return self._read(self._opened(self._file_of[key]), key)
-
-    def read_first(self, key: str, rows: int) -> np.ndarray:
-        """The first rows of a tensor; no other is read."""
-        return self._read(self._opened(self._file_of[key]), key, rows)
+    def read(self, key: str, rows: int | None = None) -> np.ndarray:
+        """Return one tensor, or its first rows alone; bfloat16 as ml_dtypes' type."""
+        return self._read(self._opened(self._found[key][0]), key, rows)
 
     def _opened(self, path: Path):
         if self._open_file is None or self._open_file[0] != path:
-            self._open_file = None  # closes the one before
+            self._open_file = None  # closes the previous one
             self._open_file = path, self._open(path)
         return self._open_file[1]
 
-    def _open(self, path: Path):
-        raise NotImplementedError
-
-    def _describe(self, file) -> dict[str, Description]:
-        raise NotImplementedError
-
-    def _read(self, file, key: str, rows: int | None = None) -> np.ndarray:
-        raise NotImplementedError
+    _open: Callable[[Path], Any]
+    _describe: Callable[[Any], dict[str, tuple[Shape, str]]]
+    _read: Callable[[Any, str, int | None], np.ndarray]
 
 
 class SafetensorFiles(TensorFiles):
     """Files in the format of the safetensors library."""
 
     def _opened(self, path):
-        """Open it anew for every tensor: what has been read of a mapped file stays in memory while it is open."""
+        """Open the file for each tensor: pages that were read of a mapped file stay in memory while it is open."""
         return self._open(path)
 
     def _open(self, path):
@@ -118,23 +99,23 @@ class SafetensorFiles(TensorFiles):
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
             if length > LONGEST_HEADER:
-                raise SafetensorError(f"its header has {length} bytes, allowed are {LONGEST_HEADER}")
+                raise SafetensorError(f"header: got {length} bytes, expected at most {LONGEST_HEADER}")
             return safe_open(path, framework="np")
         except FileNotFoundError:
             raise HydrajaxError(f"{self._what}: no such file: {path}") from None
-        except MemoryError:  # it is mapped, and addresses may be limited
-            raise HydrajaxError(f"{self._what}: cannot map {path}: it takes more memory than there is") from None
+        except MemoryError:  # the file is mapped, and the address space may be limited
+            raise HydrajaxError(f"{self._what}: cannot map {path}: not enough memory") from None
         except (SafetensorError, OSError) as error:
             raise HydrajaxError(f"{self._what}: {path} is damaged or not a safetensors file: {error}") from None
 
     def _describe(self, file):
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (safe_open is not a dict)
         return {
-            key: Description(tuple(part.get_shape()), FLOATS.get(part.get_dtype(), part.get_dtype()))
+            key: (tuple(part.get_shape()), FLOATS.get(part.get_dtype(), part.get_dtype()))
             for key, part in slices.items()
         }
 
-    def _read(self, file, key, rows=None):
+    def _read(self, file, key, rows):
         try:
             return file.get_tensor(key) if rows is None else file.get_slice(key)[: min(rows, self.shape(key)[0])]
         except SafetensorError as error:
@@ -142,7 +123,7 @@ class SafetensorFiles(TensorFiles):
 
 
 class TorchFiles(TensorFiles):
-    """Files that ``torch.save`` wrote, which hold state dicts of tensors. Only tensors are unpickled from them."""
+    """State dicts saved by ``torch.save``, from which only tensors are unpickled."""
 
     def _open(self, path):
         torch = torch_module()
@@ -154,49 +135,46 @@ class TorchFiles(TensorFiles):
             check_torch_file(path)
             # Files of torch before 1.6 cannot be mapped and are read whole.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=starts_as_zip(path))
-            tensors, odd = self._plain(state, torch)
+            tensors, problem = self._plain(state, torch)
             storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors.values()}
             if sum(storages.values()) > path.stat().st_size:
-                odd = ", of no more bytes than the file has"
+                problem = "must hold no more bytes of tensors than the file has"
         except Exception as error:  # torch raises many types for a damaged or unsafe file
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise HydrajaxError(f"{self._what}: {path} is damaged or holds more than tensors: {reason}") from None
-        if odd is not None:
-            raise HydrajaxError(f"{self._what}: {path} must hold a state dict of tensors{odd}")
+        if problem:
+            raise HydrajaxError(f"{self._what}: {path} {problem}")
         return tensors
 
     @staticmethod
-    def _plain(state: Any, torch) -> tuple[dict, str | None]:
-        """The tensors by name, and what is wrong if they are not plain dense ones that are all in the file."""
+    def _plain(state: Any, torch) -> tuple[dict, str]:
+        """Return the tensors by name, and the problem if one is not dense or not stored in the file."""
         if not isinstance(state, dict):
-            return {}, ""
+            return {}, "must hold a state dict of tensors"
         tensors = {}
-        for name, tensor in dict.items(state):  # a subclass may say otherwise
+        for name, tensor in dict.items(state):  # a subclass may override items
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-                return {}, ""
-            tensor = tensors[name] = torch.Tensor.detach(tensor)  # which leaves behind what a file hangs on a tensor
+                return {}, "must hold a state dict of tensors"
+            tensor = tensors[name] = torch.Tensor.detach(tensor)  # without attributes that a file attached to it
             if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided or tensor.device.type != "cpu":
-                return {}, f", '{name}' is no plain dense one"
+                return {}, f"must hold dense tensors: got '{name}'"
             if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-                return {}, f", '{name}' is larger than what is stored of it"
-        return tensors, None
+                return {}, f"must hold all numbers of a tensor: got '{name}'"
+        return tensors, ""
 
     def _describe(self, file):
-        return {
-            name: Description(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in file.items()
-        }
+        return {name: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in file.items()}
 
-    def _read(self, file, key, rows=None):
+    def _read(self, file, key, rows):
         tensor = file[key][:rows] if rows else file[key]
-        tensor = tensor.clone(memory_format=torch_module().contiguous_format)  # the file is mapped, and let go
-        if str(tensor.dtype) == "torch.bfloat16":  # NumPy gets its bfloat16 from ml_dtypes, torch does not know it
+        tensor = tensor.clone(memory_format=torch_module().contiguous_format)  # a copy, as the mapped file is closed
+        if str(tensor.dtype) == "torch.bfloat16":  # which torch cannot convert to NumPy
             return tensor.view(torch_module().int16).numpy().view(jnp.bfloat16)
         return tensor.numpy()
 
 
 def torch_module():
-    """torch, imported only where a file of its own is read or written; None where it is not installed."""
+    """Return torch, imported only to read or write its files; None if it is not installed."""
     try:
         import torch
     except ImportError:
@@ -204,40 +182,39 @@ def torch_module():
     return torch
 
 
-TORCH_FILES = {MODEL: "pytorch_model.bin", ADAPTER: "adapter_model.bin"}  # transformers' and PEFT's names
-SHARDED = ".index.json"  # what the index of shards adds to the name of the single file
-
-
 def _candidates(directory: Path, stem: str) -> list[tuple[Path, type[TensorFiles]]]:
-    """The files in which tensors may lie under this name, safetensors before PyTorch files, as transformers looks."""
+    """Files and, for a model, indices of shards; in transformers' order."""
     torchs = TORCH_FILES.get(stem, f"{stem}.pt")
-    return [(directory / f"{stem}.safetensors", SafetensorFiles), (directory / torchs, TorchFiles)]
-
-
-def _index(path: Path) -> Path:
-    return path.with_name(path.name + SHARDED)
+    found: list[tuple[Path, type[TensorFiles]]] = []
+    for name, kind in ((f"{stem}.safetensors", SafetensorFiles), (torchs, TorchFiles)):
+        found.append((directory / name, kind))
+        if stem == MODEL:
+            found.append((directory / f"{name}.index.json", kind))
+    return found
 
 
 def holds(directory: Path, stem: str) -> bool:
-    """Whether a directory has files that `open_tensors` would look at."""
-    return any(path.exists() or (stem == MODEL and _index(path).exists()) for path, _ in _candidates(directory, stem))
+    """Return True if the directory has files that `open_tensors` would open."""
+    return any(path.exists() for path, _ in _candidates(directory, stem))
 
 
 def open_tensors(directory: Path, stem: str, what: str) -> TensorFiles:
-    """The tensors of ``stem.safetensors``, or else of ``stem.pt``.
+    """Open ``stem.safetensors``, or else ``stem.pt``.
 
-    The stem `MODEL` stands for the weights of a Hugging Face directory: ``model.safetensors``, else
-    ``pytorch_model.bin``, each a single file or shards with their index. Shards must lie in the directory itself.
+    The stem `MODEL` means the weights of a Hugging Face directory: ``model.safetensors`` or ``pytorch_model.bin``, each
+    one file or shards with an index. Shards must be in the directory itself.
+
+    Raises:
+        HydrajaxError: begins with ``what``; the files are missing or damaged.
     """
     candidates = _candidates(directory, stem)
     for path, kind in candidates:
-        if path.is_file():  # before an index, as transformers does
+        if path.suffix == ".json" and path.exists():
+            return kind(_shards(directory, path, what), what)
+        if path.suffix != ".json" and path.is_file():
             return kind([path], what)
-        if stem == MODEL and _index(path).exists():
-            return kind(_shards(directory, _index(path), what), what)
-    names = " nor ".join(path.name for path, _ in candidates)
-    more = ", nor the .index.json of either" if stem == MODEL else ""
-    raise HydrajaxError(f"{what}: {directory} has neither {names}{more}")
+    names = " nor ".join(path.name for path, _ in candidates if path.suffix != ".json")
+    raise HydrajaxError(f"{what}: {directory} has neither {names}" + ", nor their .index.json" * (stem == MODEL))
 
 
 def _shards(directory: Path, index: Path, what: str) -> list[Path]:
@@ -254,7 +231,7 @@ def _shards(directory: Path, index: Path, what: str) -> list[Path]:
 
 
 def save_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write a file that transformers opens, too. Raises `OSError` where it cannot be written."""
+    """Write a file that transformers opens too. Raises `OSError` if it cannot be written."""
     try:
         save_file({name: np.array(x, order="C") for name, x in tensors.items()}, path, metadata={"format": "pt"})
     except SafetensorError as error:  # such as a full disk
@@ -262,7 +239,7 @@ def save_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
 
 
 def save_torch(path: Path, tensors: dict[str, np.ndarray]) -> bool:
-    """Write a state dict as ``torch.save`` does. Returns False, and writes nothing, where torch is not installed."""
+    """Write a state dict as ``torch.save`` does. Returns False, and writes nothing, if torch is not installed."""
     torch = torch_module()
     if torch is None:
         return False
@@ -276,28 +253,30 @@ def save_torch(path: Path, tensors: dict[str, np.ndarray]) -> bool:
     return True
 
 
-def expect_tensors(found: TensorFiles, wanted: dict[str, Shape], what: str, ignored: re.Pattern = NOTHING) -> None:
-    """Refuse missing, unexpected, misshapen and non-float tensors.
+def expect_tensors(found: TensorFiles, wanted: dict[str, Shape], what: str, ignored: str = "(?!)") -> None:
+    """Refuse missing, unexpected, misshapen and non-float tensors, naming the first few.
 
-    The message names the first few and says how many more there are. ignored: names that may be there besides.
+    Args:
+        ignored: Regular expression of further names that may be there.
     """
     missing = sorted(set(wanted) - set(found))
-    extra = sorted(key for key in set(found) - set(wanted) if not ignored.fullmatch(key))
+    extra = sorted(key for key in set(found) - set(wanted) if not re.fullmatch(ignored, key, re.DOTALL))
     for problem, keys in (("missing", missing), ("unexpected", extra)):
         if keys:
             raise HydrajaxError(f"{what}: {problem} tensor{'s' * (len(keys) > 1)} {_some(map(repr, keys))}")
-    lines = [
-        f"{key} has shape {list(found.shape(key))}, expected {list(shape)}"
+    shapes = [
+        f"{key}: got shape {list(found.shape(key))}, expected {list(shape)}"
         for key, shape in wanted.items()
         if found.shape(key) != tuple(shape)
     ]
-    lines += [
-        f"{key} has dtype {found.dtype(key)}, expected {', '.join(FLOATS.values())}"
+    floats = FLOATS.values()
+    dtypes = [
+        f"{key}: got dtype {found.dtype(key)}, expected {', '.join(floats)}"
         for key in wanted
-        if found.dtype(key) not in FLOATS.values()
+        if found.dtype(key) not in floats
     ]
-    if lines:
-        raise HydrajaxError(f"{what}: {_some(lines)}")
+    if shapes or dtypes:
+        raise HydrajaxError(f"{what}: {_some(shapes + dtypes)}")
 
 
 def _some(items, most: int = 5) -> str:

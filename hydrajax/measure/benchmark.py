@@ -32,10 +32,14 @@ class BenchmarkRow:
     """One (batch, tree) cell. Times are median milliseconds per step of the whole batch, from interleaved rounds.
 
     autoregressive_step and step are whole steps; propose, verify, accept_commit and observe are the phases of ``step``.
-    draft_overhead: (propose + accept_commit + observe) / verify. break_even: step / autoregressive_step, the
-    tokens_per_step at which the tree is as fast as autoregressive decoding. prefill: milliseconds.
-    tokens_per_step, the rates (of all sequences together) and speedup come from generating for prompts; None without.
-    autoregressive_bandwidth_fraction: of the measured copy bandwidth; None on a CPU, whose caches distort it.
+
+    Attributes:
+        draft_overhead: (propose + accept_commit + observe) / verify.
+        break_even: Step / autoregressive_step, the tokens_per_step at which the tree is as fast as autoregressive
+            decoding.
+        prefill: Milliseconds. tokens_per_step, the rates (of all sequences together) and speedup come from generating
+            for prompts; None without.
+        autoregressive_bandwidth_fraction: Of the measured copy bandwidth; None on a CPU, whose caches distort it.
     """
 
     batch: int
@@ -101,7 +105,8 @@ def room_for(depths: Iterable[int]) -> int:
 def step_timer(executor: Executor, batch: int, context: int, room: int | None = None) -> StepTimer:
     """Return a timer of the executor's step and its phases near the end of ``context`` slots.
 
-    room: slots for new tokens.
+    Args:
+        room: Slots for new tokens.
     """
     room = room or room_for([executor.spec.longest_path])
     endless = executor.with_spec(max_new_tokens=room, eos_ids=(), logprobs=None)

@@ -25,9 +25,11 @@ CHUNK_TOKENS = 1024  # positions whose logits are in memory together
 class Calibration:
     """Ranks of the true tokens among a drafter's guesses.
 
-    ranks: int32 ``[K, rows, T]``, see `hydrajax.drafters.ranks`. spans: ``(row, start, end)`` of the text that the base
-    generated. overlaps: float32 ``[rows, T]``, the sum over the vocabulary of min(p, q) after each position, β in
-    Leviathan et al. 3.1; None unless the rule is rejection sampling and the drafter has a distribution.
+    Attributes:
+        ranks: int32 ``[K, rows, T]``, see `hydrajax.drafters.ranks`.
+        spans: ``(row, start, end)`` of the text that the base generated.
+        overlaps: float32 ``[rows, T]``, the sum over the vocabulary of min(p, q) after each position, β in Leviathan et
+            al. 3.1; None unless the rule is rejection sampling and the drafter has a distribution.
     """
 
     ranks: Int[np.ndarray, "K rows T"]

@@ -44,8 +44,11 @@ class Check:
 class Divergence:
     """The first difference between decoding with a tree and without.
 
-    position: in the output. tokens: with the tree and without. margin: the best logit less that of the worse of the two
-    tokens, in float32. rounding: twice the largest difference between the logits in float32 and in the computing dtype.
+    Attributes:
+        position: In the output.
+        tokens: With the tree and without.
+        margin: The best logit less that of the worse of the two tokens, in float32.
+        rounding: Twice the largest difference between the logits in float32 and in the computing dtype.
     """
 
     prompt: int

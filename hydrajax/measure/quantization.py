@@ -19,8 +19,11 @@ from hydrajax.models.packed_forward import run_base
 class LogitEffect:
     """Differences between the next-token logits of two models.
 
-    positions: number of compared distributions. largest, mean: absolute difference of logits. kl: mean
-    KL(before || after) in nats. agreement: share of positions with the same most likely token.
+    Attributes:
+        positions: Number of compared distributions.
+        largest, mean: Absolute difference of logits.
+        kl: Mean KL(before || after) in nats.
+        agreement: Share of positions with the same most likely token.
     """
 
     positions: int

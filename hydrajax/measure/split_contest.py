@@ -13,9 +13,9 @@ from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.prompt_batch import batches
 from hydrajax.decoding.state import Params
-from hydrajax.ssd.draft_side import MISS
 from hydrajax.ssd.fan_out import FanOut
-from hydrajax.ssd.record import Record
+from hydrajax.ssd.record import SpeculationRecord
+from hydrajax.ssd.speculator import MISS
 from hydrajax.ssd.split_executor import SplitExecutor
 
 IN_TURN, ONE_PROGRAM = "in turn", "one program"
@@ -25,8 +25,9 @@ IN_TURN, ONE_PROGRAM = "in turn", "one program"
 class SplitRow:
     """The measurements of one executor.
 
-    fan_out: counts of `FanOut`; None if base and draft are not split. hit_rate, ready_rate: of `Record`, over all
-    prompts; None if nothing is prepared ahead.
+    Attributes:
+        fan_out: Counts of `FanOut`; None if base and draft are not split.
+        hit_rate, ready_rate: Of `SpeculationRecord`, over all prompts; None if nothing is prepared ahead.
     """
 
     measured: Measured
@@ -68,17 +69,19 @@ def split_contest(
     return rows
 
 
-def recorded(executor: SplitExecutor, prompts: Sequence[np.ndarray], batch_size: int, seed: int = 0) -> list[Record]:
+def recorded(
+    executor: SplitExecutor, prompts: Sequence[np.ndarray], batch_size: int, seed: int = 0
+) -> list[SpeculationRecord]:
     """Decode the prompts and return the record of each batch."""
     key = jax.random.key(seed)
     found = []
     for prompt, lengths, n_real in batches(prompts, batch_size):
         record = executor.recorded(prompt, lengths, key)[1]
-        found.append(Record(record.numbers[:n_real], record.accept_lengths[:n_real], record.fan_out))
+        found.append(SpeculationRecord(record.numbers[:n_real], record.accept_lengths[:n_real], record.fan_out))
     return found
 
 
-def joined(records: Sequence[Record]) -> Record:
+def joined(records: Sequence[SpeculationRecord]) -> SpeculationRecord:
     """Concatenate the rounds of several batches."""
     n_sequences = max(len(record.numbers) for record in records)
 
@@ -89,4 +92,4 @@ def joined(records: Sequence[Record]) -> Record:
             [np.pad(array, pad, constant_values=fill) for array, pad in zip(arrays, missing, strict=True)], axis=1
         )
 
-    return Record(concatenated("numbers", MISS - 1), concatenated("accept_lengths", -1), records[0].fan_out)
+    return SpeculationRecord(concatenated("numbers", MISS - 1), concatenated("accept_lengths", -1), records[0].fan_out)

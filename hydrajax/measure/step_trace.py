@@ -26,10 +26,13 @@ from hydrajax.trees.static_tree import TreeTopology
 class TracedStep:
     """One decode step of one sequence.
 
-    number: of the step, from 1. before: token ids up to the root, the prompt included. tree: the tree of this step;
-    all fields use its node order. Ranks of a dynamic tree are those among siblings. tokens: int ``[N]``, -1 for nodes
-    without a candidate. path: the accepted nodes, the root first. bonus_token: the base's token after them; None if
-    the sequence ends here.
+    Attributes:
+        number: Of the step, from 1.
+        before: Token ids up to the root, the prompt included.
+        tree: The tree of this step; all fields use its node order. Ranks of a dynamic tree are those among siblings.
+        tokens: int ``[N]``, -1 for nodes without a candidate.
+        path: The accepted nodes, the root first.
+        bonus_token: The base's token after them; None if the sequence ends here.
     """
 
     number: int

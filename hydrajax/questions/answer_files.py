@@ -1,8 +1,8 @@
-"""Answer files as published scripts read them, taken up where a run was killed.
+"""Answer files that published scripts read, and that an interrupted run resumes.
 
-There is one file per contender and one line per question, with every field that these read: Spec-Bench's ``speed.py``
-and ``equal.py``, FastChat's judge (``load_model_answers``, which takes any ``*.jsonl`` of the directory for a model of
-that name), Medusa's and EAGLE's scripts. What they do not know stands beside it and is ignored by them.
+One file per contender, one line per question, with every field that these scripts read: Spec-Bench's ``speed.py`` and
+``equal.py``, FastChat's judge (``load_model_answers``, which takes every ``*.jsonl`` of the directory for the answers
+of a model of that name), Medusa's and EAGLE's. They ignore the additional fields.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hydrajax.text.jsonl import json_value, shown
 from hydrajax.text.records import BOOL, INTEGER, NUMBER, OBJECT, TEXT, checked, either, list_of
 
 SETTINGS = "settings.json"
-# What is read back of a line, and of its choice; lists have an item per turn, but for `accept_lengths`.
+# Fields that are read back from a line, and from its choice.
 LINE = {"question_id": either(INTEGER, TEXT), "category": TEXT, "model_id": TEXT, "choices": list_of(OBJECT, 1)}
 PER_TURN = {
     "turns": list_of(TEXT), "decoding_steps": list_of(INTEGER), "new_tokens": list_of(INTEGER),
@@ -29,34 +29,39 @@ CHOICE = PER_TURN | {"accept_lengths": list_of(INTEGER), "repeats_agree": BOOL}
 
 
 def answer_directory(directory: str | Path) -> Path:
-    """The directory, made if there is none. Raises `HydrajaxError` where that cannot be done."""
+    """Return the directory; create it if needed."""
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise HydrajaxError(f"output: {directory} is a file, the name of a directory is needed") from None
+        raise HydrajaxError(f"output: {directory} is a file, expected a directory") from None
     except OSError as error:
         raise HydrajaxError(f"output: cannot make {directory}: {error.strerror}") from None
     return Path(directory)
 
 
 class AnswerFiles:
-    """``MODEL_ID.jsonl`` per contender in a directory, each line on disk when its question is done.
+    """``MODEL_ID.jsonl`` per contender in one directory; each line is on disk once its question is answered.
 
-    Opening them takes up what an earlier run left: a question that not all contenders have answered is forgotten, and
-    with it a line that was being written when the run was killed. ``answers[model_id][question_id]`` are the records,
-    ``done`` the ids of questions answered by all.
+    Opening resumes an earlier run: answers to questions that not every contender has answered are dropped, and so is a
+    line that was being written when the run was killed. Hold the directory with `hydrajax.locking.in_use`.
 
-    One run at a time: hold the directory with `hydrajax.locking.in_use`.
+    Args:
+        directory: created if needed.
+        model_ids: names of the contenders.
+        settings: JSON object of what answers and times depend on.
 
-    Raises `HydrajaxError` where the directory holds answers made with other ``settings`` (a JSON object), whose times
-    and texts would not belong together, or a damaged file.
+    Attributes:
+        answers: records by model id and question id.
+
+    Raises:
+        HydrajaxError: if the directory has answers made with other settings, or a damaged file.
     """
 
     def __init__(self, directory: str | Path, model_ids: Sequence[str], settings: dict[str, Any]):
         self._directory = answer_directory(directory)
         self._paths = {model_id: self._directory / f"{model_id}.jsonl" for model_id in model_ids}
         begun = any(file.stat().st_size for file in self._directory.glob("*.jsonl"))
-        otherwise = "take another directory, or remove its files to begin again"
+        otherwise = "choose another directory, or remove its files to start over"
         holder = f"{self._directory} holds answers"
         keep_settings(self._directory / SETTINGS, settings, holder, begun=begun, otherwise=otherwise)
         found = {model_id: _read(path) for model_id, path in self._paths.items()}
@@ -70,16 +75,17 @@ class AnswerFiles:
 
     @property
     def done(self) -> set[int | str]:
+        """Ids of the questions that every contender has answered."""
         return set(next(iter(self.answers.values())))
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
-        """A question's answers, one of each contender; they are on disk when this returns."""
+        """Add one question's answers, one per contender; they are on disk when this returns."""
         for record in records:
             append(self._paths[record["model_id"]], [record])
             self.answers[record["model_id"]][record["question_id"]] = record
 
     def cut_prompts(self, questions: Iterable[Question]) -> dict[str, int]:
-        """How many prompts of each contender did not fit the context, over all turns of these questions."""
+        """Return the number of prompts that were cut, by contender, over all turns of these questions."""
         return {
             model_id: sum(count > 0 for q in questions for count in answers[q.question_id]["choices"][0]["cut_tokens"])
             for model_id, answers in self.answers.items()
@@ -87,16 +93,15 @@ class AnswerFiles:
 
 
 def _read(path: Path) -> list[dict]:
-    """The whole lines of an answer file."""
+    """Read the complete lines of an answer file."""
     records: dict[int | str, dict] = {}
     for number, line in enumerate(whole_lines(path), start=1):
         try:
             record = _answer(json_value(line), path.stem, f"{path} line {number}")
             if record["question_id"] in records:
-                found = shown(record["question_id"])
-                raise HydrajaxError(f"{path} line {number}: question_id: {found} occurs a second time")
+                raise HydrajaxError(f"{path} line {number}: question_id: {shown(record['question_id'])} occurs twice")
         except HydrajaxError as error:
-            raise HydrajaxError(f"{error}; it is damaged, or no answer of this program: remove the line") from None
+            raise HydrajaxError(f"{error}; the line is damaged or not from this program: remove it") from None
         records[record["question_id"]] = record
     return list(records.values())
 
@@ -104,10 +109,10 @@ def _read(path: Path) -> list[dict]:
 def _answer(line: Any, model_id: str, where: str) -> dict:
     record = checked(line, LINE, where)
     if record["model_id"] != model_id:
-        raise HydrajaxError(f"{where}: model_id: must be as the file is called, found {shown(record['model_id'])}")
+        raise HydrajaxError(f"{where}: model_id: got {shown(record['model_id'])}, expected the file's name")
     choice = checked(record["choices"][0], CHOICE, f"{where}: choices[0]")
     if len({len(choice[field]) for field in PER_TURN}) != 1:
-        raise HydrajaxError(f"{where}: choices[0]: {', '.join(PER_TURN)} must have an item for each turn")
+        raise HydrajaxError(f"{where}: choices[0]: {', '.join(PER_TURN)} must have one item per turn")
     if sum(choice["decoding_steps"]) != len(choice["accept_lengths"]):
-        raise HydrajaxError(f"{where}: choices[0].accept_lengths: must have an item for each of the decoding_steps")
+        raise HydrajaxError(f"{where}: choices[0].accept_lengths: must have one item per decoding step")
     return record

@@ -1,14 +1,10 @@
-"""Asking: every question of a set to every contender, in one interleaved run.
-
-All contenders take turns at each turn of a question, so that a busy moment of the machine hits all alike.
-"""
+"""Ask every question of a set to every contender, in one interleaved run."""
 
 from __future__ import annotations
 
 import statistics
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,27 +12,31 @@ from typing import Any, Protocol
 from hydrajax.decoding.prompt_batch import bucket
 from hydrajax.errors import HydrajaxError
 from hydrajax.questions.answer_files import AnswerFiles
+from hydrajax.questions.dialogue import Dialogue
 from hydrajax.questions.sets import Question
 from hydrajax.text.answers import Generation
 from hydrajax.text.jsonl import shown
 
 
 class Contender(Protocol):
-    """Whatever answers, named as its answer file: `hydrajax.questions.contenders.Answerer`, or a made-up one."""
+    """A way to answer questions; ``model_id`` is the name of its answer file."""
 
     model_id: str
 
     def decode(self, ids: list[int], seed: int) -> Generation:
-        """The answer to a prompt of these token ids."""
+        """Return the answer to one prompt of token ids."""
 
 
 @dataclass(frozen=True)
 class Prompter:
-    """Conversations as token ids.
+    """Encode conversations as prompts of at most ``context - max_new_tokens`` tokens.
 
-    encode: messages (``role``, ``content``) to ids up to where the answer begins. A prompt longer than the context less
-    ``max_new_tokens`` loses its oldest tokens, but not a leading ``bos_id``: what was asked last stays, and so does the
-    mark that every text of the base's training began with.
+    Attributes:
+        encode: messages (``role``, ``content``) to token ids, up to the start of the answer. A prompt that is too long
+            loses its oldest tokens, except a leading BOS: the last question stays whole.
+        context: positions of the model.
+        max_new_tokens: limit of an answer.
+        bos_id: the BOS token, None without one.
     """
 
     encode: Callable[[list[dict[str, str]]], list[int]]
@@ -47,17 +47,17 @@ class Prompter:
     def __post_init__(self):
         if self.max_new_tokens > self.context - 2:
             raise HydrajaxError(
-                f"max_new_tokens: must be at most {self.context - 2}, found {self.max_new_tokens}: the model's "
-                f"context of {self.context} tokens must hold a prompt too"
+                f"max_new_tokens: got {self.max_new_tokens}, expected at most {self.context - 2}: the model's context "
+                f"of {self.context} tokens must also hold a prompt"
             )
 
     @property
     def room(self) -> int:
-        """The longest prompt in tokens."""
+        """Limit of a prompt in tokens."""
         return self.context - self.max_new_tokens
 
     def __call__(self, messages: list[dict[str, str]]) -> tuple[list[int], int]:
-        """The prompt's ids, and how many were cut."""
+        """Return the prompt's token ids, and the number of tokens cut."""
         ids = self.encode(messages)
         cut = max(len(ids) - self.room, 0)
         kept = int(cut > 0 and ids[0] == self.bos_id)
@@ -74,95 +74,95 @@ def evaluate(
     seed: int = 0,
     on_question: Callable[[], None] = lambda: None,
 ) -> None:
-    """Ask every contender every question that ``files`` has no answer to, and add the answers.
+    """Ask every contender every unanswered question, and add the answers to ``files``.
 
-    Which contender goes first changes from turn to turn. Each has a conversation of its own: its own answers stand in
-    its later prompts. A prompt of a width that a contender has not met is first decoded untimed. ``on_question`` is
-    called for each question that is done, also for those that were done before.
+    All contenders answer a turn before the next is asked, in an order that rotates, so that a busy moment of the
+    machine affects all alike. Each has its own conversation: its later prompts contain its own answers. A prompt width
+    that is new to a contender is first decoded untimed.
+
+    Args:
+        repeats: timed runs of each turn.
+        seed: seed of the run.
+        on_question: called for each finished question, also for those of an earlier run.
     """
     warm: set[tuple[str, int]] = set()
     for number, question in enumerate(questions):
         if question.question_id not in files.done:
-            talks = [Talk(contender, prompter) for contender in contenders]
-            for turn, message in enumerate(question.turns):
-                # A draw of its own for every turn, the same in every run whatever else is asked.
-                own = zlib.crc32(repr((seed, question.question_id, turn)).encode())
-                for talk in talks:
-                    talk.ask(message, question)
-                    width = talk.contender.model_id, bucket(len(talk.ids), prompter.context)
+            dialogues = [ContenderDialogue(contender, question, prompter, seed) for contender in contenders]
+            for _ in question.turns:
+                for dialogue in dialogues:
+                    dialogue.ask()
+                    width = dialogue.contender.model_id, bucket(len(dialogue.ids), prompter.context)
                     if width not in warm:
-                        talk.contender.decode(talk.ids, own)
+                        dialogue.decode()
                         warm.add(width)
                 for repeat in range(repeats):
-                    for place in range(len(talks)):
-                        talks[(place + number + repeat) % len(talks)].answer(own)
-                for talk in talks:
-                    talk.close()
-            files.add([talk.record(question) for talk in talks])
+                    for place in range(len(dialogues)):
+                        dialogue = dialogues[(place + number + repeat) % len(dialogues)]
+                        dialogue.runs.append(dialogue.decode())
+                for dialogue in dialogues:
+                    dialogue.close()
+            files.add([dialogue.record() for dialogue in dialogues])
         on_question()
 
 
-class Talk:
-    """A contender's conversation about one question: `ask`, `answer` once per repeat, `close`, and so on."""
+class ContenderDialogue(Dialogue):
+    """One contender's conversation about one question."""
 
-    def __init__(self, contender: Contender, prompter: Prompter):
-        self.contender, self._prompter = contender, prompter
-        self.ids: list[int] = []
-        self._messages: list[dict[str, str]] = []
+    def __init__(self, contender: Contender, question: Question, prompter: Prompter, seed: int):
+        super().__init__(seed, question.question_id, question.turns)
+        self.contender, self._question, self._prompter = contender, question, prompter
         self._cut: list[int] = []
-        self._runs: list[Generation] = []
-        self._turns: list[list[Generation]] = []
+        self.runs: list[Generation] = []  # repeats of the current turn
+        self._answers: list[list[Generation]] = []  # repeats of every turn
 
-    def ask(self, message: str, question: Question) -> None:
-        self._messages.append({"role": "user", "content": message})
+    def encode(self) -> list[int]:
         try:
-            self.ids, cut = self._prompter(self._messages)
+            ids, cut = self._prompter(self.messages)
         except HydrajaxError as error:
-            raise HydrajaxError(f"question {shown(question.question_id)}: {error}") from None
+            raise HydrajaxError(f"question {shown(self._question.question_id)}: {error}") from None
         self._cut.append(cut)
+        return ids
 
-    def answer(self, seed: int) -> None:
-        self._runs.append(self.contender.decode(self.ids, seed))
+    def decode(self) -> Generation:
+        return self.contender.decode(self.ids, self.turn_seed)
 
     def close(self) -> None:
-        self._messages.append({"role": "assistant", "content": text_of(self._runs[0])})
-        self._turns.append(self._runs)
-        self._runs = []
+        """End the turn."""
+        self.answer(self.runs[0].text)
+        self._answers.append(self.runs)
+        self.runs = []
 
-    def record(self, question: Question) -> dict[str, Any]:
-        """The line for the file. Lists have an item per turn; ``accept_lengths`` is one list over all turns, and
-        ``decoding_steps`` (Spec-Bench) is one more than the last step's index ``idxs`` (Medusa, EAGLE).
+    def record(self) -> dict[str, Any]:
+        """Return the line for the answer file.
 
-        ``wall_time`` is the median of the repeats, ``wall_times`` all of them; the rest is of the first.
+        Lists have one item per turn, except ``accept_lengths``, which is one list over all turns. ``decoding_steps``
+        (Spec-Bench) is the last step's index ``idxs`` (Medusa, EAGLE) plus one. ``wall_time`` is the median of
+        ``wall_times``; the other fields are those of the first repeat.
         """
-        first = [runs[0] for runs in self._turns]
-        times = [[run.wall_time for run in runs] for runs in self._turns]
+        first = [runs[0] for runs in self._answers]
+        times = [[run.wall_time for run in runs] for runs in self._answers]
         choice = {
             "index": 0,
-            "turns": [text_of(run) for run in first],
+            "turns": [message["content"] for message in self.messages if message["role"] == "assistant"],
             "decoding_steps": [run.steps for run in first],
             "idxs": [run.steps - 1 for run in first],
             "new_tokens": [run.new_tokens for run in first],
             "wall_time": [statistics.median(seconds) for seconds in times],
-            "accept_lengths": [length for run in first for length in run.step_lengths],
-            # Ours:
+            "accept_lengths": [length for run in first for length in run.emitted_per_step],
+            # Fields of this package, which the published scripts ignore:
             "output_ids": [run.output_ids for run in first],
             "finish_reasons": [run.finish_reason for run in first],
             "prompt_tokens": [len(run.prompt_ids) for run in first],
             "cut_tokens": self._cut,
             "wall_times": times,
-            "repeats_agree": all(run.output_ids == runs[0].output_ids for runs in self._turns for run in runs),
+            "repeats_agree": all(run.output_ids == runs[0].output_ids for runs in self._answers for run in runs),
         }
         return {
-            "question_id": question.question_id,
-            "category": question.category,
+            "question_id": self._question.question_id,
+            "category": self._question.category,
             "answer_id": uuid.uuid4().hex,
             "model_id": self.contender.model_id,
             "choices": [choice],
             "tstamp": time.time(),
         }
-
-
-def text_of(answer: Generation) -> str:
-    """An answer's text as the published scripts write it, and as their templates put it into the next prompt."""
-    return (answer.text or "").strip()

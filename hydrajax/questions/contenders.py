@@ -1,4 +1,4 @@
-"""The contenders of an evaluation: the base alone, and every draft with every tree, each named as its answer file."""
+"""Contenders of an evaluation: the base alone, and every draft with every tree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from hydrajax.autotune.contest import AUTOREGRESSIVE
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.formats.draft_registry import beside_lookup
+from hydrajax.formats.draft_registry import parse_lookup
 from hydrajax.generation import generate
 from hydrajax.language_model import LanguageModel
 from hydrajax.text.answers import Generation
@@ -25,17 +25,17 @@ from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 
 @dataclass(frozen=True)
 class Answerer:
-    """An executor that answers questions, under the name of its answer file."""
+    """An executor that answers questions; ``model_id`` is the name of its answer file."""
 
     model_id: str
     executor: Executor
 
     def decode(self, ids: list[int], seed: int) -> Generation:
-        """Return the answer to one prompt of token ids, its time without compilation."""
+        """Return the answer to one prompt of token ids; its time excludes compilation."""
         return next(generate(self.executor, [ids], seed=seed))
 
     def identity(self) -> dict[str, str]:
-        """Return what tells it from others of the same name: a hash of the draft's parameters, and the tree."""
+        """Return a hash of the draft's parameters and the tree, which differ between contenders of one name."""
         tree = self.executor.spec.tree
         grown = isinstance(tree, DynamicTree)
         name = tree.name if grown else " ".join(".".join(map(str, path)) for path in tree.choices)
@@ -54,18 +54,18 @@ def contenders(
     """Return the base alone first, then every draft with every named tree, or with its own tree.
 
     Args:
-        model: the base, whose parameters all share.
-        base, drafts: as the user names them.
+        model: the base; all contenders share its parameters.
+        base, drafts: directories or names, as the user gave them.
         trees: names and trees.
-        wanted: how to decode, but for the drafter and the tree.
-        base_directory: heads that record another base are refused; None to accept them.
+        wanted: decoding configuration; its drafter and tree are replaced.
+        base_directory: refuse draft heads that record another base; None to accept them.
     """
     names: set[str] = set()
 
     def unique(*parts: str) -> str:
         wanted = re.sub(r"[^\w.+-]+", "_", "-".join(filter(None, parts)))
         name, count = wanted, 1
-        while name in names:  # heads of one name in two places
+        while name in names:  # two directories of one name
             count += 1
             name = f"{wanted}-{count}"
         names.add(name)
@@ -77,20 +77,20 @@ def contenders(
     for draft in drafts:
         drafted = model.with_draft(draft, base_directory=base_directory)
         for name, tree in trees or [("", drafted.default_tree())]:
-            executor = drafted.executor(drafted.spec(wanted, tree=tree))  # refuses a tree that does not fit
+            executor = drafted.executor(drafted.spec(wanted, tree=tree))  # raises for a tree that does not fit
             found.append(Answerer(unique(base, folder_name(draft), name), executor))
     return found
 
 
 def folder_name(name: str) -> str:
-    """The last part of a directory's or repository's name, behind ``lookup+`` where that stands before it."""
-    if beside := beside_lookup(name):
+    """Return the last part of a directory's or repository's name, keeping a leading ``lookup+``."""
+    if beside := parse_lookup(name):
         return name.removesuffix(beside.draft) + folder_name(beside.draft)
     return Path(os.path.realpath(name)).name if os.path.isdir(name) else name.rpartition("/")[2]
 
 
 def digest(params: Any) -> str:
-    """A hash of a row of every array: it tells heads of one name that were trained anew from the old ones."""
+    """Return a hash of one row of every array, which changes when heads are retrained under the same name."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(params):
         found.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)], np.float32).tobytes())

@@ -1,4 +1,4 @@
-"""Prompts for the shipped model: Python source of this installation that the model was not trained on."""
+"""Prompts for the bundled model: Python source files of this installation that it was not trained on."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from hydrajax import assets
 
 @dataclass(frozen=True)
 class NamedPrompt:
-    """Token ids, and where they are from."""
+    """Token ids and their source."""
 
     name: str
     ids: list[int]
 
 
 def source_folders() -> dict[str, Path]:
-    """Where the sources lie that the names of `hydrajax.assets.about` begin with."""
+    """Return the directory of each source in the names of `hydrajax.assets.about`."""
     paths = sysconfig.get_paths()
     return {"standard_library": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
 
 
 def held_out_files(folders: Mapping[str, Path] | None = None) -> Iterator[tuple[str, str]]:
-    """``(name, text)`` of the files that no shipped model has seen, as far as these folders have them.
+    """Yield ``(name, text)`` of the held-out files that these folders contain.
 
-    folders: by the source that a name begins with, by default this Python's.
+    Args:
+        folders: directory by source (the first part of a name); default: those of this Python.
     """
     folders = source_folders() if folders is None else folders
     for full_name in assets.about().get("held_out", []):
@@ -42,7 +43,7 @@ def held_out_files(folders: Mapping[str, Path] | None = None) -> Iterator[tuple[
 
 
 def held_out_prompts(files: Iterable[tuple[str, str]], tokenizer: Any, n_tokens: int) -> Iterator[NamedPrompt]:
-    """The first ``n_tokens`` from the first function in the second half of each file that has so many."""
+    """Yield ``n_tokens`` tokens from the first function in the second half of each file that is long enough."""
     for name, text in files:
         lines = text.splitlines(keepends=True)
         starts = (n for n, line in enumerate(lines) if n >= len(lines) // 2 and line.lstrip().startswith("def "))

@@ -1,11 +1,13 @@
-"""Question sets of the published evaluations, from files in their released formats or from `datasets`."""
+"""Question sets of published evaluations, from files in their released formats or from the Hub."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from hydrajax.errors import HydrajaxError, not_allowed, one_line
 from hydrajax.text.jsonl import file_content, json_lines, json_value, objects, shown
 
-# Sets that have a name, and the file that `--data` looks for.
+# Named sets and their files.
 FILES = {
     "mt_bench": "mt_bench_question.jsonl",
     "spec_bench": "spec_bench_question.jsonl",
@@ -21,20 +23,25 @@ FILES = {
     "humaneval": "HumanEval.jsonl.gz",
     "gsm8k": "gsm8k_test.jsonl",
 }
-TEXTS = ("turns", "question", "instruction", "prompt")  # fields with the user's text; the first that is there counts
-ARTICLES = ("article", "document")  # of records with an article to sum up, as CNN/DailyMail and XSum name it
-# What is asked about an article. It ends in the words before the answer, for a base model that knows no chat, and that
-# is what stays where an article is longer than the context.
+TEXTS = ("turns", "question", "instruction", "prompt")  # fields with the user's text; the first present is used
+ARTICLES = ("article", "document")  # as CNN/DailyMail and XSum name the text to summarise
+# Ends with the words before the answer: a base without chat training continues them, and they survive the cut of an
+# article that is longer than the context.
 SUMMARISE = "Summarise this article in a few sentences.\n\n{article}\n\nSummary:"
 IDS = ("question_id", "task_id", "prompt_id", "id")
-# The Hub's org/name, with a configuration and a split where the default ones will not do.
+# org/name[:configuration[:split]]
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]*)(?::(?P<split>[\w.-]+))?)?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Question:
-    """turns: what the user says, one after the other. Ids are unique within a set. record: the question's line of the
-    file, with the references that scores look for; two questions with the same turns are equal whatever is in it.
+    """One question.
+
+    Attributes:
+        question_id: unique within a set.
+        category: category, or the set's name.
+        turns: the user's messages.
+        record: the complete record, with the references that scores need; ignored by comparison.
     """
 
     question_id: int | str
@@ -44,20 +51,24 @@ class Question:
 
 
 def read_questions(name: str, data: str | Path | None = None) -> list[Question]:
-    """The questions of a set, in order.
+    """Read the questions of a set, in order.
 
-    name: one of `FILES`, found in the directory ``data``; or a file of the user's own (``.jsonl``, a list in ``.json``,
-    either as ``.gz``); or a Hub dataset, ``org/name`` or ``org/name:configuration:split``. A record holds its text, or
-    a list of texts, under one of `TEXTS` (with the ``input`` that an instruction may have), and may hold an id and a
-    ``category``; otherwise its number from 1 up and the set's name are taken. One of `ARTICLES` without such a text is
-    asked as `SUMMARISE`. Other fields are only kept.
+    A record has its text, or a list of texts, under one of `TEXTS` (and the ``input`` of an instruction), and may have
+    an id and a ``category``; the defaults are its number from 1 and the set's name. A record with one of `ARTICLES`
+    and no such text is asked as `SUMMARISE`.
 
-    Raises `HydrajaxError` naming file and line for anything else.
+    Args:
+        name: one of `FILES`; a ``.jsonl`` file, or a ``.json`` file with a list, either also as ``.gz``; or a Hub
+            dataset, ``org/name`` or ``org/name:configuration:split``.
+        data: directory of the named sets.
+
+    Raises:
+        HydrajaxError: naming file and line, for anything else.
     """
     category = name
     if name in FILES:
         if data is None:
-            raise HydrajaxError(f"data: is needed for the set {name}: the directory that holds {FILES[name]}")
+            raise HydrajaxError(f"data: the set {name} needs the directory of {FILES[name]}")
         if not os.path.isdir(data):
             raise HydrajaxError(f"data: no such directory: {data}")
         records = _records(Path(data) / FILES[name])
@@ -71,10 +82,10 @@ def read_questions(name: str, data: str | Path | None = None) -> list[Question]:
     for number, (where, record) in enumerate(records, start=1):
         question = _question(where, record, number, category)
         if question.question_id in questions:
-            raise HydrajaxError(f"{where}: question_id: {shown(question.question_id)} occurs a second time")
+            raise HydrajaxError(f"{where}: question_id: {shown(question.question_id)} occurs twice")
         questions[question.question_id] = question
     if not questions:
-        raise HydrajaxError(f"set: {name} holds no question")
+        raise HydrajaxError(f"set: {name} has no questions")
     return list(questions.values())
 
 
@@ -84,14 +95,15 @@ def select(
     limit: int | None = None,
     per_category: int | None = None,
 ) -> list[Question]:
-    """The first questions of these categories, ``limit`` in all and ``per_category`` of each.
+    """Return the first ``limit`` questions of these categories, at most ``per_category`` of each.
 
-    Raises `HydrajaxError` for a category that does not occur.
+    Raises:
+        HydrajaxError: for an unknown category.
     """
     known = list(dict.fromkeys(question.category for question in questions))
     for category in categories or []:
         if category not in known:
-            raise HydrajaxError(f"categories: found '{category}', the set has {', '.join(known)}")
+            raise not_allowed("categories", category, known)
     chosen, count = [], Counter[str]()
     for question in questions:
         if categories is None or question.category in categories:
@@ -101,15 +113,21 @@ def select(
     return chosen[:limit]
 
 
+def digest(questions: Sequence[Question]) -> str:
+    """Return a hash of ids, categories and turns."""
+    fields = [{name: getattr(one, name) for name in ("question_id", "category", "turns")} for one in questions]
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
 def _question(where: str, record: dict, number: int, category: str) -> Question:
     name = next((name for name in (*TEXTS, *ARTICLES) if name in record), None)
     if name is None:
-        raise HydrajaxError(f"{where}: found {', '.join(record) or 'no field'}; one of {', '.join(TEXTS)} is needed")
+        raise HydrajaxError(
+            f"{where}: got the fields {', '.join(record) or 'none'}, expected one of {', '.join(TEXTS)}"
+        )
     turns = [record[name]] if isinstance(record[name], str) else record[name]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        raise HydrajaxError(
-            f"{where}: {name}: must be text or a list of texts, none empty, found {shown(record[name])}"
-        )
+        raise HydrajaxError(f"{where}: {name}: got {shown(record[name])}, expected text or a list of texts, none empty")
     if name in ARTICLES:
         turns = [SUMMARISE.format(article=turn.strip()) for turn in turns]
     extra = record.get("input")
@@ -117,15 +135,15 @@ def _question(where: str, record: dict, number: int, category: str) -> Question:
         turns = [f"{turns[0]}\n\n{extra}"]
     question_id = next((record[key] for key in IDS if key in record), number)
     if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
-        raise HydrajaxError(f"{where}: question_id: must be an integer or text, found {shown(question_id)}")
+        raise HydrajaxError(f"{where}: question_id: got {shown(question_id)}, expected an integer or text")
     category = record.get("category", category)
     if not isinstance(category, str) or not category:
-        raise HydrajaxError(f"{where}: category: must be text, found {shown(category)}")
+        raise HydrajaxError(f"{where}: category: got {shown(category)}, expected text")
     return Question(question_id, category, tuple(turns), record)
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict]]:
-    """``(where, record)`` of each record of a file: a line of JSON lines, or an element of a JSON list."""
+    """Yield ``(where, record)`` for each line of a JSONL file or element of a JSON list."""
     content = file_content(path, "set")
     if not path.name.removesuffix(".gz").endswith(".json"):
         return objects(json_lines(content, path))
@@ -133,22 +151,21 @@ def _records(path: Path) -> Iterator[tuple[str, dict]]:
     if isinstance(records, HydrajaxError):
         raise HydrajaxError(f"{path}: {records}")
     if not isinstance(records, list):
-        raise HydrajaxError(f"{path}: must be a list of objects, found {shown(records)}")
+        raise HydrajaxError(f"{path}: got {shown(records)}, expected a list of objects")
     return objects((f"{path} item {number}", record) for number, record in enumerate(records, start=1))
 
 
 def _hub_records(name: str, config: str | None, split: str | None) -> Iterator[tuple[str, dict]]:
-    """The records of a Hub dataset: of the split that is named, else of ``test``, else of the only one."""
+    """Yield the records of a Hub dataset: of the named split, else of ``test``, else of the only split."""
     try:
         import datasets  # slow to import, and files need none
 
         splits = datasets.load_dataset(name, config or None)
-    except Exception as error:  # of the library, its HTTP client or the dataset
-        raise HydrajaxError(f"set: '{name}' is no file here, and datasets cannot load it: {one_line(error)}") from None
+    except Exception as error:  # from the library, its HTTP client or the dataset
+        raise HydrajaxError(f"set: no such file: {name}; loading it from the Hub failed: {one_line(error)}") from None
     if split is None:
         split = "test" if "test" in splits else next(iter(splits)) if len(splits) == 1 else None
     if split not in splits:
-        found = f"split '{split}'" if split else "no split"
-        raise HydrajaxError(f"set: {name}: found {found}, allowed are {', '.join(splits)}: org/name:config:split")
+        raise HydrajaxError(f"set: {name}: got split {split}, expected one of {', '.join(splits)}; add :config:split")
     for number, row in enumerate(splits[split], start=1):
         yield f"{name} row {number}", dict(row)

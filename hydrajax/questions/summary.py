@@ -1,8 +1,8 @@
-"""What the answers come to: tokens per step and per second of every contender, and scores, by category of question."""
+"""Tokens per step and per second of every contender, by category of question."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,12 +17,15 @@ MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", 
 
 @dataclass(frozen=True)
 class Figures:
-    """A contender's answers to the questions of a category.
+    """One contender's speed on the questions of a category.
 
-    tokens_per_step: mean of ``accept_lengths``, root counted. tokens_per_second: of all tokens in all the time, prompts
-    included. speedup: its ratio to the baseline's on the same questions; low and high: its 95% interval, questions
-    drawn again with replacement (None of a single question). different: questions with another output than the
-    baseline's, or with several in the repeats; None where the rule does not promise the same.
+    Attributes:
+        tokens_per_step: mean of ``accept_lengths``, root included.
+        tokens_per_second: all tokens by all seconds, prefill included.
+        speedup: ratio to the baseline's tokens_per_second on the same questions.
+        low, high: 95% bootstrap interval of ``speedup`` over questions; None for a single question.
+        different: number of questions whose output differs from the baseline's or between repeats; None if the rule
+            does not promise equal outputs.
     """
 
     questions: int
@@ -47,12 +50,16 @@ class Figures:
 def summarise(
     answers: dict[str, dict[int | str, dict]], questions: Sequence[Question], baseline: str, same_outputs: bool
 ) -> dict[str, dict[str, Figures]]:
-    """``[model_id][category]`` for each category of the questions, and for all as ``overall``.
+    """Return the figures by model id and category, with all questions as the category ``overall``.
 
-    Where others stand beside them, the eight categories of MT-Bench are also taken together, as Spec-Bench does.
-    same_outputs: the rule promises every contender the baseline's output.
+    Args:
+        answers: records by model id and question id, as in `AnswerFiles.answers`.
+        questions: the questions to count. If they have more categories than MT-Bench's eight, these eight are also
+            summarised together as ``mt_bench``, as Spec-Bench does.
+        baseline: model id of the base alone.
+        same_outputs: the rule promises that every contender generates the baseline's output.
     """
-    groups = _groups(questions)
+    groups = group_by_category(questions)
 
     def choices(model_id: str, name: str) -> list[dict]:
         return [answers[model_id][question_id]["choices"][0] for question_id in groups[name]]
@@ -63,8 +70,8 @@ def summarise(
     }
 
 
-def _groups(questions: Sequence[Question]) -> dict[str, list[int | str]]:
-    """The ids of the questions of each category."""
+def group_by_category(questions: Sequence[Question]) -> dict[str, list[int | str]]:
+    """Return question ids by category; see `summarise`."""
     groups = {question.category: [] for question in questions}
     for question in questions:
         groups[question.category].append(question.question_id)
@@ -95,14 +102,14 @@ def _figures(own: list[dict], plain: list[dict], same_outputs: bool) -> Figures:
 
 
 def _totals(choices: list[dict], field: str) -> np.ndarray:
-    """Per question, over its turns."""
+    """Sum a field over the turns of each question."""
     return np.array([sum(choice[field]) for choice in choices], float)
 
 
 def speedup_interval(
     tokens: np.ndarray, seconds: np.ndarray, plain_tokens: np.ndarray, plain_seconds: np.ndarray
 ) -> tuple[float, float | None, float | None]:
-    """The ratio of two rates from per-question totals, and its 95% bootstrap interval over questions."""
+    """Return the ratio of two rates from per-question totals, and its 95% bootstrap interval over questions."""
 
     def ratio(totals):
         return (totals[0] / totals[1]) / (totals[2] / totals[3])
@@ -111,62 +118,11 @@ def speedup_interval(
     speedup, count = float(ratio(columns.sum(axis=1))), columns.shape[1]
     if count < 2:
         return speedup, None, None
-    # A question's two rates stay together, for they were measured side by side.
-    low, high = np.percentile(ratio(columns @ _drawn(count).T), [2.5, 97.5])
+    # The two rates of a question are resampled together: they were measured at the same time.
+    low, high = np.percentile(ratio(columns @ bootstrap_counts(count).T), [2.5, 97.5])
     return speedup, float(low), float(high)
 
 
-def _drawn(count: int) -> np.ndarray:
-    """How often each of so many questions is drawn, with replacement, in each of `RESAMPLES` draws of as many."""
+def bootstrap_counts(count: int) -> np.ndarray:
+    """Return how often each question occurs in each resample with replacement, shape ``[RESAMPLES, count]``."""
     return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), RESAMPLES)
-
-
-# --- scores -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ScoreFigures:
-    """A contender's score in a metric, over the questions of a category that all contenders have a figure for.
-
-    mean: of the questions; low, high: its 95% bootstrap interval. difference: the mean of each question's score less
-    the baseline's for the same question, with its interval. Intervals are None of a single question.
-    """
-
-    questions: int
-    mean: float
-    low: float | None
-    high: float | None
-    difference: float
-    difference_low: float | None
-    difference_high: float | None
-
-
-def summarise_scores(
-    values: Mapping[str, Mapping[int | str, Mapping[str, float]]],
-    questions: Sequence[Question],
-    baseline: str,
-    metrics: Sequence[str],
-) -> dict[str, dict[str, dict[str, ScoreFigures]]]:
-    """``[model_id][category][metric]``, of values by model, question and metric; categories as in `summarise`.
-
-    A category none of whose questions has a figure from all contenders is left out.
-    """
-    found = {model_id: {} for model_id in values}
-    for name, ids in _groups(questions).items():
-        for metric in metrics:
-            shared = [key for key in ids if all(metric in own.get(key, {}) for own in values.values())]
-            plain = np.array([values[baseline][key][metric] for key in shared])
-            for model_id in values if shared else ():
-                own = np.array([values[model_id][key][metric] for key in shared])
-                mean, difference = mean_interval(own), mean_interval(own - plain)
-                found[model_id].setdefault(name, {})[metric] = ScoreFigures(len(shared), *mean, *difference)
-    return found
-
-
-def mean_interval(values: np.ndarray) -> tuple[float, float | None, float | None]:
-    """The mean of per-question figures, and its 95% bootstrap interval over questions."""
-    count = len(values)
-    if count < 2:
-        return float(values.mean()), None, None
-    low, high = np.percentile(_drawn(count) @ values / count, [2.5, 97.5])
-    return float(values.mean()), float(low), float(high)

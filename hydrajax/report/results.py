@@ -73,8 +73,11 @@ KINDS: dict[str, dict[str, str]] = {
 class Result:
     """Measurements of one command.
 
-    kind: a key of `KINDS`, which gives the fields of ``rows``. source: the matching figure or table of a paper, such as
-    "hydra figure 2", or "". machine: from `hydrajax.machine.machine`. remarks: sentences to print with the table.
+    Attributes:
+        kind: A key of `KINDS`, which gives the fields of ``rows``.
+        source: The matching figure or table of a paper, such as "hydra figure 2", or "".
+        machine: From `hydrajax.machine.machine`.
+        remarks: Sentences to print with the table.
     """
 
     kind: str

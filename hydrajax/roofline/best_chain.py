@@ -16,7 +16,9 @@ class BestChain(ChainEstimate):
     """The best chain of one (batch, context) cell, if every drafted token is accepted with probability ``acceptance``.
 
     The paper's formula assumes that the base's pass over K + 1 tokens costs as much as over one. roofline_length,
-    roofline_speedup: from the predicted time of the whole step, the longer pass of the base included.
+
+    Attributes:
+        roofline_speedup: From the predicted time of the whole step, the longer pass of the base included.
     """
 
     batch: int

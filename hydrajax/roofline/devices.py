@@ -19,8 +19,11 @@ Rates = tuple[tuple[int, float], ...]  # (rows of the left matrix, FLOP/s), rows
 class Device:
     """A roofline: an operator takes at least its operations / ``flops`` and at least its traffic / ``bandwidth``.
 
-    flops: FLOP/s of dense 16-bit matrix products. bandwidth: bytes per second of memory. weight_rates, attention_rates:
-    measured FLOP/s by number of rows, for devices without a single peak, such as CPUs.
+    Attributes:
+        flops: FLOP/s of dense 16-bit matrix products.
+        bandwidth: Bytes per second of memory.
+        weight_rates, attention_rates: Measured FLOP/s by number of rows, for devices without a single peak, such as
+            CPUs.
     """
 
     name: str

@@ -74,9 +74,12 @@ def base_dtype(itemsize: int):
 class Prediction:
     """One (batch, context, tree) cell. Times are milliseconds per step of the whole batch, as in `BenchmarkRow`.
 
-    break_even: step / autoregressive_step, the tokens_per_step above which the tree is faster. flops, bytes: of a step.
-    draft_bytes: of all draft parameters. memory_bound: share of the step's time in memory-bound operators. speedup:
-    tokens_per_step / break_even, None without tokens_per_step.
+    Attributes:
+        break_even: Step / autoregressive_step, the tokens_per_step above which the tree is faster.
+        flops, bytes: Of a step.
+        draft_bytes: Of all draft parameters.
+        memory_bound: Share of the step's time in memory-bound operators.
+        speedup: tokens_per_step / break_even, None without tokens_per_step.
     """
 
     batch: int

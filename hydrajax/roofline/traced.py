@@ -39,9 +39,11 @@ _RANKINGS = {"argmax", "top_k", "reduce_max"}
 class Operator:
     """One operator, or ``count`` equal ones.
 
-    flops, bytes: floating-point operations and memory traffic of one operator. rows: of the left matrix, per KV head in
-    attention; the device's rate depends on it. kind: ``weights`` is a product with a parameter, ``attention`` a product
-    of two activations, ``elementwise`` everything else, counted as traffic only.
+    Attributes:
+        flops, bytes: Floating-point operations and memory traffic of one operator.
+        rows: Of the left matrix, per KV head in attention; the device's rate depends on it.
+        kind: ``weights`` is a product with a parameter, ``attention`` a product of two activations, ``elementwise``
+            everything else, counted as traffic only.
     """
 
     name: str
@@ -120,10 +122,13 @@ def _shown(weight: str) -> str:
 class _Value(NamedTuple):
     """Properties of a variable.
 
-    weight: path of the parameter that it is a view of. itemsize: bytes per number of the input that it is a view of, 0
-    for computed values. number: of the computation that made it. is_real: computed from floating-point inputs without
-    integers in between, unlike masks. products: the products that it directly depends on. is_product: it is a view of a
-    product's output.
+    Attributes:
+        weight: Path of the parameter that it is a view of.
+        itemsize: Bytes per number of the input that it is a view of, 0 for computed values.
+        number: Of the computation that made it.
+        is_real: Computed from floating-point inputs without integers in between, unlike masks.
+        products: The products that it directly depends on.
+        is_product: It is a view of a product's output.
     """
 
     weight: str | None = None

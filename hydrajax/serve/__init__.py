@@ -1,4 +1,4 @@
-"""Serving: many requests at a time on one model, and OpenAI's interface over HTTP (docs/serving.md).
+"""Continuous batching on one model, and an OpenAI-compatible API over HTTP (docs/serving.md).
 
-`batcher` is the engine and knows nothing of HTTP; `app` is the interface and knows nothing of devices.
+`batcher` is the engine and does not depend on HTTP; `app` is the API and does not touch devices.
 """

@@ -1,4 +1,4 @@
-"""What fits into the memory for caches: who is let in, and how much is left for texts that are kept."""
+"""Admission control and the memory budget of the prefix cache."""
 
 from __future__ import annotations
 
@@ -6,90 +6,93 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.serve.pool import Pool
+from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.prefix_cache import CachedPrefix, PrefixCache
 from hydrajax.serve.requests import Request
 
 
-class Use(NamedTuple):
-    """What a group of rows takes.
+class GroupUsage(NamedTuple):
+    """The memory of a slot group.
 
-    ends: tokens that each row can come to have. nbytes: of its present shape, which may still be larger than it must
-    be.
+    Attributes:
+        max_lengths: Tokens that each sequence can reach.
+        nbytes: Of the present shape, which may be larger than needed.
     """
 
-    ends: tuple[int, ...]
+    max_lengths: tuple[int, ...]
     nbytes: int
 
 
-class Memory:
-    """So many bytes for the groups, for the prompt that is being read beside them, and for kept texts (``kept``).
+class CacheBudget:
+    """One limit in bytes for the slot groups, the prompt in prefill and the prefix cache.
 
-    A request is let in where the shapes that it and all that run need at their ends fit. So nothing that has begun is
-    ever put off, and as a request that would not fit alone is refused, somebody can always be let in or goes on: where
-    nothing runs, nothing is taken and the next one fits.
-
-    limit: by default enough for all rows to fill the context, and as much again for kept texts. keep: whether there
-    are any. Raises `HydrajaxError` where it is not enough for a single row.
+    A request is admitted if the shapes that it and all running sequences need at their maximum lengths fit. So no
+    sequence is ever preempted. Requests that would not fit alone are refused, so the queue always advances.
     """
 
-    def __init__(self, pool: Pool, limit: int | None, *, keep: bool):
-        self._pool, self._keeps = pool, keep
-        self.limit = 2 * pool.nbytes(pool.sizes.rows, pool.context) if limit is None else limit
-        self.kept = PrefixCache(self.limit if keep else 0)
-        if (least := self._alone(1, 1)) > self.limit:
-            raise HydrajaxError(f"cache_memory: must be at least {least} bytes, for one row, found {self.limit}")
+    def __init__(self, pool: ExecutorPool, limit: int | None, *, prefix_cache: bool):
+        """``limit`` defaults to all slots with the full context, and as much again for the prefix cache.
 
-    def end_of(self, request: Request) -> int:
-        """As many tokens as its text can come to have."""
+        Raises:
+            HydrajaxError: if the limit is too small for one sequence.
+        """
+        self._pool, self._caches_prefixes = pool, prefix_cache
+        self.limit = 2 * pool.nbytes(pool.sizes.slots, pool.context) if limit is None else limit
+        self.prefix_cache = PrefixCache(self.limit if prefix_cache else 0)
+        if (least := self._alone(1, 1)) > self.limit:
+            raise HydrajaxError(f"cache_memory: got {self.limit} bytes, expected at least {least} for one sequence")
+
+    def max_length(self, request: Request) -> int:
+        """Return the tokens that prompt and answer can reach."""
         return min(len(request.ids) + request.spec.max_new_tokens, self._pool.context)
 
     def check(self, request: Request) -> None:
-        """Raises `HydrajaxError` for a request that can never be let in."""
-        if (needed := self._alone(self.end_of(request), len(request.ids))) > self.limit:
+        """Raise `HydrajaxError` for a request that would not fit alone."""
+        if (needed := self._alone(self.max_length(request), len(request.ids))) > self.limit:
             raise HydrajaxError(
-                f"max_new_tokens: prompt and answer would need {needed} bytes of cache, there are {self.limit}"
+                f"max_new_tokens: prompt and answer need {needed} bytes of cache, the server has {self.limit}; "
+                "ask for fewer tokens"
             )
 
-    def group_for(self, uses: Sequence[Use], request: Request) -> int | None:
-        """The group that a request can join, such that all will have room to their ends; None where there is none.
+    def find_group(self, usages: Sequence[GroupUsage], request: Request) -> int | None:
+        """Return the index of the group that the request can join, or None if it must wait.
 
-        The number after the last means a group of its own, which costs a pass through the model in every step. So it
-        is taken only where rows of its length in one of the others would not fit.
+        The index after the last one is a new group. It costs one more pass through the model per step, and so it is the
+        last choice.
         """
-        if sum(len(use.ends) for use in uses) == self._pool.sizes.rows:
+        if sum(len(usage.max_lengths) for usage in usages) == self._pool.sizes.slots:
             return None
-        end, needed = self.end_of(request), []
-        for number in range(len(uses) + 1):
-            joined = [*uses, Use((), 0)]
-            joined[number] = Use((*joined[number].ends, end), joined[number].nbytes)
-            needed.append(self._most(joined, request))
-        for number in (*sorted(range(len(uses)), key=needed.__getitem__), len(uses)):
-            if needed[number] <= self.limit:
-                return number
+        length, needed = self.max_length(request), []
+        for index in range(len(usages) + 1):
+            joined = [*usages, GroupUsage((), 0)]
+            joined[index] = GroupUsage((*joined[index].max_lengths, length), joined[index].nbytes)
+            needed.append(self._peak(joined, request))
+        for index in (*sorted(range(len(usages)), key=needed.__getitem__), len(usages)):
+            if needed[index] <= self.limit:
+                return index
         return None
 
-    def beginning_of(self, request: Request, held: int) -> tuple[CachedPrefix | None, int]:
-        """A kept text to copy for a request that is let in, and how many tokens it has of it; (None, 0) for none.
+    def find_prefix(self, request: Request, running_nbytes: int) -> tuple[CachedPrefix | None, int]:
+        """Return a cached prefix of the prompt and its length, or (None, 0).
 
-        The copy and what it is made from exist side by side for a moment, which must fit, too. held: bytes of all
-        groups in their present shapes.
+        ``running_nbytes``: of all groups in their present shapes. The entry and its copy must fit together.
         """
-        kept, shared = self.kept.best(request.ids) or (None, 0)
-        if kept is not None and held + self._pool.nbytes_to_read(len(request.ids)) + kept.nbytes > self.limit:
+        entry, shared = self.prefix_cache.lookup(request.ids) or (None, 0)
+        if entry is not None and (
+            running_nbytes + self._pool.prefill_nbytes(len(request.ids)) + entry.nbytes > self.limit
+        ):
             return None, 0
-        return kept, shared
+        return entry, shared
 
-    def leave_room(self, uses: Sequence[Use], reading: Request | None) -> None:
-        """What is kept may take the memory that is not needed by those that run or are read, up to their ends."""
-        self.kept.shrink(max(self.limit - self._most(uses, reading), 0) if self._keeps else 0)
+    def shrink_prefix_cache(self, usages: Sequence[GroupUsage], prefilling: Request | None) -> None:
+        """Leave the prefix cache the memory that running sequences cannot come to need."""
+        self.prefix_cache.shrink(max(self.limit - self._peak(usages, prefilling), 0) if self._caches_prefixes else 0)
 
-    def _alone(self, end: int, prompt: int) -> int:
-        """For a row with this end, and to read a prompt of so many tokens beside it."""
-        return self._pool.nbytes(1, end) + self._pool.nbytes_to_read(prompt)
+    def _alone(self, max_length: int, prompt_length: int) -> int:
+        return self._pool.nbytes(1, max_length) + self._pool.prefill_nbytes(prompt_length)
 
-    def _most(self, uses: Sequence[Use], reading: Request | None) -> int:
-        """That groups can come to take, and a prompt that is read beside them."""
-        at_ends = [self._pool.nbytes(len(use.ends), max(use.ends)) if use.ends else 0 for use in uses]
-        groups = sum(max(use.nbytes, needed) for use, needed in zip(uses, at_ends, strict=True))
-        return groups + (0 if reading is None else self._pool.nbytes_to_read(len(reading.ids)))
+    def _peak(self, usages: Sequence[GroupUsage], prefilling: Request | None) -> int:
+        """Bytes of the groups at their maximum lengths, and of the prompt in prefill."""
+        final = [self._pool.nbytes(len(each), max(each)) if each else 0 for each, _ in usages]
+        groups = sum(max(usage.nbytes, needed) for usage, needed in zip(usages, final, strict=True))
+        return groups + (0 if prefilling is None else self._pool.prefill_nbytes(len(prefilling.ids)))

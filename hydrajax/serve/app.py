@@ -1,4 +1,4 @@
-"""OpenAI's interface over HTTP, in front of a batcher."""
+"""The OpenAI-compatible API over HTTP."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from starlette.routing import Route
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.batcher import Batcher, Stats
-from hydrajax.serve.prometheus import Metrics
-from hydrajax.serve.protocol import MOST_CHOICES, ChatBody, Common, CompletionBody, parsed
-from hydrajax.serve.replies import ChatCompletion, Choice, Completion, Form, usage
-from hydrajax.serve.request_encoder import Encoder
+from hydrajax.serve.prometheus import ServerMetrics
+from hydrajax.serve.protocol import MOST_CHOICES, ChatBody, CompletionBody, RequestBody, parse_body
+from hydrajax.serve.replies import ReplyChoice, ReplyFormat, usage
+from hydrajax.serve.request_encoder import RequestEncoder
 from hydrajax.serve.requests import Closed, QueueFull
-from hydrajax.serve.served import Served, check_names, together
+from hydrajax.serve.served_models import ServedModel, check_unique, total
 from hydrajax.serve.stream import EventStream
 
-KINDS = {401: "authentication_error", 429: "rate_limit_error"}
-
-
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
-# Nothing from elsewhere is loaded, and no other page may show this one.
+# The page loads nothing from other hosts, and no other page may embed it.
 POLICY = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Of the interface.
+class ServerSettings:
+    """Settings of the API.
 
-    max_new_tokens, temperature: of requests that do not say. api_key: asked for below
-    /v1 where it is given. max_body: bytes. body_timeout, timeout, write_timeout: seconds for a body to come, for an
-    answer to be made and for one piece of it to be taken. hosts: names by which clients may call it, None for any.
+    Attributes:
+        max_new_tokens, temperature: defaults of requests.
+        api_key: required below ``/v1`` if given.
+        max_body: bytes of a request body.
+        body_timeout, timeout, write_timeout: seconds to receive a body, to answer, and to send one event.
+        hosts: host names under which clients may connect, None for any.
     """
 
     max_new_tokens: int = 256
@@ -57,19 +58,16 @@ class Settings:
     hosts: tuple[str, ...] | None = None
 
 
-class Interface:
-    """The routes. Requests that cannot be answered get a status and one line in OpenAI's form.
+class Api:
+    """The routes. Errors are one line in OpenAI's format. A single model answers to any name."""
 
-    served: what clients choose from by the name of the model. Where there is only one, it answers to any name.
-    """
-
-    def __init__(self, served: Sequence[Served], encoder: Encoder, settings: Settings):
-        check_names([one.name for one in served])
-        self._served, self._encoder, self._settings = {one.name: one for one in served}, encoder, settings
-        self._metrics = Metrics(self._stats)
+    def __init__(self, models: Sequence[ServedModel], encoder: RequestEncoder, settings: ServerSettings):
+        check_unique([model.name for model in models])
+        self._models, self._encoder, self._settings = {model.name: model for model in models}, encoder, settings
+        self._metrics = ServerMetrics(self._stats)
 
     def _stats(self) -> Stats:
-        return together([one.batcher.stats() for one in self._served.values()])
+        return total([model.batcher.stats() for model in self._models.values()])
 
     def app(self) -> Starlette:
         hosts = self._settings.hosts
@@ -83,28 +81,17 @@ class Interface:
                 Route("/metrics", self.metrics),
                 *(Route(path, _page(name)) for path, name in PAGE.items()),
             ],
-            # A page from elsewhere, in a browser on this machine, could otherwise call it by a name of its own.
+            # Against DNS rebinding: a web page could otherwise reach this server under a host name of its own.
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))] if hosts else [],
-            exception_handlers={HTTPException: _refusal, HydrajaxError: _refusal},
+            exception_handlers={HTTPException: _error_response, HydrajaxError: _error_response},
         )
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
         name = request.path_params.get("name")
         if name is not None:
-            return JSONResponse(_listed(self._named(name)))
-        return JSONResponse({"object": "list", "data": [_listed(one) for one in self._served.values()]})
-
-    def _named(self, name: str) -> Served:
-        if name not in self._served:
-            raise HTTPException(404, f"model: found '{name}', there is {', '.join(self._served)}")
-        return self._served[name]
-
-    def _chosen(self, name: str) -> Served:
-        """By the ``model`` of a request."""
-        if len(self._served) == 1 or not name:
-            return next(iter(self._served.values()))
-        return self._named(name)
+            return JSONResponse(_listed(self._model(name)))
+        return JSONResponse({"object": "list", "data": [_listed(model) for model in self._models.values()]})
 
     async def health(self, request: Request) -> Response:
         failed = self._stats().failed
@@ -116,15 +103,20 @@ class Interface:
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, CompletionBody)
         prompts = await run_in_threadpool(lambda: [self._encoder.prompt(content) for content in body.prompts()])
-        return await self._answer(request, body, prompts, Completion)
+        return await self._answer(request, body, prompts, chat=False)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatBody)
         messages = [message.plain() for message in body.messages]
         prompts = [await run_in_threadpool(self._encoder.conversation, messages)]
-        return await self._answer(request, body, prompts, ChatCompletion)
+        return await self._answer(request, body, prompts, chat=True)
 
     # --- a request --------------------------------------------------------------------------------------------
+
+    def _model(self, name: str) -> ServedModel:
+        if name not in self._models:
+            raise HTTPException(404, f"model: got '{name}', expected one of: {', '.join(self._models)}")
+        return self._models[name]
 
     def _check_key(self, request: Request) -> None:
         key = self._settings.api_key
@@ -132,69 +124,67 @@ class Interface:
         if key is not None and not secrets.compare_digest(given.encode(), key.encode()):
             raise HTTPException(401, "the API key is missing or wrong")
 
-    async def _body(self, request: Request, kind: type[Common]) -> Any:
+    async def _body(self, request: Request, kind: type[RequestBody]) -> Any:
         self._check_key(request)
-        # Pages from elsewhere can make a browser send other types without asking first.
-        if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
-            raise HTTPException(415, "the body must be of type application/json")
-        body, most = bytearray(), self._settings.max_body
+        # Browsers let pages of other origins send other content types without a preflight request.
+        content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise HTTPException(415, f"the content type must be application/json, got '{content_type}'")
+        body, most, seconds = bytearray(), self._settings.max_body, self._settings.body_timeout
         try:
-            async with asyncio.timeout(self._settings.body_timeout):
-                async for piece in request.stream():
-                    body += piece
+            async with asyncio.timeout(seconds):
+                async for chunk in request.stream():
+                    body += chunk
                     if len(body) > most:
-                        raise HTTPException(413, f"the body has more than {most} bytes")
+                        raise HTTPException(413, f"the body has more than {most} bytes, the limit of --max-body")
         except ClientDisconnect:
-            raise HTTPException(400, "the client has gone away") from None
+            raise HTTPException(400, "the client has disconnected") from None
         except TimeoutError:
-            raise HTTPException(408, f"the body did not come within {self._settings.body_timeout} seconds") from None
-        return await run_in_threadpool(parsed, kind, bytes(body))
+            raise HTTPException(408, f"the body was not received within {seconds} seconds") from None
+        return await run_in_threadpool(parse_body, kind, bytes(body))
 
-    async def _answer(self, request: Request, body: Common, prompts: list, kind: type[Form]) -> Response:
-        chosen = self._chosen(body.model)
-        batcher, form = chosen.batcher, kind(chosen.name)
-        n, numbers = body.n or 1, body.numbers()
-        if numbers["temperature"] is None:
-            numbers["temperature"] = self._settings.temperature
-        settings = {
-            "max_new_tokens": body.limit() or self._settings.max_new_tokens,
-            "stop": body.stops(),
-            "seed": body.seed,
-            **numbers,
-        }
-        if numbers["temperature"] and body.seed is None:
-            settings["seed"] = secrets.randbits(32)  # one for all choices, which are numbered
+    async def _answer(self, request: Request, body: RequestBody, prompts: list, chat: bool) -> Response:
+        model = (
+            next(iter(self._models.values())) if len(self._models) == 1 or not body.model else self._model(body.model)
+        )
+        batcher, form = model.batcher, ReplyFormat(model.name, chat)
+        n, sampling, seed = body.n or 1, body.sampling(), body.seed
+        if sampling["temperature"] is None:
+            sampling["temperature"] = self._settings.temperature
+        if sampling["temperature"] and seed is None:
+            seed = secrets.randbits(32)  # one for all choices, which are numbered
         if len(prompts) * n > MOST_CHOICES:
+            raise HydrajaxError(f"n: got {len(prompts)} prompts x {n} choices, expected at most {MOST_CHOICES} in all")
+        if (top := body.top_logprobs_count()) > batcher.top_logprobs:
             raise HydrajaxError(
-                f"n: at most {MOST_CHOICES} answers can be had at once, found {len(prompts)} prompts x {n}"
+                f"{body.TOP_LOGPROBS}: got {top}, expected at most {batcher.top_logprobs}; "
+                "start the server with a larger --top-logprobs"
             )
-        if (asked := body.alternatives()) > (kept := batcher.alternatives):
-            raise HydrajaxError(f"{body.ALTERNATIVES}: found {asked}, this server keeps {kept} (--top-logprobs)")
-        requests = [batcher.request(ids, number=number, **settings) for ids in prompts for number in range(n)]
-        answer = _Answer(batcher, self._metrics, request, self._settings.timeout)
+        common = {"max_new_tokens": body.limit() or self._settings.max_new_tokens, "stop": body.stops(), "seed": seed}
+        requests = [batcher.request(ids, number=number, **common, **sampling) for ids in prompts for number in range(n)]
+        reply = _Reply(batcher, self._metrics, request, self._settings.timeout)
         try:
-            tickets = batcher.submit(requests, answer.changed)
-            shown = {"token_text": self._encoder.token_text, "logprobs": body.wants_logprobs()}
-            shown |= {"alternatives": asked, "drafts": body.includes_drafts}
-            answer.choices = [Choice(index, ticket, **shown) for index, ticket in enumerate(tickets)]
+            handles = batcher.submit(requests, reply.changed)
+            options = (self._encoder.token_text, body.wants_logprobs(), top, body.stream_options.include_drafts)
+            reply.choices = [ReplyChoice(index, handle, *options) for index, handle in enumerate(handles)]
             if body.stream:
-                events = answer.events(form, n if body.includes_usage else None)
-                return EventStream(events, self._settings.write_timeout, answer.close)
-            await answer.whole()
-            return JSONResponse(form.whole(answer.choices, usage(answer.choices, n)))
+                events = reply.events(form, n if body.stream_options.include_usage else None)
+                return EventStream(events, self._settings.write_timeout, reply.close)
+            await reply.wait()
+            return JSONResponse(form.whole(reply.choices, usage(reply.choices, n)))
         finally:
-            if not body.stream or not answer.choices:
-                answer.close()
+            if not body.stream or not reply.choices:
+                reply.close()
 
 
-def _listed(served: Served) -> dict[str, Any]:
-    """As the list of models shows it."""
-    shown = {"id": served.name, "object": "model", "created": 0, "owned_by": "hydrajax"}
-    return shown | {"hydrajax": dict(served.about)}
+def _listed(model: ServedModel) -> dict[str, Any]:
+    """An entry of ``/v1/models``."""
+    entry = {"id": model.name, "object": "model", "created": 0, "owned_by": "hydrajax"}
+    return entry | {"hydrajax": dict(model.about)}
 
 
 def _page(name: str) -> Callable[[Request], Awaitable[Response]]:
-    """A file of the chat page."""
+    """The endpoint of a file of the chat page."""
 
     async def answer(request: Request) -> Response:
         return FileResponse(Path(__file__).with_name("page") / name, headers={"content-security-policy": POLICY})
@@ -202,65 +192,64 @@ def _page(name: str) -> Callable[[Request], Awaitable[Response]]:
     return answer
 
 
-class _Answer:
-    """The choices of one request while they are made. A client that goes away, or too much time, breaks them off.
+class _Reply:
+    """The choices of one request in progress; cancelled if the client disconnects or after ``timeout`` seconds.
 
-    `close` must follow, whatever happens.
+    The caller must `close` it.
     """
 
-    def __init__(self, batcher: Batcher, metrics: Metrics, request: Request, timeout: float):
+    def __init__(self, batcher: Batcher, metrics: ServerMetrics, request: Request, timeout: float):
         self._batcher, self._metrics, self._request = batcher, metrics, request
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
-        self.choices: list[Choice] = []
-        self._gone = asyncio.create_task(self._until_gone())
-        self._late = self._loop.call_later(timeout, self._break_off)
+        self.choices: list[ReplyChoice] = []
+        self._disconnect = asyncio.create_task(self._until_disconnect())
+        self._deadline = self._loop.call_later(timeout, self._cancel)
 
     def changed(self) -> None:
-        """On the batcher's thread: there is something new."""
-        with suppress(RuntimeError):  # the loop is closed: the server is gone, and nobody waits
+        """Wake the event loop from the batcher's thread."""
+        with suppress(RuntimeError):  # the loop is closed after the server's end
             self._loop.call_soon_threadsafe(self._news.set)
 
-    async def _until_gone(self) -> None:
+    async def _until_disconnect(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
-        self._break_off()
+        self._cancel()
 
-    def _break_off(self) -> None:
+    def _cancel(self) -> None:
         for choice in self.choices:
-            if not choice.ticket.done:
-                self._batcher.cancel(choice.ticket)
+            if not choice.handle.done:
+                self._batcher.cancel(choice.handle)
 
     def close(self) -> None:
-        """Nobody asks for more."""
-        self._gone.cancel()
-        self._late.cancel()
-        self._break_off()
+        self._disconnect.cancel()
+        self._deadline.cancel()
+        self._cancel()
         for choice in self.choices:
-            self._metrics.ended(choice.ticket)
+            self._metrics.ended(choice.handle)
 
     async def _change(self) -> None:
         await self._news.wait()
         self._news.clear()
 
-    async def whole(self) -> None:
-        """Until all choices are over. Raises the error of one that has failed."""
-        while not all(choice.ticket.done for choice in self.choices):
+    async def wait(self) -> None:
+        """Wait for all choices. Raises the error of a failed one."""
+        while not all(choice.handle.done for choice in self.choices):
             await self._change()
         for choice in self.choices:
-            if choice.ticket.error is not None:
-                raise choice.ticket.error
+            if choice.handle.error is not None:
+                raise choice.handle.error
 
-    async def events(self, form: Form, usage_for: int | None) -> AsyncGenerator[str, None]:
-        """Server-sent events. usage_for: choices for each prompt, where the counts are wanted."""
+    async def events(self, form: ReplyFormat, usage_for: int | None) -> AsyncGenerator[str, None]:
+        """Yield server-sent events. usage_for: choices per prompt if the token counts are wanted."""
         choices = self.choices
         for event in form.opening(choices):
             yield _event(event)
         while True:
             for choice in choices:
-                if choice.ticket.error is not None:
-                    yield _event(_error(str(choice.ticket.error), 503))
+                if choice.handle.error is not None:
+                    yield _event(_error(str(choice.handle.error), 503))
                     return
-                for event in form.pieces(choice):
+                for event in form.events(choice):
                     yield _event(event)
             if all(choice.ended for choice in choices):
                 break
@@ -275,12 +264,12 @@ def _event(content: dict[str, Any]) -> str:
 
 
 def _error(message: str, status: int) -> dict[str, Any]:
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": HydrajaxError(message).field, "code": None}}
 
 
-async def _refusal(request: Request, error: Exception) -> Response:
-    """One line in OpenAI's form. Clients try again after 429 and 503."""
+async def _error_response(request: Request, error: Exception) -> Response:
+    """Clients retry after 429 and 503."""
     if isinstance(error, HTTPException):
         status, message, headers = error.status_code, error.detail, error.headers
     else:

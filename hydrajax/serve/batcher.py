@@ -1,4 +1,4 @@
-"""Continuous batching: requests join and leave one running batch, between steps (docs/serving.md)."""
+"""Continuous batching: requests join and leave a running batch between steps (docs/serving.md)."""
 
 from __future__ import annotations
 
@@ -8,32 +8,38 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
-from hydrajax.decoding.decode_loop import next_burst
+from hydrajax.decoding.decode_loop import Snapshot, next_burst
 from hydrajax.decoding.executor import State
 from hydrajax.decoding.keywords import with_keywords
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.generation import growing_text, row_result, seed_for
-from hydrajax.serve.admission import Memory
-from hydrajax.serve.batch import Batch
-from hydrajax.serve.drafting import Drafting
-from hydrajax.serve.group import Group, Running
-from hydrajax.serve.pool import Pool
+from hydrajax.serve.admission import CacheBudget
+from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.prefix_cache import CachedPrefix
 from hydrajax.serve.requests import Closed, QueueFull, Request, RequestHandle
+from hydrajax.serve.slot_group import RunningBatch, RunningSequence, SlotGroup
+from hydrajax.serve.speculation_policy import SpeculationPolicy
+
+N_COUNTS = 9
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts since the beginning (the first nine) and what is there now. Bytes are those of cache memory.
+    """Counts since the start (the first `N_COUNTS`) and present values; bytes are those of KV caches.
 
-    tokens, steps: of rows, so that their quotient is tau. drafted: of the steps. cached: of ``prompt_tokens``. groups:
-    in which rows run, by the length of their texts. rows: of all groups in their shapes. places: of the longest cache.
-    nbytes: of the groups in their shapes and of the prompt being read.
+    Attributes:
+        cached: of ``prompt_tokens``, those from the prefix cache.
+        tokens, steps: sums over sequences, so that their quotient is tau.
+        speculative_steps: of ``steps``.
+        running: sequences in prefill or decode.
+        slots: of all groups in their present shapes.
+        cache_len: of the longest group.
+        nbytes: of the groups in their present shapes and of the prompt in prefill.
     """
 
     requests: int = 0
@@ -44,74 +50,71 @@ class Stats:
     cached: int = 0
     tokens: int = 0
     steps: int = 0
-    drafted: int = 0
+    speculative_steps: int = 0
     waiting: int = 0
     running: int = 0
     groups: int = 0
-    rows: int = 0
-    places: int = 0
+    slots: int = 0
+    cache_len: int = 0
     nbytes: int = 0
-    kept_nbytes: int = 0
-    kept_texts: int = 0
+    prefix_cache_nbytes: int = 0
+    prefix_cache_entries: int = 0
     limit_nbytes: int = 0
     failed: bool = False
 
 
-class _Reading:
-    """A prompt that is being read, piece by piece, from token ``at`` on. Its row will run in ``group``.
+@dataclass
+class _Prefill:
+    """A prompt in prefill, of which ``position`` tokens are done. prefix: the entry to copy them from, if any."""
 
-    state: of one row, None before the first piece. places: of its cache. kept: the text whose first ``at`` tokens it
-    takes over, if there is one.
-    """
-
-    def __init__(self, ticket: RequestHandle, group: Group, places: int, at: int, kept: CachedPrefix | None):
-        self.ticket, self.group, self.places, self.at, self.kept = ticket, group, places, at, kept
-        self.state: State | None = None
+    handle: RequestHandle
+    group: SlotGroup
+    cache_len: int
+    position: int
+    prefix: CachedPrefix | None
+    state: State | None = None
 
 
 class Batcher:
-    """Answers many requests at a time. Methods may be called from any thread; one thread of its own runs the device.
-
-    queue: requests that may wait. cache_memory: bytes for all caches; by default enough for all rows to fill the
-    context, and as much again for kept texts. keep: whether texts are kept for those that begin alike.
-
-    Raises `HydrajaxError` for numbers that make no sense, and where the memory is not enough for a single row.
-    """
+    """Answer many requests at a time. Methods are thread-safe; one thread of the batcher's own runs the device."""
 
     def __init__(
-        self,
-        pool: Pool,
-        *,
-        queue: int = 64,
-        cache_memory: int | None = None,
-        keep: bool = True,
+        self, pool: ExecutorPool, *, queue: int = 64, cache_memory: int | None = None, prefix_cache: bool = True
     ):
+        """Build the batcher; `start` starts its thread.
+
+        Args:
+            pool: the executors of the model.
+            queue: requests that may wait.
+            cache_memory: bytes for all KV caches; by default enough for all slots with the full context, and as much
+                again for the prefix cache.
+            prefix_cache: reuse the KV caches of shared prefixes.
+
+        Raises:
+            HydrajaxError: for a negative queue, and for too little memory for one sequence.
+        """
         if queue < 0:
-            raise HydrajaxError(f"queue: must be at least 0, found {queue}")
-        self._executor, self._pool = pool.executor, pool
-        self._sizes, self._queue = pool.sizes, queue
-        self._memory = Memory(pool, cache_memory, keep=keep)
-        # Guards what other threads read. It is never held while the device works: a compilation may take a minute.
-        self._changed = threading.Condition()
-        self._batch = Batch(pool, self._changed)
-        self._drafting = Drafting()
-        self._reading: _Reading | None = None
-        self._waiting: deque[RequestHandle] = deque()
+            raise HydrajaxError(f"queue: got {queue}, expected at least 0")
+        self._executor, self._pool, self._queue_limit = pool.executor, pool, queue
+        self._budget = CacheBudget(pool, cache_memory, prefix_cache=prefix_cache)
+        # Guards what other threads read. Never held while the device works: a compilation may take a minute.
+        self._lock = threading.Condition()
+        self._batch = RunningBatch(pool, self._lock)
+        self._policy = SpeculationPolicy()
+        self._prefill: _Prefill | None = None
+        self._queue: deque[RequestHandle] = deque()
         self._closing, self._failed, self._finished = False, False, True
-        self._counts = dict.fromkeys(
-            ("requests", "ended", "cancelled", "refused", "prompt_tokens", "cached", "tokens", "steps", "drafted"), 0
-        )
+        self._counts = {each.name: 0 for each in fields(Stats)[:N_COUNTS]}
         self._thread = threading.Thread(target=self._run, name="hydrajax batcher", daemon=True)
 
-    # --- for everybody ----------------------------------------------------------------------------------------
+    # --- for any thread ---------------------------------------------------------------------------------------
 
     @property
-    def alternatives(self) -> int:
-        """Of how many tokens, besides its own, every token of an answer has log-probabilities."""
-        return self._sizes.logprobs
+    def top_logprobs(self) -> int:
+        """The number of most likely tokens with log-probabilities at each output position."""
+        return self._pool.sizes.logprobs
 
     def start(self) -> Batcher:
-        """Begin to answer."""
         self._thread.start()
         return self
 
@@ -123,256 +126,259 @@ class Batcher:
         stop: Sequence[str] = (),
         seed: int | None = None,
         number: int = 0,
-        **numbers: Any,
+        **sampling: Any,
     ) -> Request:
         """Return a request for this model.
 
         Args:
             ids: token ids of the prompt, int32 ``[P]``.
-            max_new_tokens: the limit.
-            stop: strings that end the text.
-            seed: drawn where the rule samples and none is given.
-            number: the prompt's number among those of the seed.
-            numbers: of `ExactSampling`, at temperature 0 by default, and of processors; None for their defaults.
+            max_new_tokens: limit; beyond the context it means the rest of the context.
+            stop: stop strings.
+            seed: sampling seed; drawn if the rule samples and none is given.
+            number: index of the prompt among those with this seed.
+            sampling: parameters of `ExactSampling` (temperature 0 by default) and of logits processors; None for
+                their defaults.
 
         Raises:
-            HydrajaxError: for what can never be answered.
+            HydrajaxError: for a request that can never be answered.
         """
-        # A limit beyond the context, even one beyond 32 bits, means all that there is.
         spec = self._pool.spec.replace(max_new_tokens=min(max_new_tokens, self._pool.context))
         if len(ids) >= (context := self._pool.context):
-            raise HydrajaxError(
-                f"prompt: has {len(ids)} tokens, which leaves no room in the model's context of {context}"
-            )
-        numbers["temperature"] = numbers.get("temperature") or 0.0
-        spec = with_keywords(spec, "exact", **numbers)
-        if not self._sizes.penalties and any(processor.counts_tokens for processor in spec.processors):
-            name = next(name for name, value in numbers.items() if name.endswith("penalty") and value is not None)
-            raise HydrajaxError(f"{name}: penalties are not counted here; start with them to have them")
+            raise HydrajaxError(f"prompt: got {len(ids)} tokens, expected fewer than the model's context of {context}")
+        sampling["temperature"] = sampling.get("temperature") or 0.0
+        spec = with_keywords(spec, "exact", **sampling)
+        if not self._pool.sizes.penalties and any(processor.counts_tokens for processor in spec.processors):
+            name = next(name for name, value in sampling.items() if name.endswith("penalty") and value is not None)
+            raise HydrajaxError(f"{name}: this server has no penalties; start it with --penalties")
         spec.check(self._executor.model.config)
         seed = None if spec.rule.temperature == 0 else seed_for(spec.rule, seed)
         found = Request(np.asarray(ids, np.int32), spec, seed, number, tuple(stop))
-        growing_text(self._executor.tokenizer, found.stop)  # refuses what cannot stop it
-        self._memory.check(found)
+        growing_text(self._executor.tokenizer, found.stop)  # refuses unusable stop strings
+        self._budget.check(found)
         return found
 
     def submit(self, requests: Sequence[Request], on_change: Callable[[], None] | None = None) -> list[RequestHandle]:
-        """Take requests, all or none. Raises `QueueFull` where the queue has no room, and `Closed`."""
-        tickets = [RequestHandle(request, on_change) for request in requests]
-        with self._changed:
+        """Queue requests, all or none. Raises `QueueFull` and `Closed`."""
+        handles = [RequestHandle(request, on_change) for request in requests]
+        with self._lock:
             if self._failed:
-                raise Closed("the server has failed; its log says why")
+                raise Closed("the server has failed; see its log")
             if self._closing:
                 raise Closed("the server is shutting down")
-            free = self._sizes.rows - len(self._batch.live)
-            room = self._queue + max(free - (self._reading is not None), 0) - len(self._waiting)
-            if len(tickets) > room:
-                self._counts["refused"] += len(tickets)
-                raise QueueFull(f"the queue of {self._queue} requests is full; try again later")
-            self._counts["requests"] += len(tickets)
-            self._waiting.extend(tickets)
-            self._changed.notify()
-        return tickets
+            free = self._pool.sizes.slots - len(self._batch.live)
+            room = self._queue_limit + max(free - (self._prefill is not None), 0) - len(self._queue)
+            if len(handles) > room:
+                self._counts["refused"] += len(handles)
+                raise QueueFull(f"the queue of {self._queue_limit} requests is full; try again later")
+            self._counts["requests"] += len(handles)
+            self._queue.extend(handles)
+            self._lock.notify()
+        return handles
 
-    def cancel(self, ticket: RequestHandle) -> None:
-        ticket.cancel()
-        with self._changed:
-            self._changed.notify()
+    def cancel(self, handle: RequestHandle) -> None:
+        """Free the request's slot before the next step. Its answer stays as far as it is."""
+        handle.cancelled = True
+        with self._lock:
+            self._lock.notify()
 
     def stats(self) -> Stats:
-        with self._changed:
-            batch, reading, kept = self._batch, self._reading, self._memory.kept
-            to_read = 0 if reading is None else self._pool.shapes.nbytes(1, reading.places)
+        with self._lock:
+            batch, prefill, prefixes = self._batch, self._prefill, self._budget.prefix_cache
+            prefill_nbytes = 0 if prefill is None else self._pool.shapes.nbytes(1, prefill.cache_len)
             return Stats(
                 **self._counts,
-                waiting=len(self._waiting),
-                running=len(batch.live) + (reading is not None),
-                groups=sum(bool(group.rows) for group in batch.groups),
-                rows=sum(len(group.rows) for group in batch.groups),
-                places=max((group.places for group in batch.groups), default=0),
-                nbytes=batch.nbytes + to_read,
-                kept_nbytes=kept.nbytes,
-                kept_texts=len(kept),
-                limit_nbytes=self._memory.limit,
+                waiting=len(self._queue),
+                running=len(batch.live) + (prefill is not None),
+                groups=sum(bool(group.slots) for group in batch.groups),
+                slots=sum(len(group.slots) for group in batch.groups),
+                cache_len=max((group.cache_len for group in batch.groups), default=0),
+                nbytes=batch.nbytes + prefill_nbytes,
+                prefix_cache_nbytes=prefixes.nbytes,
+                prefix_cache_entries=len(prefixes),
+                limit_nbytes=self._budget.limit,
                 failed=self._failed,
             )
 
     def close(self, grace: float = 0.0) -> bool:
-        """Take nothing more, finish what was taken within so many seconds, then break off the rest.
+        """Refuse new requests, finish the accepted ones within ``grace`` seconds, then cancel the rest.
 
-        What is broken off keeps what it has of an answer. Returns whether there never was any.
+        Returns:
+            Whether all requests were finished or cancelled by their clients.
         """
-        with self._changed:
+        with self._lock:
             self._closing = True
-            self._changed.notify()
+            self._lock.notify()
         if self._thread.ident is not None:
             self._thread.join(grace)
-        with self._changed:
-            for ticket in self._tickets():
-                self._finished &= ticket.cancelled  # by its client
-                ticket.cancel()
-            self._changed.notify()
+        with self._lock:
+            for handle in self._handles():
+                self._finished &= handle.cancelled  # by its client
+                handle.cancelled = True
+            self._lock.notify()
         if self._thread.ident is not None:
             self._thread.join()
         else:
-            self._let_go()
+            self._drop_cancelled()
         return self._finished
 
-    # --- the thread -------------------------------------------------------------------------------------------
+    # --- the batcher's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while True:
-                with self._changed:
-                    while not (self._waiting or self._reading or self._batch.live or self._closing):
-                        self._changed.wait()
-                    if self._closing and not self._tickets():
+                with self._lock:
+                    while not (self._queue or self._prefill or self._batch.live or self._closing):
+                        self._lock.wait()
+                    if self._closing and not self._handles():
                         return
-                self._turn()
-        except Exception as error:  # whatever it is, nobody must wait for ever
+                self._iterate()
+        except Exception as error:  # of any kind, as no client must wait for ever
             traceback.print_exc(file=sys.stderr)
-            with self._changed:
+            with self._lock:
                 self._failed = True
-                tickets = self._tickets()
-                self._batch.clear()
-                self._reading = None
-                self._waiting.clear()
-            for ticket in tickets:
-                ticket.end(Closed(f"the server has failed: {one_line(error)}"))
+                handles = self._handles()
+                self._batch.groups = []
+                self._prefill = None
+                self._queue.clear()
+            for handle in handles:
+                handle.finish(Closed(f"the server has failed: {one_line(error)}"))
 
-    def _tickets(self) -> list[RequestHandle]:
-        """All that are not over."""
-        reading = [] if self._reading is None else [self._reading.ticket]
-        return [*(row.ticket for _, _, row in self._batch.live), *reading, *self._waiting]
+    def _handles(self) -> list[RequestHandle]:
+        """All unfinished requests."""
+        prefill = [] if self._prefill is None else [self._prefill.handle]
+        return [*(sequence.handle for _, _, sequence in self._batch.live), *prefill, *self._queue]
 
-    def _turn(self) -> None:
-        self._let_go()
+    def _iterate(self) -> None:
+        self._drop_cancelled()
         self._admit()
-        self._read()
-        self._advance()
+        self._prefill_chunk()
+        self._decode()
 
-    def _let_go(self) -> None:
-        """Drop what was cancelled."""
-        with self._changed:
-            gone = [ticket for ticket in self._waiting if ticket.cancelled]
-            for ticket in gone:
-                self._waiting.remove(ticket)
-            if self._reading is not None and self._reading.ticket.cancelled:
-                gone.append(self._reading.ticket)
-                self._reading.group.coming = self._reading = None
-            for group, at, row in self._batch.live:
-                if row.ticket.cancelled:
-                    gone.append(row.ticket)
-                    group.remove(at)
-            self._counts["cancelled"] += len(gone)
+    def _drop_cancelled(self) -> None:
+        with self._lock:
+            dropped = [handle for handle in self._queue if handle.cancelled]
+            for handle in dropped:
+                self._queue.remove(handle)
+            if self._prefill is not None and self._prefill.handle.cancelled:
+                dropped.append(self._prefill.handle)
+                self._prefill.group.reserved = self._prefill = None
+            for group, slot, sequence in self._batch.live:
+                if sequence.handle.cancelled:
+                    dropped.append(sequence.handle)
+                    group.remove(slot)
+            self._counts["cancelled"] += len(dropped)
         self._batch.drop_empty()
-        for ticket in gone:
-            ticket.end()
+        for handle in dropped:
+            handle.finish()
 
-    def _group(self) -> int | None:
-        """For the next request that waits, if it can be let in. They come in one after the other: nobody is passed."""
-        if self._reading is not None or not self._waiting:
+    def _next_group(self) -> int | None:
+        """The group for the first request in the queue, if it can be admitted now. The order is first come first
+        served."""
+        if self._prefill is not None or not self._queue:
             return None
-        return self._memory.group_for(self._batch.uses, self._waiting[0].request)
+        return self._budget.find_group(self._batch.usages, self._queue[0].request)
 
     def _admit(self) -> None:
-        """Begin to read the next prompt."""
-        with self._changed:
-            if (number := self._group()) is None:
+        with self._lock:
+            if (index := self._next_group()) is None:
                 return
-            ticket = self._waiting.popleft()
-            request, ticket.began = ticket.request, time.perf_counter()
-            group = self._batch.expect(number, self._memory.end_of(request))
-            kept, at = self._memory.beginning_of(request, self._batch.nbytes)
-            places = self._pool.places_to_read(at, len(request.ids))
-            self._reading = _Reading(ticket, group, places, at, kept)
-            ticket.cached = at
+            handle = self._queue.popleft()
+            request = handle.request
+            group = self._batch.reserve(index, self._budget.max_length(request))
+            prefix, shared = self._budget.find_prefix(request, self._batch.nbytes)
+            cache_len = self._pool.prefill_cache_len(shared, len(request.ids))
+            self._prefill = _Prefill(handle, group, cache_len, shared, prefix)
+            handle.cached = shared
             self._counts["prompt_tokens"] += len(request.ids)
-            self._counts["cached"] += at
-            self._memory.leave_room(self._batch.uses, request)
+            self._counts["cached"] += shared
+            self._budget.shrink_prefix_cache(self._batch.usages, request)
 
-    def _begun(self, reading: _Reading) -> State:
-        """From a kept text that begins alike, or from nothing."""
-        if (kept := reading.kept) is None:
-            return self._pool.empty_row(reading.places)
-        row, ids = self._pool.row_of(kept.state, 0, reading.places), reading.ticket.request.ids
-        state = self._pool.rewound(row, reading.at, ids)
-        reading.kept = None  # it may have been given up
-        return state
+    def _first_state(self, prefill: _Prefill) -> State:
+        """Copy the cached prefix, or start empty."""
+        if (prefix := prefill.prefix) is None:
+            return self._pool.empty(prefill.cache_len)
+        prefill.prefix = None  # so that an evicted entry is freed
+        state = self._pool.take(prefix.state, 0, prefill.cache_len)
+        return self._pool.rewind(state, prefill.position, prefill.handle.request.ids)
 
-    def _read(self) -> None:
-        """One piece of the prompt that is being read; after the last its row joins the batch."""
-        reading = self._reading
-        if reading is None:
+    def _prefill_chunk(self) -> None:
+        """Run one chunk of the prompt in prefill; after the last one the sequence joins its group."""
+        prefill = self._prefill
+        if prefill is None:
             return
-        request, pool = reading.ticket.request, self._pool
+        request, pool = prefill.handle.request, self._pool
         ids, chunk = request.ids, pool.chunk
-        if reading.state is None:
-            reading.state = self._begun(reading)
-        if len(ids) - reading.at > chunk:
-            until = reading.at + chunk
-            reading.state = pool.feed(reading.state, ids[reading.at : until], int(ids[until]))
-            reading.at = until
+        if prefill.state is None:
+            prefill.state = self._first_state(prefill)
+        if len(ids) - prefill.position > chunk:
+            until = prefill.position + chunk
+            prefill.state = pool.feed(prefill.state, ids[prefill.position : until], int(ids[until]))
+            prefill.position = until
             return
         key = pool.key(request.seed or 0, request.number)
-        row = pool.end(reading.state, ids[reading.at :], key, request.spec)
-        reading.group.join(row, Running(reading.ticket, self._executor.tokenizer, self._memory.end_of(request)))
-        with self._changed:
-            self._reading = None
-        self._keep(ids, reading.places, lambda: row)
+        state = pool.finish(prefill.state, ids[prefill.position :], key, request.spec)
+        max_length = self._budget.max_length(request)
+        prefill.group.join(state, RunningSequence(prefill.handle, self._executor.tokenizer, max_length))
+        with self._lock:
+            self._prefill = None
+        self._cache_prefix(ids, prefill.cache_len, lambda: state)
 
-    def _advance(self) -> None:
-        """Some steps of all rows, and what they have emitted to those who wait for it."""
-        with self._changed:
-            prompts_wait = self._reading is not None or self._group() is not None
+    def _decode(self) -> None:
+        """Advance all groups, and update the handles."""
+        with self._lock:
+            prompts_wait = self._prefill is not None or self._next_group() is not None
         groups = [group for group in self._batch.groups if group.live]
-        # Nobody waits for a prompt to be read, or for the first token, longer than one step of the others.
-        whole_bursts = not (prompts_wait or any(row.ticket.result is None for _, _, row in self._batch.live))
+        # Single steps while a prompt waits for prefill or a sequence for its first token.
+        bursts = not (prompts_wait or any(sequence.handle.result is None for _, _, sequence in self._batch.live))
         for group in groups:
-            asked = time.perf_counter()
-            drafted = not self._pool.drops_draft or self._drafting.is_worth_it(len(group.rows))
-            now = group.advance(group.burst if whole_bursts else 1, drafted)
-            seconds = time.perf_counter() - asked
-            # A burst is over early where all rows come to their ends, so the steps are counted that were taken.
-            taken = [int(now.steps[at]) - row.steps for at, row in group.live]
-            emitted = sum(int(now.lengths[at]) - row.emitted for at, row in group.live)
-            self._drafting.saw(len(group.rows), drafted, max(*taken, 1), seconds, max(sum(taken), 1), emitted)
-            if whole_bursts:
-                group.burst = next_burst(max(*taken, 1), seconds * len(groups))
-            with self._changed:
-                self._counts["drafted"] += sum(taken) * drafted
-            for at, row in group.live:
-                self._deliver(group, at, row, now)
+            start = time.perf_counter()
+            speculative = not self._pool.drops_draft or self._policy.is_worth_it(len(group.slots))
+            snapshot = group.advance(group.burst if bursts else 1, speculative)
+            seconds = time.perf_counter() - start
+            # A burst ends early if all its sequences end, so count the steps taken.
+            taken = [int(snapshot.steps[slot]) - sequence.steps for slot, sequence in group.live]
+            emitted = sum(int(snapshot.lengths[slot]) - sequence.emitted for slot, sequence in group.live)
+            steps, total = max(*taken, 1), sum(taken)
+            self._policy.record(len(group.slots), speculative, steps, seconds, max(total, 1), emitted)
+            if bursts:
+                group.burst = next_burst(steps, seconds * len(groups))
+            with self._lock:
+                self._counts["speculative_steps"] += total * speculative
+            for slot, sequence in group.live:
+                self._update(group, slot, sequence, snapshot)
         self._batch.drop_empty()
 
-    def _deliver(self, group: Group, at: int, row: Running, now) -> None:
-        request, ticket = row.ticket.request, row.ticket
-        over = bool(now.done[at])
-        emitted, row.steps = now.tokens[at, : now.lengths[at]], int(now.steps[at])
-        row.text.grow(emitted.tolist(), final=over)
-        row.emitted = len(emitted)
-        over |= row.text.stopped
-        seconds = time.perf_counter() - ticket.arrived
-        result = row_result(self._executor, request.spec, request.ids, now, at, row.text, seconds, request.seed)
-        before = ticket.result
-        with self._changed:
+    def _update(self, group: SlotGroup, slot: int, sequence: RunningSequence, snapshot: Snapshot) -> None:
+        """Update a request's handle; free its slot at the end."""
+        request, handle = sequence.handle.request, sequence.handle
+        done = bool(snapshot.done[slot])
+        emitted, sequence.steps = snapshot.tokens[slot, : snapshot.lengths[slot]], int(snapshot.steps[slot])
+        sequence.text.grow(emitted.tolist(), final=done)
+        sequence.emitted = len(emitted)
+        done |= sequence.text.stopped
+        seconds = time.perf_counter() - handle.arrived
+        result = row_result(
+            self._executor, request.spec, request.ids, snapshot, slot, sequence.text, seconds, request.seed
+        )
+        before = handle.result
+        with self._lock:
             self._counts["tokens"] += result.new_tokens - (0 if before is None else before.new_tokens)
             self._counts["steps"] += result.steps - (0 if before is None else before.steps)
-        ticket.grow(result if over else replace(result, finish_reason=None))
-        if not over:
+        handle.update(result if done else replace(result, finish_reason=None))
+        if not done:
             return
-        group.remove(at)
-        with self._changed:
+        group.remove(slot)
+        with self._lock:
             self._counts["ended"] += 1
-        ticket.end()
+        handle.finish()
         ids = np.concatenate([request.ids, emitted])
-        places = self._pool.places_for(len(ids) + self._pool.spare)
-        self._keep(ids, places, lambda: group.copy_of(at, places))
+        cache_len = self._pool.cache_len_for(len(ids) + self._pool.headroom)
+        self._cache_prefix(ids, cache_len, lambda: group.copy_of(slot, cache_len))
 
-    def _keep(self, ids: np.ndarray, places: int, copied: Callable[[], State]) -> None:
-        """Keep a text's cache for others that begin alike; ``copied`` gives a state of its row alone."""
-        reading = None if self._reading is None else self._reading.ticket.request
-        self._memory.leave_room(self._batch.uses, reading)
-        nbytes = self._pool.shapes.nbytes(1, places)
-        if self._memory.kept.worth(ids, nbytes):
-            self._memory.kept.add(CachedPrefix(ids, copied(), nbytes))
+    def _cache_prefix(self, ids: np.ndarray, cache_len: int, copied: Callable[[], State]) -> None:
+        """Add a sequence to the prefix cache; ``copied`` returns its state of batch size 1."""
+        prefilling = None if self._prefill is None else self._prefill.handle.request
+        self._budget.shrink_prefix_cache(self._batch.usages, prefilling)
+        nbytes = self._pool.shapes.nbytes(1, cache_len)
+        if self._budget.prefix_cache.accepts(ids, nbytes):
+            self._budget.prefix_cache.add(CachedPrefix(ids, copied(), nbytes))

@@ -1,4 +1,4 @@
-"""Prompts and answers whose caches are kept, for texts that begin alike."""
+"""The KV caches of recent sequences, for new prompts that share a prefix with them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 
 from hydrajax.decoding.executor import State
 
-SHORTEST = 16  # tokens that are worth a copy of a cache
+SHORTEST = 16  # shared tokens that are worth copying a cache
 
 
 class CachedPrefix(NamedTuple):
-    """ids: int32, the text. state: of one row that has read it. nbytes: of the state."""
+    """A sequence's tokens, int32, with the decode state of batch size 1 after them and its bytes."""
 
     ids: np.ndarray
     state: State
@@ -20,52 +20,53 @@ class CachedPrefix(NamedTuple):
 
 
 class PrefixCache:
-    """The last texts, as far as ``limit`` bytes hold them; the one that was of no use for longest goes first."""
+    """Least recently used cache of at most ``limit`` bytes."""
 
     def __init__(self, limit: int):
         self._limit = limit
-        self._texts: list[CachedPrefix] = []  # the last used one last
+        self._entries: list[CachedPrefix] = []  # most recently used last
 
     @property
     def nbytes(self) -> int:
-        return sum(text.nbytes for text in self._texts)
+        return sum(entry.nbytes for entry in self._entries)
 
     def __len__(self) -> int:
-        return len(self._texts)
+        return len(self._entries)
 
-    def best(self, ids: np.ndarray) -> tuple[CachedPrefix, int] | None:
-        """The text that a new one has most tokens in common with, and how many; the last of ``ids`` never counts.
+    def lookup(self, ids: np.ndarray) -> tuple[CachedPrefix, int] | None:
+        """Return the entry with the longest common prefix and its length; None if shorter than `SHORTEST`.
 
-        None where they are too few. The caller copies the state before anything else is kept or given up.
+        The last token of ``ids`` never counts, because it must be run. Copy the state before the next `add` or
+        `shrink`.
         """
-        found = [(common(text.ids, ids[:-1]), number) for number, text in enumerate(self._texts)]
-        shared, number = max(found, default=(0, -1))
+        found = [(common_length(entry.ids, ids[:-1]), index) for index, entry in enumerate(self._entries)]
+        shared, index = max(found, default=(0, -1))
         if shared < SHORTEST:
             return None
-        text = self._texts.pop(number)
-        self._texts.append(text)
-        return text, shared
+        entry = self._entries.pop(index)
+        self._entries.append(entry)
+        return entry, shared
 
-    def worth(self, ids: np.ndarray, nbytes: int) -> bool:
-        """Whether this text would be kept: there is room, and none that is kept begins with it."""
-        known = any(common(text.ids, ids) == len(ids) for text in self._texts)
-        return len(ids) >= SHORTEST and nbytes <= self._limit and not known
+    def accepts(self, ids: np.ndarray, nbytes: int) -> bool:
+        """Return whether `add` would keep a new entry: it fits and no entry begins with it."""
+        covered = any(common_length(entry.ids, ids) == len(ids) for entry in self._entries)
+        return len(ids) >= SHORTEST and nbytes <= self._limit and not covered
 
-    def add(self, text: CachedPrefix) -> None:
-        """Keep a text that is `worth` it. Those that it begins with are no longer needed."""
-        self._texts = [old for old in self._texts if common(old.ids, text.ids) < len(old.ids)]
-        self._texts.append(text)
+    def add(self, new: CachedPrefix) -> None:
+        """Add an entry that the cache `accepts`, in place of those that are its prefixes."""
+        self._entries = [old for old in self._entries if common_length(old.ids, new.ids) < len(old.ids)]
+        self._entries.append(new)
         self.shrink(self._limit)
 
     def shrink(self, limit: int) -> None:
-        """So many bytes from now on, which may be more than before."""
+        """Set the limit and evict entries until they fit."""
         self._limit = limit
-        while self._texts and self.nbytes > limit:
-            self._texts.pop(0)
+        while self._entries and self.nbytes > limit:
+            self._entries.pop(0)
 
 
-def common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two texts begin alike with."""
+def common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the length of the longest common prefix."""
     length = min(len(a), len(b))
     differ = np.flatnonzero(a[:length] != b[:length])
     return int(differ[0]) if len(differ) else length

@@ -1,26 +1,31 @@
-"""The bodies of requests, in the words of OpenAI's interface.
+"""Request bodies of the OpenAI-compatible API.
 
-What would change an answer and is not done here is refused, so that nobody is left to think that it was.
+Fields that would change the answer and are not supported are refused, so that no client assumes they took effect.
 """
 
 from __future__ import annotations
 
+import reprlib
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import SEED_BITS
 
 MOST_CHOICES, MOST_STOPS, MOST_PROMPTS, MOST_ALTERNATIVES = 128, 16, 128, 20
 Text = Annotated[StrictStr, Field(min_length=1)]
+TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
+Several = Field(min_length=1, max_length=MOST_PROMPTS)
+UNIONS = {
+    "prompt": f"a text, a list of token ids, or a list of up to {MOST_PROMPTS} of either",
+    "stop": f"a text or a list of up to {MOST_STOPS} texts",
+}
 
 
 class StreamOptions(BaseModel):
-    """``include_obfuscation`` pads OpenAI's own streams; there is nothing to hide here. ``include_drafts``, beyond
-    OpenAI's, tells of every piece which of its tokens were drafted.
-    """
+    """``include_drafts`` is an extension that marks drafted tokens. ``include_obfuscation`` has no effect."""
 
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
@@ -28,10 +33,11 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = False
 
 
-class Common(BaseModel):
-    """What both kinds of requests have. None is the server's default."""
+class RequestBody(BaseModel):
+    """The common fields. None means the server's default."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    TOP_LOGPROBS: ClassVar[str]  # the field with the number of most likely tokens
 
     model: str = ""
     max_tokens: int | None = Field(None, ge=1)
@@ -47,8 +53,8 @@ class Common(BaseModel):
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    # Of no effect on the answer.
+    stream_options: StreamOptions = StreamOptions()
+    # Without effect on the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -56,68 +62,50 @@ class Common(BaseModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    @pydantic.field_validator("stream_options", mode="before")
+    @classmethod
+    def _default_stream_options(cls, value: Any) -> Any:
+        return {} if value is None else value
+
     def limit(self) -> int | None:
-        """Most new tokens."""
+        """Return the limit of new tokens."""
         return self.max_tokens
 
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def numbers(self) -> dict[str, Any]:
-        """The numbers of rule and processors. A penalty of no effect is none, and so is a top-k of -1 or 0, as in
-        vLLM."""
+    def sampling(self) -> dict[str, Any]:
+        """Return the parameters of rule and processors. Neutral penalties and a top-k of -1 or 0 become None."""
         neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
         found = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p", *neutral)}
         found |= {name: None for name, value in neutral.items() if found[name] == value}
         return found | {"top_k": self.top_k if self.top_k and self.top_k > 0 else None, "logit_bias": self.logit_bias}
 
-    ALTERNATIVES: ClassVar[str]  # the field that asks for the likeliest tokens beside each
-
     def wants_logprobs(self) -> bool:
-        raise NotImplementedError
+        return self.logprobs is not None and self.logprobs is not False  # a number in completions, a flag in chats
 
-    def alternatives(self) -> int:
-        """How many of the likeliest tokens are to be shown beside each."""
-        return getattr(self, self.ALTERNATIVES) or 0
-
-    @property
-    def includes_drafts(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_drafts
-
-    @property
-    def includes_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def top_logprobs_count(self) -> int:
+        return getattr(self, self.TOP_LOGPROBS) or 0
 
 
-class CompletionBody(Common):
+class CompletionBody(RequestBody):
     """``POST /v1/completions``."""
 
-    ALTERNATIVES = "logprobs"
+    TOP_LOGPROBS = "logprobs"
 
-    prompt: Any
+    prompt: Text | TokenIds | Annotated[list[Text], Several] | Annotated[list[TokenIds], Several]
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: int | None = None
 
-    @pydantic.field_validator("prompt")
-    @classmethod
-    def _is_prompt(cls, value: Any) -> Any:
-        several = isinstance(value, list) and not _is_ids(value) and len(value) <= MOST_PROMPTS
-        if not any(all(map(kind, value if several else [value])) for kind in (_is_text, _is_ids)) or value == []:
-            raise ValueError(f"must be a text, a list of token ids, or a list of up to {MOST_PROMPTS} of either")
-        return value
-
     def prompts(self) -> list[str | list[int]]:
-        return [self.prompt] if _is_text(self.prompt) or _is_ids(self.prompt) else list(self.prompt)
-
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
+        return [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
 
     @pydantic.model_validator(mode="after")
-    def _best_is_all(self):
+    def _best_of_is_n(self):
         if self.best_of not in (None, self.n or 1):
-            raise ValueError("best_of: only as many as n can be had")
+            raise ValueError(f"best_of: got {self.best_of}, expected n")
         return self
 
 
@@ -127,7 +115,7 @@ class TextPart(BaseModel):
     text: StrictStr
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid")
     role: Literal["system", "developer", "user", "assistant"]
     content: StrictStr | list[TextPart]
@@ -135,7 +123,7 @@ class Message(BaseModel):
     refusal: None = None
 
     def plain(self) -> dict[str, str]:
-        """As templates take it; what OpenAI calls a developer they know as the system."""
+        """Return the message for chat templates, which call OpenAI's developer the system."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
@@ -145,12 +133,12 @@ class TextFormat(BaseModel):
     type: Literal["text"]
 
 
-class ChatBody(Common):
+class ChatBody(RequestBody):
     """``POST /v1/chat/completions``."""
 
-    ALTERNATIVES = "top_logprobs"
+    TOP_LOGPROBS = "top_logprobs"
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
@@ -163,41 +151,38 @@ class ChatBody(Common):
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def wants_logprobs(self) -> bool:
-        return bool(self.logprobs)
-
     @pydantic.model_validator(mode="after")
-    def _alternatives_are_of_logprobs(self):
+    def _top_logprobs_need_logprobs(self):
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs: needs logprobs to be true")
+            raise ValueError("top_logprobs: requires logprobs=true")
         return self
 
 
-def parsed(kind: type[Common], body: bytes) -> Common:
-    """A request's body. Raises `HydrajaxError` naming the first field that is wrong."""
+def parse_body(kind: type[RequestBody], body: bytes) -> RequestBody:
+    """Parse a request body. Raises `HydrajaxError` that names the first wrong field."""
     try:
         return kind.model_validate_json(body)
     except pydantic.ValidationError as error:
-        raise HydrajaxError(_said(error.errors(include_url=False, include_context=False)[0])) from None
+        raise HydrajaxError(_message(error.errors(include_url=False, include_context=False)[0])) from None
 
 
-def _said(error: dict[str, Any]) -> str:
+def _message(error: dict[str, Any]) -> str:
+    message, found = error["msg"].removeprefix("Value error, "), reprlib.repr(error["input"])
     if error["type"] == "json_invalid":
-        return f"the body is not JSON ({error['msg'].removeprefix('Invalid JSON: ')})"
-    # Where a field may be of several kinds, pydantic adds which of them it tried.
-    place = ".".join(str(part) for part in error["loc"] if _is_field(part))
-    message = error["msg"].removeprefix("Value error, ")
+        return f"the body is not JSON ({message.removeprefix('Invalid JSON: ')})"
+    # In a union, pydantic appends the type that it tried.
+    field = ".".join(str(part) for part in error["loc"] if _is_field(part)) or "the body"
+    if error["type"] == "value_error":
+        return message
+    if error["type"] == "missing":
+        return f"{field}: is missing"
     if error["type"] == "extra_forbidden":
-        message = "is not known here"
-    return f"{place}: {message}" if place else message
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and value != [] and all(type(item) is int for item in value)
+        return f"{field}: this field is not supported"
+    if field.split(".")[0] in UNIONS:  # pydantic names the type that it tried first
+        return f"{field}: got {found}, expected {UNIONS[field.split('.')[0]]}"
+    if message.startswith("Input should be "):
+        return f"{field}: got {found}, expected {message.removeprefix('Input should be ')}"
+    return f"{field}: {message}"
 
 
 def _is_field(part: str | int) -> bool:

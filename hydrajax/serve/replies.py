@@ -1,4 +1,4 @@
-"""The bodies of answers, in the words of OpenAI's interface."""
+"""Response bodies of the OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from hydrajax.serve.requests import RequestHandle
 
-ENDS = {"eos": "stop", "stop": "stop"}  # every other end is "length": the limit, the context, or broken off
+FINISH_REASONS = {"eos": "stop", "stop": "stop"}  # all others are "length": limit, context, cancelled
 
 
-class Piece(NamedTuple):
-    """Of an answer: its text and tokens, and for each token its log-probability and the likeliest in its place."""
+class Delta(NamedTuple):
+    """New text and tokens of an answer, with the log-probability and the most likely tokens at each position."""
 
     text: str
     ids: list[int]
@@ -22,197 +22,153 @@ class Piece(NamedTuple):
     top: list[list[tuple[int, float]]]
 
 
-class Choice:
-    """A ticket's answer, and how much of it has been shown.
+class ReplyChoice:
+    """One choice of a response: a request's answer, and how much of it has been sent.
 
-    logprobs, drafts: whether to tell of the tokens' log-probabilities, and of which were drafted. alternatives: of how
-    many of the likeliest tokens to tell beside each.
+    Attributes:
+        logprobs, drafts: Include log-probabilities, and marks of drafted tokens.
+        top_logprobs: Number of most likely tokens at each position.
     """
 
     def __init__(
         self,
         index: int,
-        ticket: RequestHandle,
+        handle: RequestHandle,
         token_text: Callable[[int], str],
         logprobs: bool,
-        alternatives: int = 0,
+        top_logprobs: int = 0,
         drafts: bool = False,
     ):
-        self.index, self.ticket = index, ticket
-        self._token_text, self._logprobs, self._drafts = token_text, logprobs, drafts
-        self._alternatives = alternatives
-        self._shown, self._tokens, self._offset = 0, 0, 0
-        self.ended = False  # and that has been shown
+        self.index, self.handle = index, handle
+        self._token_text, self._logprobs, self._top, self._drafts = token_text, logprobs, top_logprobs, drafts
+        self._sent, self._tokens, self._offset = 0, 0, 0  # characters and tokens sent, offset of the next token's text
+        self.ended = False  # its end has been sent
 
     @property
-    def reason(self) -> str:
-        result = self.ticket.result
-        return ENDS.get((result and result.finish_reason) or "", "length")
+    def finish_reason(self) -> str:
+        result = self.handle.result
+        return FINISH_REASONS.get((result and result.finish_reason) or "", "length")
 
-    def more(self) -> Piece:
-        """What has not been shown."""
-        result = self.ticket.result  # once: another thread may replace it
+    def delta(self) -> Delta:
+        """Return the part of the answer that has not been sent."""
+        result = self.handle.result  # once, because another thread may replace it
         if result is None:
-            return Piece("", [], [], [])
-        # Without a tokenizer the ids are the text.
+            return Delta("", [], [], [])
+        # Without a tokenizer, the ids are the text.
         text = " ".join(map(str, result.output_ids)) if result.text is None else result.text
-        piece, self._shown = text[self._shown :], len(text)
+        new, self._sent = text[self._sent :], len(text)
         first, self._tokens = self._tokens, result.new_tokens
         ids, top = result.output_ids[first:], (result.top_logprobs or [])[first:]
-        top = [place[: self._alternatives] for place in top] or [[]] * len(ids)
-        return Piece(piece, ids, (result.logprobs or [])[first:], top)
+        top = [tokens[: self._top] for tokens in top] or [[]] * len(ids)
+        return Delta(new, ids, (result.logprobs or [])[first:], top)
 
     def drafts(self, ids: list[int]) -> list[dict[str, Any]] | None:
-        """Of the last tokens that were shown whether they were drafted: all of a step but the first, its root."""
-        if not self._drafts or self.ticket.result is None:
+        """Mark which of the last tokens were drafted: all tokens of a step except the first one, its root."""
+        if not self._drafts or self.handle.result is None:
             return None
-        roots = set(itertools.accumulate(self.ticket.result.step_lengths, initial=0))
+        roots = set(itertools.accumulate(self.handle.result.emitted_per_step, initial=0))
         return [
             {"text": self._token_text(token), "drafted": number not in roots}
             for number, token in enumerate(ids, start=self._tokens - len(ids))
         ]
 
-    def completion_logprobs(self, piece: Piece) -> dict[str, Any] | None:
+    def logprobs(self, delta: Delta, chat: bool) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        tokens, offsets = [self._token_text(token) for token in piece.ids], []
+        if chat:
+            content = []
+            for token, logprob, top in zip(delta.ids, delta.logprobs, delta.top, strict=True):
+                top = [self._chat_token(other, its_own) for other, its_own in top]
+                content.append(self._chat_token(token, logprob) | {"top_logprobs": top})
+            return {"content": content, "refusal": None}
+        tokens, offsets = [self._token_text(token) for token in delta.ids], []
         for token in tokens:
             offsets.append(self._offset)
             self._offset += len(token)
-        top = None
-        if self._alternatives:
-            top = list(map(self._by_text, piece.top, tokens, piece.logprobs))
-        return {"tokens": tokens, "token_logprobs": piece.logprobs, "top_logprobs": top, "text_offset": offsets}
+        top = list(map(self._by_text, delta.top, tokens, delta.logprobs)) if self._top else None
+        return {"tokens": tokens, "token_logprobs": delta.logprobs, "top_logprobs": top, "text_offset": offsets}
 
-    def _by_text(self, place: list[tuple[int, float]], token: str, logprob: float) -> dict[str, float]:
-        """The likeliest tokens in a place and the one that is there. Of tokens of one text the likeliest counts."""
+    def _by_text(self, top: list[tuple[int, float]], token: str, logprob: float) -> dict[str, float]:
+        """Map the most likely tokens and the chosen one to log-probabilities; of equal texts keep the likeliest."""
         found: dict[str, float] = {}
-        for other, its_own in place:
+        for other, its_own in top:
             found.setdefault(self._token_text(other), its_own)
         return {token: logprob} | found if token not in found else found
-
-    def chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
-        content = []
-        for token, logprob, place in zip(piece.ids, piece.logprobs, piece.top, strict=True):
-            top = [self._chat_token(other, its_own) for other, its_own in place]
-            content.append(self._chat_token(token, logprob) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
 
     def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._token_text(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-class Form:
-    """What a kind of request is answered in: whole, or piece by piece."""
+class ReplyFormat:
+    """The response to a chat or to a completion, whole or as a stream of events."""
 
-    name: str
-    chunk_name: str
-    prefix: str
+    def __init__(self, model: str, chat: bool):
+        self._chat, prefix = chat, "chatcmpl" if chat else "cmpl"
+        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def __init__(self, model: str):
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    def whole(self, choices: Sequence[ReplyChoice], usage: dict[str, Any]) -> dict[str, Any]:
+        found = []
+        for choice in choices:
+            delta = choice.delta()
+            message = {"role": "assistant", "content": delta.text, "refusal": None}
+            content = {"message": message} if self._chat else {"text": delta.text}
+            found.append(self._choice(choice, content, choice.logprobs(delta, self._chat), choice.finish_reason))
+        name = "chat.completion" if self._chat else "text_completion"
+        return {**self._head, "object": name, "choices": found, "usage": usage, "hydrajax": extensions(choices)}
 
-    def whole(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **self._head,
-            "object": self.name,
-            "choices": [self._whole(choice) for choice in choices],
-            "usage": usage,
-            "hydrajax": notes(choices),
-        }
+    def opening(self, choices: Sequence[ReplyChoice]) -> list[dict[str, Any]]:
+        """Return the first events of a stream."""
+        first = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return [self._chunk([{"index": choice.index, **first}]) for choice in choices if self._chat]
 
-    def pieces(self, choice: Choice) -> list[dict[str, Any]]:
-        """The events for what is new of a choice; none where nothing is."""
-        found, ended = [], choice.ticket.done  # asked first: then whatever there is comes before the end
-        piece = choice.more()
-        if piece.text or piece.ids:
-            found.append(self._chunk([self._piece(choice, piece)]))
-            if (drafts := choice.drafts(piece.ids)) is not None:
+    def events(self, choice: ReplyChoice) -> list[dict[str, Any]]:
+        """Return the events for the new part of a choice."""
+        found, ended = [], choice.handle.done  # read first, so that the end follows all of the answer
+        delta = choice.delta()
+        if delta.text or delta.ids:
+            content = {"delta": {"content": delta.text}} if self._chat else {"text": delta.text}
+            found.append(self._chunk([self._choice(choice, content, choice.logprobs(delta, self._chat), None)]))
+            if (drafts := choice.drafts(delta.ids)) is not None:
                 found[-1]["hydrajax"] = {"tokens": drafts}
         if ended and not choice.ended:
             choice.ended = True
-            found.append(self._chunk([self._end(choice)]))
+            content = {"delta": {}} if self._chat else {"text": ""}
+            found.append(self._chunk([self._choice(choice, content, None, choice.finish_reason)]))
         return found
 
-    def opening(self, choices: Sequence[Choice]) -> list[dict[str, Any]]:
-        return []
-
-    def closing(self, choices: Sequence[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        """The event with the counts."""
-        return self._chunk([]) | {"usage": usage, "hydrajax": notes(choices)}
+    def closing(self, choices: Sequence[ReplyChoice], usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the event with the token counts."""
+        return self._chunk([]) | {"usage": usage, "hydrajax": extensions(choices)}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": self.chunk_name, "choices": choices}
+        name = "chat.completion.chunk" if self._chat else "text_completion"
+        return {**self._head, "object": name, "choices": choices}
 
-    def _whole(self, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _piece(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _end(self, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
+    @staticmethod
+    def _choice(choice: ReplyChoice, content: dict, logprobs: dict | None, finish_reason: str | None) -> dict[str, Any]:
+        return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-class Completion(Form):
-    name = chunk_name = "text_completion"
-    prefix = "cmpl"
-
-    def _whole(self, choice):
-        return self._piece(choice, choice.more()) | {"finish_reason": choice.reason}
-
-    def _piece(self, choice, piece):
-        logprobs = choice.completion_logprobs(piece)
-        return {"index": choice.index, "text": piece.text, "logprobs": logprobs, "finish_reason": None}
-
-    def _end(self, choice):
-        return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.reason}
-
-
-class ChatCompletion(Form):
-    name, chunk_name = "chat.completion", "chat.completion.chunk"
-    prefix = "chatcmpl"
-
-    def opening(self, choices):
-        delta = {"role": "assistant", "content": ""}
-        return [self._chunk([{"index": choice.index, "delta": delta, "finish_reason": None}]) for choice in choices]
-
-    def _whole(self, choice):
-        piece = choice.more()
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        logprobs = choice.chat_logprobs(piece)
-        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason}
-
-    def _piece(self, choice, piece):
-        logprobs = choice.chat_logprobs(piece)
-        return {"index": choice.index, "delta": {"content": piece.text}, "logprobs": logprobs, "finish_reason": None}
-
-    def _end(self, choice):
-        return {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": choice.reason}
-
-
-def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
-    """Counts of tokens. Of the ``n`` choices for a prompt only the first counts it."""
-    results = [choice.ticket.result for choice in choices if choice.ticket.result is not None]
+def usage(choices: Sequence[ReplyChoice], n: int) -> dict[str, Any]:
+    """Count tokens; the prompt of ``n`` choices counts once."""
+    results = [choice.handle.result for choice in choices if choice.handle.result is not None]
     tokens, steps = sum(result.new_tokens for result in results), sum(result.steps for result in results)
-    firsts = [choice.ticket for choice in choices[::n]]
-    prompt = sum(len(ticket.request.ids) for ticket in firsts)
+    firsts = [choice.handle for choice in choices[::n]]
+    prompt = sum(len(handle.request.ids) for handle in firsts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": tokens,
         "total_tokens": prompt + tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(ticket.cached for ticket in firsts)},
+        "prompt_tokens_details": {"cached_tokens": sum(handle.cached for handle in firsts)},
         "completion_tokens_details": {"accepted_prediction_tokens": tokens - steps},
     }
 
 
-def notes(choices: Sequence[Choice]) -> dict[str, Any]:
-    """What OpenAI's interface has no words for: each choice's seed (None of a greedy one) and decode steps."""
-    results = [choice.ticket.result for choice in choices]
+def extensions(choices: Sequence[ReplyChoice]) -> dict[str, Any]:
+    """Return the fields beyond OpenAI's: each choice's seed (None if greedy) and decode steps."""
+    results = [choice.handle.result for choice in choices]
     return {
-        "seeds": [choice.ticket.request.seed for choice in choices],
+        "seeds": [choice.handle.request.seed for choice in choices],
         "steps": [0 if result is None else result.steps for result in results],
     }

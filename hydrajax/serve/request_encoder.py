@@ -1,4 +1,4 @@
-"""From what clients write to token ids."""
+"""Token ids from prompts and conversations."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from hydrajax.text.prompt import Prompt
 from hydrajax.text.templates import make_encoder
 
 
-class Encoder:
-    """Texts and conversations as checked ids. Called from several threads, one at a time is served.
+class RequestEncoder:
+    """Encode and check prompts and conversations. Thread-safe."""
 
-    template: as in `hydrajax.conversation.Chat`; ``auto`` is the tokenizer's own, and where it has none only
-    conversations are refused. longest: of a prompt, in tokens.
+    def __init__(self, tokenizer: Any, config: LlamaConfig, template: str = "auto", max_prompt: int | None = None):
+        """Build the encoder.
 
-    Raises `HydrajaxError` for a template that is named and cannot be used.
-    """
+        Args:
+            tokenizer: the base's, or None for token ids only.
+            config: the base's.
+            template: chat template, as in `hydrajax.conversation.Chat`. With ``auto`` and a tokenizer that has no
+                template, only conversations are refused.
+            max_prompt: longest prompt in tokens.
 
-    def __init__(self, tokenizer: Any, config: LlamaConfig, template: str = "auto", longest: int | None = None):
-        # The batcher's thread decodes with the tokenizer; one that encodes may have to change its settings for it.
+        Raises:
+            HydrajaxError: for a named template that cannot be used.
+        """
+        # A copy, because encoding may change the settings of the tokenizer that the batcher's thread decodes with.
         self._tokenizer, self._config = copy.deepcopy(tokenizer), config
-        self._lock, self._longest = threading.Lock(), longest
+        self._lock, self._max_prompt = threading.Lock(), max_prompt
         self._no_template, self._chat = "", None
         try:
             if self._tokenizer is None:
@@ -39,34 +45,34 @@ class Encoder:
             self._no_template = str(error)
 
     @property
-    def takes_conversations(self) -> bool:
+    def has_chat_template(self) -> bool:
         return self._chat is not None
 
     def prompt(self, content: str | list[int]) -> np.ndarray:
-        """Of a text or token ids, int32 ``[P]``."""
+        """Encode a text or check token ids; int32 ``[P]``."""
         with self._lock:
             ids = Prompt(content, "prompt").ids(self._tokenizer)
         return self._checked(ids, "prompt")
 
     def conversation(self, messages: list[dict[str, str]]) -> np.ndarray:
-        """Of messages up to where the answer begins."""
+        """Encode messages, up to the start of the answer; int32 ``[P]``."""
         if self._chat is None:
             raise HydrajaxError(self._no_template)
         for number, message in enumerate(messages):
             if found := self._chat.special.search(message["content"]):
-                raise HydrajaxError(f"messages.{number}: holds the text of the special token {found[0]}")
+                raise HydrajaxError(f"messages.{number}: contains the special token {found[0]}, expected plain text")
         with self._lock:
             ids = self._chat.prompt(messages)
         return self._checked(ids, "messages")
 
     def token_text(self, token: int) -> str:
-        """One token, as lists of log-probabilities show it."""
+        """Return the text of a single token."""
         if self._tokenizer is None:
             return str(token)
         with self._lock:
             return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
 
-    def _checked(self, ids: list[int], where: str) -> np.ndarray:
-        if self._longest is not None and len(ids) > self._longest:
-            raise HydrajaxError(f"{where}: has {len(ids)} tokens, at most {self._longest} are taken")
-        return encode_prompt(Prompt(ids, where), where, None, self._config)
+    def _checked(self, ids: list[int], field: str) -> np.ndarray:
+        if self._max_prompt is not None and len(ids) > self._max_prompt:
+            raise HydrajaxError(f"{field}: got {len(ids)} tokens, expected at most {self._max_prompt}")
+        return encode_prompt(Prompt(ids, field), field, None, self._config)

@@ -1,4 +1,4 @@
-"""What is asked of the batcher, and what becomes of it. No arrays on a device here."""
+"""Requests to the batcher, and the handles to their answers. No device arrays."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from hydrajax.text.answers import Generation
 
 
 class QueueFull(HydrajaxError):
-    """Not now: the queue is full."""
+    """The queue has no room; the client may retry."""
 
 
 class Closed(HydrajaxError):
-    """Nothing more is taken: the batcher is shutting down, or has failed."""
+    """The batcher is shutting down or has failed."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One text to continue.
+    """One sequence to continue.
 
-    ids: int32 ``[P]``. spec: its rule (`ExactSampling`, greedy at temperature 0), processors and ``max_new_tokens``.
-    seed: for what is drawn, None where the rule is greedy. number: the prompt's number among those of the seed, as in
-    `hydrajax.generate`. stop: strings that end the text.
+    Attributes:
+        ids: int32 ``[P]`` prompt tokens.
+        spec: rule (`ExactSampling`, greedy at temperature 0), logits processors and ``max_new_tokens``.
+        seed: sampling seed, None for a greedy rule.
+        number: index of the prompt among those with this seed, as in `hydrajax.generate`.
+        stop: stop strings.
     """
 
     ids: np.ndarray
@@ -39,43 +42,43 @@ class Request:
 
 
 class RequestHandle:
-    """A request that was taken, and its answer as far as it is. Written by the batcher's thread, read by any.
+    """An accepted request and its answer so far. The batcher's thread writes it; any thread may read it.
 
-    result: the answer up to now, None before its first token; its ``finish_reason`` is None until it has ended, and
-        remains so where it was broken off. cached: how many of the prompt's tokens were kept from before. error: why
-        there is no answer. arrived, began, first, ended: when (`time.perf_counter`) it was submitted, its prompt was
-        begun, its first tokens were there, ``first_tokens`` of them, and it was over; None for not yet.
-    on_change: called, on the batcher's thread, whenever there is more of the answer and when it has ended.
+    Attributes:
+        result: the answer so far, None before the first token. Its ``finish_reason`` is None until the end, and stays
+            None if the request was cancelled.
+        error: why the request failed, or None.
+        cached: prompt tokens taken from the prefix cache.
+        arrived, first, ended: `time.perf_counter` at submission, first token and end; None if not yet reached.
+        first_tokens: tokens in the first result.
     """
 
     def __init__(self, request: Request, on_change: Callable[[], None] | None = None):
+        """``on_change`` is called on the batcher's thread after each new result and at the end."""
         self.request = request
         self.result: Generation | None = None
         self.error: HydrajaxError | None = None
         self.cached = 0
         self.arrived = time.perf_counter()
-        self.began: float | None = None
         self.first: float | None = None
         self.first_tokens = 0
         self.ended: float | None = None
         self.cancelled = False
         self._on_change = on_change or (lambda: None)
-        self._over = threading.Event()
+        self._done = threading.Event()
 
     @property
     def done(self) -> bool:
-        return self._over.is_set()
-
-    def cancel(self) -> None:
-        """Nobody waits for the answer any more: its row is free before the next step. It stays as far as it is."""
-        self.cancelled = True
+        return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> Generation | None:
-        """The answer when it has ended; None for one that was cancelled before its first token.
+        """Wait for the end and return the answer; None if cancelled before the first token.
 
-        Raises its error, and `TimeoutError` after so many seconds.
+        Raises:
+            HydrajaxError: the request's ``error``.
+            TimeoutError: after ``timeout`` seconds.
         """
-        if not self._over.wait(timeout):
+        if not self._done.wait(timeout):
             raise TimeoutError(f"no answer within {timeout} seconds")
         if self.error is not None:
             raise self.error
@@ -83,14 +86,13 @@ class RequestHandle:
 
     # --- for the batcher --------------------------------------------------------------------------------------
 
-    def grow(self, result: Generation) -> None:
-        """There is more of the answer."""
+    def update(self, result: Generation) -> None:
         if self.first is None:
             self.first, self.first_tokens = time.perf_counter(), result.new_tokens
         self.result = result
         self._on_change()
 
-    def end(self, error: HydrajaxError | None = None) -> None:
+    def finish(self, error: HydrajaxError | None = None) -> None:
         self.error, self.ended = error, time.perf_counter()
-        self._over.set()
+        self._done.set()
         self._on_change()

@@ -1,4 +1,4 @@
-"""Server-sent events to clients of any speed."""
+"""Server-sent events for clients of any speed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from starlette.types import Receive, Scope, Send
 
 
 class EventStream(Response):
-    """Events as they come. Whatever ends it, the generator of events is closed at once and not when it is collected.
+    """A response of server-sent events. At its end the generator of events is closed at once.
 
-    write_timeout: seconds that a client may take for one event; its connection is then cut. on_end: called at the end.
+    Attributes:
+        write_timeout: Seconds that a client may take to read one event before its connection is closed.
+        on_end: Called at the end.
     """
 
     media_type = "text/event-stream"
@@ -35,6 +37,6 @@ class EventStream(Response):
                     await write(event, True)
                 await write("", False)
         except (OSError, TimeoutError):
-            return  # nobody reads; the server closes a connection that is left in the middle of an answer
+            return  # the client does not read; uvicorn closes a connection whose response is incomplete
         finally:
             self._on_end()

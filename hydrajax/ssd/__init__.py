@@ -1,6 +1,6 @@
-"""Speculative speculative decoding: the draft prepares the next round while the base verifies this one (docs/ssd.md).
+"""Speculative speculative decoding (SSD): the draft model drafts the next round while the base verifies this one.
 
-Base and draft sit on separate devices. While the base verifies round t, the draft guesses what will come of it, drafts
-round t + 1 for the likeliest outcomes and keeps these drafts; if the base's verdict is among them, the next draft is
-ready. Kumar, Dao and May, "Speculative Speculative Decoding", ICLR 2026, arXiv:2603.03251.
+Base and draft are on separate devices. During the verification of round t the draft model predicts the likeliest
+verification outcomes and drafts round t + 1 for each of them into a speculation cache. If the actual outcome is in the
+cache, the next draft is ready (docs/ssd.md). Kumar, Dao and May, ICLR 2026, arXiv:2603.03251.
 """

@@ -1,4 +1,4 @@
-"""Which outcomes of a verification to prepare for. NumPy only."""
+"""The verification outcomes for which the draft model drafts ahead. NumPy only."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from jaxtyping import Float, Int
 
 from hydrajax.errors import HydrajaxError
 
-MOST_OUTCOMES = 1024  # each is a token in every pass that prepares; more take longer than any base
+MOST_OUTCOMES = 1024  # each is one token in every pass that drafts ahead
 DEFAULT_BUDGET = 12
 
 
 @dataclass(frozen=True)
 class FanOut:
-    """For every accept length 0 .. K of a chain, how many next roots are guessed there.
+    """The number of bonus tokens to guess at each accept length 0 .. K of a chain.
 
-    An outcome is an accept length and the root that the base chooses to follow. The guesses are the draft's own, in
-    their order: after a token that was followed by a rejected one its best tokens but that one, after the whole chain
-    simply its best. All zeros prepare nothing: base and draft then work in turn.
+    A verification outcome is an accept length and the base's bonus token. The guesses are the draft model's likeliest
+    tokens, in order: after a rejected token without that token, after the whole chain all of them. With only zeros the
+    speculation cache is empty, and base and draft take turns.
 
-    Raises `HydrajaxError` for counts that are negative or more than `MOST_OUTCOMES` together.
+    Raises:
+        HydrajaxError: for negative counts, or more than `MOST_OUTCOMES` in total.
     """
 
     counts: tuple[int, ...]
@@ -30,56 +31,91 @@ class FanOut:
     def __post_init__(self):
         if not self.counts or min(self.counts) < 0 or self.total > MOST_OUTCOMES:
             raise HydrajaxError(
-                f"fan_out: must be counts from 0 up, one for each accept length, at most {MOST_OUTCOMES} together, "
-                f"found {list(self.counts)}"
+                f"fan_out: got {list(self.counts)}, expected one count from 0 up for each accept length, "
+                f"at most {MOST_OUTCOMES} in total"
             )
+
+    @classmethod
+    def none(cls, depth: int) -> FanOut:
+        """Return the fan-out with an empty speculation cache."""
+        return cls((0,) * (depth + 1))
+
+    @classmethod
+    def uniform(cls, depth: int, count: int) -> FanOut:
+        """Return ``count`` guesses at every accept length."""
+        return cls((count,) * (depth + 1))
+
+    @classmethod
+    def from_budget(cls, depth: int, budget: int = DEFAULT_BUDGET) -> FanOut:
+        """Return ``budget`` outcomes, for an acceptance rate of 2/3 and `power_law` with exponent 1."""
+        if not 0 <= budget <= MOST_OUTCOMES:
+            raise HydrajaxError(f"fan_out: got {budget}, expected 0 to {MOST_OUTCOMES}")
+        return cls.likeliest(power_law(depth, 2 / 3, 1.0, ranks=max(budget, 1)), budget)
+
+    @classmethod
+    def likeliest(
+        cls, probabilities: Float[np.ndarray, "accept rank"] | Sequence[Sequence[float]], budget: int
+    ) -> FanOut:
+        """Return the ``budget`` likeliest outcomes, which maximise the hit rate.
+
+        Args:
+            probabilities: ``[K+1, R]`` joint probability of each accept length and of the guess of each rank. Where
+                measured values rise with the rank, neighbours are replaced by their mean.
+            budget: number of outcomes; outcomes of probability 0 are left out.
+        """
+        found = np.array([_non_increasing(row) for row in probabilities])
+        order = np.argsort(-found, axis=None, kind="stable")[: max(budget, 0)]
+        order = order[found.reshape(-1)[order] > 0]
+        counts = np.bincount(order // found.shape[1], minlength=found.shape[0])
+        return cls(tuple(int(count) for count in counts))
 
     @property
     def total(self) -> int:
-        """F, how many outcomes are prepared."""
+        """F, the number of outcomes in the speculation cache."""
         return sum(self.counts)
 
     @property
     def depth(self) -> int:
-        """K of the chain that it is for."""
+        """K, the length of the chain."""
         return len(self.counts) - 1
 
     @property
     def accept_lengths(self) -> Int[np.ndarray, " F"]:
-        """Of each prepared outcome."""
         return np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)
 
     @property
     def ranks(self) -> Int[np.ndarray, " F"]:
-        """Of each prepared outcome's root, 0 for the best guess at its accept length."""
+        """The rank of each outcome's bonus token among the guesses at its accept length, from 0."""
         return np.concatenate([np.arange(count, dtype=np.int32) for count in self.counts])
 
 
-def nothing(depth: int) -> FanOut:
-    """Base and draft in turn."""
-    return FanOut((0,) * (depth + 1))
+def power_law(depth: int, acceptance: float, exponent: float, ranks: int = 64) -> Float[np.ndarray, "accept rank"]:
+    """Return outcome probabilities under the paper's power law, for use without measurements.
 
+    `FanOut.likeliest` of them is a geometric series over accept lengths, as in the paper.
 
-def even(depth: int, each: int) -> FanOut:
-    """The same number of guesses at every accept length."""
-    return FanOut((each,) * (depth + 1))
+    Args:
+        depth: K of the chain.
+        acceptance: probability that a drafted token is accepted, the same for all.
+        exponent: r of the power law: the bonus token is not among the first F guesses with probability
+            (1 + F) ** -r. The paper counts F from one; here F = 0 always misses.
+        ranks: number of guesses at each accept length.
 
-
-def likeliest(probabilities: Float[np.ndarray, "accept rank"] | Sequence[Sequence[float]], budget: int) -> FanOut:
-    """The ``budget`` likeliest outcomes, which no other choice of as many can beat in hits.
-
-    probabilities: of accept length a and the guess of rank j together. Later ranks must not be likelier than earlier
-    ones; where measured figures say so, by chance, they are taken as equal to the mean of the two.
+    Raises:
+        HydrajaxError: for an acceptance outside (0, 1) or an exponent outside (0, inf).
     """
-    found = np.array([_falling(row) for row in probabilities])
-    order = np.argsort(-found, axis=None, kind="stable")[: max(budget, 0)]
-    order = order[found.reshape(-1)[order] > 0]
-    counts = np.bincount(order // found.shape[1], minlength=found.shape[0])
-    return FanOut(tuple(int(count) for count in counts))
+    if not 0 < acceptance < 1:
+        raise HydrajaxError(f"acceptance: got {acceptance}, expected a number between 0 and 1")
+    if not exponent > 0:
+        raise HydrajaxError(f"exponent: got {exponent}, expected a positive number")
+    accepted = acceptance ** np.arange(depth + 1)
+    accepted[:-1] *= 1 - acceptance
+    missed = (1.0 + np.arange(ranks + 1)) ** -exponent
+    return accepted[:, None] * (missed[:-1] - missed[1:])
 
 
-def _falling(row: Sequence[float]) -> list[float]:
-    """The nearest row that never rises: neighbours that do are replaced by their mean."""
+def _non_increasing(row: Sequence[float]) -> list[float]:
+    """Isotonic regression: pool neighbours that rise into their mean."""
     blocks: list[tuple[float, int]] = []
     for value in row:
         blocks.append((float(value), 1))
@@ -87,34 +123,3 @@ def _falling(row: Sequence[float]) -> list[float]:
             (a, n), (b, m) = blocks[-2:]
             blocks[-2:] = [((a * n + b * m) / (n + m), n + m)]
     return [value for value, count in blocks for _ in range(count)]
-
-
-def supposed(depth: int, acceptance: float, exponent: float, ranks: int = 64) -> Float[np.ndarray, "accept rank"]:
-    """Probabilities of outcomes where nothing was measured: `likeliest` of them falls as a geometric series.
-
-    acceptance: chance that a drafted token is accepted, the same for all. exponent: r of a power law, such
-    as the paper finds: the next root is not among the first F guesses with chance (1 + F) ** -r. (Its F counts from
-    one; here no guess at all always misses.)
-
-    Raises `HydrajaxError` for numbers outside (0, 1) and (0, inf).
-    """
-    if not 0 < acceptance < 1:
-        raise HydrajaxError(f"acceptance: must be above 0 and below 1, found {acceptance}")
-    if not exponent > 0:
-        raise HydrajaxError(f"exponent: must be positive, found {exponent}")
-    accepted = acceptance ** np.arange(depth + 1)
-    accepted[:-1] *= 1 - acceptance
-    missed = (1.0 + np.arange(ranks + 1)) ** -exponent
-    return accepted[:, None] * (missed[:-1] - missed[1:])
-
-
-def of_budget(depth: int, budget: int) -> FanOut:
-    """So many outcomes, for a draft that is right two times in three and roots as `supposed` has them with r = 1."""
-    if not 0 <= budget <= MOST_OUTCOMES:
-        raise HydrajaxError(f"fan_out: must be from 0 to {MOST_OUTCOMES}, found {budget}")
-    return likeliest(supposed(depth, 2 / 3, 1.0, ranks=max(budget, 1)), budget)
-
-
-def default(depth: int) -> FanOut:
-    """Where nobody says otherwise."""
-    return of_budget(depth, DEFAULT_BUDGET)

@@ -1,5 +1,6 @@
-"""The split executor: base and draft on devices of their own. The host only hands on what each has to know of the
-other, and waits for nothing but the end.
+"""The split executor of speculative speculative decoding: base and draft model on separate devices.
+
+The host dispatches programs and transfers asynchronously, and waits only for the end of the call.
 """
 
 from __future__ import annotations
@@ -29,34 +30,32 @@ from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel
 from hydrajax.sharding import Placement
-from hydrajax.ssd import fan_out as fan_outs
-from hydrajax.ssd.draft_side import Carry, DraftSide, Verdict
 from hydrajax.ssd.fan_out import FanOut
-from hydrajax.ssd.record import Record
+from hydrajax.ssd.record import SpeculationRecord
+from hydrajax.ssd.speculator import Speculator, SpeculatorState, VerificationOutcome
 from hydrajax.trees.presets import chain
 
-# How many rounds the host has handed to the devices before it asks whether an earlier one was the last.
-ROUNDS_AHEAD = 1
-PARTS = ("hand over", "verify", "prepare", "tell", "answer")  # of a round
+ROUNDS_AHEAD = 1  # rounds that the host dispatches before it checks whether an earlier round was the last
+PARTS = ("hand over", "verify", "prepare", "tell", "answer")  # of a round, in order
 Watch = Callable[[str, Any], None]
 
 
 class SplitState(NamedTuple):
-    """base: the base's part, on its devices; the drafter's in it is empty. draft: the draft's, on its devices."""
+    """The base's state on its devices, with an empty drafter state, and the speculator's on the draft devices."""
 
     base: DecodeState
-    draft: Carry
+    draft: SpeculatorState
 
 
 class SplitExecutor(Executor):
-    """A base and a draft model, each on devices of its own (speculative speculative decoding, docs/ssd.md).
+    """Decode with a base and a draft model on separate devices (docs/ssd.md).
 
-    While the base verifies, the draft prepares for the outcomes of ``fan_out``. The tokens are those of the fused
-    executor with the same spec and key, whatever is prepared.
+    While the base verifies, the draft model fills a speculation cache for the outcomes of ``fan_out``. The tokens equal
+    those of the fused executor with the same spec and key.
 
     Attributes:
-        placement: where base and draft lie.
-        fan_out: the outcomes that are prepared for.
+        placement: devices of base and draft.
+        fan_out: outcomes in the speculation cache.
     """
 
     one_tree = True
@@ -75,24 +74,23 @@ class SplitExecutor(Executor):
         """Build the executor; nothing is compiled.
 
         Args:
-            model, params, spec, tokenizer, room: see `Executor`. The tree is a chain, the drafter a `DraftModel`
-                without ``confidence``: heads read what the base makes of the very tokens whose verdict they would have
-                to run ahead of.
-            placement: where the parameters lie, with devices of the draft's own.
-            fan_out: a `FanOut`, its counts for accept lengths 0 .. K, or one number of outcomes in all; None for
-                `hydrajax.ssd.fan_out.default`, 0 for base and draft in turn.
+            model, params, spec, tokenizer, room: see `Executor`. The tree must be a chain and the drafter a
+                `DraftModel` without ``confidence``: heads read the base's hidden states, so they cannot run ahead.
+            placement: devices of the parameters, with separate devices for the draft.
+            fan_out: a `FanOut`, its counts for accept lengths 0 .. K, or a total number of outcomes; None for
+                `FanOut.from_budget`, 0 for base and draft in turn.
 
         Raises:
             HydrajaxError: for another drafter, tree or placement.
         """
         _check(spec, placement)
-        self.placement, self.fan_out = placement, _settled(fan_out, spec.tree.depth)
+        self.placement, self.fan_out = placement, _as_fan_out(fan_out, spec.tree.depth)
         super().__init__(model, params, spec, tokenizer=tokenizer, room=room)
 
     def _jit_verbs(self):
-        # `Engine.of` has checked base and drafter together; what runs beside the base is the base alone.
+        # `Engine.of` has checked base and drafter together; the base devices run the base alone.
         self.engine = engine = dataclasses.replace(self.engine, drafter=NoDrafter())
-        self._side = side = DraftSide(self.spec.drafter, self.fan_out, engine.max_new_tokens)
+        self._speculator = side = Speculator(self.spec.drafter, self.fan_out, engine.max_new_tokens)
         self._base, self._draft = Params(self.params.base, {}), self.params.draft
         self._base_home, self._draft_home = homes = self.placement.homes()
         on_base, on_draft = (functools.partial(_program, len(home.device_set)) for home in homes)
@@ -104,11 +102,11 @@ class SplitExecutor(Executor):
         self._verify = on_base(functools.partial(verify_round, engine), donate_argnums=1)
         self._draft_init = on_draft(side.drafter.init_state, static_argnums=(0, 1))
         self._draft_empty = on_draft(side.empty, static_argnums=(1, 2))
-        self._draft_read = on_draft(side.read, donate_argnums=1)
-        self._draft_first = on_draft(side.first, donate_argnums=1)
+        self._draft_feed = on_draft(side.feed, donate_argnums=1)
+        self._draft_begin = on_draft(side.begin, donate_argnums=1)
         self._draft_rewind = on_draft(side.drafter.rewind, donate_argnums=0)
         self._prepare = on_draft(side.prepare)
-        self._answer = on_draft(side.answer, donate_argnums=1)
+        self._resolve = on_draft(side.resolve, donate_argnums=1)
 
     def target(self, state):
         return state.base
@@ -117,43 +115,44 @@ class SplitExecutor(Executor):
 
     def prefill(self, prompt, lengths, sampling, slots=None):
         slots = self.engine.cache_slots(prompt.shape[1]) if slots is None else slots
-        base = self._prefill(self._base, prompt, lengths, self._beside_base(sampling), slots)
+        base = self._prefill(self._base, prompt, lengths, self._on_base(sampling), slots)
         draft = jax.device_put(self._draft_init(len(prompt), slots), self._draft_home)
-        return self._begun(base, self._read(draft, prompt, lengths))
+        return self._begun(base, self._feed_draft(draft, prompt, lengths))
 
     def extend(self, state, text, lengths, sampling):
-        base = self._extend(self._base, state.base, text, lengths, self._beside_base(sampling))
-        return self._begun(base, self._read(state.draft.state, text, lengths))
+        base = self._extend(self._base, state.base, text, lengths, self._on_base(sampling))
+        return self._begun(base, self._feed_draft(state.draft.draft, text, lengths))
 
     def rewind(self, state, lengths, counts=None):
         base = self._rewind(state.base, lengths, counts)
-        draft = self._draft_rewind(state.draft.state, jax.device_put(lengths, self._draft_home))
-        return SplitState(base, state.draft._replace(state=draft))
+        draft = self._draft_rewind(state.draft.draft, jax.device_put(lengths, self._draft_home))
+        return SplitState(base, state.draft._replace(draft=draft))
 
     def advance(self, state, stopped, n_steps, watch: Watch = lambda *_: None):
         """See `Executor.advance`.
 
-        watch: called with the name of every part of a round, one of `PARTS`, and what that part will give, as soon as a
-            device has it to do. One that waits for the result puts all parts in turn, and can time them.
+        Args:
+            watch: called with the name of each part of a round (`PARTS`) and its result, when the part is dispatched.
+                A callback that waits for the result serialises the parts and can time them.
         """
         done: list[Array] = []
         for _ in range(n_steps):
             state, now_done = self._round(state, np.array(stopped), watch)
             done.append(now_done)
-            # All so far was handed to the devices and returned at once. This waits for the round before the last.
+            # Dispatch returns at once; this waits for the last round but one.
             if len(done) > ROUNDS_AHEAD and np.asarray(done[-1 - ROUNDS_AHEAD]).all():
                 break
         return state, Snapshot.of(state.base.output)
 
     def empty(self, batch, slots, sampling):
-        base = self._empty(batch, slots, self._beside_base(sampling))
+        base = self._empty(batch, slots, self._on_base(sampling))
         base = jax.device_put(base, self._base_home)
-        told = jax.device_put((base.output.keys, base.output.rule), self._draft_home)
-        return SplitState(base, self._draft_empty(self._draft, batch, slots, *told))
+        settings = jax.device_put((base.output.keys, base.output.rule), self._draft_home)
+        return SplitState(base, self._draft_empty(self._draft, batch, slots, *settings))
 
     def feed(self, state, text, lengths, following):
         base = self._feed(self._base, state.base, text, lengths, following)
-        return SplitState(base, state.draft._replace(state=self._read(state.draft.state, text, lengths)))
+        return SplitState(base, state.draft._replace(draft=self._feed_draft(state.draft.draft, text, lengths)))
 
     def stay(self, state):
         lengths = jnp.array(state.base.target.cache.lengths, copy=True)
@@ -162,12 +161,12 @@ class SplitExecutor(Executor):
     def abstract_state(self, batch, slots, sampling):
         def empty():
             base = self.engine.empty(batch, slots, sampling)
-            draft = self._side.empty(self._draft, batch, slots, base.output.keys, base.output.rule)
+            draft = self._speculator.empty(self._draft, batch, slots, base.output.keys, base.output.rule)
             return SplitState(base, draft)
 
         return jax.eval_shape(empty)
 
-    # --- a call, and what became of the preparations ------------------------------------------------------------------
+    # --- a call, with hits and misses ---------------------------------------------------------------------------------
 
     def decode(self, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None):
         return self.recorded(prompt, lengths, rng, limits, rule, processors)[0]
@@ -181,55 +180,53 @@ class SplitExecutor(Executor):
         rule=None,
         processors=None,
         watch: Watch = lambda *_: None,
-    ) -> tuple[DecodeResult, Record]:
-        """`decode`, with the hits and misses of the preparations. watch: see `advance`."""
+    ) -> tuple[DecodeResult, SpeculationRecord]:
+        """Like `decode`; also return the hits and misses of the speculation cache. ``watch``: see `advance`."""
         given = settled_inputs(self.spec, self.model.config, prompt, lengths, rng, limits, rule, processors)
         state, _ = self.advance(self.prefill(*given), np.zeros(len(given.prompt), bool), self.room, watch)
         result = self._result(state.base.output)
         numbers = np.asarray(state.draft.record)[:, : self.room]
-        return result, Record(numbers, np.asarray(result.accept_lengths), self.fan_out)
+        return result, SpeculationRecord(numbers, np.asarray(result.accept_lengths), self.fan_out)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    def _beside_base(self, sampling: SamplingParams) -> SamplingParams:
+    def _on_base(self, sampling: SamplingParams) -> SamplingParams:
         return sampling._replace(rng=jax.device_put(sampling.rng, self._base_home))
 
-    def _read(self, draft: DraftState, text, lengths) -> DraftState:
-        """The draft's state after more text, which the caller may have put beside the base."""
-        return self._draft_read(self._draft, draft, *jax.device_put((text, lengths), self._draft_home))
+    def _feed_draft(self, draft: DraftState, text, lengths) -> DraftState:
+        """Feed tokens that may be on the base devices to the draft model."""
+        return self._draft_feed(self._draft, draft, *jax.device_put((text, lengths), self._draft_home))
 
     def _begun(self, base: DecodeState, draft: DraftState) -> SplitState:
-        """Draft the first round after a text."""
-        told = base.target.root, base.output.keys, base.output.rule, base.output.done
-        told = jax.device_put(told, self._draft_home)
-        return SplitState(base, self._draft_first(self._draft, draft, *told))
+        """Draft the first round after a prefill."""
+        start = base.target.root, base.output.keys, base.output.rule, base.output.done
+        return SplitState(base, self._draft_begin(self._draft, draft, *jax.device_put(start, self._draft_home)))
 
     def _round(
         self, state: SplitState, stopped: Bool[np.ndarray, " B"], watch: Watch
     ) -> tuple[SplitState, Bool[Array, " B"]]:
-        """The states after one round, before they are computed, and which rows are then done."""
-        # Each device starts when what it needs has come.
-        carry = state.draft
-        proposed = jax.device_put((carry.drafted.tokens, carry.drafted.log_q), self._base_home)
+        """Dispatch one round; return the states and the done flags, which may not be computed yet."""
+        speculator = state.draft
+        proposed = jax.device_put((speculator.speculation.tokens, speculator.speculation.log_q), self._base_home)
         watch("hand over", proposed)
-        base, verdict = self._verify(self._base, state.base, *proposed, stopped)
-        watch("verify", verdict)
-        prepared = self._prepare(self._draft, carry) if self.fan_out.total else None
-        watch("prepare", prepared)
-        told = jax.device_put(verdict, self._draft_home)
-        watch("tell", told)
-        carry = self._answer(self._draft, carry, prepared, told)
-        watch("answer", carry.drafted)
-        return SplitState(base, carry), verdict.done
+        base, outcome = self._verify(self._base, state.base, *proposed, stopped)
+        watch("verify", outcome)
+        cache = self._prepare(self._draft, speculator) if self.fan_out.total else None
+        watch("prepare", cache)
+        sent = jax.device_put(outcome, self._draft_home)
+        watch("tell", sent)
+        speculator = self._resolve(self._draft, speculator, cache, sent)
+        watch("answer", speculator.speculation)
+        return SplitState(base, speculator), outcome.done
 
     def with_fan_out(self, fan_out: FanOut | Sequence[int] | int | None) -> SplitExecutor:
-        """Return the same with other preparations."""
-        return self._beside(self.spec, fan_out)
+        """Return the same executor with another fan-out."""
+        return self._with(self.spec, fan_out)
 
     def _remade(self, spec):
-        return self._beside(spec, self.fan_out if spec.tree.depth == self.fan_out.depth else None)
+        return self._with(spec, self.fan_out if spec.tree.depth == self.fan_out.depth else None)
 
-    def _beside(self, spec: DecodeSpec, fan_out) -> SplitExecutor:
+    def _with(self, spec: DecodeSpec, fan_out) -> SplitExecutor:
         return SplitExecutor(
             self.model, self.params, spec, placement=self.placement, fan_out=fan_out, tokenizer=self.tokenizer,
             room=self._wanted_room,
@@ -243,12 +240,12 @@ def verify_round(
     tokens: Int[Array, "B chain"],
     log_q: Float[Array, "B K V"] | None,
     stopped: Bool[Array, " B"],
-) -> tuple[DecodeState, Verdict]:
-    """Verify, accept and commit a chain, if any row goes on."""
+) -> tuple[DecodeState, VerificationOutcome]:
+    """Verify, accept and commit a chain, unless all sequences have finished."""
     state = state._replace(output=state.output._replace(done=state.output.done | stopped))
     proposal = Proposal(tokens, engine.tree.topology, log_q)
 
-    def goes_on(carried):
+    def continues(carried):
         state, _, fresh = carried
         return fresh & ~jnp.all(state.output.done)
 
@@ -256,17 +253,18 @@ def verify_round(
         state, _, _ = carried
         forward, logits = engine.verify(base, state.target.cache, proposal)
         accepted = engine.accept(state, logits, proposal)
-        state, outcome = engine.commit(state, forward, logits, proposal, accepted)
-        return state, Verdict(outcome.counts, outcome.bonus_token, state.output.done), jnp.asarray(False)
+        state, found = engine.commit(state, forward, logits, proposal, accepted)
+        outcome = VerificationOutcome(found.counts, found.bonus_token, state.output.done)
+        return state, outcome, jnp.asarray(False)
 
-    # A loop of at most one step: it leaves the cache where it is, which a `lax.cond` need not.
-    before = Verdict(jnp.zeros_like(state.target.root), state.target.root, state.output.done)
-    state, verdict, _ = jax.lax.while_loop(goes_on, round_, (state, before, jnp.asarray(True)))
-    return state, verdict
+    # A loop of at most one step updates the cache in place; a `lax.cond` may copy it.
+    before = VerificationOutcome(jnp.zeros_like(state.target.root), state.target.root, state.output.done)
+    state, outcome, _ = jax.lax.while_loop(continues, round_, (state, before, jnp.asarray(True)))
+    return state, outcome
 
 
 def _program(n_devices: int, function: Callable, **settings: Any) -> Callable:
-    """Compile for so many devices. A new function each time, as JAX keeps what it has traced by function."""
+    """Compile for ``n_devices``, as a new function each time: JAX caches traces by function."""
 
     def traced(*arguments):
         with backend.on_devices(n_devices):
@@ -276,26 +274,24 @@ def _program(n_devices: int, function: Callable, **settings: Any) -> Callable:
 
 
 def _check(spec: DecodeSpec, placement: Placement) -> None:
-    """Refuse what cannot be split."""
+    """Refuse drafters, trees and placements that cannot be split."""
     drafter, tree = spec.drafter, spec.tree
     if not placement.split:
-        raise HydrajaxError("placement: must have devices for the draft alone, found none")
+        raise HydrajaxError("placement: got no devices for the draft alone; give it a draft mesh")
     if not drafter.spec.independent:
-        raise HydrajaxError(
-            f"draft_devices: are for a draft model, which does not read the base, found {title_of(drafter)}"
-        )
+        raise HydrajaxError(f"draft_devices: got {title_of(drafter)}, expected a draft model; heads read the base")
     if drafter.confidence:
-        raise HydrajaxError(f"draft_confidence: must be 0 with draft_devices, found {drafter.confidence}")
+        raise HydrajaxError(f"draft_confidence: got {drafter.confidence}, expected 0 with draft_devices")
     if not tree.depth or getattr(tree, "choices", None) != chain(tree.depth).choices:
-        raise HydrajaxError("tree: must be a chain with draft_devices, such as chain-4")
+        raise HydrajaxError("tree: got a tree that is no chain, expected a chain with draft_devices, such as chain-4")
 
 
-def _settled(fan_out: FanOut | int | Sequence[int] | None, depth: int) -> FanOut:
+def _as_fan_out(fan_out: FanOut | int | Sequence[int] | None, depth: int) -> FanOut:
     if fan_out is None:
-        return fan_outs.default(depth)
+        return FanOut.from_budget(depth)
     if isinstance(fan_out, int):
-        return fan_outs.of_budget(depth, fan_out)
+        return FanOut.from_budget(depth, fan_out)
     found = fan_out if isinstance(fan_out, FanOut) else FanOut(tuple(fan_out))
     if found.depth != depth:
-        raise HydrajaxError(f"fan_out: must be {depth + 1} counts for a chain of {depth}, found {list(found.counts)}")
+        raise HydrajaxError(f"fan_out: got {list(found.counts)}, expected {depth + 1} counts for a chain of {depth}")
     return found

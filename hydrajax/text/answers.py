@@ -1,9 +1,8 @@
-"""Output files of generation: one JSON object per prompt, written whole or not at all."""
+"""Output files of generation: one JSON object per prompt, written completely or not at all."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,38 +10,39 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.text.jsonl import integers, numbers, read_jsonl, shown
+from hydrajax.text.jsonl import read_jsonl
+from hydrajax.text.records import INTEGER, NUMBER, TEXT, Kind, checked, list_of, or_null
 
 FINISH_REASONS = ("eos", "stop", "length", "context")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One prompt's output. An output line has the same fields, but for one name (docs/design.md 6).
+    """The output of one prompt. The fields of an output line have the same names, except ``accept_lengths``.
 
-    prompt_ids:    token ids fed, special tokens included.
-    output_ids:    generated ids only, EOS included if it was met.
-    text:          the output as text without special tokens, None if the base has no tokenizer.
-    steps:         decode steps: forward passes of the base after the prompt's.
-    step_lengths:  tokens emitted by each step, the root counted, so that they sum to ``new_tokens``. The file calls
-                   them ``accept_lengths`` as Spec-Bench does; `DecodeResult.accept_lengths` leaves the root out.
-    new_tokens:    generated tokens.
-    wall_time:     seconds, prompt included and compilation excluded, of the whole batch the prompt was in.
-    finish_reason: what ended it: "eos", "stop" (a stop string), "length" (the limit) or "context" (it is full). None
-                   in files that do not say.
-    logprobs:      the natural logarithm of the probability of each of ``output_ids`` in the base's own distribution,
-                   without penalties, temperature and cuts (`hydrajax.DecodeResult`); None if it was not asked for, and
-                   then no field of the line.
-    top_logprobs:  for each of ``output_ids`` the base's likeliest tokens in its place, the likeliest first: pairs of an
-                   id and its log-probability. None, and no field, if they were not asked for.
-    seed:          of what the rule drew, None for a rule that draws nothing; not in files, whose command says it.
+    Attributes:
+        prompt_ids: token ids of the prompt, special tokens included.
+        output_ids: generated ids only, with the EOS if it was generated.
+        text: the output as text without special tokens; None if the base has no tokenizer.
+        steps: decode steps, that is forward passes of the base after the prefill.
+        emitted_per_step: tokens emitted by each step, root included; they sum to ``new_tokens``. Files name them
+            ``accept_lengths``, as Spec-Bench does; `DecodeResult.accept_lengths` excludes the root.
+        new_tokens: number of generated tokens.
+        wall_time: seconds of the prompt's whole batch, prefill included, compilation excluded.
+        finish_reason: "eos", "stop" (a stop string), "length" (the limit) or "context" (the context is full); None in
+            files without it.
+        logprobs: natural log-probability of each of ``output_ids`` under the base alone, before penalties, temperature
+            and cuts (`hydrajax.DecodeResult`); None if not requested.
+        top_logprobs: for each of ``output_ids``, the base's most likely tokens in descending order, as pairs of id and
+            log-probability; None if not requested.
+        seed: seed of the rule's draws, None for rules without draws; not in files.
     """
 
     prompt_ids: list[int]
     output_ids: list[int]
     text: str | None
     steps: int
-    step_lengths: list[int]
+    emitted_per_step: list[int]
     new_tokens: int
     wall_time: float
     finish_reason: str | None = None
@@ -51,17 +51,33 @@ class Generation:
     seed: int | None = None
 
 
+COUNT = Kind("an integer from 0 up", lambda value: INTEGER.holds(value) and value >= 0)
+SECONDS = Kind("a number from 0 up", lambda value: NUMBER.holds(value) and value >= 0)
+PAIR = Kind(
+    "an id and a number",
+    lambda value: isinstance(value, list) and len(value) == 2 and INTEGER.holds(value[0]) and NUMBER.holds(value[1]),
+    "pairs of an id and a number",
+)
+REASON = Kind(f"one of {', '.join(FINISH_REASONS)}", lambda value: value in FINISH_REASONS)
+REQUIRED = {
+    "prompt_ids": list_of(INTEGER), "output_ids": list_of(INTEGER), "text": or_null(TEXT), "steps": COUNT,
+    "accept_lengths": list_of(INTEGER), "new_tokens": COUNT, "wall_time": SECONDS,
+}  # fmt: skip
+OPTIONAL = {
+    "finish_reason": or_null(REASON), "logprobs": or_null(list_of(NUMBER)),
+    "top_logprobs": or_null(list_of(list_of(PAIR))),
+}  # fmt: skip
+
+
 def line_of(answer: Generation) -> dict[str, Any]:
-    """The output line of a generation, in the names of the file."""
-    line = {_in_file(name): value for name, value in dataclasses.asdict(answer).items() if name != "seed"}
-    for name in ("logprobs", "top_logprobs"):
-        if line[name] is None:
-            del line[name]
-    return line
-
-
-def _in_file(name: str) -> str:
-    return {"step_lengths": "accept_lengths"}.get(name, name)
+    """Return the output line of a generation."""
+    line = dataclasses.asdict(answer)
+    line = {{"emitted_per_step": "accept_lengths"}.get(name, name): value for name, value in line.items()}
+    return {
+        name: value
+        for name, value in line.items()
+        if name != "seed" and (value is not None or name not in ("logprobs", "top_logprobs"))
+    }
 
 
 class AnswerWriter(WholeFile):
@@ -76,70 +92,35 @@ class AnswerWriter(WholeFile):
 
 
 def read_answers(path: str | Path, what: str = "answers") -> list[Generation]:
-    """The lines of an output file, in order; fields this version does not know are ignored.
+    """Read an output file, for analysis in Python. Unknown fields are ignored.
 
-    No command reads its own output: this is for who analyses it in Python.
+    Args:
+        path: the file.
+        what: start of every message.
 
-    Raises `HydrajaxError` naming file, line and field if one is missing, has the wrong type or contradicts another
-    (`accept_lengths` must be one per step and sum to `new_tokens`, the number of `output_ids`, of `logprobs` and of
-    `top_logprobs`).
+    Raises:
+        HydrajaxError: naming file, line and field, if a field is missing, has the wrong type or contradicts another.
+            ``accept_lengths`` must have ``steps`` items that sum to ``new_tokens``, the number of ``output_ids``,
+            ``logprobs`` and ``top_logprobs``.
     """
     return [_answer(where, line) for where, line in read_jsonl(path, what)]
 
 
 def _answer(where: str, line: dict) -> Generation:
-    fields = dataclasses.fields(Generation)
-    names = [_in_file(field.name) for field in fields if field.default is dataclasses.MISSING]
-    missing = [name for name in names if name not in line]
-    if missing:
-        raise HydrajaxError(f"{where}: field {missing[0]} is missing; needed are {', '.join(names)}")
-
-    def number(name, types, allowed):
-        value = line[name]
-        if isinstance(value, bool) or not isinstance(value, types) or not value >= 0:
-            raise HydrajaxError(f"{where}: {name}: must be {allowed} from 0 up, found {shown(value)}")
-        return value
-
-    text = line["text"]
-    if text is not None and not isinstance(text, str):
-        raise HydrajaxError(f"{where}: text: must be text or null, found {shown(text)}")
-    reason = line.get("finish_reason")
-    if reason not in (None, *FINISH_REASONS):
-        allowed = ", ".join(FINISH_REASONS)
-        raise HydrajaxError(f"{where}: finish_reason: must be null or one of {allowed}, found {shown(reason)}")
-    answer = Generation(
-        prompt_ids=integers(line["prompt_ids"], f"{where}: prompt_ids"),
-        output_ids=integers(line["output_ids"], f"{where}: output_ids"),
-        text=text,
-        steps=number("steps", int, "an integer"),
-        step_lengths=integers(line["accept_lengths"], f"{where}: accept_lengths"),
-        new_tokens=number("new_tokens", int, "an integer"),
-        wall_time=number("wall_time", (int, float), "a number"),
-        finish_reason=reason,
-        logprobs=None if line.get("logprobs") is None else numbers(line["logprobs"], f"{where}: logprobs"),
-        top_logprobs=_alternatives(line.get("top_logprobs"), f"{where}: top_logprobs"),
-    )
-    counts = {"output_ids holds": len(answer.output_ids), "accept_lengths sum to": sum(answer.step_lengths)}
-    for name in ("logprobs", "top_logprobs"):
-        if getattr(answer, name) is not None:
-            counts[f"{name} holds"] = len(getattr(answer, name))
-    for what, count in counts.items():
-        if count != answer.new_tokens:
-            raise HydrajaxError(f"{where}: {what} {count} tokens, new_tokens is {answer.new_tokens}")
-    if len(answer.step_lengths) != answer.steps:
-        raise HydrajaxError(f"{where}: accept_lengths has {len(answer.step_lengths)} items, steps is {answer.steps}")
-    return answer
-
-
-def _alternatives(value: Any, where: str) -> list[list[tuple[int, float]]] | None:
-    """For each token a list of pairs, each of an id and a number."""
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(isinstance(place, list) for place in value):
-        raise HydrajaxError(f"{where}: must be a list of lists of pairs, found {shown(value)}")
-    for pair in itertools.chain.from_iterable(value):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise HydrajaxError(f"{where}: must be a list of lists of pairs, found {shown(pair)}")
-        integers(pair[:1], where)
-        numbers(pair[1:], where)
-    return [[(token, logprob) for token, logprob in place] for place in value]
+    line = checked(dict.fromkeys(OPTIONAL) | line, REQUIRED | OPTIONAL, where)
+    counts = {"accept_lengths sum to": sum(line["accept_lengths"])}
+    for name in ("output_ids", "logprobs", "top_logprobs"):
+        if line[name] is not None:
+            counts[f"{name} has"] = len(line[name])
+    for found, count in counts.items():
+        if count != line["new_tokens"]:
+            raise HydrajaxError(f"{where}: {found} {count} tokens, new_tokens is {line['new_tokens']}")
+    if len(line["accept_lengths"]) != line["steps"]:
+        raise HydrajaxError(
+            f"{where}: accept_lengths has {len(line['accept_lengths'])} items, steps is {line['steps']}"
+        )
+    fields = {name: line[name] for name in REQUIRED | OPTIONAL}
+    fields["emitted_per_step"] = fields.pop("accept_lengths")
+    if (top := fields["top_logprobs"]) is not None:
+        fields["top_logprobs"] = [[tuple(pair) for pair in position] for position in top]
+    return Generation(**fields)

@@ -1,4 +1,4 @@
-"""JSON lines that are added as they are done, and taken up where a run was killed; its settings stand beside them."""
+"""JSONL files that a run appends to and a later run resumes, with the settings they were made with."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hydrajax.text.records import read_record
 
 
 def json_line(record: dict[str, Any]) -> str:
-    # In ASCII: FastChat opens its files in the encoding of whatever machine it runs on.
+    # ASCII, as FastChat opens its files in the locale's encoding.
     return json.dumps(record) + "\n"
 
 
 def append(path: Path, records: Iterable[dict[str, Any]], what: str = "output") -> None:
-    """Add a line for each; they are on disk when this returns. ``what`` begins the message of a `HydrajaxError`."""
+    """Append a line for each record; they are on disk when this returns. ``what`` begins error messages."""
     try:
         with path.open("a", encoding="utf-8", newline="\n") as file:
             file.write("".join(map(json_line, records)))
@@ -30,7 +30,7 @@ def append(path: Path, records: Iterable[dict[str, Any]], what: str = "output") 
 
 
 def whole_lines(path: Path, what: str = "output") -> list[bytes]:
-    """The lines without their ends; one without an end was being written when its run was killed, and is left out."""
+    """Return the complete lines; a last line without an end was being written when its run was killed."""
     try:
         return path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
@@ -42,12 +42,17 @@ def whole_lines(path: Path, what: str = "output") -> list[bytes]:
 def keep_settings(
     path: Path, settings: dict[str, Any], holder: str, *, begun: bool, otherwise: str, what: str = "output"
 ) -> None:
-    """Write the settings (a JSON object) to ``path``, or, where ``begun``, compare them with those that stand there.
+    """Write the settings (a JSON object) to ``path``, or compare them with those in the file if the run has ``begun``.
 
-    holder: what was made with them, such as ``"out holds answers"``. otherwise: what a user can do about other ones.
-    Raises `HydrajaxError` that names the first that differs.
+    Args:
+        holder: what was made with them, such as ``"out holds answers"``.
+        otherwise: what to do about other settings, for the message.
+        what: start of every message.
+
+    Raises:
+        HydrajaxError: naming the first setting that differs.
     """
-    settings = json.loads(json.dumps(settings))  # as the file gives it back: tuples are lists
+    settings = json.loads(json.dumps(settings))  # as read back: tuples become lists
     if not begun:
         with WholeFile(path, what) as file:
             file.write_text(json.dumps(settings, indent=1) + "\n")
@@ -60,6 +65,6 @@ def keep_settings(
     for key in dict.fromkeys([*settings, *before]):
         if settings.get(key) != before.get(key):
             raise HydrajaxError(
-                f"{what}: {holder} made with other settings: {key} was {shown(before.get(key))}, now it is "
-                f"{shown(settings.get(key))}; {otherwise}"
+                f"{what}: {holder} made with other settings: {key}: got {shown(settings.get(key))}, expected "
+                f"{shown(before.get(key))}; {otherwise}"
             )

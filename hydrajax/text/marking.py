@@ -1,26 +1,27 @@
-"""Which parts of an output were drafted: a generation cut where drafted and base tokens meet."""
+"""Split an output into drafted and base tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hydrajax.text.answers import Generation
+from hydrajax.text.stopping import INCOMPLETE
 from hydrajax.text.tokenizer import decode_text
 
 
 def text_of(result: Generation) -> str:
-    """The output as text, or its ids where there is no tokenizer."""
+    """Return the output as text; its ids without a tokenizer."""
     return " ".join(map(str, result.output_ids)) if result.text is None else result.text
 
 
 def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
-    """The output in pieces ``(text, is_drafted)``, which join to `text_of`.
+    """Return the output as pieces ``(text, is_drafted)``, which join to `text_of`.
 
-    Every step of ``step_lengths`` is one token that the base chose and then drafted ones. A character whose bytes are
-    spread over several tokens belongs to the token that completes it.
+    Each step emits one token of the base and then the accepted draft tokens. A character that spans several tokens
+    belongs to the token that completes it.
     """
     text, cuts, end = text_of(result), [], 0
-    for accepted in result.step_lengths:
+    for accepted in result.emitted_per_step:
         for count, is_drafted in ((1, False), (accepted - 1, True)):
             end += count
             cuts.append((end, is_drafted))
@@ -33,7 +34,7 @@ def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
         else:
             so_far = decode_text(tokenizer, result.output_ids[:end])
             if not text.startswith(so_far):
-                so_far = so_far.rstrip("\ufffd")  # the decoder's sign for a character that is not complete yet
+                so_far = so_far.rstrip(INCOMPLETE)
             stop = max(start, len(so_far)) if text.startswith(so_far) else start
         if stop > start:
             found.append((text[start:stop], is_drafted))

@@ -1,8 +1,4 @@
-"""Records that were written to be read back: every field is checked before it is used, and a wrong one is named.
-
-`checked` is told the fields as a mapping from names to `Kind`. Whatever stands in a file, it is what the fields say or
-a `HydrajaxError` that names file and field.
-"""
+"""Checks of the fields of JSON objects that are read back from files."""
 
 from __future__ import annotations
 
@@ -13,19 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.jsonl import file_content, json_value, shown
+from hydrajax.text.jsonl import file_content, json_value, objects, shown
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field may hold. words: for the message, such as "a number"."""
+    """A type of field; ``words`` and the plural ``many`` name it in messages, such as "a number" and "numbers"."""
 
     words: str
     holds: Callable[[Any], bool]
+    many: str = "items"
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63  # as NumPy holds them
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63  # int64
 
 
 def _is_number(value: Any) -> bool:
@@ -33,12 +30,12 @@ def _is_number(value: Any) -> bool:
 
 
 ANYTHING = Kind("anything", lambda value: True)
-TEXT = Kind("text", lambda value: isinstance(value, str))
-INTEGER = Kind("an integer", _is_integer)
-NUMBER = Kind("a finite number", _is_number)
+TEXT = Kind("text", lambda value: isinstance(value, str), "texts")
+INTEGER = Kind("an integer", _is_integer, "integers")
+NUMBER = Kind("a finite number", _is_number, "finite numbers")
 FLOAT = Kind("a number", lambda value: _is_integer(value) or isinstance(value, float))  # NaN and infinity too
 BOOL = Kind("true or false", lambda value: isinstance(value, bool))
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+OBJECT = Kind("an object", lambda value: isinstance(value, dict), "objects")
 
 
 def either(*kinds: Kind) -> Kind:
@@ -50,39 +47,40 @@ def or_null(kind: Kind) -> Kind:
 
 
 def list_of(kind: Kind, length: int | None = None) -> Kind:
-    count = "" if length is None else f"{length} times "
-    return Kind(
-        f"a list ({count}{kind.words})",
-        lambda value: (
-            isinstance(value, list) and length in (None, len(value)) and all(kind.holds(item) for item in value)
-        ),
-    )
+    def holds(value: Any) -> bool:
+        return isinstance(value, list) and length in (None, len(value)) and all(map(kind.holds, value))
+
+    items = kind.many if length is None else f"{length} {kind.many}"
+    return Kind(f"a list of {items}", holds, f"lists of {items}")
 
 
 def object_of(kind: Kind) -> Kind:
     return Kind(
-        f"an object (each value {kind.words})",
-        lambda value: isinstance(value, dict) and all(kind.holds(item) for item in value.values()),
+        f"an object of {kind.many}",
+        lambda value: isinstance(value, dict) and all(map(kind.holds, value.values())),
     )
 
 
 def checked(value: Any, fields: Mapping[str, Kind], where: str) -> dict[str, Any]:
-    """``value`` if it is a JSON object with all these fields; it may have others. ``where`` begins the message.
+    """Return ``value`` if it is a JSON object with these fields; it may have others.
 
-    value: as `hydrajax.text.jsonl.json_value` returns it, which may be the error that it is no JSON.
+    Args:
+        value: as `hydrajax.text.jsonl.json_value` returns it, which may be the error that the text is not JSON.
+        fields: the type of each field.
+        where: start of the message.
+
+    Raises:
+        HydrajaxError: naming the first wrong field.
     """
-    if isinstance(value, HydrajaxError):
-        raise HydrajaxError(f"{where}: {value}")
-    if not isinstance(value, dict):
-        raise HydrajaxError(f"{where}: must be a JSON object, found {shown(value)}")
+    _, record = next(objects([(where, value)]))
     for name, kind in fields.items():
-        if name not in value:
+        if name not in record:
             raise HydrajaxError(f"{where}: field {name} is missing")
-        if not kind.holds(value[name]):
-            raise HydrajaxError(f"{where}: {name}: must be {kind.words}, found {shown(value[name])}")
-    return value
+        if not kind.holds(record[name]):
+            raise HydrajaxError(f"{where}: {name}: got {shown(record[name])}, expected {kind.words}")
+    return record
 
 
 def read_record(path: str | Path, fields: Mapping[str, Kind], what: str) -> dict[str, Any]:
-    """`checked` of a whole file. Raises `HydrajaxError` too where it cannot be read; ``what`` begins every message."""
+    """Read a file of one JSON object, as `checked` does; ``what`` is the start of every message."""
     return checked(json_value(file_content(path, what), "file"), fields, f"{what}: {path}")

@@ -1,4 +1,4 @@
-"""Text from growing token ids: shown once it is certain, cut at stop strings. No arrays here."""
+"""Streamed text: decode a growing list of token ids and cut it at stop strings."""
 
 from __future__ import annotations
 
@@ -6,29 +6,32 @@ from collections.abc import Callable, Sequence
 
 from hydrajax.errors import HydrajaxError
 
-INCOMPLETE = "\ufffd"  # what decoders show for a character of which not all bytes are there yet
+INCOMPLETE = "\ufffd"  # decoders write it for a character with missing bytes
 
 
 class GrowingText:
-    """The text of one row while its ids grow.
+    """The text of one sequence while its ids grow.
 
-    decode: ids to text, such that more ids only add text (but for characters that are not complete).
-    stop:   strings at which the text ends; none of one is ever shown. It ends where a stop string is first complete,
-            and is cut before it: with ``["b", "abc"]`` the text "abc" becomes "a". Of several that are complete at the
-            same character the longest counts. So the cut does not depend on how many ids come at a time.
+    Args:
+        decode: ids to text; more ids only append text, except that they complete characters.
+        stop: stop strings, no part of which is ever emitted. The text is cut before the stop string that is complete
+            first: ``["b", "abc"]`` cuts "abc" to "a". If several end at the same character, the longest is used. So the
+            cut does not depend on the number of ids per call.
 
-    Attributes: ``text`` is what is certain so far; ``stopped`` whether a stop string was met; ``used`` how many ids
-    the text took, counting the one that completed the stop string.
+    Attributes:
+        text: the text that no further id changes.
+        stopped: whether a stop string was found.
+        used: number of ids in the text, the one that completed the stop string included.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()):
         if any(not string for string in stop):
-            raise HydrajaxError("stop: found an empty string, it would stop before anything")
+            raise HydrajaxError("stop: got an empty string, expected at least one character")
         self._decode, self._stop = decode, tuple(stop)
         self.text, self.stopped, self.used = "", False, 0
 
     def grow(self, ids: Sequence[int], *, final: bool = False) -> str:
-        """Take all ids so far, and return the text that became certain; with ``final`` no more will come."""
+        """Take all ids so far and return the new text that no further id changes; ``final`` marks the last call."""
         if self.stopped:
             return ""
         before, full = self.text, self._certain(ids, final)
@@ -45,16 +48,16 @@ class GrowingText:
         return self.text[len(before) :]
 
     def _certain(self, ids: Sequence[int], final: bool) -> str:
-        """The text of these ids that more of them leave as it is."""
+        """Return the text of these ids without incomplete characters at its end."""
         text = self._decode(ids)
         return text if final else text.rstrip(INCOMPLETE)
 
     def _stops_within(self, ids: Sequence[int], n: int, final: bool) -> bool:
-        """Whether a stop string is complete in the first ``n`` ids."""
+        """Return whether a stop string is complete in the first ``n`` ids."""
         return first_stop(self._certain(ids[:n], final and n == len(ids)), self._stop) is not None
 
     def _begun(self, text: str) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
+        """Return the number of characters at the end that may begin a stop string."""
         longest = max((len(string) - 1 for string in self._stop), default=0)
         for length in range(min(longest, len(text)), 0, -1):
             if any(string.startswith(text[-length:]) for string in self._stop if len(string) > length):
@@ -63,7 +66,7 @@ class GrowingText:
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Where to cut: before the stop string that is complete first, of those the longest; None without one."""
+    """Return the start of the stop string that is complete first (the longest of several), None without one."""
     ends = [(text.find(string) + len(string), -len(string)) for string in stop if string in text]
     if not ends:
         return None

@@ -1,4 +1,4 @@
-"""Chat templates: messages as text and as token ids, in the template of a tokenizer or in a built-in one."""
+"""Chat templates: encode messages with a tokenizer's own template or a built-in one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxtyping import Int
 from hydrajax.errors import HydrajaxError, not_allowed, one_line
 from hydrajax.text.tokenizer import run_tokenizer
 
-# What Vicuna was trained with where a conversation brings no system message of its own.
+# Vicuna's default system message.
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
 
-# Jinja, as the tokenizers' own. Neither writes BOS: it is added as for any text, where the tokenizer adds it.
+# Jinja, without BOS: the tokenizer adds it as to any text.
 BUILT_IN = {
     # Vicuna v1.1: SYSTEM USER: question ASSISTANT: answer</s>USER: question ASSISTANT: answer</s>
     "vicuna": (
@@ -31,14 +31,14 @@ BUILT_IN = {
         "{% endfor %}"
         "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
     ),
-    # For a base model that knows no chat: one message after the other, an answer closed by the end of text.
+    # For a base without chat training: the messages in order, each answer closed by EOS.
     "plain": (
         "{% for message in messages %}"
         "{{ message.content + (eos_token if message.role == 'assistant' else '\n') }}"
         "{% endfor %}"
     ),
-    # For a base model that goes on where a text ends, such as the first lines of a function. Without white space at the
-    # end: many tokenizers join a line end with the indentation behind it, and after one alone a model finds no way on.
+    # For a base that continues a text, such as the first lines of a function. White space at the end is removed: many
+    # tokenizers merge a line break with the indentation after it, so that one alone is rare in training data.
     "raw": (
         "{% for message in messages %}"
         "{{ message.content + eos_token if message.role == 'assistant' else message.content.rstrip() }}"
@@ -48,13 +48,15 @@ BUILT_IN = {
 
 
 @dataclass(frozen=True)
-class Encoder:
-    """A tokenizer and a template, with all that every conversation needs of them. Made by `make_encoder`.
+class PromptEncoder:
+    """A tokenizer and a chat template; `make_encoder` makes it.
 
-    source:  the template, as Jinja text.
-    own:     whether the template is the tokenizer's own, which writes BOS itself; ours leave BOS to the tokenizer.
-    special: a pattern that finds the text of any special token.
-    marks:   int32 ids of all tokens that were added to the vocabulary, special or not: one of them ends a turn.
+    Attributes:
+        tokenizer: of transformers.
+        source: the template, as Jinja text.
+        own: the template is the tokenizer's own, which writes BOS itself; the built-in ones leave BOS to the tokenizer.
+        special: pattern that finds the text of any special token.
+        marks: int32 ids of all tokens added to the vocabulary, special or not; one of them ends a turn.
     """
 
     tokenizer: Any
@@ -64,11 +66,11 @@ class Encoder:
     marks: Int[np.ndarray, " n"]
 
     def prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of the messages (``role``, ``content``) and of what opens the assistant's next one."""
+        """Return token ids of the messages (``role``, ``content``) and of the header of the next answer."""
         return self.tokenize(self.render(messages, prompt=True))[0].tolist()
 
     def render(self, messages: list[dict[str, str]], *, prompt: bool) -> str:
-        """The messages as text; with ``prompt``, what opens the assistant's next message follows them."""
+        """Return the messages as text, with ``prompt`` followed by the header of the next answer."""
         return run_template(
             self.tokenizer.apply_chat_template,
             messages,
@@ -78,19 +80,20 @@ class Encoder:
         )
 
     def tokenize(self, text: str) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, "n 2"]]:
-        """Token ids of rendered text, int32, and where in the text each token begins and ends.
+        """Return the token ids of rendered text, int32, and the first and last offset of each token in the text.
 
-        Raises `HydrajaxError` for text that no tokenizer reads.
+        Raises:
+            HydrajaxError: for text that is not valid Unicode or has two BOS.
         """
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise HydrajaxError("is not valid Unicode text (it holds a lone surrogate)") from None
+            raise HydrajaxError("is not valid Unicode text (it contains a lone surrogate)") from None
         encoded = run_tokenizer(
             self.tokenizer, text, add_special_tokens=not self.own, return_offsets_mapping=True, verbose=False
         )
         ids, offsets = np.asarray(encoded["input_ids"], np.int32), np.asarray(encoded["offset_mapping"])
-        length = int(np.flatnonzero(offsets[:, 1])[-1]) + 1  # without an EOS added to the one our templates write
+        length = int(np.flatnonzero(offsets[:, 1])[-1]) + 1  # without the EOS that some tokenizers add
         if length > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:
             raise HydrajaxError("the chat template writes BOS twice")
         return ids[:length], offsets[:length]
@@ -98,33 +101,38 @@ class Encoder:
 
 def make_encoder(
     tokenizer: Any, template: str = "auto", *, field: str = "template", tokenizer_field: str = "base"
-) -> Encoder:
-    """What writes conversations for this tokenizer in the named template.
+) -> PromptEncoder:
+    """Return an encoder of conversations.
 
-    tokenizer: of transformers. template: ``auto`` for the tokenizer's own, or a name in `BUILT_IN`. field,
-    tokenizer_field: what messages call the option or setting that named the template and the tokenizer.
+    Args:
+        tokenizer: of transformers.
+        template: ``auto`` for the tokenizer's own, or a name in `BUILT_IN`.
+        field, tokenizer_field: the options or settings that named template and tokenizer, for messages.
 
-    Raises `HydrajaxError` where the tokenizer cannot be used with the template.
+    Raises:
+        HydrajaxError: if the tokenizer cannot be used with the template.
     """
     if template != "auto" and template not in BUILT_IN:
         raise not_allowed(field, template, ("auto", *BUILT_IN))
     if not getattr(tokenizer, "is_fast", False):
         kind = type(tokenizer).__name__
-        raise HydrajaxError(f"{tokenizer_field}: {kind} is not a fast tokenizer; only those tell where a token stands")
+        raise HydrajaxError(f"{tokenizer_field}: got {kind}, expected a fast tokenizer, which has offsets")
     source = _own_template(tokenizer, field) if template == "auto" else BUILT_IN[template]
     if template != "auto" and not tokenizer.eos_token:
-        raise HydrajaxError(f"{field}: {template} ends answers by the tokenizer's EOS token, and it has none")
+        raise HydrajaxError(f"{field}: {template} ends answers with EOS, but the tokenizer has no EOS token")
     added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     special = {token.content for token in added.values() if token.special} | set(tokenizer.all_special_tokens)
     pattern = "|".join(re.escape(text) for text in sorted(special, key=len, reverse=True))
     marks = sorted({*added, *tokenizer.all_special_ids})
-    return Encoder(tokenizer, source, template == "auto", re.compile(pattern or "(?!)"), np.array(marks, np.int32))
+    return PromptEncoder(
+        tokenizer, source, template == "auto", re.compile(pattern or "(?!)"), np.array(marks, np.int32)
+    )
 
 
 def _own_template(tokenizer: Any, field: str) -> str:
     if not tokenizer.chat_template:
         built_in = ", ".join(BUILT_IN)
-        raise HydrajaxError(f"{field}: the tokenizer has no chat template of its own; built in are {built_in}")
+        raise HydrajaxError(f"{field}: the tokenizer has no chat template; choose one of {built_in}")
     try:
         return tokenizer.get_chat_template()  # of several, its default
     except ValueError as error:
@@ -132,8 +140,8 @@ def _own_template(tokenizer: Any, field: str) -> str:
 
 
 def run_template(render: Callable, *args, **settings) -> Any:
-    """``render(...)``, with whatever the template's program raises as a `HydrajaxError`."""
+    """Call ``render`` and raise any error of the template as a `HydrajaxError`."""
     try:
         return render(*args, **settings)
-    except Exception as error:  # a template is a program of the tokenizer's author: anything may be raised
+    except Exception as error:  # templates are programs and may raise anything
         raise HydrajaxError(f"the chat template failed: {one_line(error)}") from None

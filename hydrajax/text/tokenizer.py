@@ -1,4 +1,4 @@
-"""The tokenizer of a model's directory, and text from token ids."""
+"""Load a tokenizer, decode token ids, and compare vocabularies."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from hydrajax.files import check_directory
 
 
 def load_tokenizer(directory: str | Path, field: str = "base") -> Any | None:
-    """The transformers tokenizer of a Hugging Face directory, or None where it has none.
+    """Load the transformers tokenizer of a Hugging Face directory; never runs code from it.
 
-    Code from the directory is never run. Raises `HydrajaxError` for a damaged tokenizer; ``field`` is the option or
-    setting that named the directory.
+    Args:
+        directory: of the model.
+        field: the option or setting that named it, for messages.
+
+    Returns:
+        The tokenizer, or None if the directory has none.
+
+    Raises:
+        HydrajaxError: for a damaged tokenizer.
     """
     directory = Path(directory)
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         return None
     check_directory(directory, field)
-    from transformers import AutoTokenizer  # slow to import, and a prompt of ids needs none
+    from transformers import AutoTokenizer  # slow to import, and prompts of ids need none
 
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
@@ -29,24 +36,24 @@ def load_tokenizer(directory: str | Path, field: str = "base") -> Any | None:
 
 
 def run_tokenizer(call: Callable, *args, where: str = "", **settings) -> Any:
-    """``call(...)``, with whatever the tokenizer's files make it raise as a `HydrajaxError` that ``where`` begins."""
+    """Call a tokenizer and raise any error as a `HydrajaxError`; ``where`` is the start of the message."""
     try:
         return call(*args, **settings)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of the tokenizers library, as of a pattern without end, is no Exception
+    except BaseException as error:  # panics of the tokenizers library are not Exceptions
         raise HydrajaxError(f"{where}the tokenizer failed: {one_line(error)}") from None
 
 
 def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Token ids as text, without special tokens and with no space removed."""
+    """Return token ids as text, without special tokens and with every space."""
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def visible(tokenizer: Any | None, token: int) -> str:
-    """One token as text on one line, its spaces and line ends made visible; its id where there is no tokenizer.
+    """Return one token on one line, with visible spaces and line breaks; its id without a tokenizer.
 
-    ``∅`` is a token without text, and -1, which is no token.
+    ``∅`` stands for a token without text, and for -1, which is not a token.
     """
     if tokenizer is None:
         return str(token)
@@ -55,10 +62,9 @@ def visible(tokenizer: Any | None, token: int) -> str:
 
 
 def token_ids(tokenizer: Any) -> dict[str, int]:
-    """The map from tokens to ids of a tokenizer that was loaded from a directory, added tokens included.
+    """Return the map from tokens to ids of a tokenizer loaded from a directory, added tokens included.
 
-    From its ``tokenizer.json`` where there is one: transformers adds tokens that a model's family has by default and
-    that the file does not hold.
+    It is read from ``tokenizer.json`` if there is one, since transformers adds default tokens that the file lacks.
     """
     file = Path(tokenizer.name_or_path or "") / "tokenizer.json"
     if not file.is_file():
@@ -69,12 +75,12 @@ def token_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def difference(ours: Mapping[str, int], theirs: Mapping[str, int], we: str, they: str) -> str | None:
-    """The first token, by id, that two maps from tokens to ids do not agree about, in words; None where they agree."""
+    """Describe the first token, by id, that differs between two maps from tokens to ids; None if they are equal."""
     different = ours.items() ^ theirs.items()
     if not different:
         return None
     token = min(different, key=lambda item: (item[1], item[0] not in ours or ours[item[0]] != item[1], item[0]))[0]
-    said = [
-        f"id {ids[token]} in {who}" if token in ids else f"none in {who}" for ids, who in ((ours, we), (theirs, they))
+    described = [
+        f"id {ids[token]} in {who}" if token in ids else f"no id in {who}" for ids, who in ((ours, we), (theirs, they))
     ]
-    return f"{token!r} has {said[0]} and {said[1]}"
+    return f"{token!r} has {described[0]} and {described[1]}"

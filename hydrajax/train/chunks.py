@@ -1,8 +1,7 @@
-"""Sums over chunks of positions whose gradient is taken chunk by chunk, in the forward pass.
+"""Sum a loss over chunks of positions and compute its gradient chunk by chunk, in the forward pass.
 
-A loss that is a sum over positions has a gradient that is one too. Taking it while a chunk's logits exist means that
-they are neither kept for a backward pass nor computed again in one: 3 vocabulary matmuls per head in place of the 4 of
-rematerialisation.
+The gradient of a sum over positions is a sum too. Computing it while a chunk's logits exist means that they are neither
+kept for a backward pass nor recomputed: 3 vocabulary matmuls per head, where rematerialisation needs 4.
 """
 
 from __future__ import annotations
@@ -17,14 +16,19 @@ import jax.numpy as jnp
 def sum_over_chunks(
     parts: Sequence[Callable], prepare: Callable, params: Any, varying: Sequence[Any], rows: Sequence[Any], frozen: Any
 ) -> tuple[Any, list[Any]]:
-    """``(Σ of all losses, for each part the Σ of its sums)`` over the leading, chunk axis of ``varying`` and ``rows``.
+    """Sum losses over the leading (chunk) axis of ``varying`` and ``rows``.
 
-    prepare: ``prepare(frozen, i) -> shared``, once per chunk i, for all parts.
-    parts:   ``parts[k](params, varying[k][i], rows[k][i], shared) -> (loss, sums)``, a float32 scalar and a pytree of
-             such; one part after the other, so that the large arrays of one exist at a time.
+    The loss is differentiable once, with respect to ``params`` and ``varying``. Gradients are summed in float32.
 
-    Differentiable, once, in the loss and with respect to ``params`` and ``varying``; their gradients are added up in
-    float32 whatever their dtype.
+    Args:
+        parts: ``parts[k](params, varying[k][i], rows[k][i], shared) -> (loss, sums)``, a float32 scalar and a pytree of
+            float32 scalars. Parts run one after the other, so that the large arrays of only one exist at a time.
+        prepare: ``prepare(frozen, i) -> shared``, called once per chunk i for all parts.
+        params, varying: differentiated; ``varying`` is a chunked pytree per part.
+        rows, frozen: not differentiated; ``rows`` is a chunked pytree per part.
+
+    Returns:
+        ``(sum of all losses, for each part the sum of its sums)``.
     """
     n_chunks = len(jax.tree.leaves(varying)[0])
 
@@ -45,8 +49,7 @@ def sum_over_chunks(
                 else:
                     value, aux = part(params, x, row, shared)
                 loss = loss + value
-                # The next part waits, so that the logits of two heads need not exist at once. (XLA CPU, jax 0.10,
-                # drops barriers before it orders the program and may let them.)
+                # Without it, the logits of two heads may exist at once (XLA CPU, jax 0.10, drops the barrier).
                 loss, grads, slope, shared = jax.lax.optimization_barrier((loss, grads, slope, shared))
                 slopes.append(slope)
                 new_sums.append(aux)

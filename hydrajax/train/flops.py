@@ -1,6 +1,6 @@
-"""Floating-point operations of training, for model FLOPs utilisation (MFU), counted in the traced forward passes.
+"""FLOPs of training, for model FLOPs utilisation (MFU), counted in traced forward passes.
 
-MFU counts what the mathematics needs (PaLM, appendix B): no recomputation, a causal half of the attention.
+MFU counts the operations of the model itself (PaLM, appendix B): no recomputation, and half of the causal attention.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hydrajax.models.packed_forward import run_base
 from hydrajax.roofline.passes import abstract_params, with_layers
 from hydrajax.roofline.traced import at_depth, flops, trace
 
-# Lengths of the rows that are traced. So short a text is attended to as a whole square, in one product.
+# Lengths of the traced sequences: so short that attention is one product over the whole square.
 SHORT, LONG = 64, 128
 
 
 class PerToken(NamedTuple):
-    """Operations for each token of a row: products with weights (and of constant size), and the causal attention."""
+    """FLOPs per token: products with weights (and others of constant size), and causal attention."""
 
     weights: float
     attention: float
@@ -35,20 +35,21 @@ class PerToken(NamedTuple):
 
 
 def forward_flops(model: Llama, length: int, logits: bool = True) -> PerToken:
-    """Count a base's forward pass over rows of ``length`` tokens, with or without its lm head."""
+    """Count a base's forward pass over sequences of ``length`` tokens, with or without its lm head."""
 
-    def run(model: Llama):
+    def operators(model: Llama, tokens):
         def forward(params, tokens):
             hidden = run_base(model, params, tokens).hidden
             return BoundBase(model, params).logits(hidden) if logits else hidden
 
-        return lambda tokens: trace(forward, abstract_params(model), tokens)[0]
+        return trace(forward, abstract_params(model), tokens)[0]
 
-    return _per_token(lambda row: at_depth(model.config.n_layers, lambda n: run(with_layers(model, n))(row)), length)
+    n_layers = model.config.n_layers
+    return _per_token(lambda ids: at_depth(n_layers, lambda n: operators(with_layers(model, n), ids)), length)
 
 
 def drafter_forward_flops(drafter: Trainable, model: Llama, length: int) -> float:
-    """Count, for each token, the drafter's training forward pass over rows of ``length`` tokens."""
+    """Count the FLOPs per token of the drafter's training forward pass over sequences of ``length`` tokens."""
     base = with_layers(model, 1)  # drafters read its embedding and lm head
     width = len(drafter.spec.aux_hidden_layers) * base.config.width
     params = nn.unbox(abstract_draft(drafter, base)), abstract_params(base)
@@ -65,10 +66,7 @@ def drafter_forward_flops(drafter: Trainable, model: Llama, length: int) -> floa
 
 
 def _per_token(operators: Callable[[jax.ShapeDtypeStruct], Any], length: int) -> PerToken:
-    """Split what is counted for a row into parts that grow with the row and with its square, the attention.
-
-    A token needs half of the square: the tokens up to itself.
-    """
+    """Split the count into a part linear in the length and the attention, of whose square a token needs half."""
     short, long = (flops(operators(jax.ShapeDtypeStruct((1, n), jnp.int32))) / n for n in (SHORT, LONG))
     slope = (long - short) / (LONG - SHORT)
     return PerToken(short - slope * SHORT, slope * length / 2)

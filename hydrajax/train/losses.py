@@ -1,12 +1,11 @@
-"""Training objectives: next token for a base; for draft heads the text, the base's distribution, its hidden states.
+"""Training losses: next token for a base; text, base distribution and hidden states for draft heads.
 
-All are float32, in nats, over the positions whose *target* counts. Draft head k at position t answers for token
-t + 2 + k (the base's own head for t + 1), so in a row of T tokens it has targets up to t = T - 3 - k. Logits exist for
-a few positions and one head at a time (`hydrajax.train.chunks`), never as ``[heads, B, T, V]``.
+All are float32, in nats, over positions whose *target* counts. Draft head k at position t predicts token t + 2 + k (the
+base t + 1), so in a sequence of T tokens it has targets up to t = T - 3 - k. Logits exist for a chunk of positions and
+one head at a time (`hydrajax.train.chunks`), never as ``[heads, B, T, V]``.
 
-Heads of a reduced vocabulary learn the base's distribution over the tokens that they know. Where the base's best token
-(for the text: the token itself) is none of these, nothing is learnt, as in the released EAGLE-3 code, and the means
-count a loss of 0.
+Heads with a reduced vocabulary learn the base's distribution over its tokens. A position has a loss of 0 if the base's
+most likely token (for the text: the token itself) is outside, as in the released EAGLE-3 code.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from hydrajax.models.base_model import BaseModel, BoundBase
 from hydrajax.models.packed_forward import chunk_width, into_chunks, row_layout
 from hydrajax.train.chunks import sum_over_chunks
 
-IGNORED = -100  # a label that is no target, as in transformers and the released training code
+IGNORED = -100  # label without a target, as in transformers and the released training code
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What draft heads minimise: Σ_k λ_k (lm_weight · CE + teacher_weight · teacher CE + reconstruction_weight · L1).
+    """The loss of draft heads: Σ_k λ_k (lm_weight · CE + teacher_weight · teacher CE + reconstruction_weight · L1).
 
-    lm_weight:             cross entropy against the text.
-    teacher_weight:        cross entropy against the base's own distribution (hydra 3.1, "teacher loss").
-    reconstruction_weight: smooth L1 between the input of a head's lm head and the base's hidden state from which the
-                           base predicts the same token (released Hydra code).
-    head_decay:            λ_k = head_decay^k; 1 in Hydra (docs/design.md 4), 0.8 in Medusa-1 (medusa 2.2.1) and for
-                           the guesses of EAGLE-3, one after the other (its released code).
-    noise_alpha:           α of the input noise U(-1, 1) · α / sqrt(length · D), an ablation of hydra (75 there).
-    feature_noise:         a of the input noise U(-a, a) · 512 / length, 0.1 in the released EAGLE code.
-    chunk_tokens:          positions, over all rows, whose logits of one head exist at once. It changes the memory and
-                           nothing else.
+    Attributes:
+        lm_weight: of the cross entropy with the text.
+        teacher_weight: of the cross entropy with the base's distribution (hydra 3.1, "teacher loss").
+        reconstruction_weight: of the smooth L1 distance between the input of a head's lm head and the base's hidden
+            state that predicts the same token (released Hydra code).
+        head_decay: λ_k = head_decay^k; 1 in Hydra (docs/design.md 4), 0.8 in Medusa-1 (medusa 2.2.1) and for the
+            successive guesses of EAGLE-3 (its released code).
+        noise_alpha: α of the input noise U(-1, 1) · α / sqrt(length · D), an ablation of hydra (75 there).
+        feature_noise: a of the input noise U(-a, a) · 512 / length; 0.1 in the released EAGLE code.
+        chunk_tokens: positions of a batch whose logits of one head exist at once. Affects memory only.
     """
 
     lm_weight: float = 0.0
@@ -57,42 +56,44 @@ class Objective:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not 0 <= value < float("inf"):  # so that NaN is refused too
-                raise HydrajaxError(f"objective.{field.name}: must be at least 0 and finite, found {value}")
+            if not 0 <= value < float("inf"):  # refuses NaN too
+                raise HydrajaxError(f"objective.{field.name}: got {value}, expected a finite number of at least 0")
         if self.chunk_tokens < 1:
-            raise HydrajaxError(f"objective.chunk_tokens: must be at least 1, found {self.chunk_tokens}")
+            raise HydrajaxError(f"objective.chunk_tokens: got {self.chunk_tokens}, expected at least 1")
         if not self.lm_weight + self.teacher_weight + self.reconstruction_weight:
-            raise HydrajaxError(
-                "objective: one of lm_weight, teacher_weight and reconstruction_weight must be positive, found 0, 0, 0"
-            )
+            raise HydrajaxError("objective: set at least one of lm_weight, teacher_weight and reconstruction_weight")
 
 
 class HeadCounts(NamedTuple):
-    """How many targets each head has, float32 ``[K]``: tokens to predict, and hidden states to reconstruct."""
+    """Targets per head, float32 ``[K]``: tokens to predict, and hidden states to reconstruct."""
 
     tokens: Float[Array, " K"]
     hidden: Float[Array, " K"]
 
 
 class LanguageLoss(NamedTuple):
-    """Sums over all targets, float32: nats, how many targets there are, and with a teacher how like it the base is.
+    """Float32 sums over all targets.
 
-    likeness: ``acceptance``, of a token that the base draws, if the teacher verifies it at temperature 1: the overlap
-        Σ min(p, q) (Leviathan et al. 2023, theorem 3.5), and ``agreement``, whether both have the same best token.
+    Attributes:
+        nats: of the loss.
+        n_targets: number of targets.
+        similarity: with a teacher, ``acceptance``, the probability that it accepts a token of the model at temperature
+            1, Σ min(p, q) (Leviathan et al. 2023, theorem 3.5), and ``agreement``, 1 if both argmaxes are equal.
     """
 
     nats: Float[Array, ""]
     n_targets: Float[Array, ""]
-    likeness: dict[str, Float[Array, ""]]
+    similarity: dict[str, Float[Array, ""]]
 
 
 class HeadMetrics(NamedTuple):
-    """Means over each head's targets, float32 ``[K]``.
+    """Means over each head's targets, float32 ``[K]``. Metrics that the objective does not compute are NaN.
 
-    lm and teacher are cross entropies, reconstruction a smooth L1, top1 how often the head's best token is the text's
-    and agreement how often it is the base's (a tie for the best counts). What needs something the objective does not
-    is NaN: teacher and agreement where ``teacher_weight`` is 0, lm and top1 where ``lm_weight`` is too, reconstruction
-    where its weight is 0.
+    Attributes:
+        lm, teacher: cross entropies.
+        reconstruction: smooth L1 distance.
+        top1: fraction of targets where the head's best token is the text's (ties count).
+        agreement: fraction of targets where the head's best token is the base's.
     """
 
     lm: Float[Array, " K"]
@@ -105,9 +106,9 @@ class HeadMetrics(NamedTuple):
 def targets(
     labels: Int[Array, "B T"], shift: int | Array, segments: Int[Array, "B T"] | None = None
 ) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:
-    """The token ``shift`` places on from each position, and whether there is one that counts.
+    """Return the token ``shift`` positions after each position, and a mask of those that are targets.
 
-    With ``segments`` (documents packed in a row, 0 for padding) only one of the position's own segment does.
+    With ``segments`` (packed documents, 0 for padding), a target is in the position's own segment.
     """
     ahead = jnp.roll(labels, -shift, axis=1)
     inside = jnp.arange(labels.shape[1]) < labels.shape[1] - shift  # the rest has wrapped around
@@ -129,41 +130,41 @@ def language_model_loss(
     teacher: tuple[BoundBase, Float[Array, "B T Dt"]] | None = None,
     rng: Array | None = None,
 ) -> LanguageLoss:
-    """The base's own next-token loss from its post-norm hidden states.
+    """Compute a model's next-token loss from its post-norm hidden states.
 
     Differentiable in ``base_params`` (its lm head) and ``hidden``.
 
-    frozen: the rest of the parameters, where ``base_params`` are only those that learn.
-    teacher: another model of the same tokens and its hidden states; KL(teacher ‖ base) at every target then takes the
-        place of the text's token.
-    rng: of the base's adapter, see `BoundBase`.
+    Args:
+        frozen: the model's other parameters, if ``base_params`` are not all.
+        teacher: a model with the same vocabulary and its hidden states. The loss is then KL(teacher ‖ model).
+        rng: for the model's adapter, see `BoundBase`.
     """
-    taught_by, taught_from = (None, None) if teacher is None else teacher
+    teacher_base, teacher_hidden = (None, None) if teacher is None else teacher
 
     def prepare(shared, index):
         *given, rng = shared
         return *given, None if rng is None else jax.random.fold_in(rng, index)
 
     def chunk_loss(params, hidden, rows, shared):
-        ((tokens, counts), taught_from), (frozen, teacher_params, key) = rows, shared
+        ((tokens, counts), teacher_hidden), (frozen, teacher_params, key) = rows, shared
         logits = BoundBase(model, frozen | params, key).logits(hidden)
-        if taught_by is None:
-            nats, likeness = jax.nn.logsumexp(logits, axis=-1) - _chosen(logits, tokens, counts), {}
+        if teacher_base is None:
+            nats, similarity = jax.nn.logsumexp(logits, axis=-1) - _chosen(logits, tokens, counts), {}
         else:
-            teachers = BoundBase(taught_by.model, teacher_params).logits(taught_from)
+            teachers = BoundBase(teacher_base.model, teacher_params).logits(teacher_hidden)
             log_p, log_q = jax.nn.log_softmax(teachers, axis=-1), jax.nn.log_softmax(logits, axis=-1)
             nats = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-            likeness = {
+            similarity = {
                 "acceptance": jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), axis=-1),
                 "agreement": (jnp.argmax(teachers, axis=-1) == jnp.argmax(logits, axis=-1)).astype(jnp.float32),
             }
-        return _where_counted(counts, nats), jax.tree.map(lambda each: _where_counted(counts, each), likeness)
+        return _where_counted(counts, nats), jax.tree.map(lambda each: _where_counted(counts, each), similarity)
 
     width, wanted = chunk_width(chunk_tokens, labels.shape), targets(labels, 1, segments)
-    chunks = into_chunks(((hidden,), ((wanted, taught_from),)), width)
-    shared = dict(frozen or {}), None if taught_by is None else taught_by.params, rng
-    total, (likeness,) = sum_over_chunks([chunk_loss], prepare, base_params, *chunks, shared)
-    return LanguageLoss(total, jnp.sum(wanted[1], dtype=jnp.float32), likeness)
+    chunks = into_chunks(((hidden,), ((wanted, teacher_hidden),)), width)
+    shared = dict(frozen or {}), None if teacher_base is None else teacher_base.params, rng
+    total, (similarity,) = sum_over_chunks([chunk_loss], prepare, base_params, *chunks, shared)
+    return LanguageLoss(total, jnp.sum(wanted[1], dtype=jnp.float32), similarity)
 
 
 def _where_counted(counts: Bool[Array, "*rows"], each: Float[Array, "*rows"]) -> Float[Array, ""]:
@@ -171,7 +172,7 @@ def _where_counted(counts: Bool[Array, "*rows"], each: Float[Array, "*rows"]) ->
 
 
 def head_counts(labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, num_draft_heads: int) -> HeadCounts:
-    """What the means of `draft_loss` are divided by, at least 1. They depend on the batch alone."""
+    """Return the divisors of the means in `draft_loss`, at least 1."""
 
     def count(shift):
         return jnp.maximum(jnp.sum(targets(labels, shift, segments)[1], dtype=jnp.float32), 1)
@@ -191,14 +192,17 @@ def draft_loss(
     rng: Array | None = None,
     counts: HeadCounts | None = None,
 ) -> tuple[Float[Array, ""], HeadMetrics]:
-    """The loss of draft heads on a base, and its parts head by head.
+    """Compute the loss of draft heads on a base by teacher forcing, and its metrics per head.
 
-    features: what the drafter reads; hidden: the base's post-norm output, the teacher. No gradient reaches the teacher.
-    batch:    ``tokens`` and ``labels`` (`IGNORED` where a token is no target), int32 ``[B, T]``, and, where several
-              documents share a row, ``segments`` (0 is padding): no head looks or answers across documents.
-    rng:      switches on noise and the drafter's dropout.
-    counts:   `head_counts` of a larger batch of which this is a part: the losses, metrics and gradients of all parts
-              then add up to the whole batch's, exactly.
+    Args:
+        aux_hidden_states: what the drafter reads.
+        hidden: the base's post-norm hidden states, the teacher. They get no gradient.
+        batch: int32 ``[B, T]`` ``tokens``, ``labels`` (or `IGNORED`) and, if packed, ``segments`` (0 for padding).
+            Attention and targets stay within a document.
+        base: embeddings and lm head for the drafter.
+        rng: for noise and the drafter's dropout. None: without these.
+        counts: `head_counts` of the whole batch if this is a micro-batch. Losses, metrics and gradients of all
+            micro-batches then add up to the batch's.
     """
     tokens, labels, segments = batch["tokens"], batch["labels"], batch.get("segments")
     num_draft_heads = drafter.spec.num_draft_heads
@@ -240,9 +244,9 @@ def input_noise(
     segments: Int[Array, "B T"] | None,
     like: Float[Array, "B T D"],
 ) -> Float[Array, "B T D"]:
-    """U(-1, 1) · (``noise_alpha`` / sqrt(length · D) + ``feature_noise`` · 512 / length), shaped as ``like``.
+    """Return U(-1, 1) · (``noise_alpha`` / sqrt(length · D) + ``feature_noise`` · 512 / length), shaped as ``like``.
 
-    length: of each position's document; in rows of one document up to the last target, as beyond it nothing is trained.
+    ``length`` is that of a position's document; without packing, up to its last target.
     """
     steps = 1 + jnp.arange(labels.shape[1])
     if segments is None:
@@ -257,8 +261,8 @@ def input_noise(
 def _reconstruction(read, hidden, labels, segments, k: int) -> Float[Array, ""]:
     """Sum over targets of the smooth L1 distance (mean over features) between head k's and the base's hidden state.
 
-    The base speaks of token t + 2 + k at position t + 1 + k; it counts where the *token there* is a target, as in the
-    released code.
+    The base predicts token t + 2 + k at position t + 1 + k. A position counts if the token at t + 1 + k is a target,
+    as in the released code.
     """
     _, counts = targets(labels, k + 1, segments)
     gap = read.astype(jnp.float32) - jnp.roll(hidden, -(k + 1), axis=1).astype(jnp.float32)
@@ -268,7 +272,7 @@ def _reconstruction(read, hidden, labels, segments, k: int) -> Float[Array, ""]:
 
 
 def _chosen(logits: Float[Array, "*rows V"], tokens: Int[Array, "*rows"], counts) -> Float[Array, "*rows"]:
-    """The logit of each target; of token 0 where there is none."""
+    """The logit of each target, and of token 0 where there is no target."""
     return jnp.take_along_axis(logits, jnp.where(counts, tokens, 0)[..., None], axis=-1)[..., 0]
 
 
@@ -277,10 +281,10 @@ def _sum(values: Array, counts: Bool[Array, "*rows"]) -> Float[Array, ""]:
 
 
 class _Shared(NamedTuple):
-    """What all heads read at one chunk of positions; ``probs`` and ``best`` are the base's there and K - 1 further.
+    """Inputs of all heads for one chunk of positions.
 
-    V' tokens are those that the heads know. ``best`` is the place among them of the base's best of all tokens, -1 where
-    they do not know it.
+    ``probs`` (over the draft vocabulary V') and ``best`` are the base's, at the chunk and K - 1 further positions.
+    ``best`` is the index in V' of the base's most likely token of all, -1 if it is not in V'.
     """
 
     rng: Array | None
@@ -293,13 +297,13 @@ class _Shared(NamedTuple):
 def _token_losses(objective: Objective, drafter, draft_params, read, hidden, labels, segments, base, rng, scale):
     """``(Σ_k scale_k (lm_weight Σ CE + teacher_weight Σ teacher CE), sums of lm, teacher, top1 and agreement [4 K])``.
 
-    One pass over chunks of positions: the base's distribution once, then one head after the other.
+    Each chunk computes the base's distribution once, then one head after the other.
     """
     num_draft_heads, vocabulary = len(read), drafter.vocabulary
     width = chunk_width(objective.chunk_tokens, labels.shape)
 
-    def known(tokens):
-        """Their places among the tokens that the heads know."""
+    def in_vocabulary(tokens):
+        """The indices of tokens in the draft vocabulary, -1 for others."""
         return tokens if vocabulary is None else vocabulary.places_of(tokens, base.config.vocab_size)
 
     def prepare(frozen, index):
@@ -310,9 +314,9 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, lab
         # Head k at position t has its teacher at t + 1 + k.
         halo = jax.lax.dynamic_slice_in_dim(hidden, index * width + 1, width + num_draft_heads - 1, axis=1)
         logits = BoundBase(base.model, base_params).logits(halo)
-        sayable = logits if vocabulary is None else logits[..., vocabulary.tokens]
-        best = known(jnp.argmax(logits, axis=-1))
-        return _Shared(rng, scale, base_params, jax.nn.softmax(sayable, axis=-1), best)
+        draftable = logits if vocabulary is None else logits[..., vocabulary.tokens]
+        best = in_vocabulary(jnp.argmax(logits, axis=-1))
+        return _Shared(rng, scale, base_params, jax.nn.softmax(draftable, axis=-1), best)
 
     def head(k):
         def chunk_loss(params, read, rows, shared: _Shared):
@@ -320,10 +324,10 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, lab
             key = None if shared.rng is None else jax.random.fold_in(shared.rng, k)
             logits = drafter.head_logits(params, k, read, BoundBase(base.model, shared.base_params), key)
             log_z, best = jax.nn.logsumexp(logits, axis=-1), jnp.max(logits, axis=-1)
-            tokens = known(tokens)
-            sayable = counts & (tokens >= 0)
-            chosen = _chosen(logits, tokens, sayable)
-            lm, teacher, agreement = _sum(log_z - chosen, sayable), None, None
+            tokens = in_vocabulary(tokens)
+            lm_counts = counts & (tokens >= 0)
+            chosen = _chosen(logits, tokens, lm_counts)
+            lm, teacher, agreement = _sum(log_z - chosen, lm_counts), None, None
             loss = objective.lm_weight * lm if objective.lm_weight else jnp.zeros(())
             if shared.probs is not None:
                 probs, top = (jax.lax.slice_in_dim(x, k, k + width, axis=1) for x in (shared.probs, shared.best))
@@ -331,7 +335,7 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, lab
                 teacher = _sum(log_z - jnp.sum(probs * logits, axis=-1), taught)
                 loss = loss + objective.teacher_weight * teacher
                 agreement = _sum(_chosen(logits, top, taught) == best, taught)
-            return shared.scale[k] * loss, [lm, teacher, _sum(chosen == best, sayable), agreement]
+            return shared.scale[k] * loss, [lm, teacher, _sum(chosen == best, lm_counts), agreement]
 
         return chunk_loss
 

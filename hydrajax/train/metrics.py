@@ -1,4 +1,4 @@
-"""What a run reports: a progress bar, JSON lines and TensorBoard, none of which a resumed run repeats or loses."""
+"""Progress bar, ``metrics.jsonl`` and TensorBoard of a run. A resumed run neither repeats nor loses a line."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile, sync
 from hydrajax.text.jsonl import file_content, json_lines
 from hydrajax.text.records import INTEGER, TEXT, checked
-from hydrajax.train.tensorboard import Curves
+from hydrajax.train.tensorboard import TensorBoardWriter
 
 FILE = "metrics.jsonl"
 FIELDS = {"step": INTEGER, "kind": TEXT}  # of every line
 
 
-class Metrics:
-    """A context manager that writes ``metrics.jsonl`` and TensorBoard events below ``directory``.
+class TrainMetrics:
+    """A context manager that writes ``metrics.jsonl`` and TensorBoard events in ``directory``.
 
-    Lines of steps after ``resumed_at`` belong to work that was lost and is done again: they are dropped. Raises
-    `HydrajaxError` where nothing more can be written, such as on a full disk.
+    Lines of steps after ``resumed_at`` are dropped, as these steps are repeated. Methods raise `HydrajaxError` if
+    nothing can be written, such as on a full disk.
     """
 
     def __init__(self, directory: Path, resumed_at: int, total_steps: int, console: Console):
         path = directory / FILE
-        # A run that starts anew also repeats the evaluation of step 0.
-        found = read_metrics(path, lambda reason: console.print(f"{reason}; it is left out")) if resumed_at else []
+        # A new run repeats the evaluation of step 0 too.
+        found = read_metrics(path, lambda reason: console.print(f"{reason}; line dropped")) if resumed_at else []
         kept = [line for line in found if line["step"] <= resumed_at]
         self._path = path
         with WholeFile(path, "output") as file:
             file.write_text("".join(json.dumps(line) + "\n" for line in kept))
         with self._written():
             self._file = path.open("a", encoding="utf-8")
-            self._curves = Curves(directory / "tensorboard", resumed_at + 1)
+            self._tensorboard = TensorBoardWriter(directory / "tensorboard", resumed_at + 1)
         self._console = console
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -55,7 +55,7 @@ class Metrics:
         self._task = self._bar.add_task("train", total=total_steps, completed=resumed_at, note="")
 
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        """One line ``{"step", "kind", ...}``; arrays become lists, and one curve per element in TensorBoard."""
+        """Write a line ``{"step", "kind", ...}``. Arrays become lists, and one TensorBoard curve per element."""
         values = {name: np.asarray(value).tolist() for name, value in values.items()}
         with self._written():
             self._file.write(json.dumps({"step": step, "kind": kind} | values) + "\n")
@@ -63,19 +63,19 @@ class Metrics:
             for name, value in values.items():
                 for i, element in enumerate(value if isinstance(value, list) else [value]):
                     suffix = f"_{i}" if isinstance(value, list) else ""
-                    self._curves.add(f"{kind}/{name}{suffix}", element, step)
-            self._curves.flush()
+                    self._tensorboard.add(f"{kind}/{name}{suffix}", element, step)
+            self._tensorboard.flush()
 
     def persist(self) -> None:
-        """Have all lines on the disk: those up to a checkpoint must be there when it is."""
+        """Flush all lines to the disk, where they must be before the checkpoint of their step."""
         with self._written():
             sync(self._file.fileno())
 
     def progress(self, step: int, note: str) -> None:
         self._bar.update(self._task, completed=step, note=note)
 
-    def say(self, message: str) -> None:
-        """A line that stays, above the bar."""
+    def message(self, message: str) -> None:
+        """Print a line above the progress bar."""
         (self._bar.console if not self._bar.disable else self._console).print(message, highlight=False, markup=False)
 
     def __enter__(self) -> Self:
@@ -84,7 +84,7 @@ class Metrics:
 
     def __exit__(self, error_type, *_) -> None:
         self._bar.stop()
-        for writer in (self._file, self._curves):
+        for writer in (self._file, self._tensorboard):
             try:
                 with self._written():
                     writer.close()
@@ -100,16 +100,12 @@ class Metrics:
             raise HydrajaxError(f"output: cannot write {self._path}: {error.strerror}") from None
 
 
-class Silent:
-    """`Metrics` of a process that leaves them to the main one."""
+class NoMetrics:
+    """`TrainMetrics` of a process other than the main one: does nothing."""
 
     def log(self, *_) -> None: ...
 
-    def persist(self) -> None: ...
-
-    def progress(self, *_) -> None: ...
-
-    def say(self, *_) -> None: ...
+    persist = progress = message = log
 
     def __enter__(self) -> Self:
         return self
@@ -118,9 +114,10 @@ class Silent:
 
 
 def read_metrics(path: str | Path, on_damage: Callable[[str], None] | None = None) -> list[dict]:
-    """The lines of a ``metrics.jsonl``; none if there is no such file, and not a last line that was cut off.
+    """Read the lines of a ``metrics.jsonl``, without a last line that was cut off. No file has no lines.
 
-    Raises `HydrajaxError` that names a damaged line; with ``on_damage``, that hears of it and the line is left out.
+    Raises `HydrajaxError` for a damaged line, unless ``on_damage`` is given: it gets the message, and the line is
+    dropped.
     """
     if not os.path.exists(path):
         return []
@@ -131,7 +128,7 @@ def read_metrics(path: str | Path, on_damage: Callable[[str], None] | None = Non
             found.append(checked(value, FIELDS, where))
         except HydrajaxError as error:
             if where == f"{path} line {whole_lines + 1}":
-                break  # it has no end: the run was killed while it was written
+                break  # without an end: the run was killed while writing it
             if on_damage is None:
                 raise
             on_damage(str(error))

@@ -1,4 +1,4 @@
-"""The optimizer of a run: AdamW or Muon under warm-up and decay, with clipping; two of them for a joint run."""
+"""AdamW or Muon with warm-up, decay and clipping; a joint run has two optimizers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hydrajax.train.run_config import OptimizerConfig, TrainConfig
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """From 0 to ``lr`` over ``warmup_steps``, then down to ``final_fraction * lr`` at ``steps``, as the released code.
+    """Return the schedule: 0 to ``lr`` in ``warmup_steps``, then decay to ``final_fraction * lr`` at ``steps``.
 
-    ``cosine`` and ``linear`` name the way down; ``constant`` stays at ``lr``.
+    The released Hydra code does the same.
     """
     warmup = min(config.warmup_steps, steps)
     rest, final = max(steps - warmup, 1), config.final_fraction
@@ -31,10 +31,11 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def optimizer_of(config: TrainConfig, steps: int) -> optax.GradientTransformation:
-    """The optimizer of a run of ``steps`` steps.
+    """Return the optimizer of a run of ``steps`` steps.
 
-    A joint run has two after one clipping, for its parameters ``adapter`` and ``draft`` (medusa 2.2.2, "differential
-    learning rates"): the heads learn at a multiple of the rate, and the adapter's begins where the heads alone end.
+    A joint run clips once and has two optimizers, for its parameters ``adapter`` and ``draft`` (medusa 2.2.2,
+    "differential learning rates"): the heads learn at a multiple of the adapter's rate, and the adapter starts after
+    ``joint.heads_alone_steps``.
     """
     if config.task != "joint":
         return make_optimizer(config.optimizer, steps)
@@ -45,7 +46,7 @@ def optimizer_of(config: TrainConfig, steps: int) -> optax.GradientTransformatio
 
 
 def learning_rates(config: TrainConfig, steps: int) -> dict[str, optax.Schedule]:
-    """The learning rates of a run by step, under the names that its metrics give them."""
+    """Return the learning rate schedules of a run by their names in the metrics."""
     if config.task != "joint":
         return {"learning_rate": learning_rate(config.optimizer, steps)}
     adapter, heads = _joint_settings(config)
@@ -58,35 +59,33 @@ def learning_rates(config: TrainConfig, steps: int) -> dict[str, optax.Schedule]
 
 
 def _joint_settings(config: TrainConfig) -> tuple[OptimizerConfig, OptimizerConfig]:
-    """``(the adapter's, the heads')``."""
+    """``(the adapter's settings, the heads' settings)``."""
     optimizer = config.optimizer
     return optimizer, dataclasses.replace(optimizer, lr=optimizer.lr * config.joint.heads_lr_multiple)
 
 
 class FromStep(NamedTuple):
-    """count: int32 updates asked for. inner: the state of the optimizer that waits."""
+    """count: int32 number of updates. inner: the state of the delayed optimizer."""
 
     count: jax.Array
     inner: Any
 
 
 def from_step(update: optax.GradientTransformation, start: int) -> optax.GradientTransformation:
-    """``update`` that is not asked before ``start`` updates have passed: until then neither parameters nor its own
-    state change, decay and the counts behind Adam's bias correction included.
-    """
+    """Delay ``update`` by ``start`` steps, in which neither parameters nor its state change (moments, step counts)."""
 
-    def waiting(grads, state: FromStep, params=None):
+    def delayed(grads, state: FromStep, params=None):
         updates, inner = update.update(grads, state.inner, params)
         started = state.count >= start
         updates = jax.tree.map(lambda x: jnp.where(started, x, jnp.zeros_like(x)), updates)
         inner = jax.tree.map(lambda new, old: jnp.where(started, new, old), inner, state.inner)
         return updates, FromStep(state.count + 1, inner)
 
-    return optax.GradientTransformation(lambda params: FromStep(jnp.zeros((), jnp.int32), update.init(params)), waiting)
+    return optax.GradientTransformation(lambda params: FromStep(jnp.zeros((), jnp.int32), update.init(params)), delayed)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """AdamW or Muon for a run of ``steps`` optimizer steps."""
+    """Return AdamW or Muon for a run of ``steps`` steps."""
     return optax.chain(_clip(config), _update(config, steps))
 
 
@@ -108,29 +107,28 @@ def _update(config: OptimizerConfig, steps: int) -> optax.GradientTransformation
         adam_weight_decay=config.weight_decay,
         muon_weight_dimension_numbers=_muon_dimensions,
     )
-    return _sparing_decay(muon_and_adam)
+    return _masked_decay(muon_and_adam)
 
 
 def _decaying(params):
-    """True for matrices. The bias of a conditioned block, ``[2, D]``, is none (`hydrajax.drafters.head_stack`)."""
+    """True for matrices, but not for the bias ``[2, D]`` of a conditioned block (`hydrajax.drafters.head_stack`)."""
     return jax.tree.map_with_path(lambda path, x: x.ndim > 1 and path[-1].key != "bias", params)
 
 
-def _sparing_decay(update: optax.GradientTransformation) -> optax.GradientTransformation:
-    """``update`` without decay of norm scales and biases: it sees zeros in their place.
+def _masked_decay(update: optax.GradientTransformation) -> optax.GradientTransformation:
+    """``update`` without decay of norm scales and biases, in whose place it gets zeros.
 
-    optax's Muon has a mask for the decay of its matrices, none for what it leaves to Adam. Neither reads parameters for
-    anything but the decay.
+    optax's Muon has no decay mask for the parameters that it leaves to Adam. Both read parameters for the decay only.
     """
 
-    def sparing(grads, state, params):
+    def masked(grads, state, params):
         seen = jax.tree.map(lambda x, decays: x if decays else jnp.zeros_like(x), params, _decaying(params))
         return update.update(grads, state, seen)
 
-    return optax.GradientTransformation(update.init, sparing)
+    return optax.GradientTransformation(update.init, masked)
 
 
-# A fused kernel holds several matrices; each is orthogonalised by itself.
+# A fused kernel holds several matrices, each orthogonalised separately.
 _FUSED = {"qkv": MuonDimensionNumbers((0,), (1, 3)), "gate_up": MuonDimensionNumbers((0,), (2,))}
 _FUSED |= dict.fromkeys(("shared_kernel", "path_kernel"), MuonDimensionNumbers((0,), (2,)))
 _ADAM = ("embedding", "lm_head", "lm_kernel")  # one row or column per token: not maps between hidden spaces

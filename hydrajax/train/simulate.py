@@ -1,4 +1,4 @@
-"""Adding up what `hydrajax.trees.simulation` says of held-out text."""
+"""Head accuracies and simulated tokens per step on held-out text (`hydrajax.trees.simulation`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydrajax.trees.simulation import accepted_lengths, runs, walk
 
 
 class Tally:
-    """Adds up batches of `head_ranks`: tokens per step of walks over the targets, accuracies of every head."""
+    """Sums over batches of head ranks: simulated tokens per step over the targets, and accuracies per head."""
 
     def __init__(self, tree: TreeTopology, num_draft_heads: int, top_k: int):
         self._tree, self._top_k = tree, top_k
@@ -36,13 +36,12 @@ class Tally:
             self._counts[k] += found.size
             self._hits[:, k] += (found[None] < np.arange(1, self._top_k + 1)[:, None]).sum(axis=1)
         accepted = accepted_lengths(self._tree, ranks)
-        for row in range(batch):
-            for start, end in runs(labels[row] != IGNORED, owner[row]):
+        for index in range(batch):
+            for start, end in runs(labels[index] != IGNORED, owner[index]):
                 self._tokens += end - start
-                self._steps += len(walk(accepted[row], start, end))
+                self._steps += len(walk(accepted[index], start, end))
 
     def report(self) -> dict[str, Any]:
-        """``tokens_per_step``, and ``top1`` ... as lists over heads."""
-        rates = self._hits / np.maximum(self._counts, 1)
-        report: dict[str, Any] = {"tokens_per_step": self._tokens / max(self._steps, 1)}
-        return report | {f"top{k + 1}": rates[k].tolist() for k in range(self._top_k)}
+        """Return ``tokens_per_step``, and ``top1``, ``top2``, ... as lists over heads."""
+        rates = {f"top{k}": (hits / np.maximum(self._counts, 1)).tolist() for k, hits in enumerate(self._hits, start=1)}
+        return {"tokens_per_step": self._tokens / max(self._steps, 1)} | rates

@@ -1,7 +1,7 @@
-"""TensorBoard's event files, written at once.
+"""A synchronous writer of TensorBoard event files.
 
-tensorboardX's own writer has a queue and a thread: on a full disk the thread dies, with its own words on the screen,
-and the run waits for ever once the queue is full. Of it only the file's format is used here.
+Only tensorboardX's file format is used: its writer has a queue and a thread, which dies with a traceback on a full disk
+and leaves the run waiting for the queue.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 
 
-class Curves:
-    """Numbers over steps, in a file of their own below ``directory``. Raises `OSError` where it cannot be written.
+class TensorBoardWriter:
+    """Write scalars to a new event file in ``directory``. Methods raise `OSError` if it cannot be written.
 
-    first_step: TensorBoard hides what older files of the directory say of this step and later ones.
+    Attributes:
+        first_step: TensorBoard hides this and later steps of older files in the directory.
     """
 
     def __init__(self, directory: Path, first_step: int):
@@ -38,7 +39,7 @@ class Curves:
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, **what) -> None:
+    def _write(self, **fields) -> None:
         from tensorboardX.proto.event_pb2 import Event
 
-        self._file.write(Event(wall_time=time.time(), **what).SerializeToString())
+        self._file.write(Event(wall_time=time.time(), **fields).SerializeToString())

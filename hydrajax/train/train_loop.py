@@ -1,7 +1,7 @@
-"""The training loop: the same for a base and for heads, and the same run whether or not it was interrupted.
+"""The training loop of all tasks.
 
-A step is a function of the state, the data at that step and the seed. Nothing else is carried, so a run that was
-killed and started again does exactly what it would have done.
+A step is a function of the state, the data at that step and the seed, so a run that was killed and resumed ends with
+the same parameters as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.data.feed import Feed
 from hydrajax.train.data.packing import Rows, digest
 from hydrajax.train.losses import IGNORED
-from hydrajax.train.metrics import Metrics, Silent
+from hydrajax.train.metrics import NoMetrics, TrainMetrics
 from hydrajax.train.optimizer import learning_rates, optimizer_of
-from hydrajax.train.run_config import TrainConfig
+from hydrajax.train.run_config import TrainConfig, check_alone_steps
 from hydrajax.train.train_step import (
     Loss,
     abstract_state,
@@ -46,11 +46,13 @@ HostBatch = dict[str, np.ndarray]
 
 
 class Task(Protocol):
-    """What is trained.
+    """A model to train, its data and its loss.
 
-    metric, higher_is_better: the held-out figure by which the best checkpoint is kept.
-    frozen: what the loss reads but does not train. flops_per_token: of training, for MFU.
-    extras: arrays by row beside the training rows (`Feed`).
+    Attributes:
+        metric, higher_is_better: the held-out metric by which the best checkpoint is kept.
+        frozen: parameters that the loss reads but does not train.
+        flops_per_token: of training, for MFU.
+        extras: further arrays indexed by training sequence (`Feed`).
     """
 
     metric: str
@@ -69,41 +71,34 @@ class Task(Protocol):
     def evaluate(self, params, batches: Iterator[HostBatch]) -> dict[str, Any]: ...
 
     def note(self, metrics: dict[str, Any]) -> str:
-        """What the progress bar shows beside the loss."""
+        """Return what the progress bar shows after the loss."""
 
     def export(self, directory: Path, params) -> str:
-        """Write what `--base` or `--draft` load; returns how to name it."""
+        """Write what `--base` or `--draft` load, and return these flags."""
 
 
-# Settings that may change between the two halves of a run without making it another run.
+# Settings that may change when a run is resumed.
 FREE = (
-    "output",
-    "log_every",
-    "eval_every",
-    "eval_rows",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "max_bad_steps",
-    "mesh",
-)
+    "output", "log_every", "eval_every", "eval_rows", "checkpoint_every", "keep_checkpoints", "max_bad_steps", "mesh",
+)  # fmt: skip
 
 
 def total_steps(config: TrainConfig, n_rows: int) -> int:
-    """Raises `HydrajaxError` where the heads of a joint run would have all of them to themselves."""
-    per_epoch = n_rows // config.batch_size
-    steps = config.steps or max(1, round(config.epochs * per_epoch))
-    if config.joint.heads_alone_steps >= steps:
-        raise HydrajaxError(
-            f"joint.heads_alone_steps: must be below the run's {steps} steps, found {config.joint.heads_alone_steps}"
-        )
+    """The optimizer steps of a run on ``n_rows`` sequences."""
+    steps = config.steps or max(1, round(config.epochs * (n_rows // config.batch_size)))
+    check_alone_steps(config, steps)
     return steps
 
 
 def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool:
-    """Train to the end, or to a SIGTERM or Ctrl-C; either way the state is saved. Returns whether the end was reached.
+    """Train to the end or to a SIGTERM or Ctrl-C, then save the state.
 
-    Raises `HydrajaxError` where the run in ``output`` had other settings, and after ``max_bad_steps`` steps in a row
-    whose loss or gradient was not finite.
+    Returns:
+        True if the run has reached its end.
+
+    Raises:
+        HydrajaxError: the run in ``output`` has other settings, or the loss or gradient was not finite in
+            ``max_bad_steps`` steps in a row.
     """
     output = Path(config.output)
     rows = task.dataset.train
@@ -115,7 +110,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
     step_fn = make_train_step(task.loss, optimizer, config.accumulation, shardings, task.frozen_shardings, precision)
     rng = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(config.seed)
     place = batch_placer(mesh)
-    content = digest(*rows)  # the same settings may name files that have changed
+    content = digest(*rows)  # the files may have changed since the run began
     fingerprint = settings_of(config) | {"rows": content[:16]}
     if not same_everywhere(bytes.fromhex(content)):
         raise HydrajaxError("data: the processes read different training data")
@@ -134,16 +129,16 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
             state = init_state(task.init_params(jax.random.fold_in(rng, 2**31)), optimizer, shardings)
             start = 0
         else:
-            if (meta := checkpoints.meta()) is not None:  # else no checkpoint is whole, as `restore` says
+            if (meta := checkpoints.meta()) is not None:  # else `restore` reports that all checkpoints are damaged
                 check_settings(meta, fingerprint)
             abstract = abstract_state(task.abstract_params, optimizer, shardings)
             start, state, _ = checkpoints.restore(abstract, on_warning=console.print)
             console.print(f"resumed at step {start} of {steps}")
         if start >= steps:
-            console.print(f"{output} holds a finished run of {steps} steps; name another output to train anew")
+            console.print(f"{output} holds a finished run of {steps} steps; set another output for a new run")
         meter = Throughput(task.flops_per_token, rows.tokens.shape[1] * config.batch_size, mesh)
         with (
-            Metrics(output, start, steps, console) if is_main() else Silent() as metrics,
+            TrainMetrics(output, start, steps, console) if is_main() else NoMetrics() as metrics,
             Feed(
                 rows, config.batch_size, start, steps, seed=config.seed, place=place, extras=task.extras,
                 depth=config.data.prefetch,
@@ -157,15 +152,13 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
                     batches = eval_batches(task.dataset.held_out, config.batch_size, config.eval_rows)
                     report = task.evaluate(state.params, batches)
                 metrics.log(step, "eval", report)
-                metrics.say(f"step {step}: held-out " + ", ".join(f"{k} {_short(v)}" for k, v in report.items()))
+                metrics.message(f"step {step}: held-out " + ", ".join(f"{k} {_short(v)}" for k, v in report.items()))
                 return float(report[task.metric])
 
             def save(step: int, metric: float | None, wait: bool = False) -> None:
-                meta = {"settings": fingerprint, metric_name: metric}
                 metrics.persist()
-                checkpoints.save(step, state, meta, metric, wait=wait)
+                checkpoints.save(step, state, {"settings": fingerprint, task.metric: metric}, metric, wait=wait)
 
-            metric_name = task.metric
             if start == 0:
                 evaluate(0)
             saved = start
@@ -189,7 +182,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
                     if saved != done:
                         save(done, None, wait=True)
                     checkpoints.wait()
-                    metrics.say(f"stopped at step {done} of {steps}; the same command resumes there")
+                    metrics.message(f"stopped at step {done} of {steps}; the same command resumes there")
                     return False
             checkpoints.wait()
     params = to_host(state.params)
@@ -206,13 +199,13 @@ def progress_note(task: Task, report: dict[str, Any]) -> str:
 def stop_if_bad(bad_steps: int, step: int, most: int, output: Path) -> None:
     if bad_steps >= most:
         raise HydrajaxError(
-            f"max_bad_steps: the loss or gradient of the last {bad_steps} steps, up to step {step}, was not finite; "
-            f"lower optimizer.lr, under another output. The last good checkpoint is in {output / 'checkpoints'}"
+            f"max_bad_steps: got {bad_steps} steps in a row, up to step {step}, with a non-finite loss or gradient; "
+            f"lower optimizer.lr and set another output. The last good checkpoint is in {output / 'checkpoints'}"
         )
 
 
 def settings_of(config: TrainConfig) -> dict:
-    """The settings that make a run what it is, as JSON values."""
+    """The settings that must not change when a run is resumed, as JSON values."""
     raw = dataclasses.asdict(config)
     raw["draft"] = config.draft.keys()
     for name in FREE:
@@ -221,18 +214,15 @@ def settings_of(config: TrainConfig) -> dict:
 
 
 def check_settings(meta: dict, wanted: dict) -> None:
-    """Refuse to go on with a run that was begun with other settings.
-
-    One that an older version began may lack settings; it had what is now the default.
-    """
+    """Refuse to resume a run with other settings. Settings missing in an older version's run had today's defaults."""
     defaults = _flat(settings_of(TrainConfig(output="", model="", steps=1)))
     found, wanted = defaults | _flat(meta["settings"]), _flat(wanted)
     changed = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
     if changed:
         name = changed[0]
         raise HydrajaxError(
-            f"output: holds a run with {name}={found.get(name)!r}, this one has {wanted.get(name)!r}; "
-            "name another output to start anew"
+            f"output: got a run with {name}={found.get(name)!r}, expected {wanted.get(name)!r}; "
+            "set another output for a new run"
         )
 
 
@@ -244,7 +234,7 @@ def _flat(raw: dict, prefix: str = "") -> dict:
 
 
 def eval_batches(rows: Rows, batch_size: int, limit: int) -> Iterator[HostBatch]:
-    """The first ``limit`` rows in batches of one shape; the last is filled up with rows in which nothing counts."""
+    """The first ``limit`` sequences in batches of one shape; the last is padded with sequences without targets."""
     for start in range(0, min(limit, len(rows.tokens)), batch_size):
         batch = {}
         for name, array in rows._asdict().items():
@@ -261,7 +251,7 @@ def _short(value) -> str:
 
 
 class Throughput:
-    """Tokens per second and model FLOPs utilisation since it was last read; pauses (evaluation) do not count."""
+    """Tokens per second and MFU since the last `read`, without `paused` time (evaluation)."""
 
     def __init__(self, flops_per_token: float, tokens_per_step: int, mesh: Mesh):
         self._flops, self._tokens = flops_per_token, tokens_per_step
@@ -270,7 +260,7 @@ class Throughput:
         self._steps, self._began = 0, None
 
     def tick(self) -> None:
-        """A step was started. The first one compiles, and is not counted."""
+        """Count a step, but not the first, which compiles."""
         if self._began is None:
             self._began = time.perf_counter()
         else:
@@ -292,15 +282,15 @@ class Throughput:
 
 
 class Interrupts:
-    """Turns the first SIGTERM or Ctrl-C into ``requested``; a second Ctrl-C interrupts at once."""
+    """Set ``requested`` at the first SIGTERM or Ctrl-C; a second Ctrl-C interrupts at once."""
 
     def __init__(self):
         self.requested = False
         self._before: dict[int, Any] = {}
 
-    def agreed(self, meeting: bool) -> bool:
-        """Whether to stop now. Several processes ask each other, and only at a ``meeting``, as it costs them time."""
-        return self.requested if jax.process_count() == 1 else meeting and anywhere(self.requested)
+    def agreed(self, synchronise: bool) -> bool:
+        """Return True to stop now. Several processes agree only if ``synchronise`` is set, as this takes time."""
+        return self.requested if jax.process_count() == 1 else synchronise and anywhere(self.requested)
 
     def _handle(self, number, frame) -> None:
         if self.requested and number == signal.SIGINT:

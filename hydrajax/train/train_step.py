@@ -1,4 +1,4 @@
-"""One optimizer step, the same for whatever is trained: micro-batches, finite or skipped, sharded in and out."""
+"""One optimizer step of any task, with micro-batches and sharding; non-finite steps are skipped."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ Batch = dict[str, Any]  # arrays with a leading batch axis
 
 
 class TrainState(NamedTuple):
-    """All that a run carries from step to step, and all that a checkpoint must hold.
+    """The state of a run between steps, all of which a checkpoint holds.
 
-    params:    what is trained, float32.
-    opt_state: of the optimizer, each moment sharded like its parameter.
-    step:      int32 steps taken, skipped ones included: the position in the data and in the random stream.
-    bad_steps: int32 steps in a row that were skipped because the loss or the gradient was not finite.
+    Attributes:
+        params: trained parameters, float32.
+        opt_state: of the optimizer, each moment sharded like its parameter.
+        step: int32 number of steps, skipped ones included; determines the data and the random numbers of the next.
+        bad_steps: int32 number of steps in a row that were skipped for a non-finite loss or gradient.
     """
 
     params: Any
@@ -34,37 +35,34 @@ class TrainState(NamedTuple):
 
 
 class Loss(Protocol):
-    """What is minimised, as a sum over micro-batches."""
+    """A loss that is a sum over micro-batches."""
 
     def totals(self, batch: Batch) -> Any:
-        """How many targets the whole batch has: what its sums are divided by."""
+        """Return the target counts of the whole batch, by which its sums are divided."""
 
     def __call__(self, params, frozen, batch: Batch, totals, rng: Array, step: Array) -> tuple[Array, dict[str, Array]]:
-        """This micro-batch's share of the loss and of every metric: added over micro-batches they are the batch's.
-
-        step: int32, of the state before it, for what changes in the course of a run.
-        """
+        """Return a micro-batch's share of the batch's loss and metrics. ``step`` is the state's, for schedules."""
 
 
 def init_state(params, optimizer: optax.GradientTransformation, shardings: TrainState) -> TrainState:
-    """The state before the first step. Moments are born sharded: a plain ``jit(optimizer.init)`` replicates them."""
+    """Return the state before the first step, with sharded moments: a plain ``jit(optimizer.init)`` replicates them."""
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
     zero = np.zeros((), np.int32)
     return TrainState(params, opt_state, distribute(zero, shardings.step), distribute(zero, shardings.bad_steps))
 
 
 def abstract_state(params, optimizer: optax.GradientTransformation, shardings: TrainState) -> TrainState:
-    """The state as `jax.ShapeDtypeStruct` with shardings, from abstract (or real) parameters; nothing is allocated."""
+    """Return the state as sharded `jax.ShapeDtypeStruct`, from abstract or real parameters, without allocating it."""
     zero = jax.ShapeDtypeStruct((), jnp.int32)
     state = TrainState(params, jax.eval_shape(optimizer.init, params), zero, zero)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings)
 
 
 def state_shardings(mesh: Mesh, params, param_shardings, optimizer: optax.GradientTransformation) -> TrainState:
-    """Where every leaf of the state lives: moments with their parameter, counters everywhere.
+    """Return the shardings of the state: moments like their parameter, counters replicated.
 
-    A moment is found by its path, which ends in its parameter's whichever transformations it is wrapped in
-    (`optax.tree_utils.tree_map_params` does not see through `optax.partition`, on which Muon rests).
+    A moment's path ends in its parameter's path, whatever transformations wrap it.
+    (`optax.tree_utils.tree_map_params` does not see through `optax.partition`, which Muon uses.)
     """
     everywhere = replicated(mesh)
     shapes = {tuple(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
@@ -79,14 +77,14 @@ def state_shardings(mesh: Mesh, params, param_shardings, optimizer: optax.Gradie
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a batch over the ``data`` axis."""
+    """Return the sharding of a batch: sequences over the ``data`` axis."""
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
 def batch_placer(mesh: Mesh) -> Callable[[dict[str, np.ndarray]], Batch]:
-    """Puts a batch of host arrays, whole in every process, on the mesh."""
-    rows = batch_sharding(mesh)
-    return lambda batch: {name: distribute(array, rows) for name, array in batch.items()}
+    """Return a function that puts a batch of host arrays, complete in every process, on the mesh."""
+    sharding = batch_sharding(mesh)
+    return lambda batch: {name: distribute(array, sharding) for name, array in batch.items()}
 
 
 def make_train_step(
@@ -97,15 +95,17 @@ def make_train_step(
     frozen_shardings,
     matmul_precision: str | None = None,
 ) -> Callable:
-    """``step(state, frozen, batch, rng) -> (state, metrics)``, jitted; ``state`` is donated, ``frozen`` only read.
+    """Return a jitted ``step(state, frozen, batch, rng) -> (state, metrics)``, which donates ``state``.
 
-    batch:   dict of arrays ``[B, ...]`` sharded over ``data``; B a multiple of ``accumulation``.
-    metrics: ``loss``, the global ``grad_norm`` before clipping, and what the loss reports.
+    ``batch`` is a dict of arrays ``[B, ...]`` sharded over ``data``. ``metrics`` are ``loss``, the global ``grad_norm``
+    before clipping, ``bad_steps`` and what the loss reports. A step whose loss or gradient is not finite changes only
+    the counters.
 
-    matmul_precision: of the loss and its gradient, see `jax.default_matmul_precision`; None for what it is set to.
-
-    Gradients of ``accumulation`` micro-batches are added in float32 and equal the whole batch's. A step whose loss or
-    gradient is not finite changes nothing but the counters.
+    Args:
+        accumulation: number of micro-batches, which divides B. Their gradients are summed in float32 and equal the
+            whole batch's.
+        shardings, frozen_shardings: of the state and of ``frozen``.
+        matmul_precision: of the loss and its gradient, see `jax.default_matmul_precision`. None: JAX's setting.
     """
 
     def gradients(params, frozen, batch, rng, step):
@@ -113,18 +113,18 @@ def make_train_step(
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
         if accumulation == 1:
             return value_and_grad(params, frozen, batch, totals, rng, step)
-        # Row i goes to micro-batch i mod A, so that each keeps its rows on the devices where they are.
-        parts = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
+        # Sequence i goes to micro-batch i mod A, so that it stays on its device.
+        micro_batches = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
 
-        def add_part(sums, part_and_index):
-            part, index = part_and_index
-            out = value_and_grad(params, frozen, part, totals, jax.random.fold_in(rng, index), step)
+        def add(sums, indexed):
+            index, micro_batch = indexed
+            out = value_and_grad(params, frozen, micro_batch, totals, jax.random.fold_in(rng, index), step)
             return jax.tree.map(jnp.add, sums, out), None
 
-        first = jax.tree.map(lambda x: x[0], parts)
+        first = jax.tree.map(lambda x: x[0], micro_batches)
         shapes = jax.eval_shape(value_and_grad, params, frozen, first, totals, rng, step)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return jax.lax.scan(add_part, zeros, (parts, jnp.arange(accumulation)))[0]
+        return jax.lax.scan(add, zeros, (jnp.arange(accumulation), micro_batches))[0]
 
     def step(state: TrainState, frozen, batch: Batch, rng):
         with jax.default_matmul_precision(matmul_precision) if matmul_precision else nullcontext():

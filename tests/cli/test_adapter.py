@@ -1,4 +1,4 @@
-"""``--adapter`` and ``convert merge``: what the adapted model says, whichever way it is named; what is refused."""
+"""``--adapter`` and ``convert merge``: equal outputs either way, and errors."""
 
 from __future__ import annotations
 
@@ -51,11 +51,14 @@ def test_beside_the_base_or_merged_it_says_what_transformers_says(said, program,
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("generate --prompt a --base BASE --merge-adapter", "merge: means nothing without an adapter"),
+        ("generate --prompt a --base BASE --merge-adapter", "merge: requires an adapter"),
         ("generate --prompt a --base BASE --adapter nowhere", "--adapter: no such directory: nowhere"),
         ("generate --prompt a --base BASE --adapter BASE", "--adapter: no such file: BASE/adapter_config.json"),
         ("bench --random tiny --adapter BASE", "bench: --adapter goes with --base"),
-        ("convert merge --base BASE --adapter LORA --output LORA", "--output: is the directory of the adapter, LORA"),
+        (
+            "convert merge --base BASE --adapter LORA --output LORA",
+            "--output: got 'LORA', the directory of the adapter; choose another one",
+        ),
     ],
 )
 def test_refusals(program, base, adapter, command, message):

@@ -29,9 +29,7 @@ def report_of(result) -> dict:
 
 @pytest.mark.slow
 def test_random_shape_reports_every_phase_at_the_size_and_batch(program):
-    result = program(
-        *("bench", "--random", "tiny", "--tree-sizes", "5", "--batch-sizes", "2", "--json", *FAST),
-    )
+    result = program(*("bench", "--random", "tiny", "--tree-sizes", "5", "--batch-sizes", "2", "--json", *FAST))
     report = report_of(result)
     assert [(row["batch"], row["nodes"]) for row in report["rows"]] == [(2, 5)]
     for row in report["rows"]:
@@ -83,8 +81,8 @@ def test_mistakes_end_in_one_line(program, base, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "random_model", without_weights)
     cases = {
         "exactly one of --base and --random": [],
-        "--random: found '8x7b', allowed are tiny": ["--random", "8x7b"],
-        "--random-draft: found 'wings', allowed are none, lookup": [
+        "--random: got '8x7b', expected tiny": ["--random", "8x7b"],
+        "--random-draft: got 'wings', expected none, lookup": [
             "--random",
             "tiny",
             "--random-draft",
@@ -94,8 +92,8 @@ def test_mistakes_end_in_one_line(program, base, tmp_path, monkeypatch):
         "--context: got 10, expected more than": ["--random", "tiny", "--context", "10"],
         "--context: got 4096, expected at most the model's 1024": ["--random", "tiny", "--context", "4096"],
         "tree sizes: got 65, expected 1 to 64": ["--random", "tiny", "--tree-sizes", "65"],
-        "must be an integer from 1 up, found 'x'": ["--random", "tiny", "--tree-sizes", "1,x"],
-        "--draft: found 'lookahead-5-3', allowed are lookahead": ["--base", base, "--draft", "lookahead-5-3"],
+        "got 'x', expected an integer from 1 up": ["--random", "tiny", "--tree-sizes", "1,x"],
+        "--draft: got 'lookahead-5-3', expected lookahead": ["--base", base, "--draft", "lookahead-5-3"],
         "--draft-settings: got 'lookup-5'": [
             *("--base", base, "--draft", "lookup", "--draft-settings", "5"),
         ],

@@ -234,11 +234,7 @@ class Lenient(Typical):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "rejection",
-            UnprocessedRejection,
-            ["--logit-bias", "88:4"],
-            ["FAILS: distribution"],
-            marks=pytest.mark.slow,
+            "rejection", UnprocessedRejection, ["--logit-bias", "88:4"], ["FAILS: distribution"], marks=pytest.mark.slow
         ),
         pytest.param(
             "typical", UnprocessedTypical, ["--repetition-penalty", 3], ["FAILS: typical"], marks=pytest.mark.slow

@@ -60,14 +60,14 @@ def test_a_process_without_standard_input_is_told_nothing(monkeypatch):
 def test_ctrl_c_breaks_an_answer_off_and_sigterm_ends_the_program(signal, capsys):
     closed = []
 
-    def say(message):
+    def send(message):
         try:
             yield "the "
             raise signal
         finally:
             closed.append(message)
 
-    talk, said = SimpleNamespace(say=say, turn=Turn()), None
+    talk, said = SimpleNamespace(send=send, turn=Turn()), None
     try:
         answer(talk, "a", Console(stderr=True))
     except KeyboardInterrupt as raised:

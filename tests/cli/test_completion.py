@@ -1,4 +1,4 @@
-"""Tab completion: what a shell is told by the program itself, and what may stand in which place."""
+"""Tab completion: the answers to a shell, and the completions of each argument."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working directory with a directory, a tree and a text in it."""
+    """A working directory that contains a directory, a tree and a text."""
     (tmp_path / "llama").mkdir()
     (tmp_path / "oak.json").touch()
     (tmp_path / "notes.txt").touch()
@@ -27,8 +27,8 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "expected"), [("hydrajax ev", "evaluate "), ("hydrajax generate --quantize ", "int8 ")]
 )
-def test_what_the_program_tells_a_shell(line, expected, tmp_path):
-    """In a process, by argcomplete's protocol: the line and the cursor in the environment, the answer in a file."""
+def test_the_program_answers_a_shell(line, expected, tmp_path):
+    """argcomplete's protocol: the line and the cursor are in the environment, the answer is in a file."""
     asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
     asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer")}
     command = [sys.executable, "-m", "hydrajax"]
@@ -38,7 +38,7 @@ def test_what_the_program_tells_a_shell(line, expected, tmp_path):
 
 
 def completions(*words: str) -> set[str]:
-    """What may stand in place of the last word."""
+    """Return the completions of the last word."""
     parser = build_parser(list(words))
     add_completers(parser)
     *before, begun = ["hydrajax", *words]
@@ -46,7 +46,7 @@ def completions(*words: str) -> set[str]:
 
 
 @pytest.mark.usefixtures("folder")
-def test_directories_trees_and_files_in_their_places():
+def test_completions_of_arguments():
     assert completions("generate", "--base", "") == {"llama/", "shipped"}
     assert completions("chat", "--draft", "") == {"llama/", *WITHOUT_WEIGHTS, *assets.SHIPPED_DRAFTS}
     assert completions("evaluate", "--draft", "lo") == {"lookahead", "lookup"}
@@ -58,6 +58,6 @@ def test_directories_trees_and_files_in_their_places():
     assert "--temperature" in completions("generate", "--t")
 
 
-def test_the_help_says_how_to_switch_it_on(program):
+def test_the_help_tells_how_to_enable_it(program):
     assert "register-python-argcomplete hydrajax" in EPILOG
     assert EPILOG in program().out

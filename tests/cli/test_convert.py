@@ -1,4 +1,4 @@
-"""`hydrajax convert export`: heads into every format with their story; `push` and everything refused, in one line."""
+"""`hydrajax convert export`: heads in every format, their records and model cards; errors of `export` and `push`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILES = {
     "vllm-medusa": {"model.safetensors"},
     "native": {"params"},
 }
-BESIDE = {"README.md", "config.json"}
+ALWAYS = {"README.md", "config.json"}
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +46,7 @@ def hydra(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def export(program, base, tmp_path):
-    """``export(draft, output, format, *flags) -> Path``: into a directory of this name, from heads of the tiny base."""
+    """``export(draft, output, format, *flags) -> Path``: export heads of the tiny base to a directory of this name."""
 
     def run(draft: Path, output: str, format: str, *flags) -> Path:
         folder = tmp_path / output
@@ -62,7 +62,7 @@ def export(program, base, tmp_path):
 
 @pytest.fixture
 def refused(program):
-    """``refused(pattern, *argv)``: `hydrajax convert` prints one line holding the pattern, exit code 2."""
+    """``refused(pattern, *argv)``: `hydrajax convert` prints one line that matches, and returns 2."""
 
     def check(pattern: str, *argv) -> None:
         result = program("convert", *argv)
@@ -105,7 +105,7 @@ def same_tensors(one: Path, other: Path, ignored: str = "(?!)") -> None:
 @pytest.mark.parametrize("format", ["medusa", "vllm-medusa", "native"])
 def test_medusa_heads_into_every_format_and_back(export, heads, format):
     there = export(heads, "there", format)
-    assert {path.name for path in there.iterdir()} == FILES[format] | BESIDE
+    assert {path.name for path in there.iterdir()} == FILES[format] | ALWAYS
     back = export(there, "back", "medusa")
     same_tensors(heads / "medusa_lm_head.safetensors", back / "medusa_lm_head.safetensors")
     state = torch.load(back / "medusa_lm_head.pt", weights_only=True)
@@ -114,9 +114,9 @@ def test_medusa_heads_into_every_format_and_back(export, heads, format):
 
 @pytest.mark.parametrize("format", ["hydra", "native"])
 def test_hydra_heads_into_every_format_and_back(export, hydra, format):
-    """In bfloat16, which is kept; without the copy of the embedding."""
+    """The dtype bfloat16 is kept, the copy of the embedding is dropped."""
     there = export(hydra, "there", format)
-    assert {path.name for path in there.iterdir()} == FILES[format] | BESIDE
+    assert {path.name for path in there.iterdir()} == FILES[format] | ALWAYS
     back = export(there, "back", "hydra")
     files = [folder / "hydra_lm_head.safetensors" for folder in (hydra, back)]
     same_tensors(*files, ignored="input_embed_fn.*")
@@ -154,7 +154,7 @@ def test_another_dtype(export, heads, format):
 
 
 def test_story_and_base_are_carried_along(export, heads):
-    """Through every format; a flag replaces one of them."""
+    """Records pass through every format, and flags replace them."""
     story = ("--data", "ShareGPT: 60k", "--recipe", "medusa.yaml, 2 epochs", "--tau", "2.41")
     at = export(heads, "first", "medusa", *story, "--base-name", "lab/tiny-7b")
     for output, format in (("second", "vllm-medusa"), ("third", "native"), ("fourth", "medusa")):
@@ -168,8 +168,8 @@ def test_story_and_base_are_carried_along(export, heads):
     assert (rows["tokens_per_step (τ)"], rows["data"], rows["base"]) == ("2.5", "ShareGPT: 60k", "lab/other")
 
 
-def test_heads_that_tell_nothing(export, hydra, heads, tmp_path, base):
-    """The base's name is what the heads call it, else what it was given as."""
+def test_heads_without_records(export, hydra, heads, tmp_path, base):
+    """The base's name is the one that the heads record, else the one on the command line."""
     front, rows = card_in(export(hydra, "hydra", "native"))
     assert front["base_model"] == "lab/tiny"
     assert {rows[name] for name in ("data", "recipe", "tokens_per_step (τ)")} == {"not recorded"}
@@ -181,7 +181,7 @@ def test_heads_that_tell_nothing(export, hydra, heads, tmp_path, base):
 
 
 @pytest.mark.parametrize("record", ["text", {"story": "text"}, {"story": None, "base": None}, []], ids=str)
-def test_a_record_of_the_wrong_type_tells_nothing(export, heads, tmp_path, record):
+def test_a_record_of_the_wrong_type_is_ignored(export, heads, tmp_path, record):
     odd = shutil.copytree(heads, tmp_path / "odd")
     (odd / "config.json").write_text(json.dumps(config_in(heads) | {"hydrajax": record, "base_model_name_or_path": 3}))
     assert card_in(export(odd, "again", "medusa"))[1]["data"] == "not recorded"
@@ -190,13 +190,13 @@ def test_a_record_of_the_wrong_type_tells_nothing(export, heads, tmp_path, recor
 def test_an_earlier_export_is_replaced_whole(export, heads):
     export(heads, "out", "native")
     again = export(heads, "out", "vllm-medusa")
-    assert {path.name for path in again.iterdir()} == FILES["vllm-medusa"] | BESIDE
+    assert {path.name for path in again.iterdir()} == FILES["vllm-medusa"] | ALWAYS
     assert [path.name for path in again.parent.iterdir()] == ["out"]
 
 
 def test_without_torch_there_is_no_pt(export, heads, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert {path.name for path in export(heads, "out", "medusa").iterdir()} == BESIDE | {"medusa_lm_head.safetensors"}
+    assert {path.name for path in export(heads, "out", "medusa").iterdir()} == ALWAYS | {"medusa_lm_head.safetensors"}
 
 
 # --- what is refused ------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_output_that_is_the_draft_itself(refused, base, heads, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     for output in (folder, f"{folder}/", "heads", "./heads/../heads", "link"):
         common = ("--base", base, "--draft", folder, "--format", "native", "--output", output)
-        refused(r"--output: is the directory of the heads themselves", "export", *common)
+        refused(r"--output: got '.*', the directory of the heads", "export", *common)
     assert contents(folder) == before
     assert {path.name for path in tmp_path.iterdir()} == {"heads", "link"}
 
@@ -234,7 +234,10 @@ def test_output_with_files_of_somebody_else(refused, export, base, heads, name):
     before = contents(folder)
     common = ("export", "--base", base, "--draft", heads, "--output", folder)
     refused(
-        r"export: .*/out holds files that are no earlier export, such as '.*notes\.txt'", *common, "--format", "medusa"
+        r"export: .*/out holds other files than an earlier export, such as '.*\.txt'",
+        *common,
+        "--format",
+        "medusa",
     )
     assert contents(folder) == before
     assert [path.name for path in folder.parent.iterdir()] == ["out"]
@@ -254,17 +257,17 @@ def test_without_a_format_it_is_the_one_of_the_official_code(program, base, hydr
     folder = tmp_path / "out"
     result = program("convert", "export", "--base", base, "--draft", hydra, "--output", folder)
     assert (result.code, result.err) == (0, "")
-    assert {path.name for path in folder.iterdir()} == FILES["hydra"] | BESIDE
+    assert {path.name for path in folder.iterdir()} == FILES["hydra"] | ALWAYS
 
 
 def test_formats(refused, base, heads, hydra, tmp_path):
     common = ("export", "--base", base, "--output", tmp_path / "out", "--draft")
     names = ".*".join(FILES)
     refused(rf"--format: invalid choice: 'x' \(choose from .*{names}.*see hydrajax", *common, heads, "--format", "x")
-    can = "export: these are Medusa heads, formats that can hold them: medusa, vllm-medusa, native; hydra cannot"
+    can = "export: format: got hydra for Medusa heads, expected one of medusa, vllm-medusa, native; "
     refused(can, *common, heads, "--format", "hydra")
     for format in ("medusa", "vllm-medusa"):
-        can = rf"export: these are Hydra heads, formats that can hold them: hydra, native; {format} cannot: "
+        can = rf"export: format: got {format} for Hydra heads, expected one of hydra, native; "
         refused(can, *common, hydra, "--format", format)
     assert list(tmp_path.iterdir()) == []
 
@@ -288,7 +291,7 @@ def test_missing_directories(refused, base, heads, tmp_path):
     refused(r"--base: no such file: .*config\.json", "export", "--base", empty, "--draft", heads, *rest)
     refused(r"--draft: no such file: .*config\.json", "export", "--base", base, "--draft", empty, *rest)
     refused(r"--base: .*model_type", "export", "--base", heads, "--draft", heads, *rest)
-    refused(r"--draft: .*no directory of draft heads", "export", "--base", base, "--draft", base, *rest)
+    refused(r"--draft: .*no draft heads of a supported format", "export", "--base", base, "--draft", base, *rest)
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
@@ -310,17 +313,27 @@ def test_damaged_heads(refused, base, heads, tmp_path):
     weights.write_bytes(whole[:-100])
     refused(r"--draft: .*medusa_lm_head\.safetensors is damaged", *common)
     save_file(tensors | {"0.1.weight": tensors["0.1.weight"].to(torch.int64)}, weights)
-    refused(r"--draft: .*0\.1\.weight has dtype I64, expected", *common)
+    refused(r"--draft: .*0\.1\.weight: got dtype I64, expected", *common)
     assert not (tmp_path / "out").exists()
 
 
 def test_heads_of_another_base(refused, program, export, base, medusa, heads, llama_checkpoint, tmp_path):
-    """Of another size, never; of another fine-tune, as they themselves say, only by force."""
+    """Heads of another size never load; heads that record another fine-tune load only with --force."""
     rest = ("--format", "native", "--output", tmp_path / "out")
     common = ("export", "--base", base, *rest, "--draft")
     for force in ((), ("--force",)):
-        refused(r"--draft: .*made for another base: their width is 16, not 32", *common, medusa(width=16), *force)
-        refused(r"made for another base: their vocabulary is 300, not 320", *common, medusa(vocab=300), *force)
+        refused(
+            r"--draft: .*width: got 16, expected 32; the heads were made for",
+            *common,
+            medusa(width=16),
+            *force,
+        )
+        refused(
+            r"vocabulary: got 300, expected 320; the heads were made",
+            *common,
+            medusa(vocab=300),
+            *force,
+        )
     marked = export(heads, "marked", "medusa", "--base-name", "lab/tiny")
     tuned = shutil.copytree(base, tmp_path / "tuned")
     tensors = load_file(tuned / "model.safetensors")
@@ -358,7 +371,7 @@ def test_push_arguments(refused, heads, tmp_path):
     refused(r"push: no such directory: .*/nowhere", "push", tmp_path / "nowhere", "lab/heads")
     refused(r"push: .* has no config\.json", "push", tmp_path, "lab/heads")
     for name in ("heads", "a/b/c", "lab/heads@main", "lab/he ads", "", "/", "lab/", "https://host/lab/heads"):
-        refused(r"push: repository is '.*', a name such as 'org/name' is needed", "push", heads, name)
+        refused(r"push: repository: got '.*', expected a name such as 'org/name'", "push", heads, name)
     refused(r"required: ORG/NAME", "push", heads)
     refused(r"required: DIR, ORG/NAME", "push")
     refused(r"--message: expected one argument", "push", heads, "lab/heads", "--message")

@@ -70,28 +70,28 @@ def test_into_every_format_and_back(program, three_layers, tmp_path, version):
 
 BAD = [  # what the released directory has that it should not, and the message
     # made for another base
-    (1, {"hidden_size": 64}, "the heads were made for another base: their width is 64, not 32"),
-    (3, {"vocab_size": 97}, "the heads were made for another base: their vocabulary is 97, not 96"),
-    (1, {"more": {"embed_tokens.weight": torch.ones(97, 32)}}, "another base: their vocabulary is 97, not 96"),
-    (3, {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, r"is \[2, 4, 5\], supported are rising numbers from 0 to 2"),
+    (1, {"hidden_size": 64}, "width: got 64, expected 32; the heads were made for another base"),
+    (3, {"vocab_size": 97}, "vocabulary: got 97, expected 96; the heads were made for another base"),
+    (1, {"more": {"embed_tokens.weight": torch.ones(97, 32)}}, "vocabulary: got 97, expected 96"),
+    (3, {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, r"got \[2, 4, 5\], expected increasing numbers from 0 to 2"),
     # which tokens it knows
-    (3, {"without": ["d2t"]}, "missing tensor 'd2t', which says what tokens the 40 are"),
-    (3, {"draft_vocab_size": 97}, "draft_vocab_size 97 exceeds the base's 96 tokens"),
-    (3, {"draft_vocab_size": 41}, r"d2t must be int64 \[41\] \(draft_vocab_size of config.json\), found I64 \[40\]"),
+    (3, {"without": ["d2t"]}, "missing tensor 'd2t', the ids of the 40 draft tokens"),
+    (3, {"draft_vocab_size": 97}, "draft_vocab_size: got 97, expected at most the base's 96"),
+    (3, {"draft_vocab_size": 41}, r"d2t: got I64 \[40\], expected int64 \[41\]"),
     (
         3,
         {"more": {"d2t": torch.full((KNOWN,), 90)}},
-        "d2t: the tokens that it tells of must rise, from 0",
+        "d2t: expected increasing token ids from 0",
     ),
-    (3, {"more": {"t2d": torch.ones(VOCAB, dtype=torch.bool)}}, "t2d tells of other tokens than d2t"),
+    (3, {"more": {"t2d": torch.ones(VOCAB, dtype=torch.bool)}}, "t2d: got other tokens than in d2t"),
     # declared, and not there
     (1, {"without": ["fc.bias"], "bias": True}, "missing tensor 'fc.bias'"),
     (1, {"bias": False}, "unexpected tensor 'fc.bias'"),
-    (3, {"draft_vocab_size": VOCAB}, r"lm_head.weight has shape \[40, 32\], expected \[96, 32\]"),
-    (3, {"num_hidden_layers": 2}, "num_hidden_layers is 2, supported is 1 in an EAGLE draft"),
-    (3, {"intermediate_size": 64}, "mlp.gate_proj.weight has shape"),
-    (3, {"norm_before_fc": True}, "config.json: norm_before_fc is True, supported is False"),
-    (3, {"num_key_value_heads": 4}, "self_attn.k_proj.weight has shape"),
+    (3, {"draft_vocab_size": VOCAB}, r"lm_head.weight: got shape \[40, 32\], expected \[96, 32\]"),
+    (3, {"num_hidden_layers": 2}, "num_hidden_layers: got 2, expected 1 in an EAGLE draft"),
+    (3, {"intermediate_size": 64}, "mlp.gate_proj.weight: got shape"),
+    (3, {"norm_before_fc": True}, "config.json: norm_before_fc: got True, expected False"),
+    (3, {"num_key_value_heads": 4}, "self_attn.k_proj.weight: got shape"),
 ]
 
 
@@ -106,10 +106,10 @@ def test_bad_drafts_are_refused_in_one_line(program, three_layers, tmp_path, ver
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_format_that_cannot_say_it(program, three_layers, tmp_path):
+def test_a_format_that_cannot_express_it(program, three_layers, tmp_path):
     source = write(tmp_path / "source", 3)
     flags = ("--base", three_layers, "--draft", source, "--output", tmp_path / "out", "--format", "eagle")
     result = program("convert", "export", *flags)
     assert result.code == 2
-    assert "these are EAGLE-3 heads, formats that can hold them: eagle-3, speculators, native; eagle" in result.err
+    assert "got eagle for EAGLE-3 heads, expected one of eagle-3, speculators, native" in result.err
     assert result.err.count("\n") == 1

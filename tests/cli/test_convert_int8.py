@@ -66,7 +66,7 @@ def test_mistakes_end_in_one_line(program, base, wordless, prompts, tmp_path):
     outside.write_text('{"prompt_ids": [1, 320]}\n')
     cases = {
         "--base: no such directory": ["--base", tmp_path / "nowhere"],
-        "--prompts: is needed, as the base has no tokenizer": ["--base", wordless],
+        "--prompts: is required, as the base has no tokenizer": ["--base", wordless],
         "but the base has no tokenizer; give token ids": ["--base", wordless, "--prompts", prompts],
         "got token id 320, expected 0 to 319": ["--base", base, "--prompts", outside],
         "no such file": ["--base", base, "--prompts", tmp_path / "none.jsonl"],

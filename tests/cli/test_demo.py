@@ -1,11 +1,9 @@
-"""`hydrajax demo` on a tiny base and random heads in place of the shipped ones."""
+"""`hydrajax demo` on a tiny base with random heads in place of the shipped ones."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from hydrajax import assets
 from hydrajax.autotune.contest import Measured
 from hydrajax.cli import demo
+from hydrajax.cli.screen import CLOSE, OPEN
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
@@ -20,11 +19,11 @@ from hydrajax.formats.export import export_heads
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.models.base_model import BoundBase
 from hydrajax.questions.held_out import held_out_files, held_out_prompts
-from hydrajax.train.data.preview import CLOSE, OPEN
+from hydrajax.text.answers import Generation
 from hydrajax.trees import presets
 
-RECIPE = demo.Recipe(2, 2, 16, 12, repeats=1, candidates=("chain-1", "chain-2"), trial_prompts=1)
-# Two that every Python has.
+NEW = 12
+# Every Python has two of these.
 HELD_OUT = [f"standard_library/{name}.py" for name in ("bisect", "no_such_module", "heapq")] + ["elsewhere/a.py"]
 
 
@@ -49,12 +48,14 @@ def shipped_folder(base, tmp_path_factory):
 @pytest.fixture
 def shipped(shipped_folder, monkeypatch):
     monkeypatch.setattr(assets, "FOLDER", shipped_folder)
-    monkeypatch.setattr(demo, "RECIPE", RECIPE)
+    sizes = {"PROMPTS": 2, "SHOWN": 2, "PROMPT_TOKENS": 16, "NEW_TOKENS": NEW, "REPEATS": 1, "TREE": "chain-2"}
+    for name, value in sizes.items():
+        monkeypatch.setattr(demo, name, value)
     return shipped_folder
 
 
 def rows_of(out: str) -> dict[str, list[str]]:
-    """The table: ``{draft and tree: the other cells}``."""
+    """Read the printed table: ``{draft and tree: the other cells}``."""
     lines = [line.rstrip() for line in out.splitlines()]
     kinds = ("autoregressive", "Lookup", "Medusa", "Hydra", "draft model")
     lines = [line for line in lines if line.strip().startswith(kinds)]
@@ -63,30 +64,25 @@ def rows_of(out: str) -> dict[str, list[str]]:
     return {" ".join(line.split()[:-5]): line.split()[-5:] for line in lines}
 
 
-def test_own_prompt_is_continued_as_the_base_would(program, shipped, monkeypatch):
+def test_own_prompt_is_continued_as_by_transformers(program, shipped, monkeypatch):
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     monkeypatch.setattr(assets, "DRAFTS", ("medusa",))
-    monkeypatch.setattr(demo, "RECIPE", replace(RECIPE, candidates=("chain-2",)))
     result = program("demo", "--prompt", "the tree of")
     assert result.code == 0, result.err
     rows = rows_of(result.out)
-    assert list(rows) == [
-        "autoregressive",
-        *(f"{draft} chain-2" for draft in ("Lookup", "Medusa")),
-    ]
+    assert list(rows) == ["autoregressive", "Lookup chain-2", "Medusa chain-2"]
     assert rows["Medusa chain-2"][0] == "3"  # nodes
     assert (rows["autoregressive"][1], rows["autoregressive"][3:]) == ("1.00", ["1.00", "1.00"])
     assert all(1 <= float(tau) <= 3 for _, tau, *_ in rows.values())  # two tokens ahead
-    assert "All outputs are token for token what the base says without a draft." in result.out
+    assert "All outputs equal the base's output without a draft, token for token." in result.out
 
     tokenizer = AutoTokenizer.from_pretrained(shipped / "base")
     model = LlamaForCausalLM.from_pretrained(shipped / "base")
     prompt = torch.tensor([tokenizer.encode("the tree of")])
     ids = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=RECIPE.max_new_tokens,
-        pad_token_id=0,
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW, pad_token_id=0,
     )[0, prompt.shape[1] :]  # fmt: skip
     expected = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert "1. your prompt" in result.out
@@ -97,10 +93,8 @@ def test_own_prompt_is_continued_as_the_base_would(program, shipped, monkeypatch
 def test_demo_compares_all_drafts_on_held_out_code(program, shipped):
     result = program("demo")
     assert result.code == 0, result.err
-    names = [name.rsplit(maxsplit=1) for name in rows_of(result.out)]
     kinds = ("Lookup", "Medusa", "Hydra", "Hydra++", "draft model")
-    assert [name[0] for name in names] == ["autoregressive", *kinds]
-    assert all(name[1] in RECIPE.candidates for name in names[1:])
+    assert list(rows_of(result.out)) == ["autoregressive", *(f"{kind} chain-2" for kind in kinds)]
     assert "1. bisect.py, line" in result.out
     assert "2. heapq.py, line" in result.out
 
@@ -114,7 +108,7 @@ def test_different_outputs_end_with_exit_code_1(program, shipped, monkeypatch):
 
     monkeypatch.setattr(demo, "contest", tampered)
     monkeypatch.setattr(demo, "show_texts", lambda *given: None)
-    with pytest.raises(SystemExit, match=r"Medusa chain-1: the output differs from autoregressive"):
+    with pytest.raises(SystemExit, match=r"Medusa chain-2: the output differs from autoregressive"):
         program("demo", "--prompt", "the tree")
 
 
@@ -130,66 +124,41 @@ def test_missing_shipped_model(program, monkeypatch, tmp_path):
     monkeypatch.setattr(assets, "FOLDER", tmp_path)
     result = program("demo")
     assert (result.code, result.err.count("\n")) == (2, 1)
-    assert f"assets: no base in {tmp_path}: the package is installed without its shipped model" in result.err
-    with pytest.raises(HydrajaxError, match="found 'eagle', shipped are base, medusa, hydra, hydra_pp, draft_model"):
+    assert f"assets: no base in {tmp_path}: this installation has no bundled model" in result.err
+    with pytest.raises(HydrajaxError, match="got 'eagle', expected one of base, medusa, hydra, hydra_pp, draft_model"):
         assets.path("eagle")
 
 
-# --- what is shown --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("beginning", "continuation", "shown"),
-    [
-        ("    def f(x):\n", "        return x\n\n    def g():\n        pass\n", "        return x\n"),
-        ("def f(x):\n    return", " x\n\n\nclass C:\n", " x\n\n"),
-        ("def f(x):\n    return", " x + 1\n    # on and on\n", None),
-        ("def f():\n    pass\n\nclass C:\n    def g", "(self):\n        pass\n    x = 1\n", "(self):\n        pass"),
-        ("Once upon", " a time\nthere was\n", None),
-        ("def f(", "", None),
-    ],
-)
-def test_a_function_is_shown_up_to_its_end(beginning, continuation, shown):
-    end = demo.function_end(beginning, continuation)
-    assert continuation[:end] == (continuation if shown is None else shown)
-
-
-@pytest.mark.parametrize(
-    ("continuation", "whole"),
-    [
-        ("    x += 1\n    return x\n\nclass C:\n", True),
-        ("    x += 1\n    return x\n", False),  # may go on
-        ("    x += 1\n    x += 1\n\nclass C:\n", False),
-    ],
-)
-def test_whole_functions_that_repeat_no_line(continuation, whole):
-    assert demo.is_whole("def f(x):\n", continuation) == whole
-
-
-def test_a_searched_tree_is_tried_too(shipped):
-    _, drafted = demo.load_shipped()
+def test_a_searched_tree_is_measured_too(shipped):
     path = presets.searched_path(shipped / "hydra", 1)
     path.write_text("[[0], [1]]")
     try:
-        assert demo.trees_for(RECIPE, drafted["Hydra"]) == [*RECIPE.candidates, demo.SEARCHED]
-        assert demo.executor_of(RECIPE, drafted["Hydra"], demo.SEARCHED).spec.tree.choices == ((0,), (1,))
+        executors = demo.make_executors(demo.load(assets.base()))
     finally:
         path.unlink()
-    assert demo.trees_for(RECIPE, drafted["Hydra"]) == list(RECIPE.candidates)
-    assert demo.trees_for(RECIPE, drafted["Lookup"]) == list(RECIPE.candidates)
+    assert [name for name in executors if name.endswith(demo.SEARCHED)] == ["Hydra searched tree"]
+    assert executors["Hydra searched tree"].spec.tree.choices == ((0,), (1,))
 
 
-def test_marked_pieces_are_cut_at_a_length():
-    marked = [("ab", True), ("cd", False), ("ef", True)]
-    assert demo.cut(marked, 3) == [("ab", True), ("c", False)]
-    assert demo.cut(marked, 0) == []
-    assert demo.cut(marked, 9) == marked
+def test_whole_functions_without_repeated_lines_are_shown_first(shipped, monkeypatch, capsys):
+    model = demo.load(assets.base())
+    prompts = [demo.NamedPrompt(name, model.prompt_ids("def", "prompt").tolist()) for name in ("cut", "twice", "whole")]
+    texts = {"cut": ("a", "length"), "twice": ("a\na", "stop"), "whole": ("a\nb", "stop")}
+    results = [
+        Generation([1], [], text, steps=0, emitted_per_step=[], new_tokens=0, wall_time=1.0, finish_reason=reason)
+        for text, reason in texts.values()
+    ]
+    monkeypatch.setattr(demo, "generate", lambda *_, **__: iter(results))
+    demo.show_texts(demo.Console(), prompts, "none", demo.make_executors(model)["autoregressive"])
+    shown = capsys.readouterr().out
+    assert shown.index("1. whole") < shown.index("2. cut")
+    assert "twice" not in shown  # two are shown
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------
 
 
-def test_held_out_files_are_those_this_python_has(shipped, tmp_path):
+def test_held_out_files_are_those_of_this_python(shipped, tmp_path):
     (tmp_path / "heapq.py").write_text("text")
     assert list(held_out_files({"standard_library": tmp_path, "packages": tmp_path})) == [("heapq.py", "text")]
 
@@ -206,10 +175,10 @@ def test_held_out_prompts_begin_at_a_function_of_the_second_half(tokenizer):
     assert text[text.index("    def second") :].startswith(start)
 
 
-def test_prompts_are_built_in_where_nothing_held_out_is_found(shipped, monkeypatch):
+def test_prompts_are_built_in_without_held_out_files(shipped, monkeypatch):
     monkeypatch.setattr(demo, "held_out_files", lambda: iter(()))
-    plain, _ = demo.load_shipped()
-    texts = [plain.tokenizer.decode(p.ids, skip_special_tokens=True) for p in demo.make_prompts(RECIPE, plain, None)]
+    model = demo.load(assets.base())
+    texts = [model.tokenizer.decode(p.ids, skip_special_tokens=True) for p in demo.make_prompts(model, None)]
     assert texts == list(demo.BUILT_IN_CODE)
 
 
@@ -223,8 +192,8 @@ def measured(name: str, nodes: int, tokens_per_step: float, rate: float, speedup
 @pytest.mark.parametrize(
     ("speedup", "found"),
     [
-        (2.0, "Here it does, best with Hydra chain-2: 2.00 times the speed."),
-        (0.5, "even Hydra chain-2 has 0.50 times the speed. Speculation does not pay on it."),
+        (2.0, "The fastest here is Hydra chain-2, at 2.00 times the speed without a draft."),
+        (0.5, "No draft is faster here: the best, Hydra chain-2, has 0.50 times the speed without one."),
     ],
 )
 def test_verdict(speedup, found):
@@ -233,13 +202,4 @@ def test_verdict(speedup, found):
     fast = measured("Hydra chain-2", 3, 2.0, 20.0 * speedup, speedup)
     text = demo.verdict([plain, slow, fast])
     assert found in text
-    assert "64 nodes cost 20.0 times as much as one" in text  # a second against a twentieth
-
-
-def test_each_kind_of_draft_gets_its_fastest_tree(monkeypatch):
-    rates = {"a chain-1": 1.0, "a chain-2": 2.0, "b chain-1": 2.0, "b chain-2": 1.0}
-    monkeypatch.setattr(demo, "executor_of", lambda recipe, model, tree: (model, tree))
-    monkeypatch.setattr(demo, "measure", lambda *_: [measured(n, 1, 1.0, r, 1.0) for n, r in rates.items()])
-    models = {title: SimpleNamespace(draft_directory=None) for title in ("a", "b")}
-    chosen = demo.choose_trees(RECIPE, [], {}, models)
-    assert chosen == {"a chain-2": (models["a"], "chain-2"), "b chain-1": (models["b"], "chain-1")}
+    assert "64 nodes costs 20.0 times as much as one" in text  # a second against a twentieth

@@ -73,14 +73,14 @@ def test_mistakes_end_in_one_line(program, base, draft, prompts, llama_checkpoin
     cases = {
         f"--draft: {foreign} has another tokenizer than the base: {first!r} has id 11 in the base and id 299 in the": (
             *common, foreign),
-        f"--draft: {wordless} has a vocabulary of 304 tokens, the base one of 320; ": (*common, wordless),
+        f"--draft: {wordless}: vocab_size: got 304, expected the base's 320; ": (*common, wordless),
         "--tree: got a depth of 17, expected at most the 16 tokens": (*common, draft, "--tree", "chain-17"),
         "--draft-confidence: got 1.5, expected at least 0": (*common, draft, "--draft-confidence", "1.5"),
-        "--draft-confidence: is for a draft model, found Lookup": (*common, "lookup", "--draft-confidence", "0.5"),
-        "--how: chains are of draft models, found Lookup": (
+        "--draft-confidence: requires a draft model, got Lookup": (*common, "lookup", "--draft-confidence", "0.5"),
+        "--how: got 'chains', which needs a draft model; the draft is Lookup": (
             "tree", "search", "--base", base, "--draft", "lookup", "--prompts", prompts, "--how", "chains", "--output",
             tmp_path / "tree.json"),
-        "no directory of draft heads that loads": (
+        "no draft heads of a supported format": (
             "convert", "export", "--base", base, "--draft", draft, "--format", "native", "--output", tmp_path / "out"),
     }  # fmt: skip
     for message, arguments in cases.items():

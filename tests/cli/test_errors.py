@@ -1,4 +1,4 @@
-"""Every mistake a user can make: one line naming field, found and allowed, exit code 2, and no output file."""
+"""Errors of the command line: one line with the field, exit code 2, no output file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hydrajax.text.answers import Generation
 
 @pytest.fixture
 def refused(program, tmp_path):
-    """``refused(pattern, *argv)``: `hydrajax generate` prints one line holding the pattern, and leaves no file."""
+    """``refused(pattern, *argv)``: `hydrajax generate` prints one line that matches, and leaves no file."""
 
     def check(pattern: str, *argv, output=True) -> str:
         folder = tmp_path / "results"
@@ -41,7 +41,7 @@ def refused(program, tmp_path):
 
 @pytest.fixture
 def prompts(tmp_path):
-    """``prompts(*lines) -> Path`` of a prompt file; lines are objects, or text as it is."""
+    """``prompts(*lines) -> Path`` of a prompt file; lines are objects or text."""
 
     def write(*lines):
         path = tmp_path / "prompts.jsonl"
@@ -86,9 +86,9 @@ def test_base_weights_missing_or_truncated(refused, copied):
 def test_base_of_another_shape_or_kind(refused, copied):
     config = json.loads((copied / "config.json").read_text())
     for change, pattern in [
-        ({"vocab_size": 319}, r"embed_tokens\.weight has shape \[320, 32\], expected \[319, 32\]"),
+        ({"vocab_size": 319}, r"embed_tokens\.weight: got shape \[320, 32\], expected \[319, 32\]"),
         ({"num_hidden_layers": 2}, r"missing tensors 'model\.layers\.1\."),
-        ({"model_type": "gpt2"}, r"model_type is 'gpt2', supported is 'llama' .*'mistral' .*'qwen2' .*'qwen3'"),
+        ({"model_type": "gpt2"}, r"model_type: got 'gpt2', expected 'llama' .*'mistral' .*'qwen2' .*'qwen3'"),
     ]:
         (copied / "config.json").write_text(json.dumps(config | change))
         refused(pattern, "--base", copied, *TEXT)
@@ -108,13 +108,17 @@ def test_draft_missing_or_foreign(refused, base, tmp_path):
     other = shutil.copytree(base, tmp_path / "gpt")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    refused(r"--draft: .* is no directory of draft heads that loads; those are: .*'hydra_num_heads'", *common, other)
+    refused(r"--draft: .* holds no draft heads of a supported format: .*'hydra_num_heads'", *common, other)
 
 
 def test_draft_made_for_another_base(refused, base, medusa):
     common = ("--base", base, *TEXT, "--draft")
-    refused(r"--draft: .*made for another base: their width is 16, not 32", *common, medusa(width=16))
-    refused(r"--draft: .*made for another base: their vocabulary is 300, not 320", *common, medusa(vocab=300))
+    refused(r"--draft: .*width: got 16, expected 32; the heads were made for", *common, medusa(width=16))
+    refused(
+        r"--draft: .*vocabulary: got 300, expected 320; the heads were made",
+        *common,
+        medusa(vocab=300),
+    )
 
 
 def test_draft_weights_missing_or_truncated(refused, base, medusa):
@@ -136,7 +140,7 @@ def test_tree(refused, base, heads, tmp_path):
     refused(r"tree: got a depth of 3, expected at most the 2 tokens that the draft proposes", *common, "chain-3")
     refused(r"tree: got a depth of 4, expected at most", *common, "mc_sim_7b_63")
     refused(
-        r"--tree: found 'oak', allowed are root, chain-K, .*mc_sim_7b_63.*, a \.json file or a JSON list of",
+        r"--tree: got 'oak', expected root, chain-K, .*mc_sim_7b_63.*, a \.json file or a JSON list of",
         *common,
         "oak",
     )
@@ -166,7 +170,7 @@ def test_tree_file(refused, base, heads, tmp_path, content, pattern):
 
 def test_tree_without_draft(refused, program, base):
     for draft in ((), ("--draft", "none")):
-        pattern = r"--tree: found 'chain-2', but without --draft only 'root' is allowed"
+        pattern = r"--tree: got 'chain-2', expected 'root' without --draft"
         refused(pattern, "--base", base, *draft, *TEXT, "--tree", "chain-2")
     args = ["--base", base, "--prompt", "the tree", "--max-new-tokens", 8, "--tree", "root"]
     assert program("generate", *args).code == 0
@@ -217,9 +221,9 @@ def test_id_outside_the_vocabulary(refused, base, prompts, token):
 
 
 def test_text_without_tokenizer(refused, wordless, prompts):
-    refused(r"--prompt: is text, but the base has no tokenizer; give token ids", "--base", wordless, *TEXT)
+    refused(r"--prompt: got text, but the base has no tokenizer; give token ids", "--base", wordless, *TEXT)
     file = prompts({"turns": ["hello"]})
-    refused(r"line 1: turns: is text, but the base has no tokenizer", "--base", wordless, "--prompts", file)
+    refused(r"line 1: turns: got text, but the base has no tokenizer", "--base", wordless, "--prompts", file)
 
 
 def test_text_that_is_not_unicode(refused, base, prompts):
@@ -251,12 +255,12 @@ def test_prompt_file(refused, base, prompts, tmp_path):
     [
         (("--dtype", "half"), r"--dtype: invalid choice: 'half' \(choose from '?auto'?, '?float32'?, '?bfloat16'?\)"),
         (("--rule", "best"), r"--rule: invalid choice: 'best' \(choose from '?greedy'?, '?typical'?, .*\)"),
-        (("--max-new-tokens", "0"), r"--max-new-tokens: must be an integer from 1 up, found '0'"),
-        (("--max-new-tokens", "many"), r"--max-new-tokens: must be an integer from 1 up, found 'many'"),
-        (("--batch-size", "-2"), r"--batch-size: must be an integer from 1 up, found '-2'"),
-        (("--batch-size", "1.5"), r"--batch-size: must be an integer from 1 up, found '1\.5'"),
-        (("--seed", "-1"), r"--seed: must be an integer from 0 to 4294967295, found '-1'"),
-        (("--seed", str(2**32)), r"--seed: must be an integer from 0 to 4294967295"),
+        (("--max-new-tokens", "0"), r"--max-new-tokens: got '0', expected an integer from 1 up"),
+        (("--max-new-tokens", "many"), r"--max-new-tokens: got 'many', expected an integer from 1 up"),
+        (("--batch-size", "-2"), r"--batch-size: got '-2', expected an integer from 1 up"),
+        (("--batch-size", "1.5"), r"--batch-size: got '1\.5', expected an integer from 1 up"),
+        (("--seed", "-1"), r"--seed: got '-1', expected an integer from 0 to 4294967295"),
+        (("--seed", str(2**32)), r"--seed: got '4294967296', expected an integer from 0 to 4294967295"),
         (("--temperature", "warm"), r"--temperature: invalid float value: 'warm'"),
         (("--max-new", "5"), r"unrecognized arguments: --max-new 5"),
     ],
@@ -278,7 +282,7 @@ def test_flags(refused, base, flags, pattern):
             "--epsilon: got a value for the rule exact, expected none, only with typical",
         ),
         (("--min-p", "0.1"), "--min-p: got a value for the rule greedy, expected none, only with typical"),
-        (("--logit-bias", "3"), r"argument --logit-bias: expected ID:B,ID:B,..., found '3'"),
+        (("--logit-bias", "3"), r"hydrajax: --logit-bias: expected ID:B,ID:B,..., found '3'"),
         (("--logit-bias", "9999:1"), "--logit-bias: got token id 9999, expected 0 to"),
         (("--rule", "exact", "--min-p", "2"), "--min-p: got 2.0, expected a number from 0 to 1"),
         (("--repetition-penalty", "0"), "--repetition-penalty: got 0.0, expected a positive number"),
@@ -305,7 +309,7 @@ def test_unwritable_output_shows_before_anything_is_loaded(refused, base, tmp_pa
     file.touch()
     common = ("--base", base, *TEXT, "--output")
     for path, pattern in [
-        (tmp_path, r"--output: '.*' is a directory, the name of a file is needed"),
+        (tmp_path, r"--output: '.*' is a directory, expected a file"),
         (tmp_path / "none" / "out.jsonl", r"--output: cannot write .*: no such directory: .*/none"),
         (file / "out.jsonl", r"--output: cannot write .*: no such directory: .*/file"),
         ("/dev/null", r"--output: '/dev/null' is not a regular file"),
@@ -325,7 +329,7 @@ def test_output_without_permission(refused, base, tmp_path):
 
 
 def results_then(error):
-    """A stand-in for `generate` that is hit by an error after its first result."""
+    """A stand-in for `generate` that raises after its first result."""
 
     def generate(*_, **__):
         yield Generation([1], [2], "a", 1, [1], 1, 0.1)
@@ -376,7 +380,7 @@ def test_a_platform_that_is_not_there(program, base, monkeypatch):
     monkeypatch.setattr("jax.devices", no_devices)
     result = program("generate", "--base", base, *TEXT)
     assert result.code == 2
-    assert "hydrajax: JAX_PLATFORMS: found 'cuda', which JAX cannot start here: Unable to initialize" in result.err
+    assert "hydrajax: JAX_PLATFORMS: got 'cuda', which JAX cannot start here: Unable to initialize" in result.err
 
 
 def test_a_crash_leaves_the_old_file_alone(program, base, tmp_path, monkeypatch):
@@ -410,7 +414,7 @@ def test_a_real_process_prints_one_line_and_no_traceback():
     process = start("tree", "show", "oak")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, "")
-    assert re.fullmatch(r"hydrajax: tree: found 'oak', allowed are root, [^\n]+\n", err), err
+    assert re.fullmatch(r"hydrajax: tree: got 'oak', expected root, [^\n]+\n", err), err
 
 
 @pytest.mark.slow
@@ -437,7 +441,7 @@ def test_a_real_ctrl_c(base, prompts, tmp_path):
 
 
 def test_a_reader_that_leaves_early_is_no_error(monkeypatch, capfd):
-    """Such as `head`. The program must not complain of it again while it exits, either."""
+    """Such as `head`. The program must not report it at exit either."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout:

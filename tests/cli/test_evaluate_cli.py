@@ -139,20 +139,20 @@ def test_interrupted_grown_and_refused(program, arguments, monkeypatch, tmp_path
     monkeypatch.setattr(Answerer, "decode", interrupted)
     result = program(*arguments, "--output", part)
     assert result.code == 130
-    assert "1 of 3 questions are kept; the same command goes on" in result.err
+    assert "1 of 3 questions are kept; repeat the command to resume" in result.err
     monkeypatch.undo()
     result = program(*arguments, "--output", part, "--limit", 2)
-    assert "1 of 2 questions were answered before" in result.err
+    assert "resuming: 1 of 2 questions are answered" in result.err
     assert not program(*arguments, "--output", part).code
     for path in whole.glob("*.jsonl"):
         assert list(map(without_chance, read(part / path.name))) == list(map(without_chance, read(path)))
 
     result = program(*arguments, "--output", part, "--max-new-tokens", 9)
     assert result.code == 2
-    assert "answers made with other settings: max_new_tokens was 8, now it is 9" in result.err
+    assert "answers made with other settings: max_new_tokens: got 9, expected 8" in result.err
     result = program(*arguments, "--output", part, "--tree", "root")
     assert result.code == 2
-    assert "other settings: contenders was " in result.err
+    assert "other settings: contenders: got " in result.err
     with in_use(part):
         result = program(*arguments, "--output", part)
     assert (result.code, result.err.count("\n")) == (2, 1)
@@ -165,7 +165,7 @@ def test_prompts_longer_than_the_context_are_cut_and_counted(program, base, tmp_
     long.write_text(json.dumps({"turns": ["words " * 60, "and?"]}) + "\n" + json.dumps({"turns": ["a tree"]}) + "\n")
     common = ["--base", base, "--draft", "lookup", "--tree", "chain-2", *QUICK]
     result = program(*common, "--set", long, "--output", tmp_path / "out")
-    assert "longer than 120 tokens, so that the beginning was cut: 2 of 3 prompts" in result.out
+    assert "cut at the beginning, being longer than 120 tokens: 2 of 3 prompts" in result.out
     (choice,) = read(tmp_path / "out" / "tiny-autoregressive.jsonl")[0]["choices"]
     assert choice["prompt_tokens"] == [120, 120]
     assert choice["finish_reasons"] == ["length", "length"]
@@ -183,20 +183,20 @@ def test_other_rules(program, arguments, rule, tmp_path):
     assert not result.code, result.err
     results = json.loads((tmp_path / "summary.json").read_text())["results"]
     assert {rows["overall"]["equal"] for rows in results.values()} == ({True} if rule == "exact" else {None})
-    assert ("were not compared" in result.out) == (rule != "exact")
+    assert ("outputs not compared" in result.out) == (rule != "exact")
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--set", "mt_bench"], "--data: is needed for the set mt_bench"),
-        (["--categories", "cats"], "--categories: found 'cats', the set has trees, cafés"),
-        (["--max-new-tokens", 127], "--max-new-tokens: must be at most 126, found 127"),
-        (["--template", "llama"], "--template: found 'llama', allowed are auto, vicuna, plain"),
+        (["--set", "mt_bench"], "--data: the set mt_bench needs the directory"),
+        (["--categories", "cats"], "--categories: got 'cats', expected trees, cafés"),
+        (["--max-new-tokens", 127], "--max-new-tokens: got 127, expected at most 126"),
+        (["--template", "llama"], "--template: got 'llama', expected auto, vicuna, plain"),
         (["--tree", "oak"], "tree: found 'oak'"),
         (["--draft", "nowhere"], "--draft: no such directory: nowhere"),
         (["--top-k", 3], "--top-k: got a value for the rule greedy, expected none"),
-        (["--base", assets.base()], "--template: the tokenizer has no chat template of its own; built in are vicuna, "),
+        (["--base", assets.base()], "--template: the tokenizer has no chat template; choose one of vicuna, "),
     ],
 )
 def test_mistakes(program, arguments, flags, message, tmp_path):
@@ -228,8 +228,8 @@ def test_every_way_has_a_name_of_its_own_and_they_share_the_base(base, heads):
 
 def test_nothing_to_put_in_a_tree(program, base, wordless, questions, tmp_path):
     common = ["--set", questions, "--output", tmp_path / "out", *QUICK]
-    assert "--tree: found 'chain-2', but without --draft" in program("--base", base, "--tree", "chain-2", *common).err
-    assert "--base: has no tokenizer, and questions are text" in program("--base", wordless, *common).err
+    assert "--tree: got 'chain-2' without a draft" in program("--base", base, "--tree", "chain-2", *common).err
+    assert "--base: has no tokenizer, which question sets need" in program("--base", wordless, *common).err
 
 
 # --- the shipped model ------------------------------------------------------------------------------------------------
@@ -304,8 +304,8 @@ def test_a_whole_set_is_killed_half_way_and_taken_up(name, count, tmp_path):
     process = start(part)
     out, _ = process.communicate(timeout=1800)
     assert process.returncode == 0, out
-    assert "questions were answered before" in out
-    assert "longer than 496 tokens, so that the beginning was cut: " in out or name == "mt_bench"
+    assert "questions are answered" in out
+    assert "cut at the beginning, being longer than 496 tokens: " in out or name == "mt_bench"
     asked = [json.loads(line) for line in (data / f"{name}_question.jsonl").read_text().splitlines()]
     for path in sorted(part.glob("*.jsonl")):
         records = read(path)

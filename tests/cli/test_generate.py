@@ -1,4 +1,4 @@
-"""`hydrajax generate`: what it writes, to files, pipes and terminals."""
+"""`hydrajax generate`: its output to files, pipes and terminals."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_output_is_the_greedy_output_of_transformers_at_any_batch_size(
     assert [answer.prompt_ids for answer in answers] == IDS
     assert [answer.output_ids for answer in answers] == reference
     assert [answer.text for answer in answers] == [decode_text(tokenizer, ids) for ids in reference]
-    assert any(length > 1 for answer in answers for length in answer.step_lengths)
+    assert any(length > 1 for answer in answers for length in answer.emitted_per_step)
 
     baseline = read_answers(tmp_path / "plain.jsonl")
     for found in (baseline, read_answers(tmp_path / "lookup.jsonl")):
         assert [answer.output_ids for answer in found] == reference
-    assert all(answer.step_lengths == [1] * NEW for answer in baseline)
+    assert all(answer.emitted_per_step == [1] * NEW for answer in baseline)
 
     first = json.loads((tmp_path / "one.jsonl").read_text().splitlines()[0])
     fields = ["prompt_ids", "output_ids", "text", "steps", "accept_lengths", "new_tokens", "wall_time", "finish_reason"]
@@ -154,7 +154,7 @@ def test_output_cut_by_the_context_is_reported(program, base, tmp_path):
     result = program(*args, "--max-new-tokens", 10**12)  # beyond the context, and beyond 32 bits: no error
     assert result.code == 0
     assert [answer.new_tokens for answer in read_answers(output)] == [8, 0, 1]
-    assert "3 outputs were cut by the model's context of 128 tokens, prompt included\n" in result.err
+    assert "3 outputs cut off: prompt and output fill the context of 128 tokens\n" in result.err
 
 
 def test_eos_ends_the_output_and_is_not_a_cut(program, base, prompt_file, reference, tmp_path):
@@ -167,7 +167,7 @@ def test_eos_ends_the_output_and_is_not_a_cut(program, base, prompt_file, refere
     assert result.code == 0
     expected = [ids[: ids.index(eos) + 1] if eos in ids else ids for ids in reference]
     assert [answer.output_ids for answer in read_answers(output)] == expected
-    assert "cut by" not in result.err
+    assert "cut off" not in result.err
 
 
 def test_nothing_is_compiled_while_the_clock_runs(base):
@@ -270,7 +270,7 @@ def test_penalties_and_logprobs_are_those_of_transformers(program, base, heads, 
     for flag in (["--logprobs"], ["--top-logprobs", 2]):
         result = program(*common, "--prompt", "a", *flag)
         assert result.code == 2
-        assert f"{flag[0]}: is written to the lines of --output FILE.jsonl, which is not given" in result.err
+        assert f"{flag[0]}: requires --output FILE.jsonl" in result.err
 
 
 def test_rejection_needs_a_drafter_and_a_tree_without_gaps(program, base, heads, tmp_path):
@@ -299,9 +299,9 @@ def test_what_stop_and_stream_cannot_do(program, base, tmp_path):
     common = ["generate", "--base", base, "--prompt", "a"]
     result = program(*common, "--stream", "--batch-size", 2)
     assert result.code == 2
-    assert "--stream: prints one prompt at a time, it goes with neither --output nor --batch-size" in result.err
+    assert "--stream: prints one prompt at a time; leave out --output and --batch-size" in result.err
     assert program(*common, "--stream", "--output", tmp_path / "a.jsonl").code == 2
     assert not (tmp_path / "a.jsonl").exists()
     result = program(*common, "--stop", "")
     assert result.code == 2
-    assert "stop: found an empty string" in result.err
+    assert "stop: got an empty string" in result.err

@@ -1,4 +1,4 @@
-"""`hydrajax.cli.options`: the dtype where no command line names one, and what reports then record."""
+"""Shared options: the default dtype, the recorded dtype, and limits of numbers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_random_weights_are_float32_unless_told_otherwise(monkeypatch, flags, dt
 @pytest.mark.parametrize("text", ["2147483648", "9" * 400])
 def test_numbers_that_no_array_counts(text):
     with pytest.raises(
-        HydrajaxError, match=r"--batch-size: must be at most 2147483647, found '[0-9]+( \.\.\.)?' \(see"
+        HydrajaxError, match=r"--batch-size: got '[0-9]+( \.\.\.)?', expected at most 2147483647 \(see"
     ) as error:
         parsed("generate", "--base", "B", "--prompt", "x", "--batch-size", text)
     assert len(str(error.value)) < 200

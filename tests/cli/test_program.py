@@ -1,4 +1,4 @@
-"""The program as a whole: its help, its version, and the commands that `python -m` starts too."""
+"""The program: help, version, and the commands that `python -m` starts too."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_version_names_jax_and_python_and_starts_no_device(capsys, monkeypat
     ("name", "alone", "more"), [("train", train.main, []), ("distill", distill.main, ["--output", "none.jsonl"])]
 )
 def test_training_is_a_command_too(program, capsys, name, alone, more):
-    """`hydrajax train` and `python -m hydrajax.train` refuse a setting in the same words, and so for distill."""
+    """`hydrajax train` and `python -m hydrajax.train` report the same error, and so does distill."""
     asked = ["--config", str(CONFIGS / "demo_hydra.yaml"), *more, "draft.num_draft_head=3"]
     result = program(name, *asked)
     assert (result.code, result.out) == (2, "")

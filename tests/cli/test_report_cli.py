@@ -55,7 +55,7 @@ def test_mistakes(program, folder, tmp_path_factory):
         (["report", empty], "no results in"),
         (["report", damaged], "r.json: source: got null, expected str"),
         (["report", folder, "--output", folder / "no" / "r.md"], "--output: cannot write"),
-        (["report", folder, "--output", folder], "is a directory, the name of a file is needed"),
+        (["report", folder, "--output", folder], "is a directory, expected a file"),
     ]
     for argv, message in cases:
         done = program(*argv)

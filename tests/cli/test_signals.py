@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM reach the command, also while Python runs what throws exceptions away."""
+"""Ctrl-C and SIGTERM reach the command, also in callbacks whose exceptions Python discards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hydrajax.cli.signals import Terminated, terminable
     ("number", "raised"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)], ids=["SIGTERM", "SIGINT"]
 )
 def test_a_signal_during_a_callback_of_the_garbage_collector_is_not_lost(number, raised):
-    """As JAX hangs one there, and a command that compiles collects garbage much of its time."""
+    """JAX registers such a callback, and compilation collects garbage often."""
     calls = []
 
     def callback(phase, info):
@@ -25,7 +25,7 @@ def test_a_signal_during_a_callback_of_the_garbage_collector_is_not_lost(number,
         if len(calls) == 1:
             os.kill(os.getpid(), number)
         if len(calls) == 2:
-            time.sleep(0.1)  # and the one that is sent again hits it, too
+            time.sleep(0.1)  # the signal that is sent again arrives here too
 
     def collect_for_seconds():
         with terminable():
@@ -45,7 +45,7 @@ def test_a_signal_during_a_callback_of_the_garbage_collector_is_not_lost(number,
     assert sys.unraisablehook is hook
 
 
-def test_other_errors_of_callbacks_are_told_as_ever(monkeypatch):
+def test_other_errors_of_callbacks_are_reported(monkeypatch):
     told = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
 
@@ -58,6 +58,6 @@ def test_other_errors_of_callbacks_are_told_as_ever(monkeypatch):
 
     with terminable():
         Broken(ZeroDivisionError())
-        Broken(RuntimeError("Event loop is closed"))  # on a full disk, where the error that counts has been raised
+        Broken(RuntimeError("Event loop is closed"))  # a repeated error on a full disk
         Broken(RuntimeError("Event loop is open"))
     assert [str(one.exc_value) for one in told] == ["", "Event loop is open"]

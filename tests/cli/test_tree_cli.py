@@ -1,4 +1,4 @@
-"""`hydrajax tree`: what is searched is found again, predicts what is measured, and can be looked at."""
+"""`hydrajax tree`: search, saved trees, predicted against measured figures, and drawings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prompts(tmp_path):
 
 
 def check_search(rows: list[dict], sizes: list[int]) -> dict:
-    """What every search must find on the very prompts it was calibrated with; returns the fastest row."""
+    """Check a search that measured the prompts it was calibrated on, and return the fastest row."""
     assert [row["nodes"] for row in rows] == sizes
     for row in rows:
         assert row["tokens_per_step"] == pytest.approx(row["expected_tokens_per_step"])
@@ -42,7 +42,7 @@ def check_search(rows: list[dict], sizes: list[int]) -> dict:
 
 
 def test_a_search_writes_the_fastest_tree(program, base, heads, prompts, tmp_path):
-    """Of heads, beside them, where `generate` looks for it."""
+    """Saved with the heads, where `generate` finds it."""
     heads = shutil.copytree(heads, tmp_path / "heads")
     model = ["--base", base, "--draft", heads]
     search = ["--prompts", prompts, "--shapes", "static", "--sizes", "2", "--largest", 4, "--repeats", 1]
@@ -53,7 +53,7 @@ def test_a_search_writes_the_fastest_tree(program, base, heads, prompts, tmp_pat
     assert "chance it is" in done.out
     content = json.loads((heads / "tree_b1.json").read_text())
     row = check_search(content["provenance"]["measured"], [2])
-    assert (row["low"], row["high"], row["chance_best"]) == (None, None, None)  # one round says nothing of chance
+    assert (row["low"], row["high"], row["chance_best"]) == (None, None, None)  # one round gives no interval
     loaded = hydrajax.load(base, heads)
     assert loaded.default_tree() == TreeTopology.from_json(heads / "tree_b1.json")
     assert loaded.default_tree().size == 2
@@ -74,18 +74,18 @@ def test_a_tree_slower_than_none_is_not_saved(program, base, heads, prompts, tmp
     flags = ["--prompts", prompts, "--sizes", "2", "--repeats", 2, "--max-new-tokens", 12, "--save"]
     done = program("tree", "search", "--base", base, "--draft", heads, "--shapes", "static", *flags)
     assert done.code == 2
-    assert "--save: not saved: the fastest, the tree of 2 nodes, has 0.83 times the speed of none here" in done.err
+    assert "--save: not saved: the fastest tree, the tree of 2 nodes, has 0.83 times the speed without" in done.err
     assert "0.83x" in done.out
     assert not (heads / "tree_b1.json").exists()
 
 
 @pytest.mark.slow
 def test_lookup_has_trees_but_no_directory(program, base, prompts, tmp_path):
-    """A random base repeats itself now and then, and then what is looked up is right."""
+    """A random base repeats itself now and then, where lookup is right."""
     model = ["tree", "search", "--base", base, "--draft", "lookup", "--prompts", prompts]
     refused = program(*model, "--save")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert "--save: the draft 'lookup' lies in no directory to save a tree in; use --output" in refused.err
+    assert "--save: got the draft 'lookup', which has no directory to save to; use --output" in refused.err
     path = tmp_path / "tree.json"
     settings = ["--repeats", 1, "--max-new-tokens", 64, "--output", path]
     done = program(*model, *settings, "--sizes", "2")
@@ -99,23 +99,23 @@ def test_no_tree_is_searched_for_lookahead(program, base, prompts, tmp_path):
     flags = ["--draft", "lookahead-3-3-3", "--prompts", prompts, "--output", tmp_path / "tree.json"]
     refused = program("tree", "search", "--base", base, *flags)
     assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert "--draft: what Lookahead guesses depends on the steps before" in refused.err
+    assert "--draft: Lookahead cannot be calibrated, as its guesses depend on earlier steps" in refused.err
     assert not (tmp_path / "tree.json").exists()
 
 
-def test_a_draft_that_is_never_right_has_no_tree(program, base, prompts, tmp_path, monkeypatch):
+def test_a_draft_that_is_never_right_gets_no_tree(program, base, prompts, tmp_path, monkeypatch):
     never = Calibration(np.full((2, 1, 8), 99, np.int32), ((0, 2, 6),))
     monkeypatch.setattr("hydrajax.measure.calibration.calibrate", lambda *given, **settings: never)
     flags = ["--draft", "lookup", "--prompts", prompts, "--sizes", "4", "--output", tmp_path / "tree.json"]
     done = program("tree", "search", "--base", base, *flags)
     assert (done.code, done.err.count("\n")) == (2, 1)
-    assert "--sizes: the draft was right so rarely that trees grow to 1 nodes at most here" in done.err
+    assert "--sizes: got 4, expected at most 1: the draft is right too rarely" in done.err
     assert not (tmp_path / "tree.json").exists()
 
 
 @pytest.mark.slow
 def test_a_dynamic_tree_is_searched_saved_and_taken(program, base, heads, prompts, tmp_path, monkeypatch):
-    """Beside a static one; the dynamic one is made the faster, which of random heads no clock would say."""
+    """The dynamic tree is made faster than the static one, as random heads show no difference."""
     heads = shutil.copytree(heads, tmp_path / "heads")
     really = tree_search.contest
 
@@ -140,7 +140,7 @@ def test_a_dynamic_tree_is_searched_saved_and_taken(program, base, heads, prompt
     assert content["dynamic"] == {"nodes": 3, "expansions": 1, "top_k": 2}
     assert names[-2:] == ["dynamic-2-0-1", taken.name]
     assert all(row["equal"] for row in content["provenance"]["measured"])
-    assert f"{taken.name} is in {heads / 'tree_b1.json'}" in done.out
+    assert f"saved {taken.name} to {heads / 'tree_b1.json'}" in done.out
     ((_, result),), _ = find_results(heads)
     assert {row["family"] for row in result.rows} >= {"searched", "dynamic"}
     assert hydrajax.load(base, heads).default_tree() == taken
@@ -149,23 +149,11 @@ def test_a_dynamic_tree_is_searched_saved_and_taken(program, base, heads, prompt
 
 @pytest.mark.slow
 def test_searched_tree_is_saved_and_taken_by_generate(program, prompts, tmp_path):
-    """On the shipped model, whose heads are right more often than not."""
+    """On the shipped model, whose heads are often right."""
     heads = shutil.copytree(assets.path("medusa"), tmp_path / "heads")
     model = ["--base", assets.base(), "--draft", heads]
-    search = [
-        "--prompts",
-        prompts,
-        "--shapes",
-        "static",
-        "--sizes",
-        "2,5",
-        "--largest",
-        6,
-        "--repeats",
-        2,
-        "--max-new-tokens",
-        40,
-    ]
+    search = ["--prompts", prompts, "--shapes", "static", "--sizes", "2,5", "--largest", 6]
+    search += ["--repeats", 2, "--max-new-tokens", 40]
     done = program("tree", "search", *model, *search, "--save", "--save-slower")
     assert done.code == 0, done.err
     content = json.loads((heads / "tree_b1.json").read_text())
@@ -190,15 +178,15 @@ def test_the_tree_of_the_nearest_smaller_batch_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--draft", "none", "--output", "t.json"], "--draft: a tree is searched for draft heads"),
-        (["--sizes", "2,200", "--output", "t.json"], "--sizes: must be at most --largest 100, found 200"),
-        (["--sizes", "2,x", "--output", "t.json"], "must be an integer from 1 up, found 'x'"),
+        (["--draft", "none", "--output", "t.json"], "--draft: is required, as the tree is searched for a draft"),
+        (["--sizes", "2,200", "--output", "t.json"], "--sizes: got 200, expected at most --largest 100"),
+        (["--sizes", "2,x", "--output", "t.json"], "got 'x', expected an integer from 1 up"),
         (["--output", "t.json", "--picture", "no/curve.png"], "--picture: cannot write no/curve.png"),
         (
             ["--draft", "lookup", "--shapes", "both", "--output", "t.json"],
-            "--shapes: found 'both', but got dynamic-2-0-1, expected a static tree",
+            "--shapes: got 'both', but got dynamic-2-0-1, expected a static tree",
         ),
-        (["--shapes", "dynamic", "--sizes", "1", "--output", "t.json"], "--sizes: a dynamic tree has at least 2 nodes"),
+        (["--shapes", "dynamic", "--sizes", "1", "--output", "t.json"], "--sizes: got 1, expected at least 2 nodes"),
         ([], "one of the arguments --output --save is required"),
         (["--epsilon", "0.1", "--output", "t.json"], "--epsilon: got a value for the rule greedy, expected none"),
     ],
@@ -242,22 +230,22 @@ def model(base, heads) -> list:
 
 
 def test_show_a_step(program, model, tmp_path):
-    """All tokens of a tree that is grown, the accepted ones ticked; what follows is what the base alone says."""
+    """A dynamic tree with its tokens, accepted ones ticked, and the number of emitted tokens."""
     step = ["--prompt", "for", "--step", 2, "--picture", tmp_path / "step.png"]
     done = program("tree", "show", "dynamic-6-1-3", *model, *step)
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert lines[0].startswith("step 2, after 'for")
-    assert lines[1].endswith(" ✓  the base's own choice")
+    assert lines[1].endswith(" ✓  root, chosen by the base")
     assert len([line for line in lines if "── " in line]) == 5
     assert all("%" in line for line in lines if "── " in line)
-    count = int(re.search(r"One pass of the base over 6 nodes gives (\d) token", done.out)[1])
+    count = int(re.search(r"One pass of the base over 6 nodes emits (\d) token", done.out)[1])
     assert sum("✓" in line for line in lines) == count
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_was_rejected_of_a_large_tree_is_cut_short(program, model, wide_tree):
-    """66 others and the root: three and a line for the others, unless all are asked for."""
+def test_large_trees_hide_most_rejected_nodes(program, model, wide_tree):
+    """66 nodes and the root: three rejected children and a count of the others, unless all are requested."""
     step = ["--prompt", "for"]
     short, whole = (program("tree", "show", wide_tree, *model, *step, *more).out for more in ([], ["--all"]))
     assert len(short.splitlines()) < 15
@@ -271,16 +259,16 @@ def test_what_was_rejected_of_a_large_tree_is_cut_short(program, model, wide_tre
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--base", "BASE", "--prompt", "x"], "--draft: is needed with --base, to draw a step"),
-        (["--base", "BASE", "--draft", "none", "--prompt", "x"], "--draft: is needed with --base, to draw a step"),
-        (["--base", "BASE", "--draft", "HEADS"], "--prompt: is needed with --base, to draw a step"),
+        (["--base", "BASE", "--prompt", "x"], "--draft: is required with --base, to draw a step"),
+        (["--base", "BASE", "--draft", "none", "--prompt", "x"], "--draft: is required with --base, to draw a step"),
+        (["--base", "BASE", "--draft", "HEADS"], "--prompt: is required with --base, to draw a step"),
         (["--base", "BASE", "--draft", "HEADS", "--prompt", ""], "--prompt: is empty, some text is needed"),
-        (["--draft", "HEADS"], "--draft: needs --base: a step is drawn of a model that decodes"),
-        (["--step", "2"], "--step: needs --base: a step is drawn of a model that decodes"),
-        (["--step", "0"], "argument --step: must be an integer from 1 up, found '0'"),
+        (["--draft", "HEADS"], "--draft: requires --base, as only a model has steps to draw"),
+        (["--step", "2"], "--step: requires --base, as only a model has steps to draw"),
+        (["--step", "0"], "--step: got '0', expected an integer from 1 up"),
         (
             ["--base", "BASE", "--draft", "HEADS", "--prompt", "for", "--step", "999"],
-            r"--step: the text ends after \d+ steps, found 999",
+            r"--step: got 999, expected at most \d+, where the text ends",
         ),
         (
             ["--base", "BASE", "--draft", "HEADS", "--prompt", "for", "--picture", "no/t.png"],

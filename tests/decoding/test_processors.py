@@ -156,7 +156,7 @@ def test_greedy_generation_equals_transformers(tiny_checkpoint):
             arguments = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW}
             theirs = model.generate(ids, repetition_penalty=penalty, pad_token_id=0, **arguments)[0, len(prompt) :]
             assert mine.output_ids == theirs.tolist()
-    assert max(found[0].step_lengths) > 2
+    assert max(found[0].emitted_per_step) > 2
 
 
 def test_only_what_was_emitted_is_counted(lab):

@@ -23,7 +23,7 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.draft_registry import beside_lookup, title_of
+from hydrajax.formats.draft_registry import parse_lookup, title_of
 from hydrajax.measure.timing import example_topology
 from hydrajax.models.base_model import BoundBase
 from hydrajax.questions.contenders import folder_name
@@ -221,16 +221,16 @@ def test_it_is_never_worse_than_either_alone_on_average(lab):
 
 
 def test_names():
-    assert beside_lookup("lookup+hydra++") == ("hydra++", 5)
-    assert beside_lookup("lookup-8+path/to+heads") == ("path/to+heads", 8)
-    assert [beside_lookup(name) for name in ("lookup", "hydra++", "./lookup+x", None, PromptLookup())] == [None] * 5
+    assert parse_lookup("lookup+hydra++") == ("hydra++", 5)
+    assert parse_lookup("lookup-8+path/to+heads") == ("path/to+heads", 8)
+    assert [parse_lookup(name) for name in ("lookup", "hydra++", "./lookup+x", None, PromptLookup())] == [None] * 5
     for name in ("lookup+", "lookup+lookup", "lookup+none", "lookup-3+lookahead-3-3-3", "lookup+lookup+hydra"):
-        with pytest.raises(HydrajaxError, match=r"what follows 'lookup\+' must be heads or a model"):
-            beside_lookup(name)
+        with pytest.raises(HydrajaxError, match=r"expected heads or a model after 'lookup\+'"):
+            parse_lookup(name)
     for nodes in (0, 1000):
         message = rf"^draft: got lookup-{nodes}\+\.\.\., expected lookup-L\+\.\.\. with L from 1 to 999$"
         with pytest.raises(HydrajaxError, match=message):
-            beside_lookup(f"lookup-{nodes}+hydra")
+            parse_lookup(f"lookup-{nodes}+hydra")
     assert folder_name("lookup-8+path/to/heads") == "lookup-8+heads"
     assert title_of(WithLookup(DRAFTERS["hydra++"])) == "Hydra++ with lookup"
 

@@ -160,7 +160,7 @@ def refused(raw: dict, *pieces: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe", "mixtral", "LLAMA", "", None, 3, ["llama"]])
-def test_another_family_is_told_which_are_supported(kind):
+def test_another_family_is_refused_with_the_supported_ones(kind):
     pieces = ("'llama'", "'mistral'", "'qwen2'", "'qwen3'", "Vicuna", "Qwen 2, 2.5")
     refused(full("llama") | {"model_type": kind}, "here/config.json", "model_type", repr(kind), *pieces)
 

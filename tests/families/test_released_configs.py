@@ -1,4 +1,4 @@
-"""The config.json files of released models of every family mean what transformers says, and survive our writing."""
+"""config.json of released models of every family: read as transformers does, and written back unchanged."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ RELEASED = {
 
 
 @pytest.mark.parametrize("name", list(RELEASED))
-def test_released_files_mean_what_transformers_says(name, tmp_path):
+def test_released_files_are_read_as_by_transformers(name, tmp_path):
     raw, expected = RELEASED[name]
     folder = written(tmp_path / "released", raw)
     assert to_llama_config(raw) == expected

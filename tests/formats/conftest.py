@@ -16,7 +16,7 @@ from hydrajax.models.base_model import BoundBase
 
 @pytest.fixture(scope="module")
 def _no_proxy():
-    """An HTTP client, which takes a while to make, that goes to the server directly whatever the environment says."""
+    """One HTTP client for all tests, as it is slow to create; it ignores proxies of the environment."""
     from huggingface_hub import close_session
 
     with pytest.MonkeyPatch.context() as patch:
@@ -29,7 +29,7 @@ def _no_proxy():
 
 @pytest.fixture
 def hub(_no_proxy, tmp_path, monkeypatch):
-    """A running `FakeHub` that huggingface_hub takes for the Hub, with an empty cache, nobody logged in."""
+    """A running `FakeHub` in place of the Hub, with an empty cache and no login."""
     from huggingface_hub import constants
 
     server = FakeHub()

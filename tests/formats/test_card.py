@@ -1,4 +1,4 @@
-"""The model card of an export says what is known, says of the rest that it is not, and any text keeps it whole."""
+"""The model card of an export: recorded and missing facts, and names that could break its table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def card(tiny_model, folder: Path, kind: str = "medusa", format: str | None = No
     return card_of(folder / "heads")
 
 
-def test_card_says_what_is_known(tiny_model, tmp_path):
+def test_card_of_recorded_facts(tiny_model, tmp_path):
     story = {"data": "ShareGPT, 60k conversations", "recipe": "configs/medusa.yaml, 2 epochs", "tokens_per_step": 2.41}
     front, text, rows = card(tiny_model, tmp_path, base_name="lab/tiny-7b", story=story)
     assert front["base_model"] == "lab/tiny-7b"
@@ -45,7 +45,7 @@ def test_card_says_what_is_known(tiny_model, tmp_path):
     assert config_in(tmp_path / "heads")["hydrajax"]["story"] == story
 
 
-def test_card_says_what_is_not_known(tiny_model, tmp_path):
+def test_card_of_missing_facts(tiny_model, tmp_path):
     front, text, rows = card(tiny_model, tmp_path, "hydra++")
     assert "base_model" not in front
     assert "hydra" in front["tags"]
@@ -80,14 +80,14 @@ def test_base_with_a_name_on_the_hub(tiny_model, tmp_path, name):
     ["", "vicuna", "/models/vicuna", "/vicuna", "./vicuna", "../vicuna", "a/b/c", "~/vicuna", "lab/", "lab/my tiny"],
 )
 def test_base_without_a_name_on_the_hub(tiny_model, tmp_path, name):
-    """A path there would be refused when the card is uploaded, or link to somebody else's model."""
+    """The Hub would refuse a path as base_model, or link it to another model."""
     front, _, rows = card(tiny_model, tmp_path, base_name=name)
     assert "base_model" not in front
     assert rows["base"] == (name or "not recorded")
 
 
 def test_base_named_with_a_revision(tiny_model, tmp_path):
-    """The Hub's field is the name of a repository alone."""
+    """The Hub's base_model is a repository without a revision."""
     front, _, rows = card(tiny_model, tmp_path, base_name="lab/tiny@v1.5")
     assert front.get("base_model") in (None, "lab/tiny")
     assert rows["base"] == "lab/tiny@v1.5"

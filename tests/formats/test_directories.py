@@ -1,4 +1,4 @@
-"""Directories that an export writes are whole or not there, and replace nothing but an earlier export."""
+"""Exported directories appear whole or not at all, and replace only an earlier export."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def with_tokenizer(folder, tokenizer, target):
     "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "mistral"))]
 )
 def test_the_text_is_that_of_assisted_generation(llama_checkpoint, tiny_checkpoint, family):
-    """And of the base alone, in transformers, whatever the draft's family is."""
+    """The text also equals the base's own in transformers, for drafts of every family."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -62,7 +62,7 @@ def test_the_text_is_that_of_assisted_generation(llama_checkpoint, tiny_checkpoi
 
 
 def test_logits_of_a_loaded_draft_are_transformers(llama_checkpoint, tiny_checkpoint):
-    """What it drafts is what the small model says by itself."""
+    """Its proposals are the small model's own greedy text."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -74,7 +74,7 @@ def test_logits_of_a_loaded_draft_are_transformers(llama_checkpoint, tiny_checkp
     np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=1e-4)
 
 
-def test_a_model_is_told_from_heads(tiny_checkpoint, tmp_path):
+def test_models_are_distinguished_from_heads(tiny_checkpoint, tmp_path):
     assert is_model(tiny_checkpoint)
     for path in assets.HEADS:
         assert not is_model(assets.path(path))
@@ -93,13 +93,13 @@ def test_a_model_is_told_from_heads(tiny_checkpoint, tmp_path):
     with pytest.raises(HydrajaxError, match="draft: no such directory"):
         is_model(tmp_path / "nowhere")
     # It is no heads, so what exports heads refuses it.
-    with pytest.raises(HydrajaxError, match="no directory of draft heads"):
+    with pytest.raises(HydrajaxError, match="no draft heads of a supported format"):
         load_draft(tiny_checkpoint, hydrajax.load(tiny_checkpoint).model.config)
 
 
 @pytest.mark.slow
 def test_the_same_map_and_padded_vocabularies(llama_checkpoint, tokenizer, tmp_path):
-    """300 tokens, of which the base has 320 and the drafts 304 and 384: the text is the base's own."""
+    """A tokenizer of 300 tokens; the base has 320 ids and the drafts 304 and 384. The text is the base's own."""
     base = with_tokenizer(llama_checkpoint(vocab_size=320), tokenizer, tmp_path / "base")
     plain = hydrajax.load(base).generate(["the tree", "naïve"], max_new_tokens=12, tree="root")
     for size in (304, 384):
@@ -128,15 +128,15 @@ def test_another_tokenizer_is_refused_by_the_first_token_that_differs(llama_chec
 
 def test_differences_between_maps():
     assert difference({"a": 0, "b": 1}, {"b": 1, "a": 0}, "one", "two") is None
-    assert difference({"a": 0, "b": 1}, {"a": 0}, "one", "two") == "'b' has id 1 in one and none in two"
-    assert difference({"a": 0}, {"a": 0, "b": 1}, "one", "two") == "'b' has none in one and id 1 in two"
+    assert difference({"a": 0, "b": 1}, {"a": 0}, "one", "two") == "'b' has id 1 in one and no id in two"
+    assert difference({"a": 0}, {"a": 0, "b": 1}, "one", "two") == "'b' has no id in one and id 1 in two"
 
 
 def test_without_tokenizers_the_sizes_must_agree(llama_checkpoint, tiny_checkpoint):
     draft = llama_checkpoint(vocab_size=104, hidden_size=16, intermediate_size=40, num_hidden_layers=1)
     message = (
-        f"draft: {draft} has a vocabulary of 104 tokens, the base one of 96; other sizes are allowed where the "
-        "tokenizers are the same, and the base has none"
+        f"draft: {draft}: vocab_size: got 104, expected the base's 96; other sizes need equal "
+        "tokenizers, and the base has none"
     )
     with pytest.raises(HydrajaxError, match=message):
         hydrajax.load(tiny_checkpoint, draft)
@@ -162,11 +162,11 @@ def test_settings_of_a_draft_model(llama_checkpoint, tiny_checkpoint):
     assert [one.output_ids for one in found] == [one.output_ids for one in without]
     for settings, message in (
         ({"draft_confidence": 1.0}, "draft_confidence: got 1.0, expected at least 0 and less than 1"),
-        ({"draft_confidence": 0.5, "draft": "lookup"}, "draft_confidence: is for a draft model, found Lookup"),
-        ({"draft_confidence": 0.5, "draft": None}, "draft_confidence: is for a draft model, found no draft"),
+        ({"draft_confidence": 0.5, "draft": "lookup"}, "draft_confidence: requires a draft model, got Lookup"),
+        ({"draft_confidence": 0.5, "draft": None}, "draft_confidence: requires a draft model, got no draft"),
         (
             {"placement": Placement(shard_draft=True), "draft": "lookup"},
-            "shard_draft: is for a draft model, found Lookup",
+            "shard_draft: requires a draft model, got Lookup",
         ),
     ):
         with pytest.raises(HydrajaxError, match=message):

@@ -1,5 +1,4 @@
-"""EAGLE drafts in the layouts of vLLM, SGLang and speculators, and what of them is refused; and the drafts of the
-official code, written again."""
+"""EAGLE drafts in the layouts of vLLM, SGLang and speculators, variants that are refused, and official drafts."""
 
 from __future__ import annotations
 
@@ -33,11 +32,11 @@ TINY = {
     "vocab_size": 61,
 }
 NESTED = {"model_type": "eagle", "model": TINY}  # vLLM's
-SAID = {"speculators_model_type": "eagle3", "norm_before_residual": False, "draft_vocab_size": 20}
+FIELDS = {"speculators_model_type": "eagle3", "norm_before_residual": False, "draft_vocab_size": 20}
 
 
 def tensors_of(version: int, **settings) -> dict:
-    """Of plain torch modules, EAGLE-3's tokens being every third."""
+    """Tensors of plain torch modules; EAGLE-3 drafts every third token."""
     c = BASE.replace(n_layers=1, mlp_width=48)
     torch.manual_seed(0)
     if version == 1:
@@ -66,16 +65,16 @@ LAYOUTS = {  # config.json, tensors, and what they are released as
     "vLLM's own, truncated to all": (NESTED | {"truncated_vocab_size": 61}, ONE, ONE),
     "vLLM's own with a bias": (NESTED | {"bias": True}, BIASED, BIASED),
     "vLLM's own with its bias by the later name": (NESTED | {"eagle_fc_bias": True, "bias": False}, BIASED, BIASED),
-    "vLLM's own, fields beside": (
+    "vLLM's own, outer fields": (
         NESTED | {"model": TINY | {"intermediate_size": 7}, "intermediate_size": 48},
         ONE,
         ONE,
     ),
     "vLLM's own EAGLE-3": (NESTED | {"draft_vocab_size": 20, "method": "eagle3"}, THREE, THREE),
     "vLLM's name of the layer": (TINY | {"draft_vocab_size": 20}, RENAMED, THREE),
-    "speculators": (SAID | {"transformer_layer_config": TINY}, RENAMED, THREE),
+    "speculators": (FIELDS | {"transformer_layer_config": TINY}, RENAMED, THREE),
     "speculators with copies": (
-        SAID | {"transformer_layer_config": TINY},
+        FIELDS | {"transformer_layer_config": TINY},
         RENAMED | {"embed_tokens.weight": COPIES["embed_tokens.weight"], "verifier_lm_head.weight": torch.ones(20, 32)},
         THREE,
     ),
@@ -121,63 +120,83 @@ def test_layers_are_numbered_as_vllm_or_as_sglang_does(tmp_path, fields, layers)
     assert drafter.vocabulary.tokens.tolist() == list(range(0, 60, 3))
 
 
-ONE_SAID = {"speculators_model_type": "eagle", "transformer_layer_config": TINY}
+ONE_FIELDS = {"speculators_model_type": "eagle", "transformer_layer_config": TINY}
 LAYERS = "eagle_aux_hidden_state_layer_ids"
-REFUSED = [  # fields over a plain config.json of the layout, further tensors, what the message says
+REFUSED = [  # fields over a plain config.json of the layout, further tensors, the message
     # of speculators' EAGLE-3: variants that compute something else, each by its field
-    ("speculators", {"norm_before_residual": None}, {}, "norm_before_residual must be true or false, found None"),
-    ("speculators", {"norm_before_fc": True}, {}, "norm_before_fc is True"),
-    ("speculators", {"fc_norm": True}, {}, "fc_norm is True"),
-    ("speculators", {"norm_output": True}, {}, "norm_output is True"),
-    ("speculators", {"embed_requires_grad": True}, {}, "embed_requires_grad is True"),
-    ("speculators", {"target_hidden_size": 64}, {}, "target_hidden_size is 64, supported is 32"),
-    ("speculators", {"draft_vocab_size": None}, {}, "draft_vocab_size must be an integer"),
-    ("speculators", {"speculators_model_type": "peagle"}, {}, "speculators_model_type is 'peagle', supported are"),
-    ("speculators", {"transformer_layer_config": None}, {}, "transformer_layer_config must be an object"),
-    ("speculators", {"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config is 'fp8'"),
-    ("speculators", {"layer": {"model_type": "qwen3"}}, {}, "transformer_layer_config: model_type is 'qwen3'"),
-    ("speculators", {"layer": {"num_hidden_layers": 2}}, {}, "transformer_layer_config: num_hidden_layers is 2"),
-    ("speculators", {"layer": {"attention_bias": True}}, {}, "transformer_layer_config: attention_bias is True"),
-    ("speculators", {"layer": {"layer_types": ["sliding_attention"]}}, {}, "layer_types is ['sliding_attention']"),
-    ("speculators", {"layer": {"partial_rotary_factor": 0.5}}, {}, "partial_rotary_factor is 0.5"),
-    ("speculators", {"layer": {"hidden_size": 64}}, {}, "made for another base: their width is 64, not 32"),
-    ("speculators", {"layer": {"vocab_size": 62}}, {}, "made for another base: their vocabulary is 62, not 61"),
+    ("speculators", {"norm_before_residual": None}, {}, "norm_before_residual: got None, expected true or false"),
+    ("speculators", {"norm_before_fc": True}, {}, "norm_before_fc: got True"),
+    ("speculators", {"fc_norm": True}, {}, "fc_norm: got True"),
+    ("speculators", {"norm_output": True}, {}, "norm_output: got True"),
+    ("speculators", {"embed_requires_grad": True}, {}, "embed_requires_grad: got True"),
+    ("speculators", {"target_hidden_size": 64}, {}, "target_hidden_size: got 64, expected 32"),
+    ("speculators", {"draft_vocab_size": None}, {}, "draft_vocab_size: got None, expected an integer"),
+    ("speculators", {"speculators_model_type": "peagle"}, {}, "speculators_model_type: got 'peagle'"),
+    ("speculators", {"transformer_layer_config": None}, {}, "transformer_layer_config: got None, expected an object"),
+    ("speculators", {"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config: got 'fp8'"),
+    ("speculators", {"layer": {"model_type": "qwen3"}}, {}, "transformer_layer_config: model_type: got 'qwen3'"),
+    ("speculators", {"layer": {"num_hidden_layers": 2}}, {}, "transformer_layer_config: num_hidden_layers: got 2"),
+    ("speculators", {"layer": {"attention_bias": True}}, {}, "transformer_layer_config: attention_bias: got True"),
+    ("speculators", {"layer": {"layer_types": ["sliding_attention"]}}, {}, "layer_types: got ['sliding_attention']"),
+    ("speculators", {"layer": {"partial_rotary_factor": 0.5}}, {}, "partial_rotary_factor: got 0.5"),
+    (
+        "speculators",
+        {"layer": {"hidden_size": 64}},
+        {},
+        "width: got 64, expected 32; the heads were made",
+    ),
+    (
+        "speculators",
+        {"layer": {"vocab_size": 62}},
+        {},
+        "vocabulary: got 62, expected 61; the heads",
+    ),
     ("speculators", {}, {"mask_hidden": torch.ones(96)}, "unexpected tensor 'mask_hidden'"),
     # layers that the base does not have, or does not read in this order
-    ("speculators", {LAYERS: [2, 4, 8]}, {}, "[2, 4, 8], supported are rising numbers from 0 to 7 for this base of 8"),
-    ("speculators", {LAYERS: [4, 2, 5]}, {}, "[4, 2, 5], supported are rising numbers"),
-    ("speculators", {LAYERS: "2"}, {}, "eagle_aux_hidden_state_layer_ids is '2'"),
-    ("speculators", {LAYERS: [2, 4]}, {}, "fc.weight has shape [32, 96], expected [32, 64]"),
+    (
+        "speculators",
+        {LAYERS: [2, 4, 8]},
+        {},
+        "expected increasing numbers from 0 to 7 for this base of 8",
+    ),
+    ("speculators", {LAYERS: [4, 2, 5]}, {}, "got [4, 2, 5], expected increasing numbers"),
+    ("speculators", {LAYERS: "2"}, {}, "eagle_aux_hidden_state_layer_ids: got '2'"),
+    ("speculators", {LAYERS: [2, 4]}, {}, "fc.weight: got shape [32, 96], expected [32, 64]"),
     (
         "released",
         {"eagle_config": {LAYERS: [2, 4, 7]}},
         {},
-        f"eagle_config.{LAYERS} is [2, 4, 7], supported are rising",
+        f"eagle_config.{LAYERS}: got [2, 4, 7], expected increasing",
     ),
     ("released", {LAYERS: [2, 4, 5], "eagle_config": {LAYERS: [1, 3, 4]}}, {}, f"both {LAYERS} and eagle_config."),
     # of EAGLE-3 as released
-    ("released", {"norm_before_residual": 1}, {}, "norm_before_residual must be true or false, found 1"),
-    ("released", {"norm_output": True}, {}, "norm_output is True"),
-    ("released", {"eagle_config": {"use_aux_hidden_state": False}}, {}, "eagle_config: use_aux_hidden_state is False"),
-    ("released", {"eagle_config": 3}, {}, "eagle_config must be an object"),
-    ("released", {}, {"t2d": torch.arange(61) < 20}, "t2d tells of other tokens than d2t"),
-    ("released", {}, {"t2d": torch.arange(60) < 20}, "t2d must be bool [61] (the base's tokens), found BOOL [60]"),
+    ("released", {"norm_before_residual": 1}, {}, "norm_before_residual: got 1, expected true or false"),
+    ("released", {"norm_output": True}, {}, "norm_output: got True"),
+    (
+        "released",
+        {"eagle_config": {"use_aux_hidden_state": False}},
+        {},
+        "use_aux_hidden_state: got False",
+    ),
+    ("released", {"eagle_config": 3}, {}, "eagle_config: got 3, expected an object"),
+    ("released", {}, {"t2d": torch.arange(61) < 20}, "t2d: got other tokens than in d2t"),
+    ("released", {}, {"t2d": torch.arange(60) < 20}, "t2d: got BOOL [60], expected bool [61]"),
     # of EAGLE-1
-    ("speculators 1", {"layernorms": True}, {}, "layernorms is True"),
-    ("speculators 1", {"fusion_bias": "yes"}, {}, "fusion_bias must be true or false"),
+    ("speculators 1", {"layernorms": True}, {}, "layernorms: got True"),
+    ("speculators 1", {"fusion_bias": "yes"}, {}, "fusion_bias: got 'yes', expected true or false"),
     ("speculators 1", {"fusion_bias": True}, {}, "missing tensor 'fusion_fc.bias'"),
-    ("nested", {"model": None}, {}, "model must be an object where model_type is 'eagle'"),
+    ("nested", {"model": None}, {}, "model: got None, expected an object for model_type 'eagle'"),
     ("nested", {"model": {}}, {}, "field 'num_attention_heads' is missing"),
-    ("nested", {"truncated_vocab_size": 30}, {}, "truncated_vocab_size is 30, supported is 61"),
-    ("nested", {"add_para_norm": True}, {}, "add_para_norm is True"),
+    ("nested", {"truncated_vocab_size": 30}, {}, "truncated_vocab_size: got 30, expected 61"),
+    ("nested", {"add_para_norm": True}, {}, "add_para_norm: got True"),
     ("nested", {}, {"fc.bias": torch.ones(32)}, "unexpected tensor 'fc.bias'"),
     ("nested", {}, {"layers.0.input_layernorm.weight": torch.ones(32)}, "unexpected tensor 'layers.0.input_layernorm"),
-    ("nested", {}, {"lm_head.weight": torch.ones(20, 32)}, "another base: their vocabulary is 20, not 61"),
+    ("nested", {}, {"lm_head.weight": torch.ones(20, 32)}, "vocabulary: got 20, expected 61"),
 ]
 PLAIN = {
-    "speculators": (SAID | {"transformer_layer_config": TINY}, RENAMED),
+    "speculators": (FIELDS | {"transformer_layer_config": TINY}, RENAMED),
     "released": (TINY | {"draft_vocab_size": 20}, THREE),
-    "speculators 1": (ONE_SAID, speculators_1(ONE)),
+    "speculators 1": (ONE_FIELDS, speculators_1(ONE)),
     "nested": (NESTED, ONE),
 }
 
@@ -193,7 +212,7 @@ def test_what_is_not_computed_here_is_refused_by_its_name(tmp_path, layout, fiel
 
 def test_vllms_own_without_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(NESTED))
-    with pytest.raises(HydrajaxError, match="no directory of draft heads that loads"):
+    with pytest.raises(HydrajaxError, match="no draft heads of a supported format"):
         load_draft(tmp_path, BASE)
 
 
@@ -202,7 +221,7 @@ def test_vllms_own_without_weights(tmp_path):
 
 @pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
 def test_official_drafts_are_written_again(golden, tmp_path, arch):
-    """Tensor for tensor the official file, without its copy of the base's embedding; and equal through every format."""
+    """The export equals the official file without the embedding, and every chain of formats keeps it."""
     source = golden / "eagle" / arch / "draft"
     raw = json.loads((golden / "base" / "mha" / "config.json").read_text())
     base = LlamaConfig(

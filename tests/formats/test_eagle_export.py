@@ -1,5 +1,4 @@
-"""EAGLE drafts in every format that is written: bit for bit back, and plain torch modules with exactly their names,
-built to the official formulas, load what is written and give our logits."""
+"""EAGLE exports in every format: read back bit for bit, and loaded strictly by torch modules that give our logits."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def small(tiny_model):
-    """The tiny base, of which drafts need the embedding and the lm head."""
+    """The tiny base; drafts need its embedding and lm head."""
     return BoundBase(*tiny_model)
 
 
@@ -54,7 +53,7 @@ def drafter_of(name: str, dtype=jnp.float32):
 
 
 def with_random_bits(drafter, small, dtype) -> dict:
-    """Finite numbers of any size, tiny ones and negative zeros among them."""
+    """Random finite numbers of all sizes, including subnormal ones and negative zeros."""
     random = np.random.default_rng(2)
 
     def draw(leaf):
@@ -77,12 +76,12 @@ def with_random_bits(drafter, small, dtype) -> dict:
 )
 @pytest.mark.quick("eagle3, llama 3.1-float32", "eagle, scaled-float32")
 def test_a_chain_of_formats_keeps_every_bit_and_setting(small, tmp_path, name, dtype):
-    """But for the depth, which is none of the weights' and which only our own format knows."""
+    """Except the depth, which only our own format stores."""
     drafter, base = drafter_of(name, dtype), CASES[name][0]
     params = with_random_bits(drafter, small, dtype)
     own = "eagle-3" if isinstance(drafter, Eagle3) else "eagle"
     found, kept = drafter, params
-    own = None if "normed" in name else own  # which speculators alone knows
+    own = None if "normed" in name else own  # which only speculators can express
     for step, format in enumerate(["native", own, "speculators", None]):
         export_heads(tmp_path / str(step), found, kept, format=format, dtype=None)
         found, kept = load_draft(tmp_path / str(step), base, None)
@@ -150,7 +149,7 @@ def test_official_modules_load_it_strictly_and_compute_our_logits(small, tmp_pat
     ours = drafter.head_logits(params, 0, hidden[0], small)
     if isinstance(drafter, Eagle):
         theirs = theirs @ np.asarray(small.head_kernel())
-    elif drafter.vocabulary is not None:  # d2t and t2d say the same
+    elif drafter.vocabulary is not None:  # d2t and t2d agree
         known = official.d2t.numpy() + np.arange(len(official.d2t))
         assert known.tolist() == np.flatnonzero(official.t2d).tolist() == ODD.tokens.tolist()
     assert 0.3 < theirs.std() < 10
@@ -161,7 +160,7 @@ def test_official_modules_load_it_strictly_and_compute_our_logits(small, tmp_pat
 
 
 def test_what_the_official_code_needs(small, tmp_path):
-    """eagle/model/{ea_model,configs,cnets,cnets1}.py: its configuration has a default for all else."""
+    """Fields without a default in eagle/model/{ea_model,configs,cnets,cnets1}.py."""
     for name in set(CASES) - {"eagle3, normed"}:
         drafter = drafter_of(name)
         export_heads(tmp_path / name, drafter, with_random_bits(drafter, small, np.float32), base_name="lab/base")
@@ -199,27 +198,27 @@ def test_what_vllm_and_speculators_need(small, tmp_path, name):
     config = config_in(tmp_path)
     kind = "eagle" if name == "eagle" else "eagle3"
     assert config["speculators_model_type"] == kind
-    said = config["speculators_config"]
-    assert (said["algorithm"], said["verifier"]["name_or_path"]) == (kind, "lab/base")
-    assert said["default_proposal_method"] in [method["proposal_type"] for method in said["proposal_methods"]]
-    assert said["proposal_methods"][0]["speculative_tokens"] == 5
+    found = config["speculators_config"]
+    assert (found["algorithm"], found["verifier"]["name_or_path"]) == (kind, "lab/base")
+    assert found["default_proposal_method"] in [method["proposal_type"] for method in found["proposal_methods"]]
+    assert found["proposal_methods"][0]["speculative_tokens"] == 5
     layer = config["transformer_layer_config"]
     assert (layer["model_type"], layer["num_hidden_layers"], layer["head_dim"]) == ("llama", 1, 8)
     if kind == "eagle":
         assert (config["fusion_bias"], config["layernorms"]) == (True, False)
         return
-    assert config["norm_before_residual"] is False  # which is true to vLLM where nothing is said
+    assert config["norm_before_residual"] is False  # a missing one means true to vLLM
     assert config["draft_vocab_size"] == len(ODD)
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]  # of 8 layers: 2, L // 2 and L - 3
 
 
-def test_the_model_card_says_who_reads_it(small, tmp_path):
+def test_the_model_card_names_the_readers(small, tmp_path):
     for format, words in (("eagle-3", "SGLang"), ("speculators", "vLLM"), ("native", "convert export")):
         drafter = drafter_of("eagle3, some tokens")
         export_heads(tmp_path / format, drafter, with_random_bits(drafter, small, np.float32), format=format)
         card = (tmp_path / format / "README.md").read_text()
         assert words in card.split("Read by:")[1]
-        assert f"| tokens it knows | {len(ODD)} |" in card
+        assert f"| draft vocabulary | {len(ODD)} |" in card
         assert "EAGLE-3 heads" in card
 
 
@@ -227,7 +226,7 @@ def test_the_model_card_says_who_reads_it(small, tmp_path):
 
 
 @pytest.mark.parametrize("layers", [[1, 5], [4, 7, 9], [0, 2, 5, 11]])
-def test_other_layers_than_the_default_are_kept_by_speculators_alone(small, tmp_path, layers):
+def test_other_layers_are_written_by_speculators_alone(small, tmp_path, layers):
     """[4, 7, 9] is the default of 10 layers counted from the end, which is why the base's depth must be known."""
     base = BASE.replace(n_layers=12)
     drafter = Eagle3(base.plain_layer, tuple(12 - layer for layer in layers))
@@ -237,12 +236,12 @@ def test_other_layers_than_the_default_are_kept_by_speculators_alone(small, tmp_
     found, kept = load_draft(tmp_path / "heads", base, None)
     assert found == drafter
     identical(params, kept)
-    pieces = ("formats that can hold them: speculators, native", f"layers {layers}", "2, L // 2 and L - 3")
+    pieces = ("expected one of speculators, native", f"layers {layers}", "2, L // 2 and L - 3")
     refused(tmp_path, drafter, "eagle-3", *pieces, base_fingerprint=record)
 
 
 @pytest.mark.parametrize("n_layers", [*range(1, 12), 32])
-def test_the_default_of_any_base_is_known_without_its_depth(small, tmp_path, n_layers):
+def test_the_default_layers_need_no_recorded_depth(small, tmp_path, n_layers):
     base = BASE.replace(n_layers=n_layers)
     drafter = Eagle3(base.plain_layer, default_aux_hidden_layers(n_layers))
     export_heads(tmp_path, drafter, with_random_bits(drafter, small, np.float32), dtype=None)
@@ -257,22 +256,30 @@ def test_the_default_of_any_base_is_known_without_its_depth(small, tmp_path, n_l
 @pytest.mark.parametrize(
     ("format", "drafter", "pieces"),
     [
-        ("eagle", drafter_of("eagle3"), ("these are EAGLE-3 heads", "can hold them: eagle-3, speculators, native")),
-        ("eagle-3", drafter_of("eagle"), ("these are EAGLE heads", "can hold them: eagle, speculators, native")),
-        ("eagle-3", drafter_of("eagle3, normed"), ("norm_before_residual is True", "hold them: speculators, native")),
-        ("hydra", drafter_of("eagle"), ("these are EAGLE heads", "hydra cannot")),
-        ("medusa", drafter_of("eagle3"), ("these are EAGLE-3 heads", "medusa cannot")),
+        (
+            "eagle",
+            drafter_of("eagle3"),
+            ("eagle for EAGLE-3 heads", "one of eagle-3, speculators, native"),
+        ),
+        ("eagle-3", drafter_of("eagle"), ("eagle-3 for EAGLE heads", "one of eagle, speculators, native")),
+        (
+            "eagle-3",
+            drafter_of("eagle3, normed"),
+            ("norm_before_residual: got True", "one of speculators, native"),
+        ),
+        ("hydra", drafter_of("eagle"), ("got hydra for EAGLE heads",)),
+        ("medusa", drafter_of("eagle3"), ("got medusa for EAGLE-3 heads",)),
         ("eagle", Eagle(BASE.replace(n_layers=1, qkv_bias=True)), ("qkv_bias=True", "LLaMA's plain layer")),
-        ("speculators", Eagle3(BASE.plain_layer, (9, 2)), ("reads is (9, 2)", "unknown depth")),
-        ("speculators", Eagle3(BASE.plain_layer, (3, 5)), ("reads is (3, 5)", "unknown depth")),
+        ("speculators", Eagle3(BASE.plain_layer, (9, 2)), ("aux_hidden_layers: got (9, 2)", "unknown depth")),
+        ("speculators", Eagle3(BASE.plain_layer, (3, 5)), ("aux_hidden_layers: got (3, 5)", "unknown depth")),
     ],
 )
-def test_formats_that_cannot_say_it(tmp_path, format, drafter, pieces):
+def test_formats_that_cannot_express_it(tmp_path, format, drafter, pieces):
     refused(tmp_path, drafter, format, *pieces)
 
 
 def refused(folder: Path, drafter, format, *pieces: str, **settings) -> None:
-    """With nothing left behind."""
+    """The export fails and leaves no files."""
     refusal(lambda: export_heads(folder / "refused", drafter, {}, format=format, **settings), "export", *pieces)
     assert not (folder / "refused").exists()
 
@@ -288,34 +295,34 @@ def native(small, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("name", "value", "pieces"),
     [
-        ("depth", 0, ("depth is 0",)),
-        ("depth", 10**9, ("depth is 1000000000",)),
-        ("ttt_length", 0, ("ttt_length is 0",)),
+        ("depth", 0, ("depth: got 0",)),
+        ("depth", 10**9, ("depth: got 1000000000",)),
+        ("ttt_length", 0, ("ttt_length: got 0",)),
         ("aux_hidden_layers", [9, 4, 3], ("aux_hidden_layers: got [9, 4, 3]", "has 8")),
         ("aux_hidden_layers", [-1, 4, 3], ("drafter",)),
-        ("aux_hidden_layers", [6] * 9, ("another base",)),
+        ("aux_hidden_layers", [6] * 9, ("aux_hidden_layers: got", "has 8")),
         ("aux_hidden_layers", [], ("drafter",)),
         ("aux_hidden_layers", 3, ("drafter",)),
-        ("vocabulary", [1, VOCAB], ("another base", f"they know token {VOCAB}")),
+        ("vocabulary", [1, VOCAB], ("another base", f"got token {VOCAB}")),
         ("vocabulary", [1.5], ("drafter",)),
         ("vocabulary", "all", ("drafter",)),
         ("config", 3, ("drafter",)),
         ("config", {"vocab_size": VOCAB}, ("drafter",)),
-        ("config.vocab_size", VOCAB + 1, ("another base", f"vocabulary is {VOCAB + 1}, not {VOCAB}")),
-        ("config.width", 64, ("another base", "width is 64, not 32")),
-        ("config.mlp_width", 10**9, ("mlp_width of 1000000000",)),
+        ("config.vocab_size", VOCAB + 1, ("another base", f"vocabulary: got {VOCAB + 1}, expected {VOCAB}")),
+        ("config.width", 64, ("another base", "width: got 64, expected 32")),
+        ("config.mlp_width", 10**9, ("mlp_width 1000000000",)),
         ("config.head_dim", 10**9, ("heads of 1000000000",)),
         ("config.n_layers", 2, ("plain layer",)),
         ("config.qk_norm", True, ("plain layer",)),
-        ("config.width", True, ("width of config is True",)),
-        ("config.rope_theta", "10", ("rope_theta of config is '10'",)),
+        ("config.width", True, ("width of config: got True",)),
+        ("config.rope_theta", "10", ("rope_theta of config: got '10'",)),
         ("config.rope_scaling", {"kind": "yarn", "factor": 2.0}, ("rope scaling", "'yarn'")),
         ("config.rope_scaling", 7, ("drafter",)),
-        ("config.extra", 1, ("config has extra",)),
+        ("config.extra", 1, ("config: got unknown fields extra",)),
         ("unknown", 1, ("drafter",)),
     ],
 )
-def test_settings_that_nobody_writes_or_that_are_another_bases(native, tmp_path, name, value, pieces):
+def test_invalid_settings_and_those_of_another_base(native, tmp_path, name, value, pieces):
     config = config_in(native)  # the only file that is looked at before the settings
     at, *parts = config["drafter"]["settings"], *name.split(".")
     for part in parts[:-1]:
@@ -325,10 +332,10 @@ def test_settings_that_nobody_writes_or_that_are_another_bases(native, tmp_path,
     refusal(lambda: load_draft(tmp_path, BASE), "draft", *pieces)
 
 
-def test_our_own_format_knows_no_prefix_layer_before_it(small, tmp_path):
+def test_no_prefix_layer_before_an_eagle_draft(small, tmp_path):
     drafter = drafter_of("eagle")
     export_heads(tmp_path, drafter, with_random_bits(drafter, small, np.float32), format="native")
     config = config_in(tmp_path)
     config["drafter"]["prefix"] = True
     (tmp_path / "config.json").write_text(json.dumps(config))
-    refusal(lambda: load_draft(tmp_path, MHA), "draft", "prefix is true, eagle has no prefix layer")
+    refusal(lambda: load_draft(tmp_path, MHA), "draft", "prefix: got true, expected false: eagle has no prefix layer")

@@ -1,5 +1,4 @@
-"""Exported draft heads: the loaders give the parameters back bit for bit, and golden heads keep every tensor of the
-official file."""
+"""Exported draft heads load bit for bit, and golden heads keep every tensor of the official file."""
 
 from __future__ import annotations
 
@@ -101,6 +100,6 @@ def test_heads_that_no_other_format_can_express_are_written_in_ours(tiny_model, 
     assert load_draft(tmp_path / "heads", tiny_model[0].config)[0] == drafter
 
 
-def test_drafters_that_no_format_knows(tmp_path):
+def test_drafters_without_a_format(tmp_path):
     refusal(lambda: export_heads(tmp_path / "heads", NoDrafter(), {}), "export", "NoDrafter", "HydraHeads")
     assert list(tmp_path.iterdir()) == []

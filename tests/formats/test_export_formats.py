@@ -1,5 +1,5 @@
-"""Heads in the formats of other programs: plain torch modules with exactly their names, built here to the papers'
-formulas, load what is written and give our logits; every chain of formats keeps every bit.
+"""Exports for other programs: torch modules of the papers' formulas load them by name and give our logits, and every
+chain of formats keeps every bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
 
 
 def parsed_by_vllm(config: dict) -> dict:
-    """vllm/transformers_utils/configs/medusa.py: defaults, and any name with these words is taken for one of two."""
+    """vllm/transformers_utils/configs/medusa.py: its defaults, and names with these words are aliases."""
     config = dict(config)
     for name in list(config):
         if "num" in name:
@@ -48,7 +48,7 @@ def parsed_by_vllm(config: dict) -> dict:
 
 
 def vllm_module(config: dict) -> VLLMMedusa:
-    """What vLLM builds for a configuration that it has parsed."""
+    """The module that vLLM builds for a parsed configuration."""
     assert config["truncated_vocab_size"] in (None, config["vocab_size"])  # or it wants a token_map
     assert config["hidden_size"] == WIDTH
     assert not config.get("original_lm_head", False)
@@ -61,7 +61,7 @@ def vllm_module(config: dict) -> VLLMMedusa:
 
 
 def official_module(drafter, base) -> nn.Module:
-    """The torch module of such heads, its weights still to be loaded."""
+    """The torch module of these heads before loading."""
     heads, prefix = drafter, None
     if drafter.prefix is not None:
         c = drafter.prefix.config
@@ -84,7 +84,7 @@ def official_module(drafter, base) -> nn.Module:
 
 
 def agrees(official: nn.Module, drafter, params, base) -> None:
-    """torch's logits from random features are ours, teacher-forced."""
+    """Our teacher-forced logits equal torch's on random hidden states."""
     tokens = np.random.default_rng(3).integers(0, VOCAB, (2, 10))
     aux_hidden_states = np.random.default_rng(5).standard_normal((2, 10, WIDTH)).astype(np.float32)
     with torch.no_grad():
@@ -156,7 +156,7 @@ def test_what_the_official_hydra_code_and_config_need(tiny_model, tmp_path):
 
 
 def test_what_text_generation_inference_needs(tiny_model, tmp_path):
-    """It looks for one file by name, for the heads in config.json, and takes ``architectures`` for a whole model."""
+    """It needs a file name and the heads' fields; ``architectures`` would mean a whole model."""
     drafter = heads_of("medusa", n_layers=2)
     export_heads(tmp_path, drafter, random_params(drafter, tiny_model), base_name="lab/tiny")
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["medusa_lm_head.safetensors"]
@@ -233,7 +233,7 @@ def through(chain, folder: Path, state: dict, config: dict, base) -> Path:
 
 
 def with_random_bits(module: nn.Module, dtype: torch.dtype) -> dict:
-    """A state of finite numbers of any size, tiny ones and negative zeros among them."""
+    """A state of random finite numbers of all sizes, including subnormal ones and negative zeros."""
     random, state = np.random.default_rng(7), {}
     for name, tensor in module.state_dict().items():
         bits = random.integers(0, 256, (*tensor.shape, dtype.itemsize), np.uint8)
@@ -279,7 +279,7 @@ def test_hydra_through_native(tiny_model, tmp_path, kind, dtype):
 
 
 def test_a_shared_block_stays_shared(tiny_model, tmp_path):
-    """Written once per application by the formats of others, known to be one by ours."""
+    """Other formats write it once per application, ours once."""
     medusa = Medusa(2, 3, VOCAB)
     for head in medusa:
         for layer in (1, 2):
@@ -293,7 +293,7 @@ def test_a_shared_block_stays_shared(tiny_model, tmp_path):
 
 
 def test_vllm_heads_without_biases_get_zeros(tiny_model, tmp_path):
-    """As released for vLLM; other formats have biases always."""
+    """As released for vLLM; other formats always have biases."""
     config = {"model_type": "medusa", "num_heads": 2, "num_hidden_layers": 1, "hidden_size": WIDTH, "vocab_size": VOCAB}
     state = vllm_module(parsed_by_vllm(config)).state_dict()
     assert not any(name.endswith("bias") for name in state)
@@ -323,20 +323,20 @@ def test_vllm_heads_without_biases_get_zeros(tiny_model, tmp_path):
         ("vllm-medusa", "hydra++", ("HydraHeads with a prefix layer",)),
         ("vllm-medusa", "ungrounded++", ("MedusaHeads with a prefix layer with lm_head_bias",)),
         ("vllm-medusa", "medusa++", ("MedusaHeads with a prefix layer",)),
-        ("hydra", "medusa", ("MedusaHeads without lm_head_bias", "format hydra")),
+        ("hydra", "medusa", ("MedusaHeads without lm_head_bias", "Hydra heads")),
         ("hydra", "medusa++", ("MedusaHeads with a prefix layer without lm_head_bias",)),
         ("swan", "hydra", ("'swan'", *FORMATS)),
-        ("eagle", "hydra", ("drafter is HydraHeads", "Eagle, for format eagle")),
-        ("speculators", "medusa", ("drafter is MedusaHeads", "Eagle3, for format speculators")),
+        ("eagle", "hydra", ("drafter: got HydraHeads, expected Eagle")),
+        ("speculators", "medusa", ("drafter: got MedusaHeads, expected Eagle3")),
         ("", "hydra", ("''", *FORMATS)),
     ],
 )
-def test_formats_that_cannot_say_it(tiny_model, tmp_path, format, kind, pieces):
+def test_formats_that_cannot_express_it(tiny_model, tmp_path, format, kind, pieces):
     refused(tmp_path, heads_of(kind, tiny_model[0].config), format, *pieces)
 
 
 @pytest.mark.parametrize("format", ["medusa", "vllm-medusa"])
-def test_medusas_formats_know_no_offset(tmp_path, format):
+def test_medusas_formats_have_no_offset(tmp_path, format):
     refused(tmp_path, heads_of("medusa", hidden_state_offset=1), format, "hidden_state_offset", "1", "0")
 
 
@@ -346,6 +346,6 @@ def test_no_heads_at_all(tmp_path, format):
 
 
 def refused(folder: Path, drafter, format, *pieces: str) -> None:
-    """With nothing left behind."""
+    """The export fails and leaves no files."""
     refusal(lambda: export_heads(folder / "heads", drafter, {}, format=format), "export", *pieces)
     assert list(folder.iterdir()) == []

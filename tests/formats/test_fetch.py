@@ -1,4 +1,4 @@
-"""`hydrajax convert fetch`: heads in a `.pt` on the Hub, as the official code writes them, become safetensors here."""
+"""`hydrajax convert fetch`: official heads in a `.pt` on the Hub become safetensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def saved(state: object) -> bytes:
 
 
 def release(config: dict, **files: bytes) -> dict[str, bytes]:
-    """The files of a repository: its ``config.json``, a ``.pt`` for each name, and what nobody shall fetch."""
+    """The files of a repository: ``config.json``, a ``.pt`` per name, and files that must not be fetched."""
     pickles = {"train.py": b"raise SystemExit", "optimizer.pt": saved({"a": 1}), "old/hydra_lm_head.pt": b"old"}
     return {"config.json": json.dumps(config).encode(), **pickles, **{f"{name}.pt": x for name, x in files.items()}}
 
@@ -88,7 +88,7 @@ def test_medusa_heads_and_a_directory_here(hub, tmp_path, tiny_model):
 def test_the_refusal_of_such_a_repository_names_the_command(hub, hydra, capsys, tmp_path):
     hub.add(NAME, release(HYDRA, hydra_lm_head=saved(hydra)))
     with pytest.raises(
-        HydrajaxError, match=f"'hydrajax convert fetch {NAME} --output DIR' makes one of heads in a .pt"
+        HydrajaxError, match=f"convert heads in a .pt file with 'hydrajax convert fetch {NAME} --output DIR'"
     ):
         resolve(NAME, "--draft")
     assert main(["convert", "fetch", NAME, "--output", str(tmp_path / "heads")]) == 0  # also after that
@@ -104,7 +104,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def refused(message: str, name: str, output: Path) -> None:
-    """Refused in one line with this in it, and what lay there before lies there still."""
+    """One line with this message; the earlier files stay."""
     before = contents(output.parent)
     with pytest.raises(HydrajaxError) as caught:
         fetch_heads(name, output)
@@ -129,7 +129,7 @@ def test_what_is_refused(hub, hydra, tmp_path, monkeypatch):
         (release(HYDRA, hydra_lm_head=saved({"a": Evil()})), "hydra_lm_head.pt is damaged or holds more than tensors"),
         (release(HYDRA, hydra_lm_head=saved(hydra)[:-500]), "hydra_lm_head.pt is damaged"),
         (release(HYDRA, hydra_lm_head=saved([1])), "must hold a state dict of tensors"),
-        (release(HYDRA, hydra_lm_head=saved({"a": torch.ones(2, dtype=torch.int32)})), "a has dtype int32, expected"),
+        (release(HYDRA, hydra_lm_head=saved({"a": torch.ones(2, dtype=torch.int32)})), "a: got dtype int32, expected"),
     ]:
         hub.add(NAME, files)
         refused(message, NAME, output)
@@ -138,7 +138,7 @@ def test_what_is_refused(hub, hydra, tmp_path, monkeypatch):
     hub.add(NAME, release(HYDRA, hydra_lm_head=saved(hydra)))
     (output.parent / "mine").mkdir()
     (output.parent / "mine" / "notes.txt").write_text("mine")
-    refused("holds files that are no earlier export, such as 'notes.txt'", NAME, output.parent / "mine")
+    refused("holds other files than an earlier export, such as 'notes.txt'", NAME, output.parent / "mine")
     hub.log.clear()
     monkeypatch.setitem(sys.modules, "torch", None)
     refused(".pt and .bin files need torch: pip install 'hydrajax[torch]'", NAME, output)
@@ -149,4 +149,4 @@ def test_not_over_the_heads_themselves(hub, hydra, tmp_path, capsys):
     hub.add(NAME, release(HYDRA, hydra_lm_head=saved(hydra)))
     fetch_heads(NAME, tmp_path / "heads")
     assert main(["convert", "fetch", "heads", "--output", "./heads/"]) == 2
-    assert "--output: is the directory of the heads themselves" in capsys.readouterr().err
+    assert "the directory of the heads; choose another one" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The fingerprint of a base against hashlib: the same however the model is saved, another for other weights."""
+"""The fingerprint of a base compared with hashlib: independent of the file format, different for other weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NORMS = ["model.layers.0.input_layernorm.weight", "model.layers.1.post_attention
 
 @pytest.fixture(scope="module")
 def checkpoint(llama_checkpoint) -> Path:
-    """Larger than the 64 rows that are looked at."""
+    """Larger than the 64 rows that are hashed."""
     return llama_checkpoint(hidden_size=80, head_dim=8)
 
 
@@ -114,7 +114,7 @@ def test_it_differs_when_one_number_does(saved, state, name, row):
 
 
 def test_it_differs_for_other_shapes(saved, state):
-    """Also where the tensors that are hashed are the same ones."""
+    """Also if the hashed tensors are equal."""
     before = fingerprint(saved(state))
     after = fingerprint(saved(state, num_key_value_heads=4))
     assert after["sha256"] == before["sha256"]

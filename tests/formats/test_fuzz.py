@@ -1,5 +1,4 @@
-"""Whatever is in a file, a reader loads it or raises `HydrajaxError` with one line. Nothing else is raised, nothing is
-run or written. (Not so of a pickle made to cost memory or time: torch unpacks it before we see it.)
+"""Readers load a damaged file or raise a one-line `HydrajaxError`; they raise nothing else, run and write nothing.
 
 Tiny directories of every format are damaged by a seeded generator, and by name where that found a bug.
 """
@@ -104,7 +103,7 @@ def test_much_random_damage(formats, tmp_path, name):
 
 
 def test_fingerprint_of_few_rows(formats):
-    """Fewer than it hashes: both kinds of file give the same, and it depends on what is there."""
+    """A base with fewer rows than are hashed: both kinds of file give the same fingerprint."""
     assert fingerprint(formats / "llama") == fingerprint(formats / "bin") == fingerprint(formats / "shards")
     assert fingerprint(formats / "llama") == fingerprint(formats / "bin_shards") != fingerprint(formats / "qwen3")
 

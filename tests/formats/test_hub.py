@@ -1,4 +1,4 @@
-"""The Hub: what is fetched and uploaded, and what is said when it fails, by huggingface_hub against a small server."""
+"""The Hub: downloads, uploads and error messages, through huggingface_hub and a small local server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats.hub import push, resolve
 
 NAME = "org/name"
-NOT_HERE = f"base: '{NAME}' is no directory here, and "
+NOT_HERE = f"base: '{NAME}' is no local directory, and "
 MODEL = {
     "config.json": b"{}",
     "generation_config.json": b"{}",
@@ -174,7 +174,7 @@ def test_a_path_that_is_no_name(hub, tmp_path):
 def test_unknown_repository(hub):
     reason = "the Hub has no such repository (or it is private and you are not logged in)"
     refused(NOT_HERE + reason)
-    message = f"draft: '{NAME}@v1' is no directory here, and {reason}"
+    message = f"draft: '{NAME}@v1' is no local directory, and {reason}"
     refused(message, resolve, f"{NAME}@v1", "draft")
 
 
@@ -182,7 +182,7 @@ def test_unknown_repository(hub):
 def test_unknown_revision(hub, revision):
     hub.add(NAME, MODEL)
     message = (
-        f"base: '{NAME}@{revision}' is no directory here, and the Hub's repository has no branch, tag or commit "
+        f"base: '{NAME}@{revision}' is no local directory, and the Hub's repository has no branch, tag or commit "
         f"'{revision}'"
     )
     refused(message, resolve, f"{NAME}@{revision}", "base")
@@ -201,8 +201,8 @@ def test_no_weights(hub, files):
     hub.add(NAME, {file: content for file, content in files.items() if not file.startswith("params/")})
     refused(
         f"{NOT_HERE}the Hub's repository (or without a network, its cached copy) has no safetensors files and no "
-        "folder params/; legacy .bin and .pt files are read from a local directory only, and 'hydrajax convert fetch "
-        f"{NAME} --output DIR' makes one of heads in a .pt file"
+        "folder params/; convert heads in a .pt file with 'hydrajax convert fetch "
+        f"{NAME} --output DIR'; .bin files are read from a local directory only"
     )
     assert hub.fetched() == files.keys() & {"config.json"}
 
@@ -330,7 +330,7 @@ def test_push_private_and_again(hub, export):
 @pytest.mark.usefixtures("logged_in")
 def test_nothing_private_goes_into_a_public_repository(hub, export):
     hub.add(NAME, {})
-    refused(f"push: '{NAME}' is to be private, but exists and is public", push, export, NAME, private=True)
+    refused(f"push: private: '{NAME}' exists and is public", push, export, NAME, private=True)
     assert not any("preupload" in line or "commit" in line for line in hub.log)
 
 
@@ -343,7 +343,7 @@ def test_push_follows_no_link_that_leads_out(hub, export, tmp_path):
     (export / "config.json").unlink()
     (export / "config.json").symlink_to(tmp_path / "secret")
     hub.log.clear()
-    message = f"push: {export / 'config.json'} is a link that leads out of {export}"
+    message = f"push: {export / 'config.json'} is a link out of {export}"
     refused(message, push, export, NAME)
     assert not hub.log
 
@@ -392,9 +392,9 @@ def test_push_without_network(hub, export, monkeypatch):
 
 
 @pytest.mark.usefixtures("logged_in")
-def test_push_refuses_what_is_no_export(hub, export, tmp_path):
+def test_push_needs_an_export(hub, export, tmp_path):
     refused(f"push: no such directory: {tmp_path / 'none'}", push, tmp_path / "none", NAME)
-    refused(f"push: {tmp_path} has no config.json, an exported directory is needed", push, tmp_path, NAME)
+    refused(f"push: {tmp_path} has no config.json, expected an exported directory", push, tmp_path, NAME)
     for name in ("name", "a/b/c", "org/name@main", "org/na--me", ""):
-        refused(f"push: repository is {name!r}, a name such as 'org/name' is needed", push, export, name)
+        refused(f"push: repository: got {name!r}, expected a name such as 'org/name'", push, export, name)
     assert not hub.log

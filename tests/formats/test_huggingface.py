@@ -1,5 +1,4 @@
-"""Bases in Hugging Face directories: what is read is what torch wrote, transformers computes our logits from what is
-written, and every damaged directory is refused by name."""
+"""Bases in Hugging Face directories: read as torch wrote them, exported for transformers, and refused if damaged."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def refused(directory, *pieces: str) -> None:
 
 
 def official_names(model, params) -> dict[str, np.ndarray]:
-    """Our fused parameters taken apart again into the matrices of the official file."""
+    """Our fused parameters, split into the official file's matrices."""
     c = model.config
     tensors = {"model.embed_tokens.weight": params["embedding"], "model.norm.weight": params["norm"]["scale"]}
     if not c.tied_lm_head:
@@ -190,7 +189,7 @@ def test_layers_beyond_the_config_are_unexpected(copy):
 
 def test_wrong_shape(copy):
     change_tensors(copy, **{Q.replace(".", "__"): torch.ones(32, 16)})
-    refused(copy, f"{Q} has shape [32, 16], expected [32, 32]")
+    refused(copy, f"{Q}: got shape [32, 16], expected [32, 32]")
 
 
 def test_missing_directory(tmp_path):
@@ -269,7 +268,7 @@ def test_tensor_in_two_shards(sharded):
     ],
 )
 def test_eos_ids(tmp_path, generation, config, expected):
-    """generation_config.json wins over config.json, as in transformers' generate."""
+    """generation_config.json takes precedence over config.json, as in transformers' generate."""
     if generation != "no file":
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))

@@ -1,5 +1,4 @@
-"""Draft heads told apart: Medusa-2 checkpoints and vLLM's layout must give the logits of plain torch modules; plain
-bases and damaged files must be refused by name."""
+"""Loading heads of other programs: logits equal those of torch modules; plain bases and damaged files are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ LOADS = ("hydra_lm_head", "medusa_lm_head", "medusa_head.", "model_type 'medusa'
 
 
 def agrees(drafter, params, official: nn.Module, base: BoundBase) -> None:
-    """Our teacher-forced logits are those of the torch module, from random features."""
+    """Our teacher-forced logits equal the torch module's on random hidden states."""
     aux_hidden_states = torch.randn((2, 12, WIDTH), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         expected = official(aux_hidden_states).numpy()
@@ -44,7 +43,7 @@ def agrees(drafter, params, official: nn.Module, base: BoundBase) -> None:
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-# --- Medusa-2: the heads beside their base --------------------------------------------------------------------
+# --- Medusa-2: heads and base in one file --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "undeclared"])
@@ -139,12 +138,12 @@ def test_vllm_vocabulary_truncated_to_itself(base, tmp_path):
     [
         ({"truncated_vocab_size": 48}, ("truncated_vocab_size", "48", str(VOCAB))),
         ({"original_lm_head": True}, ("original_lm_head", "True")),
-        ({"num_heads": 0}, ("num_heads", "from 1 up", "0")),
+        ({"num_heads": 0}, ("num_heads: got 0, expected an integer of at least 1",)),
         ({"num_heads": "5"}, ("num_heads", "'5'")),
         ({"num_heads": None}, ("num_heads", "None")),
         ({"num_hidden_layers": True}, ("num_hidden_layers", "True")),
-        ({"num_heads": 10**9}, ("has 5 tensors", "1000000000 heads")),
-        ({"num_hidden_layers": 10**9}, ("has 5 tensors", "1000000000 blocks")),
+        ({"num_heads": 10**9}, ("tensors: got 5", "1000000000 heads")),
+        ({"num_hidden_layers": 10**9}, ("tensors: got 5", "1000000000 blocks")),
     ],
 )
 def test_vllm_config_that_is_not_supported(base, tmp_path, change, pieces):
@@ -197,7 +196,7 @@ def test_undamaged(base, release):
 @pytest.mark.parametrize("kind", ["safetensors", "bin shards"])
 @pytest.mark.parametrize("role", ["bias", "weight", "lm"])
 def test_missing_tensor(base, release, role, kind):
-    """Also where it is the lm head of the first head: the second still has one."""
+    """Also if it is the first lm head, which the second head still has."""
     refused(release(kind, **{role: None}), base, f"missing tensor '{release.names[role]}'")
 
 
@@ -209,7 +208,7 @@ def test_unexpected_tensor(base, release):
     ("role", "shape"), [("weight", (WIDTH, 2 * WIDTH)), ("bias", (WIDTH + 1,)), ("weight", (WIDTH,)), ("bias", ())]
 )
 def test_wrong_shape(base, release, role, shape):
-    pieces = f"{release.names[role]} has shape {list(shape)}, expected {[WIDTH] * (1 + (role == 'weight'))}"
+    pieces = f"{release.names[role]}: got shape {list(shape)}, expected {[WIDTH] * (1 + (role == 'weight'))}"
     refused(release(**{role: torch.ones(shape)}), base, pieces)
 
 
@@ -222,9 +221,9 @@ def test_heads_of_another_size_of_base(base, release, shape):
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 @pytest.mark.parametrize(("role", "shape"), [("bias", (WIDTH,)), ("lm", (VOCAB, WIDTH))])
 def test_tensor_that_holds_no_floats(base, release, role, shape, kind, dtype):
-    """Also where the file's own dtype is asked for, which is that of the first lm head."""
+    """Also with the file's own dtype, which is taken from the first lm head."""
     directory = release(kind, **{role: torch.ones(shape, dtype=torch.int8)})
-    refused(directory, base, f"{release.names[role]} has dtype", "expected float64", dtype=dtype)
+    refused(directory, base, f"{release.names[role]}: got dtype", "expected float64", dtype=dtype)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
@@ -301,7 +300,7 @@ def test_eagle_1_loads(eagle, kind):
     assert "fc_bias" not in without[1]
 
 
-def test_eagle_3_loads_and_knows_its_tokens(eagle):
+def test_eagle_3_loads_with_its_vocabulary(eagle):
     write, config = eagle
     config = config.replace(n_layers=8)
     drafter, params = load_draft(write(3), config, jnp.bfloat16)
@@ -320,21 +319,25 @@ def test_eagle_3_loads_and_knows_its_tokens(eagle):
         (1, {"without": ["fc.weight"]}, ("missing tensor 'fc.weight'",)),
         (1, {"without": ["fc.bias"]}, ("missing tensor 'fc.bias'",)),
         (1, {"bias": False}, ("unexpected tensor 'fc.bias'",)),
-        (1, {"bias": "no"}, ("config.json: bias must be true or false, found 'no'",)),
-        (1, {"state": {"fc.weight": torch.ones(WIDTH, WIDTH)}}, ("fc.weight has shape [32, 32], expected [32, 64]",)),
-        (1, {"hidden_size": 2 * WIDTH}, ("made for another base", "width is 64, not 32")),
-        (1, {"state": {"embed_tokens.weight": torch.ones(7, WIDTH)}}, ("another base", "vocabulary is 7, not 96")),
-        (1, {"num_hidden_layers": 2}, ("num_hidden_layers is 2, supported is 1 in an EAGLE draft",)),
+        (1, {"bias": "no"}, ("config.json: bias: got 'no', expected true or false",)),
+        (1, {"state": {"fc.weight": torch.ones(WIDTH, WIDTH)}}, ("fc.weight: got shape [32, 32], expected [32, 64]",)),
+        (1, {"hidden_size": 2 * WIDTH}, ("made for another base", "width: got 64, expected 32")),
+        (
+            1,
+            {"state": {"embed_tokens.weight": torch.ones(7, WIDTH)}},
+            ("vocabulary: got 7, expected 96",),
+        ),
+        (1, {"num_hidden_layers": 2}, ("num_hidden_layers: got 2, expected 1 in an EAGLE draft",)),
         (1, {"state": {"layers.1.mlp.up_proj.weight": torch.ones(88, WIDTH)}}, ("unexpected tensor 'layers.1.mlp",)),
         (1, {"num_attention_heads": 0}, ("config.json", "num_attention_heads")),
         (3, {"without": ["d2t"]}, ("missing tensor 'd2t'",)),
         (3, {"without": ["midlayer.hidden_norm.weight"]}, ("missing tensor 'midlayer.hidden_norm.weight'",)),
-        (3, {"state": {"d2t": torch.zeros(VOCAB // 2)}}, ("d2t must be int64", "found float32")),
-        (3, {"state": {"d2t": -torch.arange(VOCAB // 2)}}, ("d2t: the tokens that it tells of must rise",)),
-        (3, {"state": {"d2t": torch.full((VOCAB // 2,), VOCAB)}}, ("d2t: ", f"below {VOCAB}")),
-        (3, {"draft_vocab_size": VOCAB + 1}, ("draft_vocab_size", "exceeds")),
-        (3, {"draft_vocab_size": 0}, ("draft_vocab_size must be an integer from 1 up, found 0",)),
-        (3, {"draft_vocab_size": VOCAB}, ("lm_head.weight has shape",)),
+        (3, {"state": {"d2t": torch.zeros(VOCAB // 2)}}, ("d2t: got float32 [48], expected int64 [48]",)),
+        (3, {"state": {"d2t": -torch.arange(VOCAB // 2)}}, ("d2t: expected increasing token ids",)),
+        (3, {"state": {"d2t": torch.full((VOCAB // 2,), VOCAB)}}, ("d2t: ", f"to {VOCAB - 1}")),
+        (3, {"draft_vocab_size": VOCAB + 1}, ("draft_vocab_size", "at most")),
+        (3, {"draft_vocab_size": 0}, ("draft_vocab_size: got 0, expected an integer of at least 1",)),
+        (3, {"draft_vocab_size": VOCAB}, ("lm_head.weight: got shape",)),
     ],
 )
 def test_eagle_files_that_are_wrong(eagle, version, changes, pieces):
@@ -347,20 +350,20 @@ def test_eagle_files_that_are_wrong(eagle, version, changes, pieces):
 def test_eagle_3_for_a_base_without_three_layers_to_read(eagle, n_layers):
     write, config = eagle
     directory = write(3)
-    refusal(lambda: load_draft(directory, config.replace(n_layers=n_layers)), "draft", f"this one has {n_layers}")
+    refusal(lambda: load_draft(directory, config.replace(n_layers=n_layers)), "draft", f"got {n_layers} layers")
 
 
 # --- what is no draft -------------------------------------------------------------------------------------------
 
 
 def test_a_plain_base_is_no_draft(base, tiny_checkpoint):
-    refused(tiny_checkpoint, base, str(tiny_checkpoint), "no directory of draft heads", *LOADS)
+    refused(tiny_checkpoint, base, str(tiny_checkpoint), "no draft heads of a supported format", *LOADS)
 
 
 @pytest.mark.parametrize("config", ["{}", '{"model_type": ["medusa"]}', '{"model_type": null, "hydrajax": 3}'])
 def test_a_directory_of_nothing_known(base, tmp_path, config):
     (tmp_path / "config.json").write_text(config)
-    refused(tmp_path, base, "no directory of draft heads", *LOADS)
+    refused(tmp_path, base, "no draft heads of a supported format", *LOADS)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '"medusa"', '{"model_type": ', "\x00"])
@@ -382,7 +385,7 @@ def test_medusa_without_lm_heads(base, base_state, base_config, tmp_path, beside
         (tmp_path / "model.safetensors").unlink()
         heads = {name.removeprefix("medusa_head."): x.clone() for name, x in state.items()}
         save_file(heads, tmp_path / "medusa_lm_head.safetensors")
-    refused(tmp_path, base, str(tmp_path), "without lm heads", "version 2")
+    refused(tmp_path, base, str(tmp_path), "share the base's lm head", "version 2")
 
 
 def test_bin_without_torch(base, base_state, base_config, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Heads that say which base they were made for are refused by any other, unless forced."""
+"""Heads that record their base are refused by any other, unless forced."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def some_heads(base, tmp_path_factory) -> tuple:
 
 @pytest.fixture
 def marked_heads(request, tiny_checkpoint, some_heads, tmp_path) -> Path:
-    """Heads that know they were made for the tiny checkpoint, whose name is ``lab/tiny``; Medusa's unless
+    """Heads that record the tiny checkpoint as their base, whose name is ``lab/tiny``; Medusa's unless
     parametrised.
     """
     mark = {"base_name": "lab/tiny", "base_fingerprint": fingerprint(tiny_checkpoint)}
@@ -59,7 +59,7 @@ def test_heads_of_another_fine_tune_are_refused(base, marked_heads, tiny_checkpo
 
 
 def test_heads_of_a_base_of_another_depth_are_refused(base, marked_heads, llama_checkpoint):
-    """The heads would fit: width and vocabulary are the same."""
+    """Width and vocabulary would fit."""
     deeper = llama_checkpoint(num_hidden_layers=3)
     message = refused(marked_heads, base, "lab/tiny", str(deeper), "shapes", base_directory=deeper)
     assert "'n_layers': 2" in message
@@ -75,7 +75,7 @@ def test_force_loads_heads_of_another_base(marked_heads, tiny_checkpoint, other_
 
 
 def test_force_loads_no_heads_of_another_width(marked_heads, llama_checkpoint):
-    with pytest.raises(HydrajaxError, match=r"made for another base: their width is 32, not 64"):
+    with pytest.raises(HydrajaxError, match=r"width: got 32, expected 64; the heads were made for another base"):
         api.load(llama_checkpoint(hidden_size=64), marked_heads, force=True)
 
 
@@ -106,7 +106,7 @@ def test_a_medusa_2_checkpoint_is_the_base_in_it(tiny_checkpoint, base_state, ba
 
 
 @pytest.mark.parametrize("record", ["text", ["list"], {"shapes": 3}, {"shapes": {}, "sha256": None}, 7])
-def test_a_record_that_says_nothing_is_another_base(marked_heads, base, tiny_checkpoint, record):
+def test_an_empty_record_is_another_base(marked_heads, base, tiny_checkpoint, record):
     path = marked_heads / "config.json"
     config = json.loads(path.read_text())
     config["hydrajax"]["base"] = record

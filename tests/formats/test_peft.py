@@ -1,6 +1,6 @@
-"""LoRA directories: read as PEFT means them, beside the base and merged; refused by name; written and read back.
+"""LoRA directories: separate and merged logits, unsupported settings, and adapters written and read back.
 
-The reference is transformers with W + s B A put in by torch (`lora_files`).
+The reference is transformers with W + s B A computed by torch (`lora_files`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def lora(tiny_checkpoint, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.quick("qwen3", "tied")
 def test_every_family_equals_transformers(llama_checkpoint, tmp_path, family):
-    """Beside the base and merged into it, all linear layers (but a tied lm head) being adapted."""
+    """Separate from the base and merged, with all linear layers except a tied lm head adapted."""
     base = llama_checkpoint(**FAMILIES[family])
     targets = LAYERS if family == "tied" else TARGETS
     folder = write_lora(tmp_path / "lora", open_model(base), targets)
@@ -102,8 +102,8 @@ def test_some_layers(tiny_checkpoint, lora):
     np.testing.assert_allclose(logits_of(model, params), expected, rtol=2e-4, atol=2e-4)
 
 
-def test_beside_an_int8_base(tiny_checkpoint, lora):
-    """As QLoRA: the frozen weights are rounded to a byte, what is added to them is not. Merged, the sum is rounded."""
+def test_with_an_int8_base(tiny_checkpoint, lora):
+    """As QLoRA: the frozen weights are rounded to int8 and the adapter is not; merged, the sum is rounded."""
     folder = lora(targets=list(TARGETS))
 
     def rounded(model):
@@ -157,7 +157,7 @@ def test_merged_model_loads_in_transformers(tiny_checkpoint, lora, tmp_path):
 
 
 def test_a_merged_model_is_the_base_with_the_adapter(tiny_checkpoint, lora, tmp_path):
-    """For heads: a record of the one fits the other, and neither the base alone nor another adapter."""
+    """Heads that record one load on the other, and neither on the base alone nor with another adapter."""
     folder = lora()
     export_merged(tmp_path / "merged", tiny_checkpoint, folder)
     both = fingerprint(tiny_checkpoint, adapter=folder)
@@ -168,7 +168,7 @@ def test_a_merged_model_is_the_base_with_the_adapter(tiny_checkpoint, lora, tmp_
     check_fingerprint(both, "it", tiny_checkpoint, "draft", folder)
     other = write_lora(tmp_path / "other", open_model(tiny_checkpoint), ["q_proj"])
     for call, reason in (
-        (lambda: check_fingerprint(both, "it", tiny_checkpoint, "draft"), "they were trained with an adapter, which"),
+        (lambda: check_fingerprint(both, "it", tiny_checkpoint, "draft"), "they were trained with an adapter of"),
         (lambda: check_fingerprint(alone, "it", tmp_path / "merged", "draft"), "without an adapter"),
         (lambda: check_fingerprint(both, "it", tiny_checkpoint, "draft", other), "with another adapter"),
     ):
@@ -191,21 +191,21 @@ def _foreign(tensors):
 @pytest.mark.parametrize(
     ("changes", "damage", "message"),
     [
-        ({"peft_type": "IA3"}, None, "peft_type is 'IA3', supported is 'LORA'"),
-        ({"use_dora": True}, None, "use_dora is True, supported is False"),
-        ({"bias": "all"}, None, "bias is 'all', supported is 'none'"),
-        ({"modules_to_save": ["lm_head"]}, None, "modules_to_save is ['lm_head'], supported is []"),
-        ({"init_lora_weights": "pissa_niter_4"}, None, "init_lora_weights is 'pissa_niter_4', which changes"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, None, "target_modules has 'embed_tokens', no linear layer"),
-        ({"target_modules": 3}, None, "target_modules is 3, supported are names of linear layers"),
-        ({"r": 0}, None, "r is 0, supported is a positive integer"),
-        ({"rank_pattern": {"down_proj": 4}}, None, "lora_A.weight has shape [3, 88], expected [4, 88]"),
-        ({"lora_alpha": "x"}, None, "lora_alpha is 'x', supported is a positive number"),
-        ({"rank_pattern": {"(a|b)*": 2}}, None, "rank_pattern has '(a|b)*', supported are names of layers"),
-        ({"alpha_pattern": 3}, None, "alpha_pattern is 3, supported is an object"),
-        ({"lora_dropout": 2}, None, "lora_dropout is 2, allowed is a number from 0 up and below 1"),
+        ({"peft_type": "IA3"}, None, "peft_type: got 'IA3', expected 'LORA'"),
+        ({"use_dora": True}, None, "use_dora: got True, expected False"),
+        ({"bias": "all"}, None, "bias: got 'all', expected 'none'"),
+        ({"modules_to_save": ["lm_head"]}, None, "modules_to_save: got ['lm_head'], expected []"),
+        ({"init_lora_weights": "pissa_niter_4"}, None, "init_lora_weights: got 'pissa_niter_4', expected"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, None, "target_modules: got 'embed_tokens', expected linear"),
+        ({"target_modules": 3}, None, "target_modules: got 3, expected names of linear layers"),
+        ({"r": 0}, None, "r: got 0, expected a positive integer"),
+        ({"rank_pattern": {"down_proj": 4}}, None, "lora_A.weight: got shape [3, 88], expected [4, 88]"),
+        ({"lora_alpha": "x"}, None, "lora_alpha: got 'x', expected a positive number"),
+        ({"rank_pattern": {"(a|b)*": 2}}, None, "rank_pattern: got '(a|b)*', expected names of layers"),
+        ({"alpha_pattern": 3}, None, "alpha_pattern: got 3, expected an object"),
+        ({"lora_dropout": 2}, None, "lora_dropout: got 2, expected a number from 0 up and below 1"),
         ({}, _without, "missing tensor 'base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight'"),
-        ({}, _misshapen, "layers.0.mlp.up_proj.lora_A.weight has shape [3, 31], expected [3, 32]"),
+        ({}, _misshapen, "layers.0.mlp.up_proj.lora_A.weight: got shape [3, 31], expected [3, 32]"),
         ({}, _foreign, "unexpected tensor 'base_model.model.model.embed_tokens.lora_embedding_A'"),
     ],
 )  # fmt: skip
@@ -220,7 +220,7 @@ def test_refusals_name_what_is_wrong(tiny_checkpoint, lora, changes, damage, mes
 
 def test_refusal_of_a_tied_lm_head_and_of_empty_directories(llama_checkpoint, lora, tmp_path):
     tied = read_config(llama_checkpoint(tie_word_embeddings=True))
-    assert "its lm head is the embedding" in refusal(lambda: load_adapter(lora(targets=["lm_head"]), tied))
+    assert "this base has a tied lm head" in refusal(lambda: load_adapter(lora(targets=["lm_head"]), tied))
     (tmp_path / "empty").mkdir()
     assert "no such file" in refusal(lambda: load_adapter(tmp_path / "empty", tied))
     folder = lora()

@@ -1,4 +1,4 @@
-"""Every kind of drafter in the registry, whichever there are: a new line there is tested without one here."""
+"""Properties of every kind in the registry; new kinds are tested automatically."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS, MAX_NEW = [[3, 1, 4, 1, 5], [2, 7]], 12
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.quick("lookup", "lookahead")
-def test_every_kind_decodes_what_the_base_says(lab, name):
+def test_every_kind_decodes_the_bases_own_text(lab, name):
     drafter = KINDS[name].build(lab.model.config, jnp.float32)
     base = BoundBase(lab.model, lab.base(0))
     shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), base))
@@ -36,7 +36,7 @@ def test_every_kind_decodes_what_the_base_says(lab, name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_array_of_a_state_has_a_leading_batch_axis(lab, name):
-    """So that rows can be taken out of a decode state, put in and moved, whatever drafter it belongs to."""
+    """So that sequences can be removed from a decode state, inserted and moved, with any drafter."""
     state = KINDS[name].build(lab.model.config, jnp.float32).init_state(3, 20)
     chex.assert_tree_shape_prefix(state, (3,))
 
@@ -73,7 +73,7 @@ def test_heads_are_what_training_needs(lab, name):
 
 
 def test_a_setting_of_one_name_is_the_same_in_all_kinds():
-    """As a training file may hold those of other kinds at their defaults, and records of runs do."""
+    """A training file may have settings of other kinds at their defaults, and records of runs do."""
     found = [
         (field.name, field.type, field.default) for name in HEADS for field in dataclasses.fields(HEADS[name].Settings)
     ]

@@ -1,5 +1,5 @@
-"""Released Hydra and Medusa heads: directories written by plain torch modules, built here to the formulas of
-docs/design.md 4, must give torch's logits; damaged, foreign and hostile directories must be refused by name."""
+"""Released Hydra and Medusa heads, written by torch modules of the formulas in docs/design.md 4, give torch's logits;
+damaged, foreign and hostile directories are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def medusa(n_heads: int, n_layers: int, blocks: str) -> Medusa:
 
 
 def randomise(module: nn.Module, seed: int = 1) -> nn.Module:
-    """Weights large enough for SiLU to bend; the embedding, shared with the base, stays."""
+    """Weights large enough for SiLU to be nonlinear; the shared embedding stays."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -94,7 +94,7 @@ def some_tokens() -> np.ndarray:
 
 
 def agrees(directory: Path, official: nn.Module, base, aux_hidden_states: torch.Tensor | None = None):
-    """Our teacher-forced logits equal torch's on random features; returns the drafter."""
+    """Check that our teacher-forced logits equal torch's on random hidden states; return the drafter."""
     _, bound = base
     drafter, params = load_draft(directory, bound.config)
     tokens = some_tokens()
@@ -163,7 +163,7 @@ def test_medusa_file_with_more_heads_than_its_config_declares(base, tmp_path):
 
 
 def test_medusa_heads_of_which_one_has_equal_blocks(base, tmp_path):
-    """Blocks that are equal in one head only must not be taken for one shared block in all."""
+    """Blocks that are equal in one head only are not a shared block."""
     official = randomise(medusa(2, 3, "separate"))
     for layer in (1, 2):
         official[0][layer].load_state_dict(official[0][0].state_dict())
@@ -171,7 +171,7 @@ def test_medusa_heads_of_which_one_has_equal_blocks(base, tmp_path):
 
 
 def test_blocks_that_differ_in_one_number(base, tmp_path):
-    """A copy is a copy only if every number agrees, the bias included."""
+    """Blocks are copies only if all numbers agree, also of the biases."""
     official = randomise(medusa(2, 2, "separate"))
     for head in official:
         head[1].load_state_dict(head[0].state_dict())
@@ -277,7 +277,7 @@ def test_more_hydra_heads_than_declared(base, hydra_state, tmp_path):
 def test_wrong_shape(base, hydra_state, tmp_path):
     state = hydra_state | {"hydra_mlp.1.0.linear.weight": torch.ones(WIDTH, 2 * WIDTH)}
     directory = release(tmp_path, state, hydra_config(2, 1))
-    refused(directory, base, "hydra_mlp.1.0.linear.weight has shape [32, 64], expected [32, 96]")
+    refused(directory, base, "hydra_mlp.1.0.linear.weight: got shape [32, 64], expected [32, 96]")
 
 
 def test_medusa_1_layer_file_declared_as_2(base, medusa_state, tmp_path):
@@ -286,7 +286,7 @@ def test_medusa_1_layer_file_declared_as_2(base, medusa_state, tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "found"),
-    [({"width": 64}, "width is 32, not 64"), ({"vocab_size": 97}, "vocabulary is 96, not 97")],
+    [({"width": 64}, "width: got 32, expected 64"), ({"vocab_size": 97}, "vocabulary: got 96, expected 97")],
 )
 def test_heads_of_another_base(base, hydra_state, medusa_state, tmp_path, change, found):
     other = base[0], BoundBase(base[1].model.clone(config=base[1].config.replace(**change)), None)
@@ -316,7 +316,7 @@ def test_unsupported_config(base, hydra_state, tmp_path, change, pieces):
 
 def test_config_of_neither_kind(base, tmp_path):
     (tmp_path / "config.json").write_text('{"num_heads": 2}')
-    refused(tmp_path, base, "hydra_num_heads", "medusa_num_heads", "no directory of draft heads", str(tmp_path))
+    refused(tmp_path, base, "hydra_num_heads", "medusa_num_heads", "no draft heads of a supported", str(tmp_path))
 
 
 def test_missing_files(base, hydra_state, tmp_path):
@@ -336,7 +336,7 @@ def test_truncated_file(base, hydra_state, tmp_path, suffix):
 
 
 def test_pt_without_torch(base, hydra_state, tmp_path, monkeypatch):
-    """torch is no dependency: a .pt then has its own message, a .safetensors needs none."""
+    """torch is optional: a .pt file without it is refused, a .safetensors file loads."""
     pt = release(tmp_path / "pt", hydra_state, hydra_config(2, 1))
     safe = release(tmp_path / "safe", hydra_state, hydra_config(2, 1), ".safetensors")
     monkeypatch.setitem(sys.modules, "torch", None)

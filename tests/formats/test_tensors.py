@@ -1,4 +1,4 @@
-"""PyTorch files beside safetensors ones: the same parameters from both, nothing executed, one line for every defect."""
+"""PyTorch and safetensors files: the same parameters from both, no code executed, one line for every defect."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def same_parameters(one: Path, other: Path, dtype=jnp.float32) -> None:
 
 
 def refused(directory: Path, *pieces: str) -> None:
-    """Loading fails and names the option."""
+    """Loading fails with a message about ``base``."""
     refusal(lambda: load_llama(directory), "base", *pieces)
 
 
@@ -121,7 +121,7 @@ def test_sharded_safetensors_come_before_a_pytorch_file(state, save, tiny_checkp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_parameters_do_not_change_with_the_file(state, save, kind, dtype):
-    """What was loaded may be written over in place, as by training that saves into the directory it started from."""
+    """Loaded files may be overwritten in place, as by training that saves into its initial directory."""
     folder = save({name: tensor.to(dtype) for name, tensor in state.items()}, kind)
     params = load_llama(folder, jnp.dtype(str(dtype).removeprefix("torch.")))[1]
     before = [np.array(leaf, copy=True) for leaf in jax.tree.leaves(params)]
@@ -137,11 +137,11 @@ def test_parameters_do_not_change_with_the_file(state, save, kind, dtype):
 
 
 def mapped(folder: Path) -> set[str]:
-    """Which files of a directory are in this process's address space."""
+    """The files of a directory that are mapped by this process."""
     return {line.split()[-1] for line in MAPS.read_text().splitlines() if f"{folder}/" in line}
 
 
-@pytest.mark.skipif(not MAPS.exists(), reason="the system does not say which files are mapped")
+@pytest.mark.skipif(not MAPS.exists(), reason="the system does not list mapped files")
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_at_most_one_file_is_open_while_loading(state, save, tiny_checkpoint, tmp_path, kind):
     if kind == "bin":
@@ -169,7 +169,7 @@ def test_progress_counts_every_number_once(state, tiny_checkpoint):
 @pytest.mark.parametrize("kind", ["safetensors", "pt"])
 @pytest.mark.parametrize("rows", [1, 64, 65, 1000])
 def test_the_first_rows_of_a_tensor(tmp_path, kind, rows):
-    """As many as there are, if there are fewer."""
+    """All rows if there are fewer."""
     torch.manual_seed(0)
     tensors = {
         "long": torch.randn(70, 3),
@@ -180,7 +180,7 @@ def test_the_first_rows_of_a_tensor(tmp_path, kind, rows):
     }
     files = opened(tmp_path, tensors, kind)
     for name, tensor in tensors.items():
-        part = files.read_first(name, rows)
+        part = files.read(name, rows)
         expected = tensor[:rows].float().numpy()
         assert part.dtype == (ml_dtypes.bfloat16 if name == "half" else np.float32)
         np.testing.assert_array_equal(part.astype(np.float32), expected, err_msg=name)
@@ -199,7 +199,7 @@ def opened(folder: Path, tensors: dict[str, torch.Tensor], kind: str):
 def test_no_other_rows_are_read(tmp_path):
     files = opened(tmp_path, {"long": torch.zeros(2**20, 4)}, "safetensors")
     peaks = []
-    for read in (lambda: files.read_first("long", 64), lambda: files.read("long")):
+    for read in (lambda: files.read("long", 64), lambda: files.read("long")):
         tracemalloc.start()
         read()
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -227,7 +227,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("kind", ["safetensors", "pt"])
 def test_written_tensors_come_back_bit_for_bit(tmp_path, kind):
-    """To torch's own readers and to ours."""
+    """Written files are read by torch's own readers and by ours."""
     path = tmp_path / f"tensors.{kind}"
     arrays = {name: np.asarray(array) for name, array in WRITTEN.items()}
     if kind == "safetensors":
@@ -267,14 +267,14 @@ def test_a_file_with_more_bytes_than_there_are_addresses(state, save, monkeypatc
 
     directory = save(state, "safetensors")
     monkeypatch.setattr("hydrajax.formats.tensors.safe_open", safe_open)
-    refused(directory, "cannot map ", "model.safetensors: it takes more memory than there is")
+    refused(directory, "cannot map ", "model.safetensors: not enough memory")
 
 
 def test_a_header_that_names_more_tensors_than_any_model_has(state, save):
     folder = save(state, "safetensors")
     path = folder / "model.safetensors"
     path.write_bytes(struct.pack("<Q", 2**24 + 8) + b" " * (2**24 + 6) + b"{}")
-    refused(folder, str(path), "its header has 16777224 bytes, allowed are 16777216")
+    refused(folder, str(path), "header: got 16777224 bytes, expected at most 16777216")
 
 
 @pytest.mark.parametrize("name", ["../evil.bin", "{folder}/../evil.bin", "sub/evil.bin", "evil.bin\0", ".."])
@@ -376,7 +376,7 @@ def test_missing_unexpected_and_misshapen_tensors(state, save, kind):
     refused(save(state | {"model.bias": torch.zeros(2)}, kind), "unexpected tensor 'model.bias'")
     wrong = {Q: torch.zeros(32, 16), NORM: torch.tensor(1.0)}
     refused(
-        save(state | wrong, kind), f"{Q} has shape [32, 16], expected [32, 32]", f"{NORM} has shape [], expected [32]"
+        save(state | wrong, kind), f"{Q}: got shape [32, 16], expected [32, 32]", f"{NORM}: got shape [], expected [32]"
     )
 
 
@@ -395,12 +395,12 @@ def test_tensors_that_are_not_floats(state, save, kind, dtype, names):
     folder = save(state | {Q: torch.ones(32, 32).to(dtype), NORM: torch.ones(32).to(dtype)}, kind)
     found = names[kind == "safetensors"]
     allowed = "expected float64, float32, float16, bfloat16"
-    refused(folder, f"{Q} has dtype {found}, {allowed}", f"{NORM} has dtype {found}, {allowed}")
+    refused(folder, f"{Q}: got dtype {found}, {allowed}", f"{NORM}: got dtype {found}, {allowed}")
 
 
 @pytest.mark.parametrize("kind", ["sparse", "compressed", "meta"])
 def test_tensors_that_are_no_plain_arrays(state, save, kind):
-    """torch's format has more than safetensors'."""
+    """Kinds of tensors that only torch's format has."""
     plain = torch.eye(32)
     odd = {"sparse": plain.to_sparse, "compressed": plain.to_sparse_csr, "meta": lambda: plain.to("meta")}[kind]()
     refused(save(state | {Q: odd}, "bin"), "it names torch._utils _rebuild_", "which no state dict of tensors needs")

@@ -12,7 +12,7 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.generation import generate
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.models.llama import Llama
-from hydrajax.serve.pool import Pool, Sizes
+from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 from hydrajax.text.answers import Generation
 from hydrajax.trees import presets
 
@@ -46,9 +46,9 @@ def model(heads: str = "medusa") -> LanguageModel:
     return LanguageModel(Llama(config, jnp.dtype("float32")), drafter, params, tokenizer(), (END,))
 
 
-def pool(served: LanguageModel, sizes: Sizes, *arguments, **settings) -> Pool:
+def pool(served: LanguageModel, sizes: PoolSizes, *arguments, **settings) -> ExecutorPool:
     """Return the executors of a server for this model."""
-    return Pool(make_executor(served, served.spec(tree=TREE)), sizes, *arguments, **settings)
+    return ExecutorPool(make_executor(served, served.spec(tree=TREE)), sizes, *arguments, **settings)
 
 
 def answers(served: LanguageModel, prompts, rules, limits, seeds, **settings) -> list[Generation]:

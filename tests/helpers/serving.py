@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 from helpers.letters import answers
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.serve.app import Interface, Settings
+from hydrajax.serve.app import Api, ServerSettings
 from hydrajax.serve.batcher import Batcher
-from hydrajax.serve.request_encoder import Encoder
-from hydrajax.serve.served import Served, close_all
-from hydrajax.serve.server import listening, server
+from hydrajax.serve.request_encoder import RequestEncoder
+from hydrajax.serve.served_models import ServedModel, close_all
+from hydrajax.serve.server import Server, listen
 
 SECONDS = 300
 
@@ -25,10 +25,11 @@ def running(pool, queue: int = 100, model: str = "hydrajax", about=(), others=()
     """Yield ``(address, batcher)`` of a server in this process. others: pools of further models by name."""
     batchers = {model: Batcher(pool, queue=queue)}
     batchers |= {name: Batcher(more, queue=queue) for name, more in dict(others).items()}
-    served = [Served(name, batcher.start(), dict(about)) for name, batcher in batchers.items()]
-    interface = Interface(served, Encoder(pool.executor.tokenizer, pool.executor.model.config), Settings(**settings))
-    listener = listening("127.0.0.1", 0)
-    uvicorn = server(interface.app(), list(batchers.values()), grace=1, quiet=True)
+    served = [ServedModel(name, batcher.start(), dict(about)) for name, batcher in batchers.items()]
+    encoder = RequestEncoder(pool.executor.tokenizer, pool.executor.model.config)
+    api = Api(served, encoder, ServerSettings(**settings))
+    listener = listen("127.0.0.1", 0)
+    uvicorn = Server(api.app(), list(batchers.values()), grace=1, quiet=True)
     thread = threading.Thread(target=uvicorn.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -41,24 +42,24 @@ def running(pool, queue: int = 100, model: str = "hydrajax", about=(), others=()
 
 @contextmanager
 def serving(*options: object, api_key: str | None = None):
-    """Yield ``(process, address, lines)`` of ``hydrajax serve`` with these options on a free port.
+    """Yield ``(process, address, log)`` of ``hydrajax serve`` with these options on a free port.
 
-    lines: stderr before the line with the address.
+    log: the lines on stderr before the one with the address.
     """
     command = [sys.executable, "-m", "hydrajax", "serve", "--port", "0", *map(str, options)]
     given = {} if api_key is None else {"HYDRAJAX_API_KEY": api_key}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | given)
-    lines = []
+    log = []
     try:
         for line in process.stderr:
-            if found := re.match(r"serving on (http://127\.0\.0\.1:\d+)/v1, \d+ MB for caches", line):
+            if found := re.match(r"serving on (http://127\.0\.0\.1:\d+)/v1, \d+ MB for KV caches", line):
                 break
-            lines.append(line.rstrip("\n"))
+            log.append(line.rstrip("\n"))
         else:
-            raise AssertionError("\n".join(lines))
+            raise AssertionError("\n".join(log))
         # Drain the log, so that the server never blocks on a full pipe.
         threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield process, found[1], lines
+        yield process, found[1], log
     finally:
         process.kill()
         process.wait()

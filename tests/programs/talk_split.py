@@ -19,7 +19,7 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.language_model import LanguageModel
 from hydrajax.serve.batcher import Batcher
-from hydrajax.serve.pool import Pool, Sizes
+from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 from hydrajax.sharding import Placement, last_devices
 
 MESSAGES = ["abc", "cafe", "deed"]
@@ -40,13 +40,13 @@ def turns(m: LanguageModel) -> list:
     spec = m.spec(tree="chain-2", rule=ExactSampling(0.6), max_new_tokens=12)
     chat, found = Chat(m.executor(spec), seed=3), []
     for message in MESSAGES:
-        found.append(["".join(chat.say(message)), chat.turn.reused, chat.turn.steps])
+        found.append(["".join(chat.send(message)), chat.turn.reused, chat.turn.steps])
     return found
 
 
 def answers(m: LanguageModel) -> list:
-    """Return the responses of a server with two slots to requests with common prefixes, greedy and sampled."""
-    pool = Pool(make_executor(m, m.spec(tree="chain-2")), Sizes(rows=2, chunk=16, places=64))
+    """Return the answers of a server with two slots to prompts with common prefixes, greedy and sampled."""
+    pool = ExecutorPool(make_executor(m, m.spec(tree="chain-2")), PoolSizes(slots=2, chunk=16, cache_len=64))
     batcher = Batcher(pool).start()
     random, found = np.random.default_rng(0), []
     try:
@@ -58,7 +58,7 @@ def answers(m: LanguageModel) -> list:
                 ids, max_new_tokens=6 + 5 * number, temperature=0.8 * (number % 2), seed=number, **bias
             )
             found += batcher.submit([request])
-        return [[ticket.wait(SECONDS).output_ids, ticket.result.steps] for ticket in found], batcher.stats().cached
+        return [[handle.wait(SECONDS).output_ids, handle.result.steps] for handle in found], batcher.stats().cached
     finally:
         batcher.close()
 

@@ -176,12 +176,12 @@ def test_other_settings_are_refused(tmp_path):
     AnswerFiles(tmp_path, [PLAIN], {"rule": "typical"})  # no answers yet: nothing to mix
     run(tmp_path)
     before = (tmp_path / f"{FAST}.jsonl").read_bytes()
-    found = r'other settings: rule was "greedy", now it is "exact"; take another directory, or remove'
+    found = r'other settings: rule: got "exact", expected "greedy"; choose another directory, or remove'
     with pytest.raises(HydrajaxError, match=found):
         run(tmp_path, settings=SETTINGS | {"rule": "exact"})
-    with pytest.raises(HydrajaxError, match="other settings: seed was null, now it is 1"):
+    with pytest.raises(HydrajaxError, match="other settings: seed: got 1, expected null"):
         run(tmp_path, settings=SETTINGS | {"seed": 1})
-    with pytest.raises(HydrajaxError, match=r"other settings: tree was \[\[0\], \[0, 0\]\], now it is null"):
+    with pytest.raises(HydrajaxError, match=r"other settings: tree: got null, expected \[\[0\], \[0, 0\]\]"):
         run(tmp_path, settings={"rule": "greedy"})
     (tmp_path / "settings.json").unlink()
     with pytest.raises(HydrajaxError, match="holds answers, but no readable settings"):
@@ -196,14 +196,14 @@ def test_a_damaged_line_is_named(tmp_path, damage):
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([lines[0], damage, *lines[2:]]) + b"\n")
     with pytest.raises(
-        HydrajaxError, match=r"tiny-hydra\.jsonl line 2: .*; it is damaged, or no answer of this program"
+        HydrajaxError, match=r"tiny-hydra\.jsonl line 2: .*; the line is damaged or not from this program"
     ):
         run(tmp_path)
 
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(HydrajaxError, match=r"output: .*file is a file, the name of a directory is needed"):
+    with pytest.raises(HydrajaxError, match=r"output: .*file is a file, expected a directory"):
         AnswerFiles(tmp_path / "file", [PLAIN], {})
     with pytest.raises(HydrajaxError, match=r"output: cannot make .*: Not a directory"):
         AnswerFiles(tmp_path / "file" / "below", [PLAIN], {})

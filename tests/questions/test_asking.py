@@ -44,7 +44,7 @@ def test_long_prompts_lose_their_beginning_but_not_bos():
     assert prompter([]) == ([1, *range(23, 30)], 13)
     assert Prompter(prompter.encode, 16, 8)([]) == ([*range(22, 30)], 13)
     assert Prompter(prompter.encode, 29, 8, 1)([]) == ([1, *range(10, 30)], 0)
-    with pytest.raises(HydrajaxError, match="max_new_tokens: must be at most 14, found 15: the model's context of 16"):
+    with pytest.raises(HydrajaxError, match="max_new_tokens: got 15, expected at most 14: the model's context of 16"):
         Prompter(prompter.encode, 16, 15)
 
 

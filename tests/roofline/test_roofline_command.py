@@ -155,7 +155,7 @@ def test_command_measures_here(program):
 def test_mistakes_end_in_one_line(program, tmp_path):
     cases = {
         "exactly one of --shape and --base": [],
-        "--shape: found '8x7b', allowed are tiny": ["--shape", "8x7b"],
+        "--shape: got '8x7b', expected tiny": ["--shape", "8x7b"],
         "--base: no such file": ["--base", tmp_path / "none"],
         "invalid choice: 'B200'": ["--shape", "7b", "--device", "B200"],
         "--dtype: got 'float32', expected bfloat16 for the peaks of A100": [
@@ -169,7 +169,7 @@ def test_mistakes_end_in_one_line(program, tmp_path):
         "got dynamic-8-1-4, expected a static tree for a sweep over tree sizes": [
             *("--shape", "7b", "--tree", "dynamic-8-1-4", "--tree-sizes", "2")
         ],
-        "must be an integer from 1 up, found 'x'": ["--shape", "7b", "--batch-sizes", "1,x"],
+        "got 'x', expected an integer from 1 up": ["--shape", "7b", "--batch-sizes", "1,x"],
         "--tokens-per-step: got 1 values, expected one for each of 2 tree sizes": [
             *("--shape", "7b", "--tree-sizes", "1,16", "--tokens-per-step", "3")
         ],

@@ -1,11 +1,11 @@
-"""One tiny model and its executors for all tests of serving."""
+"""A tiny model and its executors for all tests of serving."""
 
 from __future__ import annotations
 
 import pytest
 
 from helpers import letters
-from hydrajax.serve.pool import Sizes
+from hydrajax.serve.executor_pool import PoolSizes
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +15,7 @@ def served():
 
 @pytest.fixture(scope="session")
 def small(served):
-    """Two rows, caches of one size: four large programs."""
-    pool = letters.pool(served, Sizes(rows=2, chunk=16, places=128))
-    pool.warm()
+    """Two slots and a single cache length, so that few programs compile."""
+    pool = letters.pool(served, PoolSizes(slots=2, chunk=16, cache_len=128))
+    pool.warm_up()
     return pool

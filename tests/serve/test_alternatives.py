@@ -1,11 +1,11 @@
-"""The likeliest tokens beside each token of an answer, where a server keeps them."""
+"""Log-probabilities of the most likely tokens at each position, on a server with ``--top-logprobs``."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.slow  # programs of their own are compiled
+pytestmark = pytest.mark.slow  # compiles its own programs
 for package in ("starlette", "uvicorn", "prometheus_client", "openai"):
     pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve], hydrajax[test])")
 
@@ -18,7 +18,7 @@ from helpers.serving import SECONDS, running  # noqa: E402
 from hydrajax.errors import HydrajaxError  # noqa: E402
 from hydrajax.language_model import LanguageModel  # noqa: E402
 from hydrajax.serve.batcher import Batcher  # noqa: E402
-from hydrajax.serve.pool import Sizes  # noqa: E402
+from hydrajax.serve.executor_pool import PoolSizes  # noqa: E402
 
 TOP = 5
 CHAT = {"model": "letters", "messages": [{"role": "user", "content": "a bad cafe"}], "max_completion_tokens": 25}
@@ -27,9 +27,9 @@ SAMPLED = {"temperature": 1.3, "seed": 4}
 
 @pytest.fixture(scope="module")
 def pool(served):
-    """Rows and caches of several sizes, so that rows move."""
-    found = letters.pool(served, Sizes(rows=2, chunk=16, places=64, logprobs=TOP))
-    found.warm()
+    """Several batch sizes and cache lengths, so that sequences move."""
+    found = letters.pool(served, PoolSizes(slots=2, chunk=16, cache_len=64, logprobs=TOP))
+    found.warm_up()
     return found
 
 
@@ -41,7 +41,7 @@ def client(pool):
 
 @pytest.fixture(scope="module")
 def wanted(served: LanguageModel):
-    """``wanted(prompt, **numbers)``: the answer of `generate`, whose alternatives a plain pass has said."""
+    """``wanted(prompt, **numbers)``: the answer of `generate`, checked against an uncached pass."""
 
     def answer(prompt: str, **numbers):
         rule = "exact" if numbers else "greedy"
@@ -53,8 +53,8 @@ def wanted(served: LanguageModel):
     return answer
 
 
-def test_rows_that_come_and_go_keep_their_own(served, pool):
-    """Greedy and sampled, short and long, more of them than rows; and nothing is compiled for it."""
+def test_sequences_that_join_and_leave_keep_their_own(served, pool):
+    """Greedy and sampled, short and long, more of them than slots; nothing is compiled."""
     random = np.random.default_rng(0)
     batcher = Batcher(pool).start()
     try:
@@ -66,7 +66,7 @@ def test_rows_that_come_and_go_keep_their_own(served, pool):
                 )
                 for number in range(12)
             ]  # fmt: skip
-            answers = [ticket.wait(SECONDS) for ticket in batcher.submit(requests)]
+            answers = [handle.wait(SECONDS) for handle in batcher.submit(requests)]
     finally:
         batcher.close()
     for answer in answers:
@@ -95,7 +95,7 @@ def of_pieces(events) -> list:
 
 
 def test_completions(served, client, wanted):
-    """As in OpenAI's, the token itself is there in any case."""
+    """As in OpenAI's API, the chosen token is always included."""
     expected = wanted("abc", **SAMPLED)
     text = [served.tokenizer.decode([token]) for token in range(letters.VOCAB)]
     settings = {"model": "letters", "prompt": "abc", "max_tokens": 25, "logprobs": 2} | SAMPLED
@@ -113,12 +113,12 @@ def test_completions(served, client, wanted):
     assert sizes == {2, 3}
 
 
-def test_more_than_are_kept_is_refused(client):
-    message = "top_logprobs: found 6, this server keeps 5"
+def test_more_than_the_server_supports_is_refused(client):
+    message = "top_logprobs: got 6, expected at most 5"
     with pytest.raises(openai.BadRequestError, match=message):
         client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=6)
 
 
-def test_more_than_there_are_tokens_cannot_be_kept(served):
+def test_no_more_than_the_vocabulary(served):
     with pytest.raises(HydrajaxError, match="logprobs: got 18, expected 0 to the vocabulary's 17"):
-        letters.pool(served, Sizes(rows=1, logprobs=18))
+        letters.pool(served, PoolSizes(slots=1, logprobs=18))

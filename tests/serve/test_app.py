@@ -1,9 +1,10 @@
-"""The interface over a socket, asked by OpenAI's own client and by clients that behave badly."""
+"""The API over a socket, with OpenAI's client and with misbehaving clients."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 
@@ -54,7 +55,7 @@ def test_completions_are_those_of_generate(served, client):
     assert [choice.text for choice in again.choices] == [choice.text for choice in answer.choices]
 
 
-def test_streamed_choices_join_to_what_their_seed_draws(served, client):
+def test_streamed_choices_join_to_the_answers_of_their_seed(served, client):
     messages = [{"role": "system", "content": "be a"}, {"role": "user", "content": "bad cafe"}]
     rule = ExactSampling(1.1, top_p=0.95)
     ids = served.tokenizer.encode("be a bad cafe ")
@@ -78,9 +79,9 @@ def test_streamed_choices_join_to_what_their_seed_draws(served, client):
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(ids), sum(result.new_tokens for result in wanted))
 
 
-def test_stop_strings_end_a_text_before_them(served, client):
+def test_an_answer_ends_before_a_stop_string(served, client):
     (full,) = expected(served, ["abc"], limit=30)
-    stop = [full.text[7:9], "never said"]
+    stop = [full.text[7:9], "not generated"]
     answer = client.completions.create(model="letters", prompt="abc", max_tokens=30, stop=stop)
     assert answer.choices[0].text == full.text[: full.text.index(stop[0])]
     assert answer.choices[0].finish_reason == "stop"
@@ -88,7 +89,7 @@ def test_stop_strings_end_a_text_before_them(served, client):
     assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == answer.choices[0].text
 
 
-def test_many_clients_at_once_get_what_each_would_get_alone(served, address):
+def test_concurrent_clients_get_the_answers_of_generate(served, address):
     async def ask(number: int) -> str:
         async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=KEY, timeout=SECONDS) as own:
             prompt, settings = PROMPTS[number % 4], {"model": "letters", "max_tokens": 20}
@@ -107,7 +108,7 @@ def test_many_clients_at_once_get_what_each_would_get_alone(served, address):
 def test_models_health_and_metrics(address, client):
     assert [model.id for model in client.models.list()] == ["letters"]
     assert client.models.retrieve("letters").owned_by == "hydrajax"
-    with pytest.raises(openai.NotFoundError, match="model: found 'other', there is letters"):
+    with pytest.raises(openai.NotFoundError, match="model: got 'other', expected one of: letters"):
         client.models.retrieve("other")
     assert httpx.get(f"{address}/health").json() == {"status": "ok"}
     client.completions.create(model="letters", prompt="abc", max_tokens=9)
@@ -132,38 +133,63 @@ GOOD = {"prompt": "abc", "max_tokens": 3}
     [
         ("completions", b"{", 400, "the body is not JSON"),
         ("completions", b"\xff\xfe", 400, "the body is not JSON"),
-        ("completions", b"[1]", 400, "Input should be an object"),
-        ("completions", {}, 400, "prompt: Field required"),
-        ("completions", {"prompt": ""}, 400, "prompt: must be a text, a list of token ids, or"),
-        ("completions", {"prompt": []}, 400, "prompt: must be a text, a list of token ids, or"),
-        ("completions", {"prompt": [True]}, 400, "prompt: must be a text, a list of token ids, or"),
-        ("completions", {"prompt": ["a", [1]]}, 400, "prompt: must be a text, a list of token ids, or"),
+        ("completions", b"[1]", 400, "the body: got [1], expected an object"),
+        ("completions", {}, 400, "prompt: is missing"),
+        (
+            "completions",
+            {"prompt": ""},
+            400,
+            "prompt: got '', expected a text, a list of token ids, or a list of up to 128",
+        ),
+        ("completions", {"prompt": []}, 400, "prompt: got "),
+        ("completions", {"prompt": [True]}, 400, "prompt: got "),
+        ("completions", {"prompt": ["a", [1]]}, 400, "prompt: got "),
         ("completions", {"prompt": [99]}, 400, "prompt: got token id 99, expected 0 to"),
-        ("completions", {"prompt": [10**30]}, 400, "prompt: token id 1000000000000000000000000000000 is outside"),
-        ("completions", {"prompt": "a" * 96}, 400, "prompt: has 96 tokens, which leaves no room"),
+        ("completions", {"prompt": [10**30]}, 400, "prompt: .*token id 1000000000000"),
+        ("completions", {"prompt": "a" * 96}, 400, "prompt: got 96 tokens, expected fewer than"),
         ("completions", {"prompt": "a" * 5000}, 413, "the body has more than 5000 bytes"),
-        ("completions", GOOD | {"max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
-        ("completions", GOOD | {"temperature": -1}, 400, "temperature: Input should be greater"),
-        ("completions", GOOD | {"temperature": "nan"}, 400, "temperature: Input should be a finite number"),
-        ("completions", GOOD | {"top_p": 0}, 400, "top_p: Input should be greater than 0"),
-        ("completions", GOOD | {"seed": -1}, 400, "seed: Input should be greater"),
-        ("completions", GOOD | {"n": 1000}, 400, "n: Input should be less than or equal to 128"),
-        ("completions", {"prompt": ["a"] * 3, "n": 50}, 400, "n: at most 128 answers can be had at once"),
-        ("completions", GOOD | {"stop": [""]}, 400, "stop"),
-        ("completions", GOOD | {"logprobs": 3}, 400, "logprobs: found 3, this server keeps 0 (--top-logprobs)"),
-        ("completions", GOOD | {"logprobs": 6}, 400, "logprobs: Input should be less than or equal to 5"),
-        ("completions", GOOD | {"presence_penalty": 1}, 400, "presence_penalty: penalties are not counted here"),
-        ("completions", GOOD | {"logit_bias": {"3": 101}}, 400, "logit_bias: Input should be less than or equal to"),
+        ("completions", GOOD | {"max_tokens": 0}, 400, "max_tokens: got 0, expected greater than or equal to 1"),
+        ("completions", GOOD | {"temperature": -1}, 400, "temperature: got -1, expected greater"),
+        ("completions", GOOD | {"temperature": "nan"}, 400, "temperature: got 'nan', expected a finite number"),
+        ("completions", GOOD | {"top_p": 0}, 400, "top_p: got 0, expected greater than 0"),
+        ("completions", GOOD | {"seed": -1}, 400, "seed: got -1, expected greater"),
+        ("completions", GOOD | {"n": 1000}, 400, "n: got 1000, expected less than or equal to 128"),
+        ("completions", {"prompt": ["a"] * 3, "n": 50}, 400, "n: got 3 prompts x 50 choices, expected at most 128"),
+        ("completions", GOOD | {"stop": [""]}, 400, "stop.*: got .*, expected a text or a list of up to 16 texts"),
+        (
+            "completions",
+            GOOD | {"logprobs": 3},
+            400,
+            "logprobs: got 3, expected at most 0; start the server",
+        ),
+        ("completions", GOOD | {"logprobs": 6}, 400, "logprobs: got 6, expected less than or equal to 5"),
+        ("completions", GOOD | {"presence_penalty": 1}, 400, "presence_penalty: this server has no penalties"),
+        ("completions", GOOD | {"logit_bias": {"3": 101}}, 400, "logit_bias: got 101, expected less than or equal to"),
         ("completions", GOOD | {"logit_bias": {"17": 1}}, 400, "logit_bias: got token id 17, expected 0 to"),
         ("completions", GOOD | {"logit_bias": {"x": 1}}, 400, "logit_bias: got"),
-        ("completions", GOOD | {"beam": 3}, 400, "beam: is not known here"),
+        ("completions", GOOD | {"beam": 3}, 400, "beam: this field is not supported"),
         ("chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),
-        ("chat/completions", {"messages": [{"role": "x", "content": "a"}]}, 400, "messages.0.role: Input should be"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "a</s>"}]}, 400, "messages.0: holds the text"),
-        ("chat/completions", HELLO | {"top_logprobs": 0}, 400, "top_logprobs: needs logprobs to be true"),
-        ("chat/completions", HELLO | WITH_TOP, 400, "top_logprobs: found 2, this server keeps 0 (--top-logprobs)"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "x", "content": "a"}]},
+            400,
+            "messages.0.role: got 'x', expected 'system', ",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a</s>"}]},
+            400,
+            "messages.0: contains the special token </s>",
+        ),
+        ("chat/completions", HELLO | {"top_logprobs": 0}, 400, "top_logprobs: requires logprobs=true"),
+        ("chat/completions", HELLO | WITH_TOP, 400, "top_logprobs: got 2, expected at most 0; start the server"),
         ("chat/completions", HELLO | {"tools": [{}]}, 400, "tools: List should"),
-        ("chat/completions", HELLO | {"response_format": {"type": "json_object"}}, 400, "response_format.type: Input"),
+        (
+            "chat/completions",
+            HELLO | {"response_format": {"type": "json_object"}},
+            400,
+            "response_format.type: got 'json_object', expected 'text'",
+        ),
         ("nowhere", {}, 404, "Not Found"),
     ],
 )
@@ -173,11 +199,11 @@ def test_bad_requests_get_a_status_and_one_line(address, path, body, status, mes
     answer = httpx.post(f"{address}/v1/{path}", content=content, headers=headers)
     error = answer.json()["error"]
     assert answer.status_code == status, error
-    assert error["message"].startswith(message)
+    assert re.match(message if ".*" in message else re.escape(message), error["message"])
     assert "\n" not in error["message"]
 
 
-def test_who_may_ask_and_how(address):
+def test_keys_content_types_and_host_names(address):
     json_type = {"content-type": "application/json"}
     content = json.dumps(GOOD)
     for headers, status in (
@@ -193,7 +219,7 @@ def test_who_may_ask_and_how(address):
 
 
 def raw(address: str, content_length: int, body: bytes = b"") -> socket.socket:
-    """A connection on which a request was begun by hand."""
+    """A connection with a hand-written start of a request."""
     host, port = address.removeprefix("http://").split(":")
     connection = socket.socket()
     connection.settimeout(60)
@@ -204,7 +230,7 @@ def raw(address: str, content_length: int, body: bytes = b"") -> socket.socket:
     return connection
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(address):
+def test_a_body_that_does_not_arrive_times_out(address):
     with raw(address, 100, b'{"prompt"') as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
@@ -216,8 +242,8 @@ def until(found, seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def test_a_client_that_goes_away_frees_its_rows(small):
-    """In the middle of a stream, while it waits for the whole answer, and while it waits in the queue."""
+def test_a_client_that_disconnects_frees_its_slots(small):
+    """During a stream, while it waits for a whole answer, and while it waits in the queue."""
     with running(small) as (address, batcher):
         body = json.dumps({"prompt": "abc", "max_tokens": 90, "n": 6, "stream": True, "temperature": 2.0}).encode()
         waits = json.dumps({"prompt": "abc", "max_tokens": 90, "n": 3, "temperature": 2.0}).encode()
@@ -233,7 +259,7 @@ def test_a_client_that_goes_away_frees_its_rows(small):
         assert httpx.post(f"{address}/v1/completions", json=GOOD, timeout=SECONDS).status_code == 200
 
 
-def test_a_full_queue_is_said_and_the_client_comes_again(small):
+def test_a_full_queue_and_a_closed_server(small):
     with running(small, queue=0) as (address, batcher):
         many = {"prompt": "abc", "n": 3, "max_tokens": 5}
         answer = httpx.post(f"{address}/v1/completions", json=many)
@@ -245,7 +271,7 @@ def test_a_full_queue_is_said_and_the_client_comes_again(small):
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server is shutting down")
 
 
-def test_an_answer_that_takes_too_long_is_broken_off(small, monkeypatch):
+def test_an_answer_that_takes_too_long_is_cut_off(small, monkeypatch):
     kind = type(small.executor)
     advance = kind.advance
     monkeypatch.setattr(kind, "advance", lambda *args: (time.sleep(0.1), advance(*args))[1])

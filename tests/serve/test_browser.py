@@ -1,4 +1,4 @@
-"""The chat page in a browser, in front of a server of the shipped model with two drafts."""
+"""The chat page in a browser, on a server of the shipped model with two drafts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from helpers.contrast import colours, contrast, luminance  # noqa: E402
 from helpers.serving import SECONDS, running, serving  # noqa: E402
 from hydrajax import assets  # noqa: E402
 from hydrajax.serve.batcher import Batcher  # noqa: E402
-from hydrajax.serve.pool import Sizes  # noqa: E402
+from hydrajax.serve.executor_pool import PoolSizes  # noqa: E402
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-CONTEXT = 240  # with pieces of 16 tokens a cache of one size: few pool to compile
+CONTEXT = 240  # with chunks of 16 tokens there is a single cache length, so that few programs compile
 SCRIPT = "<script>window.ran = 1</script><img src=x onerror='window.ran = 1'> & so on"
 expect.set_options(timeout=60_000)
 
@@ -39,50 +39,50 @@ def browser():
         path = next(filter(None, map(shutil.which, BROWSERS)), own)
         if not Path(path).exists():
             pytest.skip(f"no browser is installed: {', '.join(BROWSERS)}, or that of 'playwright install chromium'")
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])  # which root cannot have
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])  # root cannot use the sandbox
         yield browser
         browser.close()
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """One row at a time."""
+    """A server with a single slot."""
     base = shutil.copytree(assets.base(), tmp_path_factory.mktemp("models") / "base")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
     options = ["--base", base, "--draft", "hydra++", "--tree", "chain-2", "--also", "none", "--template", "plain"]
-    with serving(*options, "--slots", 1, "--chunk", 16) as (_, address, said):
-        assert said[:2] == ["loading ...", "compiling ..."]
+    with serving(*options, "--slots", 1, "--chunk", 16) as (_, address, log):
+        assert log[:2] == ["loading ...", "compiling ..."]
         yield address
 
 
 @pytest.fixture
 def opened(browser):
-    """``opened(address, refusals=0, **settings)``: the page, in a window of its own.
+    """``opened(address, refusals=0, **settings)``: the page in a new window.
 
-    At the end nothing was asked of anybody else, no script has failed, and so many requests were refused, which the
-    browser writes to the console by itself.
+    At the end, checks that no other host was contacted, that no script failed, and the number of refused requests, each
+    of which the browser logs to the console.
     """
     checks = []
     with contextlib.ExitStack() as stack:
 
         def open_page(address: str, refusals: int = 0, **settings) -> Page:
             page = stack.enter_context(contextlib.closing(browser.new_context(**settings))).new_page()
-            failed, said, asked = [], [], []
+            failed, logged, requested = [], [], []
             page.on("pageerror", lambda error: failed.append(str(error)))
-            page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
-            page.on("request", lambda request: asked.append(request.url))
-            checks.append((address, refusals, failed, said, asked))
+            page.on("console", lambda message: logged.append(message.text) if message.type == "error" else None)
+            page.on("request", lambda request: requested.append(request.url))
+            checks.append((address, refusals, failed, logged, requested))
             page.goto(address)
             return page
 
         yield open_page
-        for address, refusals, failed, said, asked in checks:
+        for address, refusals, failed, logged, requested in checks:
             assert failed == []
-            assert len(said) == refusals, said
-            assert all("Failed to load resource" in message for message in said)
-            assert asked
-            assert all(url.startswith(f"{address}/") for url in asked), asked
+            assert len(logged) == refusals, logged
+            assert all("Failed to load resource" in message for message in logged)
+            assert requested
+            assert all(url.startswith(f"{address}/") for url in requested), requested
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def page(opened, address):
 
 
 def send(page: Page, text: str, tokens: int = 60) -> dict:
-    """Ask the model, and what was asked of the server for it."""
+    """Send a message and return the request's body."""
     page.fill("#max_tokens", str(tokens))
     page.fill("#prompt", text)
     with page.expect_request(lambda request: request.method == "POST") as sent:
@@ -107,7 +107,7 @@ def ended(page: Page) -> Page:
 
 
 def whole(address: str, body: dict) -> dict:
-    """The interface's answer to what the page has asked, in one piece."""
+    """The API's whole answer to a request of the page."""
     plain = {name: value for name, value in body.items() if not name.startswith("stream")}
     kind = "chat/completions" if "messages" in body else "completions"
     answer = httpx.post(f"{address}/v1/{kind}", json=plain, timeout=SECONDS)
@@ -127,8 +127,8 @@ def until_idle(address: str) -> None:
         time.sleep(0.02)
 
 
-def test_an_answer_streams_and_is_that_of_the_interface(page, address):
-    """Its tokens are coloured as the interface counts them, and its figures are numbers."""
+def test_an_answer_streams_and_equals_the_api(page, address):
+    """Its colours agree with the API's counts, and its figures are numbers."""
     page.evaluate(
         """() => {
             window.lengths = [];
@@ -157,7 +157,7 @@ def test_an_answer_streams_and_is_that_of_the_interface(page, address):
     rate, seconds = numbers(rf"{number} tokens/s · {number} s ·", figures)
     assert rate > 0
     assert seconds > 0
-    without, plain_step = numbers(rf"without a draft {number} s at {number} ms a token", figures)
+    without, plain_step = numbers(rf"without a draft {number} s at {number} ms per token", figures)
     assert without == pytest.approx(tokens * plain_step / 1e3, abs=0.01)
     assert numbers(rf"first token after {number} s", figures)
 
@@ -168,7 +168,7 @@ def numbers(pattern: str, text: str) -> list[float]:
     return [float(part) for part in found.groups()]
 
 
-def test_what_is_chosen_is_what_is_asked(page, address):
+def test_the_settings_are_sent(page, address):
     first = send(page, "a", tokens=3)
     models = [model["id"] for model in httpx.get(f"{address}/v1/models").json()["data"]]
     assert page.locator("#model option").all_text_contents() == ["hydra++, chain-2", "no draft"]
@@ -191,7 +191,7 @@ def test_what_is_chosen_is_what_is_asked(page, address):
     assert answer.locator("h2").text_content() == "Model · no draft"
     assert "seed 7" in answer.locator(".figures").text_content()
 
-    page.fill("#temperature", "9")  # which nobody sees any more when the rule is greedy
+    page.fill("#temperature", "9")  # invalid, but hidden under the greedy rule
     page.select_option("#rule", "greedy")
     page.select_option("#form", "text")
     third = send(page, "def f(", tokens=20)
@@ -202,10 +202,10 @@ def test_what_is_chosen_is_what_is_asked(page, address):
     assert text == "def f(" + whole(address, third)["choices"][0]["text"]
 
 
-def test_stop_frees_the_row_and_new_forgets(page, address):
+def test_stop_frees_the_slot_and_new_starts_over(page, address):
     cancelled = metric(address, "cancelled_total")
     page.select_option("#rule", "exact")
-    page.fill("#temperature", "2")  # which hardly ever ends by itself
+    page.fill("#temperature", "2")  # rarely ends by itself
     send(page, "import os", tokens=150)
     expect(page.locator("article.assistant .text")).not_to_be_empty()
     page.click("#stop")
@@ -226,7 +226,7 @@ def test_stop_frees_the_row_and_new_forgets(page, address):
 
 
 def test_text_is_never_markup(page):
-    """Neither what the user writes nor what the model says."""
+    """Neither the user's nor the model's text."""
     halves = [SCRIPT[:40], SCRIPT[40:]]
     events = [
         {
@@ -245,8 +245,8 @@ def test_text_is_never_markup(page):
     assert page.evaluate("window.ran") is None
 
 
-def test_errors_are_said_in_words(opened, address):
-    """Before an answer, and in the middle of one."""
+def test_errors_are_shown(opened, address):
+    """Before an answer and during one."""
     page = opened(address, refusals=1)
     expect(page.locator("#model option")).to_have_count(2)
     send(page, "a = 1\n" * 200)
@@ -261,11 +261,11 @@ def test_errors_are_said_in_words(opened, address):
     ended(page)
 
 
-def test_a_key_is_asked_for_and_a_full_queue_said(opened, served, monkeypatch):
-    """A server whose only row is taken, as its batcher does nothing for a while."""
-    goes_on, turn = threading.Event(), Batcher._turn
-    monkeypatch.setattr(Batcher, "_turn", lambda batcher: (goes_on.wait(), turn(batcher)))
-    pool = letters.pool(served, Sizes(rows=1, chunk=16, places=128))
+def test_a_missing_key_and_a_full_queue(opened, served, monkeypatch):
+    """A server whose only slot is taken while its batcher is paused."""
+    resume, iterate = threading.Event(), Batcher._iterate
+    monkeypatch.setattr(Batcher, "_iterate", lambda batcher: (resume.wait(), iterate(batcher)))
+    pool = letters.pool(served, PoolSizes(slots=1, chunk=16, cache_len=128))
     about = {"draft": "medusa", "tree": "small"}
     with running(pool, queue=0, api_key="k", about=about) as (address, batcher):
         page = opened(address, refusals=3)
@@ -280,19 +280,19 @@ def test_a_key_is_asked_for_and_a_full_queue_said(opened, served, monkeypatch):
         (other,) = batcher.submit([batcher.request([1, 2, 3])])
         send(page, "abc")
         expect(page.locator("#error")).to_have_text("the queue of 0 requests is full; try again later")
-        assert page.input_value("#prompt") == "abc"  # to be sent again
+        assert page.input_value("#prompt") == "abc"  # kept for another try
         expect(page.locator("article")).to_have_count(0)
         batcher.cancel(other)
-        goes_on.set()
+        resume.set()
 
 
-# --- how it looks -----------------------------------------------------------------------------------------------------
+# --- layout -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1100, 390])
-def test_everything_is_in_sight_and_can_be_read(opened, address, tmp_path, width, scheme):
-    """No sideways scrolling, and the contrast that WCAG asks for; the pictures are for who looks at them."""
+def test_everything_is_visible_and_readable(opened, address, tmp_path, width, scheme):
+    """No horizontal scrolling, and WCAG's contrast; the screenshots are for a human reader."""
     page = opened(address, viewport={"width": width, "height": 800}, color_scheme=scheme)
     expect(page.locator("#model option")).to_have_count(2)
     page.screenshot(path=tmp_path / "empty.png")

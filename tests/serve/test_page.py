@@ -1,4 +1,4 @@
-"""The chat page and what it lives on: models to choose from, and which tokens were drafted."""
+"""The chat page and the API that it uses: models to choose from, and marks of drafted tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx  # noqa: E402
 from helpers.serving import SECONDS, expected, running  # noqa: E402
 from hydrajax.errors import HydrajaxError  # noqa: E402
 from hydrajax.serve.batcher import Batcher  # noqa: E402
-from hydrajax.serve.served import check_names, plain_step_seconds, together  # noqa: E402
+from hydrajax.serve.served_models import check_unique, plain_step_seconds, total  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def address(small):
         yield address
 
 
-def test_the_page_asks_nothing_of_anybody_else(address):
+def test_the_page_loads_nothing_from_other_hosts(address):
     page = httpx.get(f"{address}/")
     assert page.headers["content-type"].startswith("text/html")
     assert page.headers["content-security-policy"].startswith("default-src 'self';")
@@ -37,14 +37,14 @@ def test_the_page_asks_nothing_of_anybody_else(address):
     assert httpx.get(f"{address}/../app.py").status_code == 404
 
 
-def test_models_say_what_they_are(address):
+def test_models_have_their_draft_and_tree(address):
     (model,) = httpx.get(f"{address}/v1/models", headers={"authorization": "Bearer k"}).json()["data"]
     assert model["id"] == "letters"
     assert model["hydrajax"] == {"draft": "hydra++", "tree": "small"}
 
 
-def test_every_piece_says_which_tokens_were_drafted(address, served):
-    """Those after the first of each step, as `generate` counts the steps; together they are the text."""
+def test_every_event_marks_drafted_tokens(address, served):
+    """All tokens of a step except the first one are drafted; the tokens join to the text."""
     (wanted,) = expected(served, ["a bad cafe"], limit=30)
     options = {"include_drafts": True, "include_usage": True}
     body = {"prompt": "a bad cafe", "max_tokens": 30, "stream": True, "stream_options": options}
@@ -55,14 +55,14 @@ def test_every_piece_says_which_tokens_were_drafted(address, served):
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 found += json.loads(line.removeprefix("data: ")).get("hydrajax", {}).get("tokens", [])
-    roots = {sum(wanted.step_lengths[:step]) for step in range(wanted.steps)}
+    roots = {sum(wanted.emitted_per_step[:step]) for step in range(wanted.steps)}
     assert [token["drafted"] for token in found] == [number not in roots for number in range(wanted.new_tokens)]
     assert "".join(token["text"] for token in found).removesuffix("</s>") == wanted.text
     assert 0 < sum(token["drafted"] for token in found) == wanted.new_tokens - wanted.steps
 
 
 def test_several_models_are_chosen_by_name(small):
-    """Each has its own counts; a name that there is not is refused."""
+    """Metrics add up the models' counts; an unknown name is refused."""
     with running(small, others={"second": small}) as (address, _):
         for name, status in (("hydrajax", 200), ("second", 200), ("", 200), ("third", 404)):
             body = {"model": name, "prompt": "abc", "max_tokens": 2}
@@ -71,19 +71,19 @@ def test_several_models_are_chosen_by_name(small):
             if status == 200:
                 assert answer.json()["model"] == (name or "hydrajax")
             else:
-                assert answer.json()["error"]["message"] == "model: found 'third', there is hydrajax, second"
+                assert answer.json()["error"]["message"] == "model: got 'third', expected one of: hydrajax, second"
         assert "hydrajax_ended_total 3.0" in httpx.get(f"{address}/metrics").text
 
 
-def test_two_models_of_one_name_are_refused():
-    with pytest.raises(HydrajaxError, match=r"^name: two models are called the same, found a$"):
-        check_names(["a", "b", "a"])
+def test_equal_model_names_are_refused():
+    with pytest.raises(HydrajaxError, match=r"^name: got a twice, expected different names$"):
+        check_unique(["a", "b", "a"])
 
 
 def test_counts_are_added_up(small):
     batchers = [Batcher(small), Batcher(small)]
     batchers[0].submit([batchers[0].request([1, 2], max_new_tokens=3)])
-    stats = together([batcher.stats() for batcher in batchers])
+    stats = total([batcher.stats() for batcher in batchers])
     assert (stats.requests, stats.waiting) == (1, 1)
     assert stats.limit_nbytes == 2 * batchers[1].stats().limit_nbytes
     assert stats.failed is False

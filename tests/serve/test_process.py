@@ -1,4 +1,4 @@
-"""``hydrajax serve`` as a process of its own: its end, its refusals, and the shipped model behind it."""
+"""``hydrajax serve`` as a process: shutdown, errors, and answers of the shipped model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ OPTIONS = ("--base", "shipped", "--draft", "hydra++", "--tree", "chain-2", "--sl
 
 
 @pytest.mark.slow
-def test_answers_of_the_shipped_model_and_an_orderly_end():
-    """What runs when the signal comes is finished."""
+def test_answers_of_the_shipped_model_and_a_clean_shutdown():
+    """Requests that run at the signal are finished."""
     for package in PACKAGES:
         pytest.importorskip(package, reason=f"{package} is not installed")
     import openai
@@ -31,10 +31,10 @@ def test_answers_of_the_shipped_model_and_an_orderly_end():
     loaded = hydrajax.load("shipped", "hydra++")
     prompts = ["def quicksort(items):\n", "import os\n\nclass Walker:\n    def __init__(self"]
     wanted = loaded.generate(prompts, tree=presets.chain(2), max_new_tokens=NEW, batch_size=2)
-    with serving(*OPTIONS, "--grace", 60, "--template", "plain", api_key="k") as (process, address, said):
+    with serving(*OPTIONS, "--grace", 60, "--template", "plain", api_key="k") as (process, address, log):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="k", timeout=300, max_retries=0)
-        assert said[0] == "loading ..."
-        assert said[-1] == repr(loaded)
+        assert log[0] == "loading ..."
+        assert log[-1] == repr(loaded)
         answer = client.completions.create(model="hydrajax", prompt=prompts, max_tokens=NEW)
         assert [choice.text for choice in answer.choices] == [result.text for result in wanted]
         assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
@@ -50,20 +50,20 @@ def test_answers_of_the_shipped_model_and_an_orderly_end():
         pieces = [next(events).choices[0]]
         process.send_signal(signal.SIGINT)
         pieces += [event.choices[0] for event in events]
-        assert pieces[-1].finish_reason == "length"  # handed back with what was there
+        assert pieces[-1].finish_reason == "length"  # a partial answer
         assert process.wait(60) == 130
 
 
-def test_a_port_that_is_taken_and_bad_numbers_are_refused_before_a_model_is_loaded(capfd):
+def test_a_busy_port_and_bad_numbers_are_refused_before_the_model_is_loaded(capfd):
     pytest.importorskip("starlette", reason="starlette is not installed")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         for options, message in (
             (["--port", str(port)], f"--port: cannot listen on 127.0.0.1 port {port}: "),
             (["--port", "99999"], "--port: cannot listen on 127.0.0.1 port 99999"),
-            (["--grace", "-1"], "--grace: must be at least 0, found -1"),
+            (["--grace", "-1"], "--grace: got -1, expected at least 0"),
             (["--temperature", "-1"], "--temperature: got -1.0, expected a finite number from 0 up"),
-            (["--slots", "0"], "argument --slots: must be an integer from 1 up, found '0'"),
+            (["--slots", "0"], "argument --slots: "),
         ):
             assert main(["serve", "--base", "nowhere", *options]) == 2
             assert message in capfd.readouterr().err

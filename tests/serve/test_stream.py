@@ -1,4 +1,4 @@
-"""Events to clients that read slowly or not at all."""
+"""Events for clients that read slowly or not at all."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import uvicorn  # noqa: E402
 from starlette.applications import Starlette  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
-from hydrajax.serve.server import listening  # noqa: E402
+from hydrajax.serve.server import listen  # noqa: E402
 from hydrajax.serve.stream import EventStream  # noqa: E402
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
 class Source:
-    """So many events, of which it is known how many were asked for and whether they were closed."""
+    """A generator of ``count`` events that records how many were requested and whether it was closed."""
 
     def __init__(self, count: int, size: int, write_timeout: float):
         self.count, self.size, self.write_timeout = count, size, write_timeout
@@ -43,11 +43,11 @@ class Source:
 
 @pytest.fixture
 def connect():
-    """``connect(source)``: a client's socket, which has asked for the events."""
+    """``connect(source)``: the socket of a client that has requested the events."""
     stops = []
 
     def connected(source: Source) -> socket.socket:
-        listener = listening("127.0.0.1", 0)
+        listener = listen("127.0.0.1", 0)
         config = uvicorn.Config(Starlette(routes=[Route("/", source.endpoint)]), log_level="critical", http="h11")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -63,8 +63,8 @@ def connect():
         thread.join()
 
 
-def test_a_client_that_does_not_read_is_cut_off(connect):
-    """When the buffers on the way are full no more is made, and after a while nobody waits for it any longer."""
+def test_a_client_that_does_not_read_is_disconnected(connect):
+    """When the buffers are full no more events are made, and the connection is closed after the write timeout."""
     source = Source(10_000, 100_000, 0.3)
     with connect(source):
         assert source.ended.wait(60)

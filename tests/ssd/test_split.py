@@ -1,6 +1,6 @@
-"""Base and draft on two of eight CPU devices: the tokens of the fused executor, whatever the draft had prepared.
+"""Base and draft on two of eight CPU devices: the tokens of the fused executor, after hits and after misses.
 
-XLA fixes the number of CPU devices when it starts, so the work runs in subprocesses and the tests read their findings.
+XLA fixes the number of CPU devices at its start, so the work runs in subprocesses, whose results the tests read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
 from hydrajax.sharding import Placement, make_mesh
-from hydrajax.ssd.draft_side import MISS
 from hydrajax.ssd.fan_out import FanOut
-from hydrajax.ssd.record import Record
+from hydrajax.ssd.record import SpeculationRecord
+from hydrajax.ssd.speculator import MISS
 from hydrajax.ssd.split_executor import SplitExecutor
 from hydrajax.trees import presets
 
@@ -31,7 +31,7 @@ LIMITS = [NEW, NEW, 5]
 
 @pytest.fixture(scope="module")
 def models(llama_checkpoint, tmp_path_factory):
-    """A base, and a draft that is the base without its second layer, which makes it right sometimes."""
+    """A base, and a draft that is the base without its second layer, so that some of its tokens are accepted."""
     base, draft = llama_checkpoint(num_hidden_layers=2), tmp_path_factory.mktemp("draft")
     config = json.loads((base / "config.json").read_text()) | {"num_hidden_layers": 1}
     (draft / "config.json").write_text(json.dumps(config))
@@ -71,8 +71,8 @@ def ids(answer) -> list[list[int]]:
     return [[token for token in row if token >= 0] for row in answer["tokens"]]
 
 
-def test_the_tokens_are_those_of_transformers_and_little_is_handed_over(run, models):
-    """With hits and with misses, rows that end at a limit and at EOS, on the first and the last device."""
+def test_the_tokens_equal_transformers_and_little_is_transferred(run, models):
+    """With hits and misses, and sequences that end at a limit and at EOS; on the first and the last device."""
     found = run(case := "greedy/3/chain-2/24-24-24")
     assert found["homes"] == [[0], [7]]
     answer = found[case]
@@ -82,7 +82,7 @@ def test_the_tokens_are_those_of_transformers_and_little_is_handed_over(run, mod
     assert any(row[-1] == EOS for row in wanted)
     assert 0 < answer["hits"] < answer["rounds"]
     assert max(map(max, answer["accept_lengths"])) > 0
-    # 3 tokens for each of 3 rows one way; counts, a token and a flag of each row back.
+    # 3 tokens for each of 3 sequences one way; a count, a token and a flag for each back.
     assert answer["crossings"] == {"hand over": [3 * 3 * 4], "tell": [3 * 4, 3 * 4, 3]}
 
 
@@ -95,8 +95,8 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", CASES)
-def test_every_rule_gives_the_tokens_and_steps_of_the_ordinary_engine(rule, run):
-    """Also the same accepted lengths: so a draft that was prepared is the one that is drafted in turn."""
+def test_every_rule_gives_the_tokens_and_steps_of_the_fused_executor(rule, run):
+    """Also the same accept lengths, so a cached draft equals the draft after a miss."""
     found = run(*CASES[rule], compare=True)
     for case in CASES[rule]:
         answer = found[case]
@@ -111,21 +111,21 @@ def test_every_rule_gives_the_tokens_and_steps_of_the_ordinary_engine(rule, run)
 
 
 @pytest.mark.slow
-def test_a_draft_over_several_devices_and_texts_in_bursts(run):
-    """`generate` and its bursts, with a draft that is sharded over two devices."""
+def test_a_sharded_draft_and_bursts(run):
+    """`generate`, which decodes in bursts, with a draft sharded over two devices."""
     found = run(draft_devices=2, generate=True)
     assert found["homes"] == [[0], [6, 7]]
     assert found["split"] == found["together"]
 
 
 @pytest.mark.slow
-def test_chat_and_serve_say_what_they_say_on_one_device(tmp_path, on_eight_devices):
-    """Turns on kept caches, rows that join and leave, prompts in pieces and kept ones: all verbs of the executor."""
+def test_chat_and_serve_answer_as_on_one_device(tmp_path, on_eight_devices):
+    """All verbs of the executor: turns on a prefix cache, sequences that join and leave, chunked and cached prompts."""
     found = on_eight_devices(tmp_path, "talk_split", flags="--xla_backend_optimization_level=0")
     assert found["kinds"] == ["SplitExecutor", "FusedExecutor"]
     assert found["split"] == found["one device"]
     turns, (answers, cached) = found["split"]["turns"], found["split"]["answers"]
-    assert turns[0][1] == 0 < turns[1][1] < turns[2][1]  # kept from turn to turn
+    assert turns[0][1] == 0 < turns[1][1] < turns[2][1]  # cached from turn to turn
     assert sum(steps for _, steps in answers) < sum(len(ids) for ids, _ in answers)
     assert cached > 0
 
@@ -142,54 +142,57 @@ def test_bench_compares_with_the_pair_in_turn(models, tmp_path, on_eight_devices
     assert [row["hit_rate"] is None for row in rows] == [True, True, True, False]
 
 
-# --- bookkeeping and refusals -----------------------------------------------------------------------------------------
+# --- records and errors -----------------------------------------------------------------------------------------------
 
 
-def test_what_is_read_from_a_record():
-    """Two rows, one of which goes on for three rounds and one for one."""
+def test_speculation_record():
+    """Two sequences, of which one continues after three rounds and one after a single round."""
     numbers = np.array([[0, MISS, 3, -2], [MISS, -2, -2, -2]])
-    record = Record(numbers, np.array([[0, 1, 2, 0], [1, 0, -1, -1]]), FanOut((2, 0, 2)))
+    record = SpeculationRecord(numbers, np.array([[0, 1, 2, 0], [1, 0, -1, -1]]), FanOut((2, 0, 2)))
     assert (record.rounds, record.hits, record.hit_rate) == (4, 2, 0.5)
-    assert record.ready_rate == pytest.approx(1 / 3)  # only the third round let nobody wait
+    assert record.ready_rate == pytest.approx(1 / 3)  # only in the third round no sequence waited
     assert record.outcomes().tolist() == [[1, 0, 0], [0, 0, 2], [0, 1, 0]]
-    nothing = Record(np.full((1, 2), -2), np.zeros((1, 2), int), FanOut((1, 1)))
+    nothing = SpeculationRecord(np.full((1, 2), -2), np.zeros((1, 2), int), FanOut((1, 1)))
     assert (nothing.hit_rate, nothing.ready_rate) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"drafter": "medusa"}, "draft_devices: are for a draft model, which does not read the base, found Medusa"),
-        ({"confidence": 0.3}, r"draft_confidence: must be 0 with draft_devices, found 0\.3"),
-        ({"tree": "cartesian-2x2"}, "tree: must be a chain with draft_devices, such as chain-4"),
-        ({"tree": "root"}, "tree: must be a chain"),
-        ({"fan_out": (1, 2)}, r"fan_out: must be 4 counts for a chain of 3, found \[1, 2\]"),
-        ({"fan_out": -3}, "fan_out: must be from 0 to 1024, found -3"),
+        ({"drafter": "medusa"}, "draft_devices: got Medusa.*, expected a draft model"),
+        ({"confidence": 0.3}, r"draft_confidence: got 0\.3, expected 0 with draft_devices"),
+        (
+            {"tree": "cartesian-2x2"},
+            "tree: got a tree that is no chain, expected a chain with draft_devices",
+        ),
+        ({"tree": "root"}, "tree: got a tree that is no chain"),
+        ({"fan_out": (1, 2)}, r"fan_out: got \[1, 2\], expected 4 counts for a chain of 3"),
+        ({"fan_out": -3}, "fan_out: got -3, expected 0 to 1024"),
     ],
 )
-def test_what_cannot_be_split(changes, message, tiny_model):
+def test_unsupported_drafters_trees_and_fan_outs(changes, message, tiny_model):
     model, params = tiny_model
     drafter = DraftModel(model, model.config.vocab_size, confidence=changes.get("confidence", 0.0))
     if "drafter" in changes:
         drafter = MedusaHeads(3, model.config.width, model.config.vocab_size)
     spec = DecodeSpec(drafter, presets.by_name(changes.get("tree", "chain-3")))
     placement = Placement()
-    object.__setattr__(placement, "draft", make_mesh())  # on the one device there is, which a `Placement` refuses
+    object.__setattr__(placement, "draft", make_mesh())  # on the only device, which a `Placement` refuses
     with pytest.raises(HydrajaxError, match=message):
         SplitExecutor(model, Params(params, params), spec, placement=placement, fan_out=changes.get("fan_out"))
 
 
-def test_both_on_one_device(tiny_model):
+def test_base_and_draft_on_one_device(tiny_model):
     model, params = tiny_model
-    with pytest.raises(HydrajaxError, match="draft_devices: base and draft must lie on devices of their own, both are"):
+    with pytest.raises(HydrajaxError, match="draft_devices: base and draft share"):
         Placement(draft=make_mesh())
     spec = DecodeSpec(DraftModel(model, model.config.vocab_size), presets.chain(2))
-    with pytest.raises(HydrajaxError, match="placement: must have devices for the draft alone, found none"):
+    with pytest.raises(HydrajaxError, match="placement: got no devices for the draft alone"):
         SplitExecutor(model, Params(params, params), spec, placement=Placement())
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "certify", "chat", "serve"])
-def test_more_devices_than_there_are(command, models, capsys):
+def test_too_many_draft_devices(command, models, capsys):
     base, draft = map(str, models)
     prompts = ["--prompt", "x"] if command == "generate" else []
     assert main([command, "--base", base, "--draft", draft, "--tree", "chain-2", "--draft-devices", "9", *prompts]) == 2

@@ -1,4 +1,4 @@
-"""Files of JSON lines, strict and tolerant; what each kind of file refuses besides stands in its own tests."""
+"""JSON and JSONL files, read strictly and tolerantly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import pytest
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.jsonl import integers, json_lines, json_value, read_jsonl, shown
+from hydrajax.text.jsonl import json_lines, json_value, read_jsonl, shown
 
 GOOD = {"a": "é\u2028"}  # U+2028 ends a line for Python, and not in JSON lines
 LINE = json.dumps(GOOD, ensure_ascii=False).encode()
@@ -25,7 +25,7 @@ def test_objects_with_their_place(tmp_path, name):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"[1]", r"must be a JSON object, found \[1\]"),
+        (b"[1]", r"got \[1\], expected a JSON object"),
         (b"{", r'is not JSON: Expecting .*; found "\{"'),
         (b'{"a": "\xff"}', r"is not UTF-8 text \(byte 8 of the line\)"),
         (b"[" * 100_000, "is not JSON: "),
@@ -60,7 +60,7 @@ def test_a_file_larger_than_memory(tmp_path, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr("pathlib.Path.read_bytes", read_bytes)
-    with pytest.raises(HydrajaxError, match=r"^--x: cannot read .*: it takes more memory than there is$"):
+    with pytest.raises(HydrajaxError, match=r"^--x: cannot read .*: not enough memory$"):
         read_jsonl(tmp_path / "f.jsonl", "--x")
 
 
@@ -76,7 +76,3 @@ def test_values():
     assert "(byte 1 of the file)" in str(json_value(b"\xff", "file"))
     assert shown({"a": object}) == '{"a": "<class \'object\'>"}'
     assert shown("x" * 100) == '"' + "x" * 56 + "..."
-    assert integers([1, 2], "p") == [1, 2]
-    for wrong in (None, "12", [1.0], [True]):
-        with pytest.raises(HydrajaxError, match=r"^p: must be a list of integers, found "):
-            integers(wrong, "p")

@@ -78,7 +78,7 @@ def test_the_stop_string_that_is_complete_first_counts_and_of_those_the_longest(
 
 
 def test_an_empty_stop_string_is_refused():
-    with pytest.raises(HydrajaxError, match="stop: found an empty string"):
+    with pytest.raises(HydrajaxError, match="stop: got an empty string"):
         GrowingText(decode, ["a", ""])
 
 

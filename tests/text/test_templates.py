@@ -65,13 +65,13 @@ class SlowTokenizer:
 @pytest.mark.parametrize(
     ("changes", "template", "message"),
     [
-        ({}, "auto", "template: the tokenizer has no chat template of its own; built in are vicuna, plain"),
-        ({}, "alpaca", "template: found 'alpaca', allowed are auto, vicuna, plain"),
+        ({}, "auto", "template: the tokenizer has no chat template; choose one of vicuna, plain"),
+        ({}, "alpaca", "template: got 'alpaca', expected auto, vicuna, plain"),
         ({"chat_template": {"tool_use": OWN}}, "auto", "template: .*multiple chat templates with no default"),
         (
             {"eos_token": None},
             "vicuna",
-            "template: vicuna ends answers by the tokenizer's EOS token, and it has none",
+            "template: vicuna ends answers with EOS, but the tokenizer has no EOS token",
         ),
     ],
 )
@@ -83,9 +83,9 @@ def test_settings_that_do_not_go_together(tokenizer, changes, template, message)
 
 
 def test_messages_name_the_fields_of_the_caller(tokenizer):
-    with pytest.raises(HydrajaxError, match=r"^base: SlowTokenizer is not a fast tokenizer"):
+    with pytest.raises(HydrajaxError, match=r"^base: got SlowTokenizer, expected a fast tokenizer"):
         make_encoder(SlowTokenizer(), "plain")
-    with pytest.raises(HydrajaxError, match=r"^model: SlowTokenizer is not a fast tokenizer"):
+    with pytest.raises(HydrajaxError, match=r"^model: got SlowTokenizer, expected a fast tokenizer"):
         make_encoder(SlowTokenizer(), "plain", tokenizer_field="model")
     with pytest.raises(HydrajaxError, match=r"^style: found 'x'"):
         make_encoder(tokenizer, "x", field="style")

@@ -17,14 +17,14 @@ VOCAB, WIDTH, CONTEXT = 300, 32, 64
 
 
 def invented_text(seed: int, words: int) -> str:
-    """Sentences of made-up words: enough pattern to learn something from."""
+    """Sentences of made-up words with patterns to learn."""
     random = np.random.default_rng(seed)
     return " ".join(random.choice(["the", "tree", "of", "draft", "heads", "grows", "a", "branch."], words))
 
 
 @pytest.fixture
 def example():
-    """Of the tests of training objectives: features, other hidden states, and a batch."""
+    """Inputs of loss tests: hidden states that the drafter reads, the base's hidden states and a batch."""
     return rows_with_gaps()
 
 
@@ -86,7 +86,7 @@ def settings(base, texts) -> dict:
 
 @pytest.fixture
 def config_file(tmp_path, settings):
-    """``make(**changes) -> Path``: the settings as a YAML file, changed at top level; ``output`` is below tmp_path."""
+    """``make(**changes) -> Path``: the settings as a YAML file, changed at top level; ``output`` is in tmp_path."""
 
     def make(**changes) -> Path:
         path = tmp_path / "run.yaml"

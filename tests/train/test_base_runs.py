@@ -1,4 +1,4 @@
-"""Runs of ``task: base`` that learn from another model or go on from one, from the outside."""
+"""Runs of ``task: base`` with a teacher or from the weights of a model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def test_a_draft_model_learns_from_the_model_that_it_drafts_for(program, config_
     first, last = (evaluations(tmp_path / "run")[i] for i in (0, -1))
     assert 0 < last["kl"] < 0.8 * first["kl"]
     assert first["acceptance"] < last["acceptance"] < 1
-    loaded = load(base, tmp_path / "run" / "base", dtype="float32")  # with the teacher's tokenizer, or it were refused
+    loaded = load(
+        base, tmp_path / "run" / "base", dtype="float32"
+    )  # has the teacher's tokenizer, else it would be refused
     assert isinstance(loaded.drafter, DraftModel)
     drafted = loaded.generate("the tree", max_new_tokens=12, tree="chain-2")
     without = load(base, dtype="float32").generate("the tree", max_new_tokens=12, tree="root")
@@ -67,7 +69,7 @@ def test_refused(program, config_of_base, base, tmp_path):
     model = Llama(LlamaConfig(**SMALL | {"vocab_size": 320}))
     export_llama(other, model, init_base(model, jax.random.key(0)), dtype=jnp.float32)
     line = refused(program("--config", config_of_base(teacher=str(other)), f"data.tokenizer={base}"))
-    assert line == "scratch.vocab_size: has 300 token ids, the teacher 320"
+    assert line == "scratch.vocab_size: got 300 token ids, expected 320, those of the teacher"
     assert "no such directory" in refused(program("--config", config_of_base(teacher=str(tmp_path / "nowhere"))))
     line = refused(program("--config", config_of_base(), f"data.tokenizer={base}"))
-    assert line == "scratch.vocab_size: has 300 token ids, the tokenizer 285"
+    assert line == "scratch.vocab_size: got 300 token ids, expected 285, those of the tokenizer"

@@ -18,9 +18,9 @@ import pytest
 
 import hydrajax
 from hydrajax.cli import distill as command
+from hydrajax.distill.dialogues import DistillSpec, next_batch, write
 from hydrajax.distill.distill_records import RecordFile
 from hydrajax.distill.seeds import Seed
-from hydrajax.distill.talks import Writing, next_batch, write
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.locking import in_use
@@ -71,7 +71,7 @@ def executor(loaded):
 def distilled(loaded, path, seeds=SEEDS, **changes) -> list[dict]:
     """The records in the file, after all is written that was not yet in it."""
     settings = {"draft": None, "base": "b", "temperatures": (0, 2.0), "new_tokens": NEW}
-    writing = Writing(**settings | {"batch_size": 2, "seed": 3} | changes)
+    writing = DistillSpec(**settings | {"batch_size": 2, "seed": 3} | changes)
     file = RecordFile(path, {"seed": writing.seed})
     outcome = write(executor(loaded), seeds, make_encoder(loaded.tokenizer), writing, file)
     assert not outcome.refused
@@ -195,7 +195,7 @@ def test_a_finished_file_is_left_as_it_is_and_may_grow(loaded, whole, tmp_path, 
     records = distilled(loaded, path, SEEDS)
     assert path.read_bytes().startswith(before)
     assert outputs(records) == outputs(whole[0])
-    monkeypatch.setattr("hydrajax.distill.talks.generate", None)  # nothing is left to decode
+    monkeypatch.setattr("hydrajax.distill.dialogues.generate", None)  # nothing is left to decode
     assert distilled(loaded, path, SEEDS) == records
 
 
@@ -205,22 +205,20 @@ def test_damaged_and_foreign_files_are_refused(loaded, whole, tmp_path):
     good = path.read_bytes()
     for bad in (b"{}\n", b"not json\n", good.replace(b'"turn": 0', b'"turn": "x"'), good[: len(good) // 2] + b"\n"):
         path.write_bytes(good + bad)
-        with pytest.raises(
-            HydrajaxError, match=r"output: .*out.jsonl line \d: is damaged, or no record of this program"
-        ):
+        with pytest.raises(HydrajaxError, match=r"output: .*out.jsonl line \d: is damaged or not from this program"):
             RecordFile(path, {"seed": 3})
         assert path.read_bytes() == good + bad
     path.write_bytes(good)
-    with pytest.raises(HydrajaxError, match=r"made with other settings: seed was 3, now it is 4; take another file"):
+    with pytest.raises(HydrajaxError, match=r"made with other settings: seed: got 4, expected 3; choose another file"):
         RecordFile(path, {"seed": 4})
     foreign = tmp_path / "notes.txt"
     foreign.write_text("a line without an end")
     with pytest.raises(HydrajaxError, match=r"notes.txt holds records, but no readable notes.txt.settings.json"):
         RecordFile(foreign, {})
     assert foreign.read_text() == "a line without an end"
-    with pytest.raises(HydrajaxError, match="is no regular file"):
+    with pytest.raises(HydrajaxError, match="is not a regular file"):
         RecordFile(tmp_path, {})
-    with pytest.raises(HydrajaxError, match="answers another prompt than it would have now"):
+    with pytest.raises(HydrajaxError, match="answers another prompt than now"):
         distilled(loaded, path, [SEEDS[2]])
 
 
@@ -230,14 +228,16 @@ def test_a_conversation_ends_where_the_context_does_or_the_template_refuses(load
     assert loaded.tokenizer.eos_token == special
     settings = {"draft": None, "base": "b", "temperatures": (0,), "new_tokens": NEW}
     file, ended = RecordFile(tmp_path / "out.jsonl", {}), []
-    writing, encoder = Writing(**settings, batch_size=2, seed=0), make_encoder(loaded.tokenizer)
+    writing, encoder = DistillSpec(**settings, batch_size=2, seed=0), make_encoder(loaded.tokenizer)
     outcome = write(executor(loaded), seeds, encoder, writing, file, on_end=lambda: ended.append(1))
     assert (outcome.too_long, len(file), len(ended)) == (2, 2, 3)
     ((where, reason),) = outcome.refused
     assert where == "s 3"
-    assert reason == "message 3 holds the text of the special token <|endoftext|>"
-    with pytest.raises(HydrajaxError, match="new_tokens: must be at most 62, found 63"):
-        write(executor(loaded), seeds, encoder, Writing(**settings | {"new_tokens": 63}, batch_size=2, seed=0), file)
+    assert reason == "message 3 contains the text of the special token <|endoftext|>"
+    with pytest.raises(HydrajaxError, match="new_tokens: got 63, expected at most 62"):
+        write(
+            executor(loaded), seeds, encoder, DistillSpec(**settings | {"new_tokens": 63}, batch_size=2, seed=0), file
+        )
 
 
 class Open:
@@ -271,7 +271,7 @@ def test_training_takes_every_answer_once(loaded, whole, tmp_path):
 
 @pytest.mark.parametrize("text", ["", "a", "0,-1", "0.5,,1", "nan", "inf"])
 def test_temperatures_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="must be numbers from 0 up"):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected comma-separated numbers from 0 up"):
         command.temperatures(text)
 
 
@@ -281,7 +281,7 @@ def test_the_program_continues_text_and_refuses_to_mix_runs(program, config_file
     result = program(*common, "--count", 5, main=command.main)
     assert result.code == 0, result.err
     assert "tokens_per_step 1.00" in result.out
-    assert f"{output} holds 5 records of 5 beginnings" in result.out
+    assert f"{output} has 5 records of 5 beginnings" in result.out
     records = [json.loads(line) for line in output.read_text().splitlines()]
     temperatures = sorted(record["temperature"] for record in records)
     assert temperatures in ([0, 0, 0, 0.7, 0.7], [0, 0, 0.7, 0.7, 0.7])
@@ -291,12 +291,12 @@ def test_the_program_continues_text_and_refuses_to_mix_runs(program, config_file
     before = output.read_bytes()
     result = program(*common, "--count", 4, "--draft", "lookup", main=command.main)  # nothing of what it writes changes
     assert result.code == 0, result.err
-    assert "holds 5 records of this run" in result.err
+    assert "has 5 records" in result.err
     result = program(*common, "--seed", 1, main=command.main)
     assert result.code == 2
     assert result.err.count("\n") == 1
     assert "--output: " in result.err
-    assert "made with other settings: seed was 0, now it is 1" in result.err
+    assert "made with other settings: seed: got 1, expected 0" in result.err
     with in_use(output):
         result = program(*common, "--count", 6, main=command.main)
     assert (result.code, result.err.count("\n")) == (2, 1)
@@ -310,7 +310,7 @@ def test_another_base_is_refused(program, config_file, make_base, tmp_path):
     assert program("--config", config_file(), *common, main=command.main).code == 0
     result = program("--config", config_file(model=str(make_base(1))), *common, main=command.main)
     assert result.code == 2
-    assert "made with other settings: base was " in result.err
+    assert "made with other settings: base: got " in result.err
 
 
 def test_the_program_answers_conversations_and_says_what_ctrl_c_leaves(
@@ -329,11 +329,11 @@ def test_the_program_answers_conversations_and_says_what_ctrl_c_leaves(
     monkeypatch.setattr(RecordFile, "add", interrupted)
     result = program(*common, *drafted, main=command.main)
     assert result.code == 130
-    assert f"2 records are kept in {output}; the same command goes on\n" in result.err
+    assert f"2 records are kept in {output}; repeat the command to resume\n" in result.err
     monkeypatch.setattr(RecordFile, "add", add)
     result = program(*common, *drafted, main=command.main)
     assert result.code == 0, result.err
-    assert f"{output} holds {len(TURNS)} records of 5 conversations" in result.out
+    assert f"{output} has {len(TURNS)} records of 5 conversations" in result.out
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert {(record["conversation"], record["turn"]) for record in records} == TURNS
     assert {(record["draft"], record["source"]) for record in records} == {("lookup", "talks.jsonl")}
@@ -345,18 +345,18 @@ def test_the_program_answers_conversations_and_says_what_ctrl_c_leaves(
     other = ("--output", tmp_path / "other.jsonl", "--new-tokens", 6, "--batch-size", 2, "--temperatures", "0")
     result = program("--config", config_file(data=data), *other, main=command.main)
     assert result.code == 0, result.err
-    assert "other.jsonl holds 2 records of 2 conversations" in result.out
+    assert "other.jsonl has 2 records of 2 conversations" in result.out
 
 
 REFUSED = [
-    (["--temperatures", "x"], "--temperatures: must be numbers from 0 up with commas between, found 'x'"),
-    (["--prompt-tokens", 99999], "--prompt-tokens: no document has 99999 tokens"),
-    (["--prompt-tokens", 60], "--prompt-tokens: must be at most 58 with 6 new ones, found 60"),
-    (["--new-tokens", 63], "--new-tokens: must be at most 62, found 63"),
-    (["--seeds", "none.jsonl"], "--seeds: no such file: none.jsonl"),
-    (["--seeds", "mt_bench"], "--data: is needed for the set mt_bench"),
-    (["--seeds", "talks.jsonl", "--held-out"], "--held-out: is about the config's data, which --seeds replaces"),
-    (["--tree", "chain-2"], "--tree: found 'chain-2', but without --draft only 'root' is allowed"),
+    (["--temperatures", "x"], "--temperatures: got 'x', expected comma-separated numbers from 0 up"),
+    (["--prompt-tokens", 99999], "--prompt-tokens: got 99999, longer than every document"),
+    (["--prompt-tokens", 60], "--prompt-tokens: got 60, expected at most 58 with 6 new tokens"),
+    (["--new-tokens", 63], "--new-tokens: got 63, expected at most 62"),
+    (["--seeds", "none.jsonl"], "--seeds: got none.jsonl, expected a file"),
+    (["--seeds", "mt_bench"], "--data: the set mt_bench needs the directory"),
+    (["--seeds", "talks.jsonl", "--held-out"], "--held-out: selects from the config's data, which --seeds replaces"),
+    (["--tree", "chain-2"], "--tree: got 'chain-2', expected 'root' without --draft"),
     (["--draft", "none.such"], "--draft: "),
 ]
 

@@ -1,4 +1,4 @@
-"""Runs of EAGLE drafts from the settings to text: interrupted, resumed, exported, loaded, taken up again."""
+"""Runs of EAGLE drafts from settings to text: interrupted, resumed, exported, loaded, trained further."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS = {
 
 
 def settings_of(kind: str, settings: dict) -> dict:
-    """Several documents share a row; the checkpoints are frequent."""
+    """A run with packed sequences and frequent checkpoints."""
     data = settings["data"] | {"rows": "pack"}
     return settings | KINDS[kind] | {"data": data, "steps": 6, "checkpoint_every": 2, "eval_every": 3}
 
@@ -69,7 +69,7 @@ def test_a_stopped_run_ends_bitwise_where_another_ends_and_its_draft_decodes(
 
 
 def counts_of(settings: dict) -> np.ndarray:
-    """How often each id is a target, counted one by one; a vocabulary of the most frequent has no less frequent one."""
+    """Target counts equal those counted one by one, and the vocabulary has the most frequent ids."""
     config = config_from({"output": "unused"} | settings)
     rows = dataset.build(config.data, tokenizer_of(config), config.seed, lambda text: None).train
     counts = Counter(rows.labels.ravel().tolist())
@@ -88,7 +88,7 @@ def test_the_vocabulary_is_of_the_most_frequent_targets(settings, base):
 
 @pytest.mark.slow
 def test_every_parameter_learns(tiny_model):
-    """The gradient of every one is finite and not zero."""
+    """The gradient of every parameter is finite and not zero."""
     model, base_params = tiny_model
     base = BoundBase(model, base_params)
     tokens = np.random.default_rng(0).integers(0, 61, (2, 12), dtype=np.int32)
@@ -112,10 +112,10 @@ def test_every_parameter_learns(tiny_model):
     [
         (
             ["draft={heads: eagle, num_draft_heads: 3}"],
-            "draft.num_draft_heads: means nothing for draft.heads eagle, leave it out",
+            "draft.num_draft_heads: has no effect with draft.heads eagle, remove it",
         ),
-        (["draft={heads: eagle, vocabulary: 9}"], "draft.vocabulary: means nothing for draft.heads eagle"),
-        (["draft={heads: hydra, ttt_length: 3}"], "draft.ttt_length: means nothing for draft.heads hydra"),
+        (["draft={heads: eagle, vocabulary: 9}"], "draft.vocabulary: has no effect with draft.heads eagle"),
+        (["draft={heads: hydra, ttt_length: 3}"], "draft.ttt_length: has no effect with draft.heads hydra"),
         (
             ["draft={heads: eagle3, vocabulary: 301}"],
             "draft.vocabulary: got 301, expected at most the base's 300 tokens",
@@ -128,7 +128,7 @@ def test_every_parameter_learns(tiny_model):
             ["draft={heads: eagle3, aux_hidden_layers: [0, 9]}"],
             "draft.aux_hidden_layers: got 9, expected at most the base's",
         ),
-        (["draft={heads: eagle3}", "data.hidden_cache_gb=1"], "data.hidden_cache_gb: the cache holds the base's last"),
+        (["draft={heads: eagle3}", "data.hidden_cache_gb=1"], "data.hidden_cache_gb: got 1.0, expected 0 for heads"),
         (
             ["draft={heads: hydra, lm_head: shared, vocabulary: 9}"],
             "draft.vocabulary: expected none with draft.lm_head",
@@ -136,7 +136,7 @@ def test_every_parameter_learns(tiny_model):
         (["tree=dynamic-8-2-4", "draft={heads: eagle}"], "tree: got dynamic-8-2-4, expected a static tree"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(program, config_file, tmp_path, overrides, message):
+def test_bad_settings_are_refused_in_one_line(program, config_file, tmp_path, overrides, message):
     result = program("--config", config_file(), *overrides)
     assert result.code == 2, result.out
     (line,) = [line for line in result.err.splitlines() if line.startswith("hydrajax: ")]

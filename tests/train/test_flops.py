@@ -21,18 +21,18 @@ MODEL = Llama(PRESETS["7b"], jnp.bfloat16)
 
 
 def test_llama_7b():
-    """The embedding is looked up, not multiplied; norms are no matrices."""
+    """Embedding look-ups and norms do not count as matmuls."""
     assert forward_flops(MODEL, LENGTH) == (2 * (32 * LAYER + D * V), 32 * CAUSAL)
     assert forward_flops(MODEL, LENGTH, logits=False).weights == 2 * 32 * LAYER
     # 6.6 billion weights in all: the count that everyone quotes.
     assert round(forward_flops(MODEL, LENGTH).weights / 2e9, 1) == 6.6
 
 
-def test_a_weight_of_8_bits_is_multiplied_as_any_other():
+def test_int8_weights_count_as_others():
     assert forward_flops(MODEL.clone(quantize="int8"), LENGTH) == forward_flops(MODEL, LENGTH)
 
 
-def test_an_adapter_is_multiplied_beside_the_weights():
+def test_an_adapter_adds_its_matmuls():
     rank = 16
     found = forward_flops(MODEL.clone(adapter=Adapter(rank=rank, targets=("q_proj", "down_proj", "lm_head"))), LENGTH)
     adapter = rank * (32 * (D + D + MLP + D) + D + V)

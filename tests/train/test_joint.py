@@ -1,4 +1,4 @@
-"""Medusa-2: the joint loss against NumPy and finite differences, its two stages, and what a run leaves behind."""
+"""Medusa-2: the joint loss against NumPy and finite differences, its two stages, and the files of a run."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def log_softmax(logits):
 
 @pytest.mark.parametrize("distill", [False, True])
 def test_loss_equals_numpy(example, distill):
-    """The base's part is the cross entropy, or with distill KL(original || adapted), over next tokens that count."""
+    """The base's loss is the cross entropy of next tokens, or with distill KL(original || adapted)."""
     loss, params, frozen, batch = example(distill=distill, base_weight=0.7, heads_weight=0.3)
     value, parts = value_of(loss, frozen, batch)(params)
     adapted, original = (
@@ -104,9 +104,9 @@ def test_kl_of_a_fresh_adapter_is_zero(example):
     "family", ["medusa", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "medusa")]
 )
 def test_gradients_are_those_of_finite_differences(example, family):
-    """Along a random direction, of the adapter's parameters and of the heads'."""
+    """Along a random direction of the adapter's and of the heads' parameters."""
     loss, params, frozen, batch = example(FAMILIES[family], distill=True, heads_weight=0.5)
-    if family == "eagle":  # which reads the base's lm head, so that this may have no adapter
+    if family == "eagle":  # it reads the base's lm head, which may have no adapter then
         params["adapter"] = {name: x for name, x in params["adapter"].items() if isinstance(x, dict)}
         layers = dataclasses.replace(ADAPTER, targets=TARGETS[:-1])
         loss = dataclasses.replace(
@@ -132,7 +132,7 @@ def test_gradients_are_those_of_finite_differences(example, family):
 
 @pytest.mark.slow
 def test_both_losses_reach_the_adapter(example):
-    """The lm head's adapter hears the base's loss alone; λ0 is how much of the heads' the others hear."""
+    """The lm head's adapter gets the gradient of the base's loss only; λ0 scales that of the heads' for the others."""
     gradients = []
     for weight in (0.5, 1.0):
         loss, params, frozen, batch = example(heads_weight=weight)
@@ -162,7 +162,7 @@ def test_a_gradient_of_layers_computed_again_is_the_same(example):
 
 @pytest.mark.slow
 def test_an_int8_base_teaches_what_its_rounded_weights_do(example):
-    """As QLoRA: the gradient is that beside float weights of the same values."""
+    """As in QLoRA, the adapter's gradient equals that with float weights of the same values."""
     loss, params, frozen, batch = example()
     rounded, in_bytes = {}, {}
     for name, part in frozen.items():
@@ -249,7 +249,7 @@ def test_heads_alone_leave_the_adapter_bitwise_as_it_is(steps):
 
 @pytest.mark.slow
 def test_parts_of_a_batch_add_up_to_it(steps):
-    """The rows differ in how many targets they have, so that means of means would not."""
+    """Sequences have different numbers of targets, so a mean of means would differ."""
     whole, parts = steps(1), steps(2)
     for report, of_parts in zip(whole[1], parts[1], strict=True):
         for name, value in report.items():
@@ -261,7 +261,7 @@ def test_parts_of_a_batch_add_up_to_it(steps):
 
 @pytest.mark.slow
 def test_eight_devices_take_the_steps_of_one(on_eight_devices, tmp_path):
-    """Dropout included. The adapter's matrices, and their moments, are divided like the kernels beside them."""
+    """With dropout. The adapter's matrices and their moments are sharded like their kernels."""
     found = on_eight_devices(tmp_path, "joint_step_on_meshes", flags="--xla_backend_optimization_level=0")
     for one, eight in zip(found["one"]["history"], found["eight"]["history"], strict=True):
         for name, value in one.items():
@@ -293,7 +293,7 @@ RUN = {
 
 @pytest.fixture
 def run(config_file, program, monkeypatch, tmp_path):
-    """``run(stop_after=None) -> Path``: the output of a run, which was stopped after so many steps and begun again."""
+    """``run(stop_after=None) -> Path``: the output of a run, stopped after this many steps and resumed."""
 
     def run(stop_after=None):
         output = tmp_path / f"run-{stop_after}"
@@ -313,12 +313,12 @@ def run(config_file, program, monkeypatch, tmp_path):
 
 
 def test_a_run_and_what_it_leaves_behind(run, base, tmp_path):
-    """Stopped in its second stage it ends bitwise where another ends; heads, adapter and merged base go together."""
+    """A run stopped in its second stage ends bitwise as another; heads, adapter and merged base load together."""
     (whole, out), (parts, _) = run(), run(stop_after=3)
     for name in ("adapter/adapter_model.safetensors", "heads/medusa_lm_head.safetensors", "base/model.safetensors"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
     merged, heads, adapter = whole / "base", whole / "heads", whole / "adapter"
-    assert f"--base {merged} --draft {heads}, or with the adapter beside the base: " in out
+    assert f"--base {merged} --draft {heads}, or with the adapter unmerged: " in out
     assert f"--base {base} --adapter {adapter} --draft {heads}" in out
     report = [line for line in read_metrics(whole / "metrics.jsonl") if line["kind"] == "eval"]
     assert report[0]["bits_per_byte"] == report[0]["bits_per_byte_before"] == report[-1]["bits_per_byte_before"]
@@ -336,7 +336,7 @@ def test_a_run_and_what_it_leaves_behind(run, base, tmp_path):
 
 @pytest.mark.slow
 def test_greedy_trees_say_what_the_adapted_base_says(base, tmp_path):
-    """With an adapter that changes what the base says, beside it and merged, in float and beside int8 weights."""
+    """With an adapter that changes the output, unmerged and merged, on float and int8 weights."""
     theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapter = write_lora(tmp_path / "lora", theirs, lora_alpha=9)
     prompt, new = [5, 6, 7], 24
@@ -352,21 +352,21 @@ def test_greedy_trees_say_what_the_adapted_base_says(base, tmp_path):
     quantized = hydrajax.load(base, "lookup", adapter=adapter, quantize="int8")
     alone = quantized.generate([prompt], draft="none", max_new_tokens=new, tree="root")[0]
     assert list(quantized.generate([prompt], **settings)[0].output_ids) == list(alone.output_ids)
-    assert "merge: means nothing without an adapter" in refusal(lambda: hydrajax.load(base, merge=True))
+    assert "merge: requires an adapter" in refusal(lambda: hydrajax.load(base, merge=True))
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["joint.heads_alone_steps=6"], "joint.heads_alone_steps: must be below steps, 6, found 6"),
-        (["data.hidden_cache_gb=1"], "data.hidden_cache_gb: contradicts task joint, whose hidden states change"),
-        (["optimizer.name=muon"], "optimizer.name: must be adamw for task joint, found muon"),
-        (["draft.lm_head=shared"], "adapter.targets: these heads say their tokens by the base's own lm head, whose"),
-        (["draft={heads: eagle}"], "adapter.targets: these heads say their tokens by the base's own lm head, whose"),
+        (["joint.heads_alone_steps=6"], "joint.heads_alone_steps: got 6, expected less than the run's 6 steps"),
+        (["data.hidden_cache_gb=1"], "data.hidden_cache_gb: has no effect with task joint, remove it"),
+        (["optimizer.name=muon"], "optimizer.name: got muon, expected adamw with task joint"),
+        (["draft.lm_head=shared"], "adapter.targets: got lm_head, but "),
+        (["draft={heads: eagle}"], "adapter.targets: got lm_head, but "),
         (["adapter.targets=[lm_heads]"], "adapter.targets: got 'lm_heads', expected q_proj, k_proj"),
-        (["joint.heads_weight=0"], "joint.heads_weight: must be positive, found 0.0"),
-        (["task=heads"], "joint: means nothing for task heads, leave it out"),
-        (["steps=null", "epochs=0.03"], "joint.heads_alone_steps: must be below the run's 1 steps, found 2"),
+        (["joint.heads_weight=0"], "joint.heads_weight: got 0.0, expected a positive number"),
+        (["task=heads"], "joint: has no effect with task heads, remove it"),
+        (["steps=null", "epochs=0.03"], "joint.heads_alone_steps: got 2, expected less than the run's 1 steps"),
     ],
 )
 def test_contradictions(config_file, program, tmp_path, overrides, message):

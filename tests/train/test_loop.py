@@ -1,4 +1,4 @@
-"""Interrupted runs: killed or stopped in processes of their own, moved to another mesh, they end where others end."""
+"""Runs that are killed, stopped or moved to another mesh end with the parameters of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from helpers.runs import finish, heads_file, start, wait_for_step, without_clock
 from hydrajax.cli.train import main
 from hydrajax.train.checkpoints import TrainCheckpoints
-from hydrajax.train.metrics import Metrics, read_metrics
+from hydrajax.train.metrics import TrainMetrics, read_metrics
 
 STEPS = 60
 TWO_DEVICES = ("mesh.data=2", "mesh.cpu_devices=2")
@@ -26,7 +26,7 @@ TWO_DEVICES = ("mesh.data=2", "mesh.cpu_devices=2")
 
 @pytest.fixture(scope="module")
 def config(settings, tmp_path_factory) -> Path:
-    """A run whose checkpoints are frequent and of odd steps."""
+    """A run with frequent checkpoints."""
     path = tmp_path_factory.mktemp("runs") / "run.yaml"
     changes = {"steps": STEPS, "checkpoint_every": 5, "eval_every": 16}
     path.write_text(yaml.safe_dump(settings | changes | {"output": "given below"}))
@@ -41,20 +41,20 @@ def launch(config):
 
 @pytest.fixture(scope="module")
 def order() -> list[str]:
-    """What `uninterrupted` did, of what must be done in an order."""
+    """The calls of `uninterrupted` whose order matters."""
     return []
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(config, tmp_path_factory, order) -> Path:
-    """The output of a run in this process, which compiles what the other processes find in the cache."""
+    """The output of a run in this process, which fills the compilation cache for the other processes."""
     output = tmp_path_factory.mktemp("uninterrupted")
 
     def noted(name, call):
         return lambda *args, **settings: (order.append(name), call(*args, **settings))[1]
 
     with contextlib.redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((Metrics, "persist"), (Metrics, "log"), (TrainCheckpoints, "save")):
+        for owner, name in ((TrainMetrics, "persist"), (TrainMetrics, "log"), (TrainCheckpoints, "save")):
             patch.setattr(owner, name, noted(name, getattr(owner, name)))
         assert main(["--config", str(config), f"output={output}"]) == 0
     assert f"finished {STEPS} steps: --draft {output / 'heads'}" in out.getvalue()
@@ -66,14 +66,12 @@ def test_metrics_of_an_uninterrupted_run(uninterrupted):
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, STEPS + 1))
     assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 16, 32, 48, STEPS]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
-    assert np.mean(losses[-5:]) < np.mean(losses[:5])  # two runs that learn nothing would be equal too
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])  # otherwise two runs that learn nothing would be equal
     assert all(line["bad_steps"] == 0 for line in lines if line["kind"] == "train")
     assert list((uninterrupted / "tensorboard").iterdir())
 
 
-def test_killed_and_stopped_run_ends_bitwise_where_the_uninterrupted_one_ends(
-    launch, config, uninterrupted, program, tmp_path
-):
+def test_killed_and_stopped_run_ends_bitwise_as_the_uninterrupted_one(launch, config, uninterrupted, program, tmp_path):
     output = tmp_path / "run"
     kill_at, stop_at = random.randint(1, 20), random.randint(26, 40)
 
@@ -95,21 +93,21 @@ def test_killed_and_stopped_run_ends_bitwise_where_the_uninterrupted_one_ends(
     assert max(line["step"] for line in read_metrics(output / "metrics.jsonl")) == stopped_at
 
     result = program("--config", config, f"output={output}")
-    assert f"resumed at step {stopped_at} of {STEPS}" in result.out  # no step that was done is done again
+    assert f"resumed at step {stopped_at} of {STEPS}" in result.out  # no step is repeated
     assert heads_file(output).read_bytes() == heads_file(uninterrupted).read_bytes(), (kill_at, stop_at)
-    # No line twice, none missing, and the same figures: losses, gradients, evaluations.
+    # No line is repeated or missing, and all numbers are equal.
     assert without_clock(output) == without_clock(uninterrupted)
 
 
-def test_the_lines_up_to_a_checkpoint_are_on_the_disk_before_it(uninterrupted, order):
-    """A power cut then takes none of them from the run that goes on there."""
+def test_metrics_are_on_the_disk_before_their_checkpoint(uninterrupted, order):
+    """So a run that resumes after a power cut has all of them."""
     before = [order[:at] for at, name in enumerate(order) if name == "save"]
     assert before
     assert all(done[-1] == "persist" for done in before)
 
 
 @pytest.mark.slow
-def test_run_resumed_on_another_mesh_ends_there_within_rounding(launch, uninterrupted, tmp_path):
+def test_run_resumed_on_another_mesh_differs_by_rounding_only(launch, uninterrupted, tmp_path):
     output = tmp_path / "run"
     first = launch(output, *TWO_DEVICES)
     wait_for_step(first, output, 30)
@@ -124,7 +122,7 @@ def test_run_resumed_on_another_mesh_ends_there_within_rounding(launch, uninterr
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on file sizes")
 def test_disk_that_fills_up_ends_the_run_with_one_line(config, uninterrupted, program, tmp_path):
-    """A limit on the size of files stands for the full disk: every write beyond it fails likewise."""
+    """A limit on file sizes stands for the full disk: writes beyond it fail in the same way."""
     import resource
 
     output = tmp_path / "run"

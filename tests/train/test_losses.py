@@ -39,7 +39,7 @@ def base(tiny_model):
 
 
 def in_torch(objective, head_logits, read, base_logits, hidden, labels):
-    """The released trainer's formulas: ``(loss, metrics, d loss / d logits, d loss / d read)``."""
+    """The formulas of the released code: ``(loss, metrics, d loss / d logits, d loss / d read)``."""
     head_logits, read = (torch.from_numpy(np.array(x)).requires_grad_() for x in (head_logits, read))
     base_logits, hidden, labels = (torch.from_numpy(np.array(x)) for x in (base_logits, hidden, labels))
     cross_entropy, total, metrics = torch.nn.functional.cross_entropy, 0.0, []
@@ -47,14 +47,14 @@ def in_torch(objective, head_logits, read, base_logits, hidden, labels):
         shift = k + 2
         counts = labels[:, shift:] != IGNORED
         logits, text = head_logits[k][:, :-shift][counts], labels[:, shift:][counts].long()
-        said = base_logits[:, shift - 1 : -1][counts]
-        lm, teacher = cross_entropy(logits, text), cross_entropy(logits, said.softmax(-1))
+        taught = base_logits[:, shift - 1 : -1][counts]
+        lm, teacher = cross_entropy(logits, text), cross_entropy(logits, taught.softmax(-1))
         counts = labels[:, shift - 1 :] != IGNORED
         gap = read[k][:, : 1 - shift][counts], hidden[:, shift - 1 :][counts]
         reconstruction = torch.nn.functional.smooth_l1_loss(*gap)
         best = logits.argmax(-1)
         metrics.append([lm, teacher, reconstruction, (best == text).float().mean()])
-        metrics[-1].append((best == said.argmax(-1)).float().mean())
+        metrics[-1].append((best == taught.argmax(-1)).float().mean())
         part = objective.lm_weight * lm + objective.teacher_weight * teacher
         total = total + objective.head_decay**k * (part + objective.reconstruction_weight * reconstruction)
     gradients = torch.autograd.grad(total, [head_logits, read], allow_unused=True, materialize_grads=True)
@@ -97,7 +97,7 @@ def test_values_and_gradients_equal_torch(base, example, kind, name):
     step = jax.jit(jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True))
     (loss, ours), grads = step(params, aux_hidden_states)
     assert float(loss) == pytest.approx(expected, rel=1e-5)
-    if name == "all":  # without gradients it is another program
+    if name == "all":  # the program without gradients is another one
         assert float(jax.jit(loss_fn)(params, aux_hidden_states)[0]) == pytest.approx(expected, rel=1e-5)
     for ours_of, theirs, field in zip(ours, metrics, ours._fields, strict=True):
         weight = {"reconstruction": objective.reconstruction_weight, "teacher": objective.teacher_weight}
@@ -148,7 +148,7 @@ def test_logits_never_exist_for_all_positions_at_once(base):
         # 3 chunks of 14 positions: those of one head, and the base's with the halo that later heads need.
         assert max(sizes) == batch * 14 * VOCAB + halo
         assert batch * 14 * VOCAB in sizes
-    # The search does find them where they are.
+    # The search finds such arrays where they exist.
     assert whole in vocabulary_shapes(jax.grad(functools.partial(loss, chunk_tokens=10**6)), params)
     assert HEADS * whole in vocabulary_shapes(
         lambda p: forced_logits(drafter, p, aux_hidden_states, tokens, base), params
@@ -184,14 +184,14 @@ def test_heads_that_know_some_tokens_learn_their_share(base, example):
     lm, _ = both({"teacher_weight": 0.0, "lm_weight": 1.0})
     logits = np.asarray(forced_logits(drafter, params, aux_hidden_states, batch["tokens"], base))[0]
     log_p = np.log(np.exp(logits[..., known]) / np.exp(logits[..., known]).sum(-1, keepdims=True))
-    said = np.asarray(base.logits(hidden))
+    teacher_logits = np.asarray(base.logits(hidden))
     expected, n_targets = {"teacher": 0.0, "lm": 0.0, "agreement": 0, "top1": 0}, 0
     for row, at in np.ndindex(2, 9):
         text = batch["labels"][row, at + 2]
         if text == IGNORED:
             continue
         n_targets += 1
-        wanted, best = said[row, at + 1], known[log_p[row, at].argmax()]
+        wanted, best = teacher_logits[row, at + 1], known[log_p[row, at].argmax()]
         if wanted.argmax() in known:
             p = np.exp(wanted[known]) / np.exp(wanted[known]).sum()
             expected["teacher"] -= p @ log_p[row, at]
@@ -258,9 +258,9 @@ def test_language_model_loss_equals_torch(base, example):
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
     segments = jnp.asarray([[1] * 5 + [2] * 6] * 2)
-    # Two documents of one row, apart: in rows of the same length.
+    # The two documents of one sequence, in separate sequences of the same length.
     labels = np.where(np.array(segments) == np.array([[[1]], [[2]]]), batch["labels"], IGNORED)
-    labels[1, :, 5] = IGNORED  # what would cross
+    labels[1, :, 5] = IGNORED  # would cross the documents
 
     @jax.jit
     def sums(labels, segments):
@@ -271,7 +271,7 @@ def test_language_model_loss_equals_torch(base, example):
 
 
 def test_what_a_model_learns_from_another_equals_torch(base, example):
-    """Of another width: nothing but the tokens must be the same."""
+    """A teacher of another width: only the vocabulary must be equal."""
     _, hidden, batch = example
     config = base.model.config.replace(width=24, n_layers=1)
     params = jax.tree.map(lambda x: 30 * x, init_base(Llama(config), jax.random.key(4)))  # sure of some tokens
@@ -292,18 +292,18 @@ def test_what_a_model_learns_from_another_equals_torch(base, example):
     assert float(total) == pytest.approx(kl.item(), rel=1e-5)
     np.testing.assert_allclose(grad, torch.autograd.grad(kl, rows)[0], rtol=1e-4, atol=1e-5)
     overlap = torch.minimum(log_p.exp(), log_q.exp()).sum().item()
-    assert float(found.likeness["acceptance"]) == pytest.approx(overlap, rel=1e-5)
-    assert float(found.likeness["agreement"]) == (log_p.argmax(-1) == log_q.argmax(-1)).sum()
+    assert float(found.similarity["acceptance"]) == pytest.approx(overlap, rel=1e-5)
+    assert float(found.similarity["agreement"]) == (log_p.argmax(-1) == log_q.argmax(-1)).sum()
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lm_weight": -0.1}, "objective.lm_weight: must be at least 0 and finite, found -0.1"),
-        ({"noise_alpha": float("nan")}, "objective.noise_alpha: must be at least 0 and finite, found nan"),
-        ({"head_decay": float("inf")}, "objective.head_decay: must be at least 0 and finite, found inf"),
-        ({"chunk_tokens": 0}, "objective.chunk_tokens: must be at least 1, found 0"),
-        ({"teacher_weight": 0.0}, "objective: one of lm_weight, teacher_weight and reconstruction_weight must be"),
+        ({"lm_weight": -0.1}, "objective.lm_weight: got -0.1, expected a finite number of at least 0"),
+        ({"noise_alpha": float("nan")}, "objective.noise_alpha: got nan, expected a finite number of at least 0"),
+        ({"head_decay": float("inf")}, "objective.head_decay: got inf, expected a finite number of at least 0"),
+        ({"chunk_tokens": 0}, "objective.chunk_tokens: got 0, expected at least 1"),
+        ({"teacher_weight": 0.0}, "objective: set at least one of lm_weight, teacher_weight and reconstruction_weight"),
     ],
 )
 def test_bad_objectives_are_refused(settings, message):

@@ -17,7 +17,7 @@ from hydrajax.train.losses import Objective, draft_loss
 
 
 def official_names(arch: str, grads: dict) -> dict[str, np.ndarray]:
-    """Our gradient tree under the released keys and layouts (rows are outputs)."""
+    """Our gradients with the released names and layouts (rows are outputs)."""
     stride, lm_suffix = {"hydra_mlp": (1, ""), "hydra_pp": (2, ".1")}[arch]
     heads = grads.get("heads", grads)
     out = {}

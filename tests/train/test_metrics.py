@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.train.metrics import Metrics, read_metrics
+from hydrajax.train.metrics import TrainMetrics, read_metrics
 
 
-def opened(directory, resumed_at: int) -> Metrics:
-    return Metrics(directory, resumed_at, 9, Console(file=io.StringIO()))
+def opened(directory, resumed_at: int) -> TrainMetrics:
+    return TrainMetrics(directory, resumed_at, 9, Console(file=io.StringIO()))
 
 
 def events(directory) -> list[bytes]:
@@ -59,7 +59,7 @@ def test_a_resumed_run_drops_the_lines_of_lost_work(tmp_path):
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_its_file_anew(tmp_path):
-    """It evaluates step 0 once more: the first line must not be there twice."""
+    """It evaluates step 0 again, which must give one line and not two."""
     for _ in range(2):
         with opened(tmp_path, 0) as metrics:
             metrics.log(0, "eval", {"x": 1})
@@ -99,9 +99,9 @@ def test_nan_is_kept(tmp_path):
 
 @pytest.mark.parametrize("file", ["lines", "curves"])
 def test_a_full_disk_is_one_line_and_nothing_waits(tmp_path, monkeypatch, file):
-    """Whichever of the two files finds no room."""
+    """The two files that a run writes fail alike."""
     metrics = opened(tmp_path, 0)
-    owner, name, mode = (metrics, "_file", "w") if file == "lines" else (metrics._curves._file, "_writer", "wb")
+    owner, name, mode = (metrics, "_file", "w") if file == "lines" else (metrics._tensorboard._file, "_writer", "wb")
     monkeypatch.setattr(owner, name, open("/dev/full", mode))  # noqa: SIM115
     with pytest.raises(HydrajaxError, match=r"output: cannot write .*: No space left on device"), metrics:
         metrics.log(1, "train", {"x": 1.0})

@@ -1,4 +1,4 @@
-"""Noise and dropout in training: their size, and that nothing of them is left without a key."""
+"""Noise and dropout in training: their size, and none without a random key."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def muon_update():
     """Parameters, gradients and the first update of every kind of leaf; parts of a fused kernel differ in size."""
     random = np.random.default_rng(4)
     params, gradients = {}, {}
-    # In one order: of a set it would be another in every process, and so would be what each name draws.
+    # Sorted: the order of a set differs between processes, and so would the random numbers of each name.
     for name, shape in (OTHERS | {name: shape for name, (shape, _) in MATRICES.items()}).items():
         params[name] = random.standard_normal(shape).astype(np.float32)
         gradients[name] = random.standard_normal(shape).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Training by several processes, which meet through `jax.distributed`: two on this machine, of two CPU devices each."""
+"""Training in two processes with two CPU devices each, connected by `jax.distributed`."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def two(launch, tmp_path_factory) -> Path:
     main, other = launch(output, 2)
     assert f"finished {STEPS} steps: --draft {output / 'heads'}" in finish(main)
     gloo = re.compile(r"\[Gloo\]|connected peer ranks")  # XLA's own, of threads that write into each other's lines
-    said = [line for line in finish(other).splitlines() if line and not gloo.search(line)]
-    assert said == []  # what there is to say is said once
+    lines = [line for line in finish(other).splitlines() if line and not gloo.search(line)]
+    assert lines == []  # only the main process prints
     return output
 
 
@@ -83,7 +83,7 @@ def test_stopping_either_process_stops_both_and_they_resume(two, launch, tmp_pat
     stopped_at = int(line.split()[3])
     assert 6 <= stopped_at < STEPS, line
 
-    # The newest checkpoint loses a byte: both must go back to the same one before it.
+    # A byte of the newest checkpoint is lost: both processes must restore the same earlier one.
     damaged = next((output / "checkpoints" / str(stopped_at) / "state").rglob("d/*"))
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
@@ -117,4 +117,4 @@ def test_one_that_is_killed_ends_the_other_at_once_and_they_resume(two, launch, 
 
 def test_what_several_processes_cannot_do_is_refused_by_all(launch, tmp_path):
     for process in launch(tmp_path / "run", 2, "mesh.data=1"):
-        assert "hydrajax: mesh: data=1 x model=2 are 2 devices; 2 processes must use all 4" in finish(process, 2)
+        assert "hydrajax: mesh: got data=1 x model=2, expected all 4 devices of 2 processes" in finish(process, 2)

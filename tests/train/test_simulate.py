@@ -1,4 +1,4 @@
-"""The simulated tokens_per_step: its parts against brute force, the whole against real decoding."""
+"""Simulated tokens_per_step: the parts against brute force, the result against real decoding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hydrajax.trees.simulation import accepted_lengths, runs
 from hydrajax.trees.static_tree import TreeTopology
 
 PROMPT, NEW, ROWS = 9, 30, 6
-WIDE = presets.cartesian([12, 4])  # so wide that random heads are right now and then
+WIDE = presets.cartesian([12, 4])  # so wide that random heads are sometimes right
 
 
 @st.composite
@@ -61,7 +61,7 @@ def test_runs():
 
 
 def test_tally_by_hand():
-    """Nine tokens of which 2..8 count; a chain of 2; ranks say by how much each draft was right."""
+    """Nine tokens, of which 2..8 are targets, and a chain of 2."""
     labels = np.array([[IGNORED, IGNORED, 5, 5, 5, 5, 5, 5, 5]])
     ranks = np.full((2, 1, 9), 9)
     ranks[:, 0, 1] = 0, 0  # drafted before token 2: accepts 3 and 4
@@ -104,7 +104,7 @@ def generated(tiny_model):
 
 @pytest.mark.parametrize("name", ["hydra", "medusa", "eagle3"])
 def test_ranks_equal_numpy(tiny_model, name):
-    """EAGLE-3 knows half of the tokens: the others rank behind all 61."""
+    """EAGLE-3's vocabulary has half of the tokens; the others rank after all 61."""
     model, base = tiny_model
     drafter = DRAFTERS[name]
     draft = random_draft(model, base, drafter)
@@ -163,7 +163,7 @@ def test_tokens_per_step_is_what_decoding_gives(tiny_model, generated, name):
     tally = tally_of(WIDE, model, base, drafter, draft, {"tokens": tokens, "labels": labels})
     assert (tally._tokens, tally._steps) == (out.lengths.sum(), out.steps.sum())
 
-    # The same documents, of various lengths, packed two in a row behind each other.
+    # The same documents, of various lengths, packed in pairs.
     lengths = np.array([NEW, 7, 12, NEW, 1, 20])
     rows = []
     for first, second in ((0, 1), (2, 3), (4, 5)):
@@ -186,6 +186,6 @@ def test_tokens_per_step_is_what_decoding_gives(tiny_model, generated, name):
 
 
 def steps_up_to(accept_lengths: np.ndarray, length: int) -> int:
-    """Steps that decoding would take to emit ``length`` tokens: those of a longer run, the last one cut short."""
+    """Steps to generate ``length`` tokens: those of a longer run, the last one cut."""
     emitted = np.cumsum(accept_lengths[accept_lengths >= 0] + 1)
     return int(np.searchsorted(emitted, length)) + 1

@@ -1,4 +1,4 @@
-"""Heads with a smaller lm head are trained, saved and read back like any others."""
+"""Heads with a smaller lm head are trained, saved and loaded like any others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPE = LlamaConfig(97, 32, 64, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=16
 
 
 LOW_RANK = {"lm_down", "lm_up"}
-# The tokens that are targets most often, by far; in no order.
+# By far the most frequent targets, unordered.
 FREQUENT = np.random.default_rng(1).permutation(97)[:60]
 
 
@@ -53,7 +53,7 @@ def test_they_learn_and_come_back(heads, lm_head, names, tmp_path):
     assert drafter.vocabulary is None or drafter.vocabulary.tokens.tolist() == known
     params = drafter.init(jax.random.key(1), base)
     assert {name for name in params["head_0"] if name.startswith("lm_")} == names
-    # A text in which every token says what the next two are.
+    # Every token determines the next two.
     tokens = (np.arange(16) * 5 + np.random.default_rng(0).integers(0, 97, (8, 1))) % 97
     batch = {"tokens": jnp.asarray(tokens, jnp.int32), "labels": jnp.asarray(tokens, jnp.int32)}
     out = run_base(model, base.params, batch["tokens"])
@@ -74,7 +74,7 @@ def test_they_learn_and_come_back(heads, lm_head, names, tmp_path):
         losses.append(float(value))
     assert losses[-1] < 0.8 * losses[0]
 
-    # What cannot be said ranks behind everything, what was learnt in front of most.
+    # Tokens outside the vocabulary rank last, trained ones near the front.
     batch = {"tokens": batch["tokens"]}
     ranks = np.asarray(drafter.ranks(params, out.aux_hidden_states, batch, base, 64, 2))
     for k in range(2):

@@ -20,7 +20,7 @@ from hydrajax.train.tasks.base_task import BaseLoss, scaled_init
 from hydrajax.train.train_step import init_state, make_train_step, state_shardings
 
 LR = 1e-3  # of the program
-OTHER_MESHES = ["8x1", "1x8"]  # each is half of what 4x2 is
+OTHER_MESHES = ["8x1", "1x8"]  # together they cover both axes of 4x2
 MESHES = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in OTHER_MESHES] + ["4x2"]
 
 
@@ -66,7 +66,7 @@ def assert_same_step(ours: dict, expected: dict, i: int) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_takes_the_step_of_one_device(found, mesh):
-    """Two steps, dropout included: the random stream does not depend on the mesh either."""
+    """Two steps with dropout: the random numbers do not depend on the mesh either."""
     for i in range(2):
         assert_same_step(found[mesh], found["1x1"], i)
     first, second = found["1x1"]["history"][:2]
@@ -74,13 +74,13 @@ def test_every_mesh_takes_the_step_of_one_device(found, mesh):
 
 
 def test_micro_batches_add_up_to_the_batch(found):
-    """Rows differ in how many targets they have, so that means of means would not."""
+    """Sequences have different numbers of targets, so a mean of means would differ."""
     assert_same_step(found["parts4"], found["parts1"], 0)
 
 
 @pytest.mark.parametrize("mesh", ["1x1", *MESHES])
 def test_the_base_is_left_alone(found, mesh):
-    """Its parameters are the same bits after the steps, and the moments are two for each of the heads' parameters."""
+    """The base's parameters are bitwise unchanged, and there are two moments for each of the heads' parameters."""
     assert found[mesh]["base_unchanged"]
     assert found[mesh]["state_sizes"] == sorted(2 * found[mesh]["param_sizes"])
 
@@ -92,7 +92,7 @@ def test_fresh_heads_share_no_buffer_with_the_base(found):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_moments_live_with_their_parameters(found, optimizer):
-    """And would not, had XLA to choose: the parameters are in 2 parts, the moments of a plain jit are whole."""
+    """If XLA chose, they would not be: parameters are in 2 shards, but the moments of a plain jit are replicated."""
     report = found[optimizer]
     assert sum(report["split"].values()) > len(report["split"]) / 2
     assert len(report["init_state"]) >= len(report["split"])
@@ -124,7 +124,7 @@ def test_a_step_that_is_not_finite_is_skipped(found):
 
 
 def test_bfloat16_computes_and_float32_keeps(found):
-    """Steps of 1e-4 of a weight's size, which bfloat16 could not hold, add up in the parameters."""
+    """Updates of 1e-4 of a weight, too small for bfloat16, add up in the parameters."""
     report = found["bfloat16"]
     assert report["dtypes"] == ["float32"]
     exact, rounded = found["parts1"]["history"][0]["loss"], report["history"][0]["loss"]
@@ -140,7 +140,7 @@ def test_bfloat16_computes_and_float32_keeps(found):
 
 
 def test_a_base_learns_a_simple_text():
-    """Rows that count upwards: every token follows from the one before. Masters are float32, the state is donated."""
+    """Sequences that count upwards, so each token follows from the previous one. Parameters are float32."""
     model = Llama(LlamaConfig(61, 32, 80, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64))
     mesh, optimizer = make_mesh(), make_optimizer(OptimizerConfig(lr=1e-2, warmup_steps=5), 40)
     params = scaled_init(model, jax.random.key(0))

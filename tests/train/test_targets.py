@@ -1,4 +1,4 @@
-"""Which places count in a training objective: gaps, micro-batches, and documents that share a row."""
+"""Target masks of the losses: gaps, micro-batches and packed documents."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_ignored_targets_do_not_count(base, example):
         return draft_loss(Objective(**MIXED), drafter, params, aux_hidden_states, hidden, batch, base)[0]
 
     gradient = np.abs(jax.jit(jax.grad(loss))(aux_hidden_states)).sum(axis=-1)
-    # Head 0 at t answers for the token t + 2 and for the hidden state t + 1.
+    # Head 0 at t predicts token t + 2 and hidden state t + 1.
     labels = np.pad(batch["labels"], ((0, 0), (0, 2)), constant_values=IGNORED)
     used = (labels[:, 2:] != IGNORED) | (labels[:, 1:-1] != IGNORED)
     assert 0 < used.sum() < used.size
@@ -62,7 +62,7 @@ def test_no_target_at_all_is_zero_and_not_nan(base, example):
 
 
 def test_micro_batches_add_up_to_the_batch(base, example):
-    """Their rows have different numbers of targets, so that a mean of means would be wrong."""
+    """Micro-batches have different numbers of targets, so a mean of means would be wrong."""
     aux_hidden_states, hidden, batch = example
     drafter = HydraHeads(HEADS, WIDTH, VOCAB)
     params = random_params(drafter, base)
@@ -91,11 +91,11 @@ def test_micro_batches_add_up_to_the_batch(base, example):
 
 
 DOCUMENTS = (6, 1, 5, 3)  # lengths; one is too short to have a target
-LENGTH = 17  # two places of padding
+LENGTH = 17  # two positions of padding
 
 
 def packed_and_apart():
-    """The same documents packed into a row with segments, and one per row."""
+    """The same documents packed into one sequence, and one per sequence."""
     random = np.random.default_rng(7)
     packed = {name: np.zeros((1, LENGTH), np.int32) for name in ("tokens", "labels", "segments")}
     apart = {name: np.zeros((len(DOCUMENTS), LENGTH), np.int32) for name in ("tokens", "labels")}
@@ -113,7 +113,7 @@ def packed_and_apart():
 
 
 def drafter_of(kind: str, config):
-    """EAGLE-3 knows every other token, and so not the best of every place."""
+    """EAGLE-3's vocabulary has every other token, so it lacks the best one at some positions."""
     if kind == "eagle":
         return dataclasses.replace(Eagle.for_base(config, jnp.float32), ttt_length=HEADS)
     if kind == "eagle3":

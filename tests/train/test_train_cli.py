@@ -1,4 +1,4 @@
-"""`python -m hydrajax.train` from the outside: what it refuses, the guard against NaN, a base and data not ours."""
+"""`python -m hydrajax.train`: refusals, the guard against NaN, and a base and data of others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_settings(program, config_file, tmp_path):
     assert refused(program("--config", config_file(draft={"num_draft_head": 3}))).endswith(
         "did you mean draft.num_draft_heads?"
     )
-    assert refused(program("--config", config_file(), "steps=many")) == "steps: must be an integer, found 'many'"
+    assert refused(program("--config", config_file(), "steps=many")) == "steps: got 'many', expected an integer"
     assert "--config: cannot read" in refused(program("--config", tmp_path / "none.yaml"))
     assert "--config" in refused(program())
     assert not (tmp_path / "run").exists()
@@ -50,7 +50,7 @@ def test_missing_and_empty_inputs(program, config_file, settings, texts, tmp_pat
 
 def test_data_the_base_cannot_read(program, config_file, base, texts, tmp_path):
     assert refused(program("--config", config_file(), "data.length=65")).startswith(
-        "data.length: must be at most the base's context 64, found 65"
+        "data.length: got 65, expected at most the base's context 64"
     )
     from hydrajax.train.data.corpus import train_tokenizer
 
@@ -62,17 +62,17 @@ def test_data_the_base_cannot_read(program, config_file, base, texts, tmp_path):
     for i in range(3):
         (data / f"w{i}.txt").write_text(words)
     line = refused(program("--config", config_file(), f"data.tokenizer={other}", f"data.files=[{data}]"))
-    assert line.startswith("data.tokenizer: gives token id ")
-    assert line.endswith("the base's vocabulary is 0..299: another model's tokenizer")
+    assert line.startswith("data.tokenizer: got token id ")
+    assert line.endswith("expected 0 to 299, the base's vocabulary; use the base's tokenizer")
 
 
 def test_settings_that_do_not_fit_the_base_or_the_data(program, config_file):
     config = config_file()
     assert "tree: got a depth of 4, expected at most" in refused(program("--config", config, "tree=chain-4"))
-    assert "allowed are root, chain-K" in refused(program("--config", config, "tree=none"))
-    assert "batch_size: must be from 1 to the" in refused(program("--config", config, "batch_size=4000"))
+    assert "expected root, chain-K" in refused(program("--config", config, "tree=none"))
+    assert "batch_size: got 4000, expected 1 to " in refused(program("--config", config, "batch_size=4000"))
     assert "draft.hidden_state_offset" in refused(program("--config", config, "draft.hidden_state_offset=9"))
-    assert "mesh: data=64" in refused(program("--config", config, "mesh.data=64", "batch_size=64"))
+    assert "mesh: got data=64" in refused(program("--config", config, "mesh.data=64", "batch_size=64"))
 
 
 @pytest.mark.parametrize("task", ["heads", "base", "joint"])
@@ -91,20 +91,20 @@ def test_output_that_cannot_be_written(program, config_file, tmp_path):
     assert refused(program("--config", config_file(output=str(tmp_path / "file")))).startswith("output: cannot make")
 
 
-def test_finished_run_is_exported_again_and_other_settings_are_named(program, config_file, tmp_path):
+def test_finished_run_is_exported_again_and_other_settings_are_refused(program, config_file, tmp_path):
     output, config = tmp_path / "run", config_file()
     assert program("--config", config, "steps=2").code == 0
     line = refused(program("--config", config, "steps=2", "optimizer.lr=0.5"))
-    assert line.startswith("output: holds a run with optimizer.lr=0.003, this one has 0.5")
-    assert "steps=2, this one has 3" in refused(program("--config", config, "steps=3"))
+    assert line.startswith("output: got a run with optimizer.lr=0.003, expected 0.5")
+    assert "steps=2, expected 3" in refused(program("--config", config, "steps=3"))
 
     before = next((output / "heads").glob("*.safetensors")).read_bytes()
     shutil.rmtree(output / "heads")
-    # What may change: how often is logged, saved and evaluated.
+    # The frequency of logs, checkpoints and evaluations may change.
     again = program("--config", config, "steps=2", "log_every=7", "checkpoint_every=3", "keep_checkpoints=1")
     assert again.code == 0, again.err
     assert "holds a finished run of 2 steps" in again.out
-    # A run of a version that did not know a setting had what is now its default.
+    # A setting missing in an older run had its default.
     for record in output.glob("checkpoints/*/hydrajax.json"):
         content = json.loads(record.read_text())
         del content["meta"]["settings"]["draft"]["ttt_length"], content["checksum"]
@@ -116,7 +116,7 @@ def test_finished_run_is_exported_again_and_other_settings_are_named(program, co
 
 @pytest.mark.slow
 def test_a_vocabulary_of_the_most_frequent_targets(program, config_file, base, texts, tmp_path):
-    """It is that of the training text, decoding stays exact, and heads to start from keep theirs."""
+    """The vocabulary is that of the training text, decoding stays exact, and initial heads keep theirs."""
     config = config_file(draft={"heads": "medusa", "num_draft_heads": 2, "vocabulary": 9})
     done = program("--config", config, "steps=1", f"output={tmp_path / 'first'}")
     assert done.code == 0, done.err
@@ -126,7 +126,7 @@ def test_a_vocabulary_of_the_most_frequent_targets(program, config_file, base, t
     tokens = loaded.drafter.vocabulary.tokens.tolist()
     ids = [loaded.tokenizer(path.read_text())["input_ids"] for path in texts.iterdir()]
     counts = Counter(token for text in ids for token in text)
-    assert {token for token, _ in counts.most_common(5)} < set(tokens)  # the text is of nine words
+    assert {token for token, _ in counts.most_common(5)} < set(tokens)  # the text has nine words
     assert len(tokens) == 9
 
     prompts = np.array([text[:8] for text in ids], np.int32)
@@ -146,11 +146,11 @@ def test_a_vocabulary_of_the_most_frequent_targets(program, config_file, base, t
 
 
 def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(program, config_file, settings, tmp_path):
-    """A learning rate that makes the weights infinite at the first step after the warm-up began."""
+    """The learning rate makes the weights infinite at the first step."""
     optimizer = {"lr": 1e38, "warmup_steps": 0, "clip_norm": None}
     config = config_file(optimizer=optimizer, max_bad_steps=3, steps=9, checkpoint_every=1)
     line = refused(program("--config", config))
-    assert line.startswith("max_bad_steps: the loss or gradient of the last 3 steps, up to step 4, was not finite")
+    assert line.startswith("max_bad_steps: got 3 steps in a row, up to step 4, with a non-finite loss or gradient")
     assert "optimizer.lr" in line
     assert str(tmp_path / "run" / "checkpoints") in line
     found = train_lines(tmp_path / "run")
@@ -210,16 +210,16 @@ def test_heads_for_another_base_from_conversations(program, golden, settings, tm
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"JAX_COORDINATOR_ADDRESS": "nowhere"}, "JAX_COORDINATOR_ADDRESS: must be host:port, found 'nowhere'"),
-        ({"JAX_COORDINATOR_ADDRESS": "host:99999"}, "JAX_COORDINATOR_ADDRESS: must be host:port, found 'host:99999'"),
-        ({"JAX_PROCESS_ID": "first"}, "JAX_PROCESS_ID: must be an integer from 0 up, found 'first'"),
+        ({"JAX_COORDINATOR_ADDRESS": "nowhere"}, "JAX_COORDINATOR_ADDRESS: got 'nowhere', expected host:port"),
+        ({"JAX_COORDINATOR_ADDRESS": "host:99999"}, "JAX_COORDINATOR_ADDRESS: got 'host:99999', expected host:port"),
+        ({"JAX_PROCESS_ID": "first"}, "JAX_PROCESS_ID: got 'first', expected an integer from 0 up"),
         (
             {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
-            "JAX_PROCESS_ID: must be below JAX_NUM_PROCESSES = 2, found 2",
+            "JAX_PROCESS_ID: got 2, expected less than JAX_NUM_PROCESSES = 2",
         ),
     ],
 )
-def test_other_processes_that_make_no_sense(program, config_file, monkeypatch, variables, message):
+def test_invalid_settings_of_several_processes(program, config_file, monkeypatch, variables, message):
     for name, value in ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1234"} | variables).items():
         monkeypatch.setenv(name, value)
     assert message in refused(program("--config", config_file()))

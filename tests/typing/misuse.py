@@ -1,4 +1,4 @@
-"""Mistakes in using the public interface: mypy refuses every line that says so, with the error it names."""
+"""Misuse of the public interface: mypy must report the error code named on each line."""
 
 from __future__ import annotations
 

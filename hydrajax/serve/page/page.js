@@ -1,19 +1,19 @@
-// The chat page. It asks the same interface as any other client, and shows of each answer what was drafted and accepted,
-// tokens per step, and how long a step for every token would have taken.
+// The chat page. It uses the same API as any other client. For each answer it shows the accepted draft tokens, tokens per
+// step and tokens/s, and the time that the same tokens would take without a draft.
 
 const at = (id) => document.getElementById(id);
 const state = { models: new Map(), conversation: [], running: null };
 
-// --- what there is ---------------------------------------------------------------------------------------------------
+// --- models ----------------------------------------------------------------------------------------------------------
 
 function headers() {
   const key = at("key").value;
   return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
 }
 
-async function refusal(response) {
-  const words = await response.json().then((body) => body.error.message).catch(() => response.statusText);
-  return new Error(words || `status ${response.status}`);
+async function errorOf(response) {
+  const message = await response.json().then((body) => body.error.message).catch(() => response.statusText);
+  return new Error(message || `status ${response.status}`);
 }
 
 function titleOf(id, about) {
@@ -24,19 +24,19 @@ function titleOf(id, about) {
 async function findModels() {
   const response = await fetch("v1/models", { headers: headers() });
   at("key_label").hidden = response.status !== 401 && !at("key").value;
-  if (!response.ok) throw await refusal(response);
+  if (!response.ok) throw await errorOf(response);
   const { data } = await response.json();
   state.models = new Map(data.map((model) => [model.id, model.hydrajax ?? {}]));
   at("model").replaceChildren(
     ...data.map(({ id, hydrajax }) => new Option(titleOf(id, hydrajax), id)),
   );
-  const conversations = data[0]?.hydrajax?.conversations ?? true;
-  at("form").querySelector("[value=chat]").disabled = !conversations;
-  if (!conversations) at("form").value = "text";
+  const hasTemplate = data[0]?.hydrajax?.conversations ?? true;
+  at("form").querySelector("[value=chat]").disabled = !hasTemplate;
+  if (!hasTemplate) at("form").value = "text";
   at("error").textContent = "";
 }
 
-// --- an answer -------------------------------------------------------------------------------------------------------
+// --- answers ---------------------------------------------------------------------------------------------------------
 
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -54,7 +54,7 @@ async function* events(response) {
   }
 }
 
-function asked() {
+function requestBody() {
   const sampled = at("rule").value === "exact";
   const seed = at("seed").value;
   return {
@@ -77,7 +77,7 @@ function message(role, code, of = "") {
   return found;
 }
 
-// Tokens of which some characters are incomplete do not add up to the text; it is then shown without colours.
+// Tokens that end in the middle of a character do not join to the text, which is then shown without colours.
 function show(place, text, tokens) {
   if (tokens.map((token) => token.text).join("") !== text) {
     place.append(text);
@@ -93,13 +93,13 @@ function show(place, text, tokens) {
 
 function figures(place, run) {
   if (!run.steps) return;
-  const bold = (words) => Object.assign(document.createElement("b"), { textContent: words });
+  const bold = (text) => Object.assign(document.createElement("b"), { textContent: text });
   const seconds = ((run.last ?? performance.now()) - run.first) / 1000;
   const rate = run.tokens > run.firstTokens && seconds > 0 ? (run.tokens - run.firstTokens) / seconds : NaN;
   const parts = [bold(`${(run.tokens / run.steps).toFixed(2)} tokens per step`), `${run.tokens} tokens in ${run.steps} steps`];
   if (Number.isFinite(rate)) parts.push(bold(`${rate.toFixed(0)} tokens/s`), `${seconds.toFixed(2)} s`);
   const plain = run.plainStep * run.tokens;
-  if (plain) parts.push(`without a draft ${plain.toFixed(2)} s at ${(1000 * run.plainStep).toFixed(2)} ms a token`);
+  if (plain) parts.push(`without a draft ${plain.toFixed(2)} s at ${(1000 * run.plainStep).toFixed(2)} ms per token`);
   parts.push(`first token after ${((run.first - run.began) / 1000).toFixed(2)} s`);
   if (run.seed !== undefined && run.seed !== null) parts.push(`seed ${run.seed}`);
   place.replaceChildren(...parts.flatMap((part, number) => (number ? [" · ", part] : [part])));
@@ -107,19 +107,19 @@ function figures(place, run) {
 
 async function answer(prompt) {
   const chat = at("form").value === "chat";
-  const body = asked();
-  const conversation = state.conversation; // this one, also when a new one has been begun meanwhile
+  const body = requestBody();
+  const conversation = state.conversation; // the user may start a new one during the answer
   if (chat) body.messages = [...conversation, { role: "user", content: prompt }];
   else body.prompt = prompt;
   const abort = new AbortController();
   state.running = abort;
   const run = { began: performance.now(), tokens: 0, steps: 0, plainStep: state.models.get(body.model)?.plain_step_seconds };
-  let place, line, said = "";
+  let place, line, answered = "";
   try {
     const response = await fetch(chat ? "v1/chat/completions" : "v1/completions", {
       method: "POST", headers: headers(), body: JSON.stringify(body), signal: abort.signal,
     });
-    if (!response.ok) throw await refusal(response);
+    if (!response.ok) throw await errorOf(response);
     at("prompt").value = "";
     if (chat) message("user", false).querySelector(".text").textContent = prompt;
     const drafted = at("model").selectedOptions[0].text;
@@ -139,7 +139,7 @@ async function answer(prompt) {
       if (run.first === undefined) [run.first, run.firstTokens] = [run.last, run.tokens];
       const low = at("messages").scrollHeight - at("messages").scrollTop - at("messages").clientHeight < 80;
       show(place, text, tokens);
-      said += text;
+      answered += text;
       figures(line, run);
       if (low) at("messages").scrollTop = at("messages").scrollHeight;
     }
@@ -148,11 +148,13 @@ async function answer(prompt) {
   } finally {
     state.running = null;
     if (line && run.first !== undefined) figures(line, run);
-    if (chat && said) conversation.push({ role: "user", content: prompt }, { role: "assistant", content: said });
+    if (chat && answered) {
+      conversation.push({ role: "user", content: prompt }, { role: "assistant", content: answered });
+    }
   }
 }
 
-// --- what one does with it ---------------------------------------------------------------------------------------------
+// --- controls ----------------------------------------------------------------------------------------------------------
 
 function busy(is) {
   at("send").disabled = is;
@@ -185,7 +187,7 @@ at("clear").addEventListener("click", () => {
   at("error").textContent = "";
 });
 
-// What is hidden is not checked either: nobody could see what is wrong with it.
+// Hidden inputs are disabled, because the browser would refuse the form for an error that the user cannot see.
 function shownForRule() {
   for (const label of document.querySelectorAll(".sampled")) {
     label.hidden = label.querySelector("input").disabled = at("rule").value === "greedy";

@@ -1,6 +1,6 @@
-"""Conversations and plain texts from files and from `datasets`.
+"""Read conversations and plain texts from files and from `datasets`.
 
-One bad record among many is no reason to stop: it is left out, and returned with its place and what is wrong with it.
+Bad records are left out and returned with their place and the reason.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ FORMATS = ("auto", "sharegpt", "alpaca", "messages")
 ROLES = {"system": "system", "human": "user", "user": "user"} | dict.fromkeys(
     ("gpt", "chatgpt", "bing", "bard", "assistant"), "assistant"
 )
-# One question and its answer, by the names of their fields. Alpaca's may have an ``input`` besides.
-PAIRS = {
-    "alpaca": (("instruction", "output"), ("instruction", "response")),
-    "pair": (("prompt", "response"), ("prompt", "completion"), ("question", "answer")),
-}
+# Formats with a list of turns: the list's field, and the fields of a turn's role and text.
+TURN_LISTS = {"sharegpt": ("conversations", "from", "value"), "messages": ("messages", "role", "content")}
+# Formats with one question and its answer. Alpaca's may have an ``input`` too.
+ALPACA = (("instruction", "output"), ("instruction", "response"))
+PAIRS = {"alpaca": ALPACA, "auto": (*ALPACA, ("prompt", "response"), ("prompt", "completion"), ("question", "answer"))}
+
+Paths = str | Path | Sequence[str | Path]
 
 
-class Message(NamedTuple):
+class DialogueTurn(NamedTuple):
     """``role`` is system, user or assistant; ``content`` is never blank."""
 
     role: str
@@ -34,57 +36,61 @@ class Message(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """At most one system message, then user and assistant in turn, with at least one assistant message (or, where it
-    was read with ``answered=False``, at least one of the user's).
+    """At most one system message, then user and assistant in turn, with at least one assistant message (if read with
+    ``answered=False``, at least one user message).
 
-    where: its place in messages, such as ``"chat.jsonl line 3"`` or ``"chat.json record 3"``, both counted from 1.
+    Attributes:
+        where: The place in the files for messages, such as ``"chat.jsonl line 3"`` or ``"chat.json record 3"``, from 1.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[DialogueTurn, ...]
     where: str
 
 
 class Text(NamedTuple):
-    """A file's text; ``name`` is its path."""
+    """A text file; ``name`` is its path."""
 
     name: str
     text: str
 
 
 class BadRecord(NamedTuple):
-    """What was left out, and why."""
+    """The place of a record that was left out, and the reason."""
 
     where: str
     reason: str
 
 
 def read_conversations(
-    paths: str | Path | Sequence[str | Path], format: str = "auto", *, answered: bool = True
+    paths: Paths, format: str = "auto", *, answered: bool = True
 ) -> tuple[list[Conversation], list[BadRecord]]:
-    """The conversations of JSON and JSONL files, gzipped or not, and of the folders holding such files, in order.
+    """Read JSON and JSONL files, gzipped or not, and folders of such files, in order.
 
-    A record, which is an element of a file's list or a line, is one of
+    A record is an element of a file's list or a line. Returns conversations and
+    bad records. Assistant messages before the first user message and blank system messages are dropped.
 
-        sharegpt   {"conversations": [{"from": "human"|"gpt"|"system", "value": text}, ...]}; other names in `ROLES`
-        alpaca     {"instruction": text, "input": text, "output": text}; input is optional, output may be "response"
-        messages   {"messages": [{"role": ..., "content": text}, ...]}, or the list alone
+    Args:
+        format: of the records. ``auto`` detects each and takes {"prompt", "response" or "completion"}, {"question",
+            "answer"} and {"history": [{"user", "bot"}, ...]} too.
 
-    ``auto`` tells them apart record by record, and also takes {"prompt", "response" or "completion"}, {"question",
-    "answer"} and {"history": [{"user", "bot"}, ...]}. Assistant messages before the first user's are dropped, as are
-    blank system messages. answered: leave out conversations in which the assistant says nothing.
+                sharegpt   {"conversations": [{"from": "human"|"gpt"|"system", "value": text}, ...]}, roles as `ROLES`
+                alpaca     {"instruction": text, "input": text, "output": text}; input is optional, or "response"
+                messages   {"messages": [{"role": ..., "content": text}, ...]}, or the list alone
 
-    Raises `HydrajaxError` for a file that cannot be read, and where no record is usable.
+        answered: leave out conversations without an assistant message.
+
+    Raises:
+        HydrajaxError: a file cannot be read, or no record is usable.
     """
     if format not in FORMATS:
         raise not_allowed("data.format", format, FORMATS)
     suffixes = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
     files = (file for file, hidden in _files(paths, suffixes) if not hidden)
-    records = (found for file in files for found in _records(file))
-    return _parse_all(records, format, _listed(paths), answered)
+    return _parse_all((found for file in files for found in _records(file)), format, _listed(paths), answered)
 
 
 def holds_conversations(path: str | Path) -> bool:
-    """Whether the file's first record is one of `read_conversations`, though nobody may have answered yet."""
+    """Return True if the file's first record is a conversation, answered or not."""
     for _, record in _records(Path(path)):
         try:
             parse_record(record, answered=False)
@@ -95,47 +101,52 @@ def holds_conversations(path: str | Path) -> bool:
 
 
 def read_dataset(name: str, split: str = "train", format: str = "auto") -> tuple[list[Conversation], list[BadRecord]]:
-    """The conversations of `datasets.load_dataset`, whose rows are records as in `read_conversations`.
+    """Read the records (`read_conversations`) of a data set by `datasets.load_dataset`.
 
-    Raises `HydrajaxError` where the package is missing or the data set cannot be had (unknown, or no connection).
+    Raises:
+        HydrajaxError: the package is missing, or the data set cannot be loaded.
     """
     try:
         import datasets
     except ImportError:
         raise HydrajaxError(f"data.dataset: {needs('datasets')}") from None
     try:
-        rows = datasets.load_dataset(name, split=split)
+        records = datasets.load_dataset(name, split=split)
     except Exception as error:  # network, cache, hub and file errors of half a dozen libraries
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise HydrajaxError(f"data.dataset: cannot load {name!r}, split {split!r}: {reason}") from None
-    # A table has every field in every row, null where the record had none.
-    records = ((f"{name} record {number}", _without_nulls(row)) for number, row in enumerate(rows, start=1))
-    return _parse_all(records, format, f"{name!r}, split {split!r}")
+    # A table has every field in every row: null where the record had none.
+    named = (
+        (f"{name} record {number}", {key: value for key, value in record.items() if value is not None})
+        for number, record in enumerate(records, start=1)
+    )
+    return _parse_all(named, format, f"{name!r}, split {split!r}")
 
 
-def read_texts(paths: str | Path | Sequence[str | Path]) -> tuple[list[Text], list[BadRecord]]:
-    """The texts of plain files (.txt, .py, .md, any), gzipped or not, and of all files below folders, sorted.
+def read_texts(paths: Paths) -> tuple[list[Text], list[BadRecord]]:
+    """Read text files (.txt, .py, .md, any), gzipped or not, and all files in folders, sorted.
 
-    Left out, and returned as such, are files that are empty, binary or not UTF-8 and, within folders, hidden ones.
-    Raises `HydrajaxError` where a file cannot be read or no text is left.
+    Returns:
+        The texts, and the files that were left out: empty, binary, not UTF-8 and, in folders, hidden ones.
+
+    Raises:
+        HydrajaxError: a file cannot be read, or no text is left.
     """
     texts, skipped = [], []
     for file, hidden in _files(paths):
-        if hidden:
-            skipped.append(BadRecord(str(file), "is hidden"))
-            continue
-        content = file_content(file, "data.files")
-        try:
-            if b"\0" in content:  # decodes as UTF-8, but is in no text
-                raise ValueError
-            text = content.decode()
-        except ValueError:
-            skipped.append(BadRecord(str(file), "is binary or not UTF-8 text"))
-            continue
+        text, reason = "", "is hidden"
+        if not hidden:
+            content = file_content(file, "data.files")
+            try:
+                text, reason = content.decode(), "is empty"
+            except UnicodeDecodeError:
+                content = b"\0"
+            if b"\0" in content:  # valid UTF-8, but in no text
+                text, reason = "", "is binary or not UTF-8 text"
         if text.strip():
             texts.append(Text(str(file), text))
         else:
-            skipped.append(BadRecord(str(file), "is empty"))
+            skipped.append(BadRecord(str(file), reason))
     if not texts:
         raise HydrajaxError(f"data.files: found no text in {_listed(paths)}{_first(skipped)}")
     return texts, skipped
@@ -153,15 +164,12 @@ def summary(kept: Sequence[Any], bad: Sequence[BadRecord], what: str = "conversa
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def _listed(paths: str | Path | Sequence[str | Path]) -> str:
+def _listed(paths: Paths) -> str:
     return str(paths) if isinstance(paths, str | Path) else ", ".join(map(str, paths))
 
 
-def _files(paths: str | Path | Sequence[str | Path], suffixes: tuple[str, ...] = ("",)) -> Iterator[tuple[Path, bool]]:
-    """``(file, whether it is hidden)``: files as named, and those below folders that end in one of ``suffixes``.
-
-    A hidden folder is one entry and is not entered.
-    """
+def _files(paths: Paths, suffixes: tuple[str, ...] = ("",)) -> Iterator[tuple[Path, bool]]:
+    """``(file, hidden)`` of named files, and of files in folders with a suffix; a hidden folder is one entry."""
     for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
         if not path.is_dir():
             yield path, False
@@ -178,12 +186,12 @@ def _files(paths: str | Path | Sequence[str | Path], suffixes: tuple[str, ...] =
 
 
 def _records(file: Path) -> Iterator[tuple[str, Any]]:
-    """``(where, record)`` of a JSON or JSONL file; the record is a `HydrajaxError` where it is not JSON.
+    """``(where, record)`` of a JSON or JSONL file; a record that is not JSON is a `HydrajaxError`.
 
-    A file that is JSON as a whole is a list of records, or one record. Any other is JSON lines, if at least one of its
-    lines is a record, or else a file that was cut short and counts as one bad record.
+    A JSON file is a list of records or one record. Any other file is JSON lines if a line is a record, else one bad
+    record, such as a file that was cut off.
     """
-    # Bytes that are not UTF-8 spoil the text that they are in, which `_checked` leaves out, and not the whole file.
+    # Bytes that are not UTF-8 spoil the text they are in, which `_checked` leaves out, and not the whole file.
     text = file_content(file, "data.files").decode(errors="surrogateescape")
     whole = json_value(text, "file")
     if isinstance(whole, HydrajaxError) and any(isinstance(value, dict | list) for _, value in json_lines(text, file)):
@@ -193,6 +201,10 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
             yield f"{file} record {number}", record
     elif text.strip():
         yield f"{file} record 1", whole
+
+
+def _is_messages(value: list) -> bool:
+    return bool(value) and all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in value)
 
 
 def _parse_all(
@@ -213,66 +225,66 @@ def _first(bad: Sequence[BadRecord]) -> str:
     return f"; {len(bad)} left out, the first: {bad[0].where}: {bad[0].reason}" if bad else ""
 
 
-def parse_record(record: Any, format: str = "auto", answered: bool = True) -> tuple[Message, ...]:
-    """The messages of one record of `read_conversations`. Raises `HydrajaxError` saying what is wrong, not where."""
+def parse_record(record: Any, format: str = "auto", answered: bool = True) -> tuple[DialogueTurn, ...]:
+    """The messages of one record of `read_conversations`. Raises `HydrajaxError` with the reason, without the place."""
     if isinstance(record, HydrajaxError):
         raise record
     if isinstance(record, list):
         record = {"messages": record}
     if not isinstance(record, dict):
-        raise HydrajaxError(f"must be a JSON object, found {shown(record)}")
-    if format in ("auto", "sharegpt") and "conversations" in record:
-        return _checked(_turns(record["conversations"], "conversations", "from", "value"), answered)
-    if format in ("auto", "messages") and "messages" in record:
-        return _checked(_turns(record["messages"], "messages", "role", "content"), answered)
+        raise HydrajaxError(f"got {shown(record)}, expected a JSON object")
+    for name, (field, role, content) in TURN_LISTS.items():
+        if format in ("auto", name) and field in record:
+            return _checked(_turns(record, field, role, content), answered)
     if format == "auto" and "history" in record:
-        return _checked(_history(record["history"]), answered)
-    pairs = {"auto": PAIRS["alpaca"] + PAIRS["pair"], "alpaca": PAIRS["alpaca"]}.get(format, ())
-    for question, answer in pairs:
+        pairs = _objects(record, "history", ("user", "bot"))
+        turns = (
+            (role, where, turn[key]) for where, turn in pairs for role, key in (("user", "user"), ("assistant", "bot"))
+        )
+        return _checked(turns, answered)
+    for question, answer in PAIRS.get(format, ()):
         if question in record and answer in record:
             content, extra = record[question], record.get("input") if question == "instruction" else None
             if isinstance(extra, str) and extra.strip() and isinstance(content, str):
                 content = f"{content}\n\n{extra}"
             return _checked([("user", question, content), ("assistant", answer, record[answer])])
-    raise HydrajaxError(f"is no {'known' if format == 'auto' else format} record: found {_names(record)}")
+    raise HydrajaxError(
+        f"got {_fields_of(record)}, expected a record in {'a known' if format == 'auto' else format} format"
+    )
 
 
-def _turns(turns: Any, field: str, role_field: str, content_field: str) -> Iterator[tuple[str, str, Any]]:
+def _objects(record: dict, field: str, names: tuple[str, str]) -> Iterator[tuple[str, dict]]:
+    """``(where in the record, turn)`` of a list of turns that all have the fields ``names``."""
+    if not isinstance(record[field], list):
+        raise HydrajaxError(f"{field}: got {shown(record[field])}, expected a list")
+    for number, turn in enumerate(record[field], start=1):
+        if not isinstance(turn, dict) or not turn.keys() >= set(names):
+            found = _fields_of(turn) if isinstance(turn, dict) else shown(turn)
+            raise HydrajaxError(f"{field} {number}: got {found}, expected fields {' and '.join(names)}")
+        yield f"{field} {number}", turn
+
+
+def _turns(record: dict, field: str, role_field: str, content_field: str) -> Iterator[tuple[str, str, Any]]:
     """``(role, where in the record, content)`` of a list of turns."""
-    if not isinstance(turns, list):
-        raise HydrajaxError(f"{field}: must be a list, found {shown(turns)}")
-    for number, turn in enumerate(turns, start=1):
-        where = f"{field} {number}"
-        if not isinstance(turn, dict) or role_field not in turn or content_field not in turn:
-            found = _names(turn) if isinstance(turn, dict) else shown(turn)
-            raise HydrajaxError(f"{where}: must have {role_field} and {content_field}, found {found}")
+    for where, turn in _objects(record, field, (role_field, content_field)):
         role = turn[role_field]
         if not isinstance(role, str) or role not in ROLES:
-            raise HydrajaxError(f"{where}: {role_field}: allowed are {', '.join(ROLES)}, found {shown(role)}")
+            raise HydrajaxError(f"{where}: {role_field}: got {shown(role)}, expected one of {', '.join(ROLES)}")
         yield ROLES[role], where, turn[content_field]
 
 
-def _history(turns: Any) -> Iterator[tuple[str, str, Any]]:
-    if not isinstance(turns, list):
-        raise HydrajaxError(f"history: must be a list, found {shown(turns)}")
-    for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, dict) or not {"user", "bot"} <= set(turn):
-            raise HydrajaxError(f"history {number}: must have user and bot, found {shown(turn)}")
-        yield from ((role, f"history {number}", turn[key]) for role, key in (("user", "user"), ("assistant", "bot")))
-
-
-def _checked(turns: Iterable[tuple[str, str, Any]], answered: bool = True) -> tuple[Message, ...]:
-    """The messages, if they are what `Conversation` promises."""
-    messages: list[Message] = []
+def _checked(turns: Iterable[tuple[str, str, Any]], answered: bool = True) -> tuple[DialogueTurn, ...]:
+    """The messages, in the order that `Conversation` describes."""
+    messages: list[DialogueTurn] = []
     for role, where, content in turns:
         if not isinstance(content, str):
-            raise HydrajaxError(f"{where}: must be text, found {shown(content)}")
+            raise HydrajaxError(f"{where}: got {shown(content)}, expected text")
         previous = messages[-1].role if messages else None
         blank = not content.strip()
         if (role == "system" and blank) or (role == "assistant" and previous in (None, "system")):
             continue
         if blank:
-            raise HydrajaxError(f"{where}: is empty, some text is needed")
+            raise HydrajaxError(f"{where}: is empty")
         try:
             content.encode()
         except UnicodeEncodeError:
@@ -281,20 +293,12 @@ def _checked(turns: Iterable[tuple[str, str, Any]], answered: bool = True) -> tu
             raise HydrajaxError(f"{where}: a system message must come first")
         if role == previous:
             raise HydrajaxError(f"{where}: {role} follows {role}, user and assistant must alternate")
-        messages.append(Message(role, content))
+        messages.append(DialogueTurn(role, content))
     needed = "assistant" if answered else "user"
     if not any(message.role == needed for message in messages):
-        raise HydrajaxError(f"has no {'assistant message that answers a user' if answered else 'message of a user'}")
+        raise HydrajaxError(f"has no {'assistant message after a user message' if answered else 'user message'}")
     return tuple(messages)
 
 
-def _is_messages(value: list) -> bool:
-    return bool(value) and all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in value)
-
-
-def _without_nulls(row: dict) -> dict:
-    return {name: value for name, value in row.items() if value is not None}
-
-
-def _names(record: dict) -> str:
-    return shown(", ".join(map(str, record))) if record else "no field"
+def _fields_of(record: dict) -> str:
+    return f"fields {shown(', '.join(map(str, record)))}" if record else "no field"

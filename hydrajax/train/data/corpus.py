@@ -1,4 +1,4 @@
-"""Text that every Python machine has: the standard library's own source, and a tokenizer trained on text."""
+"""The standard library's source as training text, and a tokenizer trained on text."""
 
 from __future__ import annotations
 
@@ -14,40 +14,38 @@ from hydrajax.errors import HydrajaxError
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Not code that anyone writes: installed packages, tests, generated tables and generated documentation.
+# Installed packages, tests, generated tables and generated documentation.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
 
 
 class SourceFile(NamedTuple):
-    """``name`` is the path below the library's folder with forward slashes."""
+    """``name`` is the path in the library's folder, with forward slashes."""
 
     name: str
     text: str
 
 
 def standard_library(max_chars: int, folder: str | Path | None = None, seed: int = 0) -> list[SourceFile]:
-    """Python files of the standard library in an order shuffled by ``seed``, as many as fit ``max_chars`` together.
+    """Read Python files of the standard library in an order shuffled by ``seed``, up to ``max_chars`` in total.
 
-    ``folder`` replaces the running Python's library. Raises `HydrajaxError` where there is none to read (a zipped or
+    ``folder`` replaces the running Python's library. Raises `HydrajaxError` if it has no source files (a zipped or
     frozen Python).
     """
     folder = Path(folder or sysconfig.get_paths()["stdlib"])
     paths = []
     for parent, folders, names in os.walk(folder):
-        folders[:] = set(folders) - SKIPPED_FOLDERS  # not even entered: installed packages can be many
+        folders[:] = set(folders) - SKIPPED_FOLDERS  # not entered: there can be many installed packages
         paths += [Path(parent, name).relative_to(folder).as_posix() for name in names if name.endswith(".py")]
     files = list(as_many_as_fit(sorted(paths), folder, max_chars, seed))
     if not files:
-        raise HydrajaxError(
-            f"standard library: found no Python source files of up to {max_chars} characters in {folder}"
-        )
+        raise HydrajaxError(f"standard library: found no Python source of up to {max_chars} characters in {folder}")
     return files
 
 
 def as_many_as_fit(names: Sequence[str], folder: Path, max_chars: int, seed: int) -> Iterator[SourceFile]:
-    """The files below ``folder`` in an order shuffled by ``seed``, until the next would exceed ``max_chars`` together.
+    """Read files in ``folder`` in an order shuffled by ``seed`` until the next one would exceed ``max_chars`` in total.
 
-    Those that are empty, or cannot be read as UTF-8, are left out.
+    Files that are empty or not readable as UTF-8 are left out.
     """
     total = 0
     for index in np.random.default_rng(seed).permutation(len(names)):
@@ -63,16 +61,16 @@ def as_many_as_fit(names: Sequence[str], folder: Path, max_chars: int, seed: int
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int):
-    """A byte-level BPE (a transformers ``PreTrainedTokenizerFast``) of ``vocab_size`` ids; id 0 is `END_OF_TEXT`.
+    """Train a byte-level BPE (a transformers ``PreTrainedTokenizerFast``); id 0 is `END_OF_TEXT`.
 
-    Byte-level, so every text has ids and decoding them gives it back exactly. The vocabulary is smaller where the
-    texts have too few pairs to merge; at least the 256 bytes and `END_OF_TEXT` are needed.
+    Decoding the ids of a text returns it exactly. The vocabulary is smaller than ``vocab_size`` if the texts have too
+    few pairs to merge. Raises `HydrajaxError` if ``vocab_size`` is less than 257.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast  # both are slow to import, and only text needs them
+    from transformers import PreTrainedTokenizerFast  # slow to import
 
     if vocab_size < 257:
-        raise HydrajaxError(f"vocab_size: must be at least 257 (256 bytes and end of text), found {vocab_size}")
+        raise HydrajaxError(f"vocab_size: got {vocab_size}, expected at least 257 (256 bytes and end of text)")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -83,5 +81,5 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int):
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    # Code has spaces before commas and dots that must survive decoding.
+    # The clean-up would remove spaces before commas and dots, which code has.
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False)

@@ -1,4 +1,4 @@
-"""Conversations to training documents: token ids, and which of the tokens the assistant has to learn."""
+"""Tokenise conversations and find the tokens that the assistant generates, which are the targets."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.templates import Encoder, make_encoder, run_template
+from hydrajax.text.templates import PromptEncoder, make_encoder, run_template
 from hydrajax.train.data.conversations import BadRecord, Conversation
 from hydrajax.train.data.packing import Document
 
-Spans = list[tuple[int, int]]  # first character and end of each answer in a rendered text
+Spans = list[tuple[int, int]]  # first character and end of each answer in the rendered text
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def encode_conversation(tokenizer: Any, conversation: Conversation, template: str = "auto") -> Document:
-    """The whole conversation in one tokenisation; targets are what the assistant says and the mark that ends it.
+    """Tokenise a conversation as a whole.
 
-    tokenizer: a fast one of transformers. template: ``auto`` for the tokenizer's own, or one of
-    `hydrajax.text.templates.BUILT_IN`. A target is every token that the model itself would have to write: all that
-    follows the generation prompt, up to and including the special token that ends the turn. Where the template marks
-    this by ``{% generation %}``, that is used; otherwise the conversation is rendered up to each answer and up to its
-    end, and each text must begin the next.
+    The targets are the tokens that the model generates: from the generation prompt to the special token that ends the
+    turn. If the template marks them with ``{% generation %}``, the marks are used. Otherwise the conversation is
+    rendered up to each answer and up to its end, and each text must be a prefix of the next.
 
-    Raises `HydrajaxError` naming the conversation where the template refuses it, where its answers cannot be found
-    again in the text, and where a message holds a special token's text, which would become that token; and, naming
-    the setting, where tokenizer and template do not go together at all.
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+        template: ``auto`` for the tokenizer's own, or one of `hydrajax.text.templates.BUILT_IN`.
+
+    Raises:
+        HydrajaxError: the template fails, changes an answer, or a message contains the text of a special token (the
+            message names the conversation); or tokenizer and template do not fit (it names the setting).
     """
     encoder = _encoder(tokenizer, template)
     try:
@@ -42,7 +44,7 @@ def encode_conversation(tokenizer: Any, conversation: Conversation, template: st
 def encode_conversations(
     tokenizer: Any, conversations: Sequence[Conversation], template: str = "auto"
 ) -> tuple[list[Document], list[BadRecord]]:
-    """`encode_conversation` of each, and those that it refuses. Raises `HydrajaxError` where it refuses all."""
+    """Encode each conversation, and return those that failed too. Raises `HydrajaxError` if all fail."""
     encoder = _encoder(tokenizer, template)
     documents, bad = [], []
     for conversation in conversations:
@@ -56,20 +58,20 @@ def encode_conversations(
     return documents, bad
 
 
-def _encoder(tokenizer: Any, template: str) -> Encoder:
+def _encoder(tokenizer: Any, template: str) -> PromptEncoder:
     return make_encoder(tokenizer, template, field="data.template", tokenizer_field="data.tokenizer")
 
 
-def _document(encoder: Encoder, conversation: Conversation) -> Document:
-    """As `encode_conversation`, whose errors have the conversation's place besides."""
+def _document(encoder: PromptEncoder, conversation: Conversation) -> Document:
+    """As `encode_conversation`, whose errors name the conversation too."""
     for number, message in enumerate(conversation.messages, start=1):
         if found := encoder.special.search(message.content):
-            raise HydrajaxError(f"message {number} holds the text of the special token {found[0]}")
+            raise HydrajaxError(f"message {number} contains the special token {found[0]}")
     answers = [message.content.strip() for message in conversation.messages if message.role == "assistant"]
     messages = [message._asdict() for message in conversation.messages]
     text, spans = (_marked_spans if _GENERATION.search(encoder.source) else _rendered_spans)(encoder, messages)
     if len(spans) != len(answers):
-        raise HydrajaxError(f"the chat template marks {len(spans)} answers of the {len(answers)} there are")
+        raise HydrajaxError(f"the chat template marks {len(spans)} answers, expected {len(answers)}")
     ids, offsets = encoder.tokenize(text)
     starts, ends = _tiling(offsets)
     targets = np.zeros(len(ids), bool)
@@ -78,39 +80,39 @@ def _document(encoder: Encoder, conversation: Conversation) -> Document:
         if at < 0:
             raise HydrajaxError(f"the chat template changes the answer {answer[:40]!r}")
         first, last = np.flatnonzero((starts < end) & (ends > start))[[0, -1]]
-        last = max(last, int(np.searchsorted(ends, end, side="right")) - 1)  # further bytes of the last character
-        # A token may reach over the edge: with a space it still is the model's, with the template's words not.
+        last = max(last, int(np.searchsorted(ends, end, side="right")) - 1)  # more bytes of the last character
+        # A token across the edge is a target if it covers only spaces outside the span.
         first += bool(text[starts[first] : start].strip())
         last -= bool(text[end : ends[last]].strip())
-        behind = int(np.searchsorted(starts, at + len(answer)))  # the first token after the answer itself
-        # A mark that follows {% generation %} at once is the model's to write too, unless it is the next BOS.
+        after = int(np.searchsorted(starts, at + len(answer)))  # the first token after the answer
+        # An end mark directly after {% generation %} is a target too, unless it is the next BOS.
         limit = last + 1 + (last + 1 < len(ids) and ids[last + 1] != encoder.tokenizer.bos_token_id)
-        marks = np.flatnonzero(np.isin(ids[behind:limit], encoder.marks))
-        if len(marks):  # what follows the mark, such as a newline, is the template's
-            targets[first : behind + marks[0] + 1] = True
+        marks = np.flatnonzero(np.isin(ids[after:limit], encoder.marks))
+        if len(marks):  # the template writes what follows the mark, such as a newline
+            targets[first : after + marks[0] + 1] = True
         else:
-            said = start + len(text[start:end].rstrip())
-            targets[first : last + 1] = starts[first : last + 1] < said
-    # A token without characters of its own is a further byte of the character before it.
+            text_end = start + len(text[start:end].rstrip())
+            targets[first : last + 1] = starts[first : last + 1] < text_end
+    # A token without characters is another byte of the character before it.
     for index in np.flatnonzero(starts == ends):
         targets[index] = index > 0 and targets[index - 1]
     return Document(ids, targets)
 
 
 def _tiling(offsets: Int[np.ndarray, "n 2"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-    """Where tokens start and end, with no character left out: each token starts where the one before ends.
+    """Starts and ends of the tokens such that each starts where the previous one ends.
 
-    Byte-level tokenizers may report offsets without the spaces that a token holds, down to none for pure indentation.
+    Byte-level tokenizers may report offsets without a token's spaces.
     """
     ends = np.maximum.accumulate(offsets[:, 1])
     return np.concatenate([[0], ends[:-1]]), ends
 
 
-def _marked_spans(encoder: Encoder, messages: list[dict]) -> tuple[str, Spans]:
-    """The rendered text, and the characters that the template marks as generated.
+def _marked_spans(encoder: PromptEncoder, messages: list[dict]) -> tuple[str, Spans]:
+    """The rendered text and the spans that the template marks as generated.
 
-    `apply_chat_template` would give the tokens (``return_assistant_tokens_mask``), but leaves out whole answers that
-    begin with a space where offsets are without spaces.
+    `apply_chat_template` with ``return_assistant_tokens_mask`` would give the tokens, but omits answers that begin with
+    a space if offsets are without spaces.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -124,8 +126,8 @@ def _marked_spans(encoder: Encoder, messages: list[dict]) -> tuple[str, Spans]:
     return texts[0], [(start, end) for start, end in spans[0] if end > start]
 
 
-def _rendered_spans(encoder: Encoder, messages: list[dict]) -> tuple[str, Spans]:
-    """The rendered text, and the characters from each generation prompt to the end of the answer's rendering."""
+def _rendered_spans(encoder: PromptEncoder, messages: list[dict]) -> tuple[str, Spans]:
+    """The rendered text and the spans from each generation prompt to the end of its answer."""
     text = encoder.render(messages, prompt=False)
     spans = []
     for index, message in enumerate(messages):
@@ -133,10 +135,8 @@ def _rendered_spans(encoder: Encoder, messages: list[dict]) -> tuple[str, Spans]
             before = encoder.render(messages[:index], prompt=True)
             after = encoder.render(messages[: index + 1], prompt=False)
             if not after.startswith(before):
-                raise HydrajaxError(
-                    f"the chat template begins message {index + 1} otherwise than its generation prompt"
-                )
+                raise HydrajaxError(f"the chat template begins message {index + 1} unlike its generation prompt")
             if not text.startswith(after):
-                raise HydrajaxError(f"the chat template writes message {index + 1} otherwise once others follow it")
+                raise HydrajaxError(f"the chat template changes message {index + 1} once others follow it")
             spans.append((len(before), len(after)))
     return text, spans

@@ -1,11 +1,11 @@
-"""Batches of rows, prepared ahead in a thread so that the device never waits; which rows depends on the step alone."""
+"""Batches of training sequences, prepared ahead in a thread. The sequences of a batch depend on the step alone."""
 
 from __future__ import annotations
 
 import functools
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 import numpy as np
@@ -16,32 +16,34 @@ from hydrajax.train.data.packing import Rows
 
 
 def batch_indices(n_rows: int, batch_size: int, step: int, seed: int) -> Int[np.ndarray, " batch_size"]:
-    """The rows of batch ``step`` (from 0): a function of its arguments alone, so resuming at a step needs no state.
+    """Return the indices of batch ``step`` (from 0), a function of the arguments, so resuming needs no state.
 
-    An epoch visits the rows in an order shuffled by seed and epoch, none twice; its short end is dropped. Raises
-    `HydrajaxError` for a batch of less than 1 or of more than all rows.
+    An epoch is a permutation drawn from seed and epoch; its incomplete last batch is dropped. Raises `HydrajaxError` if
+    ``batch_size`` is less than 1 or more than ``n_rows``.
     """
     if not 1 <= batch_size <= n_rows:
-        raise HydrajaxError(f"batch_size: must be from 1 to the {n_rows} rows there are, found {batch_size}")
-    epoch, place = divmod(step, n_rows // batch_size)
-    return _epoch_order(n_rows, epoch, seed)[place * batch_size : (place + 1) * batch_size].copy()
+        raise HydrajaxError(f"batch_size: got {batch_size}, expected 1 to {n_rows}, the number of training sequences")
+    epoch, position = divmod(step, n_rows // batch_size)
+    return _epoch_order(n_rows, epoch, seed)[position * batch_size : (position + 1) * batch_size].copy()
 
 
-@functools.lru_cache(maxsize=4)  # a shuffle of a million rows takes longer than a batch
+@functools.lru_cache(maxsize=4)  # shuffling a million indices takes longer than a batch
 def _epoch_order(n_rows: int, epoch: int, seed: int) -> Int[np.ndarray, " n_rows"]:
     return np.random.default_rng((seed, epoch)).permutation(n_rows)
 
 
 class Feed:
-    """Iterates over ``(step, batch)`` for ``start <= step < stop``, at most ``depth`` batches ahead of the consumer.
+    """Iterate over ``(step, batch)`` for ``start <= step < stop``.
 
-    rows:   batches hold its ``tokens``, ``labels`` and, if it has them, ``segments``, each int32 ``[batch_size, T]``.
-    extras: further arrays by name, indexed by row as ``rows`` is (``np.memmap`` will do, and is read in the thread).
-    place:  called with each batch, a dict of NumPy arrays; what it returns is yielded. It puts them on the devices. It
-            runs in the thread, where a mesh set by the caller's `jax.set_mesh` is not in force: close over shardings.
+    A context manager: leaving it, also by an exception, ends the thread after the batch in progress. An error in the
+    thread is raised in the consumer after the batches before it.
 
-    Use it in a ``with`` statement: leaving it for whatever reason, Ctrl-C too, ends the thread once the batch in hand
-    is done. What the thread raises is raised in the consumer, after the batches prepared before it.
+    Args:
+        rows: batches hold its ``tokens``, ``labels`` and, if there are any, ``segments``, int32 ``[batch_size, T]``.
+        place: called in the thread with each batch, a dict of NumPy arrays, to put it on the devices. A mesh set by
+            `jax.set_mesh` in the caller is not in force there.
+        extras: further arrays by name, such as ``np.memmap``, indexed like ``rows``.
+        depth: batches prepared ahead.
     """
 
     def __init__(
@@ -56,59 +58,45 @@ class Feed:
         extras: Mapping[str, Any] | None = None,
         depth: int = 2,
     ):
-        if depth < 1:
-            raise HydrajaxError(f"prefetch: must be at least 1, found {depth}")
-        arrays = {name: array for name, array in rows._asdict().items() if array is not None}
-        for name, array in (extras or {}).items():
-            if name in arrays or len(array) != len(rows.tokens):
-                raise ValueError(f"extras: {name} has {len(array)} rows or a name in use; there are {len(rows.tokens)}")
-            arrays[name] = array
         n_rows = len(rows.tokens)
-        batch_indices(n_rows, batch_size, start, seed)  # refuses a bad batch size here and not in the thread
-        self._steps = range(start, stop)
-        self._indices = lambda step: batch_indices(n_rows, batch_size, step, seed)
-        self._arrays, self._place = arrays, place
-        self._ready: queue.SimpleQueue = queue.SimpleQueue()  # bounded by the semaphore, so that no put ever blocks
-        self._room = threading.Semaphore(depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="feed", daemon=True)
-        self._thread.start()
+        arrays = {name: array for name, array in rows._asdict().items() if array is not None} | dict(extras or {})
+        batch_indices(n_rows, batch_size, start, seed)  # refuses a bad batch size here, not in the thread
 
-    def _work(self) -> None:
-        end: BaseException = StopIteration()
-        try:
-            for step in self._steps:
-                self._room.acquire()
-                if self._closed.is_set():
-                    break
-                indices = self._indices(step)
-                batch = {name: np.asarray(array[indices]) for name, array in self._arrays.items()}
-                self._ready.put((step, self._place(batch)))
-        except BaseException as error:  # the consumer must hear of anything at all, else it would wait for ever
-            end = error
-        self._ready.put(end)
+        def prepare(step: int) -> Any:
+            indices = batch_indices(n_rows, batch_size, step, seed)
+            return place({name: np.asarray(array[indices]) for name, array in arrays.items()})
+
+        self._steps, self._prepare = iter(range(start, stop)), prepare
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="feed")
+        self._ready: deque[tuple[int, Future]] = deque()
+        for _ in range(depth):
+            self._prepare_next()
+
+    def _prepare_next(self) -> None:
+        for step in self._steps:
+            self._ready.append((step, self._executor.submit(self._prepare, step)))
+            break
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> tuple[int, Any]:
-        if self._closed.is_set():
+        if not self._ready:
             raise StopIteration
-        item = self._ready.get()
-        if isinstance(item, BaseException):
+        step, future = self._ready.popleft()
+        try:
+            batch = future.result()
+        except BaseException:
             self.close()
-            raise item
-        self._room.release()
-        return item
+            raise
+        self._prepare_next()
+        return step, batch
 
     def close(self) -> None:
-        """End the thread and let go of the batches not taken. Iteration ends; closing again does nothing."""
-        self._closed.set()
-        self._room.release()
-        self._thread.join()
-        while not self._ready.empty():
-            self._ready.get()
-        self._arrays = {}
+        """End the thread and the iteration."""
+        self._steps = iter(())
+        self._ready.clear()
+        self._executor.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Self:
         return self

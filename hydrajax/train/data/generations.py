@@ -1,4 +1,4 @@
-"""Text that the base itself has written, as token ids: what `hydrajax distill` and `generate --output` write."""
+"""Text that the base has generated, as token ids: the output of `hydrajax distill` and `generate --output`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.jsonl import read_jsonl
+from hydrajax.text.jsonl import read_jsonl, shown
 
 
 class Continuation(NamedTuple):
-    """A prompt that the base has continued.
+    """A prompt and the text that the base has generated after it.
 
-    where: file and line, such as ``"out.jsonl line 3"``. ids: ``(prompt ids, generated ids)``. conversation: the same
-    for all answers of one conversation, which stand in each other's prompts.
+    Attributes:
+        where: file and line, such as ``"out.jsonl line 3"``.
+        ids: ``(prompt ids, generated ids)``.
+        conversation: equal for all answers of one conversation, whose prompts contain each other.
     """
 
     where: str
@@ -23,31 +25,25 @@ class Continuation(NamedTuple):
 
 
 def read(files: Iterable[str | Path]) -> list[Continuation]:
-    """The lines of JSONL files with ``prompt_ids`` and ``output_ids``; other fields are ignored.
+    """Read JSONL lines with ``prompt_ids`` and ``output_ids``; other fields are ignored.
 
-    A program has written such files, so a bad line is not left out: it raises `HydrajaxError`, as do a file that cannot
-    be read and files without a line.
+    Raises:
+        HydrajaxError: an unreadable file, a bad line (the files were written by a program), or no lines.
     """
-    found = [
-        Continuation(
-            where, (_ids(line, "prompt_ids", where), _ids(line, "output_ids", where)), _talk(line, file, where)
-        )
-        for file in files
-        for where, line in read_jsonl(file, "data.files")
-    ]
+    found = []
+    for file in files:
+        for where, line in read_jsonl(file, "data.files"):
+            number = line.get("conversation")  # in files of `hydrajax distill`; other lines are separate conversations
+            conversation = str(file), number if type(number) is int else where
+            ids = _ids(line, "prompt_ids", where), _ids(line, "output_ids", where)
+            found.append(Continuation(where, ids, conversation))
     if not found:
         raise HydrajaxError(f"data.files: no generation in {', '.join(map(str, files))}")
     return found
 
 
-def _talk(line: dict, file: str | Path, where: str) -> tuple[str, int | str]:
-    """Its number in the files of `hydrajax distill`; any other line is a conversation of its own."""
-    number = line.get("conversation")
-    return str(file), number if type(number) is int else where
-
-
 def _ids(line: dict, name: str, where: str) -> list[int]:
     ids = line.get(name)
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
-        raise HydrajaxError(f"{where}: {name} must be a list of token ids")
+        raise HydrajaxError(f"{where}: {name}: got {shown(ids)}, expected a list of token ids")
     return ids

@@ -1,4 +1,4 @@
-"""The base's hidden states of the training rows on disk, so that many epochs run the base once."""
+"""Hidden-state cache: the base's hidden states of the training sequences on disk, to run the base only once."""
 
 from __future__ import annotations
 
@@ -36,21 +36,26 @@ def hidden_states(
     mesh,
     console: Console,
 ) -> dict[str, np.ndarray]:
-    """``{"hidden": memmap [n, T, D]}`` of post-norm hidden states, computed if ``output`` has none; {} if not wanted.
+    """Return the post-norm hidden states of the training sequences, from ``output`` or computed and stored there.
 
-    The size is printed before anything is written. Raises `HydrajaxError` where it exceeds ``data.hidden_cache_gb`` or
-    the free disk, and for drafters whose ``aux_hidden_layers`` are other layers. The file holds bfloat16, or float32
-    if the run is.
+    The size is printed before anything is written. The dtype is bfloat16, or float32 for a float32 run.
+
+    Returns:
+        ``{"hidden": memmap [n, T, D]}``, or {} if ``data.hidden_cache_gb`` is 0.
+
+    Raises:
+        HydrajaxError: the cache exceeds ``data.hidden_cache_gb`` or the free disk, the drafter reads other
+            ``aux_hidden_layers``, or the run has several processes.
     """
     limit = config.data.hidden_cache_gb
     if not limit:
         return {}
     if jax.process_count() > 1:
-        raise HydrajaxError("data.hidden_cache_gb: the cache is for one process; set it to 0 with several")
+        raise HydrajaxError(f"data.hidden_cache_gb: got {limit}, expected 0 with several processes")
     if aux_hidden_layers != (0,):
         raise HydrajaxError(
-            "data.hidden_cache_gb: the cache holds the base's last hidden states, these heads read "
-            f"aux_hidden_layers {list(aux_hidden_layers)}"
+            f"data.hidden_cache_gb: got {limit}, expected 0 for heads that read aux_hidden_layers "
+            f"{list(aux_hidden_layers)}: the cache holds the last layer's hidden states"
         )
     shape = (*rows.tokens.shape, model.config.width)
     dtype = np.dtype(np.float32) if config.dtype == "float32" else np.dtype(ml_dtypes.bfloat16)
@@ -65,19 +70,18 @@ def hidden_states(
     free = shutil.disk_usage(folder).free
     if size > min(limit * 1e9, free):
         raise HydrajaxError(
-            f"data.hidden_cache_gb: {size / 1e9:.2f} GB are needed, allowed are {limit} and free {free / 1e9:.2f}"
+            f"data.hidden_cache_gb: got {limit} (free disk {free / 1e9:.2f} GB), expected at least {size / 1e9:.2f}"
         )
-    record.unlink(missing_ok=True)  # the record says that the file is whole
+    record.unlink(missing_ok=True)  # written last: it marks the file as complete
     try:
         write(path, dtype, config, model, base_params, rows, mesh)
         with WholeFile(record, "data.hidden_cache_gb") as file:
             file.write_text(json.dumps(wanted))
-    except OSError as error:
+    except (OSError, HydrajaxError) as error:
         path.unlink(missing_ok=True)
+        if isinstance(error, HydrajaxError):
+            raise
         raise HydrajaxError(f"data.hidden_cache_gb: cannot write {path}: {error.strerror}") from None
-    except HydrajaxError:
-        path.unlink(missing_ok=True)
-        raise
     return {"hidden": np.memmap(path, dtype, "r", shape=shape)}
 
 
@@ -89,7 +93,7 @@ def _known(record: Path) -> dict | None:
 
 
 def write(path: Path, dtype: np.dtype, config: TrainConfig, model: BaseModel, base_params, rows: Rows, mesh) -> None:
-    """In order and not through a map: on a disk that fills up, writing to a map kills the process."""
+    """Write with ordinary writes: on a full disk, writing to a memory map kills the process."""
 
     @jax.jit
     def forward(params, tokens, segments):
@@ -99,7 +103,7 @@ def write(path: Path, dtype: np.dtype, config: TrainConfig, model: BaseModel, ba
     sharding = batch_sharding(mesh)
     with path.open("wb") as file:
         for start in track(range(0, n_rows, batch), "hidden states", transient=True, console=Console(stderr=True)):
-            indices = np.arange(start, start + batch) % n_rows  # one shape; the overlap is not kept
+            indices = np.arange(start, start + batch) % n_rows  # all batches have one shape; the overlap is dropped
             tokens, segments = (
                 None if x is None else jax.device_put(x[indices], sharding) for x in (rows.tokens, rows.segments)
             )
@@ -110,6 +114,6 @@ def write(path: Path, dtype: np.dtype, config: TrainConfig, model: BaseModel, ba
 
 
 def fingerprint(rows: Rows, base_params) -> str:
-    """Of the tokens, and of the base by a sample of every tensor."""
+    """A hash of the tokens and of a sample of every tensor of the base."""
     samples = [np.asarray(jnp.ravel(leaf)[:64].astype(jnp.float32)) for leaf in jax.tree.leaves(base_params)]
     return digest(rows.tokens, rows.segments, *samples)

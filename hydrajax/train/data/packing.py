@@ -1,9 +1,9 @@
-"""Token documents cut, padded or packed into rows of one length, and their split into training and held-out ones."""
+"""Padding, packing and cutting of token documents into sequences of one length, and the held-out split."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -14,24 +14,25 @@ from hydrajax.train.losses import IGNORED
 
 Item = TypeVar("Item")
 
-# Rows that `pack` keeps open at a time. First fit over all of them would fill hardly better, in quadratic time.
+# Sequences that `pack` keeps open. First fit over all would fill hardly better, in quadratic time.
 OPEN_ROWS = 64
 
 
 class Document(NamedTuple):
-    """Token ids, and which of them are to be learnt: ``targets`` is True where the token counts in a loss."""
+    """Token ids; ``targets`` is True for tokens that count in the loss."""
 
     ids: Int[np.ndarray, " n"]
     targets: Bool[np.ndarray, " n"]
 
 
 class Rows(NamedTuple):
-    """``n`` rows of ``T`` tokens, all int32.
+    """``n`` sequences of ``T`` tokens, int32.
 
-    labels:   the token itself, or `IGNORED` where it is no target.
-    segments: None where each row is one sequence, padded on the right with token 0 and label `IGNORED`. Else 1, 2, ...
-              number the documents packed into a row and 0 is padding: attention must stay within a segment, and a
-              target counts only for positions of its own segment.
+    Attributes:
+        tokens: ids, padded on the right with 0.
+        labels: the token, or `IGNORED` if it is not a target.
+        segments: None without packing. Else the documents of a sequence are numbered from 1 and padding is 0: attention
+            stays within a segment, and a target counts only for positions of its own segment.
     """
 
     tokens: Int[np.ndarray, "n T"]
@@ -40,7 +41,7 @@ class Rows(NamedTuple):
 
 
 def digest(*arrays: np.ndarray | None) -> str:
-    """SHA-256 of the arrays' bytes, in hexadecimal; None counts as nothing."""
+    """Return the SHA-256 of the arrays' bytes in hexadecimal, without those that are None."""
     found = hashlib.sha256()
     for array in arrays:
         if array is not None:
@@ -49,46 +50,49 @@ def digest(*arrays: np.ndarray | None) -> str:
 
 
 def all_targets(ids: Sequence[int]) -> Document:
-    """A document of plain text: every token is a target."""
+    """Return a document of plain text, in which every token is a target."""
     return Document(np.asarray(ids, np.int32), np.ones(len(ids), bool))
 
 
 def pad(documents: Iterable[Document], length: int) -> Rows:
-    """One document per row, cut at ``length``. Those with no target left to predict are dropped.
+    """Put one document, cut at ``length``, into a sequence, and drop documents without a target.
 
-    Raises `HydrajaxError` where no document is left.
+    Raises `HydrajaxError` if no document is left.
     """
     cut = (Document(ids[:length], targets[:length]) for ids, targets in documents)
     return _fill([[document] for document in cut if _has_target(document)], length)._replace(segments=None)
 
 
 def pack(documents: Iterable[Document], length: int) -> Rows:
-    """Several whole documents per row: each goes to the first of the `OPEN_ROWS` open rows that has room for it.
+    """Pack documents: each goes to the first of `OPEN_ROWS` open sequences with enough room.
 
-    A document longer than ``length`` is cut into pieces, each a document of its own; pieces with no target to predict
-    are dropped. Rows are in the order in which they were opened. Raises `HydrajaxError` where no document is left.
+    A document longer than ``length`` is cut into chunks, which count as documents. Chunks without a target are dropped.
+    Raises `HydrajaxError` if no document is left.
     """
     rows: list[list[Document]] = []
-    room: dict[int, int] = {}  # of the open rows, in the order in which they were opened
-    for document in documents:
-        for piece in _pieces(document, length):
-            row = next((row for row, left in room.items() if left >= len(piece.ids)), None)
+    room: dict[int, int] = {}  # of the open sequences, in the order in which they were opened
+    for ids, targets in documents:
+        for start in range(0, len(ids), length):
+            chunk = Document(ids[start : start + length], targets[start : start + length])
+            if not _has_target(chunk):
+                continue
+            row = next((row for row, left in room.items() if left >= len(chunk.ids)), None)
             if row is None:
                 if len(room) == OPEN_ROWS:
                     del room[min(room, key=room.__getitem__)]
                 row = len(rows)
                 rows.append([])
                 room[row] = length
-            rows[row].append(piece)
-            room[row] -= len(piece.ids)
+            rows[row].append(chunk)
+            room[row] -= len(chunk.ids)
     return _fill(rows, length)
 
 
 def stream(documents: Iterable[Document], length: int, end_id: int) -> Rows:
-    """All documents, each closed by ``end_id``, in one stream cut into rows; the short rest is dropped.
+    """Cut the stream of all documents, each followed by ``end_id``, into sequences; an incomplete last one is dropped.
 
-    The ``end_id`` is a target where the document's last token is one. Rows begin and end anywhere in a document and
-    attention crosses documents, as is usual in pre-training. Raises `HydrajaxError` for less than one row of tokens.
+    ``end_id`` is a target if the document's last token is one. Attention crosses documents, as usual in pre-training.
+    Raises `HydrajaxError` for less than one sequence of tokens.
     """
     tokens, targets = [], []
     for ids, counts in documents:
@@ -98,45 +102,34 @@ def stream(documents: Iterable[Document], length: int, end_id: int) -> Rows:
     total = sum(map(len, tokens))
     n_rows = total // length
     if n_rows == 0:
-        raise HydrajaxError(f"length: rows of {length} tokens are more than the {total} of the whole text")
+        raise HydrajaxError(f"data.length: got {length}, expected at most {total}, the tokens of the whole text")
     tokens = np.concatenate(tokens)[: n_rows * length].astype(np.int32)
     labels = np.where(np.concatenate(targets)[: n_rows * length], tokens, np.int32(IGNORED))
     return Rows(tokens.reshape(n_rows, length), labels.reshape(n_rows, length), None)
 
 
 def split(items: Sequence[Item], held_out: float, seed: int) -> tuple[list[Item], list[Item]]:
-    """``(train, held out)``, each in the order of ``items``: whole items, drawn by position and ``seed`` alone.
+    """Return ``(train, held out)``, each in the order of ``items``, drawn by position and ``seed`` alone.
 
-    held_out: a share in [0, 1) where it is a float, of which at least one item is held out unless it is 0; else a
-    number of items. Raises `HydrajaxError` where that leaves nothing to train on.
+    ``held_out`` is a fraction in [0, 1); above 0 at least one item is held out. Raises `HydrajaxError` if that leaves
+    none to train on.
     """
     count = len(items)
-    if isinstance(held_out, float) and not 0 <= held_out < 1:
-        raise HydrajaxError(f"held_out: a share must be from 0 up to, not including, 1, found {held_out}")
-    n_held = max(round(held_out * count), 1) if isinstance(held_out, float) and held_out else int(held_out)
+    n_held = max(round(held_out * count), 1) if held_out else 0
     if not 0 <= n_held < count:
-        raise HydrajaxError(f"held_out: {n_held} of {count} conversations or documents leave none to train on")
+        raise HydrajaxError(f"data.held_out: got {held_out}, which leaves none of {count} documents to train on")
     chosen = set(np.random.default_rng(seed).permutation(count)[:n_held].tolist())
     train = [item for index, item in enumerate(items) if index not in chosen]
     return train, [item for index, item in enumerate(items) if index in chosen]
 
 
-def _pieces(document: Document, length: int) -> Iterator[Document]:
-    """Cuts of at most ``length`` tokens, without those that have no target."""
-    ids, targets = document
-    for start in range(0, len(ids), length):
-        piece = Document(ids[start : start + length], targets[start : start + length])
-        if _has_target(piece):
-            yield piece
-
-
 def _has_target(document: Document) -> bool:
-    return bool(document.targets[1:].any())  # nothing comes before the first token that could predict it
+    return bool(document.targets[1:].any())  # nothing predicts the first token
 
 
 def _fill(rows: Sequence[Sequence[Document]], length: int) -> Rows:
     if not rows:
-        raise HydrajaxError(f"data: no document has a token to train on within its first {length} tokens")
+        raise HydrajaxError(f"data: no document has a target in its first {length} tokens")
     shape = len(rows), length
     filled = Rows(np.zeros(shape, np.int32), np.full(shape, IGNORED, np.int32), np.zeros(shape, np.int32))
     for index, row in enumerate(rows):

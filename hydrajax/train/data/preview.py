@@ -1,4 +1,4 @@
-"""A document as text in which the tokens to be learnt are marked, to see with one's own eyes what is trained on."""
+"""A training document as text with its targets marked."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ OPEN, CLOSE = "⟦", "⟧"
 
 
 def runs(document: Document, tokenizer: Any) -> list[tuple[str, bool]]:
-    """The text cut where targets begin and end: ``(text, whether it is learnt)``, special tokens written out."""
+    """The text split where targets begin and end: ``(text, is a target)``, special tokens included."""
     pairs = zip(document.ids.tolist(), document.targets.tolist(), strict=True)
     groups = [([token for token, _ in group], target) for target, group in groupby(pairs, key=lambda pair: pair[1])]
-    # Each run ends where decoding all tokens up to there does: decoders drop a space that begins what they are given.
+    # All tokens up to a run's end are decoded, because decoders drop a leading space.
     texts, ids, before = [], [], ""
     for group, target in groups:
         ids += group
@@ -27,15 +27,12 @@ def runs(document: Document, tokenizer: Any) -> list[tuple[str, bool]]:
 
 
 def preview_text(document: Document, tokenizer: Any) -> str:
-    """The text with ⟦brackets⟧ around what is learnt."""
+    """Return the text with ⟦brackets⟧ around targets."""
     return "".join(f"{OPEN}{text}{CLOSE}" if target else text for text, target in runs(document, tokenizer))
 
 
 def preview(document: Document, tokenizer: Any, color: bool = True) -> Text:
-    """The text for a rich console: what is learnt bold and green, the rest dim. Without ``color`` as `preview_text`.
-
-    color: such as ``console.is_terminal``; colours do not outlive a file or a pipe.
-    """
+    """Return the text for a rich console, with targets bold and green, or as `preview_text` without ``color``."""
     if not color:
         return Text(preview_text(document, tokenizer))
     return Text.assemble(*((text, "bold green" if target else "dim") for text, target in runs(document, tokenizer)))

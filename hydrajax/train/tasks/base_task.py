@@ -1,4 +1,4 @@
-"""Language-model training of a whole model, from its text or from another model: what the loop needs to know of it."""
+"""The task ``base``: train a whole model on text, or on the distribution of a teacher."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 from jaxtyping import Float
 
@@ -25,7 +26,6 @@ from hydrajax.models.packed_forward import run_base
 from hydrajax.sharding import distribute, replicated, tree_shardings
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import forward_flops
-from hydrajax.train.forward import cast
 from hydrajax.train.losses import LanguageLoss, language_model_loss, targets
 from hydrajax.train.run_config import TrainConfig
 from hydrajax.train.train_step import Batch, batch_placer
@@ -35,7 +35,7 @@ from hydrajax.train.train_step import Batch, batch_placer
 class BaseLoss:
     """Mean next-token cross entropy in nats, or KL(teacher ‖ model); see `hydrajax.train.train_step.Loss`.
 
-    model computes in its own dtype; the parameters it is given are float32. teacher: its parameters are ``frozen``.
+    ``params`` are float32 and cast to the model's dtype. ``frozen`` are the teacher's parameters.
     """
 
     model: BaseModel
@@ -46,39 +46,40 @@ class BaseLoss:
         return jnp.maximum(jnp.sum(targets(batch["labels"], 1, batch.get("segments"))[1]), 1)
 
     def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
-        params = cast(params, self.model.dtype)
-        found = self._of(params, self._hidden(params, batch), batch, self._taught(frozen, batch))
-        return found.nats / totals, jax.tree.map(lambda x: jax.lax.stop_gradient(x) / totals, found.likeness)
+        params = optax.tree.cast(params, self.model.dtype)
+        found = self._language_loss(params, self._hidden(self.model, params, batch), batch, self._teach(frozen, batch))
+        return found.nats / totals, jax.tree.map(lambda x: jax.lax.stop_gradient(x) / totals, found.similarity)
 
     def sums(self, params, frozen, batch: Batch) -> dict[str, Float[Array, ""]]:
-        """Over all targets: how many, nats of the text, and with a teacher what `BaseLoss` says of it."""
-        params = cast(params, self.model.dtype)
-        hidden = self._hidden(params, batch)
-        of_text = self._of(params, hidden, batch)
+        """Return sums over all targets: their number, nats of the text and, with a teacher, KL and similarity."""
+        params = optax.tree.cast(params, self.model.dtype)
+        hidden = self._hidden(self.model, params, batch)
+        of_text = self._language_loss(params, hidden, batch)
         sums = {"n_targets": of_text.n_targets, "loss": of_text.nats}
         if self.teacher is None:
             return sums
-        taught = self._of(params, hidden, batch, self._taught(frozen, batch))
-        return sums | {"kl": taught.nats} | taught.likeness
+        taught = self._language_loss(params, hidden, batch, self._teach(frozen, batch))
+        return sums | {"kl": taught.nats} | taught.similarity
 
-    def _taught(self, frozen, batch: Batch):
+    def _teach(self, frozen, batch: Batch):
         if self.teacher is None:
             return None
-        hidden = run_base(self.teacher, frozen, batch["tokens"], segments=batch.get("segments")).hidden
-        return BoundBase(self.teacher, frozen), hidden
+        return BoundBase(self.teacher, frozen), self._hidden(self.teacher, frozen, batch)
 
-    def _hidden(self, params, batch: Batch) -> Float[Array, "B T D"]:
-        return run_base(self.model, params, batch["tokens"], segments=batch.get("segments")).hidden
+    def _hidden(self, model: BaseModel, params, batch: Batch) -> Float[Array, "B T D"]:
+        return run_base(model, params, batch["tokens"], segments=batch.get("segments")).hidden
 
-    def _of(self, params, hidden, batch: Batch, teacher=None) -> LanguageLoss:
+    def _language_loss(self, params, hidden, batch: Batch, teacher=None) -> LanguageLoss:
         labels, segments = batch["labels"], batch.get("segments")
         return language_model_loss(self.model, params, hidden, labels, segments, self.chunk_tokens, teacher=teacher)
 
 
 class BaseTask:
-    """A whole model, from scratch or from weights that it has: see `hydrajax.train.train_loop.Task`.
+    """A whole model; see `hydrajax.train.train_loop.Task`.
 
-    start: float32 parameters to go on from. teacher: the model to be learnt from, and its parameters.
+    Attributes:
+        start: float32 parameters to start from; None for random ones.
+        teacher: A model and its parameters.
     """
 
     higher_is_better = False
@@ -95,10 +96,10 @@ class BaseTask:
         self.config, self.dataset, self.mesh, self._start = config, dataset, mesh, start
         self.extras: dict[str, Any] = {}
         self.model = Llama(shape, jnp.dtype(config.dtype))
-        taught_by, self.frozen = teacher or (None, ())
-        self.metric = "kl" if taught_by else "loss"
-        self.frozen_shardings = tree_shardings(mesh, abstract_base(taught_by)) if taught_by else ()
-        self.loss = BaseLoss(self.model, config.objective.chunk_tokens, taught_by)
+        teacher_model, self.frozen = teacher or (None, ())
+        self.metric = "kl" if teacher_model else "loss"
+        self.frozen_shardings = tree_shardings(mesh, abstract_base(teacher_model)) if teacher_model else ()
+        self.loss = BaseLoss(self.model, config.objective.chunk_tokens, teacher_model)
         master = Llama(shape, jnp.float32)
         boxed = abstract_base(master)
         self.abstract_params = nn.unbox(boxed)
@@ -106,21 +107,21 @@ class BaseTask:
         self._init = jax.jit(lambda rng: scaled_init(master, rng), out_shardings=self.param_shardings)
         self._place = batch_placer(mesh)
         self._sums = jax.jit(self.loss.sums, out_shardings=replicated(mesh))
-        # Forward, and twice as much backward; a teacher goes forward only.
+        # The backward pass costs twice the forward pass, which is all that a teacher needs.
         length = config.data.length
         self.flops_per_token = 3 * forward_flops(self.model, length).total
-        if taught_by:
-            self.flops_per_token += forward_flops(taught_by, length).total
+        if teacher_model:
+            self.flops_per_token += forward_flops(teacher_model, length).total
 
     def init_params(self, rng):
-        """Fresh weights, or those to start from, the first time."""
+        """Return random weights or, the first time, those to start from."""
         if self._start is None:
             return self._init(rng)
         start, self._start = self._start, None
         return jax.tree.map(lambda x, home: distribute(np.asarray(x), home), start, self.param_shardings)
 
     def evaluate(self, params, batches: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
-        """Held-out ``loss`` (nats per token of the text) and ``bits_per_byte``, which does not depend on the tokenizer.
+        """Return held-out ``loss`` (nats per token of the text) and ``bits_per_byte``, independent of the tokenizer.
 
         With a teacher also ``kl`` (nats), ``acceptance`` and ``agreement`` (`hydrajax.train.losses.LanguageLoss`).
         """
@@ -145,6 +146,6 @@ class BaseTask:
 
 
 def scaled_init(model: BaseModel, rng):
-    """Normal weights of std 1 / sqrt(width): the usual 0.02 suits widths of thousands, a narrow model starts slowly."""
+    """Return normal weights with std 1 / sqrt(width): with the usual 0.02, narrow models learn slowly at first."""
     scale = model.config.width**-0.5 / 0.02
     return jax.tree.map(lambda x: x * scale if x.ndim > 1 else x, init_base(model, rng))

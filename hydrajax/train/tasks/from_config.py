@@ -1,4 +1,4 @@
-"""From a run's settings to the task that `hydrajax.train.train_loop.train` runs: its data read, its base loaded."""
+"""Make the task of a run from its settings: read the data and load the base."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from hydrajax.train.tasks.joint_task import JointTask, check_joint
 
 
 def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | HeadsTask:
-    """Read the data and load what is given onto the mesh; the console is told what was read and how far it is.
+    """Read the data and load the models onto the mesh; print what was read.
 
-    Raises `HydrajaxError` for data or a base that cannot be had, or that do not go together.
+    Raises `HydrajaxError` if data or models cannot be read or do not fit.
     """
     data = dataset.build(config.data, tokenizer_of(config), config.seed, console.print)
     if config.task == "base":
         return _base_task(config, data, mesh, console)
     directory = resolve(config.model, "model")
     if config.task == "joint":
-        check_joint(config, read_config(directory, "model"))  # before gigabytes are read
+        check_joint(config, read_config(directory, "model"))  # before loading
     model, base_params = _load("the base", directory, config.dtype, mesh, console, config.quantize)
     _check_fit(config, data, model.config)
     if config.task == "joint":
@@ -48,15 +48,15 @@ def _base_task(config: TrainConfig, data: dataset.Dataset, mesh: Mesh, console: 
     model = resolve(config.model, "model") if config.model else None
     teacher = resolve(config.teacher, "teacher") if config.teacher else None
     shape = read_config(model, "model") if model else config.scratch
-    taught_by = read_config(teacher, "teacher") if teacher else None
-    for given in (shape if model else None, taught_by):
+    teacher_shape = read_config(teacher, "teacher") if teacher else None
+    for given in (shape if model else None, teacher_shape):
         if given:
             _check_fit(config, data, given)
-    # A teacher's vocabulary is often padded to more than the tokenizer's, and so may a model's be.
-    wanted, whose = (taught_by.vocab_size, "the teacher") if teacher else (len(data.tokenizer), "the tokenizer")
-    if (teacher or not model) and shape.vocab_size != wanted:
+    # The vocabulary of a model or teacher is often padded to more than the tokenizer's.
+    expected, whose = (teacher_shape.vocab_size, "teacher") if teacher else (len(data.tokenizer), "tokenizer")
+    if (teacher or not model) and shape.vocab_size != expected:
         name = "model" if model else "scratch.vocab_size"
-        raise HydrajaxError(f"{name}: has {shape.vocab_size} token ids, {whose} {wanted}")
+        raise HydrajaxError(f"{name}: got {shape.vocab_size} token ids, expected {expected}, those of the {whose}")
     start = _load("the model", model, "float32", mesh, console)[1] if model else None
     taught = _load("the teacher", teacher, config.dtype, mesh, console) if teacher else None
     return BaseTask(config, data, mesh, shape, start, taught)
@@ -76,23 +76,23 @@ def _load(
 
 
 def tokenizer_of(config: TrainConfig) -> Any | None:
-    """The tokenizer that the settings name, which is the base's by default; None where one is to be trained."""
+    """Return the tokenizer that the settings name, by default the base's; None if one is to be trained."""
     if config.data.new_tokenizer:
         return None
     named = {"data.tokenizer": config.data.tokenizer, "model": config.model, "teacher": config.teacher}
     name, directory = next(((name, found) for name, found in named.items() if found), ("data.tokenizer", None))
     tokenizer = None if directory is None else load_tokenizer(resolve(directory, name), name)
     if tokenizer is None:
-        raise HydrajaxError(f"data.tokenizer: found no tokenizer in {directory}; name its directory")
+        raise HydrajaxError(f"data.tokenizer: found no tokenizer in {directory}; set its directory")
     return tokenizer
 
 
 def _check_fit(config: TrainConfig, data: dataset.Dataset, base: LlamaConfig) -> None:
-    """Refuse data that the base cannot read: token ids of another model's tokenizer, rows longer than its context."""
+    """Refuse token ids outside the base's vocabulary and sequences longer than its context."""
     largest = max(int(rows.tokens.max()) for rows in (data.train, data.held_out) if rows is not None)
     if largest >= base.vocab_size:
         raise HydrajaxError(
-            f"data.tokenizer: gives token id {largest}, the base's vocabulary is 0..{base.vocab_size - 1}: "
-            "another model's tokenizer"
+            f"data.tokenizer: got token id {largest}, expected 0 to {base.vocab_size - 1}, the base's vocabulary; "
+            "use the base's tokenizer"
         )
     check_length(config, base)

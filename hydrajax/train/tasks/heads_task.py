@@ -1,4 +1,4 @@
-"""Draft heads on a frozen base: what the loop needs to know of them."""
+"""The task ``heads``: train draft heads on a frozen base."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 from jaxtyping import Int
 
@@ -28,7 +29,6 @@ from hydrajax.models.packed_forward import run_base
 from hydrajax.sharding import distribute, replicated, tree_shardings
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
-from hydrajax.train.forward import cast
 from hydrajax.train.losses import IGNORED, HeadMetrics, Objective, draft_loss, head_counts
 from hydrajax.train.run_config import DraftConfig, TrainConfig
 from hydrajax.train.simulate import Tally
@@ -36,13 +36,13 @@ from hydrajax.train.train_step import Batch, batch_placer
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.dynamic import static
 
-TOP_K = 5  # head accuracies are reported for the first 1 .. TOP_K guesses
+TOP_K = 5  # head accuracies are reported for the first 1 to TOP_K guesses
 
 
 def make_drafter(
     draft: DraftConfig, base: LlamaConfig, dtype, target_counts: Int[np.ndarray, " V"] | None = None
 ) -> Trainable:
-    """Return the drafter that the settings describe; see `hydrajax.drafters.drafter.Trainable.for_base`."""
+    """Return the drafter with these settings; see `hydrajax.drafters.drafter.Trainable.for_base`."""
     return draft_registry.HEADS[draft.heads].for_base(base, dtype, draft.settings, target_counts)
 
 
@@ -50,11 +50,11 @@ def make_drafter(
 class HeadsLoss:
     """`draft_loss` on the frozen base; see `hydrajax.train.train_step.Loss`. ``frozen`` are the base's parameters.
 
-    A batch may bring the base's post-norm hidden states as ``hidden`` ``[B, T, D]``; else the base is run.
+    If a batch has the base's post-norm hidden states, ``hidden`` ``[B, T, D]``, the base is not run.
     """
 
     model: BaseModel
-    drafter: Trainable  # computes in its own dtype; the parameters it is given are float32
+    drafter: Trainable  # float32 parameters are cast to its dtype
     objective: Objective
 
     def totals(self, batch: Batch):
@@ -63,20 +63,20 @@ class HeadsLoss:
     def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
         base = BoundBase(self.model, frozen)
         aux_hidden_states, hidden = self.aux_hidden_states(frozen, batch)
-        params = cast(params, self.model.dtype)
+        params = optax.tree.cast(params, self.model.dtype)
         loss, parts = draft_loss(
             self.objective, self.drafter, params, aux_hidden_states, hidden, batch, base, rng, totals
         )
         return loss, self.reported(parts)
 
     def ranks(self, params, frozen, batch: Batch, depth: int):
-        """What `hydrajax.train.simulate.Tally` reads, for guesses up to ``depth`` tokens ahead."""
+        """Return the ranks for `hydrajax.train.simulate.Tally`, for guesses up to ``depth`` tokens ahead."""
         aux_hidden_states, _ = self.aux_hidden_states(frozen, batch)
-        params, base = cast(params, self.model.dtype), BoundBase(self.model, frozen)
+        params, base = optax.tree.cast(params, self.model.dtype), BoundBase(self.model, frozen)
         return self.drafter.ranks(params, aux_hidden_states, batch, base, self.objective.chunk_tokens, depth)
 
     def aux_hidden_states(self, frozen, batch: Batch):
-        """``(what the drafter reads, the base's post-norm hidden states)``."""
+        """Return ``(aux_hidden_states, post-norm hidden states)`` of the base."""
         if "hidden" in batch:
             hidden = batch["hidden"].astype(self.model.dtype)
             return hidden, hidden
@@ -86,20 +86,14 @@ class HeadsLoss:
         return forward.aux_hidden_states, forward.hidden
 
     def reported(self, parts: HeadMetrics) -> dict[str, Any]:
-        """The metrics that the objective computes, by name."""
-        return {name: value for name, value in parts._asdict().items() if self.reports(name)}
-
-    def reports(self, part: str) -> bool:
-        """Whether the objective computes this metric at all (else it is NaN)."""
-        objective = self.objective
-        weights = {"reconstruction": objective.reconstruction_weight} | dict.fromkeys(
-            ("teacher", "agreement"), objective.teacher_weight
-        )
-        return weights.get(part, objective.lm_weight + objective.teacher_weight) > 0
+        """Return the metrics that the objective computes, by name; the others are NaN."""
+        lm, teacher = self.objective.lm_weight, self.objective.teacher_weight
+        weights = {"reconstruction": self.objective.reconstruction_weight, "teacher": teacher, "agreement": teacher}
+        return {name: value for name, value in parts._asdict().items() if weights.get(name, lm + teacher) > 0}
 
 
 class HeadsTask:
-    """Draft heads: see `hydrajax.train.train_loop.Task`."""
+    """Draft heads; see `hydrajax.train.train_loop.Task`."""
 
     metric, higher_is_better = "tokens_per_step", True
 
@@ -112,7 +106,7 @@ class HeadsTask:
         drafter = make_drafter(config.draft, model.config, config.dtype, counts)
         self._start: Any = None  # parameters to start from
         if config.draft.init and dataset is not None:
-            drafter, self._start = going_on(drafter, config.draft.init, model.config)
+            drafter, self._start = load_heads(drafter, config.draft.init, model.config)
         self.drafter, self.master = drafter, dataclasses.replace(drafter, dtype=jnp.dtype(jnp.float32))
         self.tree = tree_for(config.tree, drafter, model.config.vocab_size)
         self.loss = HeadsLoss(model, drafter, config.objective)
@@ -122,24 +116,24 @@ class HeadsTask:
         self.abstract_params = nn.unbox(boxed)
         self.param_shardings = tree_shardings(mesh, boxed)
         self.flops_per_token = self._flops()
-        self.tokens_per_step: float | None = None  # as last evaluated
+        self.tokens_per_step: float | None = None  # of the last evaluation
         self._place = batch_placer(mesh)
         self._ranks = jax.jit(self._rank_heads, out_shardings=replicated(mesh))
         spec = drafter.spec
-        self._depth = min(max(self.tree.depth, spec.num_draft_heads), spec.depth)  # how far ahead guesses are evaluated
+        self._depth = min(max(self.tree.depth, spec.num_draft_heads), spec.depth)  # of the guesses that are evaluated
 
     def _flops(self) -> float:
-        """The base forward (not its lm head, if nobody asks what it says) and the heads forward and twice back."""
+        """A forward pass of the base (its lm head only for the teacher), forward and backward passes of the heads."""
         length = self.config.data.length
-        asked = bool(self.config.objective.teacher_weight)
-        base = 0 if "hidden" in self.extras else forward_flops(self.model, length, asked).total
+        logits = bool(self.config.objective.teacher_weight)
+        base = 0 if "hidden" in self.extras else forward_flops(self.model, length, logits).total
         return base + 3 * drafter_forward_flops(self.drafter, self.model, length)
 
     def init_params(self, rng):
         return self.init_heads(rng, self.param_shardings)
 
     def init_heads(self, rng, shardings):
-        """Fresh heads, or those to start from, the first time."""
+        """Return fresh heads or, the first time, those to start from."""
         if self._start is not None:
             params, self._start = self._start, None
             return jax.tree.map(lambda x, home: distribute(np.asarray(x), home), params, shardings)
@@ -150,7 +144,7 @@ class HeadsTask:
         return self.loss.ranks(params, frozen, batch, self._depth)
 
     def evaluate(self, params, batches: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
-        """Held-out ``tokens_per_step`` as `Tally` simulates it, and ``top1`` ... ``top5`` accuracies per head."""
+        """Return held-out ``tokens_per_step`` (simulated) and ``top1`` ... ``top5`` accuracies per head."""
         tally = Tally(self.tree, self._depth, TOP_K)
         for batch in batches:
             ranks = jax.device_get(self._ranks(params, self.frozen, self._place(batch)))
@@ -168,7 +162,7 @@ class HeadsTask:
         return f"--draft {self.export_heads(directory / 'heads', params)}"
 
     def export_heads(self, target: Path, params, adapter: Path | None = None) -> Path:
-        """Write the heads, which belong to the base, with its adapter if one is given."""
+        """Write the heads for the base, with its adapter if one is given."""
         export_heads(
             target, self.drafter, params, base_name=str(self.config.model), dtype=jnp.dtype(self.config.dtype),
             base_fingerprint=fingerprint(resolve(self.config.model, "model"), "model", adapter), story=self._story(),
@@ -177,7 +171,7 @@ class HeadsTask:
         return target
 
     def _story(self) -> dict[str, Any]:
-        """For the model card."""
+        """Fields of the model card."""
         c = self.config
         length = f"{c.steps} steps" if c.epochs is None else f"{c.epochs:g} epochs"
         recipe = f"{length} of {c.batch_size} rows of {c.data.length} tokens, {c.optimizer.name}, lr {c.optimizer.lr:g}"
@@ -187,8 +181,8 @@ class HeadsTask:
         return story
 
 
-def going_on(drafter: Trainable, directory: str, base: LlamaConfig) -> tuple[Trainable, Any]:
-    """``(drafter, float32 parameters)`` of the heads in a directory, which are trained as ``drafter`` would be."""
+def load_heads(drafter: Trainable, directory: str, base: LlamaConfig) -> tuple[Trainable, Any]:
+    """Return the heads in a directory as ``(drafter, float32 parameters)``, with the settings of ``drafter``."""
     found, params = load_draft(directory, base, jnp.float32)
     wanted = dataclasses.replace(drafter, dtype=jnp.dtype(jnp.float32))
     try:
@@ -198,7 +192,7 @@ def going_on(drafter: Trainable, directory: str, base: LlamaConfig) -> tuple[Tra
 
 
 def target_counts(dataset: Dataset, vocab_size: int) -> Int[np.ndarray, " V"]:
-    """How often each token id is a target in the training rows."""
+    """Count how often each token id is a target in the training data."""
     labels = dataset.train.labels
     return np.bincount(labels[labels != IGNORED], minlength=vocab_size)
 

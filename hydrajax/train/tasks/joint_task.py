@@ -1,8 +1,7 @@
-"""Draft heads and an adapter of their base, trained together (Medusa-2, medusa 2.2.2 and 2.3.2).
+"""The task ``joint``: train draft heads together with an adapter of their base (Medusa-2, medusa 2.2.2 and 2.3.2).
 
-The base's own weights are frozen and read only: what learns beside the heads is a low-rank weight next to each of them
-(`hydrajax.models.adapter`). So the original model, which the base may be asked to stay close to, is the same weights
-without the adapter, and is not kept twice.
+The base's weights are frozen; only the low-rank adapter (`hydrajax.models.adapter`) and the heads are trained. The
+original model, the teacher in self-distillation, is the base without the adapter and needs no second copy.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
@@ -32,7 +32,6 @@ from hydrajax.models.packed_forward import run_base
 from hydrajax.sharding import replicated, tree_shardings
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
-from hydrajax.train.forward import cast
 from hydrajax.train.losses import draft_loss, language_model_loss, targets
 from hydrajax.train.run_config import JointConfig, TrainConfig
 from hydrajax.train.tasks.heads_task import HeadsLoss, HeadsTask, make_drafter
@@ -40,10 +39,10 @@ from hydrajax.train.train_step import Batch
 
 
 def heads_weight(config: JointConfig, step: int | Array) -> Float[Array, ""]:
-    """λ0 at a step, counted from 0.
+    """Return λ0 at a step, counted from 0.
 
-    While the heads are alone it is what it will be at the end: Adam's updates do not depend on it, and so nothing jumps
-    where the adapter sets in without a rise.
+    While the heads are trained alone, λ0 has its final value. Adam's updates do not depend on its scale, so nothing
+    jumps when the adapter starts without a rise.
     """
     together = jnp.asarray(step) - config.heads_alone_steps
     share = jnp.clip((together + 1) / max(config.rise_steps, 1), 0.0, 1.0)
@@ -52,15 +51,16 @@ def heads_weight(config: JointConfig, step: int | Array) -> Float[Array, ""]:
 
 
 def check_joint(config: TrainConfig, base: LlamaConfig) -> None:
-    """Refuse an adapter that a base of this shape cannot have, and one that the heads' loss would not reach in full:
-    `draft_loss` takes the base's lm head as it is.
+    """Refuse an adapter that does not fit the base or that the heads' loss would not reach.
+
+    `draft_loss` uses the base's lm head without its adapter.
     """
     check_adapter(config.adapter, base)
     heads = make_drafter(config.draft, base, config.dtype)
     if heads.spec.shared_lm_head and "lm_head" in config.adapter.targets:
         raise HydrajaxError(
-            "adapter.targets: these heads say their tokens by the base's own lm head, whose adapter their loss would "
-            "not reach; leave lm_head out"
+            f"adapter.targets: got lm_head, but {config.draft.heads} heads use the base's lm head without its adapter; "
+            "remove lm_head"
         )
 
 
@@ -68,12 +68,12 @@ def check_joint(config: TrainConfig, base: LlamaConfig) -> None:
 class JointLoss:
     """base_weight · (the base's loss) + λ0 · `draft_loss`; see `hydrajax.train.train_step.Loss`.
 
-    Parameters are ``adapter`` and ``draft``; ``frozen`` are the base's. The gradient of the heads' loss reaches the
-    adapter through the hidden states that the heads read.
+    Parameters are ``adapter`` and ``draft``; ``frozen`` are the base's. The heads' loss reaches the adapter through the
+    hidden states that the heads read.
     """
 
-    heads: HeadsLoss  # its model has the adapter
-    original: Llama  # the same without it
+    heads: HeadsLoss  # with the adapter in its model
+    original: Llama  # the model without the adapter
     joint: JointConfig
 
     def totals(self, batch: Batch):
@@ -82,7 +82,7 @@ class JointLoss:
 
     def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
         adapted, objective, config = self.heads.model, self.heads.objective, self.joint
-        params = cast(params, adapted.dtype)
+        params = optax.tree.cast(params, adapted.dtype)
         head_counts, n_targets = totals
         base_key, lm_key, heads_key = (None,) * 3 if rng is None else jax.random.split(rng, 3)
 
@@ -95,7 +95,7 @@ class JointLoss:
             objective, self.heads.drafter, params["draft"], forward.aux_hidden_states, forward.hidden, batch,
             BoundBase(adapted, base_params), heads_key, head_counts,
         )  # fmt: skip
-        # Of the adapter only the lm head's part is read here: the layers' lie behind the hidden states.
+        # The layers' part of the adapter is in the hidden states; only the lm head's is needed here.
         lm_head = {name: leaf for name, leaf in adapter.items() if not isinstance(leaf, dict)}
         teacher = None
         if config.distill:
@@ -114,16 +114,15 @@ class JointLoss:
         return self.heads.ranks(params["draft"], self.adapted(params, frozen), batch, depth)
 
     def adapted(self, params, frozen) -> dict:
-        """Parameters of the base with its adapter, in the dtype of the computation."""
-        return with_adapter(frozen, cast(params["adapter"], self.heads.model.dtype))
+        """Return the base's parameters with the adapter, in the dtype of the computation."""
+        return with_adapter(frozen, optax.tree.cast(params["adapter"], self.heads.model.dtype))
 
     def nats(self, params, frozen, batch: Batch) -> Float[Array, ""]:
-        """Sum over the targets of the nats of the text under the base with its adapter."""
-        base_params = self.adapted(params, frozen)
-        return self._nats_of(self.heads.model, base_params, batch)
+        """Return the nats of the text, summed over targets, under the base with the adapter."""
+        return self._nats_of(self.heads.model, self.adapted(params, frozen), batch)
 
     def nats_before(self, frozen, batch: Batch) -> Float[Array, ""]:
-        """The same without the adapter."""
+        """Return the same without the adapter."""
         return self._nats_of(self.original, frozen, batch)
 
     def _nats_of(self, model: Llama, base_params, batch: Batch):
@@ -134,12 +133,11 @@ class JointLoss:
 
 
 class JointTask(HeadsTask):
-    """Draft heads and an adapter: see `hydrajax.train.train_loop.Task`."""
+    """Draft heads and an adapter; see `hydrajax.train.train_loop.Task`."""
 
     def __init__(self, config: TrainConfig, dataset: Dataset, model: Llama, base_params: Any, mesh: Mesh):
         check_joint(config, model.config)
         self._adapted = adapted = model.clone(adapter=config.adapter, remat=config.joint.remat)
-        # What is trained is float32, as the heads are.
         self._adapter_master = adapted.clone(dtype=jnp.dtype(jnp.float32))
         boxed = split_adapter(abstract_base(self._adapter_master))[1]
         self.abstract_adapter = nn.unbox(boxed)
@@ -149,10 +147,10 @@ class JointTask(HeadsTask):
         self.param_shardings = {"adapter": tree_shardings(mesh, boxed), "draft": self.param_shardings}
         self._nats = jax.jit(self.loss.nats, out_shardings=replicated(mesh))
         self._nats_before = jax.jit(self.loss.nats_before, out_shardings=replicated(mesh))
-        self._before: float | None = None  # held-out nats per target without the adapter, which stay what they are
+        self._before: float | None = None  # constant held-out nats per target without the adapter
 
     def _flops(self) -> float:
-        """Forward and back through the base, whose weights get no gradient; the adapter and the heads with theirs."""
+        """Forward and backward passes; the base's weights get no gradient."""
         length = self.config.data.length
         frozen, adapted = (forward_flops(model, length) for model in (self.model, self._adapted))
         passes = 2 + self.config.joint.distill
@@ -162,7 +160,7 @@ class JointTask(HeadsTask):
 
     def init_params(self, rng):
         adapter_key, heads_key = jax.random.split(rng)
-        # The rest of the fresh base is never computed, as nothing asks for it.
+        # XLA removes the computation of the other weights.
         init = jax.jit(
             lambda key: split_adapter(init_base(self._adapter_master, key))[1],
             out_shardings=self.param_shardings["adapter"],
@@ -170,8 +168,8 @@ class JointTask(HeadsTask):
         return {"adapter": init(adapter_key), "draft": self.init_heads(heads_key, self.param_shardings["draft"])}
 
     def evaluate(self, params, batches: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
-        """What is said of heads (`HeadsTask.evaluate`), and of the base ``loss`` (nats per token) and
-        ``bits_per_byte``, both also as they were without the adapter, ``_before``.
+        """Return the metrics of `HeadsTask.evaluate`, and the base's ``loss`` (nats per token) and ``bits_per_byte``
+        with the adapter and (``loss_before``, ``bits_per_byte_before``) without it.
         """
         batches = list(batches)
         report = super().evaluate(params, batches)
@@ -179,7 +177,9 @@ class JointTask(HeadsTask):
         for batch in batches:
             tokens, counts = jax.device_get(targets(batch["labels"], 1, batch.get("segments")))
             n_targets += int(counts.sum())
-            n_bytes += sum(self._bytes(row[counted]) for row, counted in zip(tokens, counts, strict=True))
+            for ids, counted in zip(tokens, counts, strict=True):
+                text = self.dataset.tokenizer.decode(ids[counted].tolist(), skip_special_tokens=False)
+                n_bytes += len(text.encode())
         placed = [self._place(batch) for batch in batches]
         loss = sum(float(self._nats(params, self.frozen, batch)) for batch in placed) / max(n_targets, 1)
         if self._before is None:
@@ -190,16 +190,12 @@ class JointTask(HeadsTask):
         return report | {"bits_per_byte": loss * to_bits, "bits_per_byte_before": self._before * to_bits}
 
     def export(self, directory: Path, params) -> str:
-        """Heads, the adapter as PEFT keeps it, and the base with the adapter in its weights."""
+        """Write the heads, the adapter in PEFT's format, and the base with the adapter merged."""
         base, adapter = resolve(self.config.model, "model"), directory / "adapter"
         save_adapter(adapter, self.config.adapter, params["adapter"], self.model.config, str(self.config.model))
         heads = self.export_heads(directory / "heads", params["draft"], adapter)
         export_merged(directory / "base", base, adapter, overwrite=True)
         return (
-            f"--base {directory / 'base'} --draft {heads}, or with the adapter beside the base: "
+            f"--base {directory / 'base'} --draft {heads}, or with the adapter unmerged: "
             f"--base {self.config.model} --adapter {adapter} --draft {heads}"
         )
-
-    def _bytes(self, ids: np.ndarray) -> int:
-        """Of the text that these ids stand for, in UTF-8."""
-        return len(self.dataset.tokenizer.decode(ids.tolist(), skip_special_tokens=False).encode())

@@ -1,4 +1,4 @@
-"""Reading conversations and texts: what each format says, and what is left out and why."""
+"""Reading conversations and texts in every format, and the records that are left out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.train.data.conversations import (
     BadRecord,
     Conversation,
-    Message,
+    DialogueTurn,
     holds_conversations,
     read_conversations,
     read_dataset,
@@ -22,7 +22,7 @@ from hydrajax.train.data.conversations import (
     summary,
 )
 
-ASKED = (Message("user", "q"), Message("assistant", "a"))
+ASKED = (DialogueTurn("user", "q"), DialogueTurn("assistant", "a"))
 
 SHAREGPT = {"id": "x", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 ALPACA = {"instruction": "q", "input": "", "output": "a"}
@@ -30,7 +30,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant",
 
 
 def write(path, *records, **settings):
-    """JSONL where ``path`` says so, else a JSON list. Records that are text are written as they are."""
+    """Write JSONL or a JSON list, depending on the suffix. Records that are text are written unchanged in JSONL."""
     if path.name.endswith(".jsonl"):
         path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records), encoding="utf-8")
     else:
@@ -115,15 +115,15 @@ def turns(*pairs):
         ({"messages": [{"role": "system", "content": "s"}, *MESSAGES["messages"]]}, "system s user q assistant a"),
     ],
 )
-def test_what_records_say(tmp_path, record, expected):
+def test_messages_of_records(tmp_path, record, expected):
     assert " ".join(f"{role} {content}" for role, content in messages_of(tmp_path, record)) == expected
 
 
 def test_text_is_kept_as_it_is(tmp_path):
     text = "  two\r\n\tlines, naïve 🌲\u2028 "
     assert messages_of(tmp_path, {"prompt": text, "response": text}) == (
-        Message("user", text),
-        Message("assistant", text),
+        DialogueTurn("user", text),
+        DialogueTurn("assistant", text),
     )
 
 
@@ -133,26 +133,26 @@ def test_text_is_kept_as_it_is(tmp_path):
         ("{'prompt': 'a'}", "is not JSON: Expecting property name"),
         ('{"messages": [' + "9" * 5000 + "]}", "is not JSON: Exceeds the limit"),
         ("[" * 100_000, "is not JSON: "),
-        ("5", "must be a JSON object, found 5"),
-        ({}, "is no known record: found no field"),
-        ({"text": "a", "id": 1}, 'is no known record: found "text, id"'),
-        ({"conversations": "a"}, 'conversations: must be a list, found "a"'),
-        (turns(), "has no assistant message that answers a user"),
-        (turns(("human", "q")), "has no assistant message that answers a user"),
-        (turns(("gpt", "a")), "has no assistant message that answers a user"),
+        ("5", "got 5, expected a JSON object"),
+        ({}, "got no field, expected a record in a known format"),
+        ({"text": "a", "id": 1}, 'got fields "text, id", expected a record in a known format'),
+        ({"conversations": "a"}, 'conversations: got "a", expected a list'),
+        (turns(), "has no assistant message after a user message"),
+        (turns(("human", "q")), "has no assistant message after a user message"),
+        (turns(("gpt", "a")), "has no assistant message after a user message"),
         (turns(("human", "q"), ("human", "r"), ("gpt", "a")), "conversations 2: user follows user, user and assistant"),
         (turns(("human", "q"), ("gpt", "a"), ("gpt", "b")), "conversations 3: assistant follows assistant"),
         (turns(("human", "q"), ("system", "s"), ("gpt", "a")), "conversations 2: a system message must come first"),
-        (turns(("human", "q"), ("tool", "a")), 'conversations 2: from: allowed are system, human, .*, found "tool"'),
-        (turns(("human", "q"), (["gpt"], "a")), r'conversations 2: from: .*, found \["gpt"\]'),
-        (turns(("human", "q"), ("gpt", None)), "conversations 2: must be text, found null"),
-        (turns(("human", "q"), ("gpt", " \n")), "conversations 2: is empty, some text is needed"),
-        ({"conversations": [{"role": "user"}]}, 'conversations 1: must have from and value, found "role"'),
-        ({"conversations": ["q"]}, 'conversations 1: must have from and value, found "q"'),
-        ({"messages": [{"role": "user", "content": [{"text": "q"}]}]}, "messages 1: must be text, found"),
+        (turns(("human", "q"), ("tool", "a")), 'conversations 2: from: got "tool", expected one of system, human, '),
+        (turns(("human", "q"), (["gpt"], "a")), r'conversations 2: from: got \["gpt"\], expected'),
+        (turns(("human", "q"), ("gpt", None)), "conversations 2: got null, expected text"),
+        (turns(("human", "q"), ("gpt", " \n")), "conversations 2: is empty"),
+        ({"conversations": [{"role": "user"}]}, 'conversations 1: got fields "role", expected fields from and value'),
+        ({"conversations": ["q"]}, 'conversations 1: got "q", expected fields from and value'),
+        ({"messages": [{"role": "user", "content": [{"text": "q"}]}]}, r"messages 1: got \[.*, expected text"),
         ({"instruction": "q", "input": 3, "output": ""}, "output: is empty"),
-        ({"instruction": "", "input": "i", "output": None}, "output: must be text, found null"),
-        ({"history": [{"user": "q"}]}, "history 1: must have user and bot"),
+        ({"instruction": "", "input": "i", "output": None}, "output: got null, expected text"),
+        ({"history": [{"user": "q"}]}, 'history 1: got fields "user", expected fields user and bot'),
         ('{"prompt": "\\ud800", "response": "a"}', "prompt: is not valid UTF-8 or Unicode text"),
     ],
 )
@@ -164,7 +164,7 @@ def test_bad_records_are_left_out_by_line(tmp_path, record, reason):
     assert re.match(reason, bad.reason), bad.reason
     assert "\n" not in bad.reason
     assert len(bad.reason) < 250
-    # The same record alone is fatal, and says so in one line that can be printed.
+    # A file with this record alone is refused, in one line that can be printed.
     with pytest.raises(
         HydrajaxError, match=f"found no conversation in .*alone.jsonl; 1 left out, the first: .*: {reason}"
     ) as refusal:
@@ -202,12 +202,12 @@ def test_a_named_format_takes_nothing_else(tmp_path, format, kept):
     path = write(tmp_path / "c.json", SHAREGPT, ALPACA, MESSAGES, {"question": "q", "answer": "a"})
     conversations, bad = read_conversations(path, format)
     assert len(conversations) == kept
-    assert all(f"is no {format} record: found" in reason for _, reason in bad)
+    assert all(f"expected a record in {format} format" in reason for _, reason in bad)
     assert len(bad) == 4 - kept
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(HydrajaxError, match=r"data.format: found 'csv', allowed are auto, sharegpt, alpaca, messages"):
+    with pytest.raises(HydrajaxError, match=r"data.format: got 'csv', expected auto, sharegpt, alpaca, messages"):
         read_conversations(tmp_path, "csv")
     with pytest.raises(HydrajaxError, match=r"data.files: no such file: .*none\.json"):
         read_conversations(tmp_path / "none.json")
@@ -260,7 +260,7 @@ def test_texts_of_files_and_folders(tmp_path):
         ("latin.txt", "is binary or not UTF-8 text"),
         ("zeros.bin", "is binary or not UTF-8 text"),
     ]
-    # What is named is read, in the order given.
+    # Named files are read, in the given order.
     texts, _ = read_texts([tmp_path / "b.py", tmp_path / "a/.hidden"])
     assert [t.text for t in texts] == ["x = 1\r\n", "no"]
     with pytest.raises(HydrajaxError, match=r"data.files: found no text in .*empty.py; 1 left out, .* is empty"):
@@ -283,8 +283,8 @@ def test_rows_of_a_data_set_are_records(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     conversations, bad = read_dataset("some/name", "train[:3]")
     assert conversations == [Conversation(ASKED, "some/name record 1"), Conversation(ASKED, "some/name record 3")]
-    assert bad == [BadRecord("some/name record 2", 'is no known record: found "text"')]
-    assert calls == [(("some/name",), {"split": "train[:3]"})]  # no code of strangers is trusted
+    assert bad == [BadRecord("some/name record 2", 'got fields "text", expected a record in a known format')]
+    assert calls == [(("some/name",), {"split": "train[:3]"})]  # no remote code
 
 
 def test_a_data_set_that_cannot_be_had(monkeypatch):
@@ -306,19 +306,19 @@ def test_a_data_set_by_the_real_package(tmp_path, monkeypatch):
     write(tmp_path / "local" / "train.jsonl", {**MESSAGES, "id": 1}, {"messages": MESSAGES["messages"][:1], "id": 2})
     conversations, bad = read_dataset(str(tmp_path / "local"))
     assert [c.messages for c in conversations] == [ASKED]
-    assert [reason for _, reason in bad] == ["has no assistant message that answers a user"]
+    assert [reason for _, reason in bad] == ["has no assistant message after a user message"]
     with pytest.raises(HydrajaxError, match=r"cannot load .*local', split 'test': \w"):
         read_dataset(str(tmp_path / "local"), "test")
 
 
-def test_conversations_that_nobody_has_answered(tmp_path):
-    """As seeds they are read, too; a file of questions is told from one of conversations by its first record."""
+def test_conversations_without_an_answer(tmp_path):
+    """They are read as seeds. The first record tells a file of conversations from a file of questions."""
     asked, questions = tmp_path / "asked.jsonl", tmp_path / "questions.jsonl"
     asked.write_text('{"messages": [{"role": "user", "content": "q"}]}\n{"messages": []}\n')
     questions.write_text('\n{"question_id": 1, "turns": ["q", "r"]}\n')
     found, bad = read_conversations(asked, answered=False)
-    assert [conversation.messages for conversation in found] == [(Message("user", "q"),)]
-    assert [reason for _, reason in bad] == ["has no message of a user"]
+    assert [conversation.messages for conversation in found] == [(DialogueTurn("user", "q"),)]
+    assert [reason for _, reason in bad] == ["has no user message"]
     with pytest.raises(HydrajaxError, match="has no assistant message"):
         read_conversations(asked)
     assert [holds_conversations(path) for path in (asked, questions)] == [True, False]

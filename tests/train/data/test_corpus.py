@@ -48,7 +48,7 @@ def test_the_running_python_has_a_library():
 
 
 def test_a_folder_without_source_is_refused(tmp_path):
-    with pytest.raises(HydrajaxError, match="no Python source files"):
+    with pytest.raises(HydrajaxError, match="found no Python source"):
         corpus.standard_library(1000, tmp_path)
 
 
@@ -59,7 +59,7 @@ def test_tokenizer_gives_text_back(library):
     documents = [tokenizer.encode(text) for text in texts]
     for text, ids in zip(texts, documents, strict=True):
         assert tokenizer.decode(ids) == text
-    with pytest.raises(HydrajaxError, match="vocab_size: must be at least 257"):
+    with pytest.raises(HydrajaxError, match="vocab_size: got 100, expected at least 257"):
         corpus.train_tokenizer(texts, 100)
 
 

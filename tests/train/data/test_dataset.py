@@ -1,4 +1,4 @@
-"""From data settings to rows, on files in a folder and a byte-level tokenizer."""
+"""Data settings to sequences, with files in a folder and a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def tokenizer(texts):
 
 
 def build(config: DataConfig, tokenizer, seed: int = 0):
-    """``(dataset, what was said)``."""
-    said = []
-    return dataset.build(config, tokenizer, seed, said.append), said
+    """``(dataset, logged lines)``."""
+    logged = []
+    return dataset.build(config, tokenizer, seed, logged.append), logged
 
 
 def settings(texts, **changes) -> DataConfig:
@@ -35,7 +35,7 @@ def decoded(tokenizer, rows) -> str:
 
 
 def test_stream_holds_the_text_and_the_held_out_files_are_not_in_it(texts, tokenizer):
-    found, said = build(settings(texts, held_out=0.4), tokenizer)
+    found, logged = build(settings(texts, held_out=0.4), tokenizer)
     assert len(found.held_out_names) == 2
     files = {str(path): path.read_text() for path in sorted(texts.iterdir())}
     assert set(found.held_out_names) < set(files)
@@ -44,18 +44,18 @@ def test_stream_holds_the_text_and_the_held_out_files_are_not_in_it(texts, token
         beginning = text[:300]
         assert (beginning in decoded(tokenizer, found.held_out)) == in_held_out
         assert (beginning in decoded(tokenizer, found.train)) != in_held_out
-    np.testing.assert_array_equal(found.train.labels, found.train.tokens)  # all of a text is to be learnt
+    np.testing.assert_array_equal(found.train.labels, found.train.tokens)  # every token of a text is a target
     held = [files[name] for name in found.held_out_names]
     n_bytes, n_tokens = sum(len(t.encode()) for t in held), sum(len(tokenizer(t)["input_ids"]) for t in held)
     assert found.bytes_per_token == pytest.approx(n_bytes / n_tokens)
-    assert said[-1].startswith("data: 4 documents (")
-    assert said[-1].endswith("2 held out")
+    assert logged[-1].startswith("data: 4 documents (")
+    assert logged[-1].endswith("2 held out")
 
 
 def test_of_a_single_text_the_end_is_held_out(texts, tokenizer, tmp_path):
     text = max((path.read_text() for path in texts.iterdir()), key=len).replace("branch. ", "branch.\n")
     (tmp_path / "mine.txt").write_text(text)
-    found, said = build(settings(tmp_path / "mine.txt", held_out=0.25), tokenizer)
+    found, logged = build(settings(tmp_path / "mine.txt", held_out=0.25), tokenizer)
     assert found.held_out_names == [f"the end of {tmp_path / 'mine.txt'}"]
     first, last = decoded(tokenizer, found.train), decoded(tokenizer, found.held_out)
     cut = len(text) - len(text) // 4
@@ -64,7 +64,7 @@ def test_of_a_single_text_the_end_is_held_out(texts, tokenizer, tmp_path):
     assert 0.7 * len(text) < beginning <= cut
     assert text[beginning - 1] == "\n"
     assert last[:200] not in first
-    assert said[-1].endswith("1 held out")
+    assert logged[-1].endswith("1 held out")
     nothing, _ = build(settings(tmp_path / "mine.txt", held_out=0.0), tokenizer)
     assert nothing.held_out is None
 
@@ -82,8 +82,8 @@ def test_nothing_held_out(texts, tokenizer):
 
 
 def test_limit(texts, tokenizer):
-    found, said = build(settings(texts, limit=3, held_out=0.0), tokenizer)
-    assert said[-1].startswith("data: 3 documents")
+    found, logged = build(settings(texts, limit=3, held_out=0.0), tokenizer)
+    assert logged[-1].startswith("data: 3 documents")
     assert len(found.train.tokens) < len(build(settings(texts, held_out=0.0), tokenizer)[0].train.tokens)
 
 
@@ -93,9 +93,9 @@ def test_a_new_tokenizer_has_never_seen_the_held_out_text(tmp_path):
         (tmp_path / name).write_text(f"{'ab' if i % 2 else 'ba'} mostly " + f"{word} " * 60)
     found, _ = build(settings(tmp_path, held_out=0.25, new_tokenizer=300), None)
     (held_out,) = found.held_out_names
-    # A vocabulary has no order: its tokens are looked at one by one, as joined ones may spell a word by chance.
-    learnt = {name for name, word in words.items() if any(word in token for token in found.tokenizer.get_vocab())}
-    assert learnt == set(words) - {Path(held_out).name}
+    # Tokens are checked one by one: joined in arbitrary order, they could spell a word by chance.
+    targets = {name for name, word in words.items() if any(word in token for token in found.tokenizer.get_vocab())}
+    assert targets == set(words) - {Path(held_out).name}
     assert len(found.tokenizer) <= 300
 
 
@@ -124,9 +124,9 @@ def test_conversations_train_on_the_assistant_or_on_all(tmp_path, tokenizer):
     path.write_text(json.dumps([{"conversations": turns}] * 2))
     common = {"files": (str(path),), "template": "vicuna", "length": 256, "held_out": 0.0}
     rows = build(DataConfig(**common), tokenizer)[0].train
-    learnt = tokenizer.decode(rows.tokens[0][rows.labels[0] != IGNORED])
-    assert "the branch of heads" in learnt
-    assert "grow" not in learnt
+    targets = tokenizer.decode(rows.tokens[0][rows.labels[0] != IGNORED])
+    assert "the branch of heads" in targets
+    assert "grow" not in targets
     rows = build(DataConfig(**common, targets="all"), tokenizer)[0].train
     assert "grow a tree" in tokenizer.decode(rows.tokens[0][rows.labels[0] != IGNORED])
 
@@ -134,7 +134,7 @@ def test_conversations_train_on_the_assistant_or_on_all(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"length": 100_000}, "rows of 100000 tokens are more than"),
+        ({"length": 100_000}, "data.length: got 100000, expected at most"),
         ({"files": ("no/such/folder",)}, "no/such/folder"),
         ({"limit": 1, "held_out": 0.001}, "data.held_out: too little to evaluate on; raise it, or 0 for none"),
     ],

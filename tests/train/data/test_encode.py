@@ -1,4 +1,4 @@
-"""Conversations encoded: what is learnt must be what the assistant says and the mark that ends it, nothing else."""
+"""Encoding conversations: the targets are the assistant's tokens and the end mark, and no others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.templates import VICUNA_SYSTEM
-from hydrajax.train.data.conversations import Conversation, Message
+from hydrajax.train.data.conversations import Conversation, DialogueTurn
 from hydrajax.train.data.encode import encode_conversation, encode_conversations
 
 CHATML = (
@@ -50,7 +50,7 @@ TURNS = (
 
 
 def conversation(*turns, where="f line 1"):
-    return Conversation(tuple(Message(*turn) for turn in turns), where)
+    return Conversation(tuple(DialogueTurn(*turn) for turn in turns), where)
 
 
 @pytest.fixture(scope="module", params=["spaces in offsets", "offsets trimmed"])
@@ -94,7 +94,7 @@ def with_template(tokenizer, monkeypatch):
     return use
 
 
-def learnt(document, tokenizer) -> list[str]:
+def target_texts(document, tokenizer) -> list[str]:
     """The text of each run of targets."""
     edges = np.flatnonzero(np.diff(document.targets, prepend=False, append=False)).reshape(-1, 2)
     return [tokenizer.decode(document.ids[start:end], skip_special_tokens=False) for start, end in edges]
@@ -106,18 +106,18 @@ ANSWERS = [TURNS[1][1], TURNS[3][1]]
 @pytest.mark.parametrize(
     ("source", "before", "after"),
     [
-        (CHATML, "", "<|im_end|>"),  # and not the newline that the template writes after it
+        (CHATML, "", "<|im_end|>"),  # without the newline that the template writes after it
         (LLAMA_2, " ", " </s>"),  # the generation prompt is "[/INST]": the model writes the space
-        (PLAIN_MARK, "", "\n### end"),  # the mark is no special token
-        (NO_MARK, "", ""),  # and the last byte of the last answer ends it
-        (GENERATION, " ", "</s>"),  # the mark lies just outside {% generation %}
-        (GENERATION_WITHOUT_MARK, "", ""),  # and here there is none: <s> begins the next turn
+        (PLAIN_MARK, "", "\n### end"),  # the end mark is not a special token
+        (NO_MARK, "", ""),  # the last byte of the last answer ends it
+        (GENERATION, " ", "</s>"),  # the end mark is just outside {% generation %}
+        (GENERATION_WITHOUT_MARK, "", ""),  # there is no end mark: <s> begins the next turn
     ],
 )
 def test_answers_and_end_marks_are_learnt(with_template, source, before, after):
     tokenizer = with_template(source)
     document = encode_conversation(tokenizer, conversation(*TURNS))
-    assert learnt(document, tokenizer) == [before + answer + after for answer in ANSWERS]
+    assert target_texts(document, tokenizer) == [before + answer + after for answer in ANSWERS]
     # The ids are transformers' own for the conversation.
     messages = [{"role": role, "content": content} for role, content in TURNS]
     assert document.ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
@@ -126,7 +126,7 @@ def test_answers_and_end_marks_are_learnt(with_template, source, before, after):
 
 
 def test_marked_templates_agree_with_the_mask_of_transformers(with_template):
-    """For answers that begin without a space: their mask leaves out others where offsets are trimmed."""
+    """For answers that begin without a space: transformers' mask omits others if offsets are trimmed."""
     source = GENERATION.replace("' ' + ", "").replace(
         "{% endgeneration %}{{ eos_token }}", "{{ eos_token }}{% endgeneration %}"
     )
@@ -146,7 +146,7 @@ def test_vicuna(tokenizer):
     assert document.ids.tolist() == tokenizer.encode(text)
     assert document.ids[0] == tokenizer.bos_token_id
     assert document.ids[1] != tokenizer.bos_token_id
-    assert learnt(document, tokenizer) == [f" {a1}</s>", f" {a2}</s>"]
+    assert target_texts(document, tokenizer) == [f" {a1}</s>", f" {a2}</s>"]
     with_system = encode_conversation(tokenizer, conversation(("system", "Be brief."), *TURNS[:2]), "vicuna")
     assert tokenizer.decode(with_system.ids).startswith("<s>Be brief. USER: What is a tree? ASSISTANT: A  graph")
 
@@ -155,7 +155,7 @@ def test_plain(tokenizer):
     document = encode_conversation(tokenizer, conversation(*TURNS), "plain")
     (q1, a1), (q2, a2) = [(TURNS[i][1], TURNS[i + 1][1]) for i in (0, 2)]
     assert tokenizer.decode(document.ids) == f"<s>{q1}\n{a1}</s>{q2}\n{a2}</s>"
-    assert learnt(document, tokenizer) == [f"{a1}</s>", f"{a2}</s>"]
+    assert target_texts(document, tokenizer) == [f"{a1}</s>", f"{a2}</s>"]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_plain(tokenizer):
     ],
 )
 def test_a_token_that_reaches_into_the_prompt(with_template, between, answer, expected):
-    """It counts where it has but spaces of the prompt, and not where it has words."""
+    """It is a target if it covers only spaces of the prompt, and not if it covers words."""
     source = (
         "{% for m in messages %}{{ m.role + '" + between + "' + m.content }}"
         "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}"
@@ -174,7 +174,7 @@ def test_a_token_that_reaches_into_the_prompt(with_template, between, answer, ex
     )
     tokenizer = with_template(source)
     document = encode_conversation(tokenizer, conversation(TURNS[0], ("assistant", answer)))
-    assert learnt(document, tokenizer) == [expected]
+    assert target_texts(document, tokenizer) == [expected]
 
 
 def test_a_token_that_reaches_into_the_next_prompt_does_not_count(with_template):
@@ -185,27 +185,27 @@ def test_a_token_that_reaches_into_the_next_prompt_does_not_count(with_template)
     tokenizer = with_template(source)
     document = encode_conversation(tokenizer, conversation(TURNS[0], ("assistant", "Yes]"), ("user", "So")))
     assert tokenizer.decode(document.ids).endswith("=Yes]::So")
-    assert learnt(document, tokenizer) == ["Yes"]
+    assert target_texts(document, tokenizer) == ["Yes"]
 
 
 def test_a_question_after_the_last_answer_is_not_learnt(with_template):
     tokenizer = with_template(CHATML)
     document = encode_conversation(tokenizer, conversation(*TURNS[:3]))
-    assert learnt(document, tokenizer) == [ANSWERS[0] + "<|im_end|>"]
+    assert target_texts(document, tokenizer) == [ANSWERS[0] + "<|im_end|>"]
 
 
 @pytest.mark.parametrize(
     ("source", "turns", "reason"),
     [
         (LLAMA_2, [("system", "s"), *TURNS], "the chat template failed: no system here$"),
-        # As templates of reasoning models do: answers before the last are cut, or the prompt opens the reasoning.
+        # As in templates of reasoning models: earlier answers are cut, or the prompt opens the reasoning.
         (
             CHATML.replace("m.content", "(m.content if loop.last or m.role == 'user' else m.content[1:])"),
             TURNS,
-            "writes message 2 otherwise once others follow",
+            "changes message 2 once others follow",
         ),
-        (CHATML.replace("assistant\n", "assistant\n<think>"), TURNS, "begins message 2 otherwise than its generation"),
-        # The answer stands in the text, but not where the answer belongs.
+        (CHATML.replace("assistant\n", "assistant\n<think>"), TURNS, "begins message 2 unlike its generation"),
+        # The text contains the answer, but at another place.
         (
             CHATML.replace("m.content", "(m.content if m.role == 'user' else 'x')"),
             [("user", "Yes"), ("assistant", "Yes")],
@@ -213,10 +213,10 @@ def test_a_question_after_the_last_answer_is_not_learnt(with_template):
         ),
         (CHATML.replace("m.content", "m.content.upper()"), TURNS, "changes the answer 'A  graph without"),
         (CHATML.replace("m.content", "(m.content[:5])"), TURNS, "changes the answer 'A  graph without"),
-        (CHATML, [("user", "say </s>"), TURNS[1]], "message 1 holds the text of the special token </s>"),
-        (CHATML, [TURNS[0], ("assistant", "a<|im_end|>b")], r"message 2 holds .* special token <\|im_end\|>"),
+        (CHATML, [("user", "say </s>"), TURNS[1]], "message 1 contains the special token </s>"),
+        (CHATML, [TURNS[0], ("assistant", "a<|im_end|>b")], r"message 2 contains the special token <\|im_end\|>"),
         ("{{ bos_token + bos_token }}" + CHATML, TURNS, "writes BOS twice"),
-        (GENERATION.replace("'assistant'", "'user'"), [*TURNS[:2], TURNS[2]], "marks 2 answers of the 1"),
+        (GENERATION.replace("'assistant'", "'user'"), [*TURNS[:2], TURNS[2]], "marks 2 answers, expected 1"),
     ],
 )
 def test_conversations_that_are_refused(with_template, source, turns, reason):
@@ -231,17 +231,17 @@ def test_one_bad_conversation_among_good_ones(with_template):
     tokenizer = with_template(CHATML)
     bad = conversation(("user", "</s>"), TURNS[1], where="f line 7")
     documents, left_out = encode_conversations(tokenizer, [conversation(*TURNS), bad, conversation(*TURNS[:2])])
-    assert [len(learnt(document, tokenizer)) for document in documents] == [2, 1]
-    assert left_out == [("f line 7", "message 1 holds the text of the special token </s>")]
+    assert [len(target_texts(document, tokenizer)) for document in documents] == [2, 1]
+    assert left_out == [("f line 7", "message 1 contains the special token </s>")]
 
 
 def test_settings_that_do_not_go_together_are_named_as_the_config_names_them(with_template):
     tokenizer, one = with_template(None), conversation(*TURNS)
-    with pytest.raises(HydrajaxError, match=r"^data\.template: the tokenizer has no chat template of its own"):
+    with pytest.raises(HydrajaxError, match=r"^data\.template: the tokenizer has no chat template"):
         encode_conversation(tokenizer, one)
-    with pytest.raises(HydrajaxError, match=r"^data\.template: found 'alpaca', allowed are auto, vicuna, plain"):
+    with pytest.raises(HydrajaxError, match=r"^data\.template: got 'alpaca', expected auto, vicuna, plain"):
         encode_conversations(tokenizer, [one], "alpaca")
-    with pytest.raises(HydrajaxError, match=r"^data\.tokenizer: object is not a fast tokenizer"):
+    with pytest.raises(HydrajaxError, match=r"^data\.tokenizer: got object, expected a fast tokenizer"):
         encode_conversation(object(), one, "vicuna")
 
 

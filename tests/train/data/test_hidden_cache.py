@@ -1,4 +1,4 @@
-"""Training on stored hidden states is training without them; what makes the store stale is noticed."""
+"""Training with the hidden-state cache equals training without it, and a stale cache is noticed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_same_run_with_and_without(program, config_file, settings, make_base, tm
     record = json.loads((cached / "hidden.json").read_text())
     size = (cached / "hidden.bin").stat().st_size
     assert size == np.prod(record["shape"]) * 4 > 50 * 32 * BYTES
-    # The size is said before the writing.
+    # The size is printed before anything is written.
     told = f"hidden states: {size / 1e9:.2f} GB to write to {cached / 'hidden.bin'} (limit 0.5 GB)"
     assert told in first.out
 
@@ -46,7 +46,7 @@ def test_same_run_with_and_without(program, config_file, settings, make_base, tm
     for name, tensor in heads(cached).items():
         np.testing.assert_allclose(tensor, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
-    # Read again by the next run over the same data, not read once anything has changed.
+    # The next run with the same data reads it; a run with other data does not.
     before = (cached / "hidden.bin").read_bytes()
     shutil.rmtree(cached / "checkpoints")
     assert f"hidden states: {size / 1e9:.2f} GB, found in " in program("--config", config).out
@@ -87,7 +87,7 @@ def test_other_data_is_noticed(tmp_path, base, settings):
 def test_too_large_is_refused_before_anything_is_written(program, config_file, settings, tmp_path):
     result = program("--config", config_file(**data(settings, hidden_cache_gb=1e-6)))
     assert result.code == 2
-    assert result.err.strip().splitlines()[-1].startswith("hydrajax: data.hidden_cache_gb: 0.00 GB are needed")
+    assert result.err.strip().splitlines()[-1].startswith("hydrajax: data.hidden_cache_gb: got 1e-06 (free disk ")
     assert "hidden states: 0.00 GB to write" in result.out
     assert not (tmp_path / "run" / "hidden.bin").exists()
 
@@ -96,7 +96,7 @@ def test_heads_on_another_layer_are_refused(program, config_file, settings):
     draft = {"draft": settings["draft"] | {"hidden_state_offset": 1}}
     result = program("--config", config_file(**data(settings), **draft))
     assert result.code == 2
-    assert "data.hidden_cache_gb: the cache holds the base's last hidden states" in result.err
+    assert "data.hidden_cache_gb: got 0.5, expected 0 for heads that read aux_hidden_layers [1]" in result.err
 
 
 def test_a_write_that_fails_is_one_line(program, config_file, settings, tmp_path, monkeypatch):
@@ -117,4 +117,4 @@ def test_several_processes_have_no_cache(program, config_file, settings, monkeyp
     monkeypatch.setattr("hydrajax.processes.main_does", lambda work: work())  # there is no other process to ask
     result = program("--config", config_file(**data(settings)))
     assert result.code == 2
-    assert "data.hidden_cache_gb: the cache is for one process; set it to 0 with several" in result.err
+    assert "data.hidden_cache_gb: got 0.5, expected 0 with several processes" in result.err

@@ -1,4 +1,4 @@
-"""The preview: all of the text, with marks exactly where learning begins and ends."""
+"""The preview: the whole text, with marks where targets begin and end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hydrajax.train.data.conversations import Conversation, Message
+from hydrajax.train.data.conversations import Conversation, DialogueTurn
 from hydrajax.train.data.corpus import train_tokenizer
 from hydrajax.train.data.encode import encode_conversation
 from hydrajax.train.data.packing import Document
@@ -25,7 +25,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def document(tokenizer):
-    turns = (Message("user", QUESTION), Message("assistant", ANSWER))
+    turns = (DialogueTurn("user", QUESTION), DialogueTurn("assistant", ANSWER))
     return encode_conversation(tokenizer, Conversation(turns * 2, "f"), "plain")
 
 
@@ -38,8 +38,8 @@ def test_brackets_around_what_is_learnt(document, tokenizer):
 def test_colours_on_a_terminal_brackets_elsewhere(document, tokenizer):
     colored = preview(document, tokenizer)
     assert colored.plain == EXPECTED.replace("⟦", "").replace("⟧", "")  # [b] is text here and no markup
-    learnt = [colored.plain[span.start : span.end] for span in colored.spans if "green" in str(span.style)]
-    assert learnt == [ANSWER + "<|endoftext|>"] * 2
+    targets = [colored.plain[span.start : span.end] for span in colored.spans if "green" in str(span.style)]
+    assert targets == [ANSWER + "<|endoftext|>"] * 2
     console = Console(file=io.StringIO(), width=200)
     assert not console.is_terminal
     console.print(preview(document, tokenizer, color=console.is_terminal))
@@ -47,7 +47,7 @@ def test_colours_on_a_terminal_brackets_elsewhere(document, tokenizer):
 
 
 def test_spaces_between_runs_survive_a_decoder_that_drops_leading_ones():
-    """As decoders of SentencePiece vocabularies do."""
+    """Decoders of SentencePiece vocabularies drop them."""
 
     class Tokenizer:
         def decode(self, ids, **_):

@@ -1,0 +1,74 @@
+"""Key maps of bases: transformers' tensor names to our parameters, in both directions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hydrajax.models.layout import Entry, Layout, Path, Shape, same, transposed
+from hydrajax.models.llama_config import LlamaConfig
+
+
+def base_layout(c: LlamaConfig) -> Layout:
+    """Return the key map of a whole base."""
+    layout = [same(("embedding",), "model.embed_tokens.weight", c.vocab_size, c.width)]
+    for i in range(c.n_layers):
+        path, prefix = (f"layers_{i}",), f"model.layers.{i}."
+        layout += decoder_layer(path, prefix, c)
+        if c.qkv_bias:
+            layout.append(_qkv((*path, "qkv_bias"), f"{prefix}self_attn.", "bias", c, ()))
+        if c.qk_norm:
+            for ours, theirs in (("query", "q"), ("key", "k")):
+                name = f"{prefix}self_attn.{theirs}_norm.weight"
+                layout.append(same((*path, f"{ours}_norm", "scale"), name, c.head_dim))
+    layout.append(same(("norm", "scale"), "model.norm.weight", c.width))
+    if not c.tied_lm_head:
+        layout.append(transposed(("lm_head",), "lm_head.weight", c.vocab_size, c.width))
+    return layout
+
+
+def decoder_layer(path: Path, prefix: str, c: LlamaConfig, attention_width: int | None = None) -> Layout:
+    """Return the key map of one LLaMA decoder layer (`hydrajax.models.layers.DecoderLayer`).
+
+    Args:
+        path: the layer's path in our parameters.
+        prefix: the start of its tensors' names.
+        c: the layer's shape.
+        attention_width: input width of the attention if its input is not the normed residual stream. The layer then
+            has no attention norm.
+    """
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    norm = same((*path, "attention_norm", "scale"), f"{prefix}input_layernorm.weight", c.width)
+    return [
+        *([norm] if attention_width is None else []),
+        _qkv((*path, "qkv"), attention, "weight", c, (attention_width or c.width,)),
+        transposed((*path, "out"), f"{attention}o_proj.weight", c.width, c.n_heads * c.head_dim),
+        same((*path, "mlp_norm", "scale"), f"{prefix}post_attention_layernorm.weight", c.width),
+        Entry(
+            ((*path, "gate_up"),),
+            {f"{mlp}{part}_proj.weight": (c.mlp_width, c.width) for part in ("gate", "up")},
+            lambda gate, up: (np.stack([gate, up]).transpose(2, 0, 1),),
+            lambda both: (both[:, 0].T, both[:, 1].T),
+        ),
+        transposed((*path, "down"), f"{mlp}down_proj.weight", c.width, c.mlp_width),
+    ]
+
+
+def _qkv(path: Path, prefix: str, kind: str, c: LlamaConfig, inputs: Shape) -> Entry:
+    """Fuse the query, key and value projections (``kind``: ``weight``, or ``bias`` with no inputs).
+
+    Ours is ``[*inputs, kv head, (its queries, key, value), feature]``; theirs are three tensors
+    ``[(kv head, query in group, feature), *inputs]``.
+    """
+    rows = {"q": c.n_heads * c.head_dim, "k": c.n_kv_heads * c.head_dim, "v": c.n_kv_heads * c.head_dim}
+
+    def join(*parts):
+        by_head = [part.reshape(c.n_kv_heads, -1, c.head_dim, *inputs) for part in parts]
+        fused = np.concatenate(by_head, axis=1)
+        return (np.moveaxis(fused, -1, 0) if inputs else fused,)
+
+    def split(fused):
+        fused = np.moveaxis(fused, 0, -1) if inputs else fused
+        return tuple(part.reshape(-1, *inputs) for part in (fused[:, :-2], fused[:, -2], fused[:, -1]))
+
+    theirs = {f"{prefix}{part}_proj.{kind}": (size, *inputs) for part, size in rows.items()}
+    return Entry((path,), theirs, join, split)

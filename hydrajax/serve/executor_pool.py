@@ -1,0 +1,253 @@
+"""The executors of a batcher, and the few batch sizes and cache lengths that they are compiled for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.executor import Executor, State
+from hydrajax.decoding.processors import LogitBias, Penalties, TokenCounts
+from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, bucket, right_padded
+from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
+from hydrajax.errors import HydrajaxError
+from hydrajax.serve.shapes import StateShapes, put_sequence
+from hydrajax.trees import presets
+from hydrajax.trees.dynamic import CandidateTree
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """The limits of a pool.
+
+    Attributes:
+        slots: sequences that run at once.
+        chunk: prompt tokens per prefill chunk.
+        cache_len: smallest cache length; larger ones double it.
+        penalties: support penalties.
+        logprobs: number of most likely tokens whose log-probabilities are kept at each output position.
+    """
+
+    slots: int = 8
+    chunk: int = 256
+    cache_len: int = 256
+    penalties: bool = False
+    logprobs: int = 0
+
+
+class ExecutorPool:
+    """The executors of one served model, one per batch size. Each compiles at its first use.
+
+    Attributes:
+        spec: the decode spec of a request, to be changed in rule, processors and limits: greedy, full context.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        sizes: PoolSizes,
+        tree_for: Callable[[int], CandidateTree] | None = None,
+        *,
+        drops_draft: bool = False,
+    ):
+        """Build the executors.
+
+        Args:
+            executor: base and draft; the rule, processors and limits of its spec are ignored.
+            sizes: limits.
+            tree_for: the tree for a batch size; the executor's own tree by default.
+            drops_draft: also build an executor for plain steps.
+
+        Raises:
+            HydrajaxError: for a tree that does not suit the drafter, and for sizes below 1.
+        """
+        for name in ("slots", "chunk", "cache_len"):
+            if getattr(sizes, name) < 1:
+                raise HydrajaxError(f"{name}: got {getattr(sizes, name)}, expected at least 1")
+        config, self.sizes = executor.model.config, sizes
+        self.context, self._vocab_size = config.max_positions, config.vocab_size
+        self.chunk = bucket(min(sizes.chunk, self.context), self.context)
+        self.batches = _geometric(1, sizes.slots, 2)
+        self.last_chunks = _geometric(min(SMALLEST_BUCKET, self.chunk), self.chunk, 4)  # padded lengths
+        own = executor.spec.tree
+        trees = {batch: own if tree_for is None else tree_for(batch) for batch in self.batches}
+        if executor.one_tree:
+            trees, drops_draft = dict.fromkeys(trees, trees[1]), False
+        self.spec = executor.spec.replace(
+            tree=trees[1],
+            rule=ExactSampling(temperature=0.0),
+            processors=(),
+            max_new_tokens=self.context,
+            logprobs=sizes.logprobs,
+        )
+        plain = [presets.root()] if drops_draft else []
+        made = {
+            tree: executor.with_spec(self.spec.replace(tree=tree)) for tree in dict.fromkeys([*trees.values(), *plain])
+        }
+        self._speculative = {batch: made[tree] for batch, tree in trees.items()}
+        # In plain steps the drafter still observes the tokens, so that speculative steps can follow.
+        self._plain = made[presets.root()] if drops_draft and len(made) > 1 else None
+        # Prefilled states have room for the paths of every tree.
+        self._prefill = max(made.values(), key=lambda each: each.engine.depth)
+        # All requests have one pytree structure: every sampling parameter is an array, neutral if unused.
+        penalties = [Penalties(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0)]
+        rule = ExactSampling(1.0, top_k=1, top_p=0.5, min_p=0.5)
+        self._like = [
+            self.spec,
+            self.spec.replace(rule=rule, processors=[LogitBias({0: 1.0}), *(penalties if sizes.penalties else [])]),
+        ]
+        self._neutral = self.sampling(self.spec, jax.random.key(0))
+        self.shapes = StateShapes(self._prefill, self._neutral)
+        self.max_path = self._prefill.engine.depth + 1
+        self.headroom = max(each.spec.verified_nodes for each in made.values())
+        longest = self.context + max(self.headroom, self.chunk)
+        self.cache_lens = _geometric(min(sizes.cache_len, longest), longest, 2)
+
+    @property
+    def executor(self) -> Executor:
+        """The executor of batch size 1."""
+        return self._speculative[1]
+
+    @property
+    def drops_draft(self) -> bool:
+        """Whether plain steps are possible."""
+        return self._plain is not None
+
+    @property
+    def nodes(self) -> int:
+        """Tokens per sequence that a step feeds to the base, root included."""
+        return self.executor.spec.verified_nodes
+
+    def executor_for(self, batch: int, speculative: bool) -> Executor:
+        return self._speculative[batch] if speculative or self._plain is None else self._plain
+
+    def sampling(self, spec: DecodeSpec, keys) -> SamplingParams:
+        """Return the sampling arrays of one sequence. Raises `HydrajaxError` for a token id outside the vocabulary."""
+        return sampling_params([spec], keys, self._vocab_size, self._like)
+
+    def batch_for(self, sequences: int) -> int:
+        """Return the smallest batch size that holds ``sequences``."""
+        return next(batch for batch in self.batches if batch >= sequences)
+
+    def cache_len_for(self, tokens: int) -> int:
+        """Return the smallest cache length for ``tokens``, including those fed in a step."""
+        return next(cache_len for cache_len in self.cache_lens if cache_len >= tokens)
+
+    def nbytes(self, sequences: int, tokens: int) -> int:
+        """Return the bytes of a batch whose longest sequence has ``tokens``."""
+        return self.shapes.nbytes(self.batch_for(sequences), self.cache_len_for(tokens + self.headroom))
+
+    def prefill_nbytes(self, length: int) -> int:
+        """Return the most bytes that the prefill of a prompt takes."""
+        return self.shapes.nbytes(1, self.cache_len_for(length + max(self.headroom, self.chunk)))
+
+    # --- prefill ----------------------------------------------------------------------------------------------
+
+    def prefill_cache_len(self, start: int, length: int) -> int:
+        """Return the cache length for prefill from token ``start`` on; the last chunk is padded."""
+        last = (length - start - 1) % self.chunk + 1
+        return self.cache_len_for(max(length + self.headroom, length - last + self._padded(last)))
+
+    def _padded(self, tokens: int) -> int:
+        return next(width for width in self.last_chunks if width >= tokens)
+
+    def empty(self, cache_len: int) -> State:
+        return self._prefill.empty(1, cache_len, self._neutral)
+
+    def rewind(self, state: State, length: int, ids: np.ndarray) -> State:
+        """Cut a state of batch size 1, which is donated, to its first ``length`` tokens, which are those of ``ids``."""
+        counts = None
+        if self.sizes.penalties:
+            prompt = np.zeros((1, self._vocab_size), bool)
+            prompt[0, ids[:length]] = True
+            # From NumPy, as `jnp.zeros` would compile a program.
+            counts = TokenCounts(jnp.asarray(prompt), jnp.asarray(np.zeros(prompt.shape, np.int32)))
+        return self._prefill.rewind(state, np.array([length], np.int32), counts)
+
+    def feed(self, state: State, ids: np.ndarray, following: int) -> State:
+        """Prefill a full chunk that the token ``following`` follows; ``state`` is donated."""
+        text, lengths = right_padded([ids], self.chunk)
+        return self._prefill.feed(state, text, lengths, np.array([following], np.int32))
+
+    def finish(self, state: State, ids: np.ndarray, key, spec: DecodeSpec) -> State:
+        """Prefill the last chunk, after which the sequence can join a batch; ``state`` is donated."""
+        text, lengths = right_padded([ids], self._padded(len(ids)))
+        return self._prefill.extend(state, text, lengths, self.sampling(spec, key))
+
+    @staticmethod
+    @functools.cache
+    def _key_program():
+        return jax.jit(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number)[None])
+
+    def key(self, seed: int, number: int):
+        """Return the key ``[1]`` that `hydrajax.generate` gives prompt ``number`` under this seed."""
+        return self._key_program()(np.uint32(seed), np.int32(number))
+
+    # --- moves between states ---------------------------------------------------------------------------------
+
+    def take(self, state: State, slot: int, cache_len: int) -> State:
+        """Copy one slot into a state of batch size 1; `rewind` it before use."""
+        return self.shapes.gather(state, [slot], cache_len)
+
+    def tile(self, state: State, batch: int, cache_len: int) -> State:
+        """Copy a state of batch size 1 into every slot of a new batch."""
+        return self._prefill.stay(self.shapes.gather(state, [0] * batch, cache_len))
+
+    def put(self, state: State, slot: int, sequence: State, cache_len: int) -> State:
+        """Copy a state of batch size 1 into a slot of ``state``, which has this cache length and is donated."""
+        return put_sequence(state, slot, self._prefill.stay(self.shapes.gather(sequence, [0], cache_len)))
+
+    def reshape(self, state: State, slots: Sequence[int], cache_len: int) -> State:
+        """Move the given slots of ``state``, which is deleted, into a batch of another shape."""
+        return self._prefill.stay(self.shapes.reshape(state, slots, cache_len))
+
+    # --- compilation ------------------------------------------------------------------------------------------
+
+    def warm_up(self, on_status: Callable[[str], None] = lambda text: None) -> None:
+        """Compile every program by running it on an empty state, so that no request waits for a compilation.
+
+        For p cache lengths, b batch sizes and w padded lengths of a last chunk, these are at most p * (w + 2) prefill
+        programs, 2 * p * b decode programs (speculative and plain) and p * (b + 1) rewinds, and for each kind of array
+        3 * p * b moves of sequences and p * (p - 1) changes of the cache length.
+        """
+        ids = np.zeros(self.chunk, np.int32)
+        total = len(self.cache_lens) * (len(self.last_chunks) + len(self.batches) + 2)
+        done = 0
+
+        def report():
+            nonlocal done
+            on_status(f"compiling {done} of {total}")
+            done += 1
+
+        for cache_len in self.cache_lens:
+            one = self.rewind(self.empty(cache_len), 0, ids)
+            if cache_len > self.chunk:
+                report()
+                one = self.rewind(self.feed(one, ids, 0), 0, ids)
+            for width in self.last_chunks:
+                if width <= cache_len:
+                    report()
+                    one = self.rewind(self.finish(one, ids[:width], self.key(0, 0), self.spec), 0, ids)
+            report()
+            for other in self.cache_lens:
+                self.take(one, 0, other)
+            for batch in self.batches:
+                report()
+                state = self.tile(one, batch, cache_len)
+                for executor in filter(None, (self._speculative[batch], self._plain)):
+                    state, _ = executor.advance(state, np.ones(batch, bool), 1)
+                self.take(self.put(state, 0, one, cache_len), batch - 1, cache_len)
+
+
+def _geometric(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """Geometric sizes from ``first`` to ``last``, without one close to ``last``."""
+    found = [first]
+    while found[-1] < last:
+        following = factor * found[-1]
+        found.append(following if 1.5 * following <= last else last)
+    return tuple(found)

@@ -1,0 +1,49 @@
+"""The models that clients choose by name: drafts and trees for one base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hydrajax.decoding.executor import Executor
+from hydrajax.errors import HydrajaxError
+from hydrajax.measure.benchmark import step_timer
+from hydrajax.measure.timing import interleaved_ms
+from hydrajax.serve.batcher import Batcher, Stats
+
+CONTEXT, ROUNDS = 256, 5
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A base with a draft and its trees, in its own batcher. about: further fields of ``/v1/models``."""
+
+    name: str
+    batcher: Batcher
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_unique(names: Sequence[str]) -> None:
+    """Raise `HydrajaxError` if two models have the same name."""
+    if repeated := [name for index, name in enumerate(names) if name in names[:index]]:
+        raise HydrajaxError(f"name: got {repeated[0]} twice, expected different names")
+
+
+def total(stats: Sequence[Stats]) -> Stats:
+    """Add the counts of several batchers."""
+    sums = {one.name: sum(getattr(each, one.name) for each in stats) for one in fields(Stats)}
+    return Stats(**sums | {"failed": any(each.failed for each in stats)})
+
+
+def close_all(batchers: Sequence[Batcher], grace: float = 0.0) -> bool:
+    """`Batcher.close` all at once; return whether all have finished their requests."""
+    with ThreadPoolExecutor(len(batchers)) as threads:
+        return all(threads.map(lambda batcher: batcher.close(grace), batchers))
+
+
+def plain_step_seconds(executor: Executor) -> float:
+    """Time a plain step of one sequence after `CONTEXT` tokens, or after the full context if shorter."""
+    context = min(CONTEXT, executor.model.config.max_positions)
+    return interleaved_ms({"step": step_timer(executor.autoregressive(), 1, context).step()}, ROUNDS)["step"] / 1e3

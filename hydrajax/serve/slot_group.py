@@ -1,0 +1,166 @@
+"""The running sequences: slots that share one decode state, in one group or in several of different cache lengths.
+
+All slots of a group have the cache length of its longest sequence. A group is one pass through the model per step, so
+several groups cost several passes, but short sequences do not use the memory of long ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hydrajax.decoding.decode_loop import Snapshot
+from hydrajax.decoding.executor import State
+from hydrajax.generation import growing_text
+from hydrajax.serve.admission import GroupUsage
+from hydrajax.serve.executor_pool import ExecutorPool
+from hydrajax.serve.requests import RequestHandle
+
+STEPS_BEFORE_SHRINKING = 8  # bursts for which a smaller shape must have been enough
+
+
+class RunningSequence:
+    """A request in a slot. max_length: tokens that it can reach. emitted, steps: so far."""
+
+    def __init__(self, handle: RequestHandle, tokenizer: Any, max_length: int):
+        self.handle, self.max_length = handle, max_length
+        self.text = growing_text(tokenizer, handle.request.stop)
+        self.emitted, self.steps = 0, 0
+
+    @property
+    def length(self) -> int:
+        """Tokens in its KV cache."""
+        return len(self.handle.request.ids) + self.emitted
+
+
+class SlotGroup:
+    """Sequences that step together. One thread changes a group; others may read it while they hold ``lock``.
+
+    Attributes:
+        slots: None for a free slot; empty if nothing runs, and then the group has no state.
+        reserved: maximum length of the sequence in prefill that will join, or None.
+        cache_len: positions of each slot's KV cache.
+        burst: steps per call.
+    """
+
+    def __init__(self, pool: ExecutorPool, lock: threading.Condition):
+        self._pool, self._lock = pool, lock
+        self._state: State | None = None
+        self.slots: list[RunningSequence | None] = []
+        self.reserved: int | None = None
+        self.cache_len, self._too_large, self.burst = 0, 0, 1
+
+    @property
+    def live(self) -> list[tuple[int, RunningSequence]]:
+        """The running sequences with their slots."""
+        return [(slot, sequence) for slot, sequence in enumerate(self.slots) if sequence is not None]
+
+    @property
+    def usage(self) -> GroupUsage:
+        reserved = [] if self.reserved is None else [self.reserved]
+        return GroupUsage((*(sequence.max_length for _, sequence in self.live), *reserved), self.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the present shape."""
+        return self._pool.shapes.nbytes(len(self.slots), self.cache_len) if self.slots else 0
+
+    def join(self, state: State, sequence: RunningSequence) -> None:
+        """Copy a prefilled sequence into a free slot; the group may grow."""
+        self.reserved = None
+        batch, cache_len = self._needed([*(running for _, running in self.live), sequence], 1)
+        if self._state is None:
+            self._state = self._pool.tile(state, batch, cache_len)
+            self._set_slots([sequence] + [None] * (batch - 1), cache_len)
+            return
+        if batch > len(self.slots) or cache_len > self.cache_len:
+            self._reshape(batch, cache_len)
+        slot = self.slots.index(None)
+        self._state = self._pool.put(self._state, slot, state, self.cache_len)
+        with self._lock:
+            self.slots[slot] = sequence
+
+    def advance(self, steps: int, speculative: bool = True) -> Snapshot:
+        """Take at most ``steps`` decode steps, speculative or plain."""
+        self._fit(steps)
+        stopped = np.array([sequence is None for sequence in self.slots])
+        executor = self._pool.executor_for(len(self.slots), speculative)
+        self._state, snapshot = executor.advance(self._state, stopped, steps)
+        return snapshot
+
+    def remove(self, slot: int) -> None:
+        with self._lock:
+            self.slots[slot] = None
+
+    def free_if_empty(self) -> None:
+        if self._state is not None and not any(self.slots):
+            self._state = None
+            self._set_slots([], 0)
+
+    def copy_of(self, slot: int, cache_len: int) -> State:
+        """Copy one sequence into a state of batch size 1."""
+        return self._pool.take(self._state, slot, cache_len)
+
+    def _needed(self, sequences: Sequence[RunningSequence], steps: int) -> tuple[int, int]:
+        """The smallest batch size and cache length for ``steps`` more steps."""
+        growth = steps * self._pool.max_path
+        longest = max(min(sequence.length + growth, sequence.max_length) for sequence in sequences)
+        return self._pool.batch_for(len(sequences)), self._pool.cache_len_for(longest + self._pool.headroom)
+
+    def _fit(self, steps: int) -> None:
+        """Grow the cache at once if needed; shrink if a smaller shape has been enough for a while."""
+        needed = self._needed([sequence for _, sequence in self.live], steps)
+        if needed[1] > self.cache_len:
+            self._reshape(*needed)
+        self._too_large = self._too_large + 1 if needed != (len(self.slots), self.cache_len) else 0
+        if self._too_large >= STEPS_BEFORE_SHRINKING:
+            self._reshape(*needed)
+
+    def _reshape(self, batch: int, cache_len: int) -> None:
+        """Move running sequences to the front; free slots become copies of the first one, which take no step."""
+        live = [slot for slot, _ in self.live]
+        order = live + [live[0] if live else 0] * (batch - len(live))
+        self._state = self._pool.reshape(self._state, order, cache_len)
+        self._set_slots([self.slots[slot] for slot in live] + [None] * (batch - len(live)), cache_len)
+
+    def _set_slots(self, slots: list[RunningSequence | None], cache_len: int) -> None:
+        with self._lock:
+            self.slots, self.cache_len, self._too_large = slots, cache_len, 0
+
+
+class RunningBatch:
+    """All groups. One thread changes it; others may read it while they hold ``lock``."""
+
+    def __init__(self, pool: ExecutorPool, lock: threading.Condition):
+        self._pool, self._lock = pool, lock
+        self.groups: list[SlotGroup] = []
+
+    @property
+    def live(self) -> list[tuple[SlotGroup, int, RunningSequence]]:
+        return [(group, slot, sequence) for group in self.groups for slot, sequence in group.live]
+
+    @property
+    def usages(self) -> list[GroupUsage]:
+        return [group.usage for group in self.groups]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.nbytes for group in self.groups)
+
+    def reserve(self, index: int, max_length: int) -> SlotGroup:
+        """Reserve a slot in the group with this index; the next index makes a new group."""
+        with self._lock:
+            if index == len(self.groups):
+                self.groups.append(SlotGroup(self._pool, self._lock))
+            self.groups[index].reserved = max_length
+            return self.groups[index]
+
+    def drop_empty(self) -> None:
+        """Drop groups without running or reserved slots."""
+        for group in self.groups:
+            group.free_if_empty()
+        with self._lock:
+            self.groups = [group for group in self.groups if group.slots or group.reserved is not None]

@@ -1,0 +1,88 @@
+"""The closed form against simulated rounds and against known limits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from helpers.scripts import EXPERIMENTS, module
+from hydrajax.errors import HydrajaxError
+from hydrajax.ssd.fan_out import FanOut
+
+simulator = module(EXPERIMENTS / "ssd_simulator.py")
+Outcomes, Times = simulator.Outcomes, simulator.Times
+best, predict, simulate = simulator.best, simulator.predict, simulator.simulate
+TIMES = Times(verify=10.0, draft=6.0, prepare=9.0, transfer=0.25, take=0.5)
+SOME = Outcomes(np.array([[0.2, 0.05], [0.1, 0.1], [0.3, 0.05]]), np.array([0.05, 0.1, 0.05]))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("prepare", [4.0, 14.0])
+def test_simulated_rounds_agree_with_the_closed_form(batch, prepare):
+    times, fan_out = dataclasses.replace(TIMES, prepare=prepare), FanOut((2, 1, 1))
+    told = predict(times, SOME, fan_out, batch)
+    played = simulate(times, SOME, fan_out, batch, rounds=20_000)
+    assert told.hit_rate == pytest.approx(0.65)
+    assert told.ready == pytest.approx(0.65**batch)
+    assert played.hit_rate == pytest.approx(told.hit_rate, abs=0.01)
+    assert played.ready == pytest.approx(told.ready, abs=0.01)
+    assert played.seconds == pytest.approx(told.seconds, rel=0.01)
+    assert played.tokens_per_second == pytest.approx(told.tokens_per_second, rel=0.02)
+    assert played.hidden == pytest.approx(told.hidden, abs=0.02)
+
+
+def test_limits():
+    always = Outcomes(np.array([[0.5], [0.5]]), np.zeros(2))
+    everything, none = FanOut((1, 1)), FanOut.none(1)
+    hit = predict(TIMES, always, everything)
+    assert hit.seconds == max(10.0 + 0.5, 9.0) + 0.5  # all of the drafting is hidden
+    assert hit.hidden == 1
+    assert hit.tokens_per_second == pytest.approx(1.5 / 11)
+    slow = predict(dataclasses.replace(TIMES, prepare=20.0), always, everything)
+    assert slow.seconds == 20.5  # preparing takes longest
+    assert slow.hidden < 0
+    assert slow.speedup == pytest.approx(17 / 20.5)
+    miss = predict(dataclasses.replace(TIMES, prepare=0.0), always, none)
+    assert miss.seconds == miss.in_turn == TIMES.in_turn == 10 + 0.5 + 0.5 + 6
+    assert (miss.hidden, miss.speedup, miss.ready) == (0, 1, 0)
+
+
+def test_outcomes_from_counts():
+    found = Outcomes.counted(np.array([[4, 2, 1], [2, 0, 1]]))
+    np.testing.assert_allclose(found.accept_lengths, [0.7, 0.3])
+    assert found.tokens_per_step == pytest.approx(1.3)
+    assert found.hit_rate(FanOut((1, 0))) == pytest.approx(0.4)
+    assert found.best(1) == FanOut((1, 0))
+    assert found.best(100) == FanOut((2, 1))
+
+
+def test_outcomes_under_the_power_law():
+    """Tokens per step as in Leviathan et al.; the power law gives the miss rate."""
+    found = Outcomes.power_law(4, 0.8, exponent=1.0, ranks=200)
+    assert found.tokens_per_step == pytest.approx((1 - 0.8**5) / (1 - 0.8))
+    assert found.hit_rate(FanOut((3,) * 5)) == pytest.approx(1 - 1 / 4)
+    assert Outcomes.power_law(2, 0.6, exponent=0.7).exponent == pytest.approx(0.7)
+    assert Outcomes(np.array([[0.5], [0.5]]), np.zeros(2)).exponent == float("inf")
+
+
+def test_the_best_fan_out():
+    """Add outcomes until preparing takes longer than verifying."""
+    found = Outcomes.power_law(4, 0.8)
+    speed = best(lambda total: dataclasses.replace(TIMES, prepare=0.5 * total), found, range(0, 60))
+    assert speed.fan_out.total == 21  # 10.5 seconds, as long as verifying and two transfers
+    assert speed.hidden == pytest.approx(speed.hit_rate)
+    cheap = best(lambda total: TIMES if total else Times(10.0, 6.0), found, (0, 4, 64, 80), within=0.01)
+    assert cheap.fan_out.total == 64  # the last sixteen hardly raise the hit rate
+    idle = best(lambda total: dataclasses.replace(TIMES, prepare=30.0 if total else 0.0), found, (0, 8))
+    assert idle.fan_out.total == 0
+
+
+def test_refusals():
+    with pytest.raises(HydrajaxError, match=r"outcomes: got a sum of 0\.5, expected probabilities that sum to 1"):
+        Outcomes(np.array([[0.5]]), np.zeros(1))
+    with pytest.raises(HydrajaxError, match="outcomes: got no counts"):
+        Outcomes.counted(np.zeros((2, 3)))
+    with pytest.raises(HydrajaxError, match="fan_out: got a chain of 4, expected 2"):
+        SOME.hit_rate(FanOut.none(4))
