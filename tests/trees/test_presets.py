@@ -131,7 +131,7 @@ def test_by_name_lists_the_allowed_names(name):
     with pytest.raises(HydrajaxError) as caught:
         presets.by_name(name)
     message = str(caught.value)
-    for piece in [f"found '{name}'", "root", "chain-K", "cartesian-S1xS2x...", *RELEASED, ".json"]:
+    for piece in [f"got '{name}'", "root", "chain-K", "cartesian-S1xS2x...", *RELEASED, ".json"]:
         assert piece in message
 
 
