@@ -240,7 +240,7 @@ def test_chat_template_that_fails(refused, copied, prompts):
 
 
 def test_prompt_file(refused, base, prompts, tmp_path):
-    """Each way a file can be wrong is tested in tests/evaluation/test_prompts.py."""
+    """tests/text/test_prompt.py covers every malformed prompt file."""
     common = ("--base", base, "--prompts")
     refused(r"--prompts: no such file: .*/none\.jsonl", *common, tmp_path / "none.jsonl")
     refused(r"--prompts: .* is empty", *common, prompts())
