@@ -35,7 +35,7 @@ class DynamicTree:
             )
         if self.expansions < 0 or self.top_k < 1:
             raise HydrajaxError(
-                f"tree: got {self.expansions} expansions of {self.top_k} nodes, expected at least 0 of at least 1"
+                f"tree: got {self.expansions} expansions of {self.top_k} nodes, expected at least 0 of at least 1 node"
             )
         candidates = self.top_k + self.expansions * self.top_k**2
         if candidates < self.size - 1:
@@ -58,8 +58,8 @@ class DynamicTree:
         """Check the tree for a drafter of ``draft_depth`` tokens over ``vocab_size`` tokens; raises `HydrajaxError`."""
         if self.expansions + 1 > draft_depth:
             raise HydrajaxError(
-                f"tree: got {self.name} of depth {self.expansions + 1}, expected at most the {draft_depth} tokens that the "
-                "draft proposes"
+                f"tree: got a depth of {self.expansions + 1}, expected at most the {draft_depth} tokens that the draft "
+                "proposes"
             )
         if self.top_k > vocab_size:
             raise HydrajaxError(

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
+"""Load the scripts of ``experiments/``."""
+=======
 """The scripts of ``experiments/`` and ``tools/``, for their tests."""
+>>>>>>> main
 
 from __future__ import annotations
 

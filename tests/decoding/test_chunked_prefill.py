@@ -1,4 +1,4 @@
-"""A prompt that is read in pieces, and text that begins like another one, against a prefill of the whole."""
+"""Compare chunked prefill and reused prefixes with a prefill of the whole prompt."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ DRAFTERS = [
     "windowed model",
     "lookup",
     "lookahead",
-    "lookup beside heads",
-    "lookup beside a model",
+    "lookup with heads",
+    "lookup with a model",
 ]
-BESIDE = {"lookup beside heads": "hydra++", "lookup beside a model": "model"}
+COMBINED = {"lookup with heads": "hydra++", "lookup with a model": "model"}
 TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9]]
 OTHER = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 11, 12, 0], [2, 7, 1, 16, 15, 14]]
 
 
-@pytest.mark.slow  # by default the server's tests do it with one of them
+@pytest.mark.slow  # the server's tests cover one drafter by default
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_pieces_and_rewound_texts_go_on_as_whole_ones(lab, name):
+def test_chunks_and_reused_prefixes_give_the_tokens_of_a_full_prefill(lab, name):
     made = {"lookup": PromptLookup(depth=4), "lookahead": Lookahead(4, 3, 4)}
-    inner = BESIDE.get(name, name)
+    inner = COMBINED.get(name, name)
     drafter = made[name] if name in made else lab.drafters[inner]
-    drafter = WithLookup(drafter, 3) if name in BESIDE else drafter
+    drafter = WithLookup(drafter, 3) if name in COMBINED else drafter
     draft = {} if name in made else lab.draft(inner, 0)
     tree = presets.root() if name == "none" else presets.chain(2)
     params = Params(lab.base(0), draft)
@@ -58,8 +58,8 @@ def test_pieces_and_rewound_texts_go_on_as_whole_ones(lab, name):
     def whole(texts):
         return finished(prefill(params, *right_padded(texts, 32), drawn, slots=SLOTS)).output
 
-    def in_pieces(state, texts, at):
-        """Each row from its own place on, a piece at a time; rows whose text is over wait for the last piece."""
+    def in_chunks(state, texts, at):
+        """Feed each sequence from its own position in chunks; finished sequences wait for the last chunk."""
         at, ends = np.array(at), np.array([len(text) - 2 for text in texts])
         while (at < ends).any():
             until = np.minimum(at + WIDTH, ends)
@@ -69,14 +69,14 @@ def test_pieces_and_rewound_texts_go_on_as_whole_ones(lab, name):
         last = right_padded([text[-2:] for text in texts], WIDTH)
         return finished(extend(params, state, *last, drawn))
 
-    state = in_pieces(engine.empty(2, SLOTS, drawn), TEXTS, [0, 0])
+    state = in_chunks(engine.empty(2, SLOTS, drawn), TEXTS, [0, 0])
     expected = whole(TEXTS)
     assert expected.lengths.tolist() == [NEW, NEW]
     np.testing.assert_array_equal(state.output.tokens[:, :NEW], expected.tokens[:, :NEW])
-    if name != "lookahead":  # which guesses by what it met, piece by piece
+    if name != "lookahead":  # its guesses depend on the chunks
         np.testing.assert_array_equal(state.output.accept_lengths, expected.accept_lengths)
     common = np.array([10, 3], np.int32)
     kept = right_padded([text[:n] for text, n in zip(OTHER, common, strict=True)], 16)
     state = lab.quick_jit(engine.rewind)(state, common, TokenCounts.of_prompt(*kept, lab.vocab))
-    state = in_pieces(state, OTHER, common)
+    state = in_chunks(state, OTHER, common)
     np.testing.assert_array_equal(state.output.tokens[:, :NEW], whole(OTHER).tokens[:, :NEW])

@@ -1,4 +1,4 @@
-"""TreeTopology against brute force over rank paths, and every refusal."""
+"""Compare `TreeTopology` with brute force over rank paths, and check its error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SKIPPING = [[1], [1, 2], [4], [1, 2, 0], [4, 3]]
 
 @st.composite
 def rank_paths(draw) -> list[tuple[int, ...]]:
-    """A prefix-closed set of rank paths in any order. Ranks are drawn freely, so most trees skip some."""
+    """Draw a prefix-closed set of rank paths in random order. Ranks are drawn freely, so most trees skip some."""
     known = {()}
     for parent, rank in draw(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)), max_size=24)):
         shallow = sorted(path for path in known if len(path) < 5)
@@ -29,7 +29,7 @@ def rank_paths(draw) -> list[tuple[int, ...]]:
 
 
 def brute_nodes(paths) -> list[tuple[int, ...]]:
-    """Node i's rank path: the root, then by length, then lexicographically, sorted by hand one depth at a time."""
+    """Return the rank path of every node: the root, then one depth after another, each in lexicographic order."""
     nodes = [()]
     for depth in range(1, max(map(len, paths), default=0) + 1):
         nodes += sorted(tuple(path) for path in paths if len(path) == depth)
@@ -91,7 +91,7 @@ def test_level_plans_match_brute_force(paths):
 
 
 def test_a_tree_that_skips_ranks_keeps_them():
-    """Written out by hand: the released code takes child counts for ranks and would expand [1] as [0]."""
+    """Expected arrays are written by hand. The released code would expand [1] as [0], by child counts."""
     tree = TreeTopology.from_choices(SKIPPING)
     assert tree.choices == ((1,), (4,), (1, 2), (4, 3), (1, 2, 0))
     assert tree.parents.tolist() == [-1, 0, 0, 1, 2, 3]
@@ -123,7 +123,7 @@ def test_chain():
 @given(rank_paths(), st.randoms(use_true_random=False))
 def test_equality_and_hash_do_not_depend_on_the_order_given(paths, rng: random.Random):
     tree = TreeTopology.from_choices(paths)
-    _ = tree.levels, tree.ancestor_mask  # what is cached on one must not make it differ from the other
+    _ = tree.levels, tree.ancestor_mask  # cached arrays must not affect equality
     shuffled = [list(path) for path in paths]
     rng.shuffle(shuffled)
     other = TreeTopology.from_choices(shuffled)
@@ -144,8 +144,8 @@ def test_numpy_integers_are_ranks_and_become_plain_ints():
     [
         ([[0], [1], [0]], ["[0]", "more than once"]),
         ([[0], (0,)], ["[0]", "more than once"]),
-        ([[0], [1, 0]], ["[1, 0]", "no parent", "add [1]"]),
-        ([[0, 0, 0], [0]], ["[0, 0, 0]", "no parent", "add [0, 0]"]),
+        ([[0], [1, 0]], ["[1, 0]", "without its parent", "add [1]"]),
+        ([[0, 0, 0], [0]], ["[0, 0, 0]", "without its parent", "add [0, 0]"]),
         ([[0], [-1]], ["-1", "integers from 0 up", "[-1]"]),
         ([[True]], ["True", "integers from 0 up"]),
         ([[0], [0, 1.0]], ["1.0", "integers from 0 up", "[0, 1.0]"]),
@@ -156,7 +156,7 @@ def test_numpy_integers_are_ranks_and_become_plain_ints():
         (["00"], ["non-empty list", "'00'"]),
     ],
 )
-def test_bad_choices_are_refused(choices, pieces):
+def test_bad_choices_are_rejected(choices, pieces):
     with pytest.raises(HydrajaxError) as caught:
         TreeTopology.from_choices(choices)
     message = str(caught.value)
@@ -166,19 +166,19 @@ def test_bad_choices_are_refused(choices, pieces):
         assert piece in message
 
 
-def test_a_tree_too_large_to_hold_is_refused():
-    """The mask and the paths grow with the square of the nodes; the last one allowed counts the root."""
+def test_the_number_of_nodes_is_limited():
+    """Mask and paths grow quadratically with the number of nodes. The limit includes the root."""
     TreeTopology.from_choices([[rank] for rank in range(MAX_NODES - 1)])
     with pytest.raises(HydrajaxError, match=f"more than {MAX_NODES} nodes"):
         TreeTopology.from_choices([[rank] for rank in range(MAX_NODES)])
 
 
-def test_check_refuses_what_the_drafter_cannot_fill():
+def test_check_rejects_trees_beyond_the_drafter():
     tree = TreeTopology.from_choices(SKIPPING)
     tree.check(draft_depth=3, vocab_size=5)  # exactly deep and wide enough
-    with pytest.raises(HydrajaxError, match="got a depth of 3, expected at most, which proposes 2"):
+    with pytest.raises(HydrajaxError, match="got a depth of 3, expected at most the 2 tokens"):
         tree.check(draft_depth=2, vocab_size=5)
-    with pytest.raises(HydrajaxError, match="rank 4 expected less than the vocabulary of 4"):
+    with pytest.raises(HydrajaxError, match="got rank 4, expected less than the vocabulary of 4"):
         tree.check(draft_depth=3, vocab_size=4)
     TreeTopology.from_choices([]).check(draft_depth=0, vocab_size=1)
 
@@ -204,7 +204,7 @@ def test_from_json_reads_a_list_or_an_object(tmp_path, wrap):
         (b'{"choices": {"0": 1}}', ["expected a JSON list of choices"]),
     ],
 )
-def test_from_json_refuses_what_is_not_a_tree(tmp_path, content, pieces):
+def test_from_json_rejects_other_content(tmp_path, content, pieces):
     path = tmp_path / "tree.json"
     path.write_bytes(content)
     with pytest.raises(HydrajaxError) as caught:
@@ -213,10 +213,10 @@ def test_from_json_refuses_what_is_not_a_tree(tmp_path, content, pieces):
         assert piece in str(caught.value)
 
 
-def test_from_json_checks_the_choices_it_reads(tmp_path):
+def test_from_json_validates_choices(tmp_path):
     path = tmp_path / "tree.json"
     path.write_text("[[0], [1, 0]]")
-    with pytest.raises(HydrajaxError, match="no parent"):
+    with pytest.raises(HydrajaxError, match="without its parent"):
         TreeTopology.from_json(path)
     path.write_text("[[true]]")
     with pytest.raises(HydrajaxError, match="integers from 0 up"):
@@ -230,12 +230,12 @@ def test_from_json_missing_file_and_directory(tmp_path):
         TreeTopology.from_json(tmp_path)
 
 
-def test_absurdly_large_trees_are_refused_before_they_are_built():
+def test_large_trees_are_rejected_before_they_are_built():
     with pytest.raises(HydrajaxError, match="more than 4096 nodes"):
         presets.cartesian([999, 999, 999])
 
 
-def test_deeply_nested_json_is_refused(tmp_path):
+def test_deeply_nested_json_is_rejected(tmp_path):
     file = tmp_path / "deep.json"
     file.write_text("[" * 100_000)
     with pytest.raises(HydrajaxError, match="not a JSON tree file"):

@@ -1,4 +1,4 @@
-"""What `make_decode_fn` and `decode_fn` refuse, and the padding of prompts."""
+"""Input errors of `make_decode_fn` and `decode_fn`, and the padding of prompts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_bucket_is_a_power_of_two_within_the_context(length, context):
         (TreeTopology.from_choices([[17]]), "got rank 17, expected less than the vocabulary of 17 tokens"),
     ],
 )
-def test_a_tree_the_drafter_cannot_fill_is_refused(lab, tree, message):
+def test_trees_beyond_the_drafter_are_rejected(lab, tree, message):
     with pytest.raises(HydrajaxError, match=message):
         make_decode_fn(lab.model, lab.drafters["hydra"], tree)
 
 
-def test_no_tokens_wanted_is_refused(lab):
+def test_max_new_tokens_must_be_positive(lab):
     with pytest.raises(HydrajaxError, match="max_new_tokens: got 0, expected at least 1"):
         make_decode_fn(lab.model, lab.drafters["hydra"], presets.chain(2), max_new_tokens=0)
 
@@ -62,15 +62,15 @@ def test_no_tokens_wanted_is_refused(lab):
         (np.array([[1, 2**32 + 1]]), None, "prompt 0: got token id 4294967297, expected 0 to"),
     ],
 )
-def test_bad_prompts_are_refused(lab, prompt, lengths, message):
+def test_bad_prompts_are_rejected(lab, prompt, lengths, message):
     params = Params(lab.base(0), lab.draft("hydra", 0))
     decode_fn = lab.decode_fn("hydra", "random", 24)
     with pytest.raises(HydrajaxError, match=message):
         decode_fn(params, prompt, lengths)
 
 
-def test_ids_in_the_padding_are_not_looked_at(lab):
-    """Padding may hold anything, -1 or 10**6 included: the same text comes out."""
+def test_token_ids_in_the_padding_are_ignored(lab):
+    """Padding can contain any number, such as -1 or 10**6, without effect on the tokens."""
     decode_fn = make_decode_fn(lab.model, lab.drafters["medusa"], presets.chain(2), max_new_tokens=4)
     params = Params(lab.base(0), lab.draft("medusa", 0))
     lengths = np.array([3, 1], np.int32)

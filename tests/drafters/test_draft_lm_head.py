@@ -1,4 +1,4 @@
-"""Draft lm heads that do with less than a full one: what they say, and that decoding with them stays right."""
+"""Low-rank, reduced and shared draft lm heads: their logits, and decoding with them."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def base(lab) -> BoundBase:
 
 
 def nearest_of_rank(kernel: np.ndarray, rank: int) -> np.ndarray:
-    """The best approximation in the least squares' sense (Eckart and Young)."""
+    """Return the best low-rank approximation in the least-squares sense (Eckart and Young)."""
     left, weights, right = np.linalg.svd(kernel, full_matrices=False)
     return (left[:, :rank] * weights[:rank]) @ right[:rank]
 
 
 def fresh_kernel(base: BoundBase, name: str) -> np.ndarray:
-    """``[D, V]`` what a fresh lm head multiplies with; -inf columns for tokens it does not know."""
+    """Return the matrix ``[D, V]`` of a fresh lm head, with -inf columns outside its vocabulary."""
     kernel = np.asarray(base.params["lm_head"], np.float64)
     columns = KNOWN if "reduced" in name else range(VOCAB)
     some = kernel[:, list(columns)]
@@ -65,8 +65,8 @@ def fresh_kernel(base: BoundBase, name: str) -> np.ndarray:
 @pytest.mark.parametrize("name", LM_HEADS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.quick("hydra-reduced, low rank", "medusa-shared, bias", "medusa-reduced", "medusa-full rank")
-def test_fresh_heads_are_as_near_to_the_bases_as_their_kind_comes(base, kind, name):
-    """Fresh blocks pass the hidden state on, so a head's logits are the state times its lm head."""
+def test_fresh_heads_approximate_the_base(base, kind, name):
+    """Fresh blocks are identities, so the logits of a head are the hidden state times its lm head."""
     drafter = with_lm_head(kind, name)
     state = np.random.default_rng(1).standard_normal((3, WIDTH)).astype(np.float32)
     tree = presets.cartesian([12, 1])
@@ -96,7 +96,7 @@ def test_fresh_heads_are_as_near_to_the_bases_as_their_kind_comes(base, kind, na
     assert ("lm_bias" in params["head_0"]) == drafter.lm_head.bias
 
 
-# Of Medusa only the kind whose tokens could be taken for indices; a compilation each.
+# For Medusa only the reduced vocabulary, whose token ids differ from indices: each case compiles.
 DECODED = [
     ("hydra", "shared, bias"),
     pytest.param("hydra", "low rank", marks=pytest.mark.slow),
@@ -111,10 +111,10 @@ def random_params(drafter, base: BoundBase):
 
 @pytest.mark.parametrize(("kind", "name"), DECODED)
 @pytest.mark.quick("medusa-reduced, low rank")
-def test_decoding_says_what_the_base_says(lab, base, kind, name):
+def test_decoding_gives_the_tokens_of_the_base(lab, base, kind, name):
     drafter = with_lm_head(kind, name)
     texts, _ = lab.references(0, PROMPTS)
-    # Twelve guesses at depth 1: more than the reduced vocabulary holds.
+    # Twelve guesses at depth 1 exceed the reduced vocabulary.
     decode_fn = make_decode_fn(lab.model, drafter, presets.cartesian([12, 2]), max_new_tokens=NEW)
     out = lab.decode(decode_fn, 0, random_params(drafter, base), PROMPTS)
     for row, prompt in enumerate(PROMPTS):
@@ -123,7 +123,7 @@ def test_decoding_says_what_the_base_says(lab, base, kind, name):
 
 
 @pytest.mark.slow
-def test_sampling_with_a_reduced_vocabulary_draws_the_tokens_of_plain_sampling(lab, base):
+def test_sampling_with_a_reduced_vocabulary_equals_plain_sampling(lab, base):
     rule, drafter = ExactSampling(1.2), with_lm_head("hydra", "reduced")
     tree = make_decode_fn(lab.model, drafter, presets.cartesian([12, 2]), rule, max_new_tokens=NEW)
     for seed in range(3):
@@ -134,8 +134,8 @@ def test_sampling_with_a_reduced_vocabulary_draws_the_tokens_of_plain_sampling(l
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_draws_come_from_the_distribution_that_is_reported(base, kind):
-    """Token ids and never indices, -1 where too few are known; log_q is -inf outside and the head's logits inside."""
+def test_samples_follow_the_reported_distribution(base, kind):
+    """Samples are token ids, -1 beyond the reduced vocabulary; log_q is -inf outside it and log softmax inside."""
     drafter = with_lm_head(kind, "reduced")
     params = random_params(drafter, base)
     state = np.random.default_rng(2).standard_normal((200, WIDTH)).astype(np.float32)
@@ -154,11 +154,11 @@ def test_draws_come_from_the_distribution_that_is_reported(base, kind):
     assert (log_q[..., unknown] == -np.inf).all()
     assert np.isfinite(log_q[..., KNOWN]).all()
     np.testing.assert_allclose(log_q[:, 0, KNOWN], first[:, KNOWN] / temperature[:, None], rtol=1e-4, atol=1e-4)
-    for row in tokens[:, 1:12]:  # without replacement: all that are known, then nothing
+    for row in tokens[:, 1:12]:  # without replacement: the whole vocabulary, then -1
         assert sorted(row[:9]) == KNOWN
         assert row[9:].tolist() == [-1, -1]
     assert np.isin(tokens[:, 12:], KNOWN).all()
-    # The first child is a sample of q: as often the likeliest token as q says, to three standard deviations.
+    # The first child is a sample of q: the share of the likeliest token is within three standard deviations.
     q = np.exp(log_q[:, 0] - log_q[:, 0].max(axis=-1, keepdims=True))
     q /= q.sum(axis=-1, keepdims=True)
     best = q.max(axis=-1)
@@ -166,14 +166,14 @@ def test_draws_come_from_the_distribution_that_is_reported(base, kind):
     assert abs(hits - best.sum()) < 3 * np.sqrt((best * (1 - best)).sum()) + 1
 
 
-def test_vocabularies_are_sets_that_can_be_settings():
+def test_vocabularies_are_hashable_sets():
     assert Vocabulary([5, 1, 5]) == Vocabulary([1, 5])
     assert hash(LmHead(vocabulary=Vocabulary([5, 1]))) == hash(LmHead(vocabulary=Vocabulary([1, 5])))
     assert Vocabulary([1, 5]) != Vocabulary([1, 6])
     assert Vocabulary([3, 1]).tokens.tolist() == [1, 3]
 
 
-def test_settings_that_make_no_sense_are_refused():
+def test_bad_settings_are_rejected():
     for settings in ({"shared": True, "rank": 3}, {"shared": True, "vocabulary": Vocabulary([1])}):
         with pytest.raises(HydrajaxError, match="lm_head: got shared with a rank or a vocabulary"):
             LmHead(**settings)

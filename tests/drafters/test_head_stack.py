@@ -1,4 +1,4 @@
-"""Medusa and Hydra heads against NumPy, node by node and position by position."""
+"""Compare Medusa and Hydra heads with NumPy at every node and position."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TREES = {
 
 @pytest.fixture(scope="session", params=DRAFTERS)
 def heads(request, base, oracle):
-    """A drafter, its parameters and its NumPy counterpart."""
+    """A drafter, its parameters and its NumPy version."""
     drafter = DRAFTERS[request.param]
     params = oracle.random_draft_params(drafter, base, seed=len(request.param))
     in_numpy = oracle.heads(drafter, params, base.params["embedding"], reads_path=isinstance(drafter, HydraHeads))
@@ -44,7 +44,7 @@ def heads(request, base, oracle):
 
 
 def propose(drafter, params, state, root, tree, base):
-    """Jitted, and kept between tests: one compilation in place of one per operation and shape."""
+    """Return a jitted function that all tests share."""
     if (drafter, tree) not in compiled:
         compiled[drafter, tree] = quick_jit(lambda *arrays: drafter.propose(*arrays, tree, base).tokens)
     return np.array(compiled[drafter, tree](params, state, root))
@@ -56,7 +56,7 @@ def teacher_forced(drafter, params, aux_hidden_states, tokens, base):
     )
 
 
-# Nearly all the time here is compilation, and half of that LLVM's optimisation.
+# Compilation takes nearly all the time of these tests, and LLVM's optimisation half of it.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 compiled = {}
 
@@ -88,12 +88,12 @@ def test_propose_matches_numpy(heads, base, name, batch):
 
 @pytest.mark.parametrize("name", ["medusa", "hydra, 3 shared layers"])
 @pytest.mark.quick("medusa")
-def test_a_dynamic_tree_holds_the_best_tokens_after_each_path(base, oracle, name):
+def test_dynamic_trees_have_the_best_tokens_after_each_path(base, oracle, name):
     drafter, tree, batch = DRAFTERS[name], DynamicTree(18, 3, 4), 3
     params = oracle.random_draft_params(drafter, base, seed=5)
     in_numpy = oracle.heads(drafter, params, base.params["embedding"], reads_path=isinstance(drafter, HydraHeads))
     random = np.random.default_rng(2)
-    # Small, so that no head is so sure that the tree is a chain.
+    # Small logits, so that no tree degenerates to a chain.
     state = 0.2 * random.standard_normal((batch, WIDTH)).astype(np.float32)
     root = random.integers(VOCAB, size=batch, dtype=np.int32)
     proposal = jax.device_get(quick_jit(lambda *arrays: drafter.propose(*arrays, tree, base))(params, state, root))
@@ -104,7 +104,7 @@ def test_a_dynamic_tree_holds_the_best_tokens_after_each_path(base, oracle, name
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 16), st.sampled_from([1, 3]))
 def test_propose_matches_numpy_on_random_trees(base, oracle, tree_seed, n_choices, batch):
-    """Every tree is a compilation, so few examples and one drafter: Hydra's level batching is the part to try."""
+    """Every tree is compiled, so there are few examples, with Hydra because of its level batching."""
     tree = oracle.random_tree(tree_seed, n_choices, depth=4, widest=6)
     drafter = DRAFTERS["hydra, 3 shared layers"]
     params = oracle.random_draft_params(drafter, base, seed=1)
@@ -113,7 +113,7 @@ def test_propose_matches_numpy_on_random_trees(base, oracle, tree_seed, n_choice
 
 
 def test_the_numpy_check_can_fail(heads, base):
-    """Swapping two siblings, or taking child counts for ranks, must be noticed."""
+    """Swapped siblings, or child counts read as ranks, must fail the check."""
     drafter, params, in_numpy = heads
     state = np.random.default_rng(0).standard_normal((1, WIDTH)).astype(np.float32)
     root = np.array([7], np.int32)
@@ -129,7 +129,7 @@ def test_the_numpy_check_can_fail(heads, base):
 
 
 def test_teacher_forced_matches_numpy_along_the_true_tokens(heads, base):
-    """Head k at position t: hidden state t and the true tokens t+1 ... t+1+k, as `propose` sees its own guesses."""
+    """Head k at position t reads hidden state t and the true tokens t+1 ... t+1+k, as `propose` reads its guesses."""
     drafter, params, in_numpy = heads
     random = np.random.default_rng(3)
     batch, length = 2, 9
@@ -144,20 +144,20 @@ def test_teacher_forced_matches_numpy_along_the_true_tokens(heads, base):
                 np.testing.assert_allclose(logits[k, row, t], expected, atol=2e-4, rtol=1e-4)
 
 
-def test_teacher_forced_ranks_what_propose_proposes(heads, base):
-    """Teacher forcing on a proposal's own chain gives the chain back: training and decoding see the same inputs."""
+def test_teacher_forcing_reproduces_a_proposal(heads, base):
+    """Teacher forcing on a proposed chain predicts the chain: training and decoding have the same inputs."""
     drafter, params, _ = heads
     state = np.random.default_rng(4).standard_normal((3, WIDTH)).astype(np.float32)
     root = np.array([0, 30, 60], np.int32)
     chain = propose(drafter, params, state, root, presets.chain(4), base)
-    # Position 0 carries the state; what comes before the root does not matter.
+    # Position 0 has the hidden state; tokens before the root do not matter.
     tokens = np.concatenate([np.zeros((3, 1), np.int32), chain], axis=1)
     aux_hidden_states = np.repeat(state[:, None], tokens.shape[1], axis=1)
     logits = teacher_forced(drafter, params, aux_hidden_states, tokens, base)
     assert np.argmax(logits[:, :, 0], axis=-1).T.tolist() == chain[:, 1:].tolist()
 
 
-def test_only_the_last_counted_feature_is_kept(heads, base):
+def test_only_the_last_counted_hidden_state_is_kept(heads, base):
     drafter, params, _ = heads
     aux_hidden_states = np.random.default_rng(5).standard_normal((3, 6, WIDTH)).astype(np.float32)
     counts = np.array([1, 6, 3], np.int32)
