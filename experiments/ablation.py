@@ -1,4 +1,4 @@
-"""Heads trained alike but for one thing, and decoded side by side: for hydra_figure_5.py and others."""
+"""Train variants of draft heads that differ in one setting, and compare them. Used by hydra_figure_5.py and others."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hydrajax.errors import HydrajaxError
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "experiments" / "configs" / "demo_hydra.yaml"
-OTHERS = ("objective.reconstruction_weight=0", "objective.feature_noise=0")  # of EAGLE's configurations
+OTHERS = ("objective.reconstruction_weight=0", "objective.feature_noise=0")  # settings of EAGLE configurations only
 TEXT = ("objective.lm_weight=1", "objective.teacher_weight=0", *OTHERS)
 TEACHER = ("objective.lm_weight=0", "objective.teacher_weight=1", *OTHERS)
 BOTH = ("objective.lm_weight=1", "objective.teacher_weight=1", *OTHERS)
 
-# What eagle_table.py and amphista_table.py compare with, trained by `OWN_TEXT` in as many steps: with the base's lm
-# head, which is what so few steps leave best, but for Medusa, whose heads need their own.
+# Baselines of eagle_table.py and amphista_table.py, trained with `OWN_TEXT` for equally many steps. They share the
+# base's lm head, the best choice for this few steps, except Medusa, whose heads need their own.
 OWN_TEXT, OWN_TEXT_RUNS = CONFIG.with_name("eagle_table.yaml"), "runs/eagle_table"
 SHARED = ("draft.lm_head=shared",)
 ALIKE = {
@@ -35,31 +35,30 @@ FULL = {"count": 64, "prompt_tokens": 64, "new_tokens": 64, "repeats": 9, "steps
 QUICK = {"count": 8, "repeats": 3, "steps": 80}
 
 
-MEASURED = [  # remarks on the rows of `measure`
-    "tokens_per_step over all prompts, speed and its interval over the first of them",
-    "draft_ms: milliseconds of filling the tree and of taking in what was accepted",
+MEASURED = [  # remarks for the rows of `measure`
+    "tokens_per_step: all prompts; speed and its interval: the first of them",
+    "draft_ms: milliseconds of propose and observe",
 ]
 
 
 def add_arguments(parser, config: Path = CONFIG, runs: str = "runs/ablations") -> None:
     parser.add_argument("--config", default=str(config), help="training configuration (default %(default)s)")
-    parser.add_argument("--runs", default=runs, help="where the heads are trained (default %(default)s)")
+    parser.add_argument("--runs", default=runs, help="directory of the trained heads (default %(default)s)")
 
 
 def add_choice(parser, flag: str, known: Sequence[str]) -> None:
-    """A flag for some of the names that are known, all by default."""
-    parser.add_argument(
-        flag, nargs="+", choices=list(known), default=list(known), metavar="NAME", help=f"of {', '.join(known)}"
-    )
+    """Add a flag that selects names, all by default."""
+    names, help_ = list(known), f"any of {', '.join(known)} (default: all)"
+    parser.add_argument(flag, nargs="+", choices=names, default=names, metavar="NAME", help=help_)
 
 
 def train(args, variants: Mapping[str, Sequence[str]]) -> None:
-    """Train every variant, a name and its overrides of the configuration; ``args.draft`` is then where they are.
+    """Train variants, given as overrides of the configuration by name, and append their heads to ``args.draft``.
 
-    What an earlier call has trained is kept, a run that was interrupted is taken up.
+    Finished runs are kept, interrupted ones are resumed.
     """
     if args.draft:
-        raise HydrajaxError("--draft: has no meaning here, the heads are trained")
+        raise HydrajaxError("--draft: this script trains its heads, leave the flag out")
     for name, overrides in variants.items():
         folder = name.lower().replace(", ", "-").replace(" ", "_")
         output = Path(args.runs).resolve() / str(args.steps) / folder
@@ -71,19 +70,21 @@ def train(args, variants: Mapping[str, Sequence[str]]) -> None:
         print(f"{name}: {shlex.join(['python', *command[1:]])}", flush=True)
         if code := subprocess.run(command).returncode:
             sys.exit(code)
-        args.draft.append(os.path.relpath(output / "heads"))  # results name no machine's folders
+        args.draft.append(os.path.relpath(output / "heads"))  # keeps this machine's paths out of the results
 
 
 def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:
-    """Train every variant (`train`) and decode with each: rows of "speed"."""
+    """Train variants, decode with each and return the rows of a "speed" result."""
     train(args, variants)
     setup = Setup(args, list(variants))
     return speed_rows(setup.contest({name: setup.executor(name, setup.released(name)) for name in variants}), 1)
 
 
 def measure(setup: Setup, executors: Mapping[str, Executor], args) -> list[dict]:
-    """Rows of "speed" for these executors and, first, decoding without a draft: speed on the first ``args.timed``
-    prompts, tokens_per_step over all of them; ``draft_ms``, of filling the tree and of taking in what was accepted.
+    """Return the rows of a "speed" result, with decoding without a draft first.
+
+    Speed is measured on the first ``args.timed`` prompts, tokens per step on all of them. ``draft_ms`` is the time of
+    propose and observe.
     """
     rows = speed_rows(setup.contest(executors, timed=args.timed), 1)
     draft_times = draft_milliseconds(executors, args.rounds)

@@ -1,4 +1,4 @@
-"""How often the first guesses of each head hold the token that the base then writes (amphista figure 1)."""
+"""Top-n accuracy of each draft head against the base's next tokens (amphista figure 1)."""
 
 import sys
 
@@ -17,7 +17,7 @@ def run(args) -> None:
     for heads in setup.heads:
         for head, shares in enumerate(accuracies(setup.calibrated(heads).at_every_step())):
             rows += [{"drafter": heads, "head": head, "top": n, "accuracy": float(shares[:n].sum())} for n in TOPS]
-    remark = "Hydra's heads are given the true tokens before theirs, as on an accepted path"
+    remark = "Hydra's heads read the true previous tokens, as on an accepted path"
     common.write(args, "accuracy", "amphista figure 1", "guesses with the token the base writes", rows, [remark])
 
 

@@ -1,7 +1,7 @@
-"""Amphista without its parts, Amphista-α, and the heads it is compared with (amphista tables 4 and 5, A.2.4).
+"""Ablations of Amphista, Amphista-α and other heads (amphista tables 4 and 5, A.2.4).
 
-All are trained on the same text in the same number of steps. The quick setting trains each for a minute: enough to run,
-not to rank them.
+All heads are trained on the same text for the same number of steps. ``--quick`` trains each for a minute, which tests
+the script but does not rank the heads.
 """
 
 import sys
@@ -13,7 +13,7 @@ AMPHISTA = ("draft.heads=amphista", *ablation.SHARED, *ablation.BOTH)  # its los
 EAGLES_LOSS = ("objective.lm_weight=0", "objective.teacher_weight=0.1", "objective.reconstruction_weight=1")
 VARIANTS = ablation.ALIKE | {
     "Amphista": AMPHISTA,
-    "Amphista, narrow": (*AMPHISTA, "draft.mlp_width=384"),  # layers as wide between as outside, as its draft time asks
+    "Amphista, narrow": (*AMPHISTA, "draft.mlp_width=384"),  # an MLP as wide as the model, for its draft time
     "Amphista, narrow, loss of EAGLE": (*AMPHISTA, "draft.mlp_width=384", *EAGLES_LOSS),
     "Amphista, no auto-embedding": (*AMPHISTA, "draft.auto_embedding_layers=0"),
     "Amphista, no positions": (*AMPHISTA, "draft.position_encoding=false"),
@@ -24,7 +24,7 @@ VARIANTS = ablation.ALIKE | {
 }
 FULL = ablation.FULL | {"timed": 8, "rounds": 30}
 QUICK = ablation.QUICK | {"timed": 2, "rounds": 3}
-REMARK = "without adaptation layers nothing reads the sampled token either; alpha: two layers of auto-embedding"
+REMARK = "no adaptation: the sampled token is not read either; alpha: two layers of auto-embedding"
 
 
 def run(args) -> None:

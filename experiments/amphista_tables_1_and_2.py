@@ -2,10 +2,9 @@
 
     python experiments/amphista_tables_1_and_2.py --data DIR --draft AMPHISTA
 
-Greedily, and sampled at temperature 0.7 (exact sampling, so that all say what the base alone says with the same seed).
-For the shipped model its draft model, Medusa and Hydra++ take part; amphista_table.py trains Amphista heads for it. Of
-another name all drafts. Each takes the tree that ``hydrajax tree search --save`` left with it, else its own
-default, which is far too large for a CPU.
+Measured with greedy decoding and with exact sampling at temperature 0.7. The shipped model runs with its draft model,
+Medusa and Hydra++; amphista_table.py trains Amphista heads for it. For another base, name all drafts. Each draft uses
+the tree saved by ``hydrajax tree search --save``, or else its default tree, which is too large for a CPU.
 """
 
 import sys
@@ -15,10 +14,10 @@ import spec_bench
 
 from hydrajax import assets
 
-LOOKAHEAD = "lookahead-5-3-5"  # the smallest window that pays: a CPU has no idle arithmetic to look ahead with
+LOOKAHEAD = "lookahead-5-3-5"  # the smallest useful window: a CPU has no idle compute
 RULES = {"greedy": (), "exact, T 0.7": ("--rule", "exact", "--temperature", 0.7)}
-REMARK = "every draft with the tree that was searched for it on this machine, if one was, else its default"
-REMARK += "; heads: what --draft names"
+REMARK = "trees: searched on this machine where available, else the default"
+REMARK += "; heads: the drafts of --draft"
 
 
 def run(args) -> None:

@@ -1,15 +1,16 @@
-"""What the scripts of this folder share: arguments, models, prompts, trees, and the result file.
+"""Shared parts of the experiment scripts: arguments, models, prompts, trees and the result file.
 
-Every script is one command, with the shipped model and held-out files by default:
+Every script is one command, by default on the shipped model and held-out files:
 
     python experiments/hydra_figure_2.py [--quick] [--base B --draft D --draft D2 --prompts FILE.jsonl] [--output FILE]
 
-and ``hydrajax report DIR`` draws what it wrote.
+``hydrajax report DIR`` prints its tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import statistics
@@ -39,16 +40,13 @@ from hydrajax.measure.calibration import Calibration, calibrate
 from hydrajax.measure.timing import in_rounds
 from hydrajax.questions.held_out import held_out_files
 from hydrajax.report.results import Result, write_result
-from hydrajax.text.appended import whole_lines
-from hydrajax.text.jsonl import json_value
 from hydrajax.text.prompt import read_prompts
-from hydrajax.text.records import OBJECT, TEXT, Kind, list_of
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.search import Proposals, expected_tokens_per_step, simulated
 
 RELEASED = "mc_sim_7b_63"
-ROWS = 32  # decoded at once where time does not matter
+BATCH = 32  # sequences decoded at once where time is not measured
 CONSOLE = Console(stderr=True)
 
 
@@ -58,18 +56,22 @@ CONSOLE = Console(stderr=True)
 def program(
     doc: str, run: Callable, full: Mapping[str, Any], quick: Mapping[str, Any], add: Callable | None = None
 ) -> int:
-    """Parse the command line, run, return the exit code (2 with one line for bad input).
+    """Run a script and return its exit code, 2 after one line about bad input.
 
-    full: numbers, and lists of numbers, that can be given as flags. quick: other values for some of them, minutes on
-    two cores. add: further arguments.
+    Args:
+        doc: The script's docstring.
+        run: Called with the parsed arguments.
+        full: Settings (numbers and lists of numbers) that become flags, with their defaults.
+        quick: Values of ``--quick``, which takes minutes on two cores.
+        add: Adds further arguments to the parser.
     """
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--base", metavar="DIR|NAME", help="default: the shipped model")
-        parser.add_argument("--draft", metavar="DIR|NAME", action="append", default=[], help="as often as you like")
-        parser.add_argument("--prompts", metavar="FILE.jsonl", help="default: the shipped model's held-out files")
+        parser.add_argument("--base", metavar="DIR|NAME", help="base model (default: the shipped one)")
+        parser.add_argument("--draft", metavar="DIR|NAME", action="append", default=[], help="draft, repeatable")
+        parser.add_argument("--prompts", metavar="FILE.jsonl", help="prompts (default: held-out files)")
         parser.add_argument("--dtype", choices=list(api.DTYPES), default="float32")
-        parser.add_argument("--output", metavar="FILE.json", help="default: runs/experiments/ and the script's name")
+        parser.add_argument("--output", metavar="FILE.json", help="result (default: runs/experiments/SCRIPT.json)")
         parser.add_argument("--quick", action="store_true", help=", ".join(f"{k} {v}" for k, v in quick.items()))
         for name, value in full.items():
             kind = options.positives if isinstance(value, list) else options.positive
@@ -77,7 +79,7 @@ def program(
         if add:
             add(parser)
 
-    def settled(args: argparse.Namespace) -> None:
+    def run_with_settings(args: argparse.Namespace) -> None:
         for name, value in full.items():
             if getattr(args, name) is None:
                 setattr(args, name, quick.get(name, value) if args.quick else value)
@@ -87,19 +89,19 @@ def program(
             args.output = Path("runs/experiments") / f"{Path(sys.argv[0]).stem}.json"
             args.output.parent.mkdir(parents=True, exist_ok=True)
         with in_use(args.output, "--output"):
-            with WholeFile(args.output, "--output") as args.file:  # refused before anything is measured
+            with WholeFile(args.output, "--output") as args.file:  # an unwritable path fails before the measurements
                 args.parts = Parts(Path(f"{args.output}.parts"), settings_of(args) | {"machine": machine()})
                 run(args)
             args.parts.remove()
         print(f"written: {args.output}")
 
-    return run_command(Path(sys.argv[0]).name, doc.splitlines()[0], add_arguments, settled, sys.argv[1:])
+    return run_command(Path(sys.argv[0]).name, doc.splitlines()[0], add_arguments, run_with_settings, sys.argv[1:])
 
 
 def write(
     args: argparse.Namespace, kind: str, source: str, title: str, rows: list[dict], remarks: Sequence[str] = ()
 ) -> None:
-    """The result file of a script."""
+    """Write the result file of a script."""
     result = Result(kind, source, title, rows, args.command, machine(), settings_of(args), list(remarks))
     write_result(args.file, result)
 
@@ -109,31 +111,28 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return settings | {name: found for name in ("draft", "prompts") if (found := getattr(args, name))}
 
 
-# A line of them: a key and its rows.
-IS_PART = Kind(
-    "a key and rows",
-    lambda part: isinstance(part, list) and len(part) == 2 and TEXT.holds(part[0]) and list_of(OBJECT).holds(part[1]),
-)
-
-
 class Parts:
-    """What a script has measured so far, so that the same command goes on after an interruption: a file of JSON lines
-    beside the result, gone when that is written. One with other settings, or of another machine, is begun anew.
+    """Measured parts of a script, so that the same command resumes after an interruption.
+
+    They lie in a file of JSON lines next to the result, which is removed at the end. A file with other settings or from
+    another machine is ignored.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):
         self._path, self._rows = path, {}
         header = json.dumps(settings)
-        lines = whole_lines(path)
-        if lines[:1] == [header.encode()]:
-            found = [json_value(line) for line in lines[1:]]
-            self._rows = dict(part for part in found if IS_PART.holds(part))  # a damaged one is measured again
-            print(f"{len(self._rows)} parts were measured before: {path}")
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        if lines[:1] == [header]:
+            for line in lines[1:]:
+                with contextlib.suppress(ValueError, TypeError):  # a damaged part is measured again
+                    key, rows = json.loads(line)
+                    self._rows[key] = rows
+            print(f"{len(self._rows)} parts are already measured: {path}")
         with WholeFile(path, "--output") as file:
             file.write_text("".join(f"{line}\n" for line in [header, *map(json.dumps, self._rows.items())]))
 
     def rows(self, key: str, measure: Callable[[], list[dict]]) -> list[dict]:
-        """Those measured before under this key, or now."""
+        """Return the rows of a part, measured now unless they were before."""
         if key not in self._rows:
             self._rows[key] = measure()
             with self._path.open("a", encoding="utf-8") as file:
@@ -144,49 +143,45 @@ class Parts:
         self._path.unlink(missing_ok=True)
 
 
-def name_of(directory: str | Path) -> str:
-    return Path(directory).name
-
-
 # --- models and prompts -----------------------------------------------------------------------------------------------
 
 
 def draft_model_of(args: argparse.Namespace) -> str | Path:
-    """For a script that measures one draft model: the one named, or the shipped one for the shipped base."""
+    """Return the draft model of a script that measures one, by default the shipped one."""
     if len(args.draft) > 1:
-        raise HydrajaxError("--draft: one draft model is measured")
+        raise HydrajaxError(f"--draft: got {len(args.draft)} draft models, expected one")
     if args.base and not args.draft:
-        raise HydrajaxError("--draft: a draft model for this base is needed")
+        raise HydrajaxError("--draft: got none, expected a draft model for this base")
     return args.draft[0] if args.draft else assets.path("draft_model")
 
 
 def prompts_of(args: argparse.Namespace, loaded: LanguageModel) -> list[np.ndarray]:
-    """The first ``args.count`` of the prompts named, or as many stretches of held-out files."""
+    """Return the first ``args.count`` prompts of ``--prompts``, by default chunks of held-out files."""
     if args.prompts:
         return list(loaded.ids_of_prompts(read_prompts(args.prompts)[: args.count]))
-    if loaded.tokenizer is None:
-        raise HydrajaxError("--prompts: are needed, as this base has no tokenizer")
-    return held_out_stretches(loaded.tokenizer, args.count, args.prompt_tokens)
+    return held_out_chunks(loaded.tokenizer, args.count, args.prompt_tokens)
 
 
 class Setup:
-    """The base, its heads by name, and prompts: ``measured``, and others, ``calibration``, to grow trees from.
+    """The base, its draft heads by name, and prompts: ``measured``, and ``calibration`` to search trees.
 
-    names: what the heads of ``args.draft`` are called, by default as their directories.
+    Args:
+        args: The parsed arguments of `program`.
+        names: Names for the heads of ``args.draft`` (default: those of their directories).
     """
 
     def __init__(self, args: argparse.Namespace, names: Sequence[str] = ()):
         if args.base and not args.draft:
-            raise HydrajaxError("--draft: heads for this base are needed")
+            raise HydrajaxError("--draft: got none, expected draft heads for this base")
         self.args = args
         drafts = args.draft or [assets.path(name) for name in assets.HEADS]
         self.base = hydrajax.load(args.base or assets.base(), dtype=args.dtype)
-        names = names or [name_of(draft) for draft in drafts]
+        names = names or [Path(draft).name for draft in drafts]
         self.heads = {name: self.base.with_draft(draft) for name, draft in zip(names, drafts, strict=True)}
         if len(self.heads) < len(drafts):
-            raise HydrajaxError("--draft: two directories have the same name")
+            raise HydrajaxError("--draft: got two directories of one name, expected distinct names")
         count, n_calibration = args.count, getattr(args, "calibration", 0)
-        self._new_tokens = getattr(args, "new_tokens", 128)  # a script that only times steps generates none
+        self._new_tokens = getattr(args, "new_tokens", 128)  # scripts that only time steps have no such setting
         found = self._read(count + n_calibration)
         self.measured, self.calibration = found[:count], found[count:]
         self._calibrations: dict[str, Calibration] = {}
@@ -194,53 +189,51 @@ class Setup:
 
     def _read(self, count: int) -> list[np.ndarray]:
         if not self.args.prompts:
-            if self.base.tokenizer is None:
-                raise HydrajaxError("--prompts: are needed, as this base has no tokenizer")
-            return held_out_stretches(self.base.tokenizer, count, self.args.prompt_tokens)
+            return held_out_chunks(self.base.tokenizer, count, self.args.prompt_tokens)
         found = read_prompts(self.args.prompts)
         if len(found) < count:
-            raise HydrajaxError(f"--prompts: {count} are needed, {self.args.prompts} holds {len(found)}")
+            raise HydrajaxError(f"--prompts: got {len(found)} in {self.args.prompts}, expected at least {count}")
         return list(self.base.ids_of_prompts(found[:count]))
 
     def executor(self, heads: str, tree: CandidateTree, rule: AcceptanceRule | None = None) -> Executor:
-        """Decode with these heads and this tree, by default greedily."""
+        """Return an executor for these heads and this tree, greedy by default."""
         wanted = DecodeSpec(rule=rule or Greedy(), max_new_tokens=self._new_tokens)
         return make_executor(self.heads[heads], self.heads[heads].spec(wanted, tree=tree))
 
     def autoregressive(self) -> Executor:
-        """Decode greedily without a draft."""
+        """Return an executor for greedy decoding without a draft."""
         return make_executor(self.base, self.base.spec(tree="root", max_new_tokens=self._new_tokens))
 
     def released(self, heads: str) -> TreeTopology:
-        """The released 63-choice tree, as deep as the heads go."""
+        """Return the released 63-choice tree, cut to the depth of the heads."""
         return cut(presets.by_name(RELEASED), self.heads[heads].drafter.spec.depth)
 
     def calibrated(self, heads: str) -> Calibration:
-        """What the heads know of the base's own continuations of the calibration prompts."""
+        """Calibrate the heads on the base's continuations of the calibration prompts."""
         if heads not in self._calibrations:
             with CONSOLE.status(f"calibrating {heads}") as line:
                 self._calibrations[heads] = calibrate(
                     self.executor(heads, presets.root()),
                     self.calibration,
-                    batch_size=min(ROWS, len(self.calibration)),
+                    batch_size=min(BATCH, len(self.calibration)),
                     on_progress=lambda done, total: line.update(f"calibrating {heads}, {done} of {total}"),
                 )
         return self._calibrations[heads]
 
     def grown(self, heads: str, largest: int) -> Proposals:
-        """Trees up to this size by simulated decoding of the calibration text."""
+        """Search trees up to this size by simulated decoding of the calibration text."""
         if (heads, largest) not in self._grown:
             found = self.calibrated(heads)
             self._grown[heads, largest] = simulated(found.ranks, found.spans, largest)
         return self._grown[heads, largest]
 
     def grown_trees(self, heads: str, sizes: Sequence[int]) -> dict[str, TreeTopology]:
-        """Those of these sizes that there are, as ``T_size``."""
+        """Return the searched trees of these sizes, named ``T_size``."""
         proposals = self.grown(heads, max(sizes))
         return {f"T_{size}": proposals.tree(size) for size in sizes if size <= proposals.largest}
 
     def expected(self, heads: str, tree: TreeTopology) -> float:
-        """The tokens_per_step that the calibration text foretells."""
+        """Return the tokens per step that the calibration text predicts."""
         found = self.calibrated(heads)
         return expected_tokens_per_step(tree, found.ranks, found.spans)
 
@@ -263,7 +256,7 @@ class Setup:
             )
 
     def fastest_tree(self, heads: str, batch_size: int, sizes: Sequence[int], repeats: int = 5) -> TreeTopology:
-        """The searched tree that is fastest on the first calibration prompts: others than are measured afterwards."""
+        """Return the searched tree that is fastest on calibration prompts, which are not measured later."""
         trees = {name: tree for name, tree in self.grown_trees(heads, sizes).items() if tree.size > 1}
         rates = self.measure_trees(heads, trees, self.calibration[: max(4, batch_size)], batch_size, repeats)
         return trees[max(rates, key=lambda rate: rate.tokens_per_second).name]
@@ -271,7 +264,7 @@ class Setup:
     def contest(
         self, executors: Mapping[str, Executor], batch_size: int = 1, timed: int | None = None
     ) -> list[Measured]:
-        """Without a draft first, then all of them, on the measured prompts or on the first ``timed`` of them."""
+        """Time decoding without a draft and all executors on the measured prompts, or on the first ``timed``."""
         with CONSOLE.status("") as line:
             return contest(
                 {AUTOREGRESSIVE: self.autoregressive()} | dict(executors),
@@ -282,10 +275,10 @@ class Setup:
             )
 
     def tokens_per_step(self, executor: Executor, prompts: Sequence[np.ndarray] = ()) -> float:
-        """On these prompts, by default the measured ones, many at once: not for time."""
+        """Return the tokens per step on these prompts (default: the measured ones), in large batches."""
         tokens = steps = 0
         prompts = prompts or self.measured
-        for prompt, lengths, n_real in batches(prompts, min(ROWS, len(prompts))):
+        for prompt, lengths, n_real in batches(prompts, min(BATCH, len(prompts))):
             out = executor.decode(prompt, lengths)
             tokens += int(out.lengths[:n_real].sum())
             steps += int(out.steps[:n_real].sum())
@@ -293,9 +286,7 @@ class Setup:
 
 
 def draft_milliseconds(executors: Mapping[str, Executor], rounds: int, context: int = 256) -> dict[str, float]:
-    """What drafting takes in a step of one row behind so many tokens, to propose and to take in what became of it:
-    medians of common rounds.
-    """
+    """Return the milliseconds of drafting (propose and observe) in a step at this context, batch 1. Medians."""
     timers = {name: step_timer(executor, 1, context) for name, executor in executors.items()}
     timed = {(name, "propose"): timer.propose() for name, timer in timers.items()}
     timed |= {(name, "observe"): timer.observe() for name, timer in timers.items()}
@@ -304,18 +295,16 @@ def draft_milliseconds(executors: Mapping[str, Executor], rounds: int, context: 
 
 
 def speed_rows(rates: Sequence[Measured], batch_size: int) -> list[dict]:
-    """Rows of a "speed" result, and lines on the terminal."""
+    """Print measurements and return the rows of a "speed" result."""
     for rate in rates:
         figures = f"{rate.tokens_per_second:8.0f} tokens/s, {rate.speedup:.2f}x, τ {rate.tokens_per_step:.2f}"
-        print(
-            f"batch {batch_size}  {rate.name:40} {figures}{'  OUTPUT DIFFERS' if rate.equal is False else ''}",
-            flush=True,
-        )
+        mark = "  OUTPUT DIFFERS" if rate.equal is False else ""
+        print(f"batch {batch_size}  {rate.name:40} {figures}{mark}", flush=True)
     return [{"batch": batch_size} | rate.as_dict() for rate in rates]
 
 
 def contest_of_trees(setup: Setup, batch_size: int, sizes: Sequence[int]) -> list[dict]:
-    """Autoregressive decoding, and each kind of heads with its fastest searched tree and with the released one."""
+    """Time each kind of heads with its fastest searched tree and the released one, against no draft."""
     executors = {}
     for heads in setup.heads:
         executors[f"{heads}, searched tree"] = setup.executor(heads, setup.fastest_tree(heads, batch_size, sizes))
@@ -324,16 +313,18 @@ def contest_of_trees(setup: Setup, batch_size: int, sizes: Sequence[int]) -> lis
 
 
 def cut(tree: TreeTopology, depth: int) -> TreeTopology:
-    """The tree down to this depth."""
+    """Cut a tree at this depth."""
     return TreeTopology.from_choices([path for path in tree.choices if len(path) <= depth])
 
 
-def held_out_stretches(tokenizer, count: int, prompt_tokens: int) -> list[np.ndarray]:
-    """Stretches of the files that the shipped model has not seen, no two of which overlap."""
-    stretches = []
+def held_out_chunks(tokenizer, count: int, prompt_tokens: int) -> list[np.ndarray]:
+    """Return random disjoint chunks of files on which the shipped model was not trained."""
+    if tokenizer is None:
+        raise HydrajaxError("--prompts: got none, expected a file, as this base has no tokenizer")
+    chunks = []
     for ids in tokenizer([text for _, text in held_out_files()])["input_ids"]:
         starts = range(0, len(ids) - prompt_tokens + 1, prompt_tokens)
-        stretches += [np.array(ids[start : start + prompt_tokens], np.int32) for start in starts]
-    if len(stretches) < count:
-        raise HydrajaxError(f"--count: {count} prompts are needed, the held-out files give {len(stretches)}")
-    return [stretches[i] for i in np.random.default_rng(0).permutation(len(stretches))[:count]]
+        chunks += [np.array(ids[start : start + prompt_tokens], np.int32) for start in starts]
+    if len(chunks) < count:
+        raise HydrajaxError(f"--count: got {count}, expected at most {len(chunks)} (chunks of the held-out files)")
+    return [chunks[i] for i in np.random.default_rng(0).permutation(len(chunks))[:count]]

@@ -1,9 +1,9 @@
-"""The same base, greedy, under transformers `generate` and under hydrajax, interleaved in one run on the CPU.
+"""Compare greedy decoding in hydrajax and in transformers on the CPU, interleaved in one run.
 
     python experiments/compare_transformers.py --random 25m
     python experiments/compare_transformers.py --base DIR --draft DIR --tree mc_sim_7b_63
 
-transformers runs with its best of the dynamic and the static cache (both measured). Needs the `test` extra (torch).
+transformers is measured with its dynamic and its static cache; the faster one counts. Needs the extra `test` (torch).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hydrajax.trees import presets
 
 
 def save_random_base(name: str, directory: Path, seed: int) -> None:
-    """A random LLaMA of a preset's shape as a Hugging Face directory, so that both sides load the same file."""
+    """Write a random LLaMA of a preset's shape as a Hugging Face directory, which both sides load."""
     c = PRESETS[name]
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -51,16 +51,16 @@ def save_random_base(name: str, directory: Path, seed: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--base", help="a Hugging Face LLaMA directory")
-    source.add_argument("--random", choices=sorted(PRESETS), help="random weights of this shape")
-    parser.add_argument("--draft", help="a released Hydra or Medusa directory")
+    source.add_argument("--base", help="Hugging Face LLaMA directory")
+    source.add_argument("--random", choices=sorted(PRESETS), help="use random weights of this shape")
+    parser.add_argument("--draft", help="released Hydra or Medusa directory")
     parser.add_argument("--tree", default="mc_sim_7b_63")
-    parser.add_argument("--context", type=int, default=512, help="prompt and new tokens together")
+    parser.add_argument("--context", type=int, default=512, help="tokens of prompt and answer (default %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads (default: all cores)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     jax.config.update("jax_platforms", "cpu")
@@ -71,13 +71,13 @@ def main() -> int:
             save_random_base(args.random, directory, args.seed)
         loaded = hydrajax.load(directory, args.draft)
         reference = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        reference.generation_config.eos_token_id = None  # both sides run on past EOS: equal work
+        reference.generation_config.eos_token_id = None  # both sides continue after EOS, for equal work
 
     config = loaded.model.config
     new = args.max_new_tokens
     length = min(args.context, config.max_positions) - new
     if length < 1:
-        parser.error(f"--context: must exceed --max-new-tokens ({new}) and fit {config.max_positions} positions")
+        parser.error(f"--context: got {args.context}, expected more than --max-new-tokens ({new})")
     prompt = np.random.default_rng(args.seed).integers(3, config.vocab_size, (1, length), dtype=np.int32)
     prompt_torch = torch.from_numpy(prompt).long()
 

@@ -1,8 +1,7 @@
-"""EAGLE beside Medusa and Hydra: all trained on the same text for as many steps, then decoded (hydra figure 10).
+"""Compare EAGLE with Medusa and Hydra, all trained on the same text for the same number of steps (hydra figure 10).
 
-Each kind with the released tree of 63 choices, with a tree of as many nodes that is grown from calibration text, with a
-dynamic tree of as many nodes, and with the grown tree that is fastest here. tokens_per_step is over all prompts, speed
-over the first of them; the draft's time is that of filling the tree and of taking in what was accepted.
+Each kind of heads decodes with the released tree of 63 choices, with a searched and a dynamic tree of equal size, and
+with the searched tree that is fastest here. Tokens per step are measured on all prompts, speed on the first of them.
 """
 
 import functools
@@ -17,8 +16,8 @@ from hydrajax.trees.dynamic import DynamicTree
 
 DECAY = (*ablation.TEACHER, "objective.head_decay=0.8")
 VARIANTS = ablation.ALIKE | {
-    "EAGLE-1": (),  # the configuration itself
-    # The released 2, 4 and 5 of a base of 8 layers say little of its end.
+    "EAGLE-1": (),  # the base configuration
+    # The released layers 2, 4 and 5 carry too little information about the end of a base of 8 layers.
     "EAGLE-3": (
         "draft.heads=eagle3",
         "draft.vocabulary=3072",
@@ -47,7 +46,7 @@ def run(args) -> None:
     rows = []
     for heads in setup.heads:
         rows += args.parts.rows(heads, functools.partial(measure, setup, heads, args))
-    title = "EAGLE beside Medusa and Hydra, trained alike"
+    title = "EAGLE, Medusa and Hydra, trained alike"
     common.write(args, "speed", "hydra figure 10", title, rows, ablation.MEASURED)
 
 
@@ -68,7 +67,7 @@ def measure(setup: common.Setup, heads: str, args) -> list[dict]:
 
 
 def dynamic(setup: common.Setup, heads: str, size: int) -> DynamicTree:
-    """The dynamic tree of this size that gives the longest steps on the calibration prompts."""
+    """Return the dynamic tree of this size with the most tokens per step on the calibration prompts."""
     depth = setup.heads[heads].drafter.spec.depth
     expansions = [n for n in (3, 5, 7) if n < depth] or [depth - 1]
     trees = [usable(size, n, k) for n, k in itertools.product(expansions, (6, 10))]

@@ -1,4 +1,4 @@
-"""The two pictures of the front page: one step's tree with what was accepted, and the measured speed.
+"""Draw the two pictures of the README: the tree of one step with its accepted path, and the measured speed.
 
 python experiments/front_page.py --images docs/images
 """
@@ -23,9 +23,12 @@ TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--images", metavar="DIR", default=str(ROOT / "docs" / "images"), help="default %(default)s")
+    images = str(ROOT / "docs" / "images")
+    parser.add_argument("--images", metavar="DIR", default=images, help="output directory (default %(default)s)")
     results = ROOT / "experiments" / "results" / "peers.json"
-    parser.add_argument("--peers", metavar="FILE.json", default=str(results), help="what peers.py wrote")
+    parser.add_argument(
+        "--peers", metavar="FILE.json", default=str(results), help="from peers.py (default %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -34,24 +37,24 @@ def run(args: argparse.Namespace) -> None:
 
 
 def tree_picture(path: Path) -> None:
-    """Of the first 16 steps that continue `PROMPT`, the one that accepts the most, better by a second guess."""
+    """Draw the best of the first 16 steps after `PROMPT`."""
     m, tree = hydrajax.load("shipped", "hydra++", dtype="float32"), TreeTopology(TREE)
     executor = hydrajax.make_executor(m, m.spec(tree=tree))
 
     def merit(step: TracedStep) -> tuple[bool, int]:
-        """A path that leaves the first guesses says why this is a tree and not a chain."""
+        """Prefer a path with a second guess, which a chain could not accept, then the longest."""
         ranks = tree.choices[step.path[-1] - 1] if len(step.path) > 1 else ()
         return any(ranks), len(step.path)
 
     step = max(trace_steps(executor, m.prompt_ids(PROMPT, "prompt"), most=16), key=merit)
     words = [visible(m.tokenizer, token) for token in step.tokens]
-    note = f"One pass of the base over these {tree.size} nodes: {len(step.path)} tokens accepted (green), "
-    note += f"and {visible(m.tokenizer, step.bonus_token)} to go on from."
+    note = f"One pass of the base over these {tree.size} nodes: {len(step.path)} tokens accepted (green). "
+    note += f"{visible(m.tokenizer, step.bonus_token)} is the bonus token."
     save_png(draw_step(tree, words, step.path, decode_text(m.tokenizer, step.before), note), path, "images")
 
 
 def speed_picture(peers: Path, path: Path) -> None:
-    """Bars from what `peers.py` measured: every way to decode the shipped model, in one run."""
+    """Draw the speeds that `peers.py` measured in one run."""
     content = json.loads(peers.read_text())
     rows, here = content["results"], content["machine"]
     names = [row["name"].replace("the searched one of", "tree of") for row in rows]
@@ -65,7 +68,7 @@ def speed_picture(peers: Path, path: Path) -> None:
     axes.set_yticks(range(len(rows)), names, fontsize=9)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("tokens per second, the same tokens from all", fontsize=9)
+    axes.set_xlabel("tokens per second, identical output", fontsize=9)
     title = f"shipped 18M model, float32, {here['cores']} cores of an {here['device']}"
     axes.set_title(title, fontsize=10, loc="left")
     save_png(figure, path, "images")

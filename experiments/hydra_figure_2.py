@@ -1,7 +1,7 @@
-"""Throughput and tokens_per_step of Medusa, Hydra and Hydra++ at batch size 1 (hydra figure 2).
+"""Throughput and tokens per step of Medusa, Hydra and Hydra++ at batch size 1 (hydra figure 2).
 
-Each kind of heads runs with the tree searched for it here and with the released 63 choices; all against autoregressive
-decoding in the same rounds.
+Each kind of heads runs with the tree searched for it here and with the released tree of 63 choices, against
+autoregressive decoding in the same rounds.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Throughput and latency of Medusa, Hydra and Hydra++ over batch sizes (hydra figure 3).
 
-As `hydra_figure_2.py`, with a tree searched anew for every batch size.
+Like `hydra_figure_2.py`, with a tree search for every batch size.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""tokens_per_step and text under typical acceptance, over the posterior threshold and the temperature (hydra figure 4).
+"""Tokens per step and text likelihood of typical acceptance over threshold and temperature (hydra figure 4).
 
-Beside the paper's sweep (ε at temperature 0.7, α = √ε) one over the temperature, with exact sampling: only that and
-greedy decoding leave the base's distribution alone. What typical acceptance gains it pays for in another text.
+In addition to the paper's sweep (ε at temperature 0.7, α = √ε) there is one over the temperature, with exact sampling
+for comparison. Typical acceptance changes the distribution of the text; greedy decoding and exact sampling do not.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Training objectives of Hydra heads: the text or the base's distribution, with and without noise (hydra figure 5).
+"""Training objectives of Hydra heads: text or teacher loss, with and without noise (hydra figure 5).
 
-The quick setting trains each for a minute: enough to run, not to rank them.
+``--quick`` trains each for a minute, which tests the script but does not rank the objectives.
 """
 
 import sys

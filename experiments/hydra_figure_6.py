@@ -1,4 +1,4 @@
-"""Hydra heads alone and behind a prefix layer, which sees the whole text (hydra figure 6)."""
+"""Hydra heads with and without a prefix layer, which attends to the whole text (hydra figure 6)."""
 
 import sys
 
@@ -6,7 +6,7 @@ import ablation
 import common
 
 VARIANTS = {"teacher": ablation.TEACHER, "teacher, prefix": (*ablation.TEACHER, "draft.prefix=true")}
-REMARK = "teacher: the plain heads, called MLP in the paper; teacher, prefix: its PrefixMLP"
+REMARK = "teacher: the paper's MLP heads; teacher, prefix: its PrefixMLP heads"
 
 
 def run(args) -> None:

@@ -1,7 +1,8 @@
 """Throughput over tree sizes, for each kind of heads and batch size (hydra figures 7 to 9, section 4).
 
-Trees of every size are grown by simulated decoding of calibration text. On other prompts they, chains and the released
-63-choice tree are decoded: all for tokens_per_step, which the calibration predicts, the first few for time.
+Trees of every size are searched by simulated decoding of calibration text. They, chains and the released tree of 63
+choices then decode other prompts: all of them for tokens per step, which the calibration predicts, the first few for
+speed.
 """
 
 import sys
@@ -29,7 +30,7 @@ def run(args) -> None:
         taus = args.parts.rows(heads, partial(tokens_per_step, setup, heads, trees))
         worst = max(taus, key=lambda row: abs(row["expected"] / row["tokens_per_step"] - 1))
         remarks.append(
-            f"{heads}: τ expected from {args.calibration} prompts against measured on {args.count} others: "
+            f"{heads}: τ predicted from {args.calibration} prompts and measured on {args.count} others differ by "
             f"{worst['expected'] / worst['tokens_per_step'] - 1:+.1%} at most ({worst['name']})"
         )
         print(remarks[-1], flush=True)
@@ -48,7 +49,7 @@ def candidates(setup: common.Setup, heads: str, sizes: list[int]) -> Trees:
 
 
 def tokens_per_step(setup: common.Setup, heads: str, trees: Trees) -> list[dict]:
-    """As expected, and as measured on all prompts."""
+    """Return predicted and measured tokens per step of each tree."""
     rows = []
     for (family, name), tree in trees.items():
         with common.CONSOLE.status(f"{heads}: tokens_per_step of {name}"):
@@ -59,7 +60,7 @@ def tokens_per_step(setup: common.Setup, heads: str, trees: Trees) -> list[dict]
 
 
 def speed(setup: common.Setup, heads: str, trees: Trees, batch: int) -> list[dict]:
-    """On the first prompts; the fastest of every family on the terminal."""
+    """Time all trees on the first prompts and print the fastest of every family."""
     args = setup.args
     by_name = {name: tree for (_, name), tree in trees.items()}
     rates = setup.measure_trees(heads, by_name, setup.measured[: max(args.timed, batch)], batch, args.repeats)

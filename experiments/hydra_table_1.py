@@ -1,6 +1,6 @@
-"""What drafting costs in a step: prefix attention and each head (hydra table 1).
+"""Time of prefix attention and of each head in a step (hydra table 1).
 
-A head's time is that of proposing a tree cut below its level, less that of the tree cut above it.
+A head's time is the difference of proposing the tree cut below and above its level.
 """
 
 import statistics
@@ -23,8 +23,8 @@ def run(args) -> None:
         with common.CONSOLE.status(heads):
             rows.append(measure(setup, heads, args))
         print(rows[-1], flush=True)
-    remark = "each head's time is a difference of two timings: of hundredths of a millisecond, mostly noise"
-    common.write(args, "overhead", "hydra table 1", "what drafting costs, released tree", rows, [remark])
+    remark = "each head's time is a difference of two timings; hundredths of a millisecond are noise"
+    common.write(args, "overhead", "hydra table 1", "drafting overhead, released tree", rows, [remark])
 
 
 def measure(setup: common.Setup, heads: str, args) -> dict:
@@ -41,7 +41,7 @@ def measure(setup: common.Setup, heads: str, args) -> dict:
         max(0.0, statistics.median(row[f"propose {depth + 1}"] - row[f"propose {depth}"] for row in times))
         for depth in range(tree.depth)
     ]
-    # Whether it reads the text with layers of its own.
+    # The drafter has layers of its own that attend to the text.
     attends = bool(passes.observe(executors[0].spec.drafter, executors[0].model, tree, 1, args.context))
     return {
         "drafter": heads, "prefix_attention": median["observe"] if attends else None, "heads": costs,

@@ -2,7 +2,7 @@
 
     python experiments/hydra_table_2.py --data DIR      (DIR holds spec_bench_question.jsonl, as Spec-Bench releases it)
 
-The shipped model knows only Python code, so that its answers are none: what the default shows is the machinery.
+The shipped model was trained on Python code only, so its answers are meaningless and the default only tests the script.
 """
 
 import sys

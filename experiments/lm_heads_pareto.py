@@ -1,9 +1,9 @@
-"""Smaller draft lm heads: what they lose in tokens_per_step, what they save in bytes and time, here and at 7B.
+"""Smaller draft lm heads: tokens per step against bytes and time, measured here and predicted at 7B.
 
-Every kind of heads is trained with every kind of lm head on the same text in the same number of steps: one of its own,
-the base's, a product of low rank and a vocabulary of the most frequent tokens, the latter two of a quarter of the size.
-At 7B, what the roofline says of such drafts with the tokens_per_step that was measured here. The quick setting trains
-each for a minute: enough to run, not to rank them.
+Every kind of draft head is trained with four kinds of lm head, on the same text for the same number of steps: its own,
+the base's, a low-rank product, and a vocabulary of the most frequent tokens. The latter two have a quarter of the size.
+The roofline predicts the speed-up at 7B from the tokens per step measured here. ``--quick`` trains each for a minute,
+which tests the script but does not rank the heads.
 """
 
 import sys
@@ -30,12 +30,12 @@ HEADS = {
     "amphista": {"heads": "amphista"},
 }
 LM_HEADS = ("full", "shared", "low rank", "vocabulary")
-SHARE = 4  # the smaller lm heads are to a full one as 1 to so many
-AT, DEVICE, CONTEXT, ITEMSIZE = "7b", "H100", 1024, 2  # of the prediction
+SHARE = 4  # a full lm head has this many times the bytes of a smaller one
+AT, DEVICE, CONTEXT, ITEMSIZE = "7b", "H100", 1024, 2  # the predicted setting
 
 
 def draft_settings(heads: str, lm_head: str, base: LlamaConfig) -> dict:
-    """Of `hydrajax.train.run_config.draft_of`."""
+    """Return the settings for `hydrajax.train.run_config.draft_of`."""
     width, vocab_size = base.width, base.vocab_size
     rank = max(1, width * vocab_size // (SHARE * (width + vocab_size)))
     small = {
@@ -48,9 +48,9 @@ def draft_settings(heads: str, lm_head: str, base: LlamaConfig) -> dict:
 
 
 def overrides(settings: dict) -> tuple[str, ...]:
-    """The settings as the command line takes them.
+    """Return the settings as command line overrides, with teacher loss only.
 
-    All learn from the base's distribution alone: of text that the base has written, it says more than the text.
+    On text that the base has written, its distribution carries more information than the text.
     """
     return *(f"draft.{name}={str(value).lower()}" for name, value in settings.items()), *ablation.TEACHER
 
@@ -69,7 +69,7 @@ def run(args) -> None:
         rows.append(row | own | at_another_size(heads, lm_head, executor.spec.tree, row["tokens_per_step"]))
     remarks = [
         *ablation.MEASURED,
-        "draft MB: of its own parameters; the base's lm head, where shared, is read on top: by hydra for every level",
+        "draft MB: its own parameters; a shared lm head of the base is read in addition, by hydra once per level",
         f"low rank and vocabulary: 1/{SHARE} of a full lm head's bytes",
         f"predicted: {AT} on one {DEVICE} in 16 bits, context {CONTEXT}, with the τ measured here",
     ]
@@ -77,7 +77,7 @@ def run(args) -> None:
 
 
 def at_another_size(heads: str, lm_head: str, tree, tokens_per_step: float) -> dict[str, float]:
-    """The roofline of such a draft for a base of another size."""
+    """Predict the draft's bytes and speed-up for a base of the size `AT`."""
     config = PRESETS[AT]
     drafter = make_drafter(draft_of(**draft_settings(heads, lm_head, config)), config, "bfloat16")
     grid = {"trees": {"released": tree}, "batches": [1], "contexts": [CONTEXT]}

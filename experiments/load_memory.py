@@ -1,9 +1,9 @@
-"""How much host memory loading a base takes beside the copy on the device.
+"""Measure the host memory that loading a base takes in addition to the device copy.
 
     python experiments/load_memory.py --output experiments/results/load_memory.json
 
-Writes a checkpoint of random weights (2 GB of float32 in four shards by default) and loads it in a process of its own,
-whose resident memory is sampled meanwhile. On a CPU the device's copy is host memory too and is taken off.
+Writes a checkpoint of random weights (default: 2 GB of float32 in four shards), loads it in a new process and samples
+that process's resident memory. On a CPU the device copy is host memory too and is subtracted.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from hydrajax.files import WholeFile
 from hydrajax.models.layout import shapes
 from hydrajax.models.llama_config import LlamaConfig
 
-TIMES_A_SHARD = 1.3  # host memory beside the device copy, in largest shards
+MAX_SHARDS = 1.3  # allowed host memory above the device copy, in largest shards
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="of float32 weights")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="float32 weights to write (default %(default)s)")
     parser.add_argument("--shards", type=int, default=4)
-    parser.add_argument("--devices", type=int, default=8, help="simulated CPU devices of the sharded case")
-    parser.add_argument("--directory", type=Path, help="where to write the checkpoint (default: a temporary one)")
-    parser.add_argument("--load", help=argparse.SUPPRESS)  # the settings of the process that measures
+    parser.add_argument(
+        "--devices", type=int, default=8, help="simulated CPU devices of the sharded case (default %(default)s)"
+    )
+    parser.add_argument("--directory", type=Path, help="directory of the checkpoint (default: a temporary one)")
+    parser.add_argument("--load", help=argparse.SUPPRESS)  # settings of the measuring process
     parser.add_argument("--output", type=Path, help="JSON file")
     args = parser.parse_args()
     if args.load:
@@ -51,18 +53,18 @@ def main() -> None:
             command = [sys.executable, __file__, "--directory", str(directory), "--load", json.dumps(case)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             found = case | json.loads(done.stdout.splitlines()[-1])
-            beside = found["peak_bytes"] - found["before_bytes"] - found["device_bytes"]
-            found["beside_device_copy_in_largest_shards"] = round(beside / max(sizes), 3)
+            extra = found["peak_bytes"] - found["before_bytes"] - found["device_bytes"]
+            found["beside_device_copy_in_largest_shards"] = round(extra / max(sizes), 3)
             report["cases"].append(found)
             print(case or "float32", found["beside_device_copy_in_largest_shards"], "largest shards,", end=" ")
-            print(f"{found['seconds']:.1f} s", "holds" if beside < TIMES_A_SHARD * max(sizes) else "DOES NOT HOLD")
+            print(f"{found['seconds']:.1f} s", "ok" if extra < MAX_SHARDS * max(sizes) else "ABOVE THE LIMIT")
     if args.output:
         with WholeFile(args.output, "--output") as file:
             file.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def write_checkpoint(directory: Path, gigabytes: float, n_shards: int) -> list[int]:
-    """Random weights of a LLaMA of width 2048, as many layers as fill the size; returns the shards' bytes."""
+    """Write a random LLaMA of width 2048 with enough layers for this size. Return the bytes of each shard."""
     shape = LlamaConfig(32_000, 2048, 5632, 1, 16, 16, 128)
     one, two = (sum(map(np.prod, shapes(base_layout(shape.replace(n_layers=n))).values())) for n in (1, 2))
     n_layers = max(1, round(1 + (gigabytes * 1e9 / 4 - one) / (two - one)))
@@ -89,7 +91,7 @@ def write_checkpoint(directory: Path, gigabytes: float, n_shards: int) -> list[i
 
 
 def measure(directory: Path, case: dict) -> None:
-    """Load in this process and print what it took, as JSON."""
+    """Load the checkpoint in this process and print memory and time as JSON."""
     import jax
 
     if case.get("model"):
@@ -128,7 +130,7 @@ def measure(directory: Path, case: dict) -> None:
 
 
 def resident() -> int:
-    """Bytes of this process in memory, mapped files included (Linux)."""
+    """Return the resident bytes of this process, mapped files included (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 

@@ -1,11 +1,11 @@
-"""What a long text costs where it is served: reading it in pieces, a step behind it, memory; and tau over its length.
+"""Cost of a long context in the server: chunked prefill, decode step, memory; and tokens per step over its length.
 
     python experiments/long_context.py --output experiments/results/long_context.json
     python experiments/long_context.py --quick
 
-Times and memory are those of a small model with random weights and room for 32k tokens, with Hydra++ heads, in the
-programs of ``hydrajax serve``: caches that are as long as the text at the moment, in a few sizes. The step is timed in
-the cache of its text's size and in the largest. Tokens per step are those of the shipped model, whose context is 1024.
+Times and memory are measured on a small random model with room for 32k tokens and Hydra++ heads, in the programs of
+``hydrajax serve``, whose caches have a few sizes. The step is timed in the smallest cache that fits and in the largest.
+Tokens per step are measured on the shipped model, whose context is 1024.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import CONSOLE, held_out_stretches
+from common import CONSOLE, held_out_chunks
 
 import hydrajax
 from hydrajax.cli import options, run_command
@@ -43,12 +43,12 @@ DRAFTS, NEW = ("hydra++", "draft-model", "lookup", "lookup+hydra++"), 96
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths = [1000, 2000, 4000, 8000, 16_000, 32_000]
     parser.add_argument("--lengths", type=options.positives, metavar="S,S,...", help=f"default {lengths}")
-    parser.add_argument("--contexts", type=options.positives, metavar="S,S,...", help="of tau; default 64 to 896")
-    parser.add_argument("--count", type=options.positive, help="texts for tau (default 16)")
     parser.add_argument(
-        "--repeats", type=options.positive, help="of a step's time, of which the least counts (default 5)"
+        "--contexts", type=options.positives, metavar="S,S,...", help="contexts of tokens per step (default 64 to 896)"
     )
-    parser.add_argument("--quick", action="store_true", help="up to 2000 tokens, 4 texts, once")
+    parser.add_argument("--count", type=options.positive, help="texts for tokens per step (default 16)")
+    parser.add_argument("--repeats", type=options.positive, help="timings of a step, the least counts (default 5)")
+    parser.add_argument("--quick", action="store_true", help="use at most 2000 tokens, 4 texts and one repeat")
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     parser.set_defaults(full={"lengths": lengths, "contexts": [64, 128, 256, 512, 896], "count": 16, "repeats": 5})
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
             setattr(args, name, value)
     if max(args.lengths) + CHUNK > MOST or max(args.contexts) + NEW > 1024:
         raise hydrajax.HydrajaxError(
-            f"lengths, contexts: at most {MOST - CHUNK} and {1024 - NEW}, found {args.lengths}, {args.contexts}"
+            f"lengths, contexts: got {args.lengths}, {args.contexts}, expected at most {MOST - CHUNK} and {1024 - NEW}"
         )
     costs = list(measured(args.lengths, args.repeats))
     taus = tokens_per_step(args.contexts, args.count)
@@ -71,27 +71,27 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measured(lengths: list[int], repeats: int):
-    """Of one row, for each length: milliseconds of 1000 tokens of a prompt and of a step, and megabytes."""
+    """Yield for each length the milliseconds per 1000 prompt tokens and per step, and megabytes, of one sequence."""
     model, base = random_base(CONFIG)
     drafter, params = random_draft(model, base, "hydra++")
     executor = FusedExecutor(model, params, DecodeSpec(drafter, presets.by_name(TREE)))
     pool = ExecutorPool(executor, PoolSizes(slots=1, chunk=CHUNK))
     text = np.random.default_rng(0).integers(0, CONFIG.vocab_size, MOST).astype(np.int32)
-    columns = {"tokens": 7, "places": 7, "read ms/1000": 13, "last piece": 11, "step ms": 8, "in the largest": 15}
-    columns |= {"cache MB": 9, "beside MB": 10}
+    columns = {"tokens": 7, "slots": 7, "read ms/1000": 13, "last chunk": 11, "step ms": 8, "in the largest": 15}
+    columns |= {"cache MB": 9, "temp MB": 10}
     print(" ".join(name.rjust(width) for name, width in columns.items()))
 
-    def read(length: int, pieces: list[float]):
+    def read(length: int, chunks: list[float]):
         state, at = pool.empty(pool.prefill_cache_len(0, length)), 0
         while length - at > CHUNK:
             began = time.perf_counter()
             state = jax.block_until_ready(pool.feed(state, text[at : at + CHUNK], int(text[at + CHUNK])))
-            pieces.append(time.perf_counter() - began)
+            chunks.append(time.perf_counter() - began)
             at += CHUNK
         return pool.finish(state, text[at:length], pool.key(0, 0), pool.spec.replace(max_new_tokens=MOST - length))
 
     def step(state) -> float:
-        """Milliseconds; the least of several, as other work can only add to it."""
+        """Return the least milliseconds of several runs, as other processes only add to them."""
         times, before = [], 0
         for number in range(repeats + 1):  # the first compiles
             began = time.perf_counter()
@@ -103,31 +103,31 @@ def measured(lengths: list[int], repeats: int):
 
     for length in lengths:
         with CONSOLE.status(f"{length} tokens"):
-            pieces: list[float] = []
+            chunks: list[float] = []
             read(length, [])  # compiles
             began = time.perf_counter()
-            state = jax.block_until_ready(read(length, pieces))
+            state = jax.block_until_ready(read(length, chunks))
             seconds = time.perf_counter() - began
-            places = pool.cache_len_for(length + (repeats + 1) * STEPS * pool.max_path + pool.headroom)
-            found = {"tokens": length, "places": places, "read_ms_per_1000": 1e6 * seconds / length}
-            found["last_piece_ms"] = 1e3 * statistics.median(pieces[-3:]) if pieces else None
-            found["step_ms"] = step(pool.tile(state, 1, places))
+            slots = pool.cache_len_for(length + (repeats + 1) * STEPS * pool.max_path + pool.headroom)
+            found = {"tokens": length, "places": slots, "read_ms_per_1000": 1e6 * seconds / length}
+            found["last_piece_ms"] = 1e3 * statistics.median(chunks[-3:]) if chunks else None
+            found["step_ms"] = step(pool.tile(state, 1, slots))
             found["step_ms_in_the_largest"] = step(pool.tile(state, 1, pool.cache_lens[-1]))
-            found["cache_mb"] = pool.shapes.nbytes(1, places) / 1e6
-            found["beside_mb"] = beside(pool, places) / 1e6
+            found["cache_mb"] = pool.shapes.nbytes(1, slots) / 1e6
+            found["beside_mb"] = temporary_bytes(pool, slots) / 1e6
         last = "" if found["last_piece_ms"] is None else f"{found['last_piece_ms']:.1f}"
         print(
-            f"{length:7} {places:7} {found['read_ms_per_1000']:13.1f} {last:>11} {found['step_ms']:8.2f} "
+            f"{length:7} {slots:7} {found['read_ms_per_1000']:13.1f} {last:>11} {found['step_ms']:8.2f} "
             f"{found['step_ms_in_the_largest']:15.2f} {found['cache_mb']:9.1f} {found['beside_mb']:10.1f}",
             flush=True,
         )
         yield found
 
 
-def beside(pool: ExecutorPool, places: int) -> int:
-    """Bytes that reading a piece takes beside parameters and state, as XLA plans it."""
+def temporary_bytes(pool: ExecutorPool, slots: int) -> int:
+    """Return the temporary bytes of a prefill chunk, as XLA plans them."""
     executor, key = pool.executor, jax.random.key(0)
-    state = executor.abstract_state(1, places, pool.sampling(pool.spec, key))
+    state = executor.abstract_state(1, slots, pool.sampling(pool.spec, key))
     tokens, ones = jnp.zeros((1, CHUNK), jnp.int32), jnp.zeros(1, jnp.int32)
     feed = jax.jit(executor.engine.feed, donate_argnums=1)
     compiled = feed.lower(executor.params, state, tokens, ones, ones).compile()
@@ -135,11 +135,11 @@ def beside(pool: ExecutorPool, places: int) -> int:
 
 
 def tokens_per_step(contexts: list[int], count: int) -> list[dict]:
-    """Of the shipped model behind so many tokens of files that it has not seen, `NEW` more tokens each, greedily."""
+    """Measure tokens per step of the shipped model over `NEW` greedy tokens after held-out contexts."""
     base = hydrajax.load("shipped")
-    texts = held_out_stretches(base.tokenizer, count, max(contexts))
+    texts = held_out_chunks(base.tokenizer, count, max(contexts))
     found = []
-    print(f"\n{'tau behind':20} " + " ".join(f"{context:6}" for context in contexts))
+    print(f"\n{'τ after context':20} " + " ".join(f"{context:6}" for context in contexts))
     for draft in DRAFTS:
         m = base.with_draft(draft)
         tree = "chain-5" if without_weights(draft) else None

@@ -1,11 +1,11 @@
-"""Prompt lookup, draft heads, and both in one tree, on code that is edited and code that is summed up.
+"""Prompt lookup, draft heads, and both in one tree, on prompts that edit or summarise code.
 
     python experiments/lookup_and_heads.py [--quick] [--draft DIR]
 
-The prompts are made of functions and classes that the shipped model has not seen. Editing: a function, and the first
-line of the same with another name for a parameter. Summing up: a class, and the beginning of a list of its methods.
-With ``--prompts`` they are those of a file instead. Of each kind of heads there are the released tree and a small one,
-each with and without lookup's branch; all meet in one contest for each kind of prompts.
+The prompts are made of held-out functions and classes. Editing: a function, then its first line with a parameter
+renamed. Summing up: a class, then the beginning of a list of its methods. ``--prompts`` reads a file instead. Each kind
+of heads decodes with the released tree and a small one, with and without a lookup branch, in one contest per kind of
+prompts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import common
 import numpy as np
-from common import Setup, name_of, speed_rows
+from common import Setup, speed_rows
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.questions.held_out import held_out_files
@@ -26,8 +27,8 @@ from hydrajax.trees import presets
 
 FULL = {"count": 24, "new_tokens": 128, "repeats": 5, "added": 5, "prompt_tokens": 500}
 QUICK = {"count": 3, "new_tokens": 48, "repeats": 1}
-LEAST_TOKENS = 80  # of a prompt: less has nothing in it to be repeated
-SMALL = "cartesian-2x2"  # of heads for which no tree was searched
+LEAST_TOKENS = 80  # of a prompt: shorter ones hold nothing to repeat
+SMALL = "cartesian-2x2"  # for heads without a searched tree
 
 
 def run(args) -> None:
@@ -37,18 +38,18 @@ def run(args) -> None:
         directory = setup.heads[name].draft_directory
         setup.heads[f"lookup+{name}"] = setup.base.with_draft(f"lookup-{args.added}+{directory}")
     setup.heads["lookup"] = setup.base.with_draft("lookup")
-    kinds = {name_of(args.prompts): setup.measured} if args.prompts else made_prompts(setup.base.tokenizer, args)
+    kinds = {Path(args.prompts).name: setup.measured} if args.prompts else made_prompts(setup.base.tokenizer, args)
     rows = []
     for kind, prompts in kinds.items():
         found = args.parts.rows(kind, partial(measured, setup, kind, prompts, names))
         rows += found
-        say_who_is_ahead(found)
-    remarks = ["editing, summing up: see the script; lookup+: the tree and a branch of lookup's, in one"]
+        print_comparison(found)
+    remarks = ["editing, summing up: see the script; lookup+: the tree with a lookup branch"]
     common.write(args, "speed", "", "Prompt lookup and draft heads, alone and in one tree", rows, remarks)
 
 
 def measured(setup: Setup, kind: str, prompts: list[np.ndarray], names: list[str]) -> list[dict]:
-    """Rows of "speed": without a draft, lookup's chain, and each kind of heads in both trees without and with it."""
+    """Time no draft, lookup's chain, and each kind of heads in both trees with and without lookup."""
     setup.measured = prompts
     chain = presets.chain(setup.args.added)
     executors = {f"{kind}: lookup, chain-{setup.args.added}": setup.executor("lookup", chain)}
@@ -60,14 +61,14 @@ def measured(setup: Setup, kind: str, prompts: list[np.ndarray], names: list[str
     return [row | {"prompts": kind} for row in speed_rows(setup.contest(executors), 1)]
 
 
-def say_who_is_ahead(rows: list[dict]) -> None:
-    """Whether both together take no more steps than either alone."""
+def print_comparison(rows: list[dict]) -> None:
+    """Print whether heads and lookup together accept at least as many tokens as each alone."""
     steps = {row["name"]: row["tokens_per_step"] for row in rows}
     lookup = next(value for name, value in steps.items() if ": lookup, " in name)
     for name, value in steps.items():
         if ": lookup+" in name:
             alone = steps[name.replace(": lookup+", ": ")]
-            verdict = "ahead of both" if value >= max(alone, lookup) else "BEHIND ONE OF THEM"
+            verdict = "the combination is best" if value >= max(alone, lookup) else "ONE ALONE IS BETTER"
             print(f"{name}: τ {value:.2f}, heads alone {alone:.2f}, lookup alone {lookup:.2f}: {verdict}")
 
 
@@ -75,9 +76,9 @@ def say_who_is_ahead(rows: list[dict]) -> None:
 
 
 def made_prompts(tokenizer, args) -> dict[str, list[np.ndarray]]:
-    """Of each kind as many as are wanted, one from a file, of no more tokens than are allowed."""
+    """Return ``args.count`` prompts of each kind, at most one per file, within ``args.prompt_tokens``."""
     if tokenizer is None:
-        raise HydrajaxError("--prompts: are needed, as this base has no tokenizer")
+        raise HydrajaxError("--prompts: got none, expected a file, as this base has no tokenizer")
     found: dict[str, list[np.ndarray]] = {"editing": [], "summing up": []}
     for _, text in held_out_files():
         if all(len(prompts) == args.count for prompts in found.values()):
@@ -89,14 +90,12 @@ def made_prompts(tokenizer, args) -> dict[str, list[np.ndarray]]:
                 found[kind].append(prompt)
     for kind, prompts in found.items():
         if len(prompts) < args.count:
-            raise HydrajaxError(
-                f"--count: {args.count} prompts are needed, the held-out files give {len(prompts)}: {kind}"
-            )
+            raise HydrajaxError(f"--count: got {args.count}, expected at most {len(prompts)} ({kind}, held-out files)")
     return found
 
 
 def edits(text: str) -> Iterator[str]:
-    """Every function of a module that names a parameter several times, to be said again with another name for it."""
+    """Yield a prompt for every function that uses a parameter several times: repeat it with the parameter renamed."""
     for node, source in definitions(text, ast.FunctionDef):
         for parameter in node.args.args:
             name, new = parameter.arg, f"new_{parameter.arg}"
@@ -108,7 +107,7 @@ def edits(text: str) -> Iterator[str]:
 
 
 def summaries(text: str) -> Iterator[str]:
-    """Every class of a module with several methods, and the beginning of a list of them."""
+    """Yield a prompt for every class with several methods: list the methods."""
     for node, source in definitions(text, ast.ClassDef):
         methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
         if len(methods) >= 3:
@@ -116,7 +115,7 @@ def summaries(text: str) -> Iterator[str]:
 
 
 def definitions(text: str, kind: type) -> Iterator[tuple]:
-    """Those at the beginning of a line, each with its source."""
+    """Yield the undecorated top-level definitions of a kind with their source."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError):

@@ -1,9 +1,9 @@
-"""What prompt lookup costs in a step, over the length of the context: looking up, and adding three tokens to the text.
+"""Time of prompt lookup in a step over the length of the context: propose, and add three tokens to the text.
 
     python experiments/lookup_cost.py --output experiments/results/lookup_cost.json
 
-The text is the source that the shipped model has not seen. Nothing of the base runs. Times are the least of several
-runs (of 200 steps in one compiled loop), as other work on the machine can only add to them.
+The text is held-out source code, and the base does not run. Times are the least of several runs of 200 steps in one
+compiled loop, as other processes only add to them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def measured(tree: TreeTopology, text: np.ndarray, context: int, repeats: int) -> dict[str, float]:
-    """Of one row: microseconds of a step after so many tokens, milliseconds of taking these in as a prompt."""
+    """Return microseconds of a step and milliseconds of the prompt at this context, for one sequence."""
     drafter, room = PromptLookup(), EMITTED * STEPS + tree.depth + 2
     text = np.resize(text, (1, context + room))
 
@@ -66,7 +66,7 @@ def measured(tree: TreeTopology, text: np.ndarray, context: int, repeats: int) -
         root = following[:, EMITTED * i]
         proposed = drafter.propose({}, state, root, tree, None).tokens
         new = jax.lax.dynamic_slice_in_dim(following, EMITTED * i, tree.depth + 1, axis=1)
-        # What is beyond the emitted tokens comes from the proposal: nothing is written before it has been read.
+        # Tokens after the emitted ones depend on the proposal, so that XLA cannot reorder writing and reading.
         new = jnp.where(jnp.arange(tree.depth + 1) < EMITTED, new, jnp.min(proposed))
         state = drafter.advance({}, state, None, new, jnp.full(1, EMITTED, jnp.int32), None, None)
         return state, following, total + jnp.sum(proposed)

@@ -1,4 +1,4 @@
-"""Randomly sampled dense trees against optimised sparse ones: tokens_per_step and speed by size (medusa figure 4)."""
+"""Random dense trees against searched sparse ones: tokens per step and speed by size (medusa figure 4)."""
 
 import sys
 from functools import partial
@@ -33,9 +33,9 @@ def measure(setup: common.Setup, heads: str) -> list[dict]:
 
 
 def random_dense(count: int, largest: int, depth: int) -> dict[str, TreeTopology]:
-    """Cartesian products of the heads' first guesses (medusa 2.1.2), numbers of guesses drawn at random."""
+    """Return Cartesian trees (medusa 2.1.2) with random numbers of guesses per head."""
     random, found = np.random.default_rng(0), {}
-    for _ in range(100 * count):  # few heads may not have so many trees
+    for _ in range(100 * count):  # a few heads may have fewer trees
         sizes = random.integers(1, 9, random.integers(1, depth + 1)).tolist()
         if len(found) < count and np.cumprod(sizes).sum() < largest:
             name = "cartesian-" + "x".join(map(str, sizes))

@@ -1,4 +1,4 @@
-"""Typical acceptance over fine thresholds, between greedy and random sampling (medusa figure 5).
+"""Typical acceptance over a fine range of thresholds (medusa figure 5).
 
 ε from 0.01 to 0.25 at temperature 0.7, α = √ε.
 """

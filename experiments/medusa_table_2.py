@@ -1,7 +1,7 @@
-"""Ways to train Medusa heads: on a frozen base, together with it, and together without care (medusa table 2).
+"""Ways to train Medusa heads: frozen base, joint training (Medusa-2), direct fine-tuning (medusa table 2).
 
-All on the same text in as many steps, four heads with lm heads of their own, decoded with the released tree. A joint
-run changes its base: a row's speed-up is over its own. The quick setting is enough to run, not to rank.
+All train four heads with their own lm heads on the same text for the same number of steps, and decode with the released
+tree. Joint training changes the base, so a row's speed-up is over its own base. ``--quick`` tests the script only.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import common
 
 JOINT = ablation.OWN_TEXT.with_name("medusa2_shipped.yaml")
 MEDUSA_1 = ("draft.heads=medusa", *ablation.TEXT, "objective.head_decay=0.8")
-# Table 2's "direct fine-tuning": both from the first step, at one learning rate, on the text, with equal weights.
+# Table 2's "direct fine-tuning": base and heads from the first step, one learning rate, text loss, equal weights.
 DIRECT = ("joint.distill=false", "joint.heads_weight=1", "joint.heads_lr_multiple=1")
 DIRECT += ("joint.heads_alone_steps=0", "joint.rise_steps=0", "optimizer.lr=3.0e-3")
 VARIANTS = {
@@ -31,7 +31,7 @@ def run(args) -> None:
     rows: list[dict] = []
     for name in args.variants:
         config, overrides = VARIANTS[name]
-        if config == JOINT:  # the heads alone for a quarter of the steps, then λ0 rises for another
+        if config == JOINT:  # a quarter of the steps trains the heads alone, during another λ0 rises
             overrides = (
                 f"joint.heads_alone_steps={args.steps // 4}",
                 f"joint.rise_steps={args.steps // 4}",
@@ -49,18 +49,20 @@ def run(args) -> None:
     common.write(args, "speed", "medusa table 2", "ways to train Medusa heads", rows, [*ablation.MEASURED, REMARK])
 
 
-REMARK = "bits_per_byte: of held-out text under the row's base; _before: under the base that all began with"
+REMARK = "bits_per_byte: held-out text under the row's base; _before: under the original base"
 
 
 def bits_per_byte(output: Path) -> dict[str, float]:
-    """As the run last evaluated its base; nothing where the base was frozen."""
+    """Return the last evaluation of a jointly trained base; empty for a frozen one."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     last = [line for line in lines if line["kind"] == "eval"][-1]
     return {name: last[name] for name in ("bits_per_byte", "bits_per_byte_before") if name in last}
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--runs", default="runs/medusa_table_2", help="where they are trained (default %(default)s)")
+    parser.add_argument(
+        "--runs", default="runs/medusa_table_2", help="directory of the trained heads (default %(default)s)"
+    )
     ablation.add_choice(parser, "--variants", VARIANTS)
 
 

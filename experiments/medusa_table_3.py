@@ -1,7 +1,7 @@
-"""What each technique adds: heads without a tree, a dense tree, an optimised tree (medusa table 3).
+"""Speed-up of each technique: heads without a tree, with a dense tree, with a searched tree (medusa table 3).
 
-The first heads given, by default the shipped Medusa's. The dense tree has as many nodes as the searched one or a few
-more. For Medusa-2 give its base and heads in a second run: it is another base, with an autoregressive speed of its own.
+Measures the first heads given (default: the shipped Medusa heads). The dense tree has at least as many nodes as the
+searched one. Medusa-2 needs a second run with its base and heads, as its base has another autoregressive speed.
 """
 
 import sys
@@ -27,17 +27,17 @@ def run(args) -> None:
         "+ optimised tree, fastest size": setup.fastest_tree(heads, 1, [2, 3, 4, 6, 8, 16, 32]),
     }
     rows = common.speed_rows(setup.contest({name: setup.executor(heads, tree) for name, tree in trees.items()}), 1)
-    common.write(args, "speed", "medusa table 3", "what each technique adds", rows)
+    common.write(args, "speed", "medusa table 3", "speed-up of each technique", rows)
 
 
 def dense(nodes: int, depth: int) -> TreeTopology:
-    """The smallest Cartesian tree of at least so many nodes whose every head offers half as many again as the next."""
+    """Return the smallest Cartesian tree of this size in which each head has 1.5 times the guesses of the next."""
     for widest in range(1, nodes + 1):
         sizes = [max(1, round(widest / 1.5**k)) for k in range(depth)]
         tree = presets.cartesian(sizes)
         if tree.size >= nodes:
             return tree
-    raise AssertionError("a tree as wide has as many nodes")
+    raise AssertionError("a tree of this width has enough nodes")
 
 
 if __name__ == "__main__":

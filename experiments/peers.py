@@ -1,11 +1,10 @@
-"""Speculative decoding here and in transformers: the same base, prompts and device, greedy, interleaved in one run.
+"""Compare greedy speculative decoding here and in transformers: same base, prompts and device, interleaved in one run.
 
     python experiments/peers.py --json experiments/results/peers.json
     python experiments/peers.py --base DIR --draft HEADS --draft lookup --assistant SMALLER_BASE --prompts FILE.jsonl
 
-By default the shipped model, all its drafts and held-out code. Each draft decodes with the fastest of a few small
-trees, found beforehand on two of the prompts. Both sides run on past the end of the text, so that all do equal work.
-Needs the `test` extra (torch).
+The default is the shipped model with all its drafts on held-out code. Each draft decodes with the fastest of a few
+small trees, chosen on two of the prompts. Both sides continue after EOS, for equal work. Needs the extra `test`.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from hydrajax.trees import presets
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base", help="a Hugging Face directory (default: the shipped one)")
-    parser.add_argument("--draft", action="append", help="heads or 'lookup' (default: lookup and the shipped heads)")
-    parser.add_argument(
-        "--assistant", help="a smaller model for transformers' assisted generation (of shipped: its own)"
-    )
-    parser.add_argument("--prompts", help="a file of prompts (default: held-out code of the standard library)")
+    parser.add_argument("--base", help="Hugging Face directory (default: the shipped base)")
+    parser.add_argument("--draft", action="append", help="draft, repeatable (default: lookup and all shipped drafts)")
+    parser.add_argument("--assistant", help="draft model for transformers (default: the shipped one for its base)")
+    parser.add_argument("--prompts", help="file of prompts (default: held-out code)")
     parser.add_argument("--count", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="of held-out code")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=64, help="tokens of held-out prompts (default %(default)s)"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch threads (default: all cores)")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     jax.config.update("jax_platforms", "cpu")
@@ -87,7 +86,7 @@ def read_prompts(args, loaded):
 
 
 def with_transformers(args) -> dict:
-    """What transformers has of its own, by name: functions from a prompt's ids to those of its continuation."""
+    """Return transformers' decoders by name: functions from prompt ids to continuation ids."""
     base = AutoModelForCausalLM.from_pretrained(args.base or assets.base(), dtype=torch.float32).eval()
     settings = {"greedy": {}, "prompt lookup": {"prompt_lookup_num_tokens": 5}}
     smaller = args.assistant or (None if args.base else assets.path("draft_model"))
@@ -118,7 +117,7 @@ def with_transformers(args) -> dict:
 
 
 def with_hydrajax(args, plain, prompts) -> dict:
-    """This package's, by name."""
+    """Return this package's decoders by name."""
     wanted = hydrajax.DecodeSpec(max_new_tokens=args.max_new_tokens)
     plain_spec = plain.spec(wanted, tree="root", eos_ids=())
     executors = {"hydrajax, autoregressive": hydrajax.make_executor(plain, plain_spec)}

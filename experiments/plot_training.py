@@ -1,8 +1,8 @@
-"""Training curves of one or several runs as one picture.
+"""Plot the training curves of one or more runs.
 
     python experiments/plot_training.py experiments/results/shipped/*.jsonl --output curves.png
 
-Reads the ``metrics.jsonl`` that `hydrajax.train` writes; a file is named by its stem, a run's directory by its name.
+Reads the ``metrics.jsonl`` of `hydrajax.train`. A curve is named by its file's stem or its run's directory.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from hydrajax.train.metrics import FILE, read_metrics
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="metrics.jsonl files, or directories of runs")
-    parser.add_argument("--output", type=Path, required=True, help="PNG")
+    parser.add_argument("--output", type=Path, required=True, help="PNG file to write")
     args = parser.parse_args()
     runs = {}
     for path in args.runs:
         lines = read_metrics(path / FILE if path.is_dir() else path)
         if not lines:
-            raise HydrajaxError(f"runs: no metrics in {path}")
+            raise HydrajaxError(f"runs: got {path} without metrics, expected a run of hydrajax train")
         runs[path.name if path.is_dir() else path.stem] = lines
 
-    # A base is judged by bits per byte, heads by tokens per step: only what some run has gets a panel.
+    # Bases have bits per byte, heads tokens per step: panels without data are left out.
     wanted = [
         ("train", "loss", "training loss (nats, summed over heads)"),
         ("eval", "bits_per_byte", "held-out bits per byte"),

@@ -1,15 +1,15 @@
-"""What `hydrajax serve` gives to many clients at once: throughput and waiting times, or a soak with broken connections.
+"""Load test of `hydrajax serve`: throughput and latency over the number of clients, or a soak with broken connections.
 
     python experiments/serve_load.py --output runs/experiments/serve_load.json
     python experiments/serve_load.py --requests 10000 --disconnect 0.1
 
-The server is a process of its own on the loopback address, the clients share the machine with it. Every client asks
-again as soon as it is answered; prompts are stretches of source that the shipped model has not seen. Beside it stand
-`generate` with one prompt at a time, and the same server without a drafter. Every answer that was not broken off is
-compared with what `generate` gives for its prompt and seed.
+The server is a new process on the loopback address and shares the machine with the clients. Every client sends its next
+request as soon as the last one is answered; prompts are chunks of held-out source code. The baselines are `generate`
+with one prompt at a time, and the same server without a draft. Every complete answer is compared with that of
+`generate` for its prompt and seed.
 
-A token's latency is, of every answer, the time from its first piece to its last by the tokens in between; a pause is
-the time between two pieces, of one step's tokens or more.
+A token's latency is the time from the first to the last chunk of an answer, divided by the tokens in between. A pause
+is the time between two chunks, each of which holds the tokens of one step or more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import httpx
 import numpy as np
-from common import held_out_stretches
+from common import held_out_chunks
 
 import hydrajax
 from hydrajax.cli import options, run_command
@@ -44,12 +44,12 @@ from hydrajax.trees import presets
 PERCENTILES = 50, 95, 99
 TEMPERATURE, TOP_P = 0.8, 0.95
 SOAK_QUESTIONS, SOAK_CLIENTS = 64, 16
-BATCH = 16  # rows in which `generate` says what is expected
+BATCH = 16  # batch size of the expected answers
 SAMPLES = 200  # of the server's memory, at most
 
 
 class Question(NamedTuple):
-    """A request, and what `generate` answers."""
+    """A request and its expected answer."""
 
     ids: list[int]
     limit: int
@@ -58,11 +58,11 @@ class Question(NamedTuple):
 
 
 @dataclass
-class Asked:
-    """What became of a request. pieces: when each came. tokens: of the answer. text: None if it was broken off."""
+class Response:
+    """Times of a response and its chunks, tokens of the answer, and its text (None if the connection was broken)."""
 
     began: float
-    pieces: list[float] = field(default_factory=list)
+    chunks: list[float] = field(default_factory=list)
     tokens: int = 0
     text: str | None = None
 
@@ -72,22 +72,23 @@ def main() -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", metavar="DIR|NAME", default="shipped")
-    parser.add_argument("--draft", metavar="DIR|NAME", default="hydra++")
-    parser.add_argument("--tree", metavar="NAME", help="default: the one searched for the draft")
-    parser.add_argument("--clients", type=options.positives, metavar="N,N,...", help="default 1,2,4,8,16,32; soak 16")
-    parser.add_argument("--requests", type=options.positive, metavar="N", help="of each number of clients (default 64)")
-    parser.add_argument("--disconnect", type=float, default=0.0, metavar="P", help="soak: share of broken connections")
-    parser.add_argument("--prompt-tokens", type=options.positive, default=64, metavar="N")
-    parser.add_argument("--new-tokens", type=options.positive, default=64, metavar="N")
-    parser.add_argument("--slots", type=options.positive, default=8, metavar="B", help="rows of the server's batch")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="default: print only")
+    add = parser.add_argument
+    add("--base", metavar="DIR|NAME", default="shipped")
+    add("--draft", metavar="DIR|NAME", default="hydra++")
+    add("--tree", metavar="NAME", help="tree (default: the one searched for the draft)")
+    add("--clients", type=options.positives, metavar="N,N,...", help="default 1,2,4,8,16,32; soak 16")
+    add("--requests", type=options.positive, metavar="N", help="per number of clients (default 64)")
+    add("--disconnect", type=float, default=0.0, metavar="P", help="soak: share of broken connections")
+    add("--prompt-tokens", type=options.positive, default=64, metavar="N")
+    add("--new-tokens", type=options.positive, default=64, metavar="N")
+    add("--slots", type=options.positive, default=8, metavar="B", help="of the server (default 8)")
+    add("--seed", type=int, default=0)
+    add("--output", type=Path, metavar="FILE.json", help="result (default: print only)")
 
 
 def run(args: argparse.Namespace) -> int:
     if not 0 <= args.disconnect < 1:
-        raise HydrajaxError(f"disconnect: must be at least 0 and below 1, found {args.disconnect}")
+        raise HydrajaxError(f"disconnect: got {args.disconnect}, expected at least 0 and below 1")
     soaks = args.disconnect > 0
     args.requests = args.requests or 64
     args.clients = args.clients or ([SOAK_CLIENTS] if soaks else [1, 2, 4, 8, 16, 32])
@@ -100,13 +101,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found["right"] else 1
 
 
-# --- what is expected -------------------------------------------------------------------------------------------------
+# --- expected answers -------------------------------------------------------------------------------------------------
 
 
 def questions_for(args, loaded, count: int, *, mixed: bool) -> list[Question]:
-    """Greedy ones of one length; or mixed ones, of many lengths, of which every other one is sampled."""
+    """Return greedy requests of one length, or requests of mixed lengths of which every other one is sampled."""
     random, most = np.random.default_rng(args.seed), args.new_tokens
-    prompts = held_out_stretches(loaded.tokenizer, count, args.prompt_tokens)
+    prompts = held_out_chunks(loaded.tokenizer, count, args.prompt_tokens)
     limits, seeds = [most] * count, [None] * count
     if mixed:
         prompts = [ids[: random.integers(1, len(ids) + 1)] for ids in prompts]
@@ -133,7 +134,7 @@ def tree_of(args, loaded):
 
 @contextmanager
 def serving(args, draft: str) -> Iterator[tuple[subprocess.Popen, str]]:
-    """The process and its address; at the end it is told to go, and must say that it has finished."""
+    """Run the server and yield its process and address. At the end it must exit with code 0 after SIGTERM."""
     command = [
         sys.executable,
         "-m",
@@ -158,39 +159,41 @@ def serving(args, draft: str) -> Iterator[tuple[subprocess.Popen, str]]:
                 address = found[1]
                 break
         if address is None:
-            raise HydrajaxError(f"the server has not started: {log[-1].strip() if log else 'without a word'}")
+            raise HydrajaxError(f"the server did not start: {log[-1].strip() if log else 'no output'}")
         threading.Thread(target=process.stderr.read, daemon=True).start()
         yield process, address
         process.send_signal(signal.SIGTERM)
         if code := process.wait(60):
-            raise HydrajaxError(f"the server has ended with {code}")
+            raise HydrajaxError(f"the server exited with code {code}, expected 0")
     finally:
         process.kill()
         process.wait()
 
 
-async def ask(client: httpx.AsyncClient, question: Question, pieces: int | None = None) -> Asked:
-    """Stream one answer. pieces: break the connection off after so many."""
+async def ask(client: httpx.AsyncClient, question: Question, max_chunks: int | None = None) -> Response:
+    """Stream one answer, and break the connection after ``max_chunks``."""
     body = {"prompt": question.ids, "max_tokens": question.limit, "stream": True, "temperature": 0}
     body |= {"model": "hydrajax", "stream_options": {"include_usage": True}}
     if question.seed is not None:
         body |= {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": question.seed}
-    asked, text, ended = Asked(time.perf_counter()), "", False
+    asked, text, ended = Response(time.perf_counter()), "", False
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
-            raise HydrajaxError(f"the server says {response.status_code}: {(await response.aread()).decode()[:200]}")
-        if pieces == 0:
+            raise HydrajaxError(
+                f"the server answered {response.status_code}: {(await response.aread()).decode()[:200]}"
+            )
+        if max_chunks == 0:
             return asked
         async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             event = json.loads(line.removeprefix("data: "))
             for choice in event["choices"]:
-                asked.pieces.append(time.perf_counter())
+                asked.chunks.append(time.perf_counter())
                 text, ended = text + choice["text"], choice["finish_reason"] is not None
             if event.get("usage"):
                 asked.tokens = event["usage"]["completion_tokens"]
-            if len(asked.pieces) == pieces and not ended:
+            if len(asked.chunks) == max_chunks and not ended:
                 return asked
     if ended:
         asked.text = text
@@ -199,8 +202,8 @@ async def ask(client: httpx.AsyncClient, question: Question, pieces: int | None 
 
 async def ask_all(
     address: str, n_clients: int, questions: Sequence[Question], cuts: Sequence[int | None] | None = None, progress=None
-) -> tuple[list[Asked], float]:
-    """All questions, by so many clients who take the next one when they are answered; and the seconds it took."""
+) -> tuple[list[Response], float]:
+    """Send all requests from ``n_clients`` clients. Return the responses and the seconds."""
     cuts, found = cuts or [None] * len(questions), [None] * len(questions)
     left = iter(range(len(questions)))
 
@@ -247,18 +250,18 @@ def load(args) -> dict:
     return {"rows": rows, "right": right}
 
 
-def figures(found: Sequence[Asked], seconds: float) -> dict:
+def figures(found: Sequence[Response], seconds: float) -> dict:
     def spread(name: str, values: Sequence[float]) -> dict[str, float]:
         at = np.percentile(values, PERCENTILES) if len(values) else [float("nan")] * len(PERCENTILES)
         return {f"{name}_ms_{which}": 1000 * float(value) for which, value in zip(PERCENTILES, at, strict=True)}
 
     pauses = [
-        later - earlier for asked in found for earlier, later in zip(asked.pieces, asked.pieces[1:], strict=False)
+        later - earlier for asked in found for earlier, later in zip(asked.chunks, asked.chunks[1:], strict=False)
     ]
-    each = [(a.pieces[-1] - a.pieces[0]) / (a.tokens - 1) for a in found if a.tokens > 1]
+    each = [(a.chunks[-1] - a.chunks[0]) / (a.tokens - 1) for a in found if a.tokens > 1]
     return (
         {"requests": len(found), "tokens_per_second": sum(asked.tokens for asked in found) / seconds}
-        | spread("first_token", [asked.pieces[0] - asked.began for asked in found])
+        | spread("first_token", [asked.chunks[0] - asked.began for asked in found])
         | spread("token", each)
         | spread("pause", pauses)
     )
@@ -277,7 +280,7 @@ def line_of(row: dict) -> str:
 
 
 def soak(args) -> dict:
-    """Every complete answer is right, none is lost, what was broken off is over, and the server's memory stays."""
+    """Check that no answer is wrong or lost, broken requests end, and the server's memory does not grow."""
     loaded = hydrajax.load(args.base, args.draft, dtype="float32")
     pool = questions_for(args, loaded, SOAK_QUESTIONS, mixed=True)
     random = np.random.default_rng(args.seed + 1)
@@ -298,9 +301,9 @@ def soak(args) -> dict:
     left = counts["requests"] - counts["ended"] - counts["cancelled"]
     begun = [megabytes for at, megabytes in samples if at >= args.requests // 5] or [samples[-1][1]]
     slope = 1000 * float(np.polyfit(range(len(begun)), begun, 1)[0]) / every if len(begun) > 2 else 0.0
-    broken_off = len(questions) - len(whole) - lost
+    broken = len(questions) - len(whole) - lost
     print(
-        f"{len(questions)} requests in {seconds:.0f} s: {len(whole)} whole, {broken_off} broken off, {lost} lost, "
+        f"{len(questions)} requests in {seconds:.0f} s: {len(whole)} complete, {broken} broken, {lost} lost, "
         f"{wrong} wrong, {left} left in the server\n"
         f"memory of the server: {begun[0]:.0f} MB after a fifth, {begun[-1]:.0f} MB at the end, "
         f"{max(begun):.0f} MB at most, {slope:+.2f} MB for 1000 requests"
@@ -311,13 +314,13 @@ def soak(args) -> dict:
 
 
 def resident(pid: int) -> float:
-    """Megabytes of a process's memory."""
+    """Return the resident megabytes of a process."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1000
 
 
 def settled_counts(address: str) -> dict[str, int]:
-    """The server's own counts, once it has noticed who has gone."""
+    """Return the server's counters after it has noticed the broken connections."""
     for _ in range(100):
         page = httpx.get(f"{address}/metrics").text
         counts = {

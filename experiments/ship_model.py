@@ -1,9 +1,9 @@
-"""Put trained runs into the package as its shipped model, and where they came from.
+"""Copy trained runs into the package as its shipped model, with their sources.
 
     python experiments/ship_model.py --runs runs/shipped
 
 Expects the corpus and the runs of ``experiments/configs/shipped`` (``base``, ``medusa``, ``hydra``, ``hydra_pp`` and
-``draft_model``): the README there has the commands.
+``draft_model``), whose README has the commands.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ def main() -> None:
     size = sum(path.stat().st_size for path in assets.FOLDER.rglob("*") if path.is_file() and path.suffix != ".py")
     print(f"{assets.FOLDER}: {size / 1e6:.1f} MB")
     if size > MOST_BYTES:
-        raise SystemExit(f"the assets may hold at most {MOST_BYTES / 1e6:.0f} MB")
+        raise SystemExit(f"assets: got {size / 1e6:.0f} MB, expected at most {MOST_BYTES / 1e6:.0f} MB")
 
 
 def about(runs: Path) -> None:
-    """``ABOUT.json``: the sources, their versions and licences, and which files no model has seen."""
+    """Write ``ABOUT.json``: sources, versions, licences and the held-out files."""
     config = load_config(CONFIGS / "base.yaml")
     items = [name.relative_to(runs / "corpus").as_posix() for name in sorted((runs / "corpus").rglob("*.py"))]
     _, held_out = dataset.packing.split(items, config.data.held_out, config.seed)
-    # Of the standard library first, as more people know it; a package's files are named as they are installed.
+    # The standard library comes first, as it is better known. Package files have their installed names.
     names = sorted(held_out, key=lambda name: not name.startswith("standard_library/"))
     names = ["packages/" + name.split("/", 2)[2] if name.startswith("packages/") else name for name in names]
     content = {"note": NOTE, "sources": json.loads((runs / "SOURCES.json").read_text()), "held_out": names}

@@ -1,10 +1,10 @@
-"""Write the text that the shipped model learns from: Python source that an installation of this package brings along.
+"""Write the training text of the shipped model: the Python source code in an installation of this package.
 
     python experiments/shipped_corpus.py --output runs/shipped/corpus
 
-That is the standard library, and every installed dependency, those of the extras included, whose licence is permissive;
-without tests, generated code and near-duplicates. The files go to ``standard_library/`` and ``packages/NAME/``, their
-versions and licences to ``SOURCES.json`` beside the folder. Another environment gives another corpus and model.
+The text is the standard library and every installed dependency (including the extras') with a permissive licence,
+without tests, generated code and near-duplicates. Files go to ``standard_library/`` and ``packages/NAME/``, versions
+and licences to ``SOURCES.json`` next to the folder. Another environment gives another corpus and model.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from packaging.utils import canonicalize_name
 
 from hydrajax.train.data import corpus
 
-# So much of a package at most, so that the largest two (PyTorch, transformers) are not the half of the text.
+# Limit of a package, so that the largest two (PyTorch, transformers) are not half of the text.
 CHARS_PER_PACKAGE = 12_000_000
 EXTRAS = ("test", "plots", "notebooks")
 SKIPPED_FOLDERS = corpus.SKIPPED_FOLDERS | {"testing"}
 GENERATED = ("_pb2.py", "_gen.py", "_pb2_grpc.py")
-# A file is a near-duplicate if more than half of its runs of so many lines are in files that were taken before it.
+# A file is a near-duplicate if more than half of its runs of this many lines occur in earlier files.
 SHINGLE_LINES = 5
-# Words that name a permissive licence, and those that must not stand anywhere in a licence's name.
+# Names of permissive licences, and words that exclude a licence.
 PERMISSIVE = re.compile(r"\b(apache|mit|(0|new )?bsd|isc|psf|python software foundation|zlib|cc0)\b", re.IGNORECASE)
 RESTRICTED = re.compile(r"\b[al]?gpl|gnu|mozilla|\bmpl|\bafl|academic|\beupl|commercial|proprietary", re.IGNORECASE)
 
 
 class Package(NamedTuple):
-    """An installed distribution. ``files`` are its Python files below ``folder``; ``licence`` is its name."""
+    """An installed distribution: its licence's name, and its Python files relative to ``folder``."""
 
     name: str
     version: str
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def without_near_duplicates(files: Iterable[corpus.SourceFile]) -> Iterator[corpus.SourceFile]:
-    """The files, but for those that say for the most part what files before them said."""
+    """Yield the files that are not near-duplicates of earlier ones."""
     seen: set[int] = set()
     for file in files:
         lines = [line.strip() for line in file.text.splitlines() if line.strip()]
@@ -86,7 +86,7 @@ def without_near_duplicates(files: Iterable[corpus.SourceFile]) -> Iterator[corp
 
 
 def permissive_dependencies(root: str, extras: Iterable[str] = ()) -> Iterator[Package]:
-    """Every installed distribution that ``root`` with ``extras`` needs, directly or not, by name, if permissive."""
+    """Yield the permissively licensed distributions that ``root`` with ``extras`` needs, sorted by name."""
     for name, distribution in sorted(needed_by(root, extras).items()):
         licence = licence_name(distribution.metadata)
         if is_permissive(licence):
@@ -108,7 +108,7 @@ def is_source(name: str) -> bool:
 
 
 def licence_name(metadata) -> str:
-    """The SPDX expression, or else the classifiers, or else the first line of the free text; empty if there is none."""
+    """Return the SPDX expression, else the classifiers, else the first line of the free text, else ""."""
     if expression := metadata.get("License-Expression"):
         return expression
     kinds = [line.split(" :: ")[-1] for line in metadata.get_all("Classifier") or [] if line.startswith("License ::")]
@@ -120,7 +120,7 @@ def is_permissive(licence: str) -> bool:
 
 
 def needed_by(root: str, extras: Iterable[str]) -> dict[str, importlib.metadata.Distribution]:
-    """By canonical name, without ``root``. Extras are those of ``root``; its dependencies come without theirs."""
+    """Return the dependencies of ``root`` by canonical name, with its extras but without those of dependencies."""
     found: dict[str, importlib.metadata.Distribution] = {}
     waiting = [(root, ("", *extras))]
     while waiting:

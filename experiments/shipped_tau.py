@@ -1,10 +1,10 @@
-"""How good the shipped heads are: tokens_per_step on held-out files, from the starts of functions.
+"""Tokens per step of the shipped heads on held-out files, from the starts of functions.
 
     python experiments/shipped_tau.py --output experiments/results/shipped_tau.json
 
-For each drafter the same prompts, 63-choice tree and limits: greedy over the whole continuation, greedy over its first
-32 tokens (before it can fall into repetition), and exact sampling at temperature 0.7. Beside them the share of
-repeated 8-grams, which flatters any drafter.
+Every drafter has the same prompts, tree (63 choices) and limits. Measured are greedy decoding, its first 32 tokens
+(before the text can become repetitive) and exact sampling at temperature 0.7, and the share of repeated 8-grams, which
+makes every drafter look better.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
             out, n_tokens, steps = decode(hydrajax.make_executor(loaded, spec))
             row[name] = float(n_tokens.sum() / steps.sum())
             if isinstance(rule, Greedy) and not np.array_equal(out, tokens[:, :new_tokens]):
-                raise SystemExit(f"{directory}: the output differs from autoregressive decoding")
+                raise SystemExit(f"{directory}: the output differs from that of autoregressive decoding")
             if isinstance(rule, ExactSampling):
                 row["repeated 8-grams at 0.7"] = repeated(out, n_tokens, 8)
         report["drafters"][Path(directory).name] = row
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def repeated(tokens: np.ndarray, lengths: np.ndarray, n: int) -> float:
-    """Share of n-grams that occurred before in the same continuation."""
+    """Return the share of n-grams that occurred earlier in the same continuation."""
     total = again = 0
     for row, length in zip(tokens, lengths, strict=True):
         grams = [tuple(row[i : i + n]) for i in range(length - n + 1)]

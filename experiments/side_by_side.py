@@ -1,4 +1,4 @@
-"""Functions timed against each other, whatever library each of them calls."""
+"""Time functions against each other, for comparisons between libraries."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import numpy as np
 
 
 def side_by_side(runs: Mapping[str, Callable[[], Any]], repeats: int) -> tuple[dict[str, Any], dict[str, float]]:
-    """What each returned, and its median seconds over rounds that run all of them once, in random order.
-
-    Each runs once beforehand, to warm up and to compile.
-    """
+    """Run all functions once per round in random order, after a warm-up. Return their results and median seconds."""
     outputs = {name: run() for name, run in runs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     random = np.random.default_rng(0)

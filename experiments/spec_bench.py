@@ -1,7 +1,7 @@
-"""Spec-Bench by category, for hydra_table_2.py and amphista_tables_1_and_2.py: ``hydrajax evaluate --set spec_bench``.
+"""Run Spec-Bench by category (``hydrajax evaluate``), for hydra_table_2.py and amphista_tables_1_and_2.py.
 
-A run that was killed is taken up. The shipped model knows only Python code, so that its answers are none: what the
-default shows is the machinery, and how well drafts guess a model that repeats itself.
+Interrupted runs are resumed. The shipped model was trained on Python code only, so its answers are meaningless and
+repetitive: the default only tests the script.
 """
 
 from __future__ import annotations
@@ -17,23 +17,21 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.questions.summary import MT_BENCH
 from hydrajax.report.outputs import find_results
 
-# Of each category so many questions; MT-Bench's eight have ten each, the others 80.
+# questions: of each category; MT-Bench's eight have ten each, the others 80.
 FULL = {"max_new_tokens": 64, "repeats": 1, "questions": 80}
 QUICK = {"max_new_tokens": 16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", metavar="DIR", required=True, help="where spec_bench_question.jsonl lies")
-    parser.add_argument(
-        "--template", metavar="NAME", help="of evaluate; default: plain for the shipped model, else auto"
-    )
-    parser.add_argument("--answers", metavar="DIR", default="runs/spec_bench", help="default %(default)s")
+    parser.add_argument("--data", metavar="DIR", required=True, help="directory of spec_bench_question.jsonl")
+    parser.add_argument("--template", metavar="NAME", help="chat template (default: auto; plain for the shipped model)")
+    parser.add_argument("--answers", metavar="DIR", default="runs/spec_bench", help="answers (default %(default)s)")
 
 
 def by_category(args: argparse.Namespace, drafts: Sequence[str | Path], name: str, flags: Sequence = ()) -> list[dict]:
-    """Rows of a "categories" result. name: of the folder of answers. flags: of evaluate, such as its rule."""
+    """Run `evaluate` with these flags, write answers to a directory of this name, and return its rows."""
     if args.prompts:
-        raise HydrajaxError("--prompts: has no meaning here, the questions are Spec-Bench's")
+        raise HydrajaxError("--prompts: the questions are those of Spec-Bench, leave the flag out")
     answers = Path(args.answers) / f"{name}-{args.questions}-{args.max_new_tokens}"
     answers.parent.mkdir(parents=True, exist_ok=True)
     command = ["evaluate", "--set", "spec_bench", "--data", args.data, "--per-category", args.questions]
@@ -46,5 +44,5 @@ def by_category(args: argparse.Namespace, drafts: Sequence[str | Path], name: st
     if code := hydrajax([str(part) for part in command]):
         sys.exit(code)
     result = next(found for _, found in find_results(answers)[0] if found.kind == "categories")
-    # As Spec-Bench prints them: the eight categories of MT-Bench together.
+    # Spec-Bench reports the eight categories of MT-Bench as one.
     return [row for row in result.rows if row["category"] not in MT_BENCH]

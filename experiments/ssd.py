@@ -1,16 +1,13 @@
-"""Speculative speculative decoding on two simulated devices, beside what the simulator foretells.
+"""Speculative speculative decoding on two simulated devices, compared with the simulator.
 
     python experiments/ssd.py --output experiments/results/ssd.json
     python experiments/ssd.py --quick
     python experiments/ssd.py --base DIR --draft SMALLER_BASE --prompts FILE.jsonl
 
-The base on one CPU device, the draft on another. What is measured: hits, the seconds of every part of a round, the
-seconds of whole rounds and tokens per second for every fan-out, against the same pair in turn (on the two devices, and
-in one program on one of them) and against the base alone. The simulator is told the parts' seconds and what outcomes
-came about, and foretells the whole rounds. Then it is told what two H200 would take by their roofline, and names the
-fan-out for a 7B base.
-
-By default the shipped base and its draft model.
+The base (default: the shipped one) runs on one CPU device, the draft model on another. Every fan-out has its hit rate,
+seconds of the parts of a round and of whole rounds, and tokens per second. The baselines are the same pair in turn (on
+two devices, and in one program on one device) and the base alone. The simulator predicts whole rounds from the measured
+parts and outcomes. From the roofline of two H200 it then predicts the best fan-out for a 7B base.
 """
 
 from __future__ import annotations
@@ -18,8 +15,8 @@ from __future__ import annotations
 import os
 import sys
 
-# As near to a core for each device as XLA comes, before JAX is imported: it reads this when it starts. What the devices
-# share is then one thread, beside one of each device's own; `cores` says how many cores a device keeps busy with that.
+# JAX reads these at its import. They come closest to one core per device: the devices share one thread in addition to
+# their own ones. `cores` measures how many cores a device keeps busy.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
@@ -55,8 +52,8 @@ FULL = {"count": 8, "prompt_tokens": 128, "new_tokens": 128, "repeats": 5, "dept
 FULL |= {"fan_outs": [2, 4, 8, 12, 16]}
 QUICK = {"count": 2, "prompt_tokens": 32, "new_tokens": 32, "repeats": 1, "depth": 2, "ranks": 4, "fan_outs": [4]}
 
-# A pair of H200: what a small message takes from GPU to GPU and a layer's kernels to be launched are assumed, not
-# measured. 12 kernels a layer (docs/gpu.md) at a microsecond each inside a CUDA graph.
+# Assumed for a pair of H200, in seconds: a small message between GPUs, and the launch of a layer's kernels (12 per
+# layer, docs/gpu.md, at a microsecond each inside a CUDA graph).
 TRANSFER, LAUNCH = 10e-6, 12e-6
 DRAFTS = {
     "68m": LlamaConfig(32_000, 768, 3072, 2, 12, 12, 64),  # JackFram/llama-68m
@@ -72,16 +69,16 @@ def run(args: argparse.Namespace) -> None:
     executor, prompts = pair(args)
     remarks = [cores(executor, prompts[0])]
 
-    # What outcomes there are, from as many guesses as will be asked for, and the times of the parts.
+    # Count outcomes with the widest fan-out, then time the parts.
     wide = executor.with_fan_out(FanOut.uniform(args.depth, args.ranks))
     counted = joined(recorded(wide, prompts, 1)).outcomes()
     outcomes = Outcomes.counted(counted)
-    told = {0: FanOut.none(args.depth)} | {total: outcomes.best(total) for total in args.fan_outs}
-    told = {fan_out.total: fan_out for fan_out in told.values()}
+    fan_outs = {0: FanOut.none(args.depth)} | {total: outcomes.best(total) for total in args.fan_outs}
+    fan_outs = {fan_out.total: fan_out for fan_out in fan_outs.values()}
     rows = []
     with CONSOLE.status("contest"):
         settings = {"batch_size": 1, "repeats": args.repeats}
-        found = split_contest(executor, [f for f in told.values() if f.total], prompts, **settings)
+        found = split_contest(executor, [f for f in fan_outs.values() if f.total], prompts, **settings)
     by_total = {sum(row.fan_out): row for row in found if row.fan_out is not None}
     drawn = speed_rows([row.measured for row in found], 1)
     for row, figures in zip(found, drawn, strict=True):
@@ -89,16 +86,16 @@ def run(args: argparse.Namespace) -> None:
         rows.append(figures | own)
     parts, rounds = {}, {}
     prompt, lengths = right_padded(prompts[:1], max(map(len, prompts)))
-    for total, fan_out in told.items():
+    for total, fan_out in fan_outs.items():
         with CONSOLE.status(f"rounds with {total} outcomes"):
             prepared = executor.with_fan_out(fan_out)
             parts[total] = part_seconds(prepared, prompt, lengths)
             rounds[total] = round_seconds(prepared, prompt, lengths, args.repeats)
-    # One prompt's rounds are timed, so it is that prompt's own hits that the simulator is told.
+    # Rounds are timed on one prompt, so the simulator gets the outcomes of that prompt.
     one = Outcomes.counted(joined(recorded(wide, prompts[:1], 1)).outcomes())
-    print(f"\n{'outcomes':>8} {'hits':>6} {'prepare':>8} {'round':>8} {'foretold':>9} {'hidden':>7} {'foretold':>9}")
+    print(f"\n{'outcomes':>8} {'hits':>6} {'prepare':>8} {'round':>8} {'predicted':>9} {'hidden':>7} {'predicted':>9}")
     in_turn, measured_draft = rounds[0], parts[0]["miss"]
-    for total, fan_out in told.items():
+    for total, fan_out in fan_outs.items():
         speed = predict(times_of(parts, total), one, fan_out)
         hidden = (in_turn - rounds[total]) / measured_draft
         row = next(row for row in rows if row["fan_out"] == by_total[total].fan_out)
@@ -113,11 +110,11 @@ def run(args: argparse.Namespace) -> None:
     args.settings["outcomes"] = counted.tolist()
     exponent = outcomes.exponent
     remarks.append(
-        f"Of {int(counted.sum())} rounds {outcomes.accept_lengths[-1]:.0%} accepted the whole chain; the next root was "
-        f"missed by F guesses as (1 + F) ** -{exponent:.2f}. Milliseconds of the parts are those of one prompt."
+        f"Of {int(counted.sum())} rounds {outcomes.accept_lengths[-1]:.0%} accepted the whole chain; F guesses "
+        f"missed the bonus token as (1 + F) ** -{exponent:.2f}. Milliseconds of the parts are from one prompt."
     )
-    args.settings["h200"], said = extrapolation(min(exponent, 4.0))
-    remarks += said
+    args.settings["h200"], lines = extrapolation(min(exponent, 4.0))
+    remarks += lines
     title = f"Drafting ahead on two CPU devices, chains of {args.depth}"
     write(args, "speed", "", title, rows, remarks)
 
@@ -126,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def pair(args: argparse.Namespace) -> tuple[SplitExecutor, list[np.ndarray]]:
-    """Base and draft on devices of their own, and prompts."""
+    """Return an executor with base and draft on separate devices, and prompts."""
     placement = Placement(draft=last_devices(1))
     m = hydrajax.load(args.base or assets.base(), draft_model_of(args), dtype=args.dtype, placement=placement)
     executor = hydrajax.make_executor(m, m.spec(tree=chain(args.depth), max_new_tokens=args.new_tokens))
@@ -134,7 +131,7 @@ def pair(args: argparse.Namespace) -> tuple[SplitExecutor, list[np.ndarray]]:
 
 
 def cores(executor: SplitExecutor, prompt: np.ndarray) -> str:
-    """How many cores a device keeps busy, and two of them, from a pass of the base over the prompt on each."""
+    """Measure how many cores one device and two devices keep busy in a forward pass of the base."""
     model, ids = executor.model, np.tile(prompt, (8, 1))
 
     @jax.jit
@@ -154,8 +151,8 @@ def cores(executor: SplitExecutor, prompt: np.ndarray) -> str:
     one = min(busy(both[:1]) for _ in range(5))
     two = min(busy(both) for _ in range(5))
     return (
-        f"One device kept {one[1] / one[0]:.2f} cores busy, two at once {two[1] / two[0]:.2f}, and two took "
-        f"{two[0] / one[0]:.2f} times as long as one (1 if nothing else ran)."
+        f"One device kept {one[1] / one[0]:.2f} cores busy, two at once {two[1] / two[0]:.2f}; two took "
+        f"{two[0] / one[0]:.2f} times as long as one (1 on an idle machine)."
     )
 
 
@@ -163,11 +160,12 @@ def cores(executor: SplitExecutor, prompt: np.ndarray) -> str:
 
 
 def extrapolation(exponent: float) -> tuple[list[dict], list[str]]:
-    """For a 7B base: for every draft, acceptance and chain the best fan-out, the smallest within a hundredth.
+    """Predict the best fan-out (the smallest within 1%) of a 7B base for every draft, acceptance and chain.
 
-    And in words the best chain of each draft and acceptance.
+    Returns:
+        The grid of predictions, and one line for the best chain of each draft and acceptance.
     """
-    grid, said = [], []
+    grid, lines = [], []
 
     @functools.cache
     def times(name: str, depth: int, total: int) -> Times:
@@ -190,14 +188,14 @@ def extrapolation(exponent: float) -> tuple[list[dict], list[str]]:
                 )
             depth, ahead, _ = max(found, key=lambda row: row[1].tokens_per_second)
             turn_depth, _, turn = max(found, key=lambda row: row[2].tokens_per_second)
-            said.append(
-                f"Two H200 by their roofline, 7B base, {name} draft, {acceptance:.0%} accepted: at best chains of "
+            lines.append(
+                f"Two H200 by their roofline, 7B base, {name} draft, {acceptance:.0%} accepted: best chain "
                 f"{depth}, {ahead.fan_out.total} outcomes {list(ahead.fan_out.counts)}, {ahead.hit_rate:.0%} hits, "
-                f"{ahead.tokens_per_second:.0f} tokens/s; in turn at best chains of {turn_depth}, "
+                f"{ahead.tokens_per_second:.0f} tokens/s; in turn chain {turn_depth}, "
                 f"{turn.tokens_per_second:.0f} tokens/s: {ahead.tokens_per_second / turn.tokens_per_second:.2f} times."
             )
-            print(said[-1])
-    return grid, said
+            print(lines[-1])
+    return grid, lines
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""Drafting ahead with a process and a core for each side, which one process on a CPU cannot have (docs/ssd.md).
+"""Drafting ahead with one process and one core for each side, as one process cannot split a CPU (docs/ssd.md).
 
     python experiments/ssd_two_processes.py --output experiments/results/ssd_two_processes.json
     python experiments/ssd_two_processes.py --quick
     python experiments/ssd_two_processes.py --base DIR --draft SMALLER_BASE --prompts FILE.jsonl
 
-The base runs in this process, on the first core that it may use, the draft in another, on the second. What each has to
-know of the other goes through a pipe. It is timed against the same pair in turn, and against the base alone and the
-pair in one program, each on one core and on both. All parts of a round are timed in the same runs; the simulator is
-told them and which outcomes came about, and foretells the rounds. Linux only, as it chooses cores.
-
-By default the shipped base and its draft model, one prompt at a time, greedily.
+The base (default: the shipped one) runs in this process on its first core, the draft model in another process on the
+second core, and they exchange messages through a pipe. The baselines are the same pair in turn, and the base alone and
+the pair in one program, each on one core and on both. All parts of a round are timed in the same runs. The simulator
+predicts the rounds from them and the counted outcomes. Greedy, one prompt at a time; Linux only, as it selects cores.
 """
 
 from __future__ import annotations
@@ -56,17 +54,17 @@ FULL = {"count": 8, "prompt_tokens": 128, "new_tokens": 128, "repeats": 5, "dept
 FULL |= {"fan_outs": [1, 2, 4, 8, 12, 16]}
 QUICK = {"count": 2, "prompt_tokens": 32, "new_tokens": 32, "repeats": 1, "depth": 2, "ranks": 4, "fan_outs": [4]}
 PINGS = 500
-PATIENCE = 0.02  # seconds; several rounds
+POLL_SECONDS = 0.02  # several rounds
 
 
 def run(args: argparse.Namespace) -> None:
     draft, (mine, other) = str(draft_model_of(args)), two_cores()
     pair = Pair(args.base or str(assets.base()), draft, args.dtype, args.depth, args.new_tokens)
-    os.sched_setaffinity(0, {mine})  # before JAX starts its threads, which are as many as there are cores
+    os.sched_setaffinity(0, {mine})  # before JAX starts one thread per core
     m = pair.load()
     prompts = prompts_of(args, m)
-    drafting = Worker(draft_side, {other}, pair, awake=True)
-    whole = Worker(whole_machine, {mine, other}, pair, awake=False)  # it has work for both cores
+    drafting = Worker(draft_side, {other}, pair, poll=True)
+    whole = Worker(whole_machine, {mine, other}, pair, poll=False)  # its decoding uses both cores
     with drafting, whole:
         measure(args, pair, m, prompts, drafting, whole)
 
@@ -74,7 +72,9 @@ def run(args: argparse.Namespace) -> None:
 def measure(args, pair: Pair, m: LanguageModel, prompts, drafting: Worker, whole: Worker) -> None:
     executors = pair.executors(m)
     others = {f"{name}, one core": executor for name, executor in executors.items()}
-    others |= {f"{name}, both cores": Elsewhere(name, executor.spec, whole) for name, executor in executors.items()}
+    others |= {
+        f"{name}, both cores": RemoteExecutor(name, executor.spec, whole) for name, executor in executors.items()
+    }
     spec = pair.spec(m)
     two_processes = functools.partial(TwoProcesses, spec, BaseSide(m, spec), drafting)
     with CONSOLE.status("outcomes"):
@@ -83,9 +83,9 @@ def measure(args, pair: Pair, m: LanguageModel, prompts, drafting: Worker, whole
             wide.decode(prompt, lengths)
     counted = wide.record().outcomes()
     outcomes = Outcomes.counted(counted)
-    told = {fan_out.total: fan_out for fan_out in map(outcomes.best, args.fan_outs) if fan_out.total}
+    fan_outs = {fan_out.total: fan_out for fan_out in map(outcomes.best, args.fan_outs) if fan_out.total}
     ahead = {0: two_processes(FanOut.none(args.depth))}
-    ahead |= {total: two_processes(fan_out) for total, fan_out in told.items()}
+    ahead |= {total: two_processes(fan_out) for total, fan_out in fan_outs.items()}
     named = {f"ahead, {total} outcomes" if total else "in turn": each for total, each in ahead.items()}
     with CONSOLE.status("") as line:
         found = contest(
@@ -100,7 +100,7 @@ def measure(args, pair: Pair, m: LanguageModel, prompts, drafting: Worker, whole
     parts = {total: each.parts() | {"hand over": transfer, "tell": transfer} for total, each in ahead.items()}
     columns = {"verify": 7, "prepare": 8, "hit": 6, "miss": 6}
     names = " ".join(name.rjust(width) for name, width in columns.items())
-    print(f"\n{'outcomes':>8} {'hits':>6} {names}  round foretold")
+    print(f"\n{'outcomes':>8} {'hits':>6} {names}  round predicted")
     for (total, each), row in zip(ahead.items(), rows[len(others) :], strict=True):
         own, record = parts[total], each.record()
         speed = predict(times_of(parts, total), outcomes, each.fan_out)
@@ -109,26 +109,26 @@ def measure(args, pair: Pair, m: LanguageModel, prompts, drafting: Worker, whole
         row |= {"round_ms": 1e3 * each.round_seconds(), "predicted_round_ms": 1e3 * speed.seconds}
         row |= {"predicted_hit_rate": speed.hit_rate, "predicted_hidden": speed.hidden}
         figures = " ".join(f"{1e3 * own[name]:{width}.2f}" for name, width in columns.items())
-        rounds = f"{row['round_ms']:6.2f} {row['predicted_round_ms']:8.2f}"
+        rounds = f"{row['round_ms']:6.2f} {row['predicted_round_ms']:9.2f}"
         print(f"{total:8} {record.hit_rate if total else 0:6.0%} {figures} {rounds}", flush=True)
     args.settings["outcomes"] = counted.tolist()
-    said = (
-        f"The base on core {min(os.sched_getaffinity(0))} in one process, the draft on another in a second; a message "
-        f"took {1e6 * transfer:.0f} microseconds. Milliseconds are medians over the rounds of all prompts and repeats, "
-        f"the first round of each left out. Of {int(counted.sum())} rounds {outcomes.accept_lengths[-1]:.0%} accepted "
+    remark = (
+        f"The base runs on core {min(os.sched_getaffinity(0))}, the draft in a second process on another; a message "
+        f"took {1e6 * transfer:.0f} microseconds. Milliseconds are medians over the rounds of all prompts and repeats "
+        f"except each first round. Of {int(counted.sum())} rounds {outcomes.accept_lengths[-1]:.0%} accepted "
         f"the whole chain."
     )
     title = f"Drafting ahead with a process and a core for each side, chains of {args.depth}"
-    write(args, "speed", "", title, rows, [said])
+    write(args, "speed", "", title, rows, [remark])
 
 
 def two_cores() -> tuple[int, int]:
-    """The first two that this process may use."""
+    """Return the first two cores that this process may use."""
     if not hasattr(os, "sched_setaffinity"):
-        raise HydrajaxError("two processes: this system does not let a program choose its cores; Linux does")
+        raise HydrajaxError("two processes: this system cannot pin processes to cores, use Linux")
     found = sorted(os.sched_getaffinity(0))
     if len(found) < 2:
-        raise HydrajaxError(f"two processes: need a core each, found {len(found)}")
+        raise HydrajaxError(f"two processes: got {len(found)} core, expected two")
     return found[0], found[1]
 
 
@@ -137,7 +137,7 @@ def two_cores() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Pair:
-    """What every process loads for itself."""
+    """Settings from which every process loads base and draft."""
 
     base: str
     draft: str
@@ -152,23 +152,24 @@ class Pair:
         return m.spec(tree=chain(self.depth), max_new_tokens=self.new_tokens)
 
     def executors(self, m: LanguageModel) -> dict[str, Executor]:
-        """The base alone, and the pair in one program."""
+        """Return executors of the base alone and of the pair in one program."""
         together = hydrajax.make_executor(m, self.spec(m))
         return {AUTOREGRESSIVE: together.autoregressive(), ONE_PROGRAM: together}
 
 
 class Worker:
-    """A process that runs ``target(pipe, pair)`` on these cores, and this end of the pipe.
+    """A process that runs ``target(pipe, pair)`` on these cores, and this end of its pipe.
 
-    awake: whether this side's core stays awake while it waits, see `awaited`.
+    Args:
+        poll: Poll the pipe instead of sleeping (`poll_message`).
     """
 
-    def __init__(self, target: Callable, cores: set[int], pair: Pair, awake: bool):
-        self._awake = awake
+    def __init__(self, target: Callable, cores: set[int], pair: Pair, poll: bool):
+        self._poll = poll
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         mine = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, cores)  # a process begins on the cores of the thread that starts it
+        os.sched_setaffinity(0, cores)  # a process inherits the cores of the thread that starts it
         self._process = context.Process(target=target, args=(theirs, pair), daemon=True)
         self._process.start()
         os.sched_setaffinity(0, mine)
@@ -182,34 +183,33 @@ class Worker:
 
     def receive(self) -> Any:
         try:
-            return awaited(self._pipe) if self._awake else self._pipe.recv()
+            return poll_message(self._pipe) if self._poll else self._pipe.recv()
         except (EOFError, OSError) as error:
             raise self._ended() from error
 
     def _ended(self) -> HydrajaxError:
         self._process.join()
-        return HydrajaxError(f"two processes: one ended, with code {self._process.exitcode}; its own words are above")
+        return HydrajaxError(f"two processes: one ended with code {self._process.exitcode}, see its message above")
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *_) -> None:
-        self._pipe.close()  # which is how it learns that nothing more is wanted
+        self._pipe.close()  # ends its loop over `messages`
         self._process.join(10)
         self._process.terminate()
 
 
-def awaited(pipe) -> Any:
-    """The next message, asked for again and again for a while: a core that sleeps is slow when it wakes, and each side
-    has its own."""
-    until = time.perf_counter() + PATIENCE
+def poll_message(pipe) -> Any:
+    """Receive a message, polling for a while: each side has its own core, and a sleeping core wakes slowly."""
+    until = time.perf_counter() + POLL_SECONDS
     while not pipe.poll() and time.perf_counter() < until:
         pass
     return pipe.recv()
 
 
 def messages(pipe):
-    """Until the other end is closed."""
+    """Yield messages until the other end is closed."""
     try:
         while True:
             yield pipe.recv()
@@ -225,14 +225,14 @@ def whole_machine(pipe, pair: Pair) -> None:
 
 
 def draft_side(pipe, pair: Pair) -> None:
-    """Draft for a base in another process. Every message is the beginning of a call, but for a number of pings."""
+    """Draft for a base in another process. A message starts a call, or is a number of pings."""
     m = pair.load()
     programs = functools.cache(lambda counts: DraftPrograms(m, FanOut(counts), pair.new_tokens))
     params = m.params.draft
     for message in messages(pipe):
         if isinstance(message, int):
             for _ in range(message):
-                pipe.send(awaited(pipe))
+                pipe.send(poll_message(pipe))
             continue
         counts, prompt, lengths, slots, (root, keys, rule, done) = message
         run = programs(counts)
@@ -242,10 +242,10 @@ def draft_side(pipe, pair: Pair) -> None:
         while True:
             pipe.send(jax.device_get(state.speculation.tokens))
             began = time.perf_counter()
-            # There is one core, so nothing could run beside this, and waiting for it costs nothing.
+            # With one core nothing else could run meanwhile, so waiting costs nothing.
             cache = jax.block_until_ready(run.prepare(params, state)) if sum(counts) else None
             took["prepare"].append(time.perf_counter() - began)
-            outcome = awaited(pipe)
+            outcome = poll_message(pipe)
             began = time.perf_counter()
             state = jax.block_until_ready(run.resolve(params, state, cache, outcome))
             took["answer"].append(time.perf_counter() - began)
@@ -255,7 +255,7 @@ def draft_side(pipe, pair: Pair) -> None:
 
 
 class DraftPrograms:
-    """The compiled functions of the draft's side."""
+    """Compiled functions of the draft's side."""
 
     def __init__(self, m: LanguageModel, fan_out: FanOut, max_new_tokens: int):
         side = Speculator(m.drafter, fan_out, max_new_tokens)
@@ -267,7 +267,7 @@ class DraftPrograms:
 
 
 class BaseSide:
-    """The compiled functions of the base's side, whatever the draft prepares for."""
+    """Compiled functions of the base's side, for every fan-out."""
 
     def __init__(self, m: LanguageModel, spec: DecodeSpec):
         self.engine = engine = dataclasses.replace(Engine.of(m.model, spec), drafter=NoDrafter())
@@ -277,12 +277,12 @@ class BaseSide:
         self.result = jax.jit(result_of)
 
 
-# --- what a contest decodes with --------------------------------------------------------------------------------------
+# --- executors of a contest --------------------------------------------------------------------------------------
 
 
 @dataclass
-class Elsewhere:
-    """An executor of another process (`whole_machine`), with what `hydrajax.autotune.contest.contest` asks of one."""
+class RemoteExecutor:
+    """An executor in another process (`whole_machine`), with the interface that `contest` uses."""
 
     name: str
     spec: DecodeSpec
@@ -294,7 +294,7 @@ class Elsewhere:
 
 
 class TwoProcesses:
-    """The base's side here, the draft's in another process; for a contest, too."""
+    """An executor with the base in this process and the draft in another."""
 
     def __init__(self, spec: DecodeSpec, base: BaseSide, drafting: Worker, fan_out: FanOut):
         self.spec, self.fan_out, self._base, self._drafting = spec, fan_out, base, drafting
@@ -330,7 +330,7 @@ class TwoProcesses:
         return result
 
     def _remember(self, record: SpeculationRecord, took: dict[str, list[float]]) -> None:
-        """Of one prompt; its first round is not timed, as it may compile and finds nothing prepared."""
+        """Add the times of one prompt without its first round, which may compile and has no prepared draft."""
         self._records.append(record)
         missed = record.numbers[0, : len(took["round"])] == MISS
         for name in ("verify", "prepare", "round"):
@@ -339,22 +339,21 @@ class TwoProcesses:
             self._took["miss" if miss else "hit"].append(answer)
 
     def record(self) -> SpeculationRecord:
-        """Of every prompt that was ever decoded."""
+        """Return the record of all prompts decoded so far."""
         return joined(self._records)
 
     def parts(self) -> dict[str, float]:
-        """Median seconds of a round's parts, as `ssd_parts.part_seconds`; NaN of nothing."""
+        """Return median seconds of a round's parts, as `ssd_parts.part_seconds`; NaN without data."""
         return {name: median(self._took[name]) for name in ("verify", "prepare", "hit", "miss")}
 
     def round_seconds(self) -> float:
-        """The mean, as the foretold one is a mean over hits and misses, without what a busy machine makes of the
-        slowest hundredth."""
+        """Return the mean without the slowest 1%, which a busy machine distorts. The prediction is a mean too."""
         times = np.sort(self._took["round"])
         return float(times[: -max(len(times) // 100, 1)].mean()) if len(times) > 1 else float("nan")
 
 
 def ping_seconds(worker: Worker, message: np.ndarray) -> float:
-    """The median way of a small message to the other process, half of there and back."""
+    """Return the median seconds of a small message to the other process, half of a round trip."""
     times = []
     worker.send(PINGS)
     for _ in range(PINGS):

@@ -1,10 +1,10 @@
-"""What returning to the host in every step costs: the stepped executor against the fused one.
+"""Cost of returning to the host in every step: the stepped executor against the fused one.
 
     python experiments/stepped_cost.py --output experiments/results/stepped_cost.json
 
-A random base of 25M parameters, without a draft, with Hydra++ heads and with prompt lookup. Both executors decode the
-same prompts to the end in turns; a time is the median over the rounds of the seconds after the prefill by the steps.
-The third executor hands over a mask of allowed tokens in every step, one that allows all, as a grammar would.
+A random base of 25M parameters decodes without a draft, with Hydra++ heads and with prompt lookup. The executors decode
+the same prompts in turns; a time is the median over rounds of the seconds per step after the prefill. A third executor
+applies a mask of allowed tokens in every step, as a grammar would, that allows all tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=PRESETS, default="25m")
     parser.add_argument("--batches", type=options.positives, default=[1, 8], metavar="B,B,...")
-    parser.add_argument("--context", type=options.positive, default=512, metavar="S", help="tokens of a prompt")
+    parser.add_argument(
+        "--context", type=options.positive, default=512, metavar="S", help="tokens of a prompt (default %(default)s)"
+    )
     parser.add_argument("--new-tokens", type=options.positive, default=64, metavar="N")
     parser.add_argument("--rounds", type=options.positive, default=3, metavar="R")
     parser.add_argument("--output", type=Path, help="JSON file")
@@ -73,7 +75,7 @@ def main() -> None:
 
 
 def mask_of(allowed: np.ndarray):
-    """Allow these tokens after every node; the root of a prompt is node 0."""
+    """Return a callback that allows these tokens after every node."""
     return lambda candidates: [AllowedTokens(allowed[:, :1] if candidates is None else allowed)]
 
 
@@ -82,7 +84,7 @@ def prompts_of(batch: int, context: int, vocab_size: int) -> np.ndarray:
 
 
 def step_ms(executors: dict[str, Executor], prompts: np.ndarray, rounds: int) -> dict:
-    """Milliseconds of a step in each round, of each executor, and whether all emit the same tokens."""
+    """Return each executor's milliseconds per step in each round, and whether all outputs are equal."""
     times: dict[str, list[float]] = {name: [] for name in executors}
     outputs = []
     for round_ in range(rounds + 1):  # the first compiles

@@ -1,8 +1,8 @@
 """Sweeps over acceptance rules, for hydra_figure_4.py and medusa_figure_5.py.
 
-The papers let another model judge the text. Here there is none: in its place stands the mean negative log-likelihood of
-a token under the base, at temperature 1. It says how far from the base's own samples a rule's text is, not how good;
-quality.py scores answers under these rules.
+The papers let another model judge the text. These scripts report the mean negative log-likelihood per token under the
+base at temperature 1 instead. It measures the distance to the base's own samples, not quality; quality.py scores
+answers under these rules.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.language_model import LanguageModel
 from hydrajax.measure.uncached_forward import all_logits
 
-REMARK = "no judge: quality is not measured, only how likely the base finds the text (nats per token, temperature 1)"
+REMARK = "no judge: text likelihood under the base (nats per token, temperature 1), not quality"
 
-Rule = tuple[str, str | None, float | None, AcceptanceRule]  # name, what is varied, its value, the rule
+Rule = tuple[str, str | None, float | None, AcceptanceRule]  # name, varied parameter, its value, rule
 
 
 def fixed_rules(temperature: float) -> list[Rule]:
@@ -31,7 +31,7 @@ def fixed_rules(temperature: float) -> list[Rule]:
 
 
 def over_epsilon(epsilons: Sequence[float], temperature: float) -> list[Rule]:
-    """Typical acceptance with α = √ε, as both papers set it."""
+    """Return rules of typical acceptance with α = √ε, as in both papers."""
     return [(f"typical, T {temperature:g}", "epsilon", e, Typical(e, temperature=temperature)) for e in epsilons]
 
 
@@ -41,7 +41,7 @@ def over_temperature(temperatures: Sequence[float]) -> list[Rule]:
 
 
 def sweep(setup: Setup, rules: Sequence[Rule]) -> list[dict]:
-    """Rows of an "acceptance" result, each kind of heads with the released tree."""
+    """Measure rules with each kind of heads and the released tree. Return rows of an "acceptance" result."""
     sweeps = {heads: partial(_sweep, setup, rules, heads) for heads in setup.heads}
     return [row for heads in sweeps for row in setup.args.parts.rows(heads, sweeps[heads])]
 
@@ -49,7 +49,7 @@ def sweep(setup: Setup, rules: Sequence[Rule]) -> list[dict]:
 def _sweep(setup: Setup, rules: Sequence[Rule], heads: str) -> list[dict]:
     prompt, lengths = right_padded(setup.measured, max(map(len, setup.measured)))
 
-    @cache  # two sweeps meet in one rule
+    @cache  # two sweeps can share a rule
     def measured(rule: AcceptanceRule) -> dict[str, float]:
         executor = setup.executor(heads, setup.released(heads), rule)
         out = jax.device_get(executor.decode(prompt, lengths, jax.random.key(0)))
@@ -64,7 +64,7 @@ def _sweep(setup: Setup, rules: Sequence[Rule], heads: str) -> list[dict]:
 
 
 def nats_per_token(base: LanguageModel, prompts: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> float:
-    """Mean negative log-likelihood of the generated tokens under the base, text after text."""
+    """Return the mean negative log-likelihood of the generated tokens under the base."""
     total = 0.0
     for prompt, output in zip(prompts, outputs, strict=True):
         text = np.concatenate([prompt, output])

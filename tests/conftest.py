@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: recordings of the official code, tiny checkpoints by transformers, a tiny base."""
+"""Fixtures shared by all tests: recordings of the official code, tiny transformers checkpoints, a tiny base."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import shutil
 import subprocess
 import tempfile
 
-# Before jax or torch starts its threads. A test machine may have an accelerator, but the tolerances are for CPU
-# float32; torch's models here are so small that a second thread only costs.
+# Set before jax or torch starts its threads. Tolerances are for CPU float32, even on machines with an accelerator. The
+# torch models are so small that a second thread only adds overhead.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["HYDRAJAX_MEASURE_TREES"] = "0"  # a tree that depends on the machine is tested in a place of its own
+os.environ["HYDRAJAX_MEASURE_TREES"] = "0"  # tests/autotune covers measured trees, which depend on the machine
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from jaxtyping import install_import_hook
 
 from helpers import programs, recordings, type_checks
 
-# In the tests every array that enters or leaves a function of these rooms is checked against its annotated shape and
-# dtype. The hook must come before the first import of hydrajax.
+# The hook checks arrays that enter or leave functions of these packages against the annotated shapes and dtypes. It
+# must precede the first import of hydrajax.
 CHECKED = ("models", "trees.topology", "trees.simulation", "drafters", "decoding", "train.losses", "train.chunks")
 install_import_hook([f"hydrajax.{room}" for room in CHECKED], f"{type_checks.__name__}.checker")
 
@@ -45,27 +45,27 @@ QUICK = (
 
 
 def pytest_configure(config):
-    """Make the tests' compilations cheap, which are nearly all of their time.
+    """Speed up compilation, which takes nearly all the time of the tests.
 
-    Compiled programs are kept for the other tests of the run and for the processes that tests start. In the default run
-    they are compiled without LLVM's optimisation, by the shorter of XLA's two ways from a fusion to LLVM, as one
-    module; what XLA makes of a program before that is the same. Slow tests get what users get.
+    A temporary cache shares compiled programs between the tests and the processes that they start. The default run
+    compiles without LLVM's optimisation and fusion emitters, as one module; the optimised HLO stays the same. Slow
+    tests compile as users do.
     """
-    if hasattr(config, "workerinput"):  # of xdist: it has the environment of the process that started it
+    if hasattr(config, "workerinput"):  # an xdist worker inherits the environment of its parent
         return
     folder = tempfile.mkdtemp(prefix="hydrajax-tests-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     settings = {"jax_compilation_cache_dir": folder, "jax_persistent_cache_min_compile_time_secs": 0.1}
     for name, value in (settings | {"jax_persistent_cache_min_entry_size_bytes": 0}).items():
         os.environ[name.upper()] = str(value)
-        jax.config.update(name, value)  # jax has read the environment already
+        jax.config.update(name, value)  # jax has already read the environment
     if config.option.markexpr == "not slow":
         os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *QUICK)).strip()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects slow tests
 def pytest_collection_modifyitems(items):
-    """Mark all cases of a parametrised test slow that its marker ``quick`` does not list."""
+    """Mark parametrised cases as slow if the marker ``quick`` of their test does not list them."""
     for item in items:
         quick = item.get_closest_marker("quick")
         if quick and hasattr(item, "callspec") and item.callspec.id not in quick.args:
@@ -73,9 +73,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """Look for garbage less often: what was imported and collected stays, and JAX's programs are millions of objects,
-    which Python would go through thousands of times. It takes an eighth of the tests' time.
-    """
+    """Collect garbage less often: scanning the millions of objects of JAX programs takes an eighth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
@@ -83,9 +81,9 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory) -> Path:
-    """The folder of recordings of the official code: the full set where it is at hand, else tests/golden, unpacked.
+    """Return the folder of recordings of the official code: the full set if available, else tests/golden, unpacked.
 
-    The full set is looked for in ``$HYDRAJAX_GOLDEN``, or in ``../shared/golden`` if that is not set.
+    The full set is in ``$HYDRAJAX_GOLDEN``, by default in ``../shared/golden``.
     """
     full = Path(os.environ.get("HYDRAJAX_GOLDEN") or PROJECT.parent / "shared" / "golden")
     if (full / "base" / "mha" / "config.json").is_file():
@@ -99,10 +97,10 @@ def golden(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def on_eight_devices():
-    """``run(folder, program, *arguments, flags="") -> answer``: one of tests/programs, on 8 CPU devices.
+    """Return ``run(folder, program, *arguments, flags="") -> answer``, which runs a program on 8 CPU devices.
 
-    XLA fixes their number when it starts. The program is given the folder and the arguments; its findings, with the
-    number of ``devices`` among them, go to ``answer.json`` in the folder. flags: more of XLA's.
+    XLA fixes the number of devices at its start. The program gets the folder and the arguments and writes its results
+    and the number of ``devices`` to ``answer.json`` in the folder. flags: additional XLA flags.
     """
 
     def run(folder: Path, program: str, *arguments, flags: str = "") -> dict:
@@ -125,11 +123,10 @@ def on_eight_devices():
 
 @pytest.fixture(scope="session")
 def llama_checkpoint(tmp_path_factory):
-    """``make(max_shard_size="1GB", **settings) -> Path``: a directory saved by transformers, once per settings.
+    """Return ``make(max_shard_size="1GB", **settings) -> Path``: a directory saved by transformers, once per settings.
 
-    settings: fields of transformers' configuration over the small defaults below, of LLaMA or the ``model_type`` given.
-    Weights are random, large enough that attention is not uniform and that the greedy token has a healthy margin; norm
-    scales are not all ones.
+    settings: fields of the transformers configuration over the small defaults below; the default type is llama.
+    Weights are random and large enough for clear attention and greedy margins; norm scales are not all ones.
     """
     made: dict[str, Path] = {}
 
@@ -144,7 +141,7 @@ def llama_checkpoint(tmp_path_factory):
 
 
 def random_hf_llama(model_type: str = "llama", **settings):
-    """A transformers model with the random weights described at `llama_checkpoint`."""
+    """Return a transformers model with the random weights that `llama_checkpoint` describes."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -171,15 +168,15 @@ def random_hf_llama(model_type: str = "llama", **settings):
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(llama_checkpoint) -> Path:
-    """The default `llama_checkpoint`: vocabulary 96, width 32, 2 layers, 4 heads, 2 key-value heads, context 128."""
+    """Return the default `llama_checkpoint`: vocabulary 96, width 32, 2 layers, 4 heads, 2 KV heads, context 128."""
     return llama_checkpoint()
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> tuple[Llama, dict]:
-    """``(Llama, base_params)``: random, float32, vocabulary 61, width 32, 2 layers, 4 heads, 2 kv heads, context 64.
+    """Return ``(Llama, params)``: float32, vocabulary 61, width 32, 2 layers, 4 heads, 2 KV heads, context 64.
 
-    Normal weights of std 0.3 in place of 0.02, so that the logits differ by much more than rounding.
+    Weights have std 0.3, not 0.02, so that the logits differ by much more than rounding.
     """
     model = Llama(LlamaConfig(61, 32, 80, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64))
     shapes = jax.eval_shape(lambda: init_base(model, jax.random.key(0)))

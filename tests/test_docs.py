@@ -1,4 +1,4 @@
-"""The README and the pages under docs: samples run, commands parse, links lead somewhere, the site builds."""
+"""README and docs pages: samples run, commands parse, link targets exist and the site builds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The fenced blocks of this language. Fragments of Python that do not run by themselves are marked ``py``."""
+    """Return the fenced blocks of a language. Python fragments that do not run on their own are marked ``py``."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
@@ -29,14 +29,14 @@ def with_blocks(language: str) -> list:
 
 
 def command_lines(page: Path) -> list[str]:
-    """The lines of its shell blocks, continued ones joined."""
+    """Return the lines of the shell blocks of a page, with continued lines joined."""
     return [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize("page", with_blocks("python"))
 @pytest.mark.quick("README")
 def test_python_samples_run(page, tmp_path, monkeypatch, capfd):
-    """All of a page from top to bottom, as a reader would type them, in an empty directory."""
+    """Run all samples of a page in order in an empty directory."""
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "sample"}
     for number, block in enumerate(blocks(page, "python")):
@@ -64,14 +64,14 @@ def test_commands_parse(page):
 
 
 @pytest.mark.parametrize("page", with_blocks("yaml"))
-def test_settings_are_settings(page, tmp_path):
+def test_yaml_samples_load(page, tmp_path):
     for block in blocks(page, "yaml"):
         (tmp_path / "run.yaml").write_text(block, encoding="utf-8")
         load_config(tmp_path / "run.yaml")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_and_pictures_are_there(page):
+def test_link_targets_exist(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, _ = target.partition("#")
@@ -83,7 +83,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
         cwd=ROOT, capture_output=True, text=True, check=False,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},  # the theme's word on a successor of mkdocs
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},  # hides the theme's note about a successor of mkdocs
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "WARNING" not in done.stderr

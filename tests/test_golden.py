@@ -1,5 +1,5 @@
-"""The whole path against recordings of the official Hydra code (tests/golden/README.md): trees, hidden states, head
-logits, every proposed tree, every accepted length and every token, for Hydra and Hydra++ heads and two trees."""
+"""Compare with recordings of the official Hydra code (tests/golden/README.md): trees, hidden states, head logits, every
+proposed tree, every accept length and every token, for Hydra and Hydra++ heads and two trees."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 
-TOLERANCE = 1e-4  # on logits and hidden states, as the data's README advises
+TOLERANCE = 1e-4  # for logits and hidden states, as in the README of the recordings
 ARCHS, TREES = ("hydra_mlp", "hydra_pp"), ("mc63", "small")
-# tests/golden has three of the four heads of hydra_mlp, as many as the small tree takes.
+# tests/golden has three of the four heads of hydra_mlp, enough for the small tree.
 pytestmark = pytest.mark.quick(*ARCHS, "hydra_mlp-small", "hydra_pp-mc63")
-LONGEST = 140  # above the longest recorded output, 128 and one step's overshoot, so that no recorded step is cut
+LONGEST = 140  # more than the longest recorded output of 128 and one step, so that no recorded step is cut
 
 
 class Recorded(NamedTuple):
-    """The official greedy run of 8 prompts, padded with -1 where rows differ in length."""
+    """The official greedy run of 8 prompts, padded with -1."""
 
     prompt: np.ndarray  # [8, P], padding 0
     lengths: np.ndarray
-    output: list[np.ndarray]  # generated ids of each prompt
-    accept_lengths: list[np.ndarray]  # per step, root not counted
+    output: list[np.ndarray]  # generated token ids per prompt
+    accept_lengths: list[np.ndarray]  # per step, without the root
     tree_tokens: list[np.ndarray]  # [steps, N] the tokens proposed at each step
 
 
@@ -91,7 +91,7 @@ def decode(loaded, tree):
 
 @pytest.fixture(scope="module")
 def decoded(decode, loaded, recorded):
-    """Greedy decoding of all 8 prompts in one ragged batch; the official code decoded them one by one."""
+    """Decode all 8 prompts greedily in one ragged batch; the official code decoded them one by one."""
     return jax.device_get(decode(loaded.params, recorded.prompt, recorded.lengths, limits=np.full(8, LONGEST)))
 
 
@@ -131,7 +131,7 @@ def test_prefill(loaded, trace):
 
 
 def teacher_forced(loaded: LanguageModel, ids: np.ndarray):
-    """Hidden states and head logits for the training forward, padding ids included."""
+    """Return hidden states and head logits of the training forward, padding included."""
 
     @quick_jit
     def forward(params):
@@ -146,7 +146,7 @@ def test_teacher_forced(golden, arch, loaded):
     record = np.load(golden / arch / "teacher_forced.npz")
     hidden, logits = teacher_forced(loaded, record["input_ids"].astype(np.int32))
     near(hidden, record["base_hidden"])
-    near(logits, record["head_logits"])  # the last positions too: they wrap as torch.roll does
+    near(logits, record["head_logits"])  # including the last positions, which wrap like torch.roll
 
 
 @pytest.mark.parametrize("arch", ["hydra_pp"], indirect=True, scope="module")
@@ -161,9 +161,9 @@ def test_teacher_forced_with_right_padding(golden, arch, loaded):
 
 
 def test_first_step_of_the_trace(loaded, decode, trace):
-    """Proposal, then verification of the *recorded* tree: logits and hidden states at every node."""
+    """Compare the proposal, then logits and hidden states at every node of the *recorded* tree."""
     engine = decode.engine
-    prompt = np.zeros((1, 64), np.int32)  # padded, as decode_fn pads it
+    prompt = np.zeros((1, 64), np.int32)  # padded like in decode_fn
     prompt[0, :30] = trace["prompt"]
 
     @quick_jit
@@ -186,15 +186,14 @@ def test_output_ids_and_accept_lengths(decoded, recorded):
     out = decoded
     for row, (ids, accepts) in enumerate(zip(recorded.output, recorded.accept_lengths, strict=True)):
         assert len(ids) < LONGEST
-        assert len(ids) == (accepts + 1).sum()  # the data agrees with itself
+        assert len(ids) == (accepts + 1).sum()  # consistency of the recording
         np.testing.assert_array_equal(out.tokens[row, : len(ids)], ids, err_msg=f"prompt {row}")
         np.testing.assert_array_equal(out.accept_lengths[row, : len(accepts)], accepts, err_msg=f"prompt {row}")
 
 
 @pytest.mark.quick("hydra_pp-mc63", "hydra_mlp-small")
 def test_every_proposed_tree(loaded, decode, recorded):
-    """The tree's tokens at every step of every prompt, rejected ones included: they depend on the drafter's whole
-    state, which equal output would not show."""
+    """Compare all proposed tokens, including rejected ones: they depend on the whole drafter state."""
     engine = decode.engine
     prompt = np.pad(recorded.prompt, ((0, 0), (0, 64 - recorded.prompt.shape[1])))
     drawn = sampling(None, len(prompt), loaded.config.vocab_size)
@@ -209,9 +208,9 @@ def test_every_proposed_tree(loaded, decode, recorded):
 
 
 def test_limit_cuts_the_last_step(decode, loaded, recorded):
-    """Exactly 128 tokens: the recorded ones without the overshoot, the last step's accept length cut to match."""
+    """A limit of 128 gives the recorded tokens without the overshoot and cuts the last accept length."""
     limit = 128
-    limits = np.full(len(recorded.lengths), limit)  # the same program as without
+    limits = np.full(len(recorded.lengths), limit)  # the same program as before
     out = jax.device_get(decode(loaded.params, recorded.prompt, recorded.lengths, limits=limits))
     assert max(map(len, recorded.output)) > limit
     for row, (ids, accepts) in enumerate(zip(recorded.output, recorded.accept_lengths, strict=True)):
@@ -228,10 +227,10 @@ def test_limit_cuts_the_last_step(decode, loaded, recorded):
 
 @pytest.mark.quick("hydra_pp")
 def test_end_of_sequence(golden, arch, loaded):
-    """The official code stops after the step that holds EOS and keeps that step's tokens; ours ends at EOS itself.
+    """The official code keeps all tokens of the step with EOS; ours stops at EOS.
 
-    One recorded run has an EOS. For the other prompts the runs without one, cut at the same id, are the expectation:
-    the base and its greedy tokens are the same.
+    One recorded run has an EOS. The other prompts are compared with their runs without EOS, cut at the same id: the
+    greedy tokens of the base are the same.
     """
     record = np.load(need(golden / arch / "eos_mc63.npz"))
     eos, prompt = int(record["eos_id"]), record["prompt"]
@@ -260,13 +259,13 @@ def test_end_of_sequence(golden, arch, loaded):
         assert (out.tokens[row, length:] == -1).all()
         np.testing.assert_array_equal(out.accept_lengths[row, :steps], expected, err_msg=f"prompt {row}")
         assert (out.accept_lengths[row, steps:] == -1).all()
-    assert n_cut >= 3  # in several runs EOS falls inside a step
+    assert n_cut >= 3  # in several runs EOS is inside a step
 
 
 def test_pt_and_safetensors_are_the_same(golden, arch, loaded, tmp_path):
-    """`loaded` came from the .safetensors; a .pt with the same tensors gives the same parameters.
+    """A .pt with the tensors of the .safetensors gives the same parameters.
 
-    The full set has the official .pt; without it torch saves one here.
+    The full set has the official .pt; without it torch saves one.
     """
     heads = golden / arch / "heads"
     copy_as_torch(heads / "hydra_lm_head.safetensors", tmp_path / "hydra_lm_head.pt")
@@ -287,11 +286,11 @@ def test_pt_and_safetensors_are_the_same(golden, arch, loaded, tmp_path):
         pytest.param("hydra_pp", "small", marks=pytest.mark.slow),
         pytest.param("hydra_mlp", "mc63", marks=pytest.mark.slow),
     ],
-    indirect=True,  # else pytest would keep what the fixtures above made for another arch and tree
+    indirect=True,  # otherwise pytest would reuse the fixtures of another arch and tree
     scope="module",
 )
 def test_typical_acceptance_equals_the_official_code(golden, arch, loaded, tree, tree_name):
-    """The recorded runs of ε 0.09, α 0.3, temperature 0.7: deterministic, so ids and accept lengths are exact."""
+    """The recorded runs with ε 0.09, α 0.3 and temperature 0.7 are deterministic: ids and accept lengths are equal."""
     run = np.load(need(golden / arch / f"typical_{tree_name}.npz"))
     rule, lengths = Typical(epsilon=0.09, alpha=0.3, temperature=0.7), run["prompt_lens"]
     decode = make_decode_fn(loaded.model, loaded.drafter, tree, rule, max_new_tokens=LONGEST)
@@ -302,4 +301,4 @@ def test_typical_acceptance_equals_the_official_code(golden, arch, loaded, tree,
         steps = run["num_steps"][row]
         assert out.accept_lengths[row, :steps].tolist() == run["accept_lengths"][row, :steps].tolist()
     greedy = np.load(golden / arch / f"greedy_{tree_name}.npz")["accept_lengths"][[1, 3, 5, 7], :4]
-    assert (run["accept_lengths"][:, :4] != greedy).any()  # the same prompts under another rule
+    assert (run["accept_lengths"][:, :4] != greedy).any()  # the same prompts with another rule

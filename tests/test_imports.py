@@ -1,4 +1,4 @@
-"""Imports run one way (docs/design.md 5), and what only some uses need is imported when they need it."""
+"""Imports follow one order (docs/design.md 5), and optional or slow packages are imported lazily."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-# From the bottom up: a room may import itself and the rooms above it in this list, never one below it.
-# A module belongs to the longest name that fits it.
+# A package may import itself and the packages above it in this list, never one below it. A module belongs to the
+# longest matching name.
 ORDER = (
     "errors",
     "optional_deps",
@@ -51,8 +51,8 @@ ORDER = (
     "questions",
     "distill",
     "report",
-    "",  # the package's own __init__
-    "cli",  # nothing imports it but the programs
+    "",  # hydrajax/__init__.py
+    "cli",  # imported by the programs only
     "__main__",
     "train.__main__",
     "train.distill.__main__",
@@ -60,15 +60,15 @@ ORDER = (
 
 
 def part_of(module: str) -> str:
-    """The table's name for a module such as ``hydrajax.trees.static_tree``."""
+    """Return the entry of `ORDER` for a module such as ``hydrajax.trees.static_tree``."""
     inside = module.removeprefix("hydrajax").removeprefix(".")
     fitting = [name for name in ORDER if inside == name or (name and inside.startswith(name + "."))]
-    assert fitting, f"{module} is in no part of the table: decide what it may import and add it"
+    assert fitting, f"{module} is not in ORDER: decide what it may import and add it"
     return max(fitting, key=len)
 
 
 def imported_modules(module: str, source: str, is_package: bool = False) -> set[str]:
-    """Every module the source imports, anywhere in it: a lazy upward import is upward too."""
+    """Return every imported module, including lazy imports."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -85,7 +85,7 @@ def imported_modules(module: str, source: str, is_package: bool = False) -> set[
 
 
 def upward(module: str, source: str, is_package: bool = False) -> list[str]:
-    """The imports of the package's own modules that the table does not allow."""
+    """Return the imports of hydrajax modules that `ORDER` does not allow."""
     allowed = ORDER[: ORDER.index(part_of(module)) + 1]
     ours = {name for name in imported_modules(module, source, is_package) if name.split(".")[0] == "hydrajax"}
     return sorted(name for name in ours if part_of(name) not in allowed)
@@ -121,13 +121,13 @@ def test_the_check_itself(module, source, found):
     assert upward(module, source) == found
 
 
-def test_a_new_part_must_be_placed():
-    with pytest.raises(AssertionError, match="in no part of the table"):
+def test_a_new_package_must_be_added():
+    with pytest.raises(AssertionError, match="is not in ORDER"):
         part_of("hydrajax.newcomer.thing")
 
 
 def test_no_cycles():
-    """Parts of one level may import each other, modules may not go round in a circle."""
+    """Modules must not import each other in a cycle."""
     graph = {
         module: imported_modules(module, path.read_text(), path.name == "__init__.py") & set(MODULES)
         for module, path in MODULES.items()
@@ -146,7 +146,7 @@ def test_no_cycles():
 
 
 def heavy_imports(source: str, name: str) -> tuple[int, int]:
-    """How often a source imports the library: ``(at the top, inside functions)``."""
+    """Count the imports of a library: ``(at the top, inside functions)``."""
 
     def imports(node):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -172,28 +172,28 @@ def test_torch_is_imported_by_one_file_inside_functions():
 def test_transformers_is_imported_inside_functions_only():
     counts = {module: heavy_imports(path.read_text(), "transformers") for module, path in MODULES.items()}
     assert [module for module, (top, _) in counts.items() if top] == []
-    assert any(lazy for _, lazy in counts.values()), "the check finds nothing at all"
+    assert any(lazy for _, lazy in counts.values()), "the check finds no imports"
 
 
-# What only some uses need, and what is slow to import.
+# Optional or slow packages.
 ON_DEMAND = {"torch", "transformers", "huggingface_hub", "matplotlib", "argcomplete"}
 FOR_TRAINING = {"datasets", "tensorboardX", "orbax", "optax"}
 
 
 def loaded_after(program: str, names: set[str]) -> set[str]:
-    """Which of these packages a Python process has imported at the end of a program."""
+    """Return the packages of ``names`` that a Python program has imported at its end."""
     program += f"\nimport sys; print('loaded', *({names!r} & {{name.split('.')[0] for name in sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
     return set(done.stdout.splitlines()[-1].split()[1:])
 
 
-def test_importing_the_package_loads_nothing_that_only_some_uses_need():
+def test_importing_the_package_loads_no_optional_packages():
     assert loaded_after("import hydrajax, hydrajax.cli.train, hydrajax.cli.generate", ON_DEMAND | FOR_TRAINING) == set()
 
 
 @pytest.mark.slow
-def test_generating_loads_nothing_that_only_training_needs():
-    """Of heads only our own format needs orbax. A tokenizer is loaded, and so the check is seen to find something."""
+def test_generating_loads_no_training_packages():
+    """Only checkpoints in our own format need orbax. The tokenizer loads transformers, so the check can fail."""
     command = ["generate", "--base", str(assets.base()), "--prompt", "import", "--max-new-tokens", "2"]
     program = f"from hydrajax.cli import main\nassert main({command}) == 0"
     assert loaded_after(program, {"transformers", *FOR_TRAINING}) == {"transformers"}

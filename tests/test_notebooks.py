@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, say what they should, hold their outputs, and open in Colab on a GPU."""
+"""The notebooks run from top to bottom, print the expected results, have saved outputs, and open in Colab on a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def code_cells(notebook: nbformat.NotebookNode) -> list:
 
 
 def python(cell) -> str:
-    """The source, its ``%pip`` as the call that IPython makes of it."""
+    """Return the source with its ``%pip`` as IPython's call."""
     return TransformerManager().transform_cell(cell.source)
 
 
@@ -43,7 +43,7 @@ def pictures(cells) -> int:
 
 
 def at_cell_level(source: str):
-    """What runs when the cell does: every node that is not inside a function or a class."""
+    """Yield the nodes that run with the cell: those outside functions and classes."""
     waiting = list(ast.parse(source).body)
     while waiting:
         node = waiting.pop()
@@ -60,8 +60,8 @@ def test_every_notebook_is_tested():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_it_imports_is_there(name):
-    """The quick check; the slow tests run the notebooks."""
+def test_imports_exist(name):
+    """A quick check; the slow tests run the notebooks."""
     source = "\n".join(python(cell) for cell in code_cells(read(name)))
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     assert imports
@@ -72,7 +72,7 @@ def test_what_it_imports_is_there(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_colab_finds_it_and_gives_it_a_gpu(name):
+def test_colab_badge_and_gpu(name):
     notebook = read(name)
     nbformat.validate(notebook)
     badge = f"https://colab.research.google.com/github/hydrajax/hydrajax/blob/main/notebooks/{name}.ipynb"
@@ -82,7 +82,7 @@ def test_colab_finds_it_and_gives_it_a_gpu(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_outputs_of_one_whole_run_are_saved(name):
+def test_outputs_of_one_run_are_saved(name):
     cells = code_cells(read(name))
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     for cell in cells:
@@ -97,21 +97,24 @@ def test_the_outputs_of_one_whole_run_are_saved(name):
     assert all(folder.startswith("/tmp/hydrajax-") for folder in folders), folders
 
 
-def test_heads_are_better_after_the_saved_training():
-    assert_learnt(code_cells(read("02_train_heads")))
+def test_saved_training_improves_the_heads():
+    assert_improved(code_cells(read("02_train_heads")))
 
 
 # --- installing, and the device -----------------------------------------------------------------------------------
 
 
-def test_all_install_and_look_at_the_device_alike():
+def test_all_have_the_same_first_cells():
     begin = [[cell.source for cell in code_cells(read(name))[:2]] for name in NAMES]
     assert begin[0] == begin[1] == begin[2]
 
 
 @pytest.fixture
 def install(monkeypatch):
-    """Runs the first cell on a machine with these device files and variables; what pip was told, and the names."""
+    """``install(colab, files, **variables)``: run the first cell with these device files and variables.
+
+    Returns the commands that it ran, and its names.
+    """
 
     def run(colab: bool, files: tuple[str, ...] = (), **variables: str) -> tuple[list[str], dict]:
         exists = Path.exists
@@ -128,19 +131,19 @@ def install(monkeypatch):
 
         class Shell:
             def run_line_magic(self, magic: str, line: str) -> None:
-                told.append(f"{magic} {DollarFormatter().vformat(line, (), names)}")  # as IPython fills in {names}
+                commands.append(f"{magic} {DollarFormatter().vformat(line, (), names)}")  # as IPython fills in {names}
 
-        told: list[str] = []
+        commands: list[str] = []
         names = {"get_ipython": Shell}
         exec(python(code_cells(read(NAMES[0]))[0]), names)
-        return told, names
+        return commands, names
 
     return run
 
 
 def test_nothing_is_installed_outside_colab(install):
-    told, names = install(False, files=("/dev/nvidia0",))
-    assert told == []
+    commands, names = install(False, files=("/dev/nvidia0",))
+    assert commands == []
     assert names["has_gpu"]
 
 
@@ -156,13 +159,13 @@ def test_nothing_is_installed_outside_colab(install):
         ((), {}, ""),
     ],
 )
-def test_colab_gets_the_jax_that_fits_its_runtime(install, monkeypatch, files, variables, extra):
+def test_colab_installs_the_jax_of_its_runtime(install, monkeypatch, files, variables, extra):
     monkeypatch.delitem(sys.modules, "jax")
-    told, _ = install(True, files, **variables)
-    assert told == [f'pip install -q "hydrajax{extra} @ {REPOSITORY}"']
+    commands, _ = install(True, files, **variables)
+    assert commands == [f'pip install -q "hydrajax{extra} @ {REPOSITORY}"']
 
 
-def test_a_jax_that_was_imported_before_is_told_of(install):
+def test_an_earlier_import_of_jax_stops_the_notebook(install):
     assert "jax" in sys.modules
     with pytest.raises(SystemExit, match="Restart session"):
         install(True)
@@ -175,7 +178,7 @@ def test_the_extras_exist():
 
 
 def look(monkeypatch, platform: str, **names) -> None:
-    """Runs the second cell where jax computes on this platform."""
+    """Run the second cell with jax on this platform."""
     here = {"jax": "0.0", "device": "one", "cores": 2, "platform": platform}
     monkeypatch.setattr(machine, "machine", lambda: here)
     exec(python(code_cells(read(NAMES[0]))[1]), {"os": importlib.import_module("os"), **names})
@@ -184,20 +187,20 @@ def look(monkeypatch, platform: str, **names) -> None:
 @pytest.mark.parametrize(
     ("platform", "has_gpu", "has_tpu"), [("cpu", False, False), ("gpu", True, False), ("tpu", False, True)]
 )
-def test_the_expected_device_is_told(monkeypatch, capsys, platform, has_gpu, has_tpu):
+def test_expected_device_is_printed(monkeypatch, capsys, platform, has_gpu, has_tpu):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     look(monkeypatch, platform, has_gpu=has_gpu, has_tpu=has_tpu)
     assert f"jax 0.0 computes in float32 on: {platform}, one" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("has_gpu", "extra"), [(True, "cuda12"), (False, "tpu")])
-def test_a_cpu_beside_an_idle_accelerator_stops_the_notebook(monkeypatch, has_gpu, extra):
+def test_an_idle_accelerator_stops_the_notebook(monkeypatch, has_gpu, extra):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     with pytest.raises(SystemExit, match=rf"Restart session.*hydrajax\[{extra}\]"):
         look(monkeypatch, "cpu", has_gpu=has_gpu, has_tpu=not has_gpu)
 
 
-def test_a_cpu_on_purpose_does_not(monkeypatch):
+def test_jax_platforms_cpu_does_not(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     look(monkeypatch, "cpu", has_gpu=True, has_tpu=False)
 
@@ -206,12 +209,12 @@ def test_a_cpu_on_purpose_does_not(monkeypatch):
 
 
 def executed(name: str, folder: Path) -> list:
-    """The code cells with their outputs, as `notebooks/save_outputs.py` would save them."""
+    """Run a notebook as `notebooks/save_outputs.py` does, and return its code cells with outputs."""
     run = runpy.run_path(str(FOLDER / "save_outputs.py"))["executed"]
     return code_cells(run(FOLDER / f"{name}.ipynb", folder))
 
 
-def assert_learnt(cells) -> None:
+def assert_improved(cells) -> None:
     before, after = (
         float(re.search(rf"^{when} .*τ ([\d.]+)$", text_of(cells), re.MULTILINE)[1]) for when in ("before", "after")
     )
@@ -223,10 +226,8 @@ def test_decode(tmp_path):
     cells = executed("01_decode", tmp_path)
     assert pictures(cells) == 3  # steps, tree, mask
     text = text_of(cells)
-    steps, *why = re.findall(
-        r"^step \d+ accepted (\d) drafted tokens|^after .*-> (accepted|the next root)$", text, re.M
-    )
-    assert [verdict for _, verdict in why] == ["accepted"] * int(steps[0]) + ["the next root"]
+    steps, *why = re.findall(r"^step \d+ accepted (\d) drafted tokens|^after .*-> (accepted|bonus token)$", text, re.M)
+    assert [verdict for _, verdict in why] == ["accepted"] * int(steps[0]) + ["bonus token"]
     found = re.findall(r"^([\w-]+) +(\d+) nodes +(\d+) steps +([\d.]+) tokens per step$", text, re.MULTILINE)
     assert ("mc_sim_7b_63", "64") in [row[:2] for row in found]
     assert all(float(tau) == pytest.approx(96 / int(steps), abs=0.01) for _, _, steps, tau in found)
@@ -240,7 +241,7 @@ def test_train_heads(tmp_path, monkeypatch):
     assert pictures(cells) == 2
     text = text_of(cells)
     assert "step 30: held-out tokens_per_step" in text
-    assert_learnt(cells)
+    assert_improved(cells)
     taus = re.findall(r"^(our heads|the shipped heads|lookup) +([\d.]+) tokens per step$", text, re.MULTILINE)
     assert len(taus) == 3
     assert all(float(tau) > 1 for _, tau in taus)
@@ -255,7 +256,7 @@ def test_trees_and_speed(tmp_path):
     rows = re.findall(r"^(?:no draft|\d+ nodes) +\d+ tokens/s .*τ ([\d.]+) +a step costs ([\d.]+)$", text, re.MULTILINE)
     taus = [float(tau) for tau, _ in rows]
     assert taus[0] == float(rows[0][1]) == 1
-    assert taus == sorted(taus)  # a tree of the row holds the ones before it
+    assert taus == sorted(taus)  # each tree contains the smaller ones
     best = [int(nodes) for nodes in re.findall(r"^batch +\d+: +(\d+) nodes are best", text, re.MULTILINE)]
-    assert best == sorted(best, reverse=True)  # the larger the batch, the smaller the tree
+    assert best == sorted(best, reverse=True)  # larger batches have smaller best trees
     assert best[0] > best[-1]

@@ -1,4 +1,4 @@
-"""The project's own promises: ruff is clean, and CI runs the README's test command."""
+"""Project files: ruff is clean, CI runs the test command of the README, licence and citation are right."""
 
 import hashlib
 import os
@@ -27,8 +27,8 @@ def test_ruff_is_clean(arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_is_missing_is_installed_by_the_command_that_is_named():
-    """An extra that a message names exists and holds the package; a plain package is a dependency."""
+def test_install_commands_in_messages_work():
+    """Extras that messages name exist and contain the package; other packages are dependencies."""
     project = PYPROJECT["project"]
     for package in PACKAGES:
         message = needs(package)
@@ -47,7 +47,7 @@ def test_readme_has_the_demo_command():
     assert DEMO_COMMAND in (ROOT / "README.md").read_text().splitlines()
 
 
-def test_the_licence_is_there_whole_and_travels_along():
+def test_the_licence_is_complete_and_packaged():
     text = (ROOT / "LICENSE").read_bytes()
     assert hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
     project = PYPROJECT["project"]
@@ -70,7 +70,7 @@ def test_the_citation_names_this_version_and_the_authors_of_the_papers():
     }
 
 
-def test_what_contributors_read_points_to_what_is_there():
+def test_paths_in_the_contributing_guide_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     targets = re.findall(r"\]\(([^)]+)\)", text)
     assert {"docs/design.md", "docs/adding_a_drafter.md"} <= set(targets)
@@ -78,8 +78,8 @@ def test_what_contributors_read_points_to_what_is_there():
         assert (ROOT / path).exists(), path
 
 
-def test_the_workflow_runs_what_the_readme_promises():
-    """On every Python that is supported; the notebooks and the documentation have jobs of their own."""
+def test_the_workflow_runs_the_documented_commands():
+    """CI covers every supported Python version; notebooks and documentation have separate jobs."""
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
     assert commands["tests"] == [".ci/run"]

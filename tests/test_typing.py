@@ -1,4 +1,4 @@
-"""What a type checker sees of the public interface: correct use passes strictly, mistakes are refused, each by name."""
+"""Type checks of the public interface: correct use passes in strict mode, and each mistake has its error code."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def test_correct_use_is_accepted(errors):
     assert errors[USAGE] == set()
 
 
-def test_every_mistake_is_refused_as_what_it_is(errors):
-    said = enumerate((ROOT / MISUSE).read_text().splitlines(), start=1)
-    expected = {(number, line.split("# refused: ")[1]) for number, line in said if "# refused: " in line}
+def test_every_mistake_has_its_error_code(errors):
+    lines = enumerate((ROOT / MISUSE).read_text().splitlines(), start=1)
+    expected = {(number, line.split("# refused: ")[1]) for number, line in lines if "# refused: " in line}
     assert errors[MISUSE] == expected
     assert len(expected) > 5
 
 
-def test_the_package_says_that_it_is_typed():
+def test_the_package_is_marked_as_typed():
     """By this file, PEP 561, checkers read the annotations of an installed package."""
     assert files("hydrajax").joinpath("py.typed").is_file()

@@ -91,14 +91,13 @@ class Lookahead:
     def __post_init__(self):
         if self.window < 1 or self.ngram < 2 or not 1 <= self.guesses <= MOST_GUESSES or self.buckets < 1:
             raise HydrajaxError(
-                f"draft: {self.name} is lookahead-W-N-G with a window of W columns, from 1 up, n-grams of N tokens, "
-                f"from 2 up, and G guesses, from 1 to {MOST_GUESSES}"
+                f"draft: got {self.name}, expected lookahead-W-N-G with a window W of at least 1, n-grams of N "
+                f"tokens, at least 2, and 1 to {MOST_GUESSES} guesses G"
             )
         nodes = (self.ngram - 1) * (self.window + self.guesses)
         if nodes > MAX_NODES:
             raise HydrajaxError(
-                f"draft: {self.name} has (N - 1) * (W + G) = {nodes} nodes in a step, more than {MAX_NODES} are not "
-                "supported"
+                f"draft: got (N - 1) * (W + G) = {nodes} nodes per step for {self.name}, expected at most {MAX_NODES}"
             )
 
     @property
@@ -162,7 +161,7 @@ class Lookahead:
         return LookaheadState(columns[:, 1:], remember(state.pool, ngrams, kept), tail, state.steps + 1)
 
     def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
-        raise HydrajaxError(f"draft: what {self.name} guesses depends on the steps before and not on the text alone")
+        raise HydrajaxError(f"draft: got {self.name}, expected another draft: its guesses depend on earlier steps")
 
     def _of_text(
         self, tail: Int[Array, "B levels"], tokens: Int[Array, "B T"], counts: Int[Array, " B"]

@@ -84,8 +84,8 @@ def contenders(
 
 def folder_name(name: str) -> str:
     """Return the last part of a directory's or repository's name, keeping a leading ``lookup+``."""
-    if beside := parse_lookup(name):
-        return name.removesuffix(beside.draft) + folder_name(beside.draft)
+    if found := parse_lookup(name):
+        return name.removesuffix(found.draft) + folder_name(found.draft)
     return Path(os.path.realpath(name)).name if os.path.isdir(name) else name.rpartition("/")[2]
 
 

@@ -157,8 +157,8 @@ def test_tree(refused, base, heads, tmp_path):
         ('"chain"', r"expected a JSON list of choices such as \[\[0\]"),
         ("[[0], [1, 0]]", r"got the choice \[1, 0\] without its parent: add \[1\]"),
         ("[[0], [0]]", r"got the choice \[0\] more than once"),
-        ("[[0], [-1]]", r"expected integers from 0 up, found -1"),
-        ("[[0], [1.5]]", r"expected integers from 0 up, found 1\.5"),
+        ("[[0], [-1]]", r"got the rank -1 in \[-1\], expected integers from 0 up"),
+        ("[[0], [1.5]]", r"got the rank 1\.5 in \[1\.5\], expected integers from 0 up"),
         ("[0, 1]", r"got the choice 0"),
     ],
 )
@@ -190,7 +190,7 @@ def test_empty_prompt(refused, base, wordless, prompts):
     for line, pattern in [
         ({"prompt": ""}, r"prompts\.jsonl line 2: prompt: is empty"),
         ({"turns": ["", "second"]}, r"prompts\.jsonl line 2: turns: is empty"),
-        ({"prompt_ids": []}, r"prompts\.jsonl line 2: prompt_ids: is empty"),
+        ({"prompt_ids": []}, r"prompts\.jsonl line 2: prompt_ids: got no tokens, expected at least one"),
     ]:
         refused(pattern, "--base", base, "--prompts", prompts({"prompt_ids": [1]}, line))
 
@@ -240,7 +240,7 @@ def test_chat_template_that_fails(refused, copied, prompts):
 
 
 def test_prompt_file(refused, base, prompts, tmp_path):
-    """Each way a file can be wrong is tested in tests/evaluation/test_prompts.py."""
+    """tests/text/test_prompt.py covers every malformed prompt file."""
     common = ("--base", base, "--prompts")
     refused(r"--prompts: no such file: .*/none\.jsonl", *common, tmp_path / "none.jsonl")
     refused(r"--prompts: .* is empty", *common, prompts())
@@ -288,7 +288,7 @@ def test_flags(refused, base, flags, pattern):
         (("--repetition-penalty", "0"), "--repetition-penalty: got 0.0, expected a positive number"),
         (("--frequency-penalty", "nan"), "--frequency-penalty: got nan, expected a finite number"),
         (("--rule", "exact", "--temperature", "-1"), "--temperature: got -1.0, expected a finite number from 0 up"),
-        (("--rule", "exact", "--top-p", "1.5"), "--top-p: got 1.5, expected "),
+        (("--rule", "exact", "--top-p", "1.5"), "--top-p: got 1.5, expected above 0 and at most 1"),
         (("--rule", "typical", "--epsilon", "2"), "--epsilon: got 2.0, expected a number from 0 to 1"),
     ],
 )

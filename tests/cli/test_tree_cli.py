@@ -286,4 +286,4 @@ def test_steps_that_cannot_be_drawn(program, base, heads, flags, message):
 def test_a_dynamic_tree_alone_has_no_shape(program):
     done = program("tree", "show", "dynamic-8-2-3")
     assert (done.code, done.err.count("\n")) == (2, 1)
-    assert "dynamic-8-2-3 expected a static tree, a drawing without --base" in done.err
+    assert "got dynamic-8-2-3, expected a static tree for a drawing without --base" in done.err

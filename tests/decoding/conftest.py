@@ -1,4 +1,4 @@
-"""The tiny base and its drafters, made once for all tests here."""
+"""The tiny base and its drafters, shared by all tests of this directory."""
 
 from __future__ import annotations
 

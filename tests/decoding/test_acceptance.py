@@ -1,4 +1,4 @@
-"""Greedy acceptance against a walk over rank paths in plain Python, typical acceptance against one in NumPy."""
+"""Compare greedy acceptance with a walk over rank paths in plain Python, and typical acceptance with one in NumPy."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from hydrajax.measure.certificate import shaped
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 
-VOCAB = 5  # small, so that siblings often hold the same token
+VOCAB = 5  # small, so that siblings often have the same token
 
 
-# Random shapes, few of them: every tree is a compilation.
+# A few random shapes: every tree is compiled.
 TREES = [presets.root(), presets.chain(3), TreeTopology.from_choices([[2]])]
 TREES += [random_tree(n_choices, n_choices, depth=4, widest=4) for n_choices in (5, 12, 26)]
 
 
 @functools.partial(quick_jit, static_argnames="tree")
 def accept(rule, logits, tokens, tree):
-    """What a rule accepts, on the host; the rule's numbers are arguments, so a tree compiles once for each kind."""
+    """Return the nodes that a rule accepts. Its numbers are arguments, so a tree compiles once per kind of rule."""
     return rule.accept(VerifyResult(logits, Proposal(tokens, tree.topology)), None)
 
 
 def walk(tree: TreeTopology, logits: np.ndarray, candidates: np.ndarray) -> tuple[list[int], int]:
-    """``(accepted nodes from the root, next root)``: the longest path of agreeing tokens, the first of equally long."""
+    """Return ``(accepted nodes from the root, bonus token)``: the first of the longest paths of agreeing tokens."""
     node_of = {(): 0} | {path: i + 1 for i, path in enumerate(tree.choices)}
     accepted = [()]
-    for path in accepted:  # grows while it is read
+    for path in accepted:  # grows during iteration
         wanted = max(range(VOCAB), key=lambda token: (logits[node_of[path]][token], -token))
         accepted += [c for c in tree.choices if c and c[:-1] == path and candidates[node_of[c]] == wanted]
     best = min(accepted, key=lambda path: (-len(path), node_of[path]))
@@ -50,10 +50,10 @@ def walk(tree: TreeTopology, logits: np.ndarray, candidates: np.ndarray) -> tupl
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(TREES), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
 def test_greedy_matches_a_walk(tree, seed, agreement):
-    """Random logits and tokens; some nodes are made to agree with their parent, so that long paths occur."""
+    """Logits and tokens are random, but some nodes agree with their parent so that long paths occur."""
     random = np.random.default_rng(seed)
     batch = 3
-    # Few distinct values, so that ties of the best token occur too: the smallest id is the base's choice.
+    # Few distinct values, so that ties occur: of equal logits the smallest token id wins.
     logits = random.integers(0, 6, size=(batch, tree.size, VOCAB)).astype(np.float32)
     candidates = random.integers(0, VOCAB, size=(batch, tree.size), dtype=np.int32)
     node_of = {(): 0} | {path: i + 1 for i, path in enumerate(tree.choices)}
@@ -75,7 +75,7 @@ def logits_choosing(tokens: list[int]) -> np.ndarray:
     return np.eye(VOCAB, dtype=np.float32)[None, tokens]
 
 
-def test_of_siblings_with_the_same_token_the_first_wins():
+def test_the_first_of_equal_siblings_wins():
     tree = TreeTopology.from_choices([[0], [1], [2]])
     accepted = accept(Greedy(), logits_choosing([4, 0, 1, 2]), np.array([[3, 2, 4, 4]], np.int32), tree)
     assert accepted.path.tolist() == [[0, 2]]
@@ -83,16 +83,17 @@ def test_of_siblings_with_the_same_token_the_first_wins():
     assert accepted.bonus_token.tolist() == [1]
 
 
-def test_of_siblings_with_the_same_token_the_one_with_the_longer_path_wins():
+def test_the_equal_sibling_with_the_longer_path_wins():
     tree = TreeTopology.from_choices([[0], [1], [1, 0]])
     accepted = accept(Greedy(), logits_choosing([4, 2, 2, 0]), np.array([[3, 4, 4, 2]], np.int32), tree)
     assert accepted.path.tolist() == [[0, 2, 3]]
     assert accepted.accept_length.tolist() == [2]
 
 
-def test_an_agreeing_node_under_a_rejected_one_is_rejected():
+def test_nodes_below_a_rejected_node_are_rejected():
     tree = TreeTopology.from_choices([[0], [1], [0, 0], [0, 0, 0]])
-    candidates = np.array([[3, 1, 2, 0, 0]], np.int32)  # the root wants 4: no child has it, all deeper nodes agree
+    # The best token after the root is 4: no child has it, but all deeper nodes agree.
+    candidates = np.array([[3, 1, 2, 0, 0]], np.int32)
     accepted = accept(Greedy(), logits_choosing([4, 0, 0, 0, 0]), candidates, tree)
     assert accepted.path.tolist() == [[0, 0, 0, 0]]
     assert accepted.accept_length.tolist() == [0]
@@ -110,7 +111,7 @@ def test_first_root_is_the_smallest_best_token():
 
 
 def typical_walk(rule: Typical, tree: TreeTopology, p: np.ndarray, candidates: np.ndarray) -> list[int]:
-    """The accepted nodes as the released code finds them: of all root-to-leaf paths the longest, likeliest, first.
+    """Return the accepted nodes as in the released code: of all root-to-leaf paths the longest, likeliest, first.
 
     p: the base's distribution after each node.
     """
@@ -155,7 +156,7 @@ def test_typical_matches_a_walk_over_paths(rule):
     ids=["top-k", "top-p", "min-p"],
 )
 def test_typical_with_cuts_and_processors_matches_a_walk(rule):
-    """What a processor does at a node depends on the path to it: each node has a text of its own before it."""
+    """Processors depend on the path to a node, because each node has its own preceding tokens."""
     batch, tree, random = 40, TREES[-1], np.random.default_rng(7)
     logits = random.normal(size=(batch, tree.size, VOCAB)).astype(np.float32) * 1.5
     candidates = random.integers(-1, VOCAB, size=(batch, tree.size), dtype=np.int32)
@@ -202,6 +203,6 @@ def test_typical_with_cuts_and_processors_matches_a_walk(rule):
         ({"temperature": 0.0}, "temperature: got 0.0, expected a positive number"),
     ],
 )
-def test_typical_refuses_numbers_out_of_range(settings, message):
+def test_typical_rejects_numbers_out_of_range(settings, message):
     with pytest.raises(HydrajaxError, match=message):
         Typical(**settings)

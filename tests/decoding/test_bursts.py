@@ -1,4 +1,4 @@
-"""How many steps a burst of streamed text takes: pieces come at a rate that reads well, whatever a step costs."""
+"""Steps per burst of streamed text: chunks arrive at a readable rate, whatever the duration of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hydrajax.decoding.decode_loop import next_burst
 
 
 def rates(step: float, burst: float, slow_first: float) -> list[float]:
-    """Pieces per second on a device where a step and a burst cost so many seconds, the first some more."""
+    """Return chunks per second for given durations of a step and a burst; the first burst takes longer."""
     steps, found = 1, []
     for _ in range(40):
         seconds = burst + step * steps + (0 if found else slow_first)
@@ -20,19 +20,19 @@ def rates(step: float, burst: float, slow_first: float) -> list[float]:
 @pytest.mark.parametrize("slow_first", [0.0, 3.0], ids=["at once", "after a long prompt"])
 @pytest.mark.parametrize("burst", [0.0, 0.002])
 @pytest.mark.parametrize("step", [1e-5, 3e-4, 0.002, 0.01, 0.04])
-def test_ten_to_twenty_pieces_a_second(step, burst, slow_first):
+def test_ten_to_twenty_chunks_per_second(step, burst, slow_first):
     found = rates(step, burst, slow_first)
     settled = next(number for number, rate in enumerate(found) if number and rate < 21)
     assert settled <= 9
     assert all(10 <= rate < 21 for rate in found[settled:])
-    assert min(found[1:settled], default=21) >= 10  # and no gap on the way there
+    assert min(found[1:settled], default=21) >= 10  # and no gap before that
 
 
-def test_a_model_of_slow_steps_shows_every_one_of_them():
+def test_slow_steps_are_streamed_one_by_one():
     assert rates(0.5, 0.0, 0.0) == [2.0] * 40
 
 
-def test_a_clock_that_stands_still_and_one_that_jumps():
+def test_irregular_clocks():
     assert next_burst(3, 0.0) == 12
     assert next_burst(100, 60.0) == 1
     assert next_burst(1, 1e-9) == 4

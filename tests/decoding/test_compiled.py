@@ -1,7 +1,7 @@
-"""What the compiled decode loop may and may not contain, and when it is compiled.
+"""Contents of the compiled decode loop, and the calls that compile it.
 
-A copy of the cache inside the loop costs more than the step itself (docs/design.md 7) and changes no result, so the
-only way to notice one is to read the optimised HLO. CPU only: another backend schedules its own way.
+A copy of the KV cache inside the loop costs more than the step itself (docs/design.md 7) and changes no result, so
+these tests read the optimised HLO. CPU only: other backends schedule differently.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
 
-# 1000 new tokens: a cache row is then larger than every weight, logit block and buffer of this tiny model.
+# With 1000 new tokens the cache of one sequence is larger than any other array of this tiny model.
 CONFIG = LlamaConfig(17, 32, 48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=2048)
 MAX_NEW, BUCKET = 1000, 16
 TREE = presets.cartesian([3, 2])
@@ -53,7 +53,7 @@ DRAFTERS = {
     "model": (DraftModel(Llama(CONFIG), 17), TREE),
     "sure model": (DraftModel(Llama(CONFIG), 17, confidence=0.5), TREE),
 }
-# Layers with a cache of the drafters' own, of the base's shape; a draft model's has a slot more.
+# Drafter layers with a KV cache of the base's shape; a draft model's cache has one more slot.
 DRAFT_LAYERS = {"hydra++": 1, "lookup+hydra++": 1, "amphista": 2, "eagle": 1, "eagle3": 1, "model": 2, "sure model": 2}
 
 
@@ -63,7 +63,7 @@ def make_engine(name: str, kind=Engine) -> Engine:
 
 
 def shapes(engine: Engine, batch: int, rule: AcceptanceRule):
-    """Parameters and a state, as shapes."""
+    """Return the shapes of the parameters and of a state."""
     base = jax.eval_shape(lambda: init_base(engine.model, jax.random.key(0)))
     draft = jax.eval_shape(lambda base: engine.drafter.init(jax.random.key(0), BoundBase(engine.model, base)), base)
     params = Params(base, draft)
@@ -72,15 +72,15 @@ def shapes(engine: Engine, batch: int, rule: AcceptanceRule):
 
 
 def optimised_hlo(engine: Engine, batch: int, donate: bool = True, rule: AcceptanceRule | None = None) -> str:
-    """The compiled loop as text; shapes are enough for that, nothing is run."""
+    """Compile the loop from shapes and return its HLO."""
     params, state = shapes(engine, batch, rule or Greedy())
     loop = jax.jit(lambda params, state: run_steps(engine, params, state), donate_argnums=1 if donate else ())
-    # LLVM's optimisation comes after the HLO is final and would double the time.
+    # LLVM's optimisation follows the final HLO and would double the time.
     return loop.lower(params, state).compile({"xla_backend_optimization_level": 0}).as_text()
 
 
 def instructions(hlo: str) -> list[tuple[str, str]]:
-    """``(result type, opcode)`` of every instruction, those inside fusions included."""
+    """Return ``(result type, opcode)`` of every instruction, including those inside fusions."""
     pattern = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([a-z][\w\-]*)\(", re.MULTILINE)
     return pattern.findall(hlo)
 
@@ -90,7 +90,7 @@ def element_counts(result_type: str) -> list[int]:
 
 
 def cache_copies(engine: Engine, hlo: str) -> list[str]:
-    """Copies of anything as large as one row of one cache array (base's or draft's: they have the same shape)."""
+    """Return copies of at least the size of one sequence of one cache array; base and draft have equal shapes."""
     smallest = CONFIG.n_kv_heads * engine.cache_slots(BUCKET) * CONFIG.head_dim
     return [
         f"{result} {opcode}"
@@ -100,7 +100,7 @@ def cache_copies(engine: Engine, hlo: str) -> list[str]:
 
 
 def cache_makers(engine: Engine, hlo: str, batch: int) -> dict[str, int]:
-    """How often each opcode yields an array of exactly a cache's shape."""
+    """Count the instructions that return an array of exactly the shape of a cache, by opcode."""
     slots = engine.cache_slots(BUCKET)
     shapes = tuple(f"f32[{batch},{CONFIG.n_kv_heads},{n},{CONFIG.head_dim}]" for n in (slots, slots + 1))
     makers: dict[str, int] = {}
@@ -133,8 +133,8 @@ def test_the_loop_updates_its_caches_in_place(name, rule, batch):
     hlo = optimised_hlo(engine, batch, rule=rule)
     assert cache_copies(engine, hlo) == []
 
-    # Nor is a cache rewritten whole by other means, such as a select over all its slots: every new one is an update
-    # of a few slots, on its own or as the only member of its shape in a fusion.
+    # No other instruction rewrites a whole cache, such as a select over all slots: every cache-shaped result updates a
+    # few slots, alone or as the only instruction of its shape in a fusion.
     makers = cache_makers(engine, hlo, batch)
     updates = makers.pop("dynamic-update-slice", 0) + makers.pop("scatter", 0)
     n_caches = 2 * CONFIG.n_layers + 2 * DRAFT_LAYERS.get(name, 0)
@@ -144,7 +144,7 @@ def test_the_loop_updates_its_caches_in_place(name, rule, batch):
 
 
 def extended_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
-    """`Engine.extend`, a conversation's next message of 16 tokens, as text; executors donate the state."""
+    """Return the HLO of `Engine.extend` for a next message of 16 tokens; executors donate the state."""
     params, state = shapes(engine, batch, Greedy())
     more, counts = jax.ShapeDtypeStruct((batch, BUCKET), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     extend = jax.jit(engine.extend, donate_argnums=1 if donate else ())
@@ -157,14 +157,14 @@ def extended_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
     "name", ["autoregressive", "hydra++", *[pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "model")]]
 )
 @pytest.mark.quick("hydra++-3")
-def test_more_text_is_added_to_the_caches_in_place(name, batch):
-    """A turn of a conversation must not cost a copy of every cache (it did: the write waited for an input)."""
+def test_extend_updates_the_caches_in_place(name, batch):
+    """A conversation turn must not copy the caches, which happens if the write waits for an input."""
     engine = make_engine(name)
     hlo = extended_hlo(engine, batch)
     assert cache_copies(engine, hlo) == []
     makers = cache_makers(engine, hlo, batch)
     updates = makers.pop("dynamic-update-slice", 0) + makers.pop("scatter", 0)
-    # A draft model writes the end of the last answer first, if it has not run it.
+    # A draft model first writes the last token of the previous answer if that token is pending.
     writes = 2 if name == "model" else 1
     assert updates == 2 * CONFIG.n_layers + 2 * writes * DRAFT_LAYERS.get(name, 0)
     assert makers.pop("fusion", 0) <= updates
@@ -172,7 +172,7 @@ def test_more_text_is_added_to_the_caches_in_place(name, batch):
 
 
 class CopyingEngine(Engine):
-    """Reads the old cache at a place only known after the update."""
+    """Read the old cache at a position that is known only after the update."""
 
     def decode_step(self, params, state):
         new = super().decode_step(params, state)
@@ -181,7 +181,7 @@ class CopyingEngine(Engine):
 
 
 class RewritingEngine(Engine):
-    """Freezes finished rows by choosing between the old and the new cache."""
+    """Freeze finished sequences by selecting between the old and the new cache."""
 
     def decode_step(self, params, state):
         new = super().decode_step(params, state)
@@ -191,8 +191,8 @@ class RewritingEngine(Engine):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_control_a_write_that_does_not_wait_for_the_reads_is_found(monkeypatch, batch):
-    """Without `append`'s data dependency the autoregressive loop copies every cache on jax 0.10's CPU backend."""
+def test_control_a_write_without_the_data_dependency_is_found(monkeypatch, batch):
+    """Without the data dependency in `append`, jax 0.10 copies every cache in the autoregressive loop on a CPU."""
     append = engine_module.append
     monkeypatch.setattr(engine_module, "append", lambda *args, index=None, after=None: append(*args, index=index))
     engine = make_engine("autoregressive")
@@ -219,7 +219,7 @@ def test_control_a_state_that_is_not_donated_is_found():
 
 @pytest.fixture(scope="module")
 def compilations():
-    """Names of events, one for each compilation by the backend since the list was last cleared."""
+    """Return a list that receives the event of every backend compilation."""
     events: list[str] = []
 
     def listen(event: str, duration: float, **_):
@@ -230,7 +230,7 @@ def compilations():
     return events
 
 
-def test_prompts_of_one_bucket_and_numbers_of_a_rule_share_a_compilation(lab, compilations):
+def test_prompts_of_one_bucket_and_rules_of_one_kind_share_a_compilation(lab, compilations):
     rule = ExactSampling(0.7, top_k=5, top_p=0.9)
     decode_fn = make_decode_fn(lab.model, lab.drafters["medusa"], presets.chain(1), rule, max_new_tokens=4)
     params = Params(lab.base(0), lab.draft("medusa", 0))
@@ -246,10 +246,10 @@ def test_prompts_of_one_bucket_and_numbers_of_a_rule_share_a_compilation(lab, co
 
     assert run(params, [5, 2], 5) > 0
     assert run(params, [9, 1], 9) == 0  # another width
-    assert run(others, [16, 16], 16, rng=jax.random.key(8)) == 0  # the bucket's last width, other values of everything
+    assert run(others, [16, 16], 16, rng=jax.random.key(8)) == 0  # the largest width of the bucket
     others = [ExactSampling(1.3, top_k=2, top_p=0.5), ExactSampling(0.2, top_k=17, top_p=0.99)]
     assert run(params, [5, 2], 5, rule=others[0], limits=np.array([2, 4])) == 0
-    assert run(params, [5, 2], 5, rule=others, limits=np.array([0, 3])) == 0  # a rule for each row
+    assert run(params, [5, 2], 5, rule=others, limits=np.array([0, 3])) == 0  # one rule per sequence
     assert run(params, [17, 3], 17) > 0  # the next bucket
 
 
@@ -267,8 +267,8 @@ def assert_same(out, expected):
         np.testing.assert_array_equal(getattr(out, name), value, err_msg=name)
 
 
-def test_the_plain_call_says_what_the_base_says(lab, small_run):
-    """What the rest of this file compares with, and `decode_fn` as a user calls it, fully optimised."""
+def test_a_plain_call_gives_the_tokens_of_the_base(lab, small_run):
+    """Call `decode_fn` as a user does, fully optimised; the other tests compare with this result."""
     _, _, prompt, lengths, expected = small_run
     for row, length in enumerate(lengths):
         texts, _ = lab.references(0, [prompt[row, :length].tolist()])
@@ -298,7 +298,7 @@ def test_a_prompt_already_on_the_device(small_run):
     assert_same(decode_fn(params, jnp.asarray(prompt), jnp.asarray(lengths)), expected)
 
 
-def test_prefill_and_a_donated_loop_apart(lab, small_run):
+def test_separate_prefill_and_donated_loop(lab, small_run):
     decode_fn, params, prompt, lengths, expected = small_run
     engine = decode_fn.engine
     state = lab.quick_jit(engine.prefill)(params, prompt, lengths, sampling(Greedy(), 2, lab.vocab))

@@ -1,7 +1,7 @@
-"""Chi-square tests of the joint distribution of three sampled tokens, and that they fail for rules that are wrong.
+"""Chi-square tests of the joint distribution of three sampled tokens, which must fail for wrong rules.
 
-The base is so small that the probability of every sequence can be written down: plain passes over whole texts, shaped
-by logits processors, temperature, top-k, top-p and min-p in NumPy.
+The base is small enough to enumerate all sequences. Their probabilities come from full passes, shaped by logits
+processors, temperature, top-k, top-p and min-p in NumPy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from hydrajax.trees.static_tree import TreeTopology
 from hydrajax.trees.topology import at_rows
 
 VOCAB, WIDTH, LENGTH = 5, 16, 3
-MANY, FEWER = 102_400, 25_600  # decodings: of the slow tests, and of the others
+MANY, FEWER = 102_400, 25_600  # decodings in slow tests and in the others
 CONFIG = LlamaConfig(VOCAB, WIDTH, 24, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, max_positions=16)
 MODEL = Llama(CONFIG)
 PROMPT = [3, 1, 4]
@@ -72,7 +72,7 @@ BASE = random_leaves(jax.eval_shape(lambda: init_base(MODEL, jax.random.key(0)))
 
 @dataclass(frozen=True)
 class Bigram(Scripted):
-    """A draft model in miniature: its logits are the base's without its layer, and a little or much beside them."""
+    """A miniature draft model: its logits are those of the base without its layer, with small or large noise."""
 
     astray: float
     depth: int = 3
@@ -116,8 +116,8 @@ DRAFTERS = {
     "padded model": DraftModel(Llama(CONFIG.replace(vocab_size=8, width=8)), VOCAB),
     "near": Bigram(0.0),
     "far": Bigram(4.0),
-    "lookup beside near": WithLookup(Bigram(0.0), 2),
-    "lookup beside far": WithLookup(Bigram(4.0), 2),
+    "lookup with near": WithLookup(Bigram(0.0), 2),
+    "lookup with far": WithLookup(Bigram(4.0), 2),
 }
 
 
@@ -129,7 +129,7 @@ def draft_params(name: str):
 
 
 def probabilities(rule, processors=()) -> np.ndarray:
-    """Of each of `SEQUENCES` after the prompt."""
+    """Return the probability of each of `SEQUENCES` after the prompt."""
     texts = np.array([[*PROMPT, *sequence] for sequence in SEQUENCES])
     positions = np.broadcast_to(np.arange(texts.shape[1]), texts.shape)
     hidden = MODEL.apply({"params": BASE}, texts, positions, causal_mask(texts.shape[1])).hidden
@@ -144,7 +144,7 @@ def probabilities(rule, processors=()) -> np.ndarray:
 
 
 def processed(logits: np.ndarray, processors, output) -> np.ndarray:
-    """Token by token, after `PROMPT` and what was generated; a bias comes first."""
+    """Return logits after `PROMPT` and the generated tokens; biases are added first."""
     found = logits.copy()
     for token, bias in dict(each for one in processors for each in getattr(one, "logit_bias", ())).items():
         found[token] += bias
@@ -169,10 +169,10 @@ def shaped(logits: np.ndarray, rule) -> np.ndarray:
 
 
 def draws(rule, drafter: str, tree: CandidateTree, batch: int, samples: int, processors=()) -> np.ndarray:
-    """``[samples, LENGTH]`` tokens from as many decodings; all rows of a batch have the same prompt."""
+    """Return tokens ``[samples, LENGTH]`` from batches of the same prompt."""
     decode = make_decode_fn(MODEL, DRAFTERS[drafter], tree, rule, processors=processors, max_new_tokens=LENGTH)
     params, prompt = Params(BASE, draft_params(drafter)), np.array([PROMPT] * batch)
-    # So few decodings take less time than LLVM's optimisation.
+    # LLVM's optimisation would take longer than these few decodings.
     many = jax.jit(
         lambda keys: jax.lax.map(lambda some: jax.vmap(lambda key: decode(params, prompt, rng=key))(some), keys),
         compiler_options=QUICK_COMPILE if samples == FEWER else None,
@@ -183,7 +183,7 @@ def draws(rule, drafter: str, tree: CandidateTree, batch: int, samples: int, pro
 
 
 def p_value(tokens: np.ndarray, expected: np.ndarray) -> float:
-    """Of the chi-square statistic; rare sequences are counted together, impossible ones must not occur."""
+    """Return the p-value of the chi-square test. Rare sequences are pooled; impossible ones must not occur."""
     counts = np.bincount(tokens @ VOCAB ** np.arange(LENGTH)[::-1], minlength=VOCAB**LENGTH)
     if counts[expected == 0].any():
         return 0.0
@@ -201,11 +201,11 @@ GRID = [
     for drafter in ("medusa", "hydra", "hydra++")
     for batch in (1, 8)
 ]
-QUICK: list = []  # that the tokens are those of plain sampling says more, and quicker
+QUICK: list = []  # comparing tokens with plain sampling is stronger and faster
 
 
 def in_part(cases, quick):
-    """The quick cases with fewer samples; all with many, which is slow."""
+    """Quick cases take fewer samples; the slow run takes many in all cases."""
     slow = [pytest.param(*case, MANY, marks=pytest.mark.slow) for case in cases]
     return [(*case, FEWER) for case in quick] + slow
 
@@ -238,7 +238,7 @@ PROCESSORS = (
     [
         pytest.param(ExactSampling(0.9, min_p=0.05), "hydra", "tree", marks=pytest.mark.slow),
         pytest.param(RejectionSampling(0.9, min_p=0.05, draft_temperature=1.2), "far", "tree", marks=pytest.mark.slow),
-        pytest.param(RejectionSampling(0.9, min_p=0.05), "lookup beside far", "grown", marks=pytest.mark.slow),
+        pytest.param(RejectionSampling(0.9, min_p=0.05), "lookup with far", "grown", marks=pytest.mark.slow),
         (RejectionSampling(0.9, min_p=0.05), "near", "chain"),
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
@@ -246,7 +246,7 @@ PROCESSORS = (
 def test_processors_and_min_p(rule, drafter, tree):
     found = draws(rule, drafter, TREES[tree], 8, FEWER, PROCESSORS)
     assert p_value(found, probabilities(rule, PROCESSORS)) > P_VALUE
-    # Each of the numbers matters: without it, other sequences are expected.
+    # Every number matters: without it the expected distribution differs.
     bias, penalties = PROCESSORS
     assert p_value(found, probabilities(dataclasses.replace(rule, min_p=0.0), PROCESSORS)) < 1e-9
     assert p_value(found, probabilities(rule, [penalties])) < 1e-9
@@ -274,14 +274,14 @@ REJECTION += [
 ]
 REJECTION += [(1.0, "cut", drafter, tree) for drafter in EAGLES for tree in ("chain", "tree")]
 REJECTION += [(1.0, "cut", "amphista, 4 tokens, rank 3", tree) for tree in TREES]
-BESIDE = ("lookup beside near", "lookup beside far")
+WITH_LOOKUP = ("lookup with near", "lookup with far")
 REJECTION += [
-    (temperature, "whole", drafter, tree) for temperature in (0.7, 1.5) for drafter in BESIDE for tree in TREES
+    (temperature, "whole", drafter, tree) for temperature in (0.7, 1.5) for drafter in WITH_LOOKUP for tree in TREES
 ]
-REJECTION += [(1.0, "cut", "lookup beside far", "root")]
+REJECTION += [(1.0, "cut", "lookup with far", "root")]
 MODELS = ("model", "sure model, 4 tokens", "padded model")
 REJECTION += [(1.0, "cut", drafter, tree) for drafter in MODELS for tree in TREES]
-QUICK_REJECTION = [(0.7, "whole", "lookup beside far", "tree")]  # of which "far" is a part
+QUICK_REJECTION = [(0.7, "whole", "lookup with far", "tree")]  # of which "far" is a part
 
 
 @pytest.mark.parametrize(("temperature", "cut", "drafter", "tree", "samples"), in_part(REJECTION, QUICK_REJECTION))
@@ -293,7 +293,7 @@ def test_rejection_sampling(temperature, cut, drafter, tree, samples):
 @numbers_as_arrays
 @dataclass(frozen=True)
 class TwoChances(ExactSampling):
-    """Wrong: where no child holds the sample, it samples again, and may then follow one."""
+    """Wrong rule: samples again if no child has the sample."""
 
     def accept(self, verify_result, keys):
         proposal = verify_result.proposal
@@ -311,7 +311,7 @@ class TwoChances(ExactSampling):
 @numbers_as_arrays
 @dataclass(frozen=True)
 class Uncut(ExactSampling):
-    """Wrong: forgets top-k and top-p after the first token."""
+    """Wrong rule: ignores top-k and top-p after the first token."""
 
     def accept(self, verify_result, keys):
         return per_row(ExactSampling(1.0), len(verify_result.logits)).accept(verify_result, keys)
@@ -320,7 +320,7 @@ class Uncut(ExactSampling):
 @numbers_as_arrays
 @dataclass(frozen=True)
 class NoResidual(RejectionSampling):
-    """Wrong: after a rejection it draws from p and not from norm(max(0, p - q))."""
+    """Wrong rule: samples from p after a rejection, not from norm(max(0, p - q))."""
 
     def accept(self, verify_result, keys):
         accepted = super().accept(verify_result, keys)
@@ -343,7 +343,7 @@ def test_the_test_fails_for_a_wrong_rule(rule, drafter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", EAGLES)
-def test_the_test_fails_for_nodes_chosen_by_the_tokens_they_hold(drafter, monkeypatch):
+def test_the_test_fails_for_nodes_chosen_by_their_tokens(drafter, monkeypatch):
     monkeypatch.setattr(growing, "_prospects", lambda log_p: (log_p, jnp.zeros_like(log_p)))
     rule = RejectionSampling(1.0)
     assert p_value(draws(rule, drafter, GROWN, 8, FEWER), probabilities(rule)) < 1e-9
@@ -356,7 +356,7 @@ def test_typical_acceptance_is_not_the_bases_distribution():
 
 
 def quickly(decode_fn):
-    """``decode_fn`` compiled without LLVM's optimisation, once for a batch; rows have three tokens each."""
+    """Compile ``decode_fn`` without LLVM's optimisation, once per batch size, for prompts of three tokens."""
     compiled = {}
 
     def run(params: Params, prompts: np.ndarray, keys, rule):
@@ -374,7 +374,7 @@ def quickly(decode_fn):
     [pytest.param(ExactSampling(0.9, top_p=0.95), marks=pytest.mark.slow), RejectionSampling(0.9)],
     ids=lambda r: type(r).__name__,
 )
-def test_a_row_draws_the_same_in_any_batch_and_with_the_same_seed(rule):
+def test_samples_depend_on_the_seed_and_not_on_the_batch(rule):
     prompts = np.array([[3, 1, 4], [1, 0, 2], [4, 4, 4]])
     decode = quickly(make_decode_fn(MODEL, DRAFTERS["hydra"], TREE, rule, max_new_tokens=9))
     params, keys = Params(BASE, draft_params("hydra")), jax.random.split(jax.random.key(11), 3)
@@ -394,7 +394,7 @@ def test_a_row_draws_the_same_in_any_batch_and_with_the_same_seed(rule):
     [pytest.param("medusa", marks=pytest.mark.slow), pytest.param("hydra", marks=pytest.mark.slow), "hydra++"],
 )
 def test_exact_sampling_draws_the_tokens_of_plain_sampling(drafter):
-    """The same key gives the same text with any draft, as what is drawn depends on the place alone."""
+    """The same key gives the same tokens with any draft, because random numbers depend on the position only."""
     rule, prompts = ExactSampling(1.1, top_k=4), np.array([[3, 1, 4], [1, 0, 2]])
     plain = quickly(make_decode_fn(MODEL, NoDrafter(), presets.root(), rule, max_new_tokens=12))
     tree = quickly(make_decode_fn(MODEL, DRAFTERS[drafter], TREE, rule, max_new_tokens=12))

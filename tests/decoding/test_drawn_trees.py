@@ -1,6 +1,6 @@
-"""Trees that are grown of drawn tokens: rejection sampling over them leaves the base's distribution as it is.
+"""Dynamic trees of sampled tokens: rejection sampling over them preserves the base's distribution.
 
-A base and a draft that know the last token and nothing else, so that hundreds of thousands of steps take a second.
+Base and draft depend on the last token only, so hundreds of thousands of steps take a second.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hydrajax.trees.dynamic import DynamicTree
 
 VOCAB, ROWS, P_VALUE = 4, 100_000, 0.001
 TREE = DynamicTree(4, 1, 3)
-# Of the token after each token. After the first the draft is often wrong, so that steps end there, and after the others
-# it is right, so that a draw that is none would be believed.
+# Probabilities of the next token. The draft is often wrong after token 0, so steps end there; after the other tokens it
+# is right, so invalid samples would be accepted.
 BASE = np.array([[0.2, 0.1, 0.4, 0.3], [0.05, 0.8, 0.1, 0.05], [0.1, 0.75, 0.05, 0.1], [0.8, 0.05, 0.05, 0.1]])
 DRAFT = np.array([[0.02, 0.7, 0.15, 0.13], *BASE[1:]])
 
 
 def steps(tree: DynamicTree, draft_temperature: float | None = None):
-    """Two steps of `ROWS` rows, the first from token 0.
+    """Run two steps of `ROWS` sequences, the first from token 0.
 
-    Of each step the root, the token that came to follow it, and how many tokens were accepted.
+    Returns the root of each step, the token that followed it and the number of accepted tokens.
     """
     rule, rows = per_row(RejectionSampling(1.0, draft_temperature=draft_temperature), ROWS), jnp.arange(ROWS)
     keys = row_keys(jax.random.key(3), ROWS)
@@ -55,7 +55,7 @@ def steps(tree: DynamicTree, draft_temperature: float | None = None):
 
 
 def p_values(found) -> tuple[float, float]:
-    """Of the tokens after each step's root given all that went before: for the second how far the first step got."""
+    """Test the token after each root, given everything before: for the second step also the first accept length."""
     (root, follows, length), (bonus_token, next_follows, _) = found
     before = np.stack([root, bonus_token]), np.stack([np.zeros_like(length), length])
     return tuple(
@@ -64,7 +64,7 @@ def p_values(found) -> tuple[float, float]:
 
 
 def given(tokens: np.ndarray, context: np.ndarray) -> float:
-    """Chi-square of tokens within each context, whose last digit is the token before."""
+    """Return chi-square p-values of tokens within each context, whose last digit is the previous token."""
     statistic = freedom = 0.0
     for each in np.unique(context):
         here = tokens[context == each]
@@ -87,22 +87,22 @@ def given(tokens: np.ndarray, context: np.ndarray) -> float:
     ],
     ids=lambda x: getattr(x, "name", str(x)),
 )
-def test_every_token_is_drawn_from_the_base_whatever_came_before(tree, draft_temperature):
+def test_every_token_has_the_conditional_distribution_of_the_base(tree, draft_temperature):
     found = steps(tree, draft_temperature)
     assert min(p_values(found)) > P_VALUE
     assert {0, 1, 2} <= set(found[0][2])  # the first step ended at all depths
 
 
 @pytest.mark.slow
-def test_nodes_chosen_by_the_tokens_they_hold_would_not_do(monkeypatch):
-    """As the nodes of a tree of best guesses are chosen: what a place is worth is then how likely its token is."""
+def test_nodes_chosen_by_their_tokens_fail(monkeypatch):
+    """Control: choose nodes by the probability of their tokens, as in a tree of best guesses."""
     monkeypatch.setattr(growing, "_prospects", lambda log_p: (log_p, jnp.zeros_like(log_p)))
     assert p_values(steps(TREE))[0] < 1e-9
 
 
 @pytest.mark.slow
-def test_draws_that_the_step_before_has_used_would_not_do(monkeypatch):
-    """With a key for each place, as in a static tree: how far a step gets says something of draws below it."""
+def test_reusing_the_samples_of_the_previous_step_fails(monkeypatch):
+    """Control: one key per position, as in a static tree; accept lengths then correlate with later samples."""
     monkeypatch.setattr(growing, "_keys_of_level", lambda draw, depth: draw.keys[:, depth])
     first, second = p_values(steps(TREE))
     assert first > P_VALUE

@@ -1,4 +1,4 @@
-"""Trees made on the device: another random one in every row and at every step, through the same step and rules."""
+"""Random trees built on the device, a new one for every sequence and step, with every rule."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hydrajax.trees.static_tree import TreeTopology
 from hydrajax.trees.topology import from_parents
 
 N_NODES, DEPTH = 12, 4
-# Only its size and its depth are used.
+# Only size and depth are used.
 ROOM = TreeTopology.from_choices([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]] + [[rank] for rank in range(1, N_NODES - 4)])
 PROMPTS = [[3, 1, 4, 1, 5], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
 
 
 def grow(seeds, observed):
-    """``(parents, target)`` int32 ``[B, N]`` and ``[B]``: a tree for each row, and a node of it.
+    """Return ``(parents, target)``, int32 ``[B, N]`` and ``[B]``: a tree per sequence and a node of it.
 
-    About every fifth node without its parent. The target has one, and so have its ancestors up to the root.
+    About one node in five has no parent; the target and its ancestors have one.
     """
     keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))(seeds, observed)
     noise = jax.vmap(lambda key: jax.random.uniform(key, (N_NODES, N_NODES + 1)))(keys)
@@ -39,7 +39,7 @@ def grow(seeds, observed):
         alone = noise[:, node, -1] < 0.2
         depth = jnp.take_along_axis(above, chosen[:, None], axis=1)[:, 0] + 1
         parents.append(jnp.where(alone, -1, chosen))
-        depths.append(jnp.where(alone, -9, depth))  # nothing is hung below a node without a parent
+        depths.append(jnp.where(alone, -9, depth))  # nodes without a parent have no children
     target = jnp.argmax(jnp.where(jnp.stack(depths, axis=1) >= 0, noise[:, 0, :N_NODES], -1), axis=1)
     return jnp.stack(parents, axis=1).astype(jnp.int32), target.astype(jnp.int32)
 
@@ -49,9 +49,9 @@ grown = quick_jit(grow)
 
 @dataclass(frozen=True)
 class Forest(Scripted):
-    """Knows the text and proposes it on the way to the target of a random tree; wrong tokens everywhere else.
+    """Propose the reference text on the path to the target of a random tree, and wrong tokens elsewhere.
 
-    A node without a parent holds the very token that follows the root: a rule that took it for a child would be found.
+    Nodes without a parent get the token that follows the root, which a rule must not accept as a child of it.
     Parameters and state are those of `lab.Oracle`, with ``seeds`` in place of ``right`` and ``salt``.
     """
 
@@ -69,7 +69,7 @@ class Forest(Scripted):
 
 
 def expected_accept_lengths(seed: int, start: int, emitted: int) -> list[int]:
-    """The depth of the target of every tree that a row meets, found by walking up, cut where the text ends."""
+    """Return the target depth of each tree of a sequence, cut at the end of the text."""
     parents, targets = jax.device_get(grown(np.full(CONTEXT, seed), np.arange(CONTEXT)))
     at, steps = start, []
     while at < start + emitted:
@@ -84,7 +84,7 @@ def expected_accept_lengths(seed: int, start: int, emitted: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def runs(lab):
-    """``run(rule, seed) -> (result with trees, result without)``, the trees filled from the latter's text."""
+    """Return ``run(rule, seed) -> (result with trees, result without)``; trees propose the text of the second."""
     compiled = {}
 
     def run(rule, seed):
@@ -104,7 +104,7 @@ def runs(lab):
 
 
 def processed(rule) -> list:
-    """A spec for each of the prompts, with processors of its own."""
+    """Return a spec with different processors for each prompt."""
     numbers = [(1.4, 0.5, 0.3), (0.6, -0.4, 1.1), (1.1, 1.5, -0.2)]
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     penalties = [Penalties(**dict(zip(names, row, strict=True))) for row in numbers]
@@ -121,8 +121,8 @@ def processed(rule) -> list:
     ],
 )
 @pytest.mark.quick("exact")
-def test_random_trees_of_every_row_give_the_text_of_plain_decoding(lab, runs, rule):
-    """Token for token, and in the steps that the right paths allow: the trees are really used."""
+def test_random_trees_give_the_tokens_of_plain_decoding(lab, runs, rule):
+    """Tokens are equal, and the number of steps shows that the trees are used."""
     for seed in range(3):
         trees, plain = runs(rule, seed)
         np.testing.assert_array_equal(trees.tokens, plain.tokens)
@@ -143,7 +143,7 @@ def test_the_trees_differ_between_rows_and_steps():
 
 
 def typical_by_hand(rule, parents, p, tokens) -> list[int]:
-    """The accepted nodes of one row: of all paths from the root to a leaf the longest, then the likeliest."""
+    """Return the accepted nodes of one sequence: of all root-to-leaf paths the longest, then the likeliest."""
     entropy = -(p * np.log(p + 1e-5)).sum(axis=-1)
     threshold = np.minimum(rule.epsilon, rule.epsilon**0.5 * np.exp(-entropy))
     best, best_key = [0], (0, 0.0)
@@ -152,7 +152,7 @@ def typical_by_hand(rule, parents, p, tokens) -> list[int]:
         while parents[line[0]] >= 0:
             line.insert(0, int(parents[line[0]]))
         if line[0] != 0:
-            continue  # hangs from nothing
+            continue  # no parent
         path, log_p = [0], 0.0
         for node in line[1:]:
             likelihood = p[path[-1], tokens[node]] if tokens[node] >= 0 else 0.0
@@ -165,7 +165,7 @@ def typical_by_hand(rule, parents, p, tokens) -> list[int]:
     return best
 
 
-def test_typical_acceptance_of_a_tree_for_every_row_matches_a_walk():
+def test_typical_acceptance_of_one_tree_per_sequence_matches_a_walk():
     rule, batch, vocab = Typical(0.3, temperature=0.8), CONTEXT, 5
     random = np.random.default_rng(0)
     parents = jax.device_get(grown(np.arange(batch), np.arange(batch) % 3))[0]
@@ -190,7 +190,7 @@ def test_typical_acceptance_of_a_tree_for_every_row_matches_a_walk():
 
 
 def test_a_node_without_a_parent_is_never_accepted():
-    """Every node holds what the base says everywhere; only those that hang from the root are taken."""
+    """Every node has the best token; only descendants of the root are accepted."""
     parents = np.array([[-1, -1, 0, 1], [-1, 0, -1, 1]], np.int32)
     logits, tokens = jnp.zeros((2, 4, 5)).at[..., 3].set(9.0), jnp.full((2, 4), 3)
     proposal = Proposal(tokens, quick_jit(lambda parents: from_parents(parents, depth=2, most_children=2))(parents))

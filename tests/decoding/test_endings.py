@@ -1,7 +1,7 @@
-"""When a row ends: EOS wherever it falls in an accepted path, the token limit, and what happens to the other rows.
+"""Sequences end at EOS anywhere in an accepted path or at the token limit; the others are unaffected.
 
-With the oracle on a chain of 4 every step emits five tokens, so token e of the output is the root of its step where
-e % 5 is 0, inside the accepted path at 1..3 and its end at 4.
+With the oracle on a chain of 4 every step emits five tokens. Output token e is the root of its step if e % 5 is 0, is
+inside the accepted path for 1..3 and ends it for 4.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PROMPT = 6
 
 @pytest.fixture(scope="session")
 def examples(lab):
-    """``find(wanted) -> (prompt, text)``: a prompt of 6 tokens whose greedy continuation is as wanted."""
+    """Return ``find(wanted) -> (prompt, text)``: a prompt of 6 tokens with the wanted greedy continuation."""
     random = np.random.default_rng(0)
     found, prompts = [], random.integers(0, lab.vocab, size=(200, PROMPT)).tolist()
-    lab.references(0, prompts)  # all at once is faster; each is kept
+    lab.references(0, prompts)  # in one batch, which is faster
     for prompt in prompts:
         texts, margin = lab.references(0, [prompt])
         if margin > HEALTHY:
@@ -56,7 +56,7 @@ def run_oracle(lab, tree, max_new, eos_ids, rows):
 
 
 @pytest.mark.parametrize("place", range(10))
-def test_eos_at_every_place_of_a_path(lab, examples, place):
+def test_eos_at_every_position_of_a_path(lab, examples, place):
     prompt, text = examples(first_eos_at(place))
     out = run_oracle(lab, "chain", MAX_NEW, EOS, [(prompt, text)])
     assert out.lengths[0] == place + 1
@@ -64,7 +64,7 @@ def test_eos_at_every_place_of_a_path(lab, examples, place):
     assert out.tokens[0, place] in EOS
     assert (out.tokens[0, place + 1 :] == -1).all()
     assert out.steps[0] == place // 5 + 1
-    # What was accepted behind EOS is not counted.
+    # Accepted tokens after EOS are not counted.
     assert out.accept_lengths[0, : out.steps[0]].tolist() == [4] * (place // 5) + [place % 5]
 
 
@@ -76,7 +76,7 @@ def test_eos_never(lab, examples):
     assert out.accept_lengths[0, :5].tolist() == [4, 4, 4, 4, 3]
 
 
-def test_eos_in_the_prompt_does_not_end_the_row(lab):
+def test_eos_in_the_prompt_does_not_end_the_sequence(lab):
     prompt = [3, 3, 1, 3]
     texts, _ = lab.references(0, [prompt])
     expected = lab.expected(texts[0], 4, MAX_NEW, EOS)
@@ -85,8 +85,8 @@ def test_eos_in_the_prompt_does_not_end_the_row(lab):
     assert out.tokens[0, : out.lengths[0]].tolist() == expected
 
 
-def test_rows_finish_at_different_steps(lab, examples):
-    """EOS in the first step, in the third, never: each row as if alone, and only as many steps as it needs."""
+def test_sequences_finish_at_different_steps(lab, examples):
+    """EOS in the first step, in the third and never: each result is that of the sequence alone, with no extra step."""
     rows = [examples(first_eos_at(2)), examples(first_eos_at(11)), examples(never())]
     out = run_oracle(lab, "chain", MAX_NEW, EOS, rows)
     assert out.lengths.tolist() == [3, 12, MAX_NEW]
@@ -96,8 +96,8 @@ def test_rows_finish_at_different_steps(lab, examples):
     assert out.tokens_per_step() == pytest.approx((3 + 12 + MAX_NEW) / (1 + 3 + 5))
 
 
-def test_a_finished_row_disturbs_nobody(lab, examples):
-    """The other rows' whole record is the same whether the first row ends at once or never."""
+def test_a_finished_sequence_does_not_affect_the_others(lab, examples):
+    """The results of the other sequences are the same whether the first ends at once or never."""
     others = [examples(first_eos_at(11)), examples(never())]
     early = run_oracle(lab, "chain", MAX_NEW, EOS, [examples(first_eos_at(0)), *others])
     late = run_oracle(lab, "chain", MAX_NEW, EOS, [examples(first_eos_at(16)), *others])
@@ -105,8 +105,8 @@ def test_a_finished_row_disturbs_nobody(lab, examples):
         np.testing.assert_array_equal(value[1:], getattr(late, name)[1:], err_msg=name)
 
 
-def test_a_finished_row_is_frozen(lab, examples):
-    """Step by step: from the step after EOS on, nothing of the row's record changes, to the end of the batch."""
+def test_a_finished_sequence_is_frozen(lab, examples):
+    """After EOS nothing in the result of the sequence changes in any later step."""
     rows = [examples(first_eos_at(2)), examples(first_eos_at(11)), examples(never())]
     prompts, texts = zip(*rows, strict=True)
     engine = lab.decode_fn("oracle", "chain", MAX_NEW, EOS).engine
@@ -116,7 +116,7 @@ def test_a_finished_row_is_frozen(lab, examples):
     step = lab.quick_jit(engine.decode_step)
     assert state.output.done.tolist() == [False] * 3
     done, records = [], []
-    for _ in range(6):  # one more than any row needs
+    for _ in range(6):  # one more than any sequence needs
         state = step(params, state)
         done.append(state.output.done.tolist())
         result = jax.device_get(result_of(state.output))
@@ -155,7 +155,7 @@ def test_several_eos_ids(lab, case, prompts, salt, seed):
 
 @pytest.mark.parametrize("place", [5, 6, 7, 8])
 def test_the_limit_cuts_a_path(lab, examples, place):
-    """Limit 7 falls inside the second path; EOS before, at and behind it."""
+    """The limit of 7 is inside the second path, with EOS before, at and after it."""
     prompt, text = examples(first_eos_at(place))
     out = run_oracle(lab, "chain", 7, EOS, [(prompt, text)])
     emitted = min(7, place + 1)

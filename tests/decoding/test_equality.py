@@ -1,8 +1,7 @@
-"""Tree decoding says what the base alone says, token for token in float32.
+"""Tree decoding gives exactly the tokens of the base in float32.
 
-The reference is the cacheless loop of `conftest.Lab.references`. Trees and drafters come from a small pool, so that
-few functions are compiled; hypothesis picks from it and varies parameters, prompts and, through the oracle, which
-guesses are right.
+The reference is the loop without a cache of `Lab.references`. Trees and drafters come from a small pool to limit
+compilation; hypothesis picks from it and varies parameters, prompts and, through the oracle, which guesses are right.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from hydrajax.models.attention import causal_mask
 from hydrajax.trees.dynamic import DynamicTree
 
 MAX_NEW = 24
-# A reference margin below this could be decided by rounding. Float32 logits here differ by about 1e-6 between batch
-# shapes; of random prompts well under 1 in 100 is turned away.
+# Rounding could decide a smaller margin of the reference. Float32 logits differ by about 1e-6 between batch shapes;
+# fewer than 1 in 100 random prompts are skipped.
 HEALTHY = 2e-5
 UNTRAINED = [("none", "root"), ("hydra++", "random"), ("eagle", "grown"), ("model", "grown")]
 OTHERS = [
@@ -36,7 +35,7 @@ OTHERS = [
 ORACLE_TREES = ["one node", "skips ranks", "deep and late", "random"]
 
 base_seeds = st.integers(0, 2)
-# Lengths first, as the ends of the range (1 and the context) are where mistakes hide and where hypothesis looks.
+# Lengths first: errors are likely at the ends of the range (1 and the context), which hypothesis tries.
 prompts = st.integers(1, 40).flatmap(lambda n: st.lists(st.integers(0, 16), min_size=n, max_size=n))
 
 
@@ -50,7 +49,7 @@ def emitted(out, row: int) -> list[int]:
     number=st.integers(0, 19), base_seed=base_seeds, draft_seed=st.integers(0, 2),
     three=st.tuples(prompts, prompts, prompts),
 )  # fmt: skip
-def test_untrained_drafters_never_change_the_text(lab, cases, number, base_seed, draft_seed, three):
+def test_untrained_drafters_never_change_the_tokens(lab, cases, number, base_seed, draft_seed, three):
     texts, margin = lab.references(base_seed, three)
     assume(margin > HEALTHY)
     drafter, tree = cases[number % len(cases)]
@@ -67,7 +66,7 @@ def test_untrained_drafters_never_change_the_text(lab, cases, number, base_seed,
 
 @st.composite
 def any_trees(draw):
-    """Static ones, most of which skip ranks, and ones that are grown."""
+    """Draw static trees, most of which skip ranks, and dynamic ones."""
     if draw(st.booleans()):
         n_choices, depth, widest = draw(st.integers(1, 24)), draw(st.integers(1, 6)), draw(st.integers(2, 17))
         return random_tree(draw(st.integers(0, 10**6)), n_choices, depth, widest)
@@ -81,8 +80,8 @@ def any_trees(draw):
     st.sampled_from(["eagle", "eagle3", "hydra", "model", "sure model"]), any_trees(), base_seeds, st.integers(0, 2),
     st.lists(prompts, min_size=1, max_size=3),
 )  # fmt: skip
-def test_no_tree_changes_the_text(lab, drafter, tree, base_seed, draft_seed, some):
-    """A tree of its own in every example, each of which is compiled."""
+def test_no_tree_changes_the_tokens(lab, drafter, tree, base_seed, draft_seed, some):
+    """Every example compiles another tree."""
     assume(tree.depth <= lab.drafters[drafter].depth)
     assume(not isinstance(tree, DynamicTree) or tree.expansions < lab.drafters[drafter].depth)
     texts, margin = lab.references(base_seed, some)
@@ -99,8 +98,8 @@ def test_no_tree_changes_the_text(lab, drafter, tree, base_seed, draft_seed, som
     st.sampled_from(ORACLE_TREES), base_seeds, st.tuples(prompts, prompts, prompts), st.integers(0, 99),
     st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.5, 0.9, 1.0]),
 )  # fmt: skip
-def test_an_oracle_is_believed_exactly_as_far_as_it_is_right(lab, tree, base_seed, three, salt, seed, skill):
-    """Long and short acceptances on every path of the tree: same text, and the steps computed by hand."""
+def test_right_guesses_of_an_oracle_are_accepted(lab, tree, base_seed, three, salt, seed, skill):
+    """Accept lengths vary on every path of the tree; tokens stay the same and step counts are exact."""
     texts, margin = lab.references(base_seed, three)
     assume(margin > HEALTHY)
     right = np.random.default_rng(seed).random((3, lab.context + 5)) < skill
@@ -113,7 +112,7 @@ def test_an_oracle_is_believed_exactly_as_far_as_it_is_right(lab, tree, base_see
 
 
 def test_untrained_drafters_are_sometimes_right(lab):
-    """Or the test above would compare nothing but rejections."""
+    """Otherwise the tests above would compare rejections only."""
     random = np.random.default_rng(0)
     three = [random.integers(0, 17, size=n).tolist() for n in (4, 9, 16)]
     for drafter, tree in UNTRAINED[1:]:
@@ -126,7 +125,7 @@ def test_untrained_drafters_are_sometimes_right(lab):
     st.sampled_from([("none", "root"), ("hydra++", "random")]),
     base_seeds, st.tuples(prompts, prompts, prompts), st.integers(0, 2),
 )  # fmt: skip
-def test_a_row_does_not_depend_on_its_neighbours(lab, case, base_seed, three, row):
+def test_sequences_are_independent(lab, case, base_seed, three, row):
     texts, margin = lab.references(base_seed, three)
     assume(margin > HEALTHY)
     drafter, tree = case
@@ -139,8 +138,8 @@ def test_a_row_does_not_depend_on_its_neighbours(lab, case, base_seed, three, ro
 
 @settings(max_examples=16, deadline=None)
 @given(st.tuples(prompts, prompts, prompts), st.integers(0, 2))
-def test_a_row_takes_the_same_steps_alone(lab, three, row):
-    """With the oracle nothing rests on rounding, so the whole record must agree, not the text alone."""
+def test_a_sequence_takes_the_same_steps_alone(lab, three, row):
+    """The oracle excludes effects of rounding, so the whole result must agree and not only the tokens."""
     texts, margin = lab.references(0, three)
     assume(margin > HEALTHY)
     right = np.random.default_rng(row).random((3, lab.context + 5)) < 0.8
@@ -153,7 +152,7 @@ def test_a_row_takes_the_same_steps_alone(lab, three, row):
 
 @pytest.mark.parametrize(("drafter", "tree"), [("none", "root"), ("hydra++", "random"), ("oracle", "random")])
 def test_prompts_at_the_ends_of_the_context(lab, drafter, tree):
-    """One token; all but one of the context; the context exactly, which leaves no room for a token."""
+    """Prompts of one token, of the context less one, and of the whole context, which leaves no room for output."""
     random = np.random.default_rng(1)
     three = [random.integers(0, 17, size=n).tolist() for n in (1, lab.context - 1, lab.context)]
     texts, margin = lab.references(1, three)
@@ -186,8 +185,8 @@ def test_the_autoregressive_baseline_takes_a_step_per_token(lab):
         assert emitted(out, row) == lab.expected(texts[row], len(prompt), MAX_NEW)
 
 
-def test_the_cache_holds_exactly_the_accepted_text(lab):
-    """After steps with rejections on branching paths, keys and values equal those of one pass over the text."""
+def test_the_cache_contains_exactly_the_accepted_tokens(lab):
+    """After steps with rejections on branching paths, keys and values equal those of one pass over the tokens."""
     random = np.random.default_rng(3)
     three = [random.integers(0, 17, size=n).tolist() for n in (1, 6, 11)]
     texts, _ = lab.references(0, three)

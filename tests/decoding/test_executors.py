@@ -1,4 +1,4 @@
-"""The stepped executor: the fused one's tokens, and those of a grammar; and what executors share."""
+"""The stepped executor: equality with the fused one, decoding under a grammar, and programs that executors share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEEPEST = 2
 
 
 def executor_of(kind, lab, name: str, tree: str, rule=None, **choices):
-    """An executor of a pair of the lab. choices: fields of the spec, and ``between``."""
+    """Return an executor for a drafter and a tree of the lab. choices: fields of the spec, and ``between``."""
     own = {"between": choices.pop("between")} if "between" in choices else {}
     spec = DecodeSpec(lab.drafters[name], lab.trees[tree], rule or Greedy(), max_new_tokens=NEW, **choices)
     return kind(lab.model, Params(lab.base(0), lab.draft(name, 0)), spec, **own)
@@ -54,8 +54,8 @@ def padded(prompts) -> tuple[np.ndarray, np.ndarray]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_stepped_decoding_emits_what_fused_decoding_emits(lab, name, tree, rule, choices):
-    """Tokens, accept lengths and log-probabilities, of rows that end at different steps."""
+def test_stepped_decoding_equals_fused_decoding(lab, name, tree, rule, choices):
+    """Compare tokens, accept lengths and log-probabilities of sequences that end at different steps."""
     arguments = (*padded(PROMPTS), jax.random.key(1), np.array([NEW, 3, NEW - 1], np.int32))
     fused, stepped = (
         executor_of(kind, lab, name, tree, rule, **choices).decode(*arguments)
@@ -66,7 +66,7 @@ def test_stepped_decoding_emits_what_fused_decoding_emits(lab, name, tree, rule,
 
 
 def test_stepped_rewind_and_extend(lab):
-    """A conversation: ten tokens, the last of them taken back, a message and more tokens."""
+    """A conversation: ten tokens, a rewind by one, a message and more tokens."""
     found = []
     for kind in (FusedExecutor, SteppedExecutor):
         executor = executor_of(kind, lab, "hydra++", "skips ranks")
@@ -83,9 +83,9 @@ def test_stepped_rewind_and_extend(lab):
 
 
 class Brackets:
-    """A grammar on the host: brackets that nest at most `DEEPEST` deep, and an end only where all are closed.
+    """A grammar on the host: brackets nest at most `DEEPEST` deep, and EOS needs all of them closed.
 
-    What is allowed after a node depends on the whole text before it: all that was emitted and the path to the node.
+    The tokens allowed after a node depend on all emitted tokens and on the path to the node.
     """
 
     def __init__(self, batch: int):
@@ -121,7 +121,7 @@ class Brackets:
 
 
 def constrained(lab, prompt: list[int]) -> list[int]:
-    """The grammar's best tokens without cache, tree or engine: the whole text through the base for every token."""
+    """Return the best tokens under the grammar without cache, tree or engine: one full pass per token."""
     text, emitted = list(prompt), []
     apply = lab.quick_jit(
         lambda params, ids, places: lab.model.apply({"params": params}, ids, places, causal_mask(CONTEXT))
@@ -143,11 +143,11 @@ def test_a_grammar_allows_tokens_at_every_node(lab, name, tree):
     out = executor.decode(*padded(PROMPTS))
     assert out.ids() == [constrained(lab, prompt) for prompt in PROMPTS]
     assert grammar.calls == out.steps.max() + 1
-    assert (out.accept_lengths > 0).any()  # drafted tokens were accepted under the grammar, not the roots alone
+    assert (out.accept_lengths > 0).any()  # drafts were accepted under the grammar
 
 
-def test_a_grammar_under_sampling_leaves_the_distribution_of_what_it_allows(lab):
-    """Rejection sampling, whose draft knows nothing of the grammar. chi2: of 1,500 rows' first token after the root."""
+def test_sampling_under_a_grammar_preserves_the_distribution_of_allowed_tokens(lab):
+    """Rejection sampling with a draft that ignores the grammar. Chi-square of the first token of 1,500 sequences."""
     rows, allowed = 1500, np.isin(np.arange(VOCAB), [3, 4, 7, 8, 11])
 
     def between(candidates):
@@ -169,7 +169,7 @@ def test_a_grammar_under_sampling_leaves_the_distribution_of_what_it_allows(lab)
         assert stats.chisquare(observed, expected).pvalue > 1e-4
 
 
-# --- what executors share ---------------------------------------------------------------------------------------------
+# --- shared programs --------------------------------------------------------------------------------------------------
 
 
 def test_specs_with_other_numbers_share_programs(lab):
@@ -200,7 +200,7 @@ def test_a_stepped_executor_keeps_its_grammar_under_another_spec(lab):
         (Typical(), Greedy(), False),
     ],
 )
-def test_the_baseline_has_the_same_meaning(lab, rule, plain, same):
+def test_the_autoregressive_executor_gives_the_same_tokens(lab, rule, plain, same):
     processors = [Penalties(presence_penalty=0.5)]
     executor = executor_of(FusedExecutor, lab, "hydra++", "chain", rule, processors=processors).autoregressive()
     assert executor.params.draft == {}

@@ -1,4 +1,4 @@
-"""The decode step as it is traced for a GPU: what it holds, and what it decodes with its kernels interpreted."""
+"""The decode step traced for a GPU: its operations, and its tokens with interpreted kernels."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ CONFIG = LlamaConfig(128, 128, 192, 2, 4, 2, 64, max_positions=256)
 
 @functools.cache
 def lowered_step(dtype: str, kind: str, tree: str) -> str:
-    """One decode step for a GPU, as text; nothing is compiled or allocated."""
+    """Lower one decode step for a GPU to text, without compilation or allocation."""
     model = Llama(CONFIG, jnp.dtype(dtype))
     base, drafter = nn.unbox(abstract_base(model)), KINDS[kind].build(CONFIG, model.dtype)
     draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
     engine, params = Engine(model, drafter, presets.by_name(tree), 16), Params(base, draft)
-    # jax 0.11 asks what device a Pallas kernel is for.
+    # jax 0.11 needs the device of a Pallas kernel.
     device = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
     with backend.traced_for(GPU), jax.sharding.use_abstract_mesh(device):
         prompt, lengths = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -53,25 +53,25 @@ def kernels_in(text: str) -> Counter:
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [("bfloat16", "DEFAULT"), ("float32", "HIGHEST")])
-def test_only_float32_asks_for_true_float32(dtype, precision):
-    """ "highest" would make a GPU's one-row products of bfloat16 sums of rounded products, and only those."""
+def test_only_float32_uses_the_highest_precision(dtype, precision):
+    """Under "highest" a GPU would round the terms of one-row bfloat16 products before the sum."""
     text = lowered_step(dtype, "hydra++", "chain-2")
     assert set(re.findall(r"precision = \[(\w+), \w+\]", text)) == {precision}
 
 
-def test_a_step_holds_a_kernel_for_each_layer_and_one_that_appends():
+def test_a_step_has_one_kernel_per_layer_and_one_to_append():
     names = tree_attention.NAME, tree_attention.SUM_NAME, append_rows.NAME, add_norm.NAME
-    # Two layers and the prefix layer; the base's caches at once, and the prefix layer's.
+    # Two layers and the prefix layer; one append for the base's caches and one for the prefix layer's.
     drafted = kernels_in(lowered_step("bfloat16", "hydra++", "chain-2"))
     plain = kernels_in(lowered_step("bfloat16", "none", "root"))
     assert [drafted[name] for name in names] == [3, 3, 2, 0]
-    # One token: two norms to each layer, and the last.
+    # One token: two norms per layer and the last one.
     assert [plain[name] for name in names] == [2, 2, 1, 5]
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The kernels of a GPU, on this CPU; CUDA graphs are not for its compiler."""
+    """Interpret the GPU kernels on this CPU, without CUDA graphs."""
     real = pl.pallas_call
     monkeypatch.setattr(pl, "pallas_call", lambda *args, **settings: real(*args, **settings | {"interpret": True}))
     monkeypatch.setenv("HYDRAJAX_CUDA_GRAPHS", "0")
@@ -79,10 +79,10 @@ def interpreted(monkeypatch):
         yield
 
 
-@pytest.mark.slow  # the kernels alone are compared with NumPy in tests/models/kernels
+@pytest.mark.slow  # tests/models/kernels compares the kernels with NumPy
 @pytest.mark.parametrize(("kind", "tree"), [("lookup", "chain-3"), ("hydra++", "cartesian-3x2")])
-def test_with_its_kernels_a_tree_decodes_what_one_token_at_a_time_does(interpreted, kind, tree):
-    """Two rows of different lengths. Lookup finds much in what a random model writes, so that long paths are kept."""
+def test_tree_decoding_with_gpu_kernels_equals_plain_decoding(interpreted, kind, tree):
+    """Two sequences of different lengths. A random model repeats itself, so lookup proposes long accepted paths."""
     model, base = random_base(CONFIG, jnp.bfloat16)
     prompt, lengths = np.random.default_rng(0).integers(0, 128, (2, 32)).astype(np.int32), np.array([32, 9], np.int32)
     want = make_autoregressive_fn(model, max_new_tokens=40)(Params(base, {}), prompt, lengths)
@@ -93,8 +93,8 @@ def test_with_its_kernels_a_tree_decodes_what_one_token_at_a_time_does(interpret
 
 
 @pytest.mark.slow
-def test_options_go_to_an_outermost_function_only(monkeypatch):
-    """JAX refuses them anywhere else, and a decode function may be called in a function that is compiled."""
+def test_compiler_options_apply_to_outermost_functions_only(monkeypatch):
+    """JAX rejects them elsewhere, and a jitted function may call a decode function."""
     model, base = random_base(CONFIG)
     monkeypatch.setattr(backend, "compiler_options", lambda: {"xla_cpu_enable_fast_math": False})
     decode_fn = make_autoregressive_fn(model, max_new_tokens=4)
@@ -104,7 +104,7 @@ def test_options_go_to_an_outermost_function_only(monkeypatch):
     np.testing.assert_array_equal(jax.jit(lambda: decode_fn(Params(base, {}), prompt).tokens)(), alone)
 
 
-def test_the_loop_is_one_graph_unless_told_otherwise(monkeypatch):
+def test_the_loop_is_one_cuda_graph_by_default(monkeypatch):
     assert backend.compiler_options() is None  # on a CPU
     with backend.traced_for(GPU):
         assert "WHILE" in backend.compiler_options()["xla_gpu_enable_command_buffer"]

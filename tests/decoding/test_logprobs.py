@@ -1,4 +1,4 @@
-"""Log-probabilities against whole texts through the base, for every rule, with a tree and without."""
+"""Compare log-probabilities with full passes of the base, for every rule, with and without a tree."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check(lab, out, top: int = 0) -> None:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec.rule).__name__)
 @pytest.mark.quick("ExactSampling", "Typical")
 def test_every_rule_with_a_tree(lab, spec):
-    """Rows end by an EOS and by a limit within a path, too."""
+    """Some sequences end inside a path, by EOS or by the limit."""
     settings = {"max_new_tokens": NEW, "eos_ids": (0,), "logprobs": 4}
     decode = make_decode_fn(lab.model, lab.drafters["hydra"], TREE, spec.rule, **settings)
     out = lab.decode(decode, 0, lab.draft("hydra", 0), PROMPTS, rule=spec, limits=[NEW, 17, 9], seed=1)
@@ -65,12 +65,12 @@ def test_without_a_draft(lab, rule, top):
     decode = make_decode_fn(lab.model, lab.drafters["none"], presets.root(), rule, **settings)
     out = lab.decode(decode, 0, {}, PROMPTS, rule=rule, seed=1)
     check(lab, out, top)
-    # Asking for them changes nothing of the text.
+    # Log-probabilities do not change the tokens.
     np.testing.assert_array_equal(out.tokens, lab.plainly(PROMPTS, rule, seed=1).tokens)
 
 
-def test_long_paths_and_all_the_roots_between_them(lab):
-    """An oracle's paths of four tokens, some of them wrong in the middle."""
+def test_long_paths_and_their_bonus_tokens(lab):
+    """The oracle proposes paths of four tokens, some of them wrong in the middle."""
     texts, _ = lab.references(0, PROMPTS)
     right = np.random.default_rng(0).random((3, lab.context + 5)) < 0.8
     settings = {"max_new_tokens": NEW, "logprobs": True}
@@ -80,7 +80,7 @@ def test_long_paths_and_all_the_roots_between_them(lab):
     check(lab, out)
 
 
-def test_nothing_is_kept_unless_asked_for(lab):
+def test_no_logprobs_by_default(lab):
     decode = lab.decode_fn("none", "root", NEW)
     state = jax.eval_shape(
         decode.engine.prefill,
@@ -91,7 +91,7 @@ def test_nothing_is_kept_unless_asked_for(lab):
     assert lab.plainly(PROMPTS).logprobs is None
 
 
-def test_no_more_alternatives_than_there_are_tokens(lab):
+def test_k_is_at_most_the_vocabulary(lab):
     for k in (-1, VOCAB + 1):
         with pytest.raises(HydrajaxError, match=f"logprobs: got {k}, expected 0 to the vocabulary's {VOCAB}"):
             make_decode_fn(lab.model, lab.drafters["none"], presets.root(), max_new_tokens=NEW, logprobs=k)

@@ -1,8 +1,7 @@
-"""Logits processors against transformers' and the published formulas; through the loop against plain passes.
+"""Compare logits processors with transformers and the published formulas, and decoding with full passes.
 
-That random trees give the processed text of plain decoding, greedy and sampled, is in test_dynamic_trees.py; the
-sampled distributions are in test_distribution.py, typical acceptance in test_typical.py; that counts move with their
-rows is in test_state.py.
+Other files test processors with random trees (test_dynamic_trees.py), sampled distributions (test_distribution.py),
+typical acceptance (test_acceptance.py) and token counts that move with their sequences (test_state.py).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hydrajax.measure.uncached_forward import last_logits
 from hydrajax.trees import presets
 
 V = 12
-# Tokens said once, twice and thrice, in the prompt, in the output or in both.
+# Tokens that occur once, twice and thrice, in the prompt, in the output or in both.
 PROMPTS = [[1, 2, 2, 5], [7], [0, 11, 0, 4, 4]]
 OUTPUTS = [[2, 8, 8, 8], [7, 7], []]
 LOGITS = np.random.default_rng(0).normal(size=(3, V)).astype(np.float32) * 2
@@ -38,7 +37,7 @@ PENALTIES = [
     Penalties(repetition_penalty=2.0, presence_penalty=1.5, frequency_penalty=-0.3),
 ]
 BIASES = [LogitBias({4: 1.5, 11: -3.0}), LogitBias({}), LogitBias({0: 0.25})]
-# As given, in either order: penalties and biases are applied in one order.
+# The order in which processors are given does not matter.
 SPECS = [
     how(processors=(PENALTIES[0], BIASES[0])),
     how(processors=(PENALTIES[1],)),
@@ -47,7 +46,7 @@ SPECS = [
 
 
 def padded(rows, width: int = 6) -> tuple[np.ndarray, np.ndarray]:
-    """``(tokens, lengths)``; behind the rows stands what no penalty may count, the token 3 among it."""
+    """Return ``(tokens, lengths)``; the padding contains tokens that no penalty may count, such as 3."""
     table = np.stack([np.resize(np.array([-1, 10**6, 3], np.int32), width)] * len(rows))
     for line, tokens in zip(table, rows, strict=True):
         line[: len(tokens)] = tokens
@@ -61,13 +60,13 @@ def processed_by(processors, logits, prompts, first, rest):
 
 
 def processed(rows) -> np.ndarray:
-    """`LOGITS` after the three texts, each with processors of its own; the output is counted in two goes."""
+    """Process `LOGITS` of three sequences, each with its own processors; output tokens are counted in two parts."""
     first, rest = [row[:2] for row in OUTPUTS], [row[2:] for row in OUTPUTS]
     return np.asarray(processed_by(batched_processors(rows, V), LOGITS, padded(PROMPTS), padded(first), padded(rest)))
 
 
 def by_formula(logits, spec, prompt, output) -> np.ndarray:
-    """The biases, transformers' processor, then the formula of OpenAI's API, in float64."""
+    """Apply biases, the processor of transformers and the formula of OpenAI's API in float64."""
     text, found = torch.tensor([[*prompt, *output]]), np.array(logits, np.float64)
     for processor in spec.processors:
         for token, bias in getattr(processor, "logit_bias", ()):
@@ -88,14 +87,14 @@ def test_repetition_penalty_equals_transformers():
         text = torch.tensor([PROMPTS[row] + OUTPUTS[row]])
         expected = RepetitionPenaltyLogitsProcessor(number)(text, torch.tensor(LOGITS[row : row + 1]))
         np.testing.assert_allclose(found[row], expected[0].numpy(), rtol=1e-6)
-    # Positive and negative logits were changed in every row, and token 3, which is padding alone, in none.
+    # Positive and negative logits change in every row; token 3, which occurs in padding only, in none.
     assert all((found != LOGITS)[row][LOGITS[row] > 0].any() for row in range(3))
     assert (found != LOGITS)[LOGITS < 0].any()
     assert (found[:, 3] == LOGITS[:, 3]).all()
 
 
 def test_presence_and_frequency_penalties_equal_the_formula():
-    """logit - presence * (count > 0) - frequency * count, of what was generated; the prompt does not count."""
+    """logit - presence * (count > 0) - frequency * count, with counts of generated tokens only."""
     numbers = [(0.5, 0.25), (-1.0, 2.0), (9.0, 9.0)]
     found = processed([(Penalties(presence_penalty=p, frequency_penalty=f),) for p, f in numbers])
     wanted = LOGITS.copy()
@@ -133,20 +132,20 @@ def engine(lab):
 
 
 def test_greedy_decoding_takes_the_best_of_the_processed_logits(lab):
-    """Against whole texts through the base and the formulas: ragged prompts, other processors in each row."""
+    """Compare with full passes and the formulas for ragged prompts, each with its own processors."""
     prompts = [[3, 1, 4, 1, 5], [2], [9, 2, 6, 5, 3, 5, 8, 9]]
     out, plain = lab.plainly(prompts, SPECS), lab.plainly(prompts)
     for row, (prompt, spec) in enumerate(zip(prompts, SPECS, strict=True)):
-        said: list[int] = []
+        emitted: list[int] = []
         for _ in range(NEW):
-            logits = last_logits(lab.model, lab.base(0), [np.array(prompt + said, np.int32)])[0]
-            said.append(int(by_formula(logits, spec, prompt, said).argmax()))
-        assert out.tokens[row].tolist() == said
+            logits = last_logits(lab.model, lab.base(0), [np.array(prompt + emitted, np.int32)])[0]
+            emitted.append(int(by_formula(logits, spec, prompt, emitted).argmax()))
+        assert out.tokens[row].tolist() == emitted
         assert out.tokens[row].tolist() != plain.tokens[row].tolist()
 
 
 def test_greedy_generation_equals_transformers(tiny_checkpoint):
-    """From text lookup and a chain; reward of what was said makes the text repeat itself, so that drafts are taken."""
+    """Uses prompt lookup and a chain. Negative penalties make the text repeat, so drafts are accepted."""
     loaded = hydrajax.load(tiny_checkpoint, "lookup")
     prompts = [np.random.default_rng(n).integers(0, 96, n).tolist() * 2 for n in (3, 9)]
     model = LlamaForCausalLM.from_pretrained(tiny_checkpoint)
@@ -161,11 +160,11 @@ def test_greedy_generation_equals_transformers(tiny_checkpoint):
 
 
 def test_only_what_was_emitted_is_counted(lab):
-    """Cut by EOS and by a limit within the accepted path, and in rows that go on being fed after their end."""
+    """EOS or a limit cuts the accepted path, and finished sequences stay in the batch."""
     prompts = [[3, 1, 4], [5], [7, 7]]
-    spec = how(processors=[Penalties(frequency_penalty=1e-6)])  # changes no choice, so that the oracle knows the text
+    spec = how(processors=[Penalties(frequency_penalty=1e-6)])  # changes no choice, so the oracle stays right
     texts, _ = lab.references(0, prompts)
-    eos = int(texts[0, 3 + 6])  # the seventh token of the first row, or one that came before
+    eos = int(texts[0, 3 + 6])  # the seventh token of the first sequence, or an earlier one
     tree = lab.trees["chain"]
     decode = make_decode_fn(lab.model, lab.drafters["oracle"], tree, max_new_tokens=NEW, eos_ids=(eos,))
     engine, params = decode.engine, Params(lab.base(0), lab.oracle_params(texts))
@@ -179,14 +178,14 @@ def test_only_what_was_emitted_is_counted(lab):
     out = jax.device_get(result_of(state.output))
     assert out.accept_lengths.max() == 4
     for row in range(3):
-        said = out.tokens[row, : out.lengths[row]]
-        assert said.tolist() == lab.expected(texts[row], len(prompts[row]), int(limits[row]), (eos,))
-        np.testing.assert_array_equal(state.output.counts.output[row], np.bincount(said, minlength=lab.vocab))
+        emitted = out.tokens[row, : out.lengths[row]]
+        assert emitted.tolist() == lab.expected(texts[row], len(prompts[row]), int(limits[row]), (eos,))
+        np.testing.assert_array_equal(state.output.counts.output[row], np.bincount(emitted, minlength=lab.vocab))
         assert np.flatnonzero(state.output.counts.prompt[row]).tolist() == sorted({*prompts[row]})
 
 
-def test_a_second_turn_takes_all_before_it_for_prompt(lab, engine):
-    """`Engine.extend` after an answer, against a prefill of everything: output is counted from the new answer on."""
+def test_a_second_turn_counts_everything_before_it_as_prompt(lab, engine):
+    """Compare `Engine.extend` after an answer with a prefill of everything: only the new answer counts as output."""
     params = Params(lab.base(0), {})
     prompts, more = [[3, 1, 4], [2, 6], [9, 2, 6, 5]], [[5, 5], [1], [8, 0, 2]]
     limits = [4, 6, 5]
@@ -199,18 +198,18 @@ def test_a_second_turn_takes_all_before_it_for_prompt(lab, engine):
             state = step(params, state)
         return state, jax.device_get(result_of(state.output))
 
-    first, said = finish(prefill(params, *padded(prompts, 16), drawn))
+    first, emitted = finish(prefill(params, *padded(prompts, 16), drawn))
     _, second = finish(extend(params, first, *padded(more, 16), drawn))
     whole = [
         [*prompt, *tokens[:length].tolist(), *text]
-        for prompt, tokens, length, text in zip(prompts, said.tokens, said.lengths, more, strict=True)
+        for prompt, tokens, length, text in zip(prompts, emitted.tokens, emitted.lengths, more, strict=True)
     ]
     _, at_once = finish(prefill(params, *padded(whole, 16), drawn))
     np.testing.assert_array_equal(second.tokens, at_once.tokens)
     assert second.lengths.tolist() == limits
 
 
-def test_a_text_decoded_without_counting_cannot_go_on_with_it(lab, engine):
+def test_counting_cannot_start_in_a_second_turn(lab, engine):
     params, text = Params(lab.base(0), {}), padded([[3]], 16)
     state = jax.eval_shape(engine.prefill, params, *text, sampling(None, 1, lab.vocab))
     with pytest.raises(HydrajaxError, match="processors: got one that counts tokens, expected none: the text"):
@@ -218,8 +217,8 @@ def test_a_text_decoded_without_counting_cannot_go_on_with_it(lab, engine):
 
 
 @pytest.mark.parametrize("rule", [Greedy(), ExactSampling(), Typical()], ids=lambda rule: type(rule).__name__)
-def test_numbers_without_effect_are_no_part_of_the_program(lab, engine, rule):
-    """Byte for byte: a program that is given processors without effect is the one that was given none."""
+def test_processors_without_effect_are_not_in_the_program(lab, engine, rule):
+    """Processors without effect give the same program, byte for byte, as no processors."""
     neutral = [Penalties(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0), LogitBias({})]
     assert not any(processor.has_effect for processor in neutral)
     arguments = Params(lab.base(0), {}), *padded([[3]], 16)
@@ -258,18 +257,18 @@ def test_numbers_without_effect_are_no_part_of_the_program(lab, engine, rule):
         ),
     ],
 )
-def test_what_cannot_be_used_is_refused(make, message):
+def test_invalid_processors_are_rejected(make, message):
     with pytest.raises(HydrajaxError) as caught:
         make()
     assert str(caught.value).startswith(message)
 
 
-# --- a tree, and rows that differ -------------------------------------------------------------------------------------
+# --- mixed batches with trees -----------------------------------------------------------------------------------------
 
 MIXED = [
     how(ExactSampling(0.0)),
     how(ExactSampling(1.3), processors=[LogitBias({2: 2.0})]),
-    how(ExactSampling(0.0, top_k=3), processors=[Penalties(repetition_penalty=1.4)]),  # top-k: of no effect on it
+    how(ExactSampling(0.0, top_k=3), processors=[Penalties(repetition_penalty=1.4)]),  # unaffected by top-k
     how(ExactSampling(0.8, 9, 0.9, min_p=0.05), processors=[Penalties(frequency_penalty=0.7), LogitBias({5: -9.0})]),
 ]
 PLAIN = [how(spec.rule) for spec in MIXED]
@@ -277,8 +276,8 @@ PLAIN = [how(spec.rule) for spec in MIXED]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("specs", [PLAIN, MIXED], ids=["plain", "processors"])
-def test_every_row_of_a_mixed_batch_has_the_tokens_of_its_own_spec(lab, specs):
-    """Greedy and sampled rows together, with numbers and processors of their own, against each kind alone."""
+def test_mixed_batches_give_the_tokens_of_each_spec(lab, specs):
+    """Greedy and sampled sequences in one batch, each with its own numbers and processors, equal separate batches."""
     prompts = [[3, 1, 4], [5, 9], [2, 6, 5, 3], [8]]
     tree = presets.cartesian([3, 2])
     decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], tree, specs[0].rule, max_new_tokens=20)
@@ -286,13 +285,13 @@ def test_every_row_of_a_mixed_batch_has_the_tokens_of_its_own_spec(lab, specs):
     assert mixed.accept_lengths.max() >= 1
     for row, spec in enumerate(specs):
         rule = spec.rule if spec.rule.temperature else Greedy()
-        alone = lab.plainly(prompts, spec.replace(rule=rule), seed=4)  # keys are those of the row's number
+        alone = lab.plainly(prompts, spec.replace(rule=rule), seed=4)  # keys depend on the index of the sequence
         np.testing.assert_array_equal(mixed.tokens[row], alone.tokens[row][:20])
 
 
 @pytest.mark.slow
-def test_a_batch_of_greedy_rows_among_sampled_ones_judges_the_whole_tree(lab):
-    """`ExactSampling` at temperature 0 in all rows, in the program for mixed batches."""
+def test_greedy_sequences_in_a_mixed_program_use_the_whole_tree(lab):
+    """`ExactSampling` at temperature 0 for all sequences, in the program for mixed batches."""
     prompts = [[3, 1, 4], [5, 9]]
     tree = presets.cartesian([3, 2])
     rule = ExactSampling(0.0)

@@ -1,4 +1,4 @@
-"""The sampled distribution against transformers' warpers; keys that belong to rows and places."""
+"""Compare the sampled distribution with the warpers of transformers; random keys per sequence and position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydrajax.errors import HydrajaxError
 
 
 def warped(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float, min_p: float = 0.0) -> np.ndarray:
-    """What `transformers.generate(do_sample=True)` draws from, in float64: float32 sums may miss by a token."""
+    """Return the distribution of `transformers.generate(do_sample=True)` in float64, as float32 sums are inexact."""
     scores = TemperatureLogitsWarper(temperature)(None, torch.tensor(logits, dtype=torch.float64))
     if top_k is not None:
         scores = TopKLogitsWarper(top_k)(None, scores)
@@ -26,7 +26,7 @@ def warped(logits: np.ndarray, temperature: float, top_k: int | None, top_p: flo
     return torch.softmax(scores, dim=-1).numpy()
 
 
-# One program for all numbers of a rule that gives the same ones.
+# One program for all numbers of a kind of rule.
 distribution = jax.jit(lambda rule, logits: jax.nn.softmax(rule.shape(logits), axis=-1))
 
 
@@ -34,18 +34,18 @@ distribution = jax.jit(lambda rule, logits: jax.nn.softmax(rule.shape(logits), a
 @pytest.mark.parametrize("top_k", [None, 1, 7, 300, 5000])
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-6])
 def test_distribution_equals_transformers(temperature, top_k, top_p):
-    """Rows from peaked to flat, so that the nucleus is of one token in some and of most of the vocabulary in others."""
+    """Rows range from peaked to flat: the nucleus has one token in some and most of the vocabulary in others."""
     random = np.random.default_rng(0)
     logits = random.normal(size=(6, 3000)).astype(np.float32) * np.array([[0.01, 0.3, 1, 3, 10, 100]], np.float32).T
-    rule = ExactSampling(temperature, top_k, top_p)  # its shape is that of `Sampling`
+    rule = ExactSampling(temperature, top_k, top_p)  # shaped like `Sampling`
     found = np.asarray(distribution(per_row(rule, len(logits)), logits))
     expected = warped(logits, temperature, min(top_k, 3000) if top_k else None, top_p)
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (7, 1.0), (300, 0.9)])
-def test_min_p_equals_transformers_with_a_number_of_each_row(top_k, top_p):
-    """Rows from peaked to flat, each with another number: 1.0 keeps the best alone, 1e-30 all."""
+def test_min_p_per_sequence_equals_transformers(top_k, top_p):
+    """Rows range from peaked to flat, each with its own number: 1.0 keeps only the best token, 1e-30 all."""
     random = np.random.default_rng(1)
     logits = random.normal(size=(6, 3000)).astype(np.float32) * np.array([[0.3, 1, 3, 3, 1, 0.3]], np.float32).T
     numbers = [0.3, 0.02, 1e-3, 1.0, 1e-30, 0.9]
@@ -58,12 +58,12 @@ def test_min_p_equals_transformers_with_a_number_of_each_row(top_k, top_p):
 
 
 def test_min_p_comes_after_top_p():
-    """The best two of 0.5, 0.3 and 0.2 hold a share of 0.6; were 0.2 cut first, the best alone would, with 0.625."""
+    """Of 0.5, 0.3 and 0.2 the best two reach 0.6. If min-p cut 0.2 first, the best alone would, with 0.625."""
     logits = np.log(np.array([[0.5, 0.3, 0.2]], np.float32))
     assert np.isfinite(Sampling(1.0, None, 0.6, min_p=0.5).shape(logits)).tolist() == [[True, True, False]]
 
 
-def test_a_neutral_min_p_is_no_part_of_the_program():
+def test_a_neutral_min_p_is_not_in_the_program():
     logits = np.zeros((2, 5), np.float32)
     shapes = [jax.make_jaxpr(rule.shape)(logits) for rule in (ExactSampling(0.7), ExactSampling(0.7, min_p=0.0))]
     assert str(shapes[0]) == str(shapes[1])
@@ -74,17 +74,17 @@ def test_a_neutral_min_p_is_no_part_of_the_program():
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(2, 1.0), (None, 0.4), (2, 0.5), (1, 0.9)])
-def test_equally_likely_tokens_stay_together(top_k, top_p):
+def test_ties_are_kept_or_cut_together(top_k, top_p):
     logits = np.log(np.array([[0.2, 0.3, 0.3, 0.2]], np.float32))
     assert np.isfinite(Sampling(1.0, top_k, top_p).shape(logits)).tolist() == [[False, True, True, False]]
 
 
-def test_of_tokens_that_tie_at_the_kth_the_share_counts_all():
-    """Four tokens of 0.25 are all kept by top-k 2; half of *their* probability takes two, which tie with all."""
+def test_top_p_counts_all_ties_of_top_k():
+    """Top-k 2 keeps four equal tokens of 0.25; half of *their* probability takes two, which tie with all."""
     logits = np.zeros((1, 4), np.float32)
     assert np.isfinite(Sampling(1.0, 2, 0.5).shape(logits)).all()
     logits = np.log(np.array([[0.4, 0.2, 0.2, 0.2]], np.float32))
-    # top-k 2 keeps 0.4 and the three that tie: of those 0.4 is less than half.
+    # top-k 2 keeps 0.4 and the three ties; 0.4 is less than half of their sum.
     assert np.isfinite(Sampling(1.0, 2, 0.39).shape(logits)).tolist() == [[True, False, False, False]]
     assert np.isfinite(Sampling(1.0, 2, 0.5).shape(logits)).all()
 
@@ -105,13 +105,13 @@ def test_of_tokens_that_tie_at_the_kth_the_share_counts_all():
         ({"top_p": float("nan")}, "top_p: got nan, expected above 0 and at most 1"),
     ],
 )
-def test_numbers_out_of_range_are_refused(settings, message):
+def test_numbers_out_of_range_are_rejected(settings, message):
     with pytest.raises(HydrajaxError, match=message):
         Sampling(**settings)
 
 
 def test_numbers_without_effect_change_no_bit():
-    """In a batch whose other rows have them: the same logits as without."""
+    """In a batch with other numbers the logits are the same as alone."""
     logits = np.random.default_rng(0).normal(0, 6, (3, 500)).astype(np.float32)
     rules = [ExactSampling(0.7), ExactSampling(1.9), ExactSampling(1.0, 7, 0.8, min_p=0.1)]
     found = per_row(rules, 3).shape(logits)
@@ -119,7 +119,7 @@ def test_numbers_without_effect_change_no_bit():
         np.testing.assert_array_equal(found[row], rules[row].shape(logits[row]))
 
 
-def test_a_row_at_temperature_0_takes_the_most_likely_token():
+def test_temperature_0_takes_the_most_likely_token():
     logits = np.random.default_rng(1).normal(0, 1, (3, 50)).astype(np.float32)
     rule = per_row([ExactSampling(0.0), ExactSampling(1.0), ExactSampling(0.0)], 3)
     keys = jax.random.split(jax.random.key(0), (40, 3))
@@ -128,15 +128,15 @@ def test_a_row_at_temperature_0_takes_the_most_likely_token():
     assert len(set(drawn[:, 1].tolist())) > 5
 
 
-def test_keys_belong_to_rows_and_places():
+def test_keys_depend_on_sequence_and_position():
     key = jax.random.key(3)
     four, two = row_keys(key, 4), row_keys(key, 2)
     assert (jax.random.key_data(four[:2]) == jax.random.key_data(two)).all()
     assert (jax.random.key_data(row_keys(four, 4)) == jax.random.key_data(four)).all()
-    places = np.array([[5, 6, 7], [0, 1, 2], [5, 6, 7], [9, 9, 9]])
-    keys = jax.random.key_data(position_keys(four, places))
+    positions = np.array([[5, 6, 7], [0, 1, 2], [5, 6, 7], [9, 9, 9]])
+    keys = jax.random.key_data(position_keys(four, positions))
     assert keys.shape[:2] == (4, 3)
-    assert len({tuple(found) for found in np.asarray(keys).reshape(12, -1).tolist()}) == 10  # place 9 thrice
+    assert len({tuple(found) for found in np.asarray(keys).reshape(12, -1).tolist()}) == 10  # position 9 occurs thrice
     single = jax.random.key_data(position_keys(four[2:3], np.array([6])))
     assert (single[0] == keys[2, 1]).all()
     with pytest.raises(HydrajaxError, match="rng: got 4 keys for 3 prompts, expected one or one per prompt"):

@@ -1,4 +1,4 @@
-"""Rows of a decode state taken out, put in and moved; numbers, processors and limits that belong to rows."""
+"""Take, insert and move sequences of a decode state; numbers, processors and limits per sequence."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def put_rows(state: DecodeState, places, rows: DecodeState) -> DecodeState:
 
 @pytest.fixture(scope="module")
 def hydra_pp(lab):
-    """``(start, step, slots)`` of Hydra++ heads, which keep a cache of their own beside the base's."""
+    """Return ``(start, step, slots)`` for Hydra++ heads, which have their own KV cache."""
     decode_fn = make_decode_fn(
         lab.model, lab.drafters["hydra++"], presets.cartesian([3, 2]), SPECS[0].rule, max_new_tokens=MAX_NEW
     )
@@ -70,8 +70,8 @@ def assert_rows(found, rows, wanted, wanted_rows):
         np.testing.assert_array_equal(values[rows], getattr(wanted, name)[wanted_rows], err_msg=name)
 
 
-def test_rows_go_on_undisturbed_wherever_they_are_put(hydra_pp):
-    """Two conversations' batches with rules and limits of their own, mixed after a few steps and then reordered."""
+def test_sequences_can_move_between_batches(hydra_pp):
+    """Two batches with different rules and limits are mixed after a few steps and then reordered."""
     start, step, _ = hydra_pp
     first = start(1, SPECS, [20, 11, 17, 20])
     second = start(2, SPECS[::-1], [9, 20, 20, 14])
@@ -81,18 +81,18 @@ def test_rows_go_on_undisturbed_wherever_they_are_put(hydra_pp):
         first = step(first)
     second = step(second)
     mixed = put_rows(first, np.array([1, 3]), take_rows(second, np.array([2, 0])))
-    mixed = take_rows(step(mixed), np.array([3, 2, 1, 0]))  # now rows 0 and 2 are the second's 0 and 2
+    mixed = take_rows(step(mixed), np.array([3, 2, 1, 0]))  # sequences 0 and 2 now come from the second batch
     found = finished(step, mixed)
     assert_rows(found, [3, 1], wanted[0], [0, 2])
     assert_rows(found, [0, 2], wanted[1], [0, 2])
-    # The other rows, taken out into a batch of their own size.
+    # The other sequences move to a batch of their own size.
     pair = finished(step, take_rows(first, np.array([3, 1])))
     assert_rows(pair, [0, 1], wanted[0], [3, 1])
 
 
 @pytest.mark.slow
-def test_a_newcomer_with_a_shorter_prompt_joins_a_batch_under_way(hydra_pp):
-    """Its prompt has a width of its own; its cache is made as large as those it joins."""
+def test_a_sequence_with_a_shorter_prompt_joins_a_running_batch(hydra_pp):
+    """Its prompt has another width; its cache is padded to the size of the batch."""
     start, step, slots = hydra_pp
     batch, newcomer = start(1, SPECS, [20, 11, 17, 20]), start(3, SPECS[2:3], [15], width=4, slots=slots)
     wanted, alone = finished(step, batch), finished(step, newcomer)
@@ -114,19 +114,19 @@ def test_a_newcomer_with_a_shorter_prompt_joins_a_batch_under_way(hydra_pp):
     ids=lambda rules: type(rules[0]).__name__,
 )
 @pytest.mark.quick("RejectionSampling")
-def test_every_row_gets_what_its_rule_gives_alone(lab, rules):
-    """One program: the numbers are arguments, for all rows or for each."""
+def test_rules_per_sequence_give_the_tokens_of_each_rule_alone(lab, rules):
+    """One program: numbers are arguments, shared or per sequence."""
     decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], presets.cartesian([3, 2]), rules[0], max_new_tokens=20)
     prompts, draft = [[3, 1, 4]] * 3, lab.draft("hydra", 0)
     mixed = lab.decode(decode_fn, 0, draft, prompts, rule=rules, seed=3)
     everywhere = [lab.decode(decode_fn, 0, draft, prompts, rule=rule, seed=3) for rule in rules]
     for row, alone in enumerate(everywhere):
         assert_rows(mixed, row, alone, row)
-    # The numbers matter: no rule gives all rows what the mixture gives.
+    # The numbers matter: no single rule gives the tokens of the mixture.
     assert all((alone.accept_lengths != mixed.accept_lengths).any() for alone in everywhere)
 
 
-def test_limits_belong_to_rows(lab):
+def test_limits_per_sequence(lab):
     decode_fn = lab.decode_fn("oracle", "chain", 24)
     prompts = [[3, 1, 4], [5], [7, 7]]
     texts, _ = lab.references(0, prompts)
@@ -137,7 +137,7 @@ def test_limits_belong_to_rows(lab):
             assert out.tokens[row, :limit].tolist() == lab.expected(texts[row], len(prompts[row]), limit)
 
 
-def test_a_rule_of_another_kind_is_refused(lab):
+def test_a_rule_of_another_kind_is_rejected(lab):
     decode_fn = make_decode_fn(lab.model, lab.drafters["none"], presets.root(), ExactSampling(0.7, top_p=0.9))
     params, prompt = Params(lab.base(0), {}), np.array([[1, 2], [3, 4]])
     with pytest.raises(HydrajaxError, match=r"rule: got .*, expected the kind of ExactSampling\(temperature=0.7"):
@@ -150,7 +150,7 @@ def test_a_rule_of_another_kind_is_refused(lab):
         ExactSampling(-1.0)
 
 
-def test_executors_share_the_programs_that_other_numbers_need(lab):
+def test_executors_share_programs_across_numbers(lab):
     params = Params(lab.base(0), lab.draft("hydra", 0))
     model = LanguageModel(lab.model, lab.drafters["hydra"], params)
 

@@ -27,14 +27,14 @@ def silu(x):
 
 
 class HeadsInNumPy:
-    """Logits of one head for one position. ``reads_path``: Hydra heads see the tokens proposed before them."""
+    """Logits of one head for one position. ``reads_path``: Hydra heads depend on the tokens proposed before them."""
 
     def __init__(self, drafter, params, embedding, *, reads_path: bool):
         self.drafter, self.params, self.reads_path = drafter, to_float64(params), reads_path
         self.embedding = np.asarray(embedding, np.float64)
 
     def logits(self, k: int, h: np.ndarray, path: list[int]) -> np.ndarray:
-        """Head k from the hidden state ``[D]`` and the k + 1 tokens from the root on."""
+        """Return logits of head k from the hidden state ``[D]`` and the k + 1 tokens from the root."""
         assert len(path) == k + 1
         head = self.params[f"head_{k}"]
         x, plain = h, self.drafter.n_layers
@@ -53,9 +53,9 @@ class HeadsInNumPy:
         return x @ head["lm_kernel"] + head.get("lm_bias", 0.0)
 
     def check_proposal(self, tree: TreeTopology, h: np.ndarray, root: int, candidates: np.ndarray) -> None:
-        """Every node must hold its rank's best token given the tokens of its own ancestors.
+        """Check that every node has the token of its rank given its ancestors.
 
-        Compared by logit, so that two tokens closer than float32 rounding may stand in either order.
+        Logits are compared, so tokens within float32 rounding can be in either order.
         """
         assert candidates[0] == root
         token_of = {(): root} | dict(zip(tree.choices, candidates[1:].tolist(), strict=True))
@@ -68,7 +68,7 @@ class HeadsInNumPy:
             assert len(set(siblings)) == len(siblings)
 
     def check_grown(self, h, tokens: np.ndarray, parents: np.ndarray) -> int:
-        """The children of every node of a dynamic tree must be the best tokens after its path, in order.
+        """Check that the children of every node of a dynamic tree are the best tokens after its path, in order.
 
         Returns the depth of the tree.
         """
@@ -96,16 +96,16 @@ def rotate(vector, position, theta):
 
 
 def attention_inputs(config, layer, read: np.ndarray, place: int | None) -> np.ndarray:
-    """``[kv heads, queries and then key and value, H]`` of one token; rotated by its place, unless that is None."""
+    """Return ``[kv heads, queries then key and value, H]`` of one token, rotated unless its position is None."""
     made = np.einsum("d,dgmh->gmh", read, layer["qkv"])
     if place is not None:
-        for group, member in np.ndindex(made.shape[0], made.shape[1] - 1):  # the value is not
+        for group, member in np.ndindex(made.shape[0], made.shape[1] - 1):  # values are not rotated
             made[group, member] = rotate(made[group, member], place, config.rope_theta)
     return made
 
 
 def after_layer(config, layer, x: np.ndarray, own: np.ndarray, seen: list[np.ndarray]) -> np.ndarray:
-    """x with what a LLaMA layer adds to it, one head at a time. own, seen: `attention_inputs` of the token and of all
+    """Apply a LLaMA layer to x, one head at a time. own, seen: `attention_inputs` of the token and of the tokens
     that it attends to.
     """
     n_q, heads = config.n_heads // config.n_kv_heads, []
@@ -124,9 +124,9 @@ def after_layer(config, layer, x: np.ndarray, own: np.ndarray, seen: list[np.nda
 def decoder_layer_in_numpy(
     config, layer, rows: Iterable[np.ndarray], *, causal: bool, window: int | None = None
 ) -> list[np.ndarray]:
-    """A LLaMA layer over vectors, in their order and rotated by it; not ``causal``: as a set, each seeing all.
+    """Apply a LLaMA layer to a sequence of vectors; without ``causal`` to a set, with full attention and no rotation.
 
-    window: that many vectors are seen, the own one included; None for all.
+    window: the number of visible vectors, including the own one; None for all.
     """
     rows, scale = list(rows), layer["attention_norm"]["scale"]
     made = [
@@ -141,7 +141,7 @@ def decoder_layer_in_numpy(
 
 
 def prefix_layer_in_numpy(drafter, params, aux_hidden_states: np.ndarray) -> np.ndarray:
-    """The prefix layer over a whole text ``[T, D]`` from position 0."""
+    """Apply the prefix layer to a whole sequence ``[T, D]`` from position 0."""
     prefix, params, aux_hidden_states = drafter.prefix, to_float64(params), np.asarray(aux_hidden_states, np.float64)
     config = prefix.config
     rows = decoder_layer_in_numpy(config, params["layer"], aux_hidden_states, causal=True, window=prefix.window)
@@ -149,7 +149,7 @@ def prefix_layer_in_numpy(drafter, params, aux_hidden_states: np.ndarray) -> np.
 
 
 class EagleInNumPy(HeadsInNumPy):
-    """Logits of an EAGLE draft after a text and a path, one place after the other and nothing kept between calls."""
+    """Logits of an EAGLE draft after a sequence and a path, one position at a time and without a cache."""
 
     def __init__(self, drafter, params, base: BoundBase):
         self.drafter, self.params = drafter, to_float64(params)
@@ -157,7 +157,7 @@ class EagleInNumPy(HeadsInNumPy):
         self.base_kernel = np.asarray(base.head_kernel(), np.float64)
 
     def logits(self, k: int, text: tuple[np.ndarray, list[int]], path: list[int]) -> np.ndarray:
-        """text: the base's features ``[T, n * D]`` and the tokens that follow the first T - 1; the root is next."""
+        """text: hidden states of the base ``[T, n * D]`` and the tokens after the first T - 1 positions."""
         aux_hidden_states, following = text
         config, params, made = self.drafter.config, self.params, []
         eps, third, out = config.norm_eps, "hidden_norm" in params, None
@@ -179,7 +179,7 @@ class EagleInNumPy(HeadsInNumPy):
 
 
 class AmphistaInNumPy(HeadsInNumPy):
-    """Logits of Amphista heads after a text, from the paper's equations 1 to 6, a place and a head at a time."""
+    """Logits of Amphista heads after a sequence, by equations 1 to 6, one position and head at a time."""
 
     def __init__(self, drafter, params, base: BoundBase):
         self.drafter, self.params = drafter, to_float64(params)
@@ -187,7 +187,7 @@ class AmphistaInNumPy(HeadsInNumPy):
         self.base_kernel = np.asarray(base.head_kernel(), np.float64)
 
     def logits(self, k: int, text: tuple[np.ndarray, list[int]], path: list[int]) -> np.ndarray:
-        """text: the base's features ``[T, D]`` and the tokens that follow the first T - 1; the root is next."""
+        """text: hidden states of the base ``[T, D]`` and the tokens after the first T - 1 positions."""
         aux_hidden_states, following = text
         n_heads, config, params = self.drafter.num_draft_heads, self.drafter.config, self.params
         tokens = [self.embedding[token] for token in [*following, path[0]]]
@@ -224,7 +224,7 @@ class AmphistaInNumPy(HeadsInNumPy):
 
 
 def random_draft_params(drafter, base: BoundBase, seed: int):
-    """Noise in every leaf of the shapes of ``init``."""
+    """Return noise in the shapes of ``init``."""
     return noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)), seed)
 
 
@@ -240,7 +240,7 @@ def base(tiny_model) -> BoundBase:
 
 @pytest.fixture(scope="session")
 def oracle():
-    """The functions above, as test modules cannot import a conftest."""
+    """Return the functions above, because test modules cannot import a conftest."""
 
     class Oracle:
         heads = HeadsInNumPy

@@ -1,4 +1,4 @@
-"""Amphista heads against a NumPy version of the paper's equations, which knows neither trees nor caches."""
+"""Compare Amphista heads with the paper's equations in NumPy, without trees and caches."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_teacher_forcing_matches_numpy(base, oracle, name):
     assert logits.shape == (drafter.num_draft_heads, batch, length, VOCAB)
     plain = in_numpy(oracle, drafter, params, base)
     for row in range(batch):
-        for t in (0, 1, length - 2):  # the last place has no true token after it
+        for t in (0, 1, length - 2):  # no true token follows the last position
             text = aux_hidden_states[row, : t + 1].astype(np.float64), tokens[row, 1 : t + 1].tolist()
             for k in range(drafter.num_draft_heads):
                 expected = plain.logits(k, text, [int(tokens[row, t + 1])])
@@ -72,14 +72,14 @@ def test_teacher_forcing_matches_numpy(base, oracle, name):
 
 @pytest.fixture(scope="module", params=DECODED)
 def taught(request, base, oracle):
-    """``(drafter, oracle in NumPy, propose)``, the latter after two stretches of text, in each row of another length.
+    """Return ``(drafter, oracle in NumPy, propose)``; the state has advanced by two chunks of ragged lengths.
 
-    ``propose(tree) -> (proposal, roots, texts)``: a text is its features and the tokens after the first, the root last.
+    ``propose(tree) -> (proposal, roots, texts)``: a text is hidden states and the tokens after the first, root last.
     """
     drafter = variant(request.param, base)
     params, random = oracle.random_draft_params(drafter, base, 1), np.random.default_rng(0)
     lengths, batch = [(7, 3), (4, 1), (1, 4)], 3
-    # Small, so that no head is so sure that a dynamic tree is a chain.
+    # Small logits, so that no dynamic tree degenerates to a chain.
     aux_hidden_states = 0.3 * random.normal(size=(2, batch, 7, base.config.width)).astype(np.float32)
     tokens = random.integers(VOCAB, size=(2, batch, 7), dtype=np.int32)
     roots = random.integers(VOCAB, size=batch, dtype=np.int32)
@@ -107,18 +107,18 @@ def taught(request, base, oracle):
 
 
 @pytest.mark.quick("alpha, narrow, small lm heads")
-def test_a_static_tree_holds_the_best_tokens_of_each_head(taught, oracle):
+def test_static_trees_have_the_best_tokens_of_each_head(taught, oracle):
     _, plain, propose = taught
     tree = oracle.random_tree(3, 18, depth=4, widest=5)
     proposal, roots, texts = propose(tree)
     for row, text in enumerate(texts):
         plain.check_proposal(tree, text, int(roots[row]), proposal.tokens[row])
-    alone, roots, _ = propose(presets.root())  # as calibration has it
+    alone, roots, _ = propose(presets.root())  # as in calibration
     assert alone.tokens[:, 0].tolist() == roots.tolist()
 
 
 @pytest.mark.quick("without adaptation, the base's lm head")
-def test_a_dynamic_tree_holds_the_best_tokens_of_each_head(taught):
+def test_dynamic_trees_have_the_best_tokens_of_each_head(taught):
     _, plain, propose = taught
     proposal, _, texts = propose(DynamicTree(16, 3, 4))
     for row, text in enumerate(texts):
@@ -126,7 +126,7 @@ def test_a_dynamic_tree_holds_the_best_tokens_of_each_head(taught):
 
 
 @pytest.mark.slow
-def test_draws_come_from_the_distribution_that_is_reported(taught):
+def test_samples_follow_the_reported_distribution(taught):
     drafter, plain, propose = taught
     keys = jax.random.split(jax.random.key(0), (3, 4))
     proposal, roots, texts = propose(presets.cartesian([3, 2, 1]), Draw(keys, jnp.full(3, 0.7)))
@@ -139,7 +139,7 @@ def test_draws_come_from_the_distribution_that_is_reported(taught):
 
 
 @pytest.mark.slow
-def test_documents_in_one_row_know_nothing_of_each_other(base, oracle):
+def test_packed_documents_are_independent(base, oracle):
     drafter, random = variant("as in the paper", base), np.random.default_rng(3)
     params = oracle.random_draft_params(drafter, base, 2)
     aux_hidden_states = random.normal(size=(1, 9, base.config.width)).astype(np.float32)
@@ -152,7 +152,7 @@ def test_documents_in_one_row_know_nothing_of_each_other(base, oracle):
     packed = hidden(aux_hidden_states, tokens, segments)
     for where in (slice(0, 5), slice(5, 9)):
         alone = hidden(aux_hidden_states[:, where], tokens[:, where], np.ones_like(segments[:, where]))
-        for k in range(4):  # a document's last place reads a token that is not its own, and is no target
+        for k in range(4):  # the last position of a document reads a token of the next one and is no target
             np.testing.assert_allclose(packed[k][:, where][:, :-1], alone[k][:, :-1], atol=2e-5, rtol=1e-4)
 
 
@@ -188,8 +188,8 @@ def test_sampling_draws_the_tokens_of_plain_sampling(lab):
 
 
 @pytest.mark.slow
-def test_the_caches_hold_what_the_base_has_seen_and_no_guess(lab):
-    """After steps of any length the state is that of the same text read at once."""
+def test_the_caches_contain_accepted_tokens_only(lab):
+    """After steps of any length the state equals that of one prefill of the same tokens."""
     drafter, prompts = lab.drafters["amphista"], [[3, 1, 4], [2, 6], [9, 2, 6, 5]]
     engine = make_decode_fn(lab.model, drafter, lab.trees["skips ranks"], max_new_tokens=16).engine
     params, drawn = Params(lab.base(0), lab.draft("amphista", 0)), sampling(None, 3, lab.vocab, limits=[9, 16, 12])
@@ -203,7 +203,7 @@ def test_the_caches_hold_what_the_base_has_seen_and_no_guess(lab):
     state, steps = begun(prompts), 3
     for _ in range(steps):
         state = step(params, state)
-    # What was emitted, read again as prompts; the root that comes next is emitted by the next step.
+    # Prefill the emitted tokens as prompts; the next step emits the current root.
     texts, _ = lab.references(0, prompts)
     lengths = state.draft.cache.lengths.tolist()
     np.testing.assert_array_equal(lengths, state.target.cache.lengths)
@@ -217,7 +217,7 @@ def test_the_caches_hold_what_the_base_has_seen_and_no_guess(lab):
             np.testing.assert_allclose(ours[row, :, :length], theirs[row, :, :length], atol=1e-4, rtol=1e-4)
 
 
-def test_settings_that_cannot_be_are_refused(base):
+def test_bad_settings_are_rejected(base):
     for layers in (-1, 5):
         with pytest.raises(HydrajaxError, match=f"adaptation_layers: got {layers}, expected 0 to num_draft_heads, 4"):
             dataclasses.replace(AmphistaHeads.for_base(base.config, jnp.float32), adaptation_layers=layers)

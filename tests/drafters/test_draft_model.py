@@ -1,4 +1,4 @@
-"""A draft model against plain passes over whole texts: what it proposes, and what its cache holds."""
+"""Compare proposals and KV cache of a draft model with full passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
 
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7], [1] * 17]
-# Of three families and sizes, with vocabularies of the base's size, a smaller and a larger one.
+# Three families and sizes, with a vocabulary equal to the base's, a smaller and a larger one.
 SMALL = LlamaConfig(61, 16, 24, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8)
 MODELS = {
     "llama": SMALL,
@@ -42,8 +42,8 @@ def random_params(model: Llama, seed: int = 1):
 
 
 def whole_pass(model: Llama, params, text: list[int]):
-    """Keys and values, and logits, of a pass over a text without any cache."""
-    # No token sees those behind it: with zeros there texts of many lengths are one compiled program.
+    """Return keys and values and logits of a full pass without a cache."""
+    # Causal attention ignores the padding, so texts of many lengths share one program.
     length = len(text)
     tokens = np.pad(np.array([text], np.int32), ((0, 0), (0, -length % 16)))
     block, logits = _pass_over(model, params, tokens)
@@ -63,7 +63,7 @@ def _pass_over(model: Llama, params, tokens):
     params=["mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "mistral")],
 )
 def drafted(request, base, oracle):
-    """``propose(tree)`` after two stretches of text, the first of which ended with a token that waits in some rows."""
+    """Return ``propose(tree)`` after two chunks; after the first, the last token is pending in some sequences."""
     model = Llama(MODELS[request.param])
     drafter, params = DraftModel(model, base.config.vocab_size), random_params(model)
     texts = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3], [5, 8, 9, 7]]
@@ -102,7 +102,7 @@ def drafted(request, base, oracle):
 
 
 @pytest.mark.slow
-def test_a_static_tree_holds_the_best_tokens_after_each_path(drafted, oracle):
+def test_static_trees_have_the_best_tokens_after_each_path(drafted, oracle):
     propose, plain, texts, roots = drafted
     tree = oracle.random_tree(3, 18, depth=4, widest=5)
     found = propose(tree).tokens
@@ -111,20 +111,20 @@ def test_a_static_tree_holds_the_best_tokens_after_each_path(drafted, oracle):
 
 
 @pytest.mark.slow
-def test_a_dynamic_tree_holds_the_best_tokens_after_each_path(drafted):
+def test_dynamic_trees_have_the_best_tokens_after_each_path(drafted):
     propose, plain, texts, _ = drafted
     proposal = propose(DynamicTree(16, 3, 4))
     for row, text in enumerate(texts):
         assert plain.check_grown(text, proposal.tokens[row], proposal.tree.parents[row]) > 1
 
 
-# --- decoding: the text, and what the cache holds ---------------------------------------------------------------------
+# --- decoding: tokens and KV cache ------------------------------------------------------------------------------------
 
 
 def check_cache(lab, drafter, params, state, texts: list[list[int]]):
-    """The draft's cache is a plain pass over each text so far: no token twice, none missing, none of a rejected node.
+    """Check that the draft's cache equals a full pass: no token twice, none missing, no rejected node.
 
-    The last token may wait.
+    The last token can be pending.
     """
     state = jax.device_get(state)
     plain = quick_jit(lambda p, tokens: drafter.model.apply({"params": p}, tokens, *whole(tokens)).block)
@@ -155,8 +155,8 @@ def whole(tokens):
         pytest.param("the base", "root", marks=pytest.mark.slow),
     ],
 )
-def test_the_cache_holds_exactly_the_text_through_two_turns(lab, name, tree):
-    """And the text is the base's own, whatever ended the first answer. The draft is nearly the base: often right."""
+def test_the_cache_contains_exactly_the_accepted_tokens_of_two_turns(lab, name, tree):
+    """The tokens are those of the base, whatever ended the first answer. The draft is close to the base."""
     drafters = lab.drafters | {"the base, where it is sure": DraftModel(lab.model, VOCAB, confidence=0.5)}
     drafter = drafters[name]
     engine = make_decode_fn(lab.model, drafter, lab.trees[tree], max_new_tokens=14).engine
@@ -166,21 +166,22 @@ def test_the_cache_holds_exactly_the_text_through_two_turns(lab, name, tree):
     drawn = sampling(None, 3, VOCAB, limits=limits)
 
     def finish(state, before):
-        """Step by step to the end."""
+        """Step until every sequence is done."""
         waited = set()
         while not state.output.done.all():
             state = step(params, state)
-            said = jax.device_get(result_of(state.output)).ids()
-            check_cache(lab, drafter, params.draft, state.draft, [[*a, *b] for a, b in zip(before, said, strict=True)])
+            emitted = jax.device_get(result_of(state.output)).ids()
+            texts = [[*a, *b] for a, b in zip(before, emitted, strict=True)]
+            check_cache(lab, drafter, params.draft, state.draft, texts)
             waited |= set(np.asarray(state.draft.waits).tolist())
-        return state, said, waited
+        return state, emitted, waited
 
     prompts, more = [[3, 1, 4], [2, 6], [9, 2, 6, 5]], [[5, 5], [1], [8, 0, 2]]
     prefill = lab.quick_jit(engine.prefill, static_argnames="slots")
     state = prefill(params, *padded(prompts), drawn, slots=lab.context + engine.tree.size)
-    state, said, waited = finish(state, prompts)
+    state, emitted, waited = finish(state, prompts)
     assert waited == ({False} if tree == "root" else {True, False})
-    whole = [[*prompt, *ids, *text] for prompt, ids, text in zip(prompts, said, more, strict=True)]
+    whole = [[*prompt, *ids, *text] for prompt, ids, text in zip(prompts, emitted, more, strict=True)]
     state = lab.quick_jit(engine.extend)(params, state, *padded(more), drawn)
     check_cache(lab, drafter, params.draft, state.draft, whole)
     _, answers, _ = finish(state, whole)
@@ -192,7 +193,7 @@ def test_the_cache_holds_exactly_the_text_through_two_turns(lab, name, tree):
 @pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_long_message_after_an_answer(lab, waits):
-    """Longer than what is attended to at once (`QUERY_CHUNK`), after a short text whose last token waits or not."""
+    """A message longer than `QUERY_CHUNK` follows a short text whose last token is pending or not."""
     drafter, params = lab.drafters["windowed model"], lab.base(0)
     text = np.random.default_rng(1).integers(0, VOCAB, 5 + QUERY_CHUNK + 30).tolist()
     first, more = text[: 5 - waits], text[5:]
@@ -221,7 +222,7 @@ def padded(texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.slow
-def test_of_a_draft_that_is_the_base_every_token_is_accepted(lab):
+def test_the_base_as_draft_gets_every_token_accepted(lab):
     decode_fn = make_decode_fn(lab.model, lab.drafters["the base"], presets.chain(4), max_new_tokens=20)
     out = lab.decode(decode_fn, 0, lab.base(0), PROMPTS)
     texts, _ = lab.references(0, PROMPTS)
@@ -232,7 +233,7 @@ def test_of_a_draft_that_is_the_base_every_token_is_accepted(lab):
 
 
 @pytest.mark.slow
-def test_of_a_draft_that_is_the_base_every_draw_is_accepted(lab):
+def test_the_base_as_draft_gets_every_sample_accepted(lab):
     """With p = q the ratio min(1, p / q) is 1."""
     rule = RejectionSampling(0.8)
     decode_fn = make_decode_fn(lab.model, lab.drafters["the base"], presets.chain(4), rule, max_new_tokens=20)
@@ -250,13 +251,13 @@ def test_sampling_draws_the_tokens_of_plain_sampling(lab, name, tree):
     assert out.accept_lengths.max() > 0
 
 
-# --- stopping where it is not sure ------------------------------------------------------------------------------------
+# --- confidence threshold ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("threshold", [0.3, pytest.param(0.999, marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_below_a_token_that_it_finds_unlikely_nothing_is_drafted(drafted, threshold):
-    """Everything else is drafted as without the threshold."""
+def test_drafting_stops_below_unlikely_tokens(drafted, threshold):
+    """All other nodes have the same tokens as without the threshold."""
     propose, plain, texts, roots = drafted
     tree = presets.cartesian([3, 2, 1])
     drafter = DraftModel(plain.model, 61, confidence=threshold)
@@ -272,14 +273,14 @@ def test_below_a_token_that_it_finds_unlikely_nothing_is_drafted(drafted, thresh
                 sure &= np.exp(logits[path[-1]] - np.logaddexp.reduce(logits)) >= threshold
             assert found.tokens[row, node] == (without[row, node] if sure else -1)
     assert (found.tokens == -1).any()
-    if threshold > 0.9:  # no pass but the first was needed
+    if threshold > 0.9:  # only the first pass ran
         assert (found.scratch.place[1:] == -1).all()
 
 
-# --- what is refused, and what it is called ---------------------------------------------------------------------------
+# --- errors and names -------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_is_refused(lab):
+def test_bad_settings_are_rejected(lab):
     with pytest.raises(
         HydrajaxError, match="tree: got a depth of 17, expected at most the 16 tokens that the draft proposes"
     ):
@@ -291,12 +292,12 @@ def test_what_cannot_be_is_refused(lab):
         DraftModel(lab.model, 17, depth=0)
 
 
-def test_it_is_known_by_its_name(lab):
+def test_titles(lab):
     assert title_of(lab.drafters["model"]) == KINDS["model"].title == "draft model"
-    assert kind_of(lab.drafters["model"]) is None  # no format of heads holds it
+    assert kind_of(lab.drafters["model"]) is None  # not a format of heads
 
 
-def test_ranks_are_those_of_plain_passes(lab):
+def test_ranks_equal_those_of_full_passes(lab):
     drafter, params = lab.drafters["model"], lab.draft("model", 0)
     texts = np.random.default_rng(3).integers(0, 17, (2, 11), dtype=np.int32)
     found = np.asarray(

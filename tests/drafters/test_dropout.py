@@ -1,6 +1,6 @@
-"""Dropout of the draft heads, and the logical axes that their fresh parameters carry.
+"""Dropout of the draft heads, and the logical axes of their fresh parameters.
 
-Heads are made into identities, so that what comes out shows the masks themselves.
+The heads are identities, so their output shows the dropout masks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hydrajax.errors import HydrajaxError
 WIDTH, VOCAB = 32, 61  # of the `tiny_model` fixture
 RATE = 0.25
 TOKENS = np.zeros((4, 64), np.int32)
-ONES = np.ones((4, 64, WIDTH), np.float32)  # 8192 elements: a share of them is known to within 0.02
+ONES = np.ones((4, 64, WIDTH), np.float32)  # 8192 elements: shares are accurate to 0.02
 
-# Nearly all the time here is compilation, and half of that LLVM's optimisation.
+# Compilation takes nearly all the time of these tests, and LLVM's optimisation half of it.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -33,7 +33,7 @@ def fresh(drafter, base, seed=0):
 
 
 def share_kept(values, scale: float) -> float:
-    """The share that is not 0; every other element must be ``scale``."""
+    """Return the share of nonzero elements, all of which must equal ``scale``."""
     values = np.asarray(values)
     np.testing.assert_allclose(values[values != 0], scale, rtol=1e-6)
     return float((values != 0).mean())
@@ -54,9 +54,9 @@ def test_inverted_dropout_keeps_the_expectation():
 @pytest.mark.parametrize("kind", [MedusaHeads, HydraHeads])
 @pytest.mark.quick("HydraHeads-3", "MedusaHeads-1")
 def test_every_block_has_its_own_mask(base, kind, n_layers):
-    """Also when it is one shared block applied again: equal masks would keep 0.75 of the elements, not 0.75^n."""
+    """This includes a shared block that is applied n times: equal masks would keep 0.75 of the elements, not 0.75^n."""
     drafter = kind(2, WIDTH, VOCAB, n_layers, dropout=RATE)
-    params = fresh(drafter, base)  # fresh heads pass the hidden state on
+    params = fresh(drafter, base)  # fresh heads are identities
     read = quick_jit(lambda params, key: drafter.teacher_hidden(params, ONES, TOKENS, base, key))
     np.testing.assert_array_equal(read(params, None)[1], ONES)
     hidden = read(params, jax.random.key(1))
@@ -100,14 +100,14 @@ def test_decoding_and_evaluation_never_drop(base, oracle):
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
-def test_bad_rates_are_refused(rate):
+def test_bad_rates_are_rejected(rate):
     for kind in (MedusaHeads, HydraHeads):
         with pytest.raises(HydrajaxError, match=r"dropout: got .*, expected at least 0 and less than 1"):
             kind(1, WIDTH, VOCAB, dropout=rate)
 
 
-def test_fresh_parameters_carry_their_axes(base):
-    """Every matrix of a draft can be sharded: its boxes name an axis per dimension, and hold what ``init`` gives."""
+def test_fresh_parameters_have_logical_axes(base):
+    """Every matrix of a draft can be sharded: its box has an axis per dimension and the value of ``init``."""
     drafter = HydraHeads(2, WIDTH, VOCAB, n_layers=2).with_prefix(base.config)
     boxed = quick_jit(lambda rng: drafter.init_boxed(rng, base))(jax.random.key(4))
     is_box = nn.meta.AxisMetadata

@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3 against a NumPy version that knows neither trees nor caches, and decoding with them."""
+"""Compare EAGLE and EAGLE-3 with NumPy versions without trees and caches, and decode with them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def drafter(request, base):
 
 @pytest.fixture(scope="module")
 def taught(drafter, base, oracle):
-    """Parameters, and a function that proposes after two stretches of text of different lengths in each row.
+    """Return parameters and a function that proposes after two chunks of ragged lengths.
 
-    ``propose(tree) -> (proposal, texts)``: each text is its features and the tokens after the first, the root last.
+    ``propose(tree) -> (proposal, texts)``: a text is hidden states and the tokens after the first, root last.
     """
     params, random = oracle.random_draft_params(drafter, base, 1), np.random.default_rng(0)
     lengths, batch = [(7, 3), (4, 1), (1, 4)], 3
@@ -58,7 +58,7 @@ def taught(drafter, base, oracle):
         def run(params):
             state = drafter.init_state(batch, 24)
             for part, counts in enumerate(np.array(lengths).T):
-                last = tokens[1, :, 0] if part == 0 else roots  # the token that comes to follow
+                last = tokens[1, :, 0] if part == 0 else roots  # the next token
                 arguments = aux_hidden_states[part], tokens[part], jnp.asarray(counts), jnp.asarray(last), base
                 state = drafter.begin(params, state, *arguments)
             return drafter.propose(params, state, jnp.asarray(roots), tree, base)
@@ -69,7 +69,7 @@ def taught(drafter, base, oracle):
 
 
 @pytest.mark.quick("eagle")
-def test_a_static_tree_holds_the_best_tokens_after_each_path(drafter, base, taught, oracle):
+def test_static_trees_have_the_best_tokens_after_each_path(drafter, base, taught, oracle):
     params, propose = taught
     plain, tree = oracle.eagle(drafter, params, base), oracle.random_tree(3, 18, depth=4, widest=5)
     proposal, roots, texts = propose(tree)
@@ -78,7 +78,7 @@ def test_a_static_tree_holds_the_best_tokens_after_each_path(drafter, base, taug
 
 
 @pytest.mark.quick("eagle3")
-def test_a_dynamic_tree_holds_the_best_tokens_after_each_path(drafter, base, taught, oracle):
+def test_dynamic_trees_have_the_best_tokens_after_each_path(drafter, base, taught, oracle):
     params, propose = taught
     plain = oracle.eagle(drafter, params, base)
     proposal, _, texts = propose(DynamicTree(16, 3, 4))
@@ -106,8 +106,8 @@ def test_sampling_draws_the_tokens_of_plain_sampling(lab, name, tree):
     assert out.accept_lengths.max() > 0
 
 
-def test_a_second_turn_goes_on_as_the_base_would(lab):
-    """The draft's cache stays in step with the base's, whatever ended the first answer."""
+def test_a_second_turn_gives_the_tokens_of_the_base(lab):
+    """The draft's cache matches the base's, whatever ended the first answer."""
     engine = make_decode_fn(lab.model, lab.drafters["eagle"], lab.trees["grown"], max_new_tokens=9).engine
     params, step = Params(lab.base(0), lab.draft("eagle", 0)), lab.quick_jit(engine.decode_step)
     limits = [4, 9, 1]
@@ -121,8 +121,8 @@ def test_a_second_turn_goes_on_as_the_base_would(lab):
 
     prompts, more = [[3, 1, 4], [2, 6], [9, 2, 6, 5]], [[5, 5], [1], [8, 0, 2]]
     prefill = lab.quick_jit(engine.prefill, static_argnames="slots")
-    state, said = finish(prefill(params, *padded(prompts), drawn, slots=lab.context + 14))
-    whole = [[*prompt, *ids, *text] for prompt, ids, text in zip(prompts, said, more, strict=True)]
+    state, emitted = finish(prefill(params, *padded(prompts), drawn, slots=lab.context + 14))
+    whole = [[*prompt, *ids, *text] for prompt, ids, text in zip(prompts, emitted, more, strict=True)]
     _, answers = finish(lab.quick_jit(engine.extend)(params, state, *padded(more), drawn))
     texts, _ = lab.references(0, whole)
     for row, text in enumerate(whole):
@@ -143,11 +143,11 @@ def test_eagle_3_reads_a_low_a_middle_and_a_high_layer(n_layers):
         assert set(layers) == {2, n_layers // 2, n_layers - 3}
 
 
-def test_what_cannot_be_is_refused(lab):
+def test_trees_that_eagle_cannot_fill_are_rejected(lab):
     tree = DynamicTree(14, 3, 4)
     with pytest.raises(HydrajaxError, match="got dynamic-14-3-4, expected a static tree"):
         make_decode_fn(lab.model, KINDS["lookup"].build(lab.model.config, jnp.float32), tree)
-    with pytest.raises(HydrajaxError, match="tree: got dynamic-20-11-4 of depth 12, expected at most the 10 tokens"):
+    with pytest.raises(HydrajaxError, match="tree: got a depth of 12, expected at most the 10 tokens"):
         make_decode_fn(lab.model, lab.drafters["eagle"], DynamicTree(20, 11, 4))
     with pytest.raises(
         HydrajaxError, match="tree: got 18 children per node, expected at most the vocabulary of 17 tokens"
@@ -156,7 +156,7 @@ def test_what_cannot_be_is_refused(lab):
     make_decode_fn(lab.model, lab.drafters["eagle"], tree, Greedy())
 
 
-def test_it_is_known_by_its_name(lab):
+def test_names_and_titles(lab):
     for name, title in (("eagle", "EAGLE"), ("eagle3", "EAGLE-3")):
         assert HEADS[name] is type(lab.drafters[name])
         assert kind_of(lab.drafters[name]) == name

@@ -1,5 +1,5 @@
-"""EAGLE against recordings of the official code (tests/golden/README.md): hidden states, logits, every tree that it
-proposes, every accepted length and every token."""
+"""Compare EAGLE with recordings of the official code (tests/golden/README.md): hidden states, logits, every proposed
+tree, every accept length and every token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.static_tree import TreeTopology
 
 TOLERANCE = 1e-4  # on logits and hidden states, as the data's README advises
-CLOSE = 1e-4  # where a decision of a tree was as close as this, two of its tokens may change places
+CLOSE = 1e-4  # below this margin two tokens of a tree may be swapped
 LONGEST = 140  # above the longest recorded output, 128 and one step's overshoot, so that no recorded step is cut
 STATIC = {
     "mc63": presets.sparse("eagle_26"),
@@ -38,9 +38,9 @@ class Run(NamedTuple):
 
     prompt: np.ndarray  # [8, P], padding 0
     lengths: np.ndarray
-    output: list[np.ndarray]  # generated ids of each prompt
-    accept_lengths: list[np.ndarray]  # per step, root not counted
-    trees: list[dict[str, np.ndarray]]  # of each prompt: tokens [steps, N], margin [steps], perhaps parents and depths
+    output: list[np.ndarray]  # generated token ids per prompt
+    accept_lengths: list[np.ndarray]  # per step, without the root
+    trees: list[dict[str, np.ndarray]]  # per prompt: tokens [steps, N], margin [steps], optional parents and depths
 
 
 def read_run(folder, name: str) -> Run:
@@ -78,7 +78,7 @@ def near(ours, recorded) -> None:
 
 
 def teacher_forced(loaded: LanguageModel, ids: np.ndarray):
-    """The base's hidden states, and the draft's outputs and logits at every position for each of its guesses."""
+    """Return the base's hidden states, and the draft's outputs and logits at every position for each guess."""
     drafter = loaded.drafter
 
     @quick_jit
@@ -96,15 +96,15 @@ def test_eagle_1_teacher_forced(folder, loaded_for):
     record = np.load(folder / "eagle1_mha" / "teacher_forced.npz")
     aux_hidden_states, hidden, logits = teacher_forced(loaded_for("eagle1_mha"), record["input_ids"].astype(np.int32))
     near(aux_hidden_states, record["base_hidden_postnorm"])
-    # After the last position no token follows: the official code puts a zero there.
+    # The official code uses token 0 after the last position.
     near(hidden[0][:, :-1], record["draft_hidden"][:, :-1])
     near(logits[0][:, :-1], record["draft_logits"][:, :-1])
 
 
 def check_decoding(loaded: LanguageModel, tree, run: Run, swaps: int) -> None:
-    """Compare the trees of every step, of which ``swaps`` may differ where two scores were close; ids; accept lengths.
+    """Compare trees (``swaps`` steps may differ if two scores are close), token ids and accept lengths of all steps.
 
-    All 8 prompts are one ragged batch; the official code decoded them one by one.
+    Decodes all 8 prompts in one ragged batch; the official code decoded them one by one.
     """
     engine = make_decode_fn(loaded.model, loaded.drafter, tree, max_new_tokens=LONGEST).engine
     prompt = np.pad(run.prompt, ((0, 0), (0, 64 - run.prompt.shape[1])))
@@ -132,7 +132,7 @@ def check_decoding(loaded: LanguageModel, tree, run: Run, swaps: int) -> None:
     assert swapped <= swaps
     for row, (ids, accepts) in enumerate(zip(run.output, run.accept_lengths, strict=True)):
         assert len(ids) < LONGEST
-        assert len(ids) == (accepts + 1).sum()  # the data agrees with itself
+        assert len(ids) == (accepts + 1).sum()  # consistency of the recording
         np.testing.assert_array_equal(state.output.tokens[row, : len(ids)], ids, err_msg=f"prompt {row}")
         ours = state.output.accept_lengths[row, : len(accepts)]
         np.testing.assert_array_equal(ours, accepts, err_msg=f"prompt {row}")
@@ -161,13 +161,13 @@ def test_dynamic_trees(folder, loaded_for, arch, name):
 
 
 def test_eagle_3_teacher_forced(folder, loaded_for):
-    """The official training forward: the first pass over the text, and the passes over the draft's own outputs."""
+    """The official training forward: the first pass over the text and the passes over the draft's own outputs."""
     record = np.load(folder / "eagle3_mha" / "teacher_forced.npz")
     aux_hidden_states, hidden, logits = teacher_forced(loaded_for("eagle3_mha"), record["input_ids"].astype(np.int32))
     near(aux_hidden_states, np.concatenate([record[f"hidden_layer_{layer}"] for layer in range(3)], axis=-1))
     near(logits[0][:, :-1], record["draft_logits"][:, :-1])
     for k, recorded in enumerate(record["ttt_hidden"]):
-        near(hidden[k][:, : -1 - k], recorded[:, : -1 - k])  # beyond, no token follows
+        near(hidden[k][:, : -1 - k], recorded[:, : -1 - k])  # no token follows later positions
     for k, recorded in enumerate(record["ttt_logits"]):
         near(logits[k][:, : -1 - k], recorded[:, : -1 - k])
 
@@ -175,7 +175,7 @@ def test_eagle_3_teacher_forced(folder, loaded_for):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
 def test_end_of_sequence(folder, loaded_for, arch):
-    """The official code keeps the tokens after EOS that its last step accepted; ours ends at EOS itself."""
+    """The official code keeps accepted tokens after EOS; ours stops at EOS."""
     record, loaded = np.load(folder / arch / "eos_t32.npz"), loaded_for(arch)
     eos, prompt = int(record["eos_id"]), record["prompt"]
     ids = record["output_ids"][len(prompt) :]

@@ -1,4 +1,4 @@
-"""Dynamic trees against the method written plainly in Python, one row and one candidate at a time."""
+"""Compare dynamic trees with plain Python, one sequence and one candidate at a time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TREES = [DynamicTree(8, 2, 3), DynamicTree(30, 4, 5), DynamicTree(7, 5, 1), Dyna
 
 
 def tables(seed: int) -> np.ndarray:
-    """float32 ``[depth, token, next token]``: logits after a token at a depth, some of them nearly certain."""
+    """Return logits float32 ``[depth, token, next token]``, some of them nearly certain."""
     random = np.random.default_rng(seed)
     return (random.normal(size=(6, VOCAB, VOCAB)) * random.choice([1, 4], (6, VOCAB, 1))).astype(np.float32)
 
 
 def grown(tree: DynamicTree, logits, roots, lm_head: LmHead = FULL):
-    """The trees of a draft that knows the last token and the depth and nothing else."""
+    """Return the trees of a draft that depends on the last token and the depth only."""
 
     @quick_jit
     def run(logits, roots):
@@ -43,14 +43,14 @@ def grown(tree: DynamicTree, logits, roots, lm_head: LmHead = FULL):
 
 
 def next_beam(tree: DynamicTree, level: list[tuple], first: int) -> list[tuple]:
-    """The likeliest candidates of a level, of which the first has number ``first``: likelihood, what it is, number."""
+    """Return the likeliest candidates of a level as (likelihood, candidate, number); ``first`` is the first number."""
     order = sorted(range(len(level)), key=lambda i: -level[i][0])[: tree.top_k]
     return [(level[i][0], level[i][1], first + i) for i in order]
 
 
 def chosen(tree: DynamicTree, candidates: list[tuple], worth: int) -> tuple[list[int], list[int]]:
-    """The candidates that become nodes, in order, and the parents of all nodes. Of a candidate entry 2 is the one that
-    it hangs from, None for the root, and entry ``worth`` decides.
+    """Return the candidates that become nodes, in order, and the parents of all nodes. Entry 2 of a candidate is its
+    parent candidate, None for the root; entry ``worth`` is its score.
     """
     nodes = sorted(sorted(range(len(candidates)), key=lambda i: -candidates[i][worth])[: tree.size - 1])
     parents = [0 if candidates[i][2] is None else 1 + nodes.index(candidates[i][2]) for i in nodes]
@@ -58,7 +58,7 @@ def chosen(tree: DynamicTree, candidates: list[tuple], worth: int) -> tuple[list
 
 
 def by_hand(tree: DynamicTree, logits: np.ndarray, root: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents in node order; every candidate is (score, its path of tokens, the candidate it hangs from)."""
+    """Return tokens and parents in node order; a candidate is (score, path of tokens, parent candidate)."""
     log_p = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(axis=-1, keepdims=True))
     beam, candidates = [(0.0, [root], None)], []
     for depth in range(tree.expansions + 1):
@@ -83,7 +83,7 @@ def test_the_likeliest_candidates_become_nodes(tree):
             tokens, parents = by_hand(tree, logits, int(roots[row]))
             assert proposal.tokens[row].tolist() == tokens
             assert proposal.tree.parents[row].tolist() == parents
-        for beam in beams:  # what a drafter is told of a beam fits together
+        for beam in beams:  # the arguments of a drafter are consistent
             assert beam.paths.shape == (BATCH, tree.top_k, beam.depth + 1)
             assert (beam.paths[:, :, 0] == roots[:, None]).all()
         for above, beam in itertools.pairwise(beams):
@@ -92,11 +92,11 @@ def test_the_likeliest_candidates_become_nodes(tree):
             )
 
 
-def test_a_draft_that_is_certain_keeps_every_node_with_its_parent():
-    """Scores of equal size everywhere: a child is exactly as likely as its parent."""
+def test_nodes_of_a_certain_draft_keep_their_parents():
+    """All scores are equal: a child is exactly as likely as its parent."""
     logits = np.zeros((6, VOCAB, VOCAB), np.float32)
-    logits[:, :, :3] = 200.0  # three tokens of one third; the rest is 0 to the last bit
-    logits[:, 2, 0] = 500.0  # after token 2 there is one alone, with a logarithm of exactly 0
+    logits[:, :, :3] = 200.0  # three tokens of probability one third; all others are exactly 0
+    logits[:, 2, 0] = 500.0  # only one token can follow token 2, with log-probability exactly 0
     proposal, _ = grown(DynamicTree(20, 3, 4), logits, np.full(2, 2, np.int32))
     parents = proposal.tree.parents
     assert ((parents[:, 1:] >= 0) & (parents[:, 1:] < np.arange(1, 20))).all()
@@ -107,7 +107,7 @@ def test_a_draft_that_is_certain_keeps_every_node_with_its_parent():
 
 
 def test_a_vocabulary_of_fewer_tokens_than_candidates():
-    """What does not exist is -1, which no rule accepts, and comes after all that does."""
+    """Missing nodes have token -1, which no rule accepts, and come last."""
     logits, tree = tables(3), DynamicTree(12, 2, 5)
     known = Vocabulary([2, 5, 11])
     proposal, _ = grown(tree, logits[:, :, :3], np.arange(BATCH, dtype=np.int32), LmHead(vocabulary=known))
@@ -118,12 +118,12 @@ def test_a_vocabulary_of_fewer_tokens_than_candidates():
         assert not (proposal.tokens[row][parents[row] == node] >= 0).any()
 
 
-# --- drawn ------------------------------------------------------------------------------------------------------------
+# --- sampled trees ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Watched(LmHead):
-    """Keeps what was drawn, so that the rest can be worked out by hand."""
+    """Record the samples for the reference computation."""
 
     kept: list = field(default_factory=list, compare=False)
 
@@ -134,7 +134,7 @@ class Watched(LmHead):
 
 
 def drawn(tree: DynamicTree, logits, roots, temperature, vocabulary: Vocabulary | None = None, seed: int = 0):
-    """The proposal, its beams and, of every beam, the children that were drawn of each of its nodes."""
+    """Return the proposal, its beams and the sampled children of every node of each beam."""
 
     @quick_jit
     def run(logits, roots, temperature):
@@ -151,7 +151,7 @@ def drawn(tree: DynamicTree, logits, roots, temperature, vocabulary: Vocabulary 
 
 
 def drawn_by_hand(tree: DynamicTree, logits: np.ndarray, root: int, temperature: float, children: list[np.ndarray]):
-    """Tokens, parents and log q of one row, from what was drawn: for every beam the children of each of its nodes."""
+    """Return tokens, parents and log q of one sequence from the sampled children of each beam."""
     scaled = logits.astype(np.float64) / temperature
     q = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
     q /= q.sum(axis=-1, keepdims=True)
@@ -173,7 +173,7 @@ def drawn_by_hand(tree: DynamicTree, logits: np.ndarray, root: int, temperature:
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
 @pytest.mark.quick("dynamic-8-2-3")
-def test_of_drawn_candidates_those_whose_places_are_worth_most_become_nodes(tree):
+def test_sampled_candidates_at_the_best_positions_become_nodes(tree):
     roots, temperatures, logits = np.arange(BATCH, dtype=np.int32), [0.7, 1.0, 1.3, 2.0], tables(4)
     proposal, _, children = drawn(tree, logits, roots, temperatures)
     for row in range(BATCH):
@@ -188,8 +188,8 @@ def test_of_drawn_candidates_those_whose_places_are_worth_most_become_nodes(tree
 @pytest.mark.parametrize("scale", [1, 200])
 @pytest.mark.parametrize("vocabulary", [None, Vocabulary([2, 5, 11])], ids=["all tokens", "3 tokens"])
 @pytest.mark.quick("3 tokens-1", "3 tokens-200")
-def test_a_drawn_tree_is_closed_however_sure_the_draft_is(scale, vocabulary):
-    """Every node's children are the first that were drawn for it; what the draft cannot say is -1 and comes last."""
+def test_sampled_trees_are_prefix_closed(scale, vocabulary):
+    """The children of a node are its first samples; missing ones are -1 and come last."""
     tree, roots = DynamicTree(24, 3, 5), np.arange(60, dtype=np.int32) % VOCAB
     logits = scale * tables(5)[:, :, : len(vocabulary) if vocabulary else VOCAB]
     proposal, beams, children = drawn(tree, logits, roots, np.ones(60), vocabulary)

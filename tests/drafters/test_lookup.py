@@ -1,4 +1,4 @@
-"""Prompt lookup against a plain search written from its description, and decoding with it."""
+"""Compare prompt lookup with a plain search, and decode with it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DRAFTERS = {
 
 
 def matches(text: list[int], drafter: PromptLookup, depth: int, most: int) -> list[list[int]]:
-    """What followed the end of the text where it occurred before: the longest match first, then the latest."""
+    """Return the continuations of earlier occurrences of the last tokens: longest match first, then the latest."""
     end, found = len(text) - 1, []
     for place in range(end):
         length = 0
@@ -45,13 +45,13 @@ def matches(text: list[int], drafter: PromptLookup, depth: int, most: int) -> li
             found.append((-length, -place))
     followed = []
     for _, minus_place in sorted(found)[:most]:
-        repeating = text[-minus_place + 1 :] * depth  # a match near the end is taken to go on repeating
+        repeating = text[-minus_place + 1 :] * depth  # a match near the end repeats
         followed.append(repeating[:depth])
     return followed
 
 
 def fill(tree: TreeTopology, text: list[int], drafter: PromptLookup) -> list[int]:
-    """The tokens of the nodes below the text's last token; -1 where no match says anything."""
+    """Return the tokens of the nodes below the last token; -1 without a match."""
     agreeing = {(): matches(text, drafter, tree.depth, drafter.matches if tree.max_rank > 0 else 1)}
     tokens = [text[-1]]
     for path in tree.choices:
@@ -64,7 +64,7 @@ def fill(tree: TreeTopology, text: list[int], drafter: PromptLookup) -> list[int
 
 
 def random_texts(seed: int, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """``BATCH`` texts over so few tokens that much is repeated, and their lengths from 1 up; the rest is junk."""
+    """Draw ``BATCH`` texts over few tokens, so that n-grams repeat, and their lengths; the padding is random."""
     random = np.random.default_rng(seed)
     return random.integers(0, n_tokens, (BATCH, SLOTS), dtype=np.int32), random.integers(1, SLOTS - 1, BATCH)
 
@@ -73,7 +73,7 @@ def random_texts(seed: int, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.quick("default-skips ranks", "one match-chain", "short-wide", "default-root")
 def test_proposals_match_a_plain_search(name, tree):
-    """Each text in two pieces: as a prompt and as what a step has added, as decoding hands it over."""
+    """Feed each text in two parts, a prompt and the tokens of a step, as in decoding."""
     drafter, tree = DRAFTERS[name], TREES[tree]
 
     @quick_jit
@@ -99,7 +99,7 @@ def test_proposals_match_a_plain_search(name, tree):
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_ranks_are_those_at_which_the_text_itself_would_be_proposed(name):
+def test_ranks_equal_the_positions_of_true_tokens_in_proposals(name):
     drafter, (texts, _) = DRAFTERS[name], random_texts(7, 3)
     ranks = np.asarray(
         quick_jit(lambda tokens: drafter.ranks({}, None, {"tokens": tokens}, None, 64, drafter.depth))(texts)
@@ -115,13 +115,13 @@ def test_ranks_are_those_at_which_the_text_itself_would_be_proposed(name):
                     assert ranks[k, row, t] == different.index(true)
                     seen.append(ranks[k, row, t])
                 else:
-                    assert ranks[k, row, t] >= drafter.matches  # no tree holds it
+                    assert ranks[k, row, t] >= drafter.matches  # in no tree
                 agreeing = [match for match in agreeing if match[k] == true]
     assert {0, 1} <= set(seen) or drafter.matches == 1
 
 
 def largest_by_operation(jaxpr) -> dict[str, int]:
-    """The most elements that each primitive's results have, in loops and calls as well."""
+    """Return the largest result of each primitive in elements, including loops and calls."""
     largest: dict[str, int] = {}
     for equation in jaxpr.eqns:
         inner = list(jaxprs_in_params(equation.params))
@@ -133,8 +133,8 @@ def largest_by_operation(jaxpr) -> dict[str, int]:
     return largest
 
 
-def test_no_operation_reads_or_makes_anything_as_long_as_the_text():
-    """But for writes of a few places, which XLA does in place: what a step costs does not grow with the context."""
+def test_operations_do_not_grow_with_the_text():
+    """Only in-place writes of a few slots touch long arrays, so the cost of a step does not grow with the context."""
     drafter, tree, slots, (small, large) = PromptLookup(), TREES["wide"], 50_000, (2_000, 50_000)
     state = jax.eval_shape(lambda: drafter.init_state(2, slots))
     rows, tokens = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((2, 5), jnp.int32)
@@ -143,12 +143,12 @@ def test_no_operation_reads_or_makes_anything_as_long_as_the_text():
     assert max(largest_by_operation(proposing.jaxpr).values()) < small
     made = largest_by_operation(adding.jaxpr)
     assert {name for name, size in made.items() if size >= small} == {"scatter"}
-    assert made["scatter"] >= large  # so that the count sees what it is to see
+    assert made["scatter"] >= large  # a count without such writes would test nothing
 
 
 @pytest.mark.parametrize("batch", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_history_is_written_in_place(batch):
-    """Nor does XLA copy one of the four arrays in a loop that looks up and adds, as decoding does."""
+    """XLA copies none of the four arrays in a loop that looks up and appends, as in decoding."""
     drafter, tree = PromptLookup(), TREES["chain"]
 
     def step(_, carry):
@@ -166,7 +166,7 @@ def test_the_history_is_written_in_place(batch):
     assert large <= {"scatter", "dynamic-update-slice", "fusion", "parameter", "get-tuple-element", "bitcast"}
 
 
-def test_rows_without_new_tokens_stay_as_they_are():
+def test_sequences_without_new_tokens_do_not_change():
     drafter, (texts, lengths) = PromptLookup(), random_texts(3, 3)
     counts = np.where(np.arange(BATCH) % 2, 4, 0).astype(np.int32)
 
@@ -185,8 +185,8 @@ def test_rows_without_new_tokens_stay_as_they_are():
 
 
 @pytest.mark.parametrize("slots", [2 * SLOTS, 3 * SLOTS])
-def test_a_rewound_text_goes_on_as_if_the_rest_had_never_been(slots):
-    """Also where its arrays were filled up for more slots, of which the hashes are others."""
+def test_rewind_removes_the_later_tokens(slots):
+    """This includes arrays padded to more slots, which have other hashes."""
     drafter, tree = DRAFTERS["default"], TREES["wide"]
     texts, lengths = random_texts(1, 3)
     others, other_lengths = random_texts(2, 3)
@@ -203,7 +203,7 @@ def test_a_rewound_text_goes_on_as_if_the_rest_had_never_been(slots):
         state = drafter.advance({}, state, None, others, counts, None, None)
         return drafter.propose({}, state, root, tree, None).tokens
 
-    counts = np.minimum(other_lengths, SLOTS - cuts) - 1  # the last one is the root
+    counts = np.minimum(other_lengths, SLOTS - cuts) - 1  # root last
     roots = others[np.arange(BATCH), counts]
     found = propose(texts, lengths, cuts, others, counts, roots)
     for row in range(BATCH):
@@ -211,8 +211,8 @@ def test_a_rewound_text_goes_on_as_if_the_rest_had_never_been(slots):
         assert found[row].tolist() == fill(tree, whole, drafter), row
 
 
-def test_a_repeated_line_is_proposed_whole():
-    """By hand: the end was seen twice, the later time followed by 5 6, the earlier time by 7."""
+def test_matches_by_hand():
+    """The last tokens occurred twice before: 5 6 followed the later occurrence, 7 the earlier one."""
     text = [1, 2, 7, 0, 1, 2, 5, 6, 0, 1]
     drafter, tree = PromptLookup(), TreeTopology.from_choices([[0], [1], [0, 0], [1, 0]])
 
@@ -222,8 +222,8 @@ def test_a_repeated_line_is_proposed_whole():
         state = drafter.advance({}, drafter.init_state(3, 16), None, texts, lengths, None, None)
         return drafter.propose({}, state, root, tree, None).tokens
 
-    # With the root 2: [0, 1, 2] matches at place 5, the shorter [1, 2] at place 1. Without a match nothing is proposed;
-    # a token just repeated is taken to go on, and before that it was followed by 2.
+    # With the root 2, [0, 1, 2] matches at position 5 and the shorter [1, 2] at position 1. Without a match nothing is
+    # proposed; a token that was just repeated continues to repeat, and its earlier occurrence was followed by 2.
     assert propose(np.array([2, 9, 1])).tolist() == [[2, 5, 7, 6, 0], [9, -1, -1, -1, -1], [1, 1, 2, 1, 5]]
 
 
@@ -235,15 +235,15 @@ PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("tree", ["chain", "wide"])
 @pytest.mark.quick("wide-3")
-def test_decoding_says_what_the_base_says(lab, tree, batch):
-    """Greedily against the cacheless reference; the tiny base falls into repetition, so much is accepted."""
+def test_decoding_gives_the_tokens_of_the_base(lab, tree, batch):
+    """Compare greedy decoding with the reference; the tiny base repeats itself, so many drafts are accepted."""
     prompts = PROMPTS[:batch]
     texts, _ = lab.references(0, prompts)
     decode_fn = make_decode_fn(lab.model, PromptLookup(), TREES[tree], max_new_tokens=NEW)
     out = lab.decode(decode_fn, 0, {}, prompts)
     for row, prompt in enumerate(prompts):
         assert out.tokens[row].tolist() == lab.expected(texts[row], len(prompt), NEW)
-        # Each step accepts what a plain search of the text so far would have got right.
+        # Each step accepts the tokens that a plain search of the text so far gets right.
         at = len(prompt)
         for accepted in out.accept_lengths[row, : out.steps[row]]:
             tokens = fill(TREES[tree], texts[row, : at + 1].tolist(), PromptLookup())
@@ -268,7 +268,7 @@ def test_sampling_draws_the_tokens_of_plain_sampling(lab, batch):
         assert found.steps.sum() < expected.steps.sum()
 
 
-def test_what_does_not_go_together_is_refused(lab):
+def test_incompatible_settings_are_rejected(lab):
     message = "rule: got RejectionSampling, expected another one: PromptLookup does not sample candidates"
     with pytest.raises(HydrajaxError, match=f"^{message}$"):
         make_decode_fn(lab.model, PromptLookup(), presets.chain(3), RejectionSampling())

@@ -1,4 +1,4 @@
-"""The Hydra++ prefix layer: the same however the text arrives, and blind to rejected tokens."""
+"""The Hydra++ prefix layer: independent of chunking and of rejected tokens."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ TREE = TreeTopology.from_choices([[0], [2], [0, 1], [2, 0], [2, 3], [2, 0, 0]])
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32 against float64, after RMSNorm
 
 
-# Nearly all the time here is compilation, and half of that LLVM's optimisation.
+# Compilation takes nearly all the time of these tests, and LLVM's optimisation half of it.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.fixture(scope="session", params=["hydra", "medusa"])
 def prefixed(request, base, oracle):
-    """``(drafter, params, advance, propose, heads in NumPy)``: what it does with text, and its proposal's tokens.
+    """Return ``(drafter, params, advance, propose, heads in NumPy)``; `propose` returns tokens.
 
-    With a window that is shorter than the texts, and without.
+    Parametrised with a window shorter than the texts and without one.
     """
     heads = {"hydra": HydraHeads(3, WIDTH, VOCAB), "medusa": MedusaHeads(3, WIDTH, VOCAB)}[request.param]
     drafter = heads.with_prefix(base.config, {"hydra": None, "medusa": 5}[request.param])
@@ -52,7 +52,7 @@ def random_text(batch: int, seed: int = 0):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_prompt_at_once_matches_numpy(prefixed, base, oracle, batch):
+def test_prefill_matches_numpy(prefixed, base, oracle, batch):
     drafter, params, advance, propose, in_numpy = prefixed
     aux_hidden_states, tokens = random_text(batch)
     lengths = np.array([LENGTH, 1, 7][:batch], np.int32)
@@ -68,8 +68,8 @@ def test_a_prompt_at_once_matches_numpy(prefixed, base, oracle, batch):
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_ragged_chunks_give_the_state_of_the_whole(prefixed, base, oracle, data):
-    """Rows take in their text in chunks of different lengths, each padded with junk, as after decode steps."""
+def test_ragged_chunks_give_the_state_of_one_prefill(prefixed, base, oracle, data):
+    """Sequences advance by chunks of different lengths with random padding, as after decode steps."""
     drafter, params, advance, _, _ = prefixed
     batch, width = 3, 4  # one chunk width, so one compilation
     n_chunks = data.draw(st.integers(1, 3), label="chunks")
@@ -94,7 +94,7 @@ def test_ragged_chunks_give_the_state_of_the_whole(prefixed, base, oracle, data)
             np.testing.assert_allclose(mine[row, :, :length], whole[row, :, :length], **TOLERANCE)
 
 
-def test_token_by_token_gives_the_state_of_the_whole(prefixed):
+def test_token_by_token_gives_the_state_of_one_prefill(prefixed):
     drafter, _, advance, propose, _ = prefixed
     aux_hidden_states, tokens = random_text(2)
     state = drafter.init_state(2, SLOTS)
@@ -107,8 +107,8 @@ def test_token_by_token_gives_the_state_of_the_whole(prefixed):
     assert proposals[0] == proposals[1]
 
 
-def test_uncounted_tokens_never_influence(prefixed):
-    """Two histories that differ only in the rejected part of each chunk lead to the same state, bit for bit."""
+def test_uncounted_tokens_have_no_effect(prefixed):
+    """Two histories that differ only in rejected tokens give the same state, bit for bit."""
     drafter, _, advance, propose, _ = prefixed
     aux_hidden_states, _ = random_text(2)
     histories = []
@@ -128,10 +128,10 @@ def test_uncounted_tokens_never_influence(prefixed):
     assert proposals[0] == proposals[1]
 
 
-def test_after_decode_steps_the_state_is_that_of_the_accepted_text(prefixed, base, oracle):
-    """In the engine: after several steps with rejections, its output equals a run over the text from scratch."""
+def test_decode_steps_give_the_state_of_the_accepted_tokens(prefixed, base, oracle):
+    """After several engine steps with rejections the output equals that of one pass over the tokens."""
     drafter, params, _, _, _ = prefixed
-    tree = presets.cartesian([20, 2])  # so wide that untrained heads are right now and then
+    tree = presets.cartesian([20, 2])  # wide enough that untrained heads are sometimes right
     engine = Engine(base.model, drafter, tree, max_new_tokens=30)
     both = Params(base.params, params)
     lengths = np.array([5, 2], np.int32)
@@ -173,8 +173,8 @@ def test_teacher_forced_matches_numpy(prefixed, base, oracle):
                 np.testing.assert_allclose(logits[k, row, t], expected, atol=1e-3, rtol=1e-3)
 
 
-def test_packed_documents_do_not_see_each_other(prefixed, base, oracle):
-    """With positions and a mask per row, each document of a row is refined as if it stood alone."""
+def test_packed_documents_are_independent(prefixed, base, oracle):
+    """With positions and a mask per packed row, each document gets the output of a separate pass."""
     drafter, params, _, _, in_numpy = prefixed
     aux_hidden_states, tokens = random_text(2)
     lengths = [(7, 5), (1, 11)]

@@ -1,4 +1,4 @@
-"""A drafter with lookup's chain as one more branch, against the combined tree written with lists and dictionaries."""
+"""Compare a drafter with an added lookup branch with the combined tree in lists and dictionaries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
 
 
 def chain_of(text: list[int], lookup: PromptLookup, length: int) -> list[int]:
-    """What followed the end of the text at the last of the places where most of it, up to 4 tokens, stood before."""
+    """Return the tokens after the latest of the longest earlier matches, of up to 4 tokens."""
     for n in range(lookup.longest, lookup.shortest - 1, -1):
         for end in range(len(text) - 1, n - 1, -1):
             if text[end - n : end] == text[len(text) - n :]:
@@ -44,7 +44,7 @@ def chain_of(text: list[int], lookup: PromptLookup, length: int) -> list[int]:
 
 
 def combined(tokens: list[int], parents: list[int], chain: list[int], added: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents of the nodes that are added to a tree: what of the chain it does not hold, ``added`` of it."""
+    """Return tokens and parents of the ``added`` nodes: the part of the chain that is not in the tree."""
     nodes = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     at, rest = 0, list(chain)
     while rest and (at, rest[0]) in nodes:
@@ -64,7 +64,7 @@ def longest_true_path(tokens: list[int], parents: list[int], true: list[int]) ->
 
 @functools.cache
 def steps_of(name: str, tree: str):
-    """Prefill, and one step that also tells what was proposed, with and without lookup."""
+    """Return prefill and a step that also returns the proposal, with and without lookup."""
     lab = shared_lab()
     engine = make_decode_fn(lab.model, WithLookup(DRAFTERS[name], ADDED), TREES[tree], max_new_tokens=NEW).engine
 
@@ -94,8 +94,8 @@ def steps_of(name: str, tree: str):
     ],
 )
 @pytest.mark.quick("hydra-shallow")
-def test_every_step_is_that_of_the_plain_combination(lab, name, tree):
-    """The heads' own nodes, then the chain's; what is accepted; three rows at once; and that it pays."""
+def test_every_step_equals_the_reference(lab, name, tree):
+    """Compare the nodes of the heads, those of the chain and the accepted tokens of three sequences."""
     prefill, step = steps_of(name, tree)
     lookup, batch = PromptLookup(), len(PROMPTS)
     params = Params(lab.base(0), lab.draft(name, 0))
@@ -142,8 +142,8 @@ def decoder(name: str, tree, rule=None, eos_ids: tuple[int, ...] = ()):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rule", [Greedy(), ExactSampling(0.5), ExactSampling(0.9, top_k=6)])
-def test_decoding_says_what_the_base_says(lab, seed, rule):
-    """Over random trees, and with each kind of heads."""
+def test_decoding_gives_the_tokens_of_the_base(lab, seed, rule):
+    """Cases cover random trees and each kind of heads."""
     name = ["hydra", "medusa", "amphista", "hydra++"][seed]
     tree = random_tree(10 + seed, 12, depth=3, widest=5)
     found = lab.decode(decoder(name, tree, rule), 0, lab.draft(name, 0), PROMPTS, rule=rule, seed=seed)
@@ -154,8 +154,8 @@ def test_decoding_says_what_the_base_says(lab, seed, rule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 2, 5, 11])
-def test_a_text_ends_inside_the_branch(lab, limit):
-    """At the limit and at an id that ends it, wherever that falls among the accepted tokens."""
+def test_endings_inside_the_branch(lab, limit):
+    """The limit or EOS can be anywhere among the accepted tokens."""
     texts, _ = lab.references(0, PROMPTS)
     tree, heads = TREES["cartesian"], lab.draft("hydra", 0)
     found = lab.decode(decoder("hydra", tree), 0, heads, PROMPTS, limits=limit)
@@ -169,8 +169,8 @@ def test_a_text_ends_inside_the_branch(lab, limit):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hydra++", "model"])
-def test_a_second_turn_goes_on_from_the_same_state(lab, name):
-    """More text after the answer: the same as one prompt of all that came before."""
+def test_a_second_turn_equals_one_long_prompt(lab, name):
+    """Text after an answer gives the same result as one prompt with everything before."""
     engine = make_decode_fn(lab.model, WithLookup(DRAFTERS[name], ADDED), TREES["chain"], max_new_tokens=8).engine
     params, drawn = Params(lab.base(0), lab.draft(name, 0)), sampling(None, 2, VOCAB)
     prompt, lengths = np.array([[3, 1, 4, 1], [2, 7, 0, 0]], np.int32), np.array([4, 2], np.int32)
@@ -185,7 +185,7 @@ def test_a_second_turn_goes_on_from_the_same_state(lab, name):
     texts, _ = lab.references(0, whole)
     for row in range(2):
         assert answers[1][row] == lab.expected(texts[row], len(whole[row]), 8)
-    # Nor does lookup know the text in pieces from the text at once.
+    # The history of lookup does not depend on chunking either.
     prompt, lengths = right_padded([np.array(text, np.int32) for text in whole], 16)
     found, fresh = extended.draft.history, start(params, prompt, lengths, drawn).draft.history
     np.testing.assert_array_equal(found.lengths, fresh.lengths)
@@ -196,8 +196,8 @@ def test_a_second_turn_goes_on_from_the_same_state(lab, name):
 
 
 @pytest.mark.slow
-def test_typical_acceptance_judges_both(lab):
-    """With a threshold that every token passes the longest path is taken, and the branch is longer than the tree."""
+def test_typical_acceptance_covers_tree_and_branch(lab):
+    """If every token passes the threshold, the longest path is accepted, which is the branch."""
     rule = Typical(epsilon=0.0)
     found = lab.decode(decoder("hydra", TREES["one node"], rule), 0, lab.draft("hydra", 0), PROMPTS, rule=rule)
     assert found.accept_lengths.max() in (ADDED, ADDED + 1)
@@ -217,7 +217,7 @@ def test_it_is_never_worse_than_either_alone_on_average(lab):
     assert steps["both"] < min(steps["heads"], steps["lookup"])
 
 
-# --- names, and what does not go together -----------------------------------------------------------------------------
+# --- names and errors -------------------------------------------------------------------------------------------------
 
 
 def test_names():
@@ -227,9 +227,10 @@ def test_names():
     for name in ("lookup+", "lookup+lookup", "lookup+none", "lookup-3+lookahead-3-3-3", "lookup+lookup+hydra"):
         with pytest.raises(HydrajaxError, match=r"expected heads or a model after 'lookup\+'"):
             parse_lookup(name)
-    for name in ("lookup-0+hydra", "lookup-1000+hydra"):
-        with pytest.raises(HydrajaxError, match=r"^draft: got lookup-\d+\+\.\.\., expected lookup-L"):
-            parse_lookup(name)
+    for nodes in (0, 1000):
+        message = rf"^draft: got lookup-{nodes}\+\.\.\., expected lookup-L\+\.\.\. with L from 1 to 999$"
+        with pytest.raises(HydrajaxError, match=message):
+            parse_lookup(f"lookup-{nodes}+hydra")
     assert folder_name("lookup-8+path/to/heads") == "lookup-8+heads"
     assert title_of(WithLookup(DRAFTERS["hydra++"])) == "Hydra++ with lookup"
 
@@ -240,8 +241,8 @@ def test_sizes():
 
 
 @pytest.mark.parametrize("tree", ["root", "shallow", "grown"])
-def test_a_timer_has_a_tree_of_the_same_size(lab, tree):
-    """What is timed is made up (`example_topology`), but has the nodes and the depth of what is proposed."""
+def test_timing_uses_a_tree_of_the_same_shape(lab, tree):
+    """`example_topology`, which is used for timing, has the shapes and the depth of a proposal."""
     drafter, heads = WithLookup(DRAFTERS["hydra"], ADDED), lab.draft("hydra", 0)
     engine = make_decode_fn(lab.model, drafter, TREES[tree], max_new_tokens=NEW).engine
     base = BoundBase(lab.model, lab.base(0))
@@ -255,7 +256,7 @@ def test_a_timer_has_a_tree_of_the_same_size(lab, tree):
     assert proposed.depth == engine.depth == TREES[tree].depth + ADDED
 
 
-def test_it_can_be_a_key_and_its_state_has_a_leading_batch_axis():
+def test_it_is_hashable_and_its_state_has_a_leading_batch_axis():
     drafter = WithLookup(DRAFTERS["hydra"])
     assert hash(drafter) == hash(dataclasses.replace(drafter))
     state = jax.eval_shape(lambda: drafter.init_state(3, 20))

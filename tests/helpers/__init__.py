@@ -1,1 +1,1 @@
-"""Helpers that several tests share: models, checkpoints, damage, servers and processes."""
+"""Shared test helpers: models, checkpoints, damaged files, servers and processes."""

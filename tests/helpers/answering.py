@@ -1,4 +1,4 @@
-"""Questions, decoders that are made up, and runs with them: for the tests of asking, of answer files and of figures."""
+"""Questions, fake decoders and runs with them, for the tests of questions, answer files and statistics."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PLAIN, FAST = "tiny-autoregressive", "tiny-hydra"
 
 
 class Decoder:
-    """Says the sum and the count of the prompt's ids and three more tokens; a step takes 10 ms and makes ``per_step``.
+    """Emit the sum and the count of the prompt ids and three more tokens; a step takes 10 ms and emits ``per_step``.
 
-    calls: the prompts and seeds it was given. log: is shared, and gets the name at every call.
+    calls: its prompts and seeds. log: a shared list that receives the name at every call.
     """
 
     def __init__(self, name: str, per_step: int, log: list[str] | None = None):
@@ -39,7 +39,7 @@ class Decoder:
 
 
 def words(messages: list[dict[str, str]]) -> list[int]:
-    """BOS (1), then an id for every character, with the role in front."""
+    """Return BOS (1), the role and one id per character."""
     return [1] + [ord(c) for m in messages for c in f"{m['role']}:{m['content']}\n"]
 
 
@@ -58,5 +58,5 @@ def lines_of(folder, model_id):
 
 
 def without_chance(record: dict) -> dict:
-    """A line without its time stamp and its random id."""
+    """Return a line without its time stamp and random id."""
     return {key: value for key, value in record.items() if key not in ("answer_id", "tstamp")}

@@ -1,4 +1,4 @@
-"""Whether anything is compiled."""
+"""Detect compilations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 @contextmanager
 def no_compilation():
-    """Nothing is, within."""
+    """Fail if anything compiles inside the context."""
     found = []
 
     def listen(event: str, seconds: float, **about) -> None:

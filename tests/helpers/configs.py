@@ -1,4 +1,4 @@
-"""config.json files, and what they mean to transformers, the independent source of defaults."""
+"""config.json files and their meaning in transformers, the independent source of defaults."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def written(folder: Path, raw: dict) -> Path:
 
 
 def as_transformers_reads(folder: Path) -> LlamaConfig:
-    """The meaning of a directory's config.json in transformers: of its attributes and of what its models do with them.
+    """Return the meaning of a config.json in transformers, from its attributes and the behaviour of its models.
 
-    A window of the whole context or more is none.
+    A window of at least the context counts as no window.
     """
     hf = AutoConfig.from_pretrained(folder)
     rope = dict(hf.rope_parameters)

@@ -1,4 +1,4 @@
-"""Files damaged at random but by a seed, each in the ways of its format: for the tests of what readers refuse."""
+"""Randomly damaged files of every format, by seed, for tests of the readers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hydrajax.files import size_and_checksum
 
 VOCAB, WIDTH = 6, 4  # of the tiny models
 EMBEDDING = "model.embed_tokens.weight"
-LONG = 10**4 * "7"  # digits: Python refuses to convert so many
+LONG = 10**4 * "7"  # more digits than Python converts
 
 NESTED = [depth * "[" + depth * "]" for depth in (10, 200, 900, 950, 960, 970, 980, 990, 1000, 10_000, 100_000)]
 NUMBERS = (
@@ -72,7 +72,7 @@ def edit(path: Path, remove=(), **changes) -> None:
 
 
 def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Flipped, overwritten, cut out, put in, repeated."""
+    """Flip, overwrite, remove, insert or repeat bytes."""
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 8))):
         at = rng.randrange(len(data) + 1)
@@ -91,13 +91,13 @@ def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def places(tree, path=()) -> list[tuple]:
-    """Every path into nested JSON, but the empty one."""
+    """Yield every path into nested JSON except the empty one."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     return [place for key, value in items for place in ((*path, key), *places(value, (*path, key)))]
 
 
 def damaged_json(content: bytes, rng: random.Random, values: list[str] = VALUES) -> bytes:
-    """Values replaced by any others, fields removed, renamed, added or doubled; now and then no JSON at all."""
+    """Replace values; remove, rename, add or double fields; sometimes write invalid JSON."""
     match rng.randrange(12):
         case 0:
             return damaged_bytes(content, rng)
@@ -132,7 +132,7 @@ def safetensors_parts(content: bytes) -> tuple[dict, bytes]:
 
 
 def safetensors_file(tensors: dict[str, tuple[str, tuple, bytes]]) -> bytes:
-    """A whole file, of any names, dtypes and shapes."""
+    """Return a valid file with random names, dtypes and shapes."""
     header, body = {}, b""
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(data)]}
@@ -142,7 +142,7 @@ def safetensors_file(tensors: dict[str, tuple[str, tuple, bytes]]) -> bytes:
 
 
 def damaged_safetensors(content: bytes, rng: random.Random) -> bytes:
-    """Bytes, the header's length, its JSON; or a sound file of other tensors."""
+    """Damage bytes, the length or the JSON of the header; or write a valid file of other tensors."""
     header, body = safetensors_parts(content)
     match rng.randrange(8):
         case 0:
@@ -152,7 +152,7 @@ def damaged_safetensors(content: bytes, rng: random.Random) -> bytes:
         case 2 | 3 | 4:
             text = damaged_json(json.dumps(header).encode(), rng)
             if rng.random() < 0.2:
-                text = text[:-1] + b"," + text[1:]  # every name twice
+                text = text[:-1] + b"," + text[1:]  # duplicate names
             length = len(text) if rng.random() < 0.8 else rng.choice((0, 1, len(text) - 1, 2**27, 2**63, 2**64 - 1))
             return struct.pack("<Q", max(length, 0)) + text + body
     header.pop("__metadata__", None)
@@ -176,7 +176,7 @@ def damaged_safetensors(content: bytes, rng: random.Random) -> bytes:
 
 
 class Call:
-    """Pickled as a call of ``function``, whose result then gets ``state``."""
+    """An object that pickles as a call of ``function`` and sets ``state`` on the result."""
 
     def __init__(self, function, *args, state=None):
         self.reduced = (function, args) if state is None else (function, args, state)
@@ -206,7 +206,7 @@ DTYPES = [
 
 
 def any_object(rng: random.Random, tensor: torch.Tensor, depth: int = 0):
-    """What a pickle may hold: constants, containers, tensors, calls of anything."""
+    """Return random pickle content: constants, containers, tensors and calls of any function."""
     kind = rng.randrange(9 if depth < 4 else 4)
     if kind < 4:
         words = ("created", "open('created', 'w')", "touch created", "w", "items", "detach", "numpy", "cpu", "meta")
@@ -225,7 +225,7 @@ def any_object(rng: random.Random, tensor: torch.Tensor, depth: int = 0):
 
 
 def hostile_tensors(tensor: torch.Tensor) -> dict[str, Callable]:
-    """Leaves that torch unpickles and NumPy has no array for, or that are far larger than their file."""
+    """Return leaves that torch unpickles but NumPy cannot represent, or that are far larger than their file."""
     return {
         "sparse": tensor.to_sparse,
         "csr": lambda: (tensor if tensor.ndim == 2 else tensor[None]).to_sparse_csr(),
@@ -252,7 +252,7 @@ def torch_file(state, new: bool = True) -> bytes:
 
 
 def damaged_torch(content: bytes, rng: random.Random) -> bytes:
-    """Bytes, entries of the zip, the pickle in it; or a sound file of other objects."""
+    """Damage bytes, zip entries or the pickle; or write a valid file of other objects."""
     kind = rng.randrange(8)
     if kind == 0:
         return damaged_bytes(content, rng)
@@ -290,12 +290,12 @@ def damaged_torch(content: bytes, rng: random.Random) -> bytes:
         state = any_object(rng, state[name])
     try:
         return torch_file(state, rng.random() < 0.8)
-    except Exception:  # torch.save refuses some of them, too
+    except Exception:  # torch.save also rejects some of them
         return damaged_bytes(content, rng)
 
 
 def damage(directory: Path, rng: random.Random) -> None:
-    """One file of the directory, now and then two."""
+    """Damage one file of the directory, sometimes two."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != "README.md")
     texts = [path for path in files if path.suffix == ".json"]
     chosen = {rng.choice(texts if rng.random() < 0.4 else files)}
@@ -310,7 +310,7 @@ def damage(directory: Path, rng: random.Random) -> None:
                 case 1:
                     path.symlink_to(directory)
                 case 2:
-                    path.symlink_to(path)  # a loop
+                    path.symlink_to(path)  # a link loop
             continue
         kinds = {".json": damaged_json, ".safetensors": damaged_safetensors}
         kinds |= dict.fromkeys((".pt", ".bin"), damaged_torch)
@@ -322,7 +322,7 @@ def damage(directory: Path, rng: random.Random) -> None:
 
 
 def forge_checksums(directory: Path) -> None:
-    """Make ``config.json`` vouch for what is there now, where that can be done."""
+    """Update the checksums in ``config.json`` to the current files where possible."""
     params = [path for path in (directory / "params").rglob("*") if path.is_file()]
     try:
         edit(

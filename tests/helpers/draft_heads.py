@@ -1,4 +1,4 @@
-"""Draft heads of every kind for the tiny model, random parameters for them, and when two trees are the same."""
+"""Draft heads of every kind for the tiny model, random parameters, and comparison of pytrees."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ VOCAB, WIDTH = 61, 32  # of the tiny model
 
 
 def heads_of(kind: str, config=None, **settings):
-    """``hydra``, ``ungrounded`` or ``medusa``; ``++`` for a prefix layer of a base of this configuration.
+    """Return heads: ``hydra``, ``ungrounded`` or ``medusa``; ``++`` adds a prefix layer of this configuration.
 
-    Three heads of one block unless the settings say otherwise.
+    The default is three heads of one block.
     """
     sizes = {"num_draft_heads": 3, "width": WIDTH, "vocab_size": VOCAB, "n_layers": 1} | settings
     medusa = {"lm_head_bias": kind.startswith("ungrounded")}
@@ -28,7 +28,7 @@ def heads_of(kind: str, config=None, **settings):
 
 
 def random_params(drafter, base) -> dict:
-    """Weights large enough for SiLU to bend, none of them a zero or a copy; fresh ones are full of both.
+    """Return weights in the nonlinear range of SiLU, without the zeros and copies of fresh parameters.
 
     base: the model and its parameters.
     """
@@ -43,7 +43,7 @@ def random_params(drafter, base) -> dict:
 
 
 def identical(ours, theirs, dtype=None) -> None:
-    """The same bits in the same tree, so that -0 is not 0. dtype: ours are cast to it first."""
+    """Compare two pytrees bit for bit, so that -0 differs from 0. dtype: ours are cast to it first."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for (path, mine), other in zip(jax.tree.leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
         mine = np.asarray(mine, dtype)

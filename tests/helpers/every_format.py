@@ -1,4 +1,4 @@
-"""Tiny directories of every format that is read: bases of all families, and heads in all layouts."""
+"""Tiny directories of every supported format: bases of all families and heads in all layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small server of the Hub's protocol, for tests."""
+"""A small server of the Hugging Face Hub's protocol."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 
 class FakeHub:
-    """A server of the Hub's protocol as far as it is used here, with what was asked of it in ``log``."""
+    """A server of the part of the Hub's protocol that the package uses. ``log`` has its requests."""
 
     def __init__(self):
         self.repositories: dict[str, dict[str, str]] = {}  # name: {branch or tag: commit}
@@ -34,7 +34,7 @@ class FakeHub:
         return commit
 
     def fetched(self) -> set[str]:
-        """The paths of all files of which anything was asked."""
+        """Return the paths of all requested files."""
         return {unquote(line.split("/resolve/")[1].split("/", 1)[1]) for line in self.log if "/resolve/" in line}
 
     def stop(self) -> None:
@@ -100,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
             if name in self.hub.repositories:
                 return self.answer({"error": "You already created this model repo"}, 409, url=f"{self.hub.url}/{name}")
             self.hub.add(name, {})
-            visibility = asked.get("visibility")  # None leaves it to the owner's default
+            visibility = asked.get("visibility")  # None uses the owner's default
             self.hub.private[name] = visibility and visibility == "private"
             return self.answer({"url": f"{self.hub.url}/{name}"})
         name, what = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main", path).groups()

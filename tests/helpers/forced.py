@@ -1,4 +1,4 @@
-"""Both halves of the training forward at once: a vocabulary's logits for every head and position, on small inputs."""
+"""The full training forward on small inputs: logits for every head and position."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 
 def forced_logits(drafter, params, aux_hidden_states, tokens, base):
-    """Float32 ``[K, B, T, V]``: the logits of head k at position t, which predict token t + 2 + k; -inf for tokens that
-    the head does not know.
+    """Return float32 logits ``[K, B, T, V]``: head k at position t predicts token t + 2 + k. Tokens outside its
+    vocabulary have -inf.
     """
     hidden = drafter.teacher_hidden(params, aux_hidden_states, tokens, base)
     logits = jnp.stack([drafter.head_logits(params, k, rows, base) for k, rows in enumerate(hidden)])

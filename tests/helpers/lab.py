@@ -1,4 +1,4 @@
-"""A tiny base with a slow, cacheless greedy reference, and drafters that reach every length of acceptance."""
+"""A tiny base with a greedy reference without a cache, and drafters that reach every accept length."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.static_tree import TreeTopology
 
-# So small a vocabulary that untrained heads, given ten guesses at depth 1, are often right.
+# With this vocabulary untrained heads are often right in ten guesses at depth 1.
 VOCAB, WIDTH, CONTEXT = 17, 32, 40
 CONFIG = LlamaConfig(VOCAB, WIDTH, 48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=CONTEXT)
 ORACLE_DEPTH = 4
-NEW = 24  # tokens that most tests generate
+NEW = 24  # generated tokens in most tests
 
 QUICK = {"xla_backend_optimization_level": 0}
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 class Scripted(SeesAcceptedOnly):
-    """What drafters that exist for tests alone need not write: no parameters of their own, a count as their state."""
+    """Base class of drafters for tests: no parameters, and the number of observed tokens as state."""
 
-    can: ClassVar[dict[str, bool]] = {}  # of `DrafterSpec`
+    can: ClassVar[dict[str, bool]] = {}  # fields of `DrafterSpec`
 
     @property
     def spec(self):
@@ -59,7 +59,7 @@ class Scripted(SeesAcceptedOnly):
         return jnp.zeros(batch, jnp.int32)
 
     def advance(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
-        return state + counts  # tokens observed
+        return state + counts  # observed tokens
 
     def rewind(self, state, lengths):
         return jnp.minimum(state, lengths)
@@ -70,34 +70,34 @@ class Scripted(SeesAcceptedOnly):
 
 @dataclass(frozen=True)
 class Oracle(Scripted):
-    """Knows the text: proposes it along one path of the tree, and wrong tokens everywhere else.
+    """Propose the reference text along one path of the tree and wrong tokens elsewhere.
 
     ``draft_params``: ``text`` int32 ``[B, CONTEXT + 5]`` prompt and greedy continuation; ``right`` bool, same shape,
-    whether the guess of the token at that place is right; ``salt`` int32. State: tokens observed, int32 ``[B]``. The
-    path goes to leaf ``(observed + salt) % leaves``, so that every step of every row may accept another one.
+    marks positions that are guessed right; ``salt`` int32. State: observed tokens, int32 ``[B]``. The path leads to
+    leaf ``(observed + salt) % leaves``, so it varies between steps and sequences.
     """
 
     depth: int = ORACLE_DEPTH
 
     def propose(self, params, state, root, tree, base, draw=None):
         path = jnp.asarray(oracle_paths(tree))[(state + params["salt"]) % len(oracle_paths(tree))]  # [B, N] bool
-        places = state[:, None] + np.array([0, *map(len, tree.choices)])
-        truth = jnp.take_along_axis(params["text"], places, axis=1)
-        right = jnp.take_along_axis(params["right"], places, axis=1)
-        wrong = (truth + 1 + np.arange(tree.size) % (VOCAB - 1)) % VOCAB  # never the truth
+        positions = state[:, None] + np.array([0, *map(len, tree.choices)])
+        truth = jnp.take_along_axis(params["text"], positions, axis=1)
+        right = jnp.take_along_axis(params["right"], positions, axis=1)
+        wrong = (truth + 1 + np.arange(tree.size) % (VOCAB - 1)) % VOCAB  # never equal to the truth
         tokens = jnp.where(path & right, truth, wrong).astype(jnp.int32).at[:, 0].set(root)
         return Proposal(tokens, tree.topology)
 
 
 @functools.cache
 def oracle_paths(tree: TreeTopology) -> np.ndarray:
-    """bool ``[leaves, N]``: the nodes on the way to each leaf, straight from the rank paths."""
+    """Return bool ``[leaves, N]``: the nodes on the path to each leaf, from the rank paths."""
     leaves = [p for p in tree.choices if not any(q[: len(p)] == p and q != p for q in tree.choices)] or [()]
     return np.array([[True] + [leaf[: len(p)] == p for p in tree.choices] for leaf in leaves])
 
 
 def oracle_accept_lengths(tree: TreeTopology, right: np.ndarray, salt: int, start: int, emitted: int) -> list[int]:
-    """The accept lengths the oracle must reach on a row whose prompt has ``start`` tokens, cut at ``emitted``."""
+    """Return the accept lengths of the oracle after a prompt of ``start`` tokens, cut at ``emitted`` tokens."""
     depths, at, steps = [len(path) for path in tree.choices], start, []
     while at < start + emitted:
         on_path = oracle_paths(tree)[(at + salt) % len(oracle_paths(tree))][1:]
@@ -141,7 +141,7 @@ DRAFTERS = {
 
 @dataclass
 class Lab:
-    """Base, reference and compiled decode functions, each made once per session."""
+    """Base, reference and compiled decode functions, each created once per session."""
 
     model: Llama = field(default_factory=lambda: Llama(CONFIG))
     trees: dict = field(default_factory=lambda: TREES)
@@ -162,9 +162,9 @@ class Lab:
 
         @quick_jit
         def continued(params, texts, lengths):
-            """Four texts continued to the end of the context, and the smallest margin of a best token over the second.
+            """Continue four texts to the end of the context; return the smallest margin of the best token.
 
-            The whole texts go through the base, without a cache, for every single token.
+            Every token takes a full pass without a cache.
             """
 
             def grow(last, carry):
@@ -194,9 +194,9 @@ class Lab:
         )
 
     def references(self, seed: int, prompts: list[list[int]]) -> tuple[np.ndarray, float]:
-        """Each prompt continued greedily to the end of the context, and the smallest margin met on the way.
+        """Continue each prompt greedily to the end of the context; also return the smallest margin.
 
-        No cache, no tree, no loop of the package: the whole text goes through the base for every single token.
+        Every token takes a full pass of the base, without the package's cache, trees and loop.
         """
         wanted = [tuple(prompt) for prompt in prompts]
         missing = [prompt for prompt in dict.fromkeys(wanted) if (seed, prompt) not in self._references]
@@ -212,9 +212,9 @@ class Lab:
         return np.stack([text for text, _ in found]), min(margin for _, margin in found)
 
     def plainly(self, prompts: list[list[int]], rule=None, seed: int = 0, base_seed: int = 0):
-        """`NEW` tokens of each prompt decoded without a draft, one program for all numbers of a rule.
+        """Decode `NEW` tokens of each prompt without a draft, with one program per kind of rule.
 
-        rule: or a spec; for all prompts, or a list with one for each.
+        rule: a rule or a spec, for all prompts or as a list with one per prompt.
         """
         some = how(rule[0] if isinstance(rule, list) else rule)
         kind = jax.tree.structure(some.rule), some.processors != ()
@@ -224,7 +224,7 @@ class Lab:
         return self.decode(self._plain[kind], base_seed, {}, prompts, rule=rule, seed=seed)
 
     def expected(self, text: np.ndarray, start: int, max_new_tokens: int, eos_ids: tuple[int, ...] = ()) -> list[int]:
-        """What must be generated after the first ``start`` tokens of a reference text."""
+        """Return the expected output after the first ``start`` tokens of a reference text."""
         out = []
         for token in text[start : start + max_new_tokens].tolist():
             out.append(token)
@@ -249,10 +249,10 @@ class Lab:
         limits=None,
         seed: int = 0,
     ):
-        """Run on prompts padded to the context with junk (one bucket, so one compilation) and check the bookkeeping.
+        """Decode prompts that are padded to the context (one bucket, so one compilation), and check the result.
 
-        The program of ``decode_fn`` is compiled here and not by its first call: without LLVM's optimisation it takes
-        half the time, and compilation is nearly all the time these tests take.
+        ``decode_fn`` is compiled here without LLVM's optimisation: compilation takes nearly all the time of these
+        tests, and this halves it.
         """
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         padded = np.full((len(prompts), CONTEXT), VOCAB - 1, np.int32)
@@ -270,12 +270,12 @@ class Lab:
 
 
 def arrays(out) -> dict[str, np.ndarray]:
-    """A result's fields by name, without those that were not asked for."""
+    """Return the fields of a result by name, without those that are None."""
     return {name: value for name, value in out._asdict().items() if value is not None}
 
 
 def check_bookkeeping(out) -> None:
-    """What holds for every result: see `DecodeResult`."""
+    """Check the invariants of `DecodeResult`."""
     for row, length in enumerate(out.lengths):
         steps = out.steps[row]
         assert (out.tokens[row, :length] >= 0).all()
@@ -287,5 +287,5 @@ def check_bookkeeping(out) -> None:
 
 @functools.cache
 def shared_lab() -> Lab:
-    """One for all tests of a process."""
+    """Return one `Lab` for all tests of a process."""
     return Lab()

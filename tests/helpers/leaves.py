@@ -6,5 +6,5 @@ import jax
 
 
 def by_path(tree) -> dict:
-    """Return every leaf by the keys that lead to it, such as ``layers_0/qkv``."""
+    """Return every leaf by its path, such as ``layers_0/qkv``."""
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(tree)}

@@ -1,4 +1,4 @@
-"""A tiny base whose tokens are sixteen letters, for tests of serving."""
+"""A tiny base with sixteen letters as tokens, for tests of serving."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
 def tokenizer():
-    """A token is a letter; the last one, ``</s>``, ends a text."""
+    """Each token is a letter except the last, ``</s>``, which is EOS."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -34,9 +34,9 @@ def tokenizer():
 
 
 def model(heads: str = "medusa") -> LanguageModel:
-    """Heads on the tests' tiny base, with a longer context: those that compile fastest, or others.
+    """Return the tests' tiny base with a longer context and heads; the default ones compile fastest.
 
-    Hydra++ has a cache of its own.
+    Hydra++ heads have their own KV cache.
     """
     lab, config = shared_lab(), CONFIG.replace(max_positions=CONTEXT)
     drafter = lab.drafters["medusa"]
@@ -47,16 +47,16 @@ def model(heads: str = "medusa") -> LanguageModel:
 
 
 def pool(served: LanguageModel, sizes: PoolSizes, *arguments, **settings) -> ExecutorPool:
-    """The executors of a server of this model."""
+    """Return the executors of a server for this model."""
     return ExecutorPool(make_executor(served, served.spec(tree=TREE)), sizes, *arguments, **settings)
 
 
 def answers(served: LanguageModel, prompts, rules, limits, seeds, **settings) -> list[Generation]:
-    """The answers of `generate`, greedy or sampled.
+    """Return the output of `generate` for each prompt, greedy or sampled.
 
-    seeds: one for each prompt, or one for all, of which the prompts then have their numbers. Every batch is of one
-    shape, filled up with a long text whose numbers all have an effect, and greedy rows stand beside sampled ones (which
-    tests/decoding compare with the rules themselves), so that all tests share one program.
+    seeds: one per prompt, or one for all prompts, which then use their index. Every batch has the same shape, is filled
+    with a long prompt whose numbers all have an effect, and mixes greedy and sampled sequences, so that all tests
+    share one program. tests/decoding compares mixed batches with separate ones.
     """
     found, spec = [], served.spec(tree=TREE, logprobs=0)
     filler = np.zeros(70, np.int32), ExactSampling(0.0, top_k=1, top_p=0.5, min_p=0.5), 60

@@ -1,4 +1,4 @@
-"""Log-probabilities as a plain pass of the base over whole texts and NumPy have them."""
+"""Reference log-probabilities from a full pass of the base and NumPy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hydrajax.measure.uncached_forward import all_logits
 
 
 def of_whole_text(model, base, prompt: list[int], output: list[int]) -> np.ndarray:
-    """At each place of the output, for every token: the log softmax in float64, ``[T, V]``."""
+    """Return the log softmax at each output position in float64, ``[T, V]``."""
     text = np.array([*prompt, *output], np.int32)
     logits = all_logits(model, base, text).astype(np.float64)[len(prompt) - 1 : -1]
     logits -= logits.max(axis=-1, keepdims=True)
@@ -16,7 +16,7 @@ def of_whole_text(model, base, prompt: list[int], output: list[int]) -> np.ndarr
 
 
 def check_top(log_p: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> None:
-    """Whether these are the likeliest, ``[T, k]``. Of tokens as good as equally likely either may come first."""
+    """Check that tokens ``[T, k]`` are the likeliest; nearly equal ones can be in either order."""
     top = ids.shape[-1]
     np.testing.assert_allclose(logprobs, -np.sort(-log_p, axis=-1)[:, :top], atol=1e-4)
     np.testing.assert_allclose(logprobs, np.take_along_axis(log_p, ids, axis=-1), atol=1e-4)
@@ -24,7 +24,7 @@ def check_top(log_p: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> None:
 
 
 def check_answer(model, base, answer, top: int) -> None:
-    """A `Generation` with so many alternatives to every token."""
+    """Return a `Generation` with this number of alternatives per token."""
     log_p = of_whole_text(model, base, answer.prompt_ids, answer.output_ids)
     assert len(answer.logprobs) == len(answer.top_logprobs) == answer.new_tokens
     np.testing.assert_allclose(answer.logprobs, log_p[np.arange(answer.new_tokens), answer.output_ids], atol=1e-4)

@@ -1,4 +1,4 @@
-"""LoRA by PEFT's rules, written in torch: its files, and what they make of a transformers model."""
+"""LoRA adapters in PEFT's format, and their merge into a transformers model in torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIG = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "bias": "none", "lora_dr
 
 
 def linear_layers(model, targets) -> dict[str, torch.nn.Linear]:
-    """The linear layers of a transformers model whose names end in one of the targets."""
+    """Return the linear layers of a transformers model whose names end in one of the targets."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -23,10 +23,10 @@ def linear_layers(model, targets) -> dict[str, torch.nn.Linear]:
 
 
 def write_lora(folder: Path, model, targets=LAYERS, ranks=None, **changes) -> Path:
-    """A LoRA directory for a transformers model, with noise in both A and B, and as PEFT saves it a copy of an lm head
-    that is adapted.
+    """Write a LoRA directory for a transformers model, with noise in A and B. As in PEFT, it contains a copy of an
+    adapted lm head.
 
-    ranks: of single layers, by a part of their names; the others have ``r``. changes: to ``adapter_config.json``.
+    ranks: ranks of layers by a part of their names; other layers have ``r``. changes: to ``adapter_config.json``.
     """
     generator, tensors = torch.Generator().manual_seed(3), {}
     config = CONFIG | {"target_modules": list(targets)} | changes
@@ -43,7 +43,7 @@ def write_lora(folder: Path, model, targets=LAYERS, ranks=None, **changes) -> Pa
 
 
 def apply_lora(model, folder: Path):
-    """W + s B A for every layer that the directory has tensors of, s being alpha / r (rsLoRA: alpha / sqrt(r))."""
+    """Add s B A to every layer with tensors in the directory; s is alpha / r (rsLoRA: alpha / sqrt(r))."""
     config = json.loads((folder / "adapter_config.json").read_text())
     tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
     layers = dict(model.named_modules())

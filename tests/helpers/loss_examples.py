@@ -1,4 +1,4 @@
-"""What the tests of training objectives are tried on."""
+"""Inputs for the tests of training objectives."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MIXED = {"lm_weight": 0.5, "teacher_weight": 1.5, "reconstruction_weight": 0.7}
 
 
 def random_params(drafter, base, seed=0):
-    """Noise in every leaf: fresh heads are identities and would hide mistakes."""
+    """Return parameters with noise, because fresh heads are identities and would hide errors."""
     random = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), base))
     return jax.tree.map(lambda x: jnp.asarray(0.3 * random.standard_normal(x.shape), jnp.float32), shapes)
 
 
 def rows_with_gaps():
-    """Features, other hidden states, and rows whose labels have gaps at the start, inside and at the end."""
+    """Return hidden states, other hidden states, and labels with gaps at the start, inside and at the end."""
     random = np.random.default_rng(1)
     aux_hidden_states, hidden = random.standard_normal((2, 2, 11, WIDTH)).astype(np.float32)
     tokens = random.integers(VOCAB, size=(2, 11), dtype=np.int32)

@@ -8,9 +8,9 @@ import numpy as np
 
 
 def noise(shapes, seed: int):
-    """Random leaves of these shapes: std 0.3 in place of 0.02, so that logits differ by much more than rounding.
+    """Return random leaves of these shapes with std 0.3, not 0.02, so that logits differ by much more than rounding.
 
-    Vectors are scattered around 1. A fresh draft head is an identity and would hide most mistakes; noise does not.
+    Vectors are centred at 1. Fresh draft heads are identities and would hide most errors.
     """
     random = np.random.default_rng(seed)
 

@@ -1,4 +1,4 @@
-"""Adding up what operators compute and move, and the parameters that they are compared with."""
+"""Sums of operator costs, and parameter counts to compare them with."""
 
 from __future__ import annotations
 

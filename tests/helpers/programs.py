@@ -1,4 +1,4 @@
-"""The programs in ``tests/programs``, which tests run in processes of their own."""
+"""Run ``tests/programs`` in separate processes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The archives of tests/golden: recorded arrays and texts of many files in one, without loss, and how to compare with
-arrays of which only some entries were kept."""
+"""The lossless archives of tests/golden, and comparison with subsampled arrays."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-STEP = 127  # of a gradient, every 127th entry is kept
-COLUMNS = 8  # of hidden states and logits, so many evenly spaced columns
+STEP = 127  # every 127th entry of a gradient is kept
+COLUMNS = 8  # evenly spaced columns of hidden states and logits
 
 Arrays = dict[str, np.ndarray]
 
@@ -25,17 +24,17 @@ def need(path: Path) -> Path:
 
 
 def kept_columns(values: np.ndarray) -> np.ndarray:
-    """`COLUMNS` evenly spaced entries of the last axis."""
+    """Return `COLUMNS` evenly spaced entries of the last axis."""
     return values[..., :: max(values.shape[-1] // COLUMNS, 1)]
 
 
 def kept_entries(values: np.ndarray) -> np.ndarray:
-    """Every `STEP`-th entry of a matrix, flattened; a vector is kept whole."""
+    """Return every `STEP`-th entry of a flattened matrix; a vector is returned whole."""
     return values if values.ndim == 1 else values.reshape(-1)[::STEP]
 
 
 def as_recorded(values, recorded: np.ndarray):
-    """The entries of ``values`` that ``recorded`` holds: all of them in the full set of recordings."""
+    """Return the entries of ``values`` that ``recorded`` has: all of them in the full set of recordings."""
     if recorded.ndim < values.ndim:
         return kept_entries(values)
     return values[..., :: values.shape[-1] // recorded.shape[-1]]
@@ -44,8 +43,8 @@ def as_recorded(values, recorded: np.ndarray):
 def pack(archive: Path, files: dict[str, Arrays | bytes]) -> None:
     """Write ``files`` (arrays by name for .npz and .safetensors, the content of any other file) as one archive.
 
-    Trained float32 weights are random bits but for their exponents. The bytes of all float32 arrays are therefore
-    sorted: first the three that no compression makes smaller, then the exponents. Equal arrays are kept once.
+    Only the exponents of trained float32 weights compress. The bytes of all float32 arrays are therefore split: first
+    the three bytes that do not compress, then the exponents. Equal arrays are stored once.
     """
     members: Arrays = {}
     floats: list[np.ndarray] = []
@@ -66,7 +65,7 @@ def pack(archive: Path, files: dict[str, Arrays | bytes]) -> None:
                 floats.append(array.reshape(-1))
                 size += array.size
     bits = np.concatenate(floats or [np.zeros(0, np.float32)]).view(np.uint32)
-    planes = (bits << 1 | bits >> 31).astype("<u4").view(np.uint8).reshape(-1, 4).T  # the last one: the exponents
+    planes = (bits << 1 | bits >> 31).astype("<u4").view(np.uint8).reshape(-1, 4).T  # the last byte has the exponents
     index = np.frombuffer(json.dumps(places).encode(), np.uint8)
     npz = io.BytesIO()
     np.savez(npz, **{"": planes[:3], "exponents": planes[3], "index": index}, **members)
@@ -74,7 +73,7 @@ def pack(archive: Path, files: dict[str, Arrays | bytes]) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Write the files of an archive into ``folder``, under the names that they have in the full set of recordings."""
+    """Extract an archive into ``folder``, with the file names of the full set of recordings."""
     from safetensors.numpy import save_file
 
     with np.load(io.BytesIO(lzma.decompress(archive.read_bytes()))) as members:
@@ -104,7 +103,7 @@ def unpack(archive: Path, folder: Path) -> None:
 def copy_as_torch(tensors: Path, target: Path) -> None:
     """Link to the official torch file of a set of weights, or save one from ``tensors``, a .safetensors file.
 
-    target: its name is that of the official file, in the folder of ``tensors``.
+    target: the name of the official file, in the folder of ``tensors``.
     """
     import torch
     from safetensors.torch import load_file

@@ -1,5 +1,6 @@
-"""Released draft heads as plain torch modules, built to the formulas of docs/design.md 4 and to vLLM's layout, with
-exactly their names; and refusals. Shared by the tests of reading and of writing.
+"""Released draft heads as plain torch modules with the official parameter names, and a helper for error messages.
+
+The modules follow the formulas of docs/design.md 4 and the layout of vLLM.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ WIDTH = 32  # of the tiny models
 
 
 class Block(nn.Module):
-    """R(x) + SiLU(W x + b): R is a linear map where the block narrows several vectors to one, else the identity."""
+    """R(x) + SiLU(W x + b): R is linear if the block maps several vectors to one, else the identity."""
 
     def __init__(self, slots: int = 1):
         super().__init__()
@@ -33,8 +34,8 @@ def blocks(count: int, shared: bool) -> list[Block]:
 
 
 class Hydra(nn.Module):
-    """The released heads. embed: the base's embedding; a module is in the state dict, as the official code has a copy.
-    prefix: a one-layer LLaMA or None. shared: one block repeated.
+    """The released heads. embed: the base's embedding; a module adds it to the state dict, like the official copy.
+    prefix: a one-layer LLaMA or None. shared: one repeated block.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Hydra(nn.Module):
             layers = [Block(k + 2)] if grounded else []
             layers += blocks(n_layers - len(layers), shared)
             lm_head = nn.Linear(WIDTH, vocab)
-            if prefix is not None:  # dropout before every block and before the lm head, which moves the indices
+            if prefix is not None:  # dropout before every block and the lm head shifts the indices
                 layers = [module for layer in layers for module in (nn.Dropout(0.2), layer)]
                 lm_head = nn.Sequential(nn.Dropout(0.2), lm_head)
             self.hydra_mlp.append(nn.Sequential(*layers))
@@ -67,14 +68,14 @@ class Hydra(nn.Module):
 
 
 def one_layer(config) -> LlamaModel:
-    """Hydra++'s prefix layer. config: transformers' of its base."""
+    """The prefix layer of Hydra++. config: the base's, of transformers."""
     config = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 1})
     config._attn_implementation = "eager"
     return LlamaModel(config)
 
 
 class Medusa(nn.ModuleList):
-    """Medusa v1, and text-generation-inference's: blocks, then an lm head without bias."""
+    """Heads of Medusa v1 and text-generation-inference: blocks, then an lm head without bias."""
 
     def __init__(self, n_heads: int, n_layers: int, vocab: int, *, shared: bool = False):
         lm_head = {"in_features": WIDTH, "out_features": vocab, "bias": False}
@@ -109,7 +110,7 @@ class VLLMMedusa(nn.Module):
 
 
 def refusal(call: Callable, *pieces: str) -> str:
-    """The message of a `HydrajaxError`: one line that holds every piece."""
+    """Return the message of the `HydrajaxError`, after checking that it is one line with every given part."""
     with pytest.raises(HydrajaxError) as caught:
         call()
     message = str(caught.value)

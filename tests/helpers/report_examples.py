@@ -1,4 +1,4 @@
-"""A result of every kind, as the tests of results and of reports share them."""
+"""Results of every kind, shared by the tests of results and of reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training program, in processes of its own by those that interrupt it, and what it says and leaves behind."""
+"""Run the training program, optionally in another process, and read its messages and files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from hydrajax.train.metrics import read_metrics
 
 PROJECT = Path(__file__).resolve().parents[2]
-CLOCK = {"tokens_per_second", "tflops_per_second"}  # what differs from run to run
+CLOCK = {"tokens_per_second", "tflops_per_second"}  # fields that differ between runs
 
 
 def start(config: Path, output: Path, *overrides: str, **environment: str) -> subprocess.Popen:
-    """``python -m hydrajax.train``, with these environment variables besides."""
+    """Start ``python -m hydrajax.train`` with additional environment variables."""
     command = [sys.executable, "-m", "hydrajax.train", "--config", str(config), f"output={output}", *overrides]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=PROJECT, env=os.environ | environment, **pipes)
@@ -28,7 +28,7 @@ def finish(process: subprocess.Popen, code: int = 0) -> str:
 
 
 def wait_for_step(process: subprocess.Popen, output: Path, step: int) -> None:
-    """Until this process has logged the step: what an earlier one had logged beyond its checkpoint is dropped first."""
+    """Wait until this process has logged the step; it first drops lines that follow the resumed checkpoint."""
     until = time.monotonic() + 600
     while not any(line["step"] >= step for line in read_metrics(output / "metrics.jsonl")):
         assert process.poll() is None, process.communicate()
@@ -37,7 +37,7 @@ def wait_for_step(process: subprocess.Popen, output: Path, step: int) -> None:
 
 
 def refused(result) -> str:
-    """The one line of a run that was refused."""
+    """Return the one-line error of a rejected run."""
     assert result.code == 2, result.out + result.err
     assert "Traceback" not in result.err
     (line,) = [line for line in result.err.splitlines() if line.startswith("hydrajax: ")]
@@ -50,6 +50,6 @@ def heads_file(output: Path) -> Path:
 
 
 def without_clock(output: Path) -> list[dict]:
-    """The lines of its metrics that two equal runs have in common."""
+    """Return the metrics lines without fields that differ between equal runs."""
     lines = read_metrics(output / "metrics.jsonl")
     return [{name: value for name, value in line.items() if name not in CLOCK} for line in lines]

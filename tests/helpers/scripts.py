@@ -1,4 +1,8 @@
-"""The scripts of ``experiments/`` as modules for tests."""
+<<<<<<< HEAD
+"""Load the scripts of ``experiments/``."""
+=======
+"""The scripts of ``experiments/`` and ``tools/``, for their tests."""
+>>>>>>> main
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS, TOOLS = ROOT / "experiments", ROOT / "tools"
 
 
 def module(path: Path):

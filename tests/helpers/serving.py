@@ -1,4 +1,4 @@
-"""A server in the process of a test, or in its own process. Requires hydrajax[serve]."""
+"""Servers in the process of a test or in a separate one. Needs hydrajax[serve]."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 300
 
 @contextmanager
 def running(pool, queue: int = 100, model: str = "hydrajax", about=(), others=(), **settings):
-    """``(address, batcher)`` of a server in this process. others: pools by names of further models."""
+    """Yield ``(address, batcher)`` of a server in this process. others: pools of further models by name."""
     batchers = {model: Batcher(pool, queue=queue)}
     batchers |= {name: Batcher(more, queue=queue) for name, more in dict(others).items()}
     served = [ServedModel(name, batcher.start(), dict(about)) for name, batcher in batchers.items()]
@@ -42,7 +42,7 @@ def running(pool, queue: int = 100, model: str = "hydrajax", about=(), others=()
 
 @contextmanager
 def serving(*options: object, api_key: str | None = None):
-    """``(process, address, log)`` of ``hydrajax serve`` with these options on a free port.
+    """Yield ``(process, address, log)`` of ``hydrajax serve`` with these options on a free port.
 
     log: the lines on stderr before the one with the address.
     """
@@ -57,7 +57,7 @@ def serving(*options: object, api_key: str | None = None):
             log.append(line.rstrip("\n"))
         else:
             raise AssertionError("\n".join(log))
-        # Read its log on, or the server would block on a full pipe.
+        # Drain the log, so that the server never blocks on a full pipe.
         threading.Thread(target=process.stderr.read, daemon=True).start()
         yield process, found[1], log
     finally:

@@ -1,14 +1,14 @@
-"""A small byte-level tokenizer, trained on the spot."""
+"""A small byte-level tokenizer, trained on demand."""
 
 from __future__ import annotations
 
-# Characters of one to four bytes, so that tokens split them.
+# Characters of one to four bytes, which tokens can split.
 SAMPLE = ["the tree of the draft, the base of the tree", "naïve café Straße", "日本語のテキスト", "🙂🌳🌲 trees 🌳"]
 CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
 
 
 def byte_level():
-    """Byte-level BPE with <unk>, <s>, </s> = 0, 1, 2; it adds <s> by default and has a chat template."""
+    """Return a byte-level BPE tokenizer with <unk>, <s>, </s> = 0, 1, 2; it adds <s> and has a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -27,6 +27,6 @@ def byte_level():
         eos_token="</s>",
         unk_token="<unk>",
         chat_template=CHAT,
-        clean_up_tokenization_spaces=True,  # as many released tokenizers still say
-        model_max_length=16,  # transformers warns of longer texts unless told not to
+        clean_up_tokenization_spaces=True,  # as in many released tokenizers
+        model_max_length=16,  # otherwise transformers warns about longer texts
     )

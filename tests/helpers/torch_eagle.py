@@ -1,5 +1,6 @@
-"""EAGLE drafts as plain torch modules with exactly the names of the released files, or of speculators', built to the
-official formulas: see the README of the golden data under "Model maths"."""
+"""EAGLE drafts as plain torch modules with the parameter names of the released files or of speculators.
+
+They follow the official formulas, see "Model maths" in the README of the golden data."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from hydrajax.models.llama_config import LlamaConfig
 
 
 class Attention(nn.Module):
-    """Causal attention with rotated halves over what may be wider than the model."""
+    """Causal attention with rotary embeddings over an input that can be wider than the model."""
 
     def __init__(self, c: LlamaConfig, inputs: int):
         super().__init__()
@@ -33,7 +34,7 @@ class Attention(nn.Module):
 
 
 def rotated(x, c: LlamaConfig):
-    """RoPE at positions 0, 1, ...; pairs are the two halves of a head."""
+    """RoPE at positions 0, 1, ...; pairs are in the two halves of a head."""
     half = c.head_dim // 2
     frequencies = c.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
     if c.rope_scaling is not None:
@@ -55,7 +56,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """EAGLE-1's: no norm before its attention."""
+    """The layer of EAGLE-1, without a norm before attention."""
 
     def __init__(self, c: LlamaConfig, inputs: int | None = None):
         super().__init__()
@@ -68,7 +69,7 @@ class Layer(nn.Module):
 
 
 class WideLayer(Layer):
-    """EAGLE-3's: attention over [norm(embedding), norm(hidden)].
+    """The layer of EAGLE-3: attention over [norm(embedding), norm(hidden)].
 
     norm_before_residual: speculators' variant, src/speculators/models/eagle3/model_definitions.py.
     """
@@ -85,7 +86,7 @@ class WideLayer(Layer):
 
 
 class Eagle1(nn.Module):
-    """``names``: what it calls the map and the layer."""
+    """``names``: parameter names of the map and the layer."""
 
     def __init__(self, c: LlamaConfig, bias: bool, names=("fc", "layers")):
         super().__init__()
@@ -94,14 +95,14 @@ class Eagle1(nn.Module):
         self.add_module(names[1], nn.ModuleList([Layer(c)]) if names[1] == "layers" else Layer(c))
 
     def forward(self, embeddings, features):
-        """Its guesses of the next hidden states."""
+        """Return predictions of the next hidden states."""
         fc, layer = (getattr(self, name) for name in self.names)
         layer = layer[0] if isinstance(layer, nn.ModuleList) else layer
         return layer(fc(torch.cat([embeddings, features], dim=-1)))
 
 
 class Eagle3(nn.Module):
-    """n_known: how many tokens it knows, None for all. released: with its authors' names. variant: `WideLayer`'s."""
+    """n_known: the size of its vocabulary, None for all. released: use its authors' names. variant: see `WideLayer`."""
 
     def __init__(self, c: LlamaConfig, n_reads: int, n_known: int | None, released: bool = True, **variant):
         super().__init__()
@@ -117,6 +118,6 @@ class Eagle3(nn.Module):
             self.register_buffer("t2d", torch.zeros(c.vocab_size, dtype=torch.bool))
 
     def forward(self, embeddings, features):
-        """Logits over the tokens that it knows."""
+        """Return logits over its vocabulary."""
         layer = self.midlayer if hasattr(self, "midlayer") else self.layers[0]
         return self.lm_head(self.norm(layer(self.fc(features), embeddings)))

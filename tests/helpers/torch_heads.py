@@ -1,4 +1,4 @@
-"""Draft heads of the tiny checkpoint's sizes as plain torch modules, in the files of Medusa-2 and of vLLM."""
+"""Draft heads for the tiny checkpoint as plain torch modules, saved as files of Medusa-2 and vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB = 96  # of the tiny checkpoint
 
 
 class Medusa2(nn.Module):
-    """The heads of a Medusa-2 model under the name that they have in it."""
+    """The heads under their name in a Medusa-2 model."""
 
     def __init__(self, n_heads: int, n_layers: int):
         super().__init__()
@@ -32,7 +32,7 @@ def vllm(n_heads: int, n_layers: int, bias: bool) -> VLLMMedusa:
 
 
 def randomise(module: nn.Module) -> nn.Module:
-    """Weights large enough for SiLU to bend."""
+    """Return weights in the nonlinear range of SiLU."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -41,7 +41,7 @@ def randomise(module: nn.Module) -> nn.Module:
 
 
 def save(directory: Path, state: dict, config: dict, kind: str = "safetensors") -> Path:
-    """``config.json`` and the weights. kind: ``safetensors``, ``bin``, or shards of either with their index."""
+    """Write ``config.json`` and weights. kind: ``safetensors``, ``bin``, or shards of either with their index."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     stem, suffix = ("pytorch_model", "bin") if kind.startswith("bin") else ("model", "safetensors")
@@ -51,7 +51,7 @@ def save(directory: Path, state: dict, config: dict, kind: str = "safetensors") 
         write(state, directory / f"{stem}.{suffix}")
         return directory
     names, weight_map = sorted(state), {}
-    for shard in range(3):  # every third name: each head lies in several files
+    for shard in range(3):  # every third name, so that each head spans several files
         file = f"{stem}-{shard + 1:05}-of-00003.{suffix}"
         write({name: state[name] for name in names[shard::3]}, directory / file)
         weight_map |= dict.fromkeys(names[shard::3], file)
@@ -64,7 +64,7 @@ def medusa_2_config(base_config: dict, n_heads: int, n_layers: int) -> dict:
 
 
 def vllm_config(n_heads: int, n_layers: int, **more) -> dict:
-    """As in the released ones."""
+    """Return the config of the released heads."""
     return {
         "architectures": ["MedusaModel"],
         "hidden_size": WIDTH,

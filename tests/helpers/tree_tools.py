@@ -1,4 +1,4 @@
-"""Trees for tests, and what the released code reads of a tree that this package does not."""
+"""Random trees, and the leaf paths of the released code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hydrajax.trees.static_tree import TreeTopology
 
 
 def random_tree(seed: int, n_choices: int, depth: int, widest: int) -> TreeTopology:
-    """A tree that holds every node's parent, with ranks drawn freely, so that most trees skip some."""
+    """Return a prefix-closed tree with random ranks, most of which skip some."""
     random = np.random.default_rng(seed)
     known = {()}
     for _ in range(n_choices):
@@ -18,7 +18,7 @@ def random_tree(seed: int, n_choices: int, depth: int, widest: int) -> TreeTopol
 
 
 def leaf_paths(tree: TreeTopology) -> np.ndarray:
-    """int32 ``[leaves, K+1]`` root-to-leaf nodes padded with -1, deepest and last leaf first (released order)."""
+    """Return int32 ``[leaves, K+1]``: root-to-leaf nodes padded with -1, deepest and last leaf first (released)."""
     node_of = {(): 0} | {path: node for node, path in enumerate(tree.choices, start=1)}
     inner = {path[:-1] for path in tree.choices}
     leaves = [path for path in reversed(((), *tree.choices)) if path not in inner]

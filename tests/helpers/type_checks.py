@@ -1,4 +1,4 @@
-"""What checks annotations in the tests (tests/conftest.py): beartype, to which an integer is a float, as in PEP 484."""
+"""The runtime type checker of tests/conftest.py: beartype, with integers accepted as floats (PEP 484)."""
 
 from beartype import BeartypeConf, beartype
 

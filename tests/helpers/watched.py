@@ -1,4 +1,4 @@
-"""The four readers of checkpoints, watched: what they open, run and take, and whether they refuse as they should."""
+"""Run the four checkpoint readers under supervision of opened files, executed code, resources and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import eos_ids, load_llama
 from hydrajax.formats.load import load_draft
 
-SECONDS, MEGABYTES = 5, 500  # of processor time and of more memory that one case may take
+SECONDS, MEGABYTES = 5, 500  # limits of CPU time and additional memory per case
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 FORBIDDEN = (
     "os.system",
@@ -32,7 +32,7 @@ FORBIDDEN = (
     "os.mkdir",
     "os.rename",
 )
-seen: list[str] | None = None  # what Python's audit events say of the reader that runs, None while none runs
+seen: list[str] | None = None  # audit events of the running reader, None without one
 
 
 def audit(event: str, args: tuple) -> None:
@@ -42,14 +42,14 @@ def audit(event: str, args: tuple) -> None:
         seen.append(f"{event} {args}")
     if event == "open" and not isinstance(args[0], int):
         path, mode, flags = args
-        # What took long to compile, as anything does on a busy machine, JAX keeps for the tests that follow.
+        # JAX caches slow compilations, which on a busy machine can be any, for later tests.
         is_compiled = str(path).startswith(str(jax.config.jax_compilation_cache_dir))
         if not is_compiled and (set(mode or "") & set("wax+") or (flags or 0) & WRITING):
             seen.append(f"opens {path} to write")
 
 
 class TooSlow(BaseException):
-    """No reader may swallow it."""
+    """An exception that no reader may catch."""
 
 
 def too_slow(*_):
@@ -58,14 +58,14 @@ def too_slow(*_):
 
 @contextmanager
 def bounded():
-    """Within, more than `SECONDS` of processor time (or a minute) raises, and so does an allocation of over 4 GB."""
+    """Raise inside the context after `SECONDS` of CPU time or a minute, and on allocations of over 4 GB."""
     timers = {signal.ITIMER_PROF: (signal.SIGPROF, SECONDS), signal.ITIMER_REAL: (signal.SIGALRM, 60)}
     before = [signal.signal(number, too_slow) for number, _ in timers.values()]
     limits = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + 4 * 2**30, limits[1]))
     for timer, (_, seconds) in timers.items():
-        signal.setitimer(timer, seconds, 1)  # again every second: what a destructor raises is lost
+        signal.setitimer(timer, seconds, 1)  # repeated every second, because exceptions in destructors are lost
     try:
         yield
     finally:
@@ -76,9 +76,9 @@ def bounded():
 
 
 def outcomes(directory: Path, base: Path | None = None, dtype=jnp.float32) -> dict[str, bool]:
-    """Whether each reader of this format loads the directory; it must else refuse it properly.
+    """Return whether each reader of this format loads the directory; otherwise it must raise the right error.
 
-    The directory's name is the format's. base: of heads that know theirs.
+    The directory is named after the format. base: the base of heads that record it.
     """
     global seen
     readers: dict[str, Callable] = {}
@@ -99,7 +99,7 @@ def outcomes(directory: Path, base: Path | None = None, dtype=jnp.float32) -> di
         except HydrajaxError as error:
             message, loads[name] = str(error), False
             assert len(message.splitlines()) == 1, message
-            message.encode()  # no half of a surrogate pair, which no terminal prints
+            message.encode()  # lone surrogates cannot be printed
         finally:
             seen = None
         assert not events, events
@@ -108,5 +108,5 @@ def outcomes(directory: Path, base: Path | None = None, dtype=jnp.float32) -> di
     return loads
 
 
-# The hook cannot be removed; without a reader running it does nothing.
+# The hook cannot be removed; it does nothing unless a reader runs.
 sys.addaudithook(audit)

@@ -1,4 +1,4 @@
-"""Records with one thing wrong each: every field of a JSON text in turn, and the text as a whole."""
+"""Records with one error each: in every field of a JSON text and in the text as a whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from helpers.damage import places
 
-DEEP = 900 * "[" + 900 * "]"  # as deep as Python reads
+DEEP = 900 * "[" + 900 * "]"  # the deepest nesting that Python reads
 MISSING = object()
 VALUES = [
     *([], {}, [1], {"a": 1}, None, True, "", "1", "1e5", -1, 2.5, 10**30, 2**31),
@@ -17,10 +17,10 @@ VALUES = [
 
 
 def wrong_fields(text: str, few: bool = False) -> Iterator[tuple[str, str]]:
-    """``(what is wrong, the text with it)``, one line each."""
+    """Yield ``(description, text)`` with one error each."""
     content = json.loads(text)
     firsts = [place for place in places(content) if all(key == 0 for key in place if isinstance(key, int))]
-    for place in [(), *firsts]:  # of lists the first item stands for all
+    for place in [(), *firsts]:  # only the first item of lists
         for value in VALUES[::3] if few else VALUES:
             if value is MISSING and not place:
                 continue
@@ -49,7 +49,7 @@ def wrong_fields(text: str, few: bool = False) -> Iterator[tuple[str, str]]:
 
 
 def wrong_texts(text: str) -> Iterator[tuple[str, bytes]]:
-    """The text as a whole: cut off, emptied, or something else."""
+    """Yield the whole text truncated, empty or replaced."""
     whole = text.encode()
     yield "truncated", whole[: len(whole) // 2]
     yield "without its last byte", whole[:-1]

@@ -1,4 +1,4 @@
-"""Low-rank weights beside frozen ones: products against NumPy, gradients, dropout, what a model declares."""
+"""LoRA adapters: products against NumPy, initial values, dropout and parameter shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hydrajax.models.weights import Int8, LowRank, project
 
 RANK, SCALE, WIDTH = 3, 1.5, 8
 SHAPE = LlamaConfig(61, 32, 80, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64)
-FUSED = (2, 4, 5)  # two key-value heads of two queries, a key and a value each, 5 features
+FUSED = (2, 4, 5)  # two key-value heads, each with two queries, a key and a value of 5 features
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def noise(random, *shape):
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("adapted", [(0, 1, 2), (1,), (0, 2)])
 def test_product_equals_numpy(random, adapted, int8):
-    """Every part of a fused kernel gets its own product, added in its own places; the others get nothing."""
+    """Each adapted part of a fused kernel gets its own product; the other parts stay unchanged."""
     kernel = noise(random, WIDTH, *FUSED)
     x, a = noise(random, 3, WIDTH), noise(random, WIDTH, len(adapted), RANK)
     shapes = [(RANK, 2, 2, 5), (RANK, 2, 1, 5), (RANK, 2, 1, 5)]
@@ -66,8 +66,8 @@ def test_product_equals_numpy(random, adapted, int8):
     )
 
 
-def test_wide_results_of_narrow_inputs(random):
-    """The lm head's logits are float32 whatever is multiplied."""
+def test_float32_results_of_bfloat16_inputs(random):
+    """Logits are float32 whatever the dtype of the inputs."""
     kernel, x, a = noise(random, WIDTH, 7), noise(random, 2, WIDTH), noise(random, WIDTH, 1, RANK)
     b = noise(random, RANK, 7)
     narrow = [jnp.asarray(array, jnp.bfloat16) for array in (x, kernel, a, b)]
@@ -77,8 +77,8 @@ def test_wide_results_of_narrow_inputs(random):
     np.testing.assert_allclose(found, x @ (kernel + SCALE * a[:, 0] @ b), rtol=0.02, atol=0.05)
 
 
-def test_a_begins_as_in_peft_and_b_at_zero():
-    """A is uniform up to 1 / sqrt(D), D being what it reads; a fresh adapter changes no bit of the output."""
+def test_initial_values_are_those_of_peft():
+    """A is uniform within 1 / sqrt(input width) and B is zero, so a fresh adapter changes no bit of the output."""
     model = Llama(SHAPE, adapter=Adapter(rank=16))
     base, adapter = split_adapter(fresh_params(model))
     tokens = jnp.arange(80).reshape(2, 40) % 61
@@ -94,7 +94,7 @@ def test_a_begins_as_in_peft_and_b_at_zero():
 
 
 def test_only_targets_are_declared():
-    """One A for all targets of a kernel, a B for each, and the base's own parameters are what they were."""
+    """A kernel has one A for all its targets and a B for each; the base's own parameters stay the same."""
     targets = ("v_proj", "q_proj", "up_proj")
     base, adapter = split_adapter(abstract_base(Llama(SHAPE, adapter=Adapter(4, 8.0, 0.0, targets))))
     assert jax.tree.structure(base) == jax.tree.structure(abstract_base(Llama(SHAPE)))
@@ -110,8 +110,8 @@ def test_only_targets_are_declared():
     assert adapter["layers_0"]["qkv_lora_b_q_proj"].names == (None, "kv_heads", None, None)
 
 
-def test_dropout_is_of_what_a_reads():
-    """With a random key some of the input is left out and the rest scaled up; without one nothing is."""
+def test_dropout_applies_to_the_input_of_a():
+    """A random key turns dropout on: part of the input is zero and the rest is scaled up."""
     eye = jnp.eye(400)
     weight = LowRank(jnp.zeros((400, 400)), eye[:, None], (eye,), 1.0, dropout=0.25)
     x = jnp.full((400,), 3.0)
@@ -143,10 +143,10 @@ def test_a_model_drops_only_with_a_key():
         ({"targets": ("q_proj",) * 2}, "adapter.targets: got ['q_proj', 'q_proj'], expected different linear layers"),
     ],
 )
-def test_refused_settings(settings, message):
+def test_bad_settings_are_rejected(settings, message):
     assert refusal(lambda: Adapter(**settings)) == message
 
 
 def test_a_tied_lm_head_has_no_adapter():
     message = refusal(lambda: check_adapter(Adapter(), SHAPE.replace(tied_lm_head=True)))
-    assert message.startswith("adapter.targets: got lm_head, expected none for this base (tied)")
+    assert message.startswith("adapter.targets: got lm_head, expected none for this base")

@@ -1,4 +1,4 @@
-"""Attention of long texts, which is computed in pieces, against the plain form with its mask."""
+"""Compare chunked attention over long sequences with the plain form and its mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def normal(rng, *shape):
 
 
 def text_of(n_tokens, window, *, slots=None):
-    """Queries, and parts with and without masks: of a text, perhaps behind caches of which each row fills a part."""
+    """Return queries and KV segments with and without masks, for a sequence and optionally a partly filled cache."""
     rng = np.random.default_rng(n_tokens)
     queries = normal(rng, 2, 4, n_tokens, 16)
     parts = [KVSegment(normal(rng, 2, 2, n_tokens, 16), normal(rng, 2, 2, n_tokens, 16), Causal(n_tokens, window))]
@@ -27,24 +27,24 @@ def text_of(n_tokens, window, *, slots=None):
     return queries, parts, [part.with_mask() for part in parts]
 
 
-def test_a_causal_mask_is_numpys():
+def test_causal_mask_equals_numpy():
     np.testing.assert_array_equal(np.asarray(Causal(5)), np.tri(5, dtype=bool))
     np.testing.assert_array_equal(np.asarray(Causal(5, 2)), np.tri(5, dtype=bool) & ~np.tri(5, k=-2, dtype=bool))
 
 
-@pytest.mark.parametrize("slots", [None, 200], ids=["text alone", "behind a cache"])
+@pytest.mark.parametrize("slots", [None, 200], ids=["no cache", "cache"])
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("n_tokens", [300, 700])
-def test_pieces_are_the_whole(n_tokens, window, slots, monkeypatch):
-    """300 tokens are three stretches of one chunk each; 700 are two stretches, in loops over three chunks each."""
-    monkeypatch.setattr(attention, "UNROLLED", 3 if n_tokens == 300 else 2)
+def test_chunks_equal_plain_attention(n_tokens, window, slots, monkeypatch):
+    """300 tokens give three sections of one chunk each; 700 tokens give two sections that loop over three chunks."""
+    monkeypatch.setattr(attention, "UNROLLED_SECTIONS", 3 if n_tokens == 300 else 2)
     queries, parts, with_masks = text_of(n_tokens, window, slots=slots)
     found = jax.jit(lambda *args: attend(*args))(queries, parts)
     np.testing.assert_allclose(found, attend_plain(queries, with_masks), atol=2e-5)
 
 
-def test_gradients_of_pieces_are_those_of_the_whole(monkeypatch):
-    monkeypatch.setattr(attention, "UNROLLED", 2)
+def test_gradients_of_chunks_equal_those_of_plain_attention(monkeypatch):
+    monkeypatch.setattr(attention, "UNROLLED_SECTIONS", 2)
     queries, (part,), (with_mask,) = text_of(700, None)
 
     def total(how, mask):
@@ -57,8 +57,8 @@ def test_gradients_of_pieces_are_those_of_the_whole(monkeypatch):
 
 
 @pytest.mark.parametrize("n_tokens", [9, 300])
-def test_guesses_at_every_place_of_a_text_see_their_own_place(n_tokens):
-    """Their parts stand before and behind the text's, as EAGLE's training has them."""
+def test_segments_visible_at_their_own_position_only(n_tokens):
+    """Such segments can precede and follow the causal one, as in EAGLE's training."""
     queries, (text,), (masked_text,) = text_of(n_tokens, None)
     rng = np.random.default_rng(0)
     own = [KVSegment(*(normal(rng, 2, 2, n_tokens, 16) for _ in range(2)), SamePosition()) for _ in range(2)]
@@ -67,15 +67,15 @@ def test_guesses_at_every_place_of_a_text_see_their_own_place(n_tokens):
     np.testing.assert_allclose(found, attend_plain(queries, [masked_text, *by_mask]), atol=2e-5)
 
 
-def test_a_long_prompt_needs_no_square_of_scores():
-    """32,768 tokens: the scores of all would be 4.3 GB a head, and a mask of all 1.1 GB."""
+def test_a_long_prompt_does_not_materialise_all_scores():
+    """For 32,768 tokens all scores of a head would take 4.3 GB and a full mask 1.1 GB."""
     shape = jax.ShapeDtypeStruct((1, 1, 32768, 16), jnp.float32)
     lowered = jax.jit(lambda q, k, v: attend(q, [KVSegment(k, v, Causal(32768))])).lower(shape, shape, shape)
     assert len(lowered.as_text()) < 1_000_000
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 100_000_000
 
 
-def test_a_gpu_leaves_long_prompts_to_cudnn(monkeypatch):
+def test_long_prompts_use_cudnn_on_a_gpu(monkeypatch):
     called = []
     monkeypatch.setattr(
         backend, "attend_text", lambda q, k, v, window: called.append(window) or jnp.zeros((1, 300, 256), q.dtype)

@@ -1,4 +1,4 @@
-"""What the backend does with a matmul precision that XLA ignores on a CPU, and with a single row on a GPU."""
+"""Emulated matmul precision on a CPU, where XLA ignores the setting, and products of a single row on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from hydrajax.models import backend
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="other backends round by themselves")
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="other backends follow the precision setting")
 
 
 def rounded(x):
@@ -30,13 +30,13 @@ def test_inputs_and_gradients_are_rounded_and_sums_are_not():
     np.testing.assert_allclose(out, rounded(a) @ rounded(b), atol=1e-4)
     np.testing.assert_allclose(to_a, rounded(slope) @ rounded(b).swapaxes(1, 2), atol=1e-4)
     np.testing.assert_allclose(to_b, rounded(a).swapaxes(1, 2) @ rounded(slope), atol=1e-4)
-    # Without the setting nothing is rounded: the difference would be a hundred times as large.
+    # Without the setting nothing is rounded; rounding would exceed the tolerance a hundredfold.
     np.testing.assert_allclose(product(a, b), a.astype(np.float64) @ b.astype(np.float64), atol=1e-4)
 
 
 @pytest.mark.parametrize("product", [backend.matmul, backend.matmul_transposed])
-def test_a_gpu_multiplies_a_single_row_twice_rather_than_convert_the_weight(product):
-    """cuBLAS has no such product of 16-bit numbers with a float32 result, and XLA would make a float32 weight."""
+def test_a_single_row_is_doubled_on_a_gpu(product):
+    """cuBLAS has no 16-bit matrix-vector product with a float32 result: XLA would convert the whole weight."""
     rng = np.random.default_rng(0)
     weight = jnp.asarray(rng.normal(size=(24, 24)), jnp.bfloat16)
     for rows, multiplied in ((1, 2), (3, 3)):

@@ -1,6 +1,6 @@
-"""The base model against transformers (eager attention, CPU, float32): prefill, cached steps, greedy ids.
+"""Compare the base model with transformers (eager attention, CPU, float32): prefill, cached steps and greedy ids.
 
-Every family that loads, in its variants; released configurations are in ``tests/families/test_released_configs.py``.
+The cases cover every family; released configurations are in ``tests/families/test_released_configs.py``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hydrajax.models.cache import append, init_cache
 from hydrajax.models.llama import Llama
 
 TOLERANCE = 1e-4
-# Nearly all the time here is compilation, and half of that LLVM's optimisation.
+# Compilation takes nearly all the time of these tests, and LLVM's optimisation half of it.
 QUICK = {"xla_backend_optimization_level": 0}
 quick_jit = partial(jax.jit, compiler_options=QUICK)
 N_TOKENS = 100  # long enough for rope scaling with an original context of 32 to matter
 N_STEPS = 33  # cached single-token steps
 
 # 16 features per head and theta 1e4 put one wavelength in each of llama3's three zones for an original context of 32:
-# 6.3 (kept), 19.9 (in the smooth passage) and 62.8 and up (stretched).
+# 6.3 (unchanged), 19.9 (interpolated) and 62.8 and up (scaled).
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -53,7 +53,7 @@ CASES = {
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
     "eps": {"rms_norm_eps": 1e-2},
     "mistral": {"model_type": "mistral", "sliding_window": None},
-    # The window leaves tokens behind in the prefill and in the cached steps.
+    # The window is shorter than the prompt, so it matters in prefill and cached steps.
     "mistral_window": {"model_type": "mistral", "sliding_window": 21, "max_shard_size": "20KB"},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "max_shard_size": "20KB"},
     "qwen2_window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 30, "max_window_layers": 0},
@@ -63,7 +63,7 @@ CASES = {
 
 
 class Pair(NamedTuple):
-    """The same checkpoint opened by both packages, with two rows of tokens and transformers' logits for them."""
+    """One checkpoint in both packages, with two sequences of tokens and their logits by transformers."""
 
     theirs: torch.nn.Module
     model: Llama
@@ -94,7 +94,7 @@ def pair(request, llama_checkpoint) -> Pair:
 
 
 def run(model, params, tokens, positions, mask, cache=None):
-    """Our forward pass and logits."""
+    """Return the logits of our forward pass."""
     forward = model.apply({"params": params}, tokens, positions, mask, cache)
     return forward, model.apply({"params": params}, forward.hidden, method="logits")
 
@@ -105,11 +105,11 @@ def test_logits_in_prefill_and_in_cached_steps(pair):
     positions = np.broadcast_to(np.arange(N_TOKENS), tokens.shape)
     prefill = quick_jit(partial(run, model, mask=causal_mask(N_TOKENS)))
     forward, logits = prefill(params, tokens, positions)
-    assert np.abs(pair.logits).max() > 1  # the comparison is of healthy numbers
+    assert np.abs(pair.logits).max() > 1  # logits of realistic size
     np.testing.assert_allclose(logits, pair.logits, atol=TOLERANCE, rtol=0)
 
-    # Keep a different number of tokens per row, as after prompts of two lengths; the rest of the block is written as
-    # garbage, which the steps must not see.
+    # Keep a different number of tokens per sequence, as after prompts of two lengths. The cache also holds the rest of
+    # the block, which later steps must not attend to.
     starts = np.array([N_TOKENS - N_STEPS, 41], np.int32)
     cache = append(init_cache(model.config, 2, N_TOKENS, jnp.float32), forward.block, jnp.asarray(starts))
 
@@ -124,7 +124,7 @@ def test_logits_in_prefill_and_in_cached_steps(pair):
         np.testing.assert_allclose(logits, pair.logits[[0, 1], at], atol=TOLERANCE, rtol=0, err_msg=f"step {i}")
 
 
-# Every case's logits are compared in prefill and in cached steps; here are those that the loop could treat differently.
+# The logits of all cases are compared above; these are the cases that affect the decode loop.
 LOOPED = ("gqa", "tied", "llama3", "mistral_window", "qwen3", "trained")
 
 
@@ -142,7 +142,7 @@ def test_greedy_ids_of_a_ragged_batch(pair):
         ids = pair.tokens[row % 2, row * 7 : row * 7 + length]
         prompt[row, :length] = ids
         with torch.no_grad():
-            # Pass the mask: with padding ids unset transformers cannot tell padding from text.
+            # transformers needs the mask because no padding id is set.
             ids = torch.tensor(ids[None], dtype=torch.long)
             out = pair.theirs.generate(
                 ids,
@@ -163,7 +163,7 @@ def test_greedy_ids_of_a_ragged_batch(pair):
 
 @pytest.mark.parametrize("case", ["llama3", "linear", "theta"])
 def test_rope_settings_matter_here(llama_checkpoint, tmp_path, case):
-    """Without the setting the logits are far off, so the agreement above is not an accident of short texts."""
+    """Without the setting the logits differ clearly, so the sequences above are long enough to test it."""
     scaled = llama_checkpoint(**CASES[case])
     plain = tmp_path / "plain"
     shutil.copytree(scaled, plain)
@@ -181,7 +181,7 @@ def test_rope_settings_matter_here(llama_checkpoint, tmp_path, case):
 
 @pytest.mark.parametrize("case", ["mha", "head_dim", "theta", "llama3", "linear"])
 def test_rope_frequencies(llama_checkpoint, case):
-    """The angular frequencies themselves, to float32 rounding: at long positions a small error grows."""
+    """Angular frequencies match to float32 rounding, because errors grow with the position."""
     directory = llama_checkpoint(**CASES[case])
     theirs = AutoModelForCausalLM.from_pretrained(directory).model.rotary_emb.inv_freq.numpy()
     model, _ = load_llama(directory)

@@ -1,4 +1,4 @@
-"""The best token of large vocabularies is found chunk by chunk: the same as NumPy's argmax, ties and all."""
+"""Compare argmax, top-k and sampling over large vocabularies with NumPy, ties included."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydrajax.models.ranking import best_token, log_probability, sampled_tokens,
 
 
 @pytest.mark.parametrize("size", [5, 1000, 1024, 4096, 4096 + ARGMAX_CHUNK, 5000])
-def test_best_token_is_the_first_of_the_largest(size):
+def test_best_token_is_the_first_of_equal_maxima(size):
     random = np.random.default_rng(size)
     logits = random.integers(0, 40, (3, 7, size)).astype(np.float32)  # many ties, within and between chunks
     logits[0, 0] = 1.0
@@ -24,7 +24,7 @@ def test_best_token_is_the_first_of_the_largest(size):
 
 
 def test_a_slice_of_the_best_tokens_does_not_sort_the_vocabulary():
-    """Where XLA moves the slice into the selection, a CPU sorts all numbers of a row, a hundred times as slowly."""
+    """If XLA fuses the slice with top-k, a CPU sorts the whole vocabulary, which is a hundred times slower."""
 
     @jax.jit
     def first_and_others(logits):

@@ -1,6 +1,6 @@
-"""Matmuls with float and int8 weights, against NumPy; int8 and sliding-window bases, against transformers.
+"""Compare matmuls with float and int8 weights with NumPy, and int8 and sliding-window bases with transformers.
 
-The reference of an int8 base is transformers' model with each Linear's weight rounded here (`rounded`).
+The reference of an int8 base is the model of transformers with the weights of its Linears rounded (`rounded`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hydrajax.models.base_model import BoundBase
 from hydrajax.models.weights import Int8, project
 from hydrajax.trees import presets
 
-QUICK = {"xla_backend_optimization_level": 0}  # compiling is nearly all the time these tests take
+QUICK = {"xla_backend_optimization_level": 0}  # compilation takes nearly all the time of these tests
 HEALTHY = 1e-4  # a smaller margin of the greedy token could be decided by rounding
 VOCAB = 17  # so small that untrained heads are often right
 MAX_NEW = 30
@@ -40,7 +40,7 @@ TREE = presets.cartesian([6, 6, 4])
 @pytest.mark.parametrize("rows", [(), (1,), (1, 1, 1), (2,), (2, 3)])
 @pytest.mark.parametrize("kernel", [(6,), (6, 5), (7, 5), (6, 3, 5), (6, 2, 3, 4)])
 def test_project_is_a_matmul_over_the_first_axis(rows, kernel):
-    """Single rows, of even and odd width, go another way on a CPU."""
+    """A CPU uses another path for single rows of even and odd width."""
     random = np.random.default_rng(0)
     x = random.standard_normal((*rows, kernel[0])).astype(np.float32)
     w = random.standard_normal(kernel).astype(np.float32)
@@ -65,7 +65,7 @@ def test_project_in_bfloat16_sums_in_the_wanted_dtype(rows):
 
 # --- quantize -------------------------------------------------------------------------------------------------
 
-# Not so small that a scale would be a denormal number.
+# Large enough that no scale is a denormal number.
 FINITE = st.floats(-1e4, 1e4, width=32).map(lambda x: x if abs(x) > 1e-30 else 0.0)
 KERNELS = arrays.arrays(np.float32, arrays.array_shapes(min_dims=2, max_dims=4, max_side=6), elements=FINITE)
 
@@ -84,7 +84,7 @@ def test_quantize_rounds_to_the_nearest_of_255_steps(kernel):
     used = largest > 0
     np.testing.assert_allclose(scale[used], steps[used], rtol=1e-6)
     error = np.abs(values.astype(np.float64) * scale - kernel)
-    assert (error <= 0.5001 * steps).all()  # of a zero feature: exactly 0
+    assert (error <= 0.5001 * steps).all()  # an all-zero feature stays exactly 0
     assert (np.abs(values).max(axis=0) == np.where(used, 127, 0)).all()
     assert (np.abs(values.astype(np.int16)) <= 127).all()
     assert np.isfinite(scale).all()
@@ -93,7 +93,7 @@ def test_quantize_rounds_to_the_nearest_of_255_steps(kernel):
 
 
 def test_quantize_a_kernel_of_many_rows():
-    """Also of bfloat16, and of a transposed view, as a checkpoint's matrices are."""
+    """Kernels may be bfloat16 and transposed views, as in checkpoints."""
     random = np.random.default_rng(0)
     kernel = random.standard_normal((3, 9000)).astype(np.float32).T
     kernel[8999, 1] = -50.0  # the last row sets the scale of the first
@@ -137,9 +137,7 @@ def test_project_with_int8_is_the_product_with_the_dequantised_kernel(rows, dtyp
 
 
 def rounded(model):
-    """The same transformers model with the rows of its Linears (an lm head tied to the embedding is none) rounded to
-    255 steps.
-    """
+    """Return the transformers model with every Linear rounded to 255 steps per output; a tied lm head is no Linear."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and not (name == "lm_head" and model.config.tie_word_embeddings):
             with torch.no_grad():
@@ -153,7 +151,7 @@ def opened(directory):
 
 
 def greedy(model, prompt: list[int], n_new: int) -> list[int]:
-    """What transformers says: the whole text again for every token. The margin must be beyond rounding."""
+    """Decode greedily with transformers, without a cache; every margin must exceed rounding."""
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(n_new):
@@ -165,7 +163,7 @@ def greedy(model, prompt: list[int], n_new: int) -> list[int]:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def loaded(request, llama_checkpoint):
-    """A directory, and its base with int8 weights."""
+    """Return a checkpoint directory and its base with int8 weights."""
     directory = llama_checkpoint(vocab_size=VOCAB, tie_word_embeddings=request.param)
     return directory, *load_llama(directory, quantize="int8")
 
@@ -233,7 +231,7 @@ def test_int8_scales_and_bfloat16_numbers(loaded):
 
 
 def hydra(model, params, prefix: bool = False):
-    """Untrained heads and their parameters, large enough to disagree."""
+    """Return untrained heads and parameters large enough that their guesses differ."""
     heads = HydraHeads(3, model.config.width, model.config.vocab_size)
     drafter = heads.with_prefix(model.config) if prefix else heads
     shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(model, params)))
@@ -242,7 +240,7 @@ def hydra(model, params, prefix: bool = False):
 
 
 def decoded(decode_fn, params: Params, prompts: list[list[int]]) -> tuple[list[list[int]], np.ndarray]:
-    """The new tokens of each row, and the accepted drafts per step."""
+    """Return the new tokens of each sequence and the accept lengths of each step."""
     padded = np.zeros((len(prompts), 16), np.int32)
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = prompt
@@ -268,11 +266,11 @@ def test_tree_decoding_of_an_int8_base_is_its_greedy_text(llama_checkpoint):
     drafter, draft = hydra(model, base)
     tree, accepted = decoded(make_decode_fn(model, drafter, TREE, max_new_tokens=MAX_NEW), Params(base, draft), three)
     assert tree == expected
-    assert accepted.max() >= 2  # guesses were believed
+    assert accepted.max() >= 2  # drafts were accepted
 
 
 def test_tree_decoding_of_a_sliding_window_base_is_its_greedy_text(llama_checkpoint):
-    """A window of 2 in texts of up to 46: prompts, tree nodes and the path to them reach beyond it. Hydra++ heads."""
+    """Prompts, tree nodes and their paths exceed a window of 2 in sequences of up to 46 tokens. Uses Hydra++ heads."""
     settings = {"model_type": "mistral", "vocab_size": VOCAB}
     directory = llama_checkpoint(sliding_window=2, **settings)
     model, base = load_llama(directory)
@@ -285,6 +283,6 @@ def test_tree_decoding_of_a_sliding_window_base_is_its_greedy_text(llama_checkpo
     decode_fn = make_decode_fn(model, drafter, TREE, max_new_tokens=MAX_NEW)
     together, accepted = decoded(decode_fn, Params(base, draft), three)
     assert together == expected
-    assert np.sum(accepted >= 2) >= 5  # so deep in the tree a node does not see the root
+    assert np.sum(accepted >= 2) >= 5  # a window so short that deep nodes do not attend to the root
     alone, _ = decoded(decode_fn, Params(base, draft), three[1:2])
     assert alone == expected[1:2]

@@ -1,4 +1,4 @@
-"""Install the sandbox's audit hook and try what it refuses. Argument: the path of ``confined.py``."""
+"""Install the sandbox's audit hook and try forbidden operations. Argument: the path of ``confined.py``."""
 
 import os
 import runpy

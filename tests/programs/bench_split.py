@@ -1,6 +1,6 @@
-"""Run `hydrajax bench` with base and draft on devices of their own; report its exit code and rows.
+"""Run `hydrajax bench` with base and draft on separate devices; report its exit code and rows.
 
-Arguments: the folder of the ``answer.json`` that is written, the base, the draft.
+Arguments: the folder for ``answer.json``, the base, the draft.
 """
 
 import json

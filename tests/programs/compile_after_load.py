@@ -7,6 +7,6 @@ import jax
 import hydrajax
 
 if __name__ == "__main__":
-    jax.jit(lambda x: x + 1)(2)  # before the cache is on: it takes what comes later all the same
+    jax.jit(lambda x: x + 1)(2)  # a compilation before the cache is on does not disable it
     hydrajax.load(sys.argv[1])
     jax.jit(lambda x: x * x)(3)

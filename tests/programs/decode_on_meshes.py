@@ -1,6 +1,6 @@
-"""Decode with one base and its heads on several meshes; report the tokens and where every parameter lies.
+"""Decode with one base and its heads on several meshes; report the tokens and the sharding of every parameter.
 
-Arguments: the folder of the heads, of ``settings.json`` and of the ``answer.json`` that is written; the base.
+Arguments: the folder of the heads, of ``settings.json`` and for ``answer.json``; the base.
 """
 
 import json
@@ -16,7 +16,7 @@ from hydrajax.sharding import make_mesh
 
 
 def describe(tree) -> dict:
-    """Return the shape of each array, those of its shards, and how many different shards it has."""
+    """Return the shape of each array, the shapes of its shards and the number of distinct shards."""
     return {
         name: {
             "shape": x.shape,

@@ -1,7 +1,7 @@
-"""Decode with base and draft on devices of their own; report tokens, hits, rounds and what crosses between the two.
+"""Decode with base and draft on separate devices; report tokens, hits, rounds and the transferred bytes.
 
-Arguments: the folder of ``settings.json`` and of the ``answer.json`` that is written; the base; the draft; the cases,
-``rule/rows/tree[/fan-out]`` joined by commas.
+Arguments: the folder of ``settings.json`` and for ``answer.json``; the base; the draft; the cases
+``rule/batch/tree[/fan-out]``, joined by commas.
 """
 
 import json
@@ -24,7 +24,7 @@ RULES = {
 
 
 def crossings(executor, arguments, key) -> dict[str, list[int]]:
-    """Return the bytes of what is handed from one side to the other in a round."""
+    """Return the bytes that are transferred between the two sides in a round."""
     crossed = {}
 
     def watch(name, given):
@@ -36,7 +36,7 @@ def crossings(executor, arguments, key) -> dict[str, list[int]]:
 
 
 def answer_of(case: str, settings: dict, m) -> dict:
-    """Decode one case; with the setting ``compare`` also in one program, with the draft beside the base."""
+    """Decode one case; with the setting ``compare`` also in one program on the same devices."""
     base_home, _ = m.placement.homes()
     limits = np.array(settings["limits"], np.int32)
     rule, rows, tree, *numbers = case.split("/")
@@ -64,8 +64,8 @@ def answer_of(case: str, settings: dict, m) -> dict:
             m.model, m.drafter, tree, RULES[rule], processors=processors, max_new_tokens=settings["new"],
             eos_ids=spec.eos_ids, logprobs=logprobs,
         )  # fmt: skip
-        beside = Params(m.params.base, jax.device_put(m.params.draft, base_home))
-        out = plain(beside, *arguments, rng=key, limits=limits[: int(rows)])
+        on_base = Params(m.params.base, jax.device_put(m.params.draft, base_home))
+        out = plain(on_base, *arguments, rng=key, limits=limits[: int(rows)])
         answer["in one program"] = [out.tokens.tolist(), out.accept_lengths.tolist()]
         answer["log-probabilities in one program"] = [x.tolist() for x in jax.tree.leaves((out.logprobs, out.top))]
         out = executor.decode(*jax.device_put(arguments, base_home), key, limits[: int(rows)])

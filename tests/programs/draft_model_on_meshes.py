@@ -1,6 +1,6 @@
 """Decode with a draft model on one device, and on a mesh with the draft replicated and sharded.
 
-Arguments: the folder of the ``answer.json`` that is written, the base, the draft.
+Arguments: the folder for ``answer.json``, the base, the draft.
 """
 
 import json

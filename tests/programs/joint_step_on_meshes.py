@@ -1,7 +1,6 @@
-"""Take steps of joint training on one device and on a mesh of eight; report metrics and what is divided.
+"""Take steps of joint training on one device and on a mesh of eight; report metrics and the sharded arrays.
 
-The first moments after the first step go to ``{one,eight}.npz``. Argument: the folder of the results, among them
-``answer.json``.
+The first moments after the first step go to ``{one,eight}.npz``. Argument: the folder for these and ``answer.json``.
 """
 
 import json
@@ -42,7 +41,7 @@ CONFIG = TrainConfig(
 
 
 def run(mesh, batches) -> tuple[list[dict], dict, dict]:
-    """Take a step on each batch; return its metrics, which arrays are divided, and moments after the first step."""
+    """Take a step on each batch; return its metrics, which arrays are sharded, and moments after the first step."""
     model = Llama(SHAPE)
     homes = tree_shardings(mesh, abstract_base(model))
     base = jax.tree.map(
@@ -50,7 +49,7 @@ def run(mesh, batches) -> tuple[list[dict], dict, dict]:
     )
     task, optimizer = JointTask(CONFIG, None, model, base, mesh), optimizer_of(CONFIG, 10)
     shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
-    noise = np.random.default_rng(2)  # B is zero at first, and then A has no gradient
+    noise = np.random.default_rng(2)  # B starts at zero, so A has no gradient in the first step
 
     def noisy(x):
         return jax.device_put(np.asarray(x) + 0.1 * noise.standard_normal(x.shape).astype(np.float32), x.sharding)

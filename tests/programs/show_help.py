@@ -1,4 +1,4 @@
-"""Run `hydrajax --help`, and print at exit which slow packages it has imported."""
+"""Run `hydrajax --help`, and print at exit the slow packages that were imported."""
 
 import atexit
 import sys

@@ -1,6 +1,6 @@
-"""Chat with and serve a base and a draft model on separate devices, and on one; report the answers.
+"""Chat with and serve a base and a draft model on separate devices and on one; report their outputs.
 
-Argument: the folder of the ``answer.json`` that is written.
+Argument: the folder for ``answer.json``.
 """
 
 import json
@@ -27,7 +27,7 @@ SECONDS = 300
 
 
 def model(placement: Placement) -> LanguageModel:
-    """A base whose tokens are letters, and a draft that is nearly the base, so that it is often right."""
+    """Return a base with letters as tokens, and a draft close to it that is often right."""
     base, other = letters.model(), shared_lab().base(1)
     nearly = jax.tree.map(lambda x, y: 0.98 * x + 0.02 * y, base.params.base, other)
     params = Params(base.params.base, jax.device_put(nearly, placement.homes()[1]))
@@ -36,7 +36,7 @@ def model(placement: Placement) -> LanguageModel:
 
 
 def turns(m: LanguageModel) -> list:
-    """The answers of a conversation, with how much of each prompt was kept, and the longest acceptance."""
+    """Return the answers of a conversation, the reused prompt tokens of each and the longest accept length."""
     spec = m.spec(tree="chain-2", rule=ExactSampling(0.6), max_new_tokens=12)
     chat, found = Chat(m.executor(spec), seed=3), []
     for message in MESSAGES:
@@ -45,7 +45,7 @@ def turns(m: LanguageModel) -> list:
 
 
 def answers(m: LanguageModel) -> list:
-    """The answers of a server with two slots to prompts of several lengths with a common prefix, greedy and sampled."""
+    """Return the answers of a server with two slots to prompts with common prefixes, greedy and sampled."""
     pool = ExecutorPool(make_executor(m, m.spec(tree="chain-2")), PoolSizes(slots=2, chunk=16, cache_len=64))
     batcher = Batcher(pool).start()
     random, found = np.random.default_rng(0), []

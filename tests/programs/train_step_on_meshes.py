@@ -1,7 +1,7 @@
-"""Take train steps of the heads on several meshes, in parts and in bfloat16; report metrics and where arrays lie.
+"""Take train steps of the heads on several meshes, with micro-batches and in bfloat16; report metrics and shardings.
 
-The last batch of three holds a token whose embedding is NaN. Moments and parameters after each step go to
-``{run}.npz``. Arguments: the folder of the results, among them ``answer.json``; the meshes, ``{data}x{model}``.
+The last batch of three has a token whose embedding is NaN. Moments and parameters after each step go to
+``{run}.npz``. Arguments: the folder for these and ``answer.json``; the meshes, ``{data}x{model}``.
 """
 
 import dataclasses
@@ -36,14 +36,14 @@ CONFIG = TrainConfig(
     objective=Objective(lm_weight=0.5, chunk_tokens=32),
     data=DataConfig(format="standard_library", length=16),
 )
-POISON = SHAPE.vocab_size - 1  # a token whose embedding is NaN; only the last batch of a run holds it
+POISON = SHAPE.vocab_size - 1  # a token whose embedding is NaN, only in the last batch of a run
 
 
 def make_batches() -> list[dict]:
     random = np.random.default_rng(0)
     tokens = random.integers(1, POISON, (3, 8, 16)).astype(np.int32)
     labels = np.where(random.random(tokens.shape) < 0.6, tokens, -100)
-    labels[:, :3] = tokens[:, :3]  # rows and so micro-batches differ in how many targets they have
+    labels[:, :3] = tokens[:, :3]  # sequences and micro-batches have different numbers of targets
     tokens[2, 5, 7] = POISON
     return [{"tokens": t, "labels": wanted} for t, wanted in zip(tokens, labels, strict=True)]
 
@@ -61,7 +61,7 @@ def weights() -> dict:
 
 
 def same_place(tree, params) -> dict[str, bool]:
-    """Compare every array that is named as a parameter (all but counters and Muon's coefficients) with it."""
+    """Compare the sharding of every array named like a parameter with that of the parameter."""
     found, homes = {}, by_path(params)
     for name, leaf in by_path(tree).items():
         for home in (x for end, x in homes.items() if name.endswith("/" + end)):
@@ -77,7 +77,7 @@ def setup(mesh, config: TrainConfig):
     optimizer = make_optimizer(OptimizerConfig(lr=1e-3, warmup_steps=0), 10)
     shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
     params = task.init_params(jax.random.key(1))
-    noise = np.random.default_rng(2)  # fresh heads are identities and would hide mistakes
+    noise = np.random.default_rng(2)  # fresh heads are identities and would hide errors
 
     def noisy(x):
         return jax.device_put(np.asarray(x) + 0.1 * noise.standard_normal(x.shape).astype(np.float32), x.sharding)
@@ -86,7 +86,7 @@ def setup(mesh, config: TrainConfig):
 
 
 def run(file: Path, mesh, batches: list[dict], **changes) -> dict:
-    """Take a step on each batch; write the arrays to the file and return what else is seen."""
+    """Take a step on each batch; write the arrays to the file and return metrics and shardings."""
     config = dataclasses.replace(CONFIG, **changes)
     task, optimizer, shardings, fresh, params = setup(mesh, config)
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((fresh, task.frozen))] if mesh.size == 1 else []
@@ -122,7 +122,7 @@ def main(folder: Path, *meshes: str) -> None:
     for name in meshes:
         data, model = map(int, name.split("x"))
         found[name] = run(folder / f"{name}.npz", make_mesh(data, model), batches[: 3 if data == model else 2])
-    plain = draft_of(num_draft_heads=2)  # how a batch is cut and what is rounded does not depend on the heads
+    plain = draft_of(num_draft_heads=2)  # micro-batches and rounding do not depend on the kind of heads
     for parts in (1, 4):
         file = folder / f"parts{parts}.npz"
         found[f"parts{parts}"] = run(file, make_mesh(2, 2), batches[:1], draft=plain, accumulation=parts)

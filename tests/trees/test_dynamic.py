@@ -1,4 +1,4 @@
-"""What is known of dynamic trees before there is text, their names, and where they are refused."""
+"""Names, shapes and error messages of dynamic trees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_name_and_its_tree():
     assert tree.name == "dynamic-60-7-10"
     assert hash(tree) == hash(DynamicTree(60, 7, 10))
     assert (tree.size, tree.depth) == (60, 8)
-    assert DynamicTree(3, 7, 10).depth == 2  # two nodes below the root reach no deeper
+    assert DynamicTree(3, 7, 10).depth == 2  # limited by the two nodes below the root
     assert guesses_of(DynamicTree(20, 2, 5)) == [(1, 5), (5, 5), (5, 5)]
     assert guesses_of(presets.cartesian([3, 2])) == [(1, 3), (3, 2)]
 
@@ -31,19 +31,19 @@ def test_as_many_nodes_as_there_are_candidates():
     [
         ("dynamic-1-2-3", "tree: got a dynamic tree of 1 nodes, expected 2 to 4096, root included"),
         ("dynamic-9999-2-100", "tree: got a dynamic tree of 9999 nodes, expected 2 to 4096, root included"),
-        ("dynamic-8-2-0", "tree: got 2 expansions of 0 nodes, expected at least 0 of at least 1"),
+        ("dynamic-8-2-0", "tree: got 2 expansions of 0 nodes, expected at least 0 of at least 1 node"),
         ("dynamic-8-2", "tree: got 'dynamic-8-2', expected root, chain-K"),
         ("dynamic-8--2-3", "tree: got 'dynamic-8--2-3', expected root, chain-K"),
     ],
 )
-def test_numbers_that_make_no_tree(name, message):
+def test_invalid_numbers_are_rejected(name, message):
     with pytest.raises(HydrajaxError, match=message):
         presets.by_name(name)
 
 
-def test_what_needs_a_tree_that_stays_says_so():
+def test_static_rejects_dynamic_trees():
     assert static(presets.chain(2), "drawing") == presets.chain(2)
-    with pytest.raises(HydrajaxError, match="tree: got dynamic-8-2-3, expected a static tree, drawing needs one"):
+    with pytest.raises(HydrajaxError, match="tree: got dynamic-8-2-3, expected a static tree for drawing"):
         static(DynamicTree(8, 2, 3), "drawing")
 
 

@@ -1,4 +1,4 @@
-"""The named trees against counts and digests taken from the repositories that released them."""
+"""Compare the named trees with counts and digests from the repositories that released them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydrajax.trees.static_tree import TreeTopology
 
 # name: (choices at depth 1, 2, ..., SHA-256 of the sorted list as JSON, first 16 digits), computed from the files
 # themselves: medusa/model/medusa_choices.py of FasterDecoding/Medusa e2a5d20; hydra/model/hydra_choices.py of
-# zankner/Hydra 3f39fbd holds the first one and gives the same digest.
+# zankner/Hydra 3f39fbd has the first one, with the same digest.
 RELEASED = {
     "mc_sim_7b_63": ([10, 28, 23, 2], "777efe164d32b799"),
     "vicuna_7b_stage2": ([10, 23, 23, 7], "ac1b77303fb35bfe"),
@@ -49,7 +49,7 @@ def test_sparse_trees_are_the_released_ones(name):
     assert hashlib.sha256(json.dumps(in_order).encode()).hexdigest()[:16] == digest
 
 
-def test_every_released_tree_is_named_and_the_default_is_the_common_one():
+def test_released_trees_have_names_and_the_default_is_mc_sim_7b_63():
     assert set(RELEASED) <= set(presets.names())
     assert presets.sparse() == presets.sparse("mc_sim_7b_63")
     assert len({presets.sparse(name) for name in RELEASED}) == len(RELEASED)
@@ -67,7 +67,7 @@ def test_root_is_the_empty_chain():
 
 
 @given(st.lists(st.integers(1, 4), max_size=4))
-def test_cartesian_holds_every_combination(widths):
+def test_cartesian_has_every_combination(widths):
     tree = presets.cartesian(widths)
     assert len(tree.choices) == sum(math.prod(widths[:depth]) for depth in range(1, len(widths) + 1))
     combinations = {
@@ -91,10 +91,10 @@ def test_by_name_of_every_kind(tmp_path):
         assert presets.by_name(name) == presets.sparse(name)
 
 
-def test_by_name_reads_the_choices_themselves(tmp_path):
-    """The same tree as from a file that holds the text."""
+def test_by_name_parses_inline_choices(tmp_path):
+    """Inline choices give the same tree as a file with the same text."""
     for text in ("[[0],[0,0],[1]]", " [[1], [1, 2], [0]]\n", "[]", json.dumps(presets.sparse().choices)):
-        path = tmp_path / "[tree].json"  # begins as JSON does, and is a file all the same
+        path = tmp_path / "[tree].json"  # a file name that starts like JSON
         path.write_text(text)
         assert presets.by_name(text) == presets.by_name(str(path)) == TreeTopology.from_choices(json.loads(text))
     assert presets.by_name("[[0],[0,0],[1]]").choices == ((0,), (1,), (0, 0))
@@ -104,13 +104,13 @@ def test_by_name_reads_the_choices_themselves(tmp_path):
     ("text", "message"),
     [
         ("[[0],[0,0]", "tree: got '[[0],[0,0]', expected a JSON list of choices such as [[0], [0, 0], [1]]: "),
-        ("[[0]] and more", "tree: found '[[0]] and more', which is not a JSON list"),
-        ("[" * 100_000, "tree: found '" + "[" * 57 + "...', which is not a JSON list"),
+        ("[[0]] and more", "tree: got '[[0]] and more', expected a JSON list"),
+        ("[" * 100_000, "tree: got '" + "[" * 57 + "...', expected a JSON list"),
         ("[0, 1]", "tree: got the choice 0"),
         ("[[0, 0]]", "tree: got the choice [0, 0] without its parent: add [0]"),
     ],
 )
-def test_choices_that_are_none(text, message):
+def test_bad_inline_choices_are_rejected(text, message):
     with pytest.raises(HydrajaxError) as caught:
         presets.by_name(text)
     assert str(caught.value).startswith(message)
@@ -118,7 +118,7 @@ def test_choices_that_are_none(text, message):
     assert len(str(caught.value)) < 300
 
 
-def test_labels_are_short_and_fit_into_the_name_of_a_file():
+def test_labels_are_short_and_valid_in_file_names():
     assert [presets.label(name) for name in ("chain-3", "trees/mine.json", "[[0],[0,0],[1]]")] == [
         "chain-3", "mine", "4-nodes",
     ]  # fmt: skip
@@ -127,25 +127,25 @@ def test_labels_are_short_and_fit_into_the_name_of_a_file():
 @pytest.mark.parametrize(
     "name", ["", "chain", "chain-", "chain--1", "chain-4 ", "cartesian-", "cartesian-2x", "cartesian-x2", "mc_sim_7b"]
 )
-def test_by_name_refuses_and_says_what_is_allowed(name):
+def test_by_name_lists_the_allowed_names(name):
     with pytest.raises(HydrajaxError) as caught:
         presets.by_name(name)
     message = str(caught.value)
-    for piece in [f"found '{name}'", "root", "chain-K", "cartesian-S1xS2x...", *RELEASED, ".json"]:
+    for piece in [f"got '{name}'", "root", "chain-K", "cartesian-S1xS2x...", *RELEASED, ".json"]:
         assert piece in message
 
 
-def test_sparse_refuses_an_unknown_name():
+def test_sparse_rejects_an_unknown_name():
     with pytest.raises(HydrajaxError, match=r"mc_sim_8b.*mc_sim_7b_63"):
         presets.sparse("mc_sim_8b")
 
 
-def test_impossible_sizes_are_refused(tmp_path):
-    with pytest.raises(HydrajaxError, match=r"1 or more, found \[2, 0\]"):
+def test_impossible_sizes_are_rejected(tmp_path):
+    with pytest.raises(HydrajaxError, match=r"got Cartesian widths \[2, 0\], expected 1 or more"):
         presets.by_name("cartesian-2x0")
     with pytest.raises(HydrajaxError, match="nodes, root included"):
-        presets.by_name("cartesian-999x999x999")  # refused before its billion paths are listed
-    with pytest.raises(HydrajaxError, match="0 or more, found -1"):
+        presets.by_name("cartesian-999x999x999")  # rejected before a billion paths are listed
+    with pytest.raises(HydrajaxError, match="got a chain of -1, expected a depth of 0 or more"):
         presets.chain(-1)
     with pytest.raises(HydrajaxError, match="no such file"):
         presets.by_name(str(tmp_path / "absent.json"))

@@ -1,4 +1,4 @@
-"""Tree search: the best tree of every size by exhaustive search and closed form; simulated decoding by a plain loop."""
+"""Compare tree search with exhaustive search, a closed form and simulated decoding in a plain loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hydrajax.trees.search import (
     simulated,
 )
 
-# Known accuracies of four heads' five best guesses, the ranks of one of them out of order.
+# Accuracies of the five best guesses of four heads; those of the second head are not in order.
 ACCURACIES = np.array(
     [
         [0.50, 0.20, 0.10, 0.05, 0.02],
@@ -38,14 +38,14 @@ def all_paths(ranks: int, depth: int) -> list[tuple[int, ...]]:
 
 
 def every_tree(paths, size: int):
-    """All sets of ``size - 1`` paths that hold every path's beginning."""
+    """Yield all prefix-closed sets of ``size - 1`` paths."""
     for chosen in itertools.combinations(paths, size - 1):
         if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
             yield chosen
 
 
 def drawn(seed: int, rows: int, length: int) -> np.ndarray:
-    """Ranks ``[4, rows, length]`` as heads of these accuracies would have them, independent everywhere."""
+    """Draw independent ranks ``[4, rows, length]`` of heads with `ACCURACIES`."""
     random = np.random.default_rng(seed)
     ranks = np.stack([np.searchsorted(np.cumsum(row), random.random((rows, length))) for row in ACCURACIES])
     return np.where(ranks >= ACCURACIES.shape[1], WRONG, ranks)
@@ -53,14 +53,14 @@ def drawn(seed: int, rows: int, length: int) -> np.ndarray:
 
 @st.composite
 def heads(draw) -> np.ndarray:
-    """Accuracies of two or three heads' three guesses."""
+    """Draw accuracies of three guesses for two or three heads."""
     row = st.lists(st.floats(0.01, 0.33), min_size=3, max_size=3)
     return np.array(draw(st.lists(row, min_size=2, max_size=3)))
 
 
 @settings(max_examples=12, deadline=None)
 @given(heads())
-def test_no_tree_of_a_small_size_is_better(accuracy):
+def test_small_trees_are_optimal(accuracy):
     paths = all_paths(3, min(len(accuracy), 2))
     found = independent(accuracy[:2], 5)
     for size in range(1, 6):
@@ -71,13 +71,13 @@ def test_no_tree_of_a_small_size_is_better(accuracy):
         assert found.tokens_per_step[size - 1] == pytest.approx(best)
 
 
-def test_every_size_up_to_40_is_the_likeliest_paths():
-    """Closed form for independent heads: the N - 1 largest products are a tree, and nothing beats them."""
+def test_every_size_up_to_40_has_the_likeliest_paths():
+    """For independent heads the best tree of N nodes has the N - 1 paths with the largest products."""
     products = {path: np.prod(ACCURACIES[range(len(path)), path]) for path in all_paths(5, 4)}
     largest = sorted(products.values(), reverse=True)
     found = independent(ACCURACIES, 40)
     for size in range(1, 41):
-        tree = found.tree(size)  # refuses what is no tree
+        tree = found.tree(size)  # raises for an invalid tree
         assert tree.size == size
         assert sum(products[path] for path in tree.choices) == pytest.approx(sum(largest[: size - 1]))
         assert found.tokens_per_step[size - 1] == pytest.approx(1 + sum(largest[: size - 1]))
@@ -85,7 +85,7 @@ def test_every_size_up_to_40_is_the_likeliest_paths():
 
 
 def test_whole_paths_are_counted_together():
-    """Both heads are right half of the time, but never both: the joint count knows that [0, 0] is worthless."""
+    """Two heads that are each right half of the time but never together: only the joint count leaves out [0, 0]."""
     ranks = np.array([[0, 0, WRONG, WRONG] * 25, [WRONG, WRONG, 0, 0] * 25])
     found = joint(ranks, 10)
     assert found.choices == ((0,),)
@@ -106,7 +106,7 @@ def test_joint_counts_are_the_best_of_their_size_on_the_corpus():
 
 
 def decoded(choices, ranks, spans) -> tuple[int, list[tuple[int, int]]]:
-    """Plain simulated decoding: ``(steps, [(position, tokens that may follow the root)])``."""
+    """Simulate decoding in a loop: ``(steps, [(sequence, position, tokens that may follow the root)])``."""
     begun = []
     for row, start, end in spans:
         while start < end:
@@ -119,7 +119,7 @@ def decoded(choices, ranks, spans) -> tuple[int, list[tuple[int, int]]]:
 
 
 def test_simulated_growth_equals_a_plain_loop():
-    """Every size: decode with the tree so far, count what each child would have added, take the best."""
+    """At every size: decode with the current tree, count the tokens that each child would have added."""
     ranks, spans = drawn(3, 3, 60), [(0, 4, 60), (1, 1, 33), (2, 20, 60)]
     n_tokens = sum(end - start for _, start, end in spans)
     found = simulated(ranks, spans, 12)
@@ -139,8 +139,8 @@ def test_simulated_growth_equals_a_plain_loop():
         assert found.choices[size - 1] == choices[-1]
 
 
-def test_simulated_growth_finds_what_the_closed_form_says():
-    """With heads whose errors are independent everywhere, where a step begins tells nothing."""
+def test_simulated_growth_agrees_with_the_closed_form():
+    """With independent errors the position where a step starts carries no information."""
     ranks, spans = drawn(1, 40, 1000), [(row, 1, 1000) for row in range(40)]
     found, exact = simulated(ranks, spans, 40), independent(ACCURACIES, 40)
     for size in (2, 5, 10, 20, 40):
@@ -164,19 +164,19 @@ def test_accuracies_are_shares_of_ranks():
 
 
 @pytest.mark.parametrize("grow", [joint, lambda ranks, n: simulated(ranks[:, None], [(0, 1, 4)], n)])
-def test_nothing_is_added_that_was_never_right(grow):
+def test_paths_that_were_never_right_are_not_added(grow):
     found = grow(np.full((2, 4), WRONG), 10)
     assert found == Proposals((), (1.0,))
-    with pytest.raises(HydrajaxError, match="size 2 was not searched, found are 1 to 1"):
+    with pytest.raises(HydrajaxError, match="got size 2, expected 1 to 1, which were searched"):
         found.tree(2)
 
 
 @pytest.mark.parametrize("largest", [0, -3])
-def test_a_size_below_one_is_refused(largest):
+def test_a_size_below_one_is_rejected(largest):
     for call in (
         lambda: independent(ACCURACIES, largest),
         lambda: joint(np.zeros((2, 3), int), largest),
         lambda: simulated(np.zeros((2, 1, 3), int), [(0, 1, 3)], largest),
     ):
-        with pytest.raises(HydrajaxError, match=f"must be 1 or more, found {largest}"):
+        with pytest.raises(HydrajaxError, match=f"got {largest} as the largest size, expected 1 or more"):
             call()

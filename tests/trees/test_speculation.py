@@ -1,4 +1,4 @@
-"""The closed forms of Leviathan et al. against enumeration of every outcome, and against their printed figures."""
+"""Compare the closed forms of Leviathan et al. with enumeration of all outcomes and with their printed figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydrajax.trees.speculation import best_length, expected_tokens, improvement
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.75, 0.999, 1.0])
 @pytest.mark.parametrize("k", [0, 1, 2, 5, 9])
 def test_expected_tokens_by_enumeration(alpha, k):
-    """All 2^K ways in which K draws may be accepted or not: the first rejection ends the step."""
+    """Enumerate all 2^K outcomes of K drafted tokens; the first rejection ends the step."""
     total = 0.0
     for accepted in itertools.product([True, False], repeat=k):
         chance = 1.0
@@ -28,25 +28,34 @@ PRINTED = [(0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.9,
 
 
 @pytest.mark.parametrize(("alpha", "k", "speed"), PRINTED)
-def test_the_printed_speeds(alpha, k, speed):
+def test_printed_speedups(alpha, k, speed):
     assert improvement(alpha, k, 0.0) == pytest.approx(speed, abs=0.005)
 
 
-def test_every_pass_of_the_draft_takes_its_time():
+def test_every_draft_pass_adds_its_cost():
     assert improvement(0.5, 3, 0.1) == pytest.approx((1 + 0.5 + 0.25 + 0.125) / 1.3)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 0.8, 0.95, 1.0])
 @pytest.mark.parametrize("c", [0.0, 0.02, 0.1, 0.5, 1.2])
-def test_the_best_length_is_the_best_of_all(alpha, c):
+def test_best_length_is_optimal(alpha, c):
     best = best_length(alpha, c, 12)
     assert all(improvement(alpha, best, c) >= improvement(alpha, k, c) for k in range(13))
-    # Corollary 3.9: some chain pays exactly where alpha > c, and then already that of one token.
+    # Corollary 3.9: a chain pays exactly if alpha > c, and then even a chain of one token does.
     assert (best > 0) == (alpha > c)
     assert alpha <= c or improvement(alpha, 1, c) == pytest.approx((1 + alpha) / (1 + c))
 
 
-def test_numbers_out_of_range():
-    for alpha, k, c in ((-0.1, 1, 0.1), (1.1, 1, 0.1), (0.5, -1, 0.1), (0.5, 1, -0.1), (float("nan"), 1, 0.1)):
-        with pytest.raises(HydrajaxError, match="must be"):
-            improvement(alpha, k, c)
+@pytest.mark.parametrize(
+    ("alpha", "k", "c", "message"),
+    [
+        (-0.1, 1, 0.1, "acceptance: got -0.1, expected 0 to 1"),
+        (1.1, 1, 0.1, "acceptance: got 1.1, expected 0 to 1"),
+        (float("nan"), 1, 0.1, "acceptance: got nan, expected 0 to 1"),
+        (0.5, -1, 0.1, "K: got -1, expected at least 0"),
+        (0.5, 1, -0.1, "cost: got -0.1 for a pass of the draft, expected at least 0"),
+    ],
+)
+def test_numbers_out_of_range(alpha, k, c, message):
+    with pytest.raises(HydrajaxError, match=message):
+        improvement(alpha, k, c)

@@ -1,4 +1,4 @@
-"""Trees made on the device against loops over parents, and against the arrays of static trees."""
+"""Compare trees built on the device with loops over parents and with the arrays of static trees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ made = jax.jit(partial(from_parents, depth=DEPTH, most_children=MOST_CHILDREN))
 
 
 def random_parents(seed: int, n_nodes: int) -> np.ndarray:
-    """Of one tree; a few nodes have no parent. Parents come before their children, in no other order."""
+    """Return the parents of one random tree. They precede their children; a few nodes have none."""
     random = np.random.default_rng(seed)
     parents, depths = [-1], [0]
     for _ in range(1, n_nodes):
@@ -29,7 +29,7 @@ def random_parents(seed: int, n_nodes: int) -> np.ndarray:
 
 
 def line_to(parents, node: int) -> list[int]:
-    """The nodes from the root (or from a node without a parent) down to this one."""
+    """Return the path to this node from the root or from an ancestor without a parent."""
     line = [node]
     while parents[line[0]] >= 0:
         line.insert(0, int(parents[line[0]]))
@@ -38,7 +38,7 @@ def line_to(parents, node: int) -> list[int]:
 
 @pytest.mark.parametrize("n_nodes", [1, 2, 13])
 def test_trees_of_parents_match_a_loop(n_nodes):
-    """A batch of random trees of one size, each with its own shape."""
+    """Build a batch of random trees of equal size and different shapes."""
     parents = np.stack([random_parents(seed, n_nodes) for seed in range(40)])
     found = jax.device_get(made(parents))
     assert (found.size, found.depth) == (n_nodes, DEPTH)
@@ -72,7 +72,7 @@ def test_a_static_trees_parents_give_its_own_arrays(seed):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_chain_below_any_node_is_a_tree_of_these_parents(shared):
-    """Trees of one shape for all rows, which are NumPy constants, and of one for each; the chain begins anywhere."""
+    """Append chains at every node, to one tree shared by the batch (NumPy constants) and to one tree per sequence."""
     length, tree = 3, random_tree(1, 14, depth=DEPTH, widest=4)
     batch = tree.size
     if shared:
@@ -97,7 +97,7 @@ def test_a_chain_below_any_node_is_a_tree_of_these_parents(shared):
 
 
 def test_static_arrays_are_constants_of_the_host():
-    """XLA can fold only what is NumPy when the program is traced."""
+    """XLA folds only arrays that are NumPy during tracing."""
     assert all(isinstance(array, np.ndarray) for array in presets.sparse().topology)
 
 

@@ -1,4 +1,4 @@
-"""The GPU's kernel for one row's sum and norm, interpreted on the CPU, against the plain operations."""
+"""Compare the GPU kernel for the sum and norm of one row, interpreted on the CPU, with the plain operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydrajax.models.kernels.add_norm import add_norm
 @pytest.mark.parametrize("alone", [False, True], ids=["sum", "alone"])
 @pytest.mark.parametrize("width", [64, 96, 5120])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-def test_it_is_the_plain_norm(width, dtype, alone):
+def test_equals_the_plain_norm(width, dtype, alone):
     rng = np.random.default_rng(width)
     x, added, scale = (jnp.asarray(rng.normal(size=width), dtype) for _ in range(3))
     inputs = x, None if alone else added, scale, 1e-5

@@ -1,4 +1,4 @@
-"""The GPU's kernel for writing accepted rows, interpreted on the CPU, against NumPy."""
+"""Compare the GPU kernel that writes accepted rows, interpreted on the CPU, with NumPy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hydrajax.models import backend
 from hydrajax.models.kernels.append_rows import append_rows
 
 
-def test_it_writes_the_chosen_rows_and_nothing_else():
+def test_writes_the_chosen_rows_only():
     rng = np.random.default_rng(0)
     caches = [rng.normal(size=(2, 3, 64, 16)).astype(np.float32) for _ in range(4)]
     blocks = [rng.normal(size=(2, 3, 9, 16)).astype(np.float32) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""The check of the GPU kernels that precedes their first use, on a CPU that interprets them."""
+"""The self-check of the GPU kernels before their first use, interpreted on a CPU."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from hydrajax.models.backend import Platform
 from hydrajax.models.kernels import check
 
 
-def test_the_kernels_agree_also_while_a_program_is_traced():
+def test_the_check_passes_during_tracing():
     found = []
     jax.make_jaxpr(lambda x: found.append(check.disagreement(interpret=True)) or x)(1.0)
     assert found == [None]
 
 
-def test_a_wrong_kernel_is_named(monkeypatch):
+def test_the_check_names_a_wrong_kernel(monkeypatch):
     monkeypatch.setattr(check, "add_norm", lambda x, added, scale, eps, interpret: (x + added, x * 1.1))
     assert check.disagreement(interpret=True).startswith("a row's norm: differs by ")
 
 
-def test_where_they_fail_xla_does_the_work(monkeypatch):
-    """As on a device whose compiler refuses them; a CPU's refuses all."""
+def test_xla_is_used_if_the_kernels_fail(monkeypatch):
+    """The compiler of a CPU rejects all of them, as that of an old GPU would."""
     monkeypatch.setattr(backend, "_present", lambda: Platform("gpu", 1, 9.0))
     backend._kernels_agree.cache_clear()
     with pytest.warns(UserWarning, match="GPU kernels are not used.*attention: ValueError: Only interpret mode"):
         assert not backend.has_triton()
-    assert not backend.has_triton()  # and says so once
+    assert not backend.has_triton()  # without a second warning
     backend._kernels_agree.cache_clear()
 
 
@@ -46,13 +46,13 @@ def test_the_environment_turns_them_off(monkeypatch):
 
 
 @pytest.mark.parametrize(("found", "capability"), [("9.0", 9.0), ("gfx942", 0.0), (None, 0.0)])
-def test_only_nvidia_s_gpus_have_a_capability(found, capability):
+def test_only_nvidia_gpus_have_a_compute_capability(found, capability):
     device = SimpleNamespace(compute_capability=found) if found else SimpleNamespace()
     assert backend._capability(device) == capability
 
 
 @pytest.mark.parametrize("platform", [Platform("cpu", 1), Platform("gpu", 2, 9.0), Platform("gpu", 1, 7.5)])
-def test_who_has_none(platform):
+def test_platforms_without_kernels(platform):
     with backend.traced_for(platform):
         assert not backend.has_triton()
         assert backend.whole_slots(100) == 100

@@ -1,4 +1,4 @@
-"""The CPU kernels against NumPy in float64 and against XLA's own operations."""
+"""Compare the CPU kernels with NumPy in float64 and with the operations of XLA."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def normal(rng, *shape):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64])
 @pytest.mark.parametrize(("depth", "width"), [(320, 2048), (17, 31), (1, 32), (50, 65), (1024, 320)])
-def test_products_are_numpys(rows, depth, width):
+def test_products_equal_numpy(rows, depth, width):
     rng = np.random.default_rng(rows * depth + width)
     x, weight = normal(rng, rows, depth), normal(rng, depth, width)
     exact = x.astype(np.float64) @ weight.astype(np.float64)
@@ -32,7 +32,7 @@ def test_products_are_numpys(rows, depth, width):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64])
 @pytest.mark.parametrize(("depth", "width"), [(320, 2048), (17, 31), (1, 32), (50, 65)])
-def test_products_with_transposed_weights_are_numpys(rows, depth, width):
+def test_products_with_transposed_weights_equal_numpy(rows, depth, width):
     rng = np.random.default_rng(rows * depth + width)
     x, weight = normal(rng, rows, depth), normal(rng, width, depth)
     exact = x.astype(np.float64) @ weight.T.astype(np.float64)
@@ -43,7 +43,7 @@ def test_products_with_transposed_weights_are_numpys(rows, depth, width):
 @pytest.mark.parametrize(
     ("product", "shape"), [(few_rows.matmul, (320, 1030)), (few_rows.matmul_transposed, (1031, 320))]
 )
-def test_a_row_does_not_depend_on_those_beside_it(product, shape):
+def test_rows_are_independent(product, shape):
     rng = np.random.default_rng(0)
     x, weight = normal(rng, 13, 320), normal(rng, *shape)
     together = np.asarray(product(x, weight))
@@ -51,7 +51,7 @@ def test_a_row_does_not_depend_on_those_beside_it(product, shape):
         np.testing.assert_array_equal(product(x[:rows], weight), together[:rows])
 
 
-def test_not_a_number_stays_where_it_belongs():
+def test_nan_stays_in_its_row():
     x, weight = np.ones((3, 40), np.float32), np.ones((40, 64), np.float32)
     x[1, 5] = np.nan
     out = np.asarray(few_rows.matmul(x, weight))
@@ -71,7 +71,7 @@ SHAPES = [  # batch, heads, key-value heads, tokens, slots, head_dim
 
 
 def parts_of(rng, batch, kv_heads, tokens, slots, head_dim, *, window: bool):
-    """A block under a causal mask, and a cache of which every row has filled another part."""
+    """Return a block with a causal mask and a cache in which each sequence fills a different number of slots."""
     lengths = rng.integers(0, slots + 1, batch)
     lengths[0] = slots
     visible = (np.arange(slots) < lengths[:, None])[:, None, None, None, :]
@@ -83,7 +83,7 @@ def parts_of(rng, batch, kv_heads, tokens, slots, head_dim, *, window: bool):
 
 
 def exact_attention(queries, parts):
-    """In float64, all parts one behind the other."""
+    """Compute attention in float64 over the concatenated segments."""
     batch, heads, tokens, head_dim = queries.shape
     keys, values = (
         np.concatenate([part[i].astype(np.float64) for part in parts], axis=2).repeat(
@@ -101,7 +101,7 @@ def exact_attention(queries, parts):
 
 @pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention_is_numpys(shape, window):
+def test_attention_equals_numpy(shape, window):
     batch, heads, kv_heads, tokens, slots, head_dim = shape
     rng = np.random.default_rng(sum(shape))
     parts = parts_of(rng, batch, kv_heads, tokens, slots, head_dim, window=window)
@@ -111,8 +111,8 @@ def test_attention_is_numpys(shape, window):
     np.testing.assert_allclose(attend(queries), exact_attention(queries, parts), atol=1e-5)
 
 
-def test_the_cache_is_not_read_where_nothing_is_visible():
-    """Garbage behind a row's length, as it is in a cache, must not come through even as 0 * NaN."""
+def test_invisible_slots_are_not_read():
+    """Slots after the length of a sequence contain garbage, which must not enter the result even as 0 * NaN."""
     rng = np.random.default_rng(1)
     block, cache = parts_of(rng, 1, 2, 3, 40, 16, window=False)
     cache.keys[:, :, 20:], cache.values[:, :, 20:] = np.nan, np.nan
@@ -123,14 +123,14 @@ def test_the_cache_is_not_read_where_nothing_is_visible():
     np.testing.assert_array_equal(with_garbage, attention.attend(queries, [block, short]))
 
 
-def test_a_query_that_sees_nothing_is_harmless():
+def test_a_query_without_visible_keys_gives_finite_numbers():
     rng = np.random.default_rng(2)
     queries = normal(rng, 1, 2, 3, 16)
     part = KVSegment(normal(rng, 1, 2, 5, 16), normal(rng, 1, 2, 5, 16), np.zeros((3, 5), bool))
     assert np.isfinite(attention.attend(queries, [part])).all()
 
 
-def test_gradients_are_those_of_the_plain_operations():
+def test_gradients_equal_those_of_the_plain_operations():
     rng = np.random.default_rng(3)
     x, weight, slope = normal(rng, 5, 24), normal(rng, 24, 40), normal(rng, 5, 40)
     for ours, plain in zip(*(jax.vjp(f, x, weight)[1](slope) for f in (few_rows.matmul, jnp.matmul)), strict=True):
@@ -148,7 +148,7 @@ def test_gradients_are_those_of_the_plain_operations():
         np.testing.assert_allclose(ours, plain, atol=1e-6)
 
 
-def test_rows_may_be_mapped():
+def test_vmap():
     rng = np.random.default_rng(4)
     x, weight = normal(rng, 3, 5, 24), normal(rng, 24, 40)
     mapped = jax.vmap(few_rows.matmul, in_axes=(0, None))(x, weight)
@@ -165,13 +165,13 @@ def test_rows_may_be_mapped():
         (8, "bfloat16", False),
     ],
 )
-def test_which_products_they_take(rows, dtype, taken):
+def test_shapes_that_use_the_kernels(rows, dtype, taken):
     x, weight = jnp.ones((rows, 32), dtype), jnp.ones((32, 64), dtype)
     text = jax.jit(lambda x, w: backend.matmul(x, w, x.dtype)).lower(x, weight).as_text()
     assert ("hydrajax_matmul" in text) == taken
 
 
-def test_without_them_xla_does_the_same(monkeypatch):
+def test_xla_gives_the_same_products(monkeypatch):
     rng = np.random.default_rng(5)
     x, weight = normal(rng, 8, 64), normal(rng, 64, 96)
     with_kernels = backend.matmul(x, weight, jnp.float32)

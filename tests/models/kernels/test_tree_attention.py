@@ -1,4 +1,4 @@
-"""The GPU's attention kernel, interpreted on the CPU, against NumPy in float64."""
+"""Compare the GPU attention kernel, interpreted on the CPU, with NumPy in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def normal(rng, *shape):
 
 
 def exact(queries, block, mask, cache, lengths, first_seen=None):
-    """Softmax over the block and the filled slots, row by row and head by head."""
+    """Compute softmax attention over the block and the filled slots, one sequence and head at a time."""
     (batch, n_heads, n_tokens, head_dim), n_kv = queries.shape, block[0].shape[1]
     mask = np.broadcast_to(np.asarray(mask).reshape(-1, n_tokens, n_tokens), (batch, n_tokens, n_tokens))
     out = np.zeros((batch, n_tokens, n_heads, head_dim))
@@ -58,7 +58,7 @@ CASES = {  # batch, key-value heads, queries to each, tokens, head_dim, slots, f
     "one token-whole",
     "one program to each row-whole",
 )
-def test_it_is_numpys(case, windowed):
+def test_equals_numpy(case, windowed):
     batch, n_kv, groups, n_tokens, head_dim, slots, lengths = case
     rng = np.random.default_rng(sum(case[:6]))
     queries = 2 * normal(rng, batch, n_kv * groups, n_tokens, head_dim)
@@ -66,10 +66,10 @@ def test_it_is_numpys(case, windowed):
     cache = tuple(normal(rng, batch, n_kv, slots, head_dim) for _ in range(2))
     for filled, row in zip(lengths, range(batch), strict=True):
         for array in cache:
-            array[row, :, filled:] = np.nan  # garbage must not come through, not even as 0 * NaN
+            array[row, :, filled:] = np.nan  # must not enter the result even as 0 * NaN
     mask = np.tri(n_tokens, dtype=bool) & (rng.random((n_tokens, n_tokens)) < 0.6) | np.eye(n_tokens, dtype=bool)
     lengths, first_seen = np.array(lengths, np.int32), None
-    if windowed:  # every query sees some 50 slots; of the windows one begins before the text
+    if windowed:  # each query attends to about 50 slots; one window starts before position 0
         first_seen = (lengths[:, None] + np.arange(n_tokens) - 50).astype(np.int32)
         mask = np.broadcast_to(mask, (batch, 1, 1, *mask.shape))
     inputs = queries, block, mask, cache, lengths, first_seen
@@ -78,8 +78,8 @@ def test_it_is_numpys(case, windowed):
     np.testing.assert_allclose(np.asarray(found, np.float64), exact(*inputs), atol=0.02)
 
 
-def test_a_node_is_rounded_as_a_token_alone():
-    """Otherwise a tree would choose other tokens than decoding without one, where two are nearly as likely."""
+def test_a_node_is_rounded_like_a_single_token():
+    """Otherwise a tree could choose another of two nearly equal tokens than decoding without a tree."""
     rng = np.random.default_rng(0)
     queries, cache = normal(rng, 1, 4, 33, 64), tuple(normal(rng, 1, 2, 512, 64) for _ in range(2))
     block, lengths = tuple(normal(rng, 1, 2, 33, 64) for _ in range(2)), np.array([400], np.int32)
@@ -96,7 +96,7 @@ def test_small_batches_are_split_among_more_programs(pairs, splits):
     assert tree_attention.splits_of(pairs) == splits
 
 
-def test_what_it_is_for():
+def test_supported_shapes():
     assert tree_attention.fits(64, 128, jnp.bfloat16)
     assert not tree_attention.fits(64, 128, jnp.float32)
     assert not tree_attention.fits(64, 96, jnp.bfloat16)

@@ -1,0 +1,83 @@
+"""Input errors of `make_decode_fn` and `decode_fn`, and the padding of prompts."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydrajax.api import make_decode_fn
+from hydrajax.decoding.prompt_batch import bucket
+from hydrajax.decoding.state import Params
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees import presets
+from hydrajax.trees.static_tree import TreeTopology
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000))
+def test_bucket_is_a_power_of_two_within_the_context(length, context):
+    width = bucket(length, context)
+    assert width >= length
+    if length <= context:
+        power = 16
+        while power < length:
+            power *= 2
+        assert width == min(power, context)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (presets.chain(5), "got a depth of 5, expected at most the 4 tokens that the draft proposes"),
+        (TreeTopology.from_choices([[17]]), "got rank 17, expected less than the vocabulary of 17 tokens"),
+    ],
+)
+def test_trees_beyond_the_drafter_are_rejected(lab, tree, message):
+    with pytest.raises(HydrajaxError, match=message):
+        make_decode_fn(lab.model, lab.drafters["hydra"], tree)
+
+
+def test_max_new_tokens_must_be_positive(lab):
+    with pytest.raises(HydrajaxError, match="max_new_tokens: got 0, expected at least 1"):
+        make_decode_fn(lab.model, lab.drafters["hydra"], presets.chain(2), max_new_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "lengths", "message"),
+    [
+        (np.zeros((2, 41), int), None, "prompt 0: got 41 tokens, expected at most the model's context of 40"),
+        (np.zeros((2, 41), int), [40, 41], "prompt 1: got 41 tokens, expected at most the model's context of 40"),
+        (np.zeros((2, 0), int), None, "prompt 0: got no tokens"),
+        (np.zeros((2, 5), int), [5, 0], "prompt 1: got no tokens"),
+        (np.array([[1, 2], [3, 17]]), None, r"prompt 1: got token id 17, expected 0 to 16"),
+        (np.array([[1, -1]]), None, "prompt 0: got token id -1, expected 0 to"),
+        (np.zeros((2, 5), int), [5], "lengths: got shape"),
+        (np.zeros((2, 5), int), [5, 6], "lengths: got 6 for prompt 1, expected 0 to its 5 columns"),
+        (np.zeros((2, 5), int), [-1, 5], "lengths: got -1 for prompt 0"),
+        (np.zeros((1, 5), int), [3.9], r"lengths: got float64, expected int32 \[batch\]"),
+        (np.zeros(5, np.int32), None, r"prompt: got int32 \[5\], expected int32 \[batch, tokens\]"),
+        (np.zeros((1, 5), np.float32), None, r"prompt: got float32 \[1, 5\], expected int32 \[batch, tokens\]"),
+        (np.array([[1, 2**32 + 1]]), None, "prompt 0: got token id 4294967297, expected 0 to"),
+    ],
+)
+def test_bad_prompts_are_rejected(lab, prompt, lengths, message):
+    params = Params(lab.base(0), lab.draft("hydra", 0))
+    decode_fn = lab.decode_fn("hydra", "random", 24)
+    with pytest.raises(HydrajaxError, match=message):
+        decode_fn(params, prompt, lengths)
+
+
+def test_token_ids_in_the_padding_are_ignored(lab):
+    """Padding can contain any number, such as -1 or 10**6, without effect on the tokens."""
+    decode_fn = make_decode_fn(lab.model, lab.drafters["medusa"], presets.chain(2), max_new_tokens=4)
+    params = Params(lab.base(0), lab.draft("medusa", 0))
+    lengths = np.array([3, 1], np.int32)
+    outs = []
+    for padding in (0, -1, 10**6):
+        prompt = np.full((2, 6), padding)
+        prompt[0, :3], prompt[1, :1] = [4, 5, 6], [7]
+        outs.append(jax.device_get(decode_fn(params, prompt, lengths)))
+    for out in outs[1:]:
+        np.testing.assert_array_equal(out.tokens, outs[0].tokens)

@@ -1,0 +1,184 @@
+"""Low-rank, reduced and shared draft lm heads: their logits, and decoding with them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers.forced import forced_logits
+from helpers.lab import NEW, VOCAB, WIDTH, quick_jit
+from helpers.noise import noise
+from hydrajax.api import make_decode_fn
+from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.drafter import Draw
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.base_model import BoundBase
+from hydrajax.trees import presets
+
+KNOWN = [1, 2, 5, 7, 8, 11, 12, 13, 16]  # the tokens of the reduced vocabulary; an index into it is another token
+RANK = 6
+LM_HEADS = {
+    "full": LmHead(bias=True),
+    "shared": LmHead(shared=True),
+    "shared, bias": LmHead(shared=True, bias=True),
+    "full rank": LmHead(rank=WIDTH),
+    "low rank": LmHead(rank=RANK),
+    "reduced": LmHead(bias=True, vocabulary=Vocabulary(KNOWN)),
+    "reduced, low rank": LmHead(rank=RANK, vocabulary=Vocabulary(reversed(KNOWN))),
+}
+KINDS = {"medusa": MedusaHeads, "hydra": HydraHeads}
+PROMPTS = [[3, 1, 4, 1, 5], [2], [9, 2, 6, 5, 3, 5, 8]]
+
+
+def with_lm_head(kind: str, name: str):
+    return KINDS[kind](2, WIDTH, VOCAB, small_lm_head=LM_HEADS[name])
+
+
+@pytest.fixture(scope="module")
+def base(lab) -> BoundBase:
+    return BoundBase(lab.model, lab.base(0))
+
+
+def nearest_of_rank(kernel: np.ndarray, rank: int) -> np.ndarray:
+    """Return the best low-rank approximation in the least-squares sense (Eckart and Young)."""
+    left, weights, right = np.linalg.svd(kernel, full_matrices=False)
+    return (left[:, :rank] * weights[:rank]) @ right[:rank]
+
+
+def fresh_kernel(base: BoundBase, name: str) -> np.ndarray:
+    """Return the matrix ``[D, V]`` of a fresh lm head, with -inf columns outside its vocabulary."""
+    kernel = np.asarray(base.params["lm_head"], np.float64)
+    columns = KNOWN if "reduced" in name else range(VOCAB)
+    some = kernel[:, list(columns)]
+    if "low rank" in name:
+        some = nearest_of_rank(some, RANK)
+    full = np.full(kernel.shape, np.nan)
+    full[:, list(columns)] = some
+    return full
+
+
+@pytest.mark.parametrize("name", LM_HEADS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick("hydra-reduced, low rank", "medusa-shared, bias", "medusa-reduced", "medusa-full rank")
+def test_fresh_heads_approximate_the_base(base, kind, name):
+    """Fresh blocks are identities, so the logits of a head are the hidden state times its lm head."""
+    drafter = with_lm_head(kind, name)
+    state = np.random.default_rng(1).standard_normal((3, WIDTH)).astype(np.float32)
+    tree = presets.cartesian([12, 1])
+
+    @quick_jit
+    def run(rng, state):
+        params = drafter.init(rng, base)
+        logits = forced_logits(drafter, params, state[:, None], jnp.zeros((3, 1), jnp.int32), base)
+        proposal = drafter.propose(params, state, jnp.zeros(3, jnp.int32), tree, base)
+        return params, logits[:, :, 0], proposal.tokens
+
+    params, logits, tokens = jax.device_get(run(jax.random.key(0), state))
+    expected = state.astype(np.float64) @ fresh_kernel(base, name)
+    known = np.isfinite(expected)
+    for k in range(2):
+        np.testing.assert_array_equal(logits[k][~known], -np.inf)
+        np.testing.assert_allclose(logits[k][known], expected[known], atol=1e-3, rtol=1e-4)
+    best_first = np.argsort(np.where(known, -expected, np.inf), axis=-1)
+    n_known = int(known[0].sum())
+    wanted = np.where(np.arange(12) < n_known, best_first[:, :12], -1)
+    assert tokens[:, 1:13].tolist() == wanted.tolist()
+    sizes = {"lm_kernel": (WIDTH, n_known), "lm_down": (WIDTH, drafter.lm_head.rank), "lm_up": (RANK, n_known)}
+    for leaf in ("lm_kernel", "lm_down", "lm_up"):
+        if leaf in params["head_0"]:
+            assert params["head_0"][leaf].shape == (sizes[leaf] if name != "full rank" or leaf != "lm_up" else (32, 17))
+    assert ("lm_kernel" in params["head_0"]) == (name in ("full", "reduced"))
+    assert ("lm_bias" in params["head_0"]) == drafter.lm_head.bias
+
+
+# For Medusa only the reduced vocabulary, whose token ids differ from indices: each case compiles.
+DECODED = [
+    ("hydra", "shared, bias"),
+    pytest.param("hydra", "low rank", marks=pytest.mark.slow),
+    ("hydra", "reduced"),
+    ("medusa", "reduced, low rank"),
+]
+
+
+def random_params(drafter, base: BoundBase):
+    return noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)), 7)
+
+
+@pytest.mark.parametrize(("kind", "name"), DECODED)
+@pytest.mark.quick("medusa-reduced, low rank")
+def test_decoding_gives_the_tokens_of_the_base(lab, base, kind, name):
+    drafter = with_lm_head(kind, name)
+    texts, _ = lab.references(0, PROMPTS)
+    # Twelve guesses at depth 1 exceed the reduced vocabulary.
+    decode_fn = make_decode_fn(lab.model, drafter, presets.cartesian([12, 2]), max_new_tokens=NEW)
+    out = lab.decode(decode_fn, 0, random_params(drafter, base), PROMPTS)
+    for row, prompt in enumerate(PROMPTS):
+        assert out.tokens[row].tolist() == lab.expected(texts[row], len(prompt), NEW)
+    assert out.accept_lengths.max() >= 1
+
+
+@pytest.mark.slow
+def test_sampling_with_a_reduced_vocabulary_equals_plain_sampling(lab, base):
+    rule, drafter = ExactSampling(1.2), with_lm_head("hydra", "reduced")
+    tree = make_decode_fn(lab.model, drafter, presets.cartesian([12, 2]), rule, max_new_tokens=NEW)
+    for seed in range(3):
+        found = lab.decode(tree, 0, random_params(drafter, base), PROMPTS, rule=rule, seed=seed)
+        expected = lab.plainly(PROMPTS, rule, seed)
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        assert found.steps.sum() < expected.steps.sum()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_follow_the_reported_distribution(base, kind):
+    """Samples are token ids, -1 beyond the reduced vocabulary; log_q is -inf outside it and log softmax inside."""
+    drafter = with_lm_head(kind, "reduced")
+    params = random_params(drafter, base)
+    state = np.random.default_rng(2).standard_normal((200, WIDTH)).astype(np.float32)
+    tree, temperature = presets.cartesian([11, 1]), np.linspace(0.5, 2.0, 200, dtype=np.float32)
+
+    @quick_jit
+    def run(state, keys):
+        root = jnp.zeros(200, jnp.int32)
+        proposal = drafter.propose(params, state, root, tree, base, Draw(keys, temperature))
+        first = forced_logits(drafter, params, state[:, None], root[:, None], base)[0, :, 0]
+        return proposal.tokens, proposal.log_q, first
+
+    tokens, log_q, first = jax.device_get(run(state, jax.random.split(jax.random.key(0), (200, 3))))
+    assert log_q.shape == (200, len(tree.topology.inner), VOCAB)
+    unknown = np.setdiff1d(np.arange(VOCAB), KNOWN)
+    assert (log_q[..., unknown] == -np.inf).all()
+    assert np.isfinite(log_q[..., KNOWN]).all()
+    np.testing.assert_allclose(log_q[:, 0, KNOWN], first[:, KNOWN] / temperature[:, None], rtol=1e-4, atol=1e-4)
+    for row in tokens[:, 1:12]:  # without replacement: the whole vocabulary, then -1
+        assert sorted(row[:9]) == KNOWN
+        assert row[9:].tolist() == [-1, -1]
+    assert np.isin(tokens[:, 12:], KNOWN).all()
+    # The first child is a sample of q: the share of the likeliest token is within three standard deviations.
+    q = np.exp(log_q[:, 0] - log_q[:, 0].max(axis=-1, keepdims=True))
+    q /= q.sum(axis=-1, keepdims=True)
+    best = q.max(axis=-1)
+    hits = (tokens[:, 1] == q.argmax(axis=-1)).sum()
+    assert abs(hits - best.sum()) < 3 * np.sqrt((best * (1 - best)).sum()) + 1
+
+
+def test_vocabularies_are_hashable_sets():
+    assert Vocabulary([5, 1, 5]) == Vocabulary([1, 5])
+    assert hash(LmHead(vocabulary=Vocabulary([5, 1]))) == hash(LmHead(vocabulary=Vocabulary([1, 5])))
+    assert Vocabulary([1, 5]) != Vocabulary([1, 6])
+    assert Vocabulary([3, 1]).tokens.tolist() == [1, 3]
+
+
+def test_bad_settings_are_rejected():
+    for settings in ({"shared": True, "rank": 3}, {"shared": True, "vocabulary": Vocabulary([1])}):
+        with pytest.raises(HydrajaxError, match="lm_head: got shared with a rank or a vocabulary"):
+            LmHead(**settings)
+    with pytest.raises(HydrajaxError, match=r"lm_head\.rank: got 0, expected at least 1"):
+        LmHead(rank=0)
+    for tokens in ([], [3, -1]):
+        with pytest.raises(HydrajaxError, match=r"lm_head\.vocabulary: expected at least one token id"):
+            Vocabulary(tokens)

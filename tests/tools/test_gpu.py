@@ -1,0 +1,82 @@
+"""The scripts of ``tools/gpu``, on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from helpers.scripts import TOOLS, module
+from hydrajax.report.outputs import find_results
+
+GPU = TOOLS / "gpu"
+
+
+@pytest.mark.slow
+def test_train_bench(tmp_path):
+    bench = module(GPU / "train_bench.py")
+    out = tmp_path / "bench.jsonl"
+    sizes = ["--length", "16", "--batches", "2", "--repeats", "1", "--chunk-tokens", "32"]
+    assert bench.main(["--shape", "tiny", "--dtype", "float32", *sizes, "--out", str(out)]) == 0
+    header, line = (json.loads(text) for text in out.read_text().splitlines())
+    assert header["base_parameters"] == 3 * (4 * 64 * 64 + 3 * 64 * 172 + 2 * 64) + 2 * 64 * 512 + 64
+    assert header["peak_flops"] is None  # unknown for a CPU, and so is utilisation
+    assert line["mfu"] is None
+    for part in ("step", "base_forward", "heads_loss_and_gradient", "optimizer"):
+        assert line[f"{part}_milliseconds"] > 0
+    assert line["tokens_per_second"] == pytest.approx(2 * 16 / line["step_milliseconds"] * 1e3)
+    assert line["tflops_per_second"] == pytest.approx(line["tokens_per_second"] * header["flops_per_token"] / 1e12)
+    assert line["peak_memory_bytes"] > 0
+
+
+def script(name: str, *argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(GPU / f"{name}.py"), *argv], capture_output=True, text=True)
+
+
+def test_half_hour_keeps_finished_parts(tmp_path):
+    """Each part's result, log and exit code; a second call runs the remaining parts."""
+    begin = ["--tiny", "--out", str(tmp_path)]
+    done = script("half_hour", *begin, "--only", "trace_one_token")
+    assert done.returncode == 0, done.stdout + (tmp_path / "trace_one_token.log").read_text()
+    trace = json.loads((tmp_path / "trace_one_token.json").read_text())
+    assert 0 < trace["busy_share"] <= 1
+    assert trace["kernels"][0]["milliseconds"] >= trace["kernels"][-1]["milliseconds"] >= 0
+    kept = (tmp_path / "parts.json").read_text()
+    assert json.loads(kept)["trace_one_token"]["exit_code"] == 0
+    assert script("half_hour", *begin, "--only", "trace_one_token").stdout == ""  # nothing is left
+    assert "no time left" in script("half_hour", *begin, "--only", "check", "--minutes", "0").stdout
+    assert (tmp_path / "parts.json").read_text() == kept
+    assert "got lunch, expected" in script("half_hour", *begin, "--only", "lunch").stderr
+
+
+@pytest.mark.slow
+def test_every_part_of_the_half_hour(tmp_path):
+    done = script("half_hour", "--tiny", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    parts = json.loads((tmp_path / "parts.json").read_text())
+    assert len(parts) == 13
+    check = json.loads((tmp_path / "check.json").read_text())
+    assert check["kernels"] == "agree with NumPy"
+    assert len(check["cells"]) == 4  # two dtypes, with and without our kernels
+    header, *lines = map(json.loads, (tmp_path / "shared_lm_head.jsonl").read_text().splitlines())
+    assert header["lm_head"] == "shared"
+    assert [line["what"] for line in lines] == ["autoregressive", "verify", "step hydra++", "step medusa"]
+
+
+@pytest.mark.slow
+def test_compiled_program_of_a_gpu(tmp_path):
+    """Two layers of a 7B, compiled for a described GPU."""
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        pytest.skip("XLA's CUDA compiler is not installed: pip install 'jax[cuda12]'")
+    argv = ["--layers", "2", "--what", "ar,ar-step,verify,hydra++", "--contexts", "512"]
+    done = script("compile_report", *argv, "--json", str(tmp_path / "p.json"))
+    assert done.returncode == 0, done.stderr
+    ((_, result),), _ = find_results(tmp_path)
+    for row in result.rows:
+        assert row["one_graph"], row
+        assert row["copies"] == 0, row
+        assert row["kernels_per_layer"] <= 13, row
+        assert row["gigabytes"] / row["floor_gigabytes"] < (1.01 if row["nodes"] == 1 else 1.2), row

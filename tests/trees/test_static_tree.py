@@ -1,0 +1,242 @@
+"""Compare `TreeTopology` with brute force over rank paths, and check its error messages."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.tree_tools import leaf_paths
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees import presets
+from hydrajax.trees.static_tree import MAX_NODES, TreeTopology
+
+SKIPPING = [[1], [1, 2], [4], [1, 2, 0], [4, 3]]
+
+
+@st.composite
+def rank_paths(draw) -> list[tuple[int, ...]]:
+    """Draw a prefix-closed set of rank paths in random order. Ranks are drawn freely, so most trees skip some."""
+    known = {()}
+    for parent, rank in draw(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)), max_size=24)):
+        shallow = sorted(path for path in known if len(path) < 5)
+        known.add((*shallow[parent % len(shallow)], rank))
+    return draw(st.permutations(sorted(known - {()})))
+
+
+def brute_nodes(paths) -> list[tuple[int, ...]]:
+    """Return the rank path of every node: the root, then one depth after another, each in lexicographic order."""
+    nodes = [()]
+    for depth in range(1, max(map(len, paths), default=0) + 1):
+        nodes += sorted(tuple(path) for path in paths if len(path) == depth)
+    return nodes
+
+
+def is_prefix(short, long) -> bool:
+    return long[: len(short)] == short
+
+
+@given(rank_paths())
+def test_nodes_parents_and_mask_match_brute_force(paths):
+    tree = TreeTopology.from_choices(paths)
+    nodes = brute_nodes(paths)
+    assert [(), *tree.choices] == nodes
+    assert tree.size == len(nodes)
+    assert tree.depth == max(map(len, nodes))
+    assert tree.max_rank == max((rank for path in nodes for rank in path), default=-1)
+    assert tree.depths.tolist() == [len(path) for path in nodes]
+    assert tree.parents.tolist() == [-1] + [nodes.index(path[:-1]) for path in nodes[1:]]
+    assert tree.ancestor_mask.dtype == bool
+    assert tree.ancestor_mask.tolist() == [[is_prefix(seen, path) for seen in nodes] for path in nodes]
+    assert tree.parents.dtype == tree.depths.dtype == np.int32
+
+
+@given(rank_paths())
+def test_node_and_leaf_paths_match_brute_force(paths):
+    tree = TreeTopology.from_choices(paths)
+    nodes = brute_nodes(paths)
+    expected = []
+    for node, path in enumerate(nodes):
+        line = [nodes.index(path[:length]) for length in range(len(path) + 1)]
+        expected.append(line + [node] * (tree.depth - len(path)))
+    assert tree.node_paths.tolist() == expected
+    assert tree.node_paths.dtype == np.int32
+
+    leaves = [n for n, path in enumerate(nodes) if not any(is_prefix(path, other) for other in nodes if other != path)]
+    deepest_last_first = sorted(leaves, reverse=True)
+    padded = [expected[n][: len(nodes[n]) + 1] + [-1] * (tree.depth - len(nodes[n])) for n in deepest_last_first]
+    assert leaf_paths(tree).tolist() == padded
+
+
+@given(rank_paths())
+def test_level_plans_match_brute_force(paths):
+    tree = TreeTopology.from_choices(paths)
+    nodes = brute_nodes(paths)
+    assert len(tree.levels) == tree.depth
+    for depth, level in enumerate(tree.levels, start=1):
+        children = [n for n, path in enumerate(nodes) if len(path) == depth]
+        parents = sorted({nodes.index(nodes[n][:-1]) for n in children})
+        assert level.children.tolist() == children
+        assert level.parents.tolist() == parents
+        assert level.paths.tolist() == [
+            [nodes.index(nodes[p][:length]) for length in range(len(nodes[p]) + 1)] for p in parents
+        ]
+        assert level.parent_slot.tolist() == [parents.index(nodes.index(nodes[n][:-1])) for n in children]
+        assert level.ranks.tolist() == [nodes[n][-1] for n in children]
+        assert level.width == 1 + max(nodes[n][-1] for n in children)
+
+
+def test_a_tree_that_skips_ranks_keeps_them():
+    """Expected arrays are written by hand. The released code would expand [1] as [0], by child counts."""
+    tree = TreeTopology.from_choices(SKIPPING)
+    assert tree.choices == ((1,), (4,), (1, 2), (4, 3), (1, 2, 0))
+    assert tree.parents.tolist() == [-1, 0, 0, 1, 2, 3]
+    assert [level.ranks.tolist() for level in tree.levels] == [[1, 4], [2, 3], [0]]
+    assert [level.width for level in tree.levels] == [5, 4, 1]
+    assert tree.levels[1].paths.tolist() == [[0, 1], [0, 2]]
+    assert tree.levels[2].paths.tolist() == [[0, 1, 3]]
+    assert tree.node_paths[5].tolist() == [0, 1, 3, 5]
+    assert leaf_paths(tree).tolist() == [[0, 1, 3, 5], [0, 2, 4, -1]]
+
+
+def test_root_only():
+    tree = TreeTopology.from_choices([])
+    assert (tree.size, tree.depth, tree.max_rank) == (1, 0, -1)
+    assert tree.levels == ()
+    assert tree.parents.tolist() == [-1]
+    assert tree.ancestor_mask.tolist() == [[True]]
+    assert tree.node_paths.tolist() == leaf_paths(tree).tolist() == [[0]]
+
+
+def test_chain():
+    tree = TreeTopology.from_choices([[2], [2, 0], [2, 0, 1]])
+    assert tree.parents.tolist() == [-1, 0, 1, 2]
+    assert tree.ancestor_mask.tolist() == np.tri(4, dtype=bool).tolist()
+    assert leaf_paths(tree).tolist() == [[0, 1, 2, 3]]
+    assert [level.ranks.tolist() for level in tree.levels] == [[2], [0], [1]]
+
+
+@given(rank_paths(), st.randoms(use_true_random=False))
+def test_equality_and_hash_do_not_depend_on_the_order_given(paths, rng: random.Random):
+    tree = TreeTopology.from_choices(paths)
+    _ = tree.levels, tree.ancestor_mask  # cached arrays must not affect equality
+    shuffled = [list(path) for path in paths]
+    rng.shuffle(shuffled)
+    other = TreeTopology.from_choices(shuffled)
+    assert tree == other
+    assert hash(tree) == hash(other)
+    bigger = TreeTopology.from_choices([*paths, next((r,) for r in range(99) if (r,) not in set(paths))])
+    assert tree != bigger
+
+
+def test_numpy_integers_are_ranks_and_become_plain_ints():
+    tree = TreeTopology.from_choices([(np.int64(1),), [np.int32(1), np.int8(0)]])
+    assert tree == TreeTopology.from_choices([[1], [1, 0]])
+    assert all(type(rank) is int for path in tree.choices for rank in path)
+
+
+@pytest.mark.parametrize(
+    ("choices", "pieces"),
+    [
+        ([[0], [1], [0]], ["[0]", "more than once"]),
+        ([[0], (0,)], ["[0]", "more than once"]),
+        ([[0], [1, 0]], ["[1, 0]", "without its parent", "add [1]"]),
+        ([[0, 0, 0], [0]], ["[0, 0, 0]", "without its parent", "add [0, 0]"]),
+        ([[0], [-1]], ["-1", "integers from 0 up", "[-1]"]),
+        ([[True]], ["True", "integers from 0 up"]),
+        ([[0], [0, 1.0]], ["1.0", "integers from 0 up", "[0, 1.0]"]),
+        ([[None]], ["None", "integers from 0 up"]),
+        ([["0"]], ["'0'", "integers from 0 up"]),
+        ([[0], []], ["non-empty", "[]"]),
+        ([0], ["non-empty list", "0"]),
+        (["00"], ["non-empty list", "'00'"]),
+    ],
+)
+def test_bad_choices_are_rejected(choices, pieces):
+    with pytest.raises(HydrajaxError) as caught:
+        TreeTopology.from_choices(choices)
+    message = str(caught.value)
+    assert message.startswith("tree: ")
+    assert "\n" not in message
+    for piece in pieces:
+        assert piece in message
+
+
+def test_the_number_of_nodes_is_limited():
+    """Mask and paths grow quadratically with the number of nodes. The limit includes the root."""
+    TreeTopology.from_choices([[rank] for rank in range(MAX_NODES - 1)])
+    with pytest.raises(HydrajaxError, match=f"more than {MAX_NODES} nodes"):
+        TreeTopology.from_choices([[rank] for rank in range(MAX_NODES)])
+
+
+def test_check_rejects_trees_beyond_the_drafter():
+    tree = TreeTopology.from_choices(SKIPPING)
+    tree.check(draft_depth=3, vocab_size=5)  # exactly deep and wide enough
+    with pytest.raises(HydrajaxError, match="got a depth of 3, expected at most the 2 tokens"):
+        tree.check(draft_depth=2, vocab_size=5)
+    with pytest.raises(HydrajaxError, match="got rank 4, expected less than the vocabulary of 4"):
+        tree.check(draft_depth=3, vocab_size=4)
+    TreeTopology.from_choices([]).check(draft_depth=0, vocab_size=1)
+
+
+@pytest.mark.parametrize("wrap", [lambda choices: choices, lambda choices: {"choices": choices, "note": "searched"}])
+def test_from_json_reads_a_list_or_an_object(tmp_path, wrap):
+    path = tmp_path / "tree.json"
+    path.write_text(json.dumps(wrap(SKIPPING)))
+    assert TreeTopology.from_json(path) == TreeTopology.from_json(str(path)) == TreeTopology.from_choices(SKIPPING)
+
+
+@pytest.mark.parametrize(
+    ("content", "pieces"),
+    [
+        (b"[[0], [0,", ["is not a JSON tree file"]),
+        (b"", ["is not a JSON tree file"]),
+        (b"\xff\xfe[[0]]", ["is not a JSON tree file"]),
+        (b'"chain-4"', ["expected a JSON list of choices"]),
+        (b"[" * 100_000, ["is not a JSON tree file"]),
+        (b"7", ["expected a JSON list of choices"]),
+        (b"null", ["expected a JSON list of choices"]),
+        (b'{"tree": [[0]]}', ["expected a JSON list of choices"]),
+        (b'{"choices": {"0": 1}}', ["expected a JSON list of choices"]),
+    ],
+)
+def test_from_json_rejects_other_content(tmp_path, content, pieces):
+    path = tmp_path / "tree.json"
+    path.write_bytes(content)
+    with pytest.raises(HydrajaxError) as caught:
+        TreeTopology.from_json(path)
+    for piece in ["tree", str(path), *pieces]:
+        assert piece in str(caught.value)
+
+
+def test_from_json_validates_choices(tmp_path):
+    path = tmp_path / "tree.json"
+    path.write_text("[[0], [1, 0]]")
+    with pytest.raises(HydrajaxError, match="without its parent"):
+        TreeTopology.from_json(path)
+    path.write_text("[[true]]")
+    with pytest.raises(HydrajaxError, match="integers from 0 up"):
+        TreeTopology.from_json(path)
+
+
+def test_from_json_missing_file_and_directory(tmp_path):
+    with pytest.raises(HydrajaxError, match=r"no such file: .*absent\.json"):
+        TreeTopology.from_json(tmp_path / "absent.json")
+    with pytest.raises(HydrajaxError, match="is not a JSON tree file"):
+        TreeTopology.from_json(tmp_path)
+
+
+def test_large_trees_are_rejected_before_they_are_built():
+    with pytest.raises(HydrajaxError, match="more than 4096 nodes"):
+        presets.cartesian([999, 999, 999])
+
+
+def test_deeply_nested_json_is_rejected(tmp_path):
+    file = tmp_path / "deep.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(HydrajaxError, match="not a JSON tree file"):
+        TreeTopology.from_json(file)

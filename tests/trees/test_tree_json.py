@@ -1,0 +1,57 @@
+"""Write and read tree files in every supported way, and reject other content."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees import DynamicTree, presets
+from hydrajax.trees.tree_json import content_of, read_tree, tree_from
+
+NUMBERS = {"nodes": 60, "expansions": 7, "top_k": 10}
+
+
+@pytest.mark.parametrize("tree", [presets.sparse(), presets.root(), DynamicTree(60, 7, 10)], ids=lambda tree: tree.size)
+def test_round_trip(tmp_path, tree):
+    path = presets.searched_path(tmp_path, 2)
+    path.write_text(json.dumps(content_of(tree) | {"provenance": {"machine": "abacus"}}))
+    assert read_tree(path) == presets.by_name(str(path)) == presets.tree_of(path) == tree
+    assert presets.searched(tmp_path, 2) == tree
+
+
+def test_the_fields_of_a_file():
+    assert content_of(DynamicTree(60, 7, 10)) == {"dynamic": NUMBERS}
+    assert content_of(presets.chain(2)) == {"choices": [[0], [0, 0]]}
+    assert tree_from([[0], [0, 0]], "here") == presets.chain(2)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("chain-4", "t.json: expected a JSON list of choices such as [[0], [0, 0], [1]], or an object with such"),
+        ({"tree": [[0]]}, "t.json: expected a JSON list of choices"),
+        ({"choices": {"0": 1}}, "t.json: expected a JSON list of choices"),
+        ({"dynamic": NUMBERS, "choices": [[0]]}, "t.json: got choices and dynamic, expected one of them"),
+        ({"dynamic": None}, "t.json: dynamic: expected the fields nodes, expansions, top_k and no other"),
+        ({"dynamic": [60, 7, 10]}, "t.json: dynamic: expected the fields nodes, expansions, top_k"),
+        ({"dynamic": {"nodes": 60, "expansions": 7}}, "t.json: dynamic: expected the fields"),
+        ({"dynamic": NUMBERS | {"depth": 3}}, "t.json: dynamic: expected the fields"),
+        ({"dynamic": NUMBERS | {"top_k": "10"}}, "t.json: dynamic.top_k: got '10', expected an integer"),
+        ({"dynamic": NUMBERS | {"nodes": True}}, "t.json: dynamic.nodes: got 'True', expected an integer"),
+        ({"dynamic": NUMBERS | {"nodes": 6.0}}, "t.json: dynamic.nodes: got '6.0', expected an integer"),
+        ({"dynamic": NUMBERS | {"nodes": 1}}, "got a dynamic tree of 1 nodes, expected 2 to 4096"),
+        (
+            {"dynamic": NUMBERS | {"nodes": 10**30}},
+            "00 nodes, expected 2 to 4096",
+        ),
+        ({"dynamic": NUMBERS | {"expansions": -1}}, "got -1 expansions of 10 nodes, expected at least 0"),
+        ({"dynamic": NUMBERS | {"top_k": 1}}, "dynamic-60-7-1 has 8 candidates"),
+    ],
+)
+def test_other_content_is_rejected(content, message):
+    with pytest.raises(HydrajaxError) as caught:
+        tree_from(content, "t.json")
+    assert str(caught.value).startswith("tree: ")
+    assert message in str(caught.value)

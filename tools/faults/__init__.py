@@ -1,0 +1,1 @@
+"""Fault injection: kill, starve and misfeed the commands, and count failures. Run `python -m tools.faults`."""

@@ -1,0 +1,145 @@
+"""Compile decode steps for a GPU without one, and count kernels, bytes, copies and CUDA graphs.
+
+    pip install 'jax[cuda12]'                    # or cuda13; 2 to 3 GB. The compiler alone takes 0.5 GB:
+                                                 # nvidia-cuda-nvcc-cu12, and without dependencies jax-cuda12-plugin
+                                                 # and jax-cuda12-pjrt of jax's own version
+    python tools/gpu/compile_report.py --what ar,verify,medusa,hydra++ --batches 1,8 --contexts 512,2048,8192
+    hydrajax report OUTPUT_FOLDER
+
+Nothing is allocated or run, so there are no timings. A program of a 7B compiles in 10 to 40 seconds. The floor is the
+bytes that a step must move: the base's weights, keys and values of the filled slots, and for a whole step the draft's
+weights. ``--what`` is any of
+
+    ar        the loop's body of decoding without a draft
+    ar-step   the same as a single call
+    verify    one pass of the base over the tree, in a loop
+    prefill   a prompt of --contexts tokens, for its temporary memory
+    medusa, hydra, hydra++, lookup    the loop's body with this drafter
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+DUMPS = tempfile.TemporaryDirectory(prefix="hydrajax_hlo_")
+FLAGS = f"--xla_dump_to={DUMPS.name} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*hydrajax_.*"
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def integers(text: str) -> list[int]:
+    return [int(word) for word in words(text)]
+
+
+def arguments() -> argparse.Namespace:
+    lines = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=lines[0], epilog=lines[2], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="7b", help="shape of the base (default %(default)s)")
+    parser.add_argument("--layers", type=int, help="layers of the base (default: the shape's)")
+    parser.add_argument("--what", type=words, default=["ar", "verify", "medusa", "hydra++"])
+    parser.add_argument("--batches", type=integers, default=[1])
+    parser.add_argument("--contexts", type=integers, default=[2048], help="filled slots of each sequence")
+    parser.add_argument("--nodes", type=int, default=64, help="first nodes of the released tree (default %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--int8", action="store_true", help="use int8 weights in the base")
+    parser.add_argument(
+        "--lm-head",
+        choices=["full", "shared", "low-rank", "reduced"],
+        default="full",
+        help="lm heads of the draft heads",
+    )
+    parser.add_argument("--device", default="h200", choices=["h200", "h100"])
+    parser.add_argument(
+        "--gemm", default="triton", choices=["triton", "cublas"], help="XLA's kernels of products (default %(default)s)"
+    )
+    parser.add_argument("--flags", default="", help="further XLA_FLAGS")
+    parser.add_argument("--show", action="store_true", help="list every kernel")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the optimised HLO to this directory")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a result for hydrajax report")
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> int:
+    from compiled_step import Case  # after XLA_FLAGS are set
+
+    from hydrajax.errors import HydrajaxError
+    from hydrajax.files import WholeFile
+
+    try:
+        names = ("shape", "nodes", "dtype", "int8", "lm_head", "device", "layers")
+        shared = {name: getattr(args, name) for name in names}
+        cells = itertools.product(args.what, args.batches, args.contexts)
+        cases = [Case(what, batch=batch, context=context, **shared) for what, batch, context in cells]
+        # An unwritable path fails before the compilations.
+        with WholeFile(args.json, "--json") if args.json else contextlib.nullcontext() as file:
+            report(args, cases, file)
+    except HydrajaxError as error:
+        print(f"compile_report.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(args: argparse.Namespace, cases: list, file) -> None:
+    """Compile and print every case, and write the result to ``file`` if given."""
+    from compiled_step import kernels_of, row_of
+
+    from hydrajax.machine import machine
+    from hydrajax.report.results import Result, write_result
+
+    rows = []
+    for case in cases:
+        row, hlo = row_of(case, Path(DUMPS.name))
+        rows.append(row)
+        print(line_of(row), flush=True)
+        if args.save:
+            args.save.mkdir(parents=True, exist_ok=True)
+            (args.save / f"{case.name}.hlo").write_text(hlo)
+        if args.show:
+            for kernel in kernels_of(case, hlo)[0]:
+                print(line_of_kernel(kernel))
+    if file:
+        title = f"the program of a decode step, {args.shape}, {args.dtype}{', int8 base' if args.int8 else ''}"
+        command = shlex.join(["python", "tools/gpu/compile_report.py", *sys.argv[1:]])
+        settings = {name: getattr(args, name) for name in ("shape", "dtype", "int8", "lm_head", "gemm")}
+        settings |= {"compiled for": args.device}
+        settings |= {name: found for name in ("layers", "flags") if (found := getattr(args, name))}
+        remark = "compiled for a described device, not run: no autotuning, no timings"
+        write_result(file, Result("program", "", title, rows, command, machine(), settings, [remark]))
+
+
+def line_of(row: dict) -> str:
+    return (
+        f"{row['what']:8} batch {row['batch']} context {row['context']:5}: {row['kernels']:4} kernels"
+        f" ({row['kernels_per_layer']:g} a layer), {row['gigabytes']:.2f} GB of {row['floor_gigabytes']:.2f}"
+        f" = {row['gigabytes'] / row['floor_gigabytes']:.3f}, {row['copies']} large copies"
+        f" ({row['copied_megabytes']:.0f} MB), {row['temporary_megabytes']:.0f} MB temporary,"
+        f" {'one graph' if row['one_graph'] else 'no single graph'}, {row['compile_seconds']:.0f} s"
+    )
+
+
+def line_of_kernel(kernel) -> str:
+    megabytes = f"r {kernel.read / 1e6:9.3f} w {kernel.written / 1e6:9.3f} MB"
+    inputs = " ".join(shape[:34] for shape in kernel.operands[:4])
+    result = f"{kernel.name[:40]:40} {kernel.shape[:50]:50}"
+    return f"  {kernel.kind:12} {megabytes}  {result} <- {inputs} | {kernel.source[-60:]}"
+
+
+if __name__ == "__main__":
+    parsed = arguments()
+    gemm = "" if parsed.gemm == "triton" else "--xla_gpu_enable_triton_gemm=false"
+    os.environ["XLA_FLAGS"] = f"{parsed.flags} {gemm} {FLAGS}"
+    os.environ["JAX_PLATFORMS"] = "cpu"  # only CUDA's compiler is used
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
+    sys.exit(main(parsed))

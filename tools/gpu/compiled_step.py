@@ -1,0 +1,238 @@
+"""Compile the programs of `compile_report.py` for a described GPU and count in them."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from compiled_program import CompiledProgram, Instruction, Kernel, array_bytes
+from described_gpu import PLATFORM, described, placed_on
+from draft_lm_heads import drafter_for
+
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.decode_loop import run_steps
+from hydrajax.decoding.engine import Engine
+from hydrajax.decoding.spec import SamplingParams
+from hydrajax.decoding.state import DecodeState, Params
+from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.none import NoDrafter
+from hydrajax.errors import HydrajaxError
+from hydrajax.formats.draft_registry import KINDS
+from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, nbytes
+from hydrajax.measure.timing import verify_again
+from hydrajax.models import backend
+from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
+from hydrajax.models.kernels import append_rows, tree_attention
+from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import PRESETS
+from hydrajax.trees import presets
+from hydrajax.trees.static_tree import TreeTopology
+
+MAX_NEW = 64  # new tokens of the loops; the rest of the context is prompt
+LARGE = 1_000_000  # bytes of a copied cache or weight, more than a few hidden states
+BASE_ALONE = ("ar", "ar-step", "verify", "prefill")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program.
+
+    Attributes:
+        lm_head: A name of `draft_lm_heads.LM_HEADS`, for the draft heads.
+        layers: Layers of the base (None: the shape's).
+    """
+
+    what: str
+    shape: str
+    batch: int
+    context: int
+    nodes: int
+    dtype: str
+    int8: bool
+    lm_head: str
+    device: str
+    layers: int | None = None
+
+    def __post_init__(self):
+        known = {"--shape": (self.shape, PRESETS), "--what": (self.what, (*BASE_ALONE, *KINDS))}
+        for flag, (found, names) in known.items():
+            if found not in names:
+                raise HydrajaxError(f"{flag}: got {found}, expected one of {', '.join(names)}")
+        if not 1 <= self.nodes <= presets.sparse().size:
+            raise HydrajaxError(f"--nodes: got {self.nodes}, expected 1 to {presets.sparse().size}")
+        for flag, found, least in (("--batches", self.batch, 1), ("--contexts", self.context, MAX_NEW + 1)):
+            if found < least:
+                raise HydrajaxError(f"{flag}: got {found}, expected at least {least}")
+        if self.layers is not None and self.layers < 1:
+            raise HydrajaxError(f"--layers: got {self.layers}, expected at least 1")
+
+    @property
+    def name(self) -> str:
+        """A Python identifier under which XLA dumps the program."""
+        words = [self.what.replace("+", "p").replace("-", "_"), self.shape, f"b{self.batch}_c{self.context}"]
+        return "_".join(["hydrajax", *words, f"l{self.layers or 0}"])
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Optimised HLO, bytes that a step must move, temporary bytes and seconds of compilation."""
+
+    hlo: str
+    floor: int
+    temporary: int
+    seconds: float
+
+
+def compile_case(case: Case) -> Compiled:
+    config = PRESETS[case.shape]
+    config = config.replace(
+        n_layers=case.layers or config.n_layers, max_positions=max(config.max_positions, case.context)
+    )
+    model = Llama(config, jnp.dtype(case.dtype), "int8" if case.int8 else None)
+    drafter, tree = _drafter_and_tree(case, model)
+    base = nn.unbox(abstract_base(model))
+    draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
+    engine, params = Engine(model, drafter, tree, MAX_NEW), Params(base, draft)
+    alone = case.what == "prefill"
+    prompt = jax.ShapeDtypeStruct((case.batch, case.context - (0 if alone else MAX_NEW)), jnp.int32)
+    inputs = [params, prompt, jax.ShapeDtypeStruct((case.batch,), jnp.int32)]
+    sampling = SamplingParams(jax.random.key(0), Greedy())
+
+    place = placed_on(case.device)
+    with backend.traced_for(PLATFORM), described(case.device):
+        began = time.perf_counter()
+        if alone:
+            lowered = _jitted(case, lambda *given: engine.prefill(*given, sampling)).lower(*place(inputs))
+        else:
+            state = jax.eval_shape(engine.prefill, *inputs, sampling)
+            call, carry = _turn(case.what, engine, params, state)
+            lowered = _jitted(case, call, donate_argnums=1).lower(*place((params, carry)))
+        program = lowered.compile(compiler_options=backend.compiler_options())
+    floor = autoregressive_bytes(model, base, case.batch, 0 if alone else case.context)
+    floor += 0 if case.what == "verify" else nbytes(draft)
+    temporary = program.memory_analysis().temp_size_in_bytes
+    return Compiled(program.as_text(), floor, temporary, time.perf_counter() - began)
+
+
+def _drafter_and_tree(case: Case, model: BaseModel) -> tuple[Drafter, TreeTopology]:
+    if case.what in ("ar", "ar-step", "prefill"):
+        return NoDrafter(), presets.root()
+    kind = "medusa" if case.what == "verify" else case.what
+    tree = next(iter(first_nodes(presets.sparse(), [case.nodes]).values()))
+    return drafter_for(model, kind, case.lm_head), tree
+
+
+def _turn(what: str, engine: Engine, params: Params, state: DecodeState) -> tuple[Callable, Any]:
+    """Return a function of parameters and carry, and the abstract carry."""
+    if what == "ar-step":
+        return engine.decode_step, state
+    if what != "verify":
+        return lambda params, state: run_steps(engine, params, state), state
+
+    def turns(params, carry):
+        return jax.lax.fori_loop(0, 8, lambda _, carry: verify_again(engine, params, *carry), carry)
+
+    tokens = jax.ShapeDtypeStruct((len(state.target.root), engine.tree.size), jnp.int32)
+    return turns, (state.target.cache, tokens)
+
+
+def _jitted(case: Case, call: Callable, **settings):
+    def named(*args):
+        return call(*args)
+
+    named.__name__ = named.__qualname__ = case.name
+    return jax.jit(named, **settings)
+
+
+# --- counting --------------------------------------------------------------------------------------------------
+
+
+def kernels_of(case: Case, hlo: str) -> tuple[list[Kernel], list[Kernel]]:
+    """Return the kernels of a step, and those outside the loop."""
+    program, moves = CompiledProgram(hlo), _moved_by_our_kernels(case)
+    outside = program.entry(moves)
+    return (outside, []) if case.what in ("ar-step", "prefill") else (program.loop(moves), outside)
+
+
+def _moved_by_our_kernels(case: Case):
+    """Return a function for the bytes of the package's own kernels, whose programs show only shapes of whole caches.
+
+    Attention reads the filled slots only, and appending moves the given rows.
+    """
+
+    def moves(instruction: Instruction, operands: tuple[str, ...]) -> tuple[int, int] | None:
+        if append_rows.NAME in instruction.attributes:
+            rows = math.prod(_dims(operands[0]))  # batch times tokens
+            per_row = sum(array_bytes(shape) // _dims(shape)[0] // _dims(shape)[2] for shape in operands[2:]) // 2
+            return rows * per_row, rows * per_row
+        if tree_attention.NAME in instruction.attributes:
+            lines = _dims(operands[0])[1]  # each tile of them reads all keys and values
+            tiles = -(-lines // tree_attention.MOST_LINES)
+            caches = [shape for shape in operands if _is_cache(shape, case.context)]
+            filled = sum(array_bytes(shape) * case.context // _dims(shape)[1] for shape in caches)
+            others = sum(array_bytes(shape) for shape in operands if shape not in caches)
+            return tiles * filled + others, array_bytes(instruction.shape)
+        return None
+
+    return moves
+
+
+def _is_cache(shape: str, context: int) -> bool:
+    """Test for the shape ``[B * kv, slots, H]`` with more slots than the context."""
+    dims = _dims(shape)
+    return len(dims) == 3 and dims[1] > context
+
+
+def _dims(shape: str) -> list[int]:
+    return [int(dim) for dim in re.match(r"\w+\[([\d,]*)\]", shape)[1].split(",") if dim]
+
+
+def row_of(case: Case, dumps: Path) -> tuple[dict, str]:
+    """Return a row of a "program" result, and the HLO."""
+    whole = compile_case(case)
+    step, outside = kernels_of(case, whole.hlo)
+    # Kernels per layer: two more layers add twice as many.
+    few = [len(kernels_of(case, compile_case(replace(case, layers=n)).hlo)[0]) for n in (2, 4)]
+    copies = [kernel for kernel in step + outside if kernel.kind == "copy" and kernel.moved > LARGE]
+    graphs = graphs_of(dumps, case)
+    row = {
+        "what": case.what,
+        "batch": case.batch,
+        "context": case.context,
+        "nodes": 1 if case.what in ("ar", "ar-step", "prefill") else case.nodes,
+        "kernels": len(step),
+        "kernels_per_layer": (few[1] - few[0]) / 2,
+        "gigabytes": sum(kernel.moved for kernel in step) / 1e9,
+        "floor_gigabytes": whole.floor / 1e9,
+        "copies": len(copies),
+        "copied_megabytes": sum(kernel.moved for kernel in copies) / 1e6,
+        "temporary_megabytes": whole.temporary / 1e6,
+        "one_graph": graphs == ["kCommandBuffer"],
+        "graphs": graphs,
+        "compile_seconds": whole.seconds,
+    }
+    return row, whole.hlo
+
+
+def graphs_of(dumps: Path, case: Case) -> list[str]:
+    """List the CUDA graphs and host loops that the host launches, in order."""
+    files = sorted(dumps.glob(f"*{case.name}*thunk_sequence_after_thunk_passes.txt"))
+    lines = files[-1].read_text().splitlines() if files else []
+    indents = [(len(line) - len(line.lstrip()), re.search(r"\bk[A-Z]\w+", line)) for line in lines]
+    found, inside = [], None
+    for indent, kind in indents:
+        if inside is not None and indent > inside:
+            continue
+        inside = None
+        if kind and kind[0] in ("kWhile", "kConditional", "kCommandBuffer"):
+            found.append(kind[0])
+            inside = indent if kind[0] == "kCommandBuffer" else None
+    return found
