@@ -185,7 +185,7 @@ def test_end_of_text_and_a_full_context_are_reasons(loaded, whole):
 def test_bad_requests_are_refused(loaded, executor):
     for arguments, message in [
         ({"stop": "\n"}, "stop: got one string, expected a list"),
-        ({"stop": [""]}, "stop: found an empty string"),
+        ({"stop": [""]}, "stop: got an empty string"),
         ({"specs": [executor.spec]}, "specs: got 1 for 3 prompts, expected one per prompt"),
         ({"specs": with_limits(executor, [3, 65, 1])}, "max_new_tokens: got 65, expected at most 64"),
     ]:

@@ -54,7 +54,7 @@ def test_beside_the_base_or_merged_it_says_what_transformers_says(said, program,
         ("generate --prompt a --base BASE --merge-adapter", "merge: requires an adapter"),
         ("generate --prompt a --base BASE --adapter nowhere", "--adapter: no such directory: nowhere"),
         ("generate --prompt a --base BASE --adapter BASE", "--adapter: no such file: BASE/adapter_config.json"),
-        ("bench --random tiny --adapter BASE", "bench: --adapter goes with --base"),
+        ("bench --random tiny --adapter BASE", "--adapter: requires --base"),
         (
             "convert merge --base BASE --adapter LORA --output LORA",
             "--output: got 'LORA', the directory of the adapter; choose another one",

@@ -197,7 +197,7 @@ def test_seconds_of_a_batch_count_once():
 
 
 def test_generate_refuses_a_lone_text_and_never_reads_it_as_many_prompts(base):
-    with pytest.raises(hydrajax.HydrajaxError, match="prompts: must be a list of prompts"):
+    with pytest.raises(hydrajax.HydrajaxError, match="prompts: got one text, expected a list"):
         hydrajax.generate(hydrajax.load(base).executor(), "hello")
 
 

@@ -262,7 +262,7 @@ def test_large_trees_hide_most_rejected_nodes(program, model, wide_tree):
         (["--base", "BASE", "--prompt", "x"], "--draft: is required with --base, to draw a step"),
         (["--base", "BASE", "--draft", "none", "--prompt", "x"], "--draft: is required with --base, to draw a step"),
         (["--base", "BASE", "--draft", "HEADS"], "--prompt: is required with --base, to draw a step"),
-        (["--base", "BASE", "--draft", "HEADS", "--prompt", ""], "--prompt: is empty, some text is needed"),
+        (["--base", "BASE", "--draft", "HEADS", "--prompt", ""], "--prompt: is empty, expected some text"),
         (["--draft", "HEADS"], "--draft: requires --base, as only a model has steps to draw"),
         (["--step", "2"], "--step: requires --base, as only a model has steps to draw"),
         (["--step", "0"], "--step: got '0', expected an integer from 1 up"),

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Load the scripts of ``experiments/``."""
-=======
 """The scripts of ``experiments/`` and ``tools/``, for their tests."""
->>>>>>> main
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_a_busy_port_and_bad_numbers_are_refused_before_the_model_is_loaded(capf
             (["--port", "99999"], "--port: cannot listen on 127.0.0.1 port 99999"),
             (["--grace", "-1"], "--grace: got -1, expected at least 0"),
             (["--temperature", "-1"], "--temperature: got -1.0, expected a finite number from 0 up"),
-            (["--slots", "0"], "argument --slots: "),
+            (["--slots", "0"], "--slots: got"),
         ):
             assert main(["serve", "--base", "nowhere", *options]) == 2
             assert message in capfd.readouterr().err

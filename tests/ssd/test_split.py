@@ -197,4 +197,4 @@ def test_too_many_draft_devices(command, models, capsys):
     prompts = ["--prompt", "x"] if command == "generate" else []
     assert main([command, "--base", base, "--draft", draft, "--tree", "chain-2", "--draft-devices", "9", *prompts]) == 2
     *_, said = capsys.readouterr().err.strip().splitlines()
-    assert said == ("hydrajax: --draft-devices: must be at most 0, found 9: of 1 devices the base takes all")
+    assert said == ("hydrajax: --draft-devices: got 9, expected at most 0: the base uses 1 of 1 devices")

@@ -143,7 +143,7 @@ def test_sparse_rejects_an_unknown_name():
 def test_impossible_sizes_are_rejected(tmp_path):
     with pytest.raises(HydrajaxError, match=r"got Cartesian widths \[2, 0\], expected 1 or more"):
         presets.by_name("cartesian-2x0")
-    with pytest.raises(HydrajaxError, match="nodes, root included"):
+    with pytest.raises(HydrajaxError, match="root included"):
         presets.by_name("cartesian-999x999x999")  # rejected before a billion paths are listed
     with pytest.raises(HydrajaxError, match="got a chain of -1, expected a depth of 0 or more"):
         presets.chain(-1)
