@@ -51,7 +51,7 @@ class Matches(NamedTuple):
 
 
 def empty(batch: int, slots: int, sizes: range) -> History:
-    """Return an empty history with room for ``slots`` tokens. sizes: the lengths of the n-grams."""
+    """Return an empty history with room for ``slots`` tokens, for n-grams of these ``sizes``."""
     n_hashes = 2 ** max((slots - 1).bit_length(), 1)
     shape = batch, len(sizes)
     return History(

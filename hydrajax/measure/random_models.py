@@ -14,7 +14,7 @@ from hydrajax.models.llama_config import PRESETS, LlamaConfig
 
 
 def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, quantize: str | None = None):
-    """Return ``(model, base_params)``, made on the device. quantize: as in `hydrajax.models.llama.Llama`."""
+    """Return ``(model, base_params)``, made on the device, quantised as in `hydrajax.models.llama.Llama`."""
     model = Llama(config, jnp.dtype(dtype), quantize)
 
     def init(rng):

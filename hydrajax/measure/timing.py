@@ -119,10 +119,10 @@ def verify_again(engine: Engine, params: Params, cache: KVCache, tokens: Int[Arr
 
 
 class StepTimer:
-    """Times an executor's step and its phases. Every method compiles one of them and returns it as `Timed`.
+    """Time an executor's step and its phases. Each method compiles one of them and returns it as `Timed`.
 
     Sequences have ``context`` random tokens. The spec's ``max_new_tokens`` must be at least ``n_steps`` (K + 1), so
-    that no sequence finishes in a timed loop. compile_seconds: of all compilations so far.
+    that no sequence finishes in a timed loop. ``compile_seconds`` is the total of all compilations so far.
     """
 
     def __init__(self, executor: Executor, batch: int, context: int, n_steps: int, seed: int = 0):

@@ -14,7 +14,7 @@ from hydrajax.roofline.prediction import Prediction, Workload, predict
 
 @dataclass
 class Comparison:
-    """The cells of a benchmark: ``predicted[i]`` belongs to ``measured[i]``. devices: the rates measured with each."""
+    """The cells of a benchmark: ``predicted[i]`` and the rates in ``devices[i]`` belong to ``measured[i]``."""
 
     devices: list[Device] = field(default_factory=list)
     predicted: list[Prediction] = field(default_factory=list)

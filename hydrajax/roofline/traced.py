@@ -254,7 +254,7 @@ class _Count:
         return _Value(number=next(self.numbers), is_real=True, products=made_by, is_product=True)
 
     def operators(self, outputs: set[int]) -> list[Operator]:
-        """Return all operators. outputs: products that the whole function returns, which something else reads."""
+        """Return all operators. ``outputs`` are products that the traced function returns, to be read elsewhere."""
         found = list(self.lookups)
         for number, product in enumerate(self.products):
             name, read = product.operator.name, 0 if number in outputs else product.output
