@@ -193,7 +193,7 @@ def test_other_rules(program, arguments, rule, tmp_path):
         (["--categories", "cats"], "--categories: got 'cats', expected trees, cafés"),
         (["--max-new-tokens", 127], "--max-new-tokens: got 127, expected at most 126"),
         (["--template", "llama"], "--template: got 'llama', expected auto, vicuna, plain"),
-        (["--tree", "oak"], "tree: found 'oak'"),
+        (["--tree", "oak"], "tree: got 'oak'"),
         (["--draft", "nowhere"], "--draft: no such directory: nowhere"),
         (["--top-k", 3], "--top-k: got a value for the rule greedy, expected none"),
         (["--base", assets.base()], "--template: the tokenizer has no chat template; choose one of vicuna, "),

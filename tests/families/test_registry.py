@@ -193,7 +193,10 @@ def test_a_file_without_a_family():
         ({"rope_scaling": {"type": "linear"}}, ("factor", "missing")),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, ("factor", "positive", "0")),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, ("low_freq_factor", "missing")),
-        ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, ("low_freq_factor", "below", "4.0")),
+        (
+            {"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}},
+            ("low_freq_factor", "less than", "4.0"),
+        ),
         ({"hidden_size": "wide"}, ("wrong type", "wide")),
         ({"num_hidden_layers": None}, ("wrong type",)),
         ({"vocab_size": float("inf")}, ("wrong type",)),

@@ -87,7 +87,7 @@ def test_messages_name_the_fields_of_the_caller(tokenizer):
         make_encoder(SlowTokenizer(), "plain")
     with pytest.raises(HydrajaxError, match=r"^model: got SlowTokenizer, expected a fast tokenizer"):
         make_encoder(SlowTokenizer(), "plain", tokenizer_field="model")
-    with pytest.raises(HydrajaxError, match=r"^style: found 'x'"):
+    with pytest.raises(HydrajaxError, match=r"^style: got 'x'"):
         make_encoder(tokenizer, "x", field="style")
 
 
