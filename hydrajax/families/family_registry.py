@@ -50,7 +50,8 @@ SUPPORTED = "; ".join(f"'{name}' ({family.models})" for name, family in FAMILIES
 
 def unsupported(name: str, found: Any, expected: str) -> HydrajaxError:
     """Return the error for a field whose value is not implemented; the caller adds the file."""
-    return HydrajaxError(f"{name}: got {found!r}, expected {expected}")
+    found = repr(found)
+    return HydrajaxError(f"{name}: got {found if len(found) <= 200 else found[:200] + '...'}, expected {expected}")
 
 
 def to_llama_config(raw: dict, what: str = "config.json") -> LlamaConfig:

@@ -1,4 +1,5 @@
-"""The kinds of drafters, one entry each. A kind also has a class in `hydrajax.drafters` and its formats here.
+"""The kinds of drafters, one entry each. A kind also has a class in `hydrajax.drafters` and its formats in
+this package.
 
 Commands, training, benchmarks and the roofline look kinds up here and import no drafter class.
 """

@@ -78,7 +78,11 @@ EAGLE_CONFIG = {  # variants in SGLang's eagle_config
 
 
 class FeatureFormat(HeadFormat):
-    """A format of EAGLE drafts. layer: start of the decoder layer's tensor names."""
+    """A format of EAGLE drafts.
+
+    Attributes:
+        layer: prefix of the decoder layer's tensor names.
+    """
 
     stem = MODEL
     ignored = IGNORED
@@ -261,7 +265,9 @@ class Speculators(FeatureFormat):
 
 
 def eagle_layout(drafter: Eagle, layer: str, fc: str = "fc") -> Layout:
-    """Return EAGLE-1's key map. layer, fc: start of the tensor names of the decoder layer and the projection."""
+    """Return EAGLE-1's key map; ``layer`` and ``fc`` are the prefixes of the layer's and the projection's tensor
+    names.
+    """
     width = drafter.config.width
     bias = [same(("fc_bias",), f"{fc}.bias", width)] if drafter.fc_bias else []
     kernel = transposed(("fc",), f"{fc}.weight", width, 2 * width)
@@ -269,7 +275,7 @@ def eagle_layout(drafter: Eagle, layer: str, fc: str = "fc") -> Layout:
 
 
 def eagle_3_layout(drafter: Eagle3, layer: str) -> Layout:
-    """Return EAGLE-3's key map. layer: as in `FeatureFormat`."""
+    """Return EAGLE-3's key map; ``layer`` as in `FeatureFormat`."""
     c, width = drafter.config, drafter.config.width
     return [
         transposed(("fc",), "fc.weight", width, len(drafter.aux_hidden_layers) * width),
@@ -282,11 +288,7 @@ def eagle_3_layout(drafter: Eagle3, layer: str) -> Layout:
 
 
 def read_layer(config: dict[str, Any], base: LlamaConfig, where: str = CONFIG) -> LlamaConfig:
-    """Return the draft's decoder layer. where: begins error messages.
-
-    Raises:
-        HydrajaxError: not one plain LLaMA layer, or another base's sizes.
-    """
+    """Return the draft's decoder layer; ``where`` begins error messages."""
     # Some files give the base's model_type; the layer is LLaMA's anyway.
     found = to_llama_config(config | {"model_type": "llama"}, where)
     check_sizes((found.vocab_size, found.width), base)

@@ -23,7 +23,12 @@ MOST = 64  # heads, and blocks per head: a larger number is a typo, and would ta
 
 
 class MadeFor(NamedTuple):
-    """The base that heads were made for, as far as an export knows it. n_layers: None if unknown."""
+    """The base that heads were made for, as far as an export knows it.
+
+    Attributes:
+        name: of the base; empty if unknown.
+        n_layers: None if unknown.
+    """
 
     name: str = ""
     n_layers: int | None = None
@@ -78,7 +83,10 @@ class HeadFormat:
     def settled(self, drafter: Drafter, files: TensorFiles, dtype: Any) -> Drafter:
         """Return the drafter with settings that depend on tensor contents, such as which blocks are shared.
 
-        Names, shapes and dtypes have been checked. dtype: of the computation; None for the file's.
+        Args:
+            drafter: from the names, shapes and dtypes of the tensors, which have been checked.
+            files: the tensors.
+            dtype: of the computation; None for the file's.
         """
         raise NotImplementedError
 
@@ -93,7 +101,13 @@ class HeadFormat:
 
 @dataclass(frozen=True)
 class About:
-    """A drafter's description in the model card. tag: on the Hub; rows: of the card's table."""
+    """A drafter's description in the model card.
+
+    Attributes:
+        title: for the heading.
+        tag: on the Hub.
+        rows: of the card's table.
+    """
 
     title: str
     tag: str
@@ -142,7 +156,13 @@ def flag(config: dict, field: str, default: bool | None = None) -> bool:
 
 
 def expect(config: dict, allowed: dict[str, tuple], where: str = CONFIG) -> None:
-    """Refuse a field that declares an unimplemented variant. allowed: values of each field; None means missing."""
+    """Raise `HydrajaxError` for a field that declares an unimplemented variant.
+
+    Args:
+        config: the content of ``config.json``.
+        allowed: values of each field; None means missing.
+        where: begins error messages.
+    """
     for name, values in allowed.items():
         if (found := config.get(name)) not in values:
             shown = next((repr(value) for value in values if value is not None), "no such field")

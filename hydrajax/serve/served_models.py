@@ -18,7 +18,13 @@ CONTEXT, ROUNDS = 256, 5
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A base with a draft and its trees, in its own batcher. about: further fields of ``/v1/models``."""
+    """A base with a draft and its trees, in its own batcher.
+
+    Attributes:
+        name: in requests.
+        batcher: runs its sequences.
+        about: further fields of ``/v1/models``.
+    """
 
     name: str
     batcher: Batcher

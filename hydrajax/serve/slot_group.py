@@ -23,7 +23,15 @@ STEPS_BEFORE_SHRINKING = 8  # bursts for which a smaller shape must have been en
 
 
 class RunningSequence:
-    """A request in a slot. max_length: tokens that it can reach. emitted, steps: so far."""
+    """A request in a slot.
+
+    Attributes:
+        handle: the request and its result.
+        max_length: tokens that it can reach.
+        text: the text so far, cut at stop strings.
+        emitted: tokens so far.
+        steps: decode steps so far.
+    """
 
     def __init__(self, handle: RequestHandle, tokenizer: Any, max_length: int):
         self.handle, self.max_length = handle, max_length

@@ -59,8 +59,8 @@ class FanOut:
         """Return the ``budget`` likeliest outcomes, which maximise the hit rate.
 
         Args:
-            probabilities: ``[K+1, R]`` joint probability of each accept length and of the guess of each rank. Where
-                measured values rise with the rank, neighbours are replaced by their mean.
+            probabilities: ``[K+1, R]`` joint probability of each accept length and of the guess of each rank. Adjacent
+                ranks whose measured values rise are averaged, because a probability must not rise with the rank.
             budget: number of outcomes; outcomes of probability 0 are left out.
         """
         found = np.array([_non_increasing(row) for row in probabilities])

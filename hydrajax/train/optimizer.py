@@ -65,7 +65,12 @@ def _joint_settings(config: TrainConfig) -> tuple[OptimizerConfig, OptimizerConf
 
 
 class FromStep(NamedTuple):
-    """count: int32 number of updates. inner: the state of the delayed optimizer."""
+    """The state of a delayed optimizer.
+
+    Attributes:
+        count: int32 number of updates.
+        inner: the optimizer's own state.
+    """
 
     count: jax.Array
     inner: Any
