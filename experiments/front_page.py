@@ -48,7 +48,7 @@ def tree_picture(path: Path) -> None:
 
     step = max(trace_steps(executor, m.prompt_ids(PROMPT, "prompt"), most=16), key=merit)
     words = [visible(m.tokenizer, token) for token in step.tokens]
-    note = f"One pass of the base over these {tree.size} nodes: {len(step.path)} tokens accepted (green). "
+    note = f"One pass of the base over these {tree.size} nodes: {len(step.path)} tokens emitted (green). "
     note += f"{visible(m.tokenizer, step.bonus_token)} is the bonus token."
     save_png(draw_step(tree, words, step.path, decode_text(m.tokenizer, step.before), note), path, "images")
 
