@@ -139,7 +139,7 @@ def seeds_of(args: argparse.Namespace, config: TrainConfig, tokenizer: Any) -> S
 
     if args.seeds is None:
         run, cuts = (config.data, tokenizer, config.seed), (args.count or CUTS, args.prompt_tokens or CUT_TOKENS)
-        found = reading.of_config(*run, *cuts, cuts=args.seed, held_out=args.held_out, say=print)
+        found = reading.of_config(*run, *cuts, cuts=args.seed, held_out=args.held_out, on_message=print)
         if not found.seeds:
             raise HydrajaxError("data.held_out: got 0, expected more than 0 with --held-out")
     else:

@@ -69,7 +69,7 @@ def read_seeds(name: str, data: str | None = None) -> tuple[Seeds, list[BadRecor
 
 
 def of_config(
-    config: DataConfig, tokenizer: Any, seed: int, count: int, length: int, *, cuts: int, held_out: bool, say
+    config: DataConfig, tokenizer: Any, seed: int, count: int, length: int, *, cuts: int, held_out: bool, on_message
 ) -> Seeds:
     """Return seeds from a run's training or held-out data: its conversations, or ``count`` beginnings of other text.
 
@@ -80,13 +80,13 @@ def of_config(
         count, length: number of beginnings, and their tokens.
         cuts: seed of the cuts.
         held_out: take the held-out part.
-        say: called with each message.
+        on_message: called with each message.
     """
-    train, kept_back, encode = dataset.parts(config, seed, say)
+    train, kept_back, encode = dataset.parts(config, seed, on_message)
     items = kept_back if held_out else train
     if encode is dataset.encode_chat:
         return of_conversations([item.content for item in items])
-    documents = encode(config, tokenizer, items, say)
+    documents = encode(config, tokenizer, items, on_message)
     return cut([item.name for item in items], documents, count, length, cuts)
 
 
