@@ -74,6 +74,8 @@ def generate(
     specs = [executor.spec] * len(encoded) if specs is None else list(specs)
     if len(specs) != len(encoded):
         raise HydrajaxError(f"specs: got {len(specs)} for {len(encoded)} prompts, expected one per prompt")
+    if isinstance(seed, (Sequence, np.ndarray)) and len(seed) != len(encoded):
+        raise HydrajaxError(f"seed: got {len(seed)} for {len(encoded)} prompts, expected one, or one per prompt")
     if not encoded:
         return iter(())
     return _generate(executor, encoded, specs, tuple(stop), min(batch_size, len(encoded)), seed, on_status)
@@ -225,7 +227,7 @@ def _generate(
 ) -> Iterator[Generation]:
     one, each = seed, None
     if isinstance(seed, (Sequence, np.ndarray)):
-        one, each = 0, _one_per_prompt(seed, len(encoded))
+        one, each = 0, seed
     one = seed_for(specs[0].rule, one)
     kinds = list(dict.fromkeys(specs))
     n_steps = STEPS_PER_BURST if stop else executor.room  # without stop strings in one burst
@@ -242,12 +244,6 @@ def _generate(
         for row, (ids, spec, text) in enumerate(zip(batch, own, texts, strict=True)):
             drawn = one if each is None or one is None else int(each[start + row])
             yield row_result(executor, spec, ids, now, row, text, seconds, drawn)
-
-
-def _one_per_prompt(seeds: Sequence[int], count: int) -> Sequence[int]:
-    if len(seeds) != count:
-        raise HydrajaxError(f"seed: got {len(seeds)} for {count} prompts, expected one, or one per prompt")
-    return seeds
 
 
 @jax.jit
