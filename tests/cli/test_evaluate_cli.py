@@ -305,7 +305,7 @@ def test_a_whole_set_is_killed_half_way_and_taken_up(name, count, tmp_path):
     out, _ = process.communicate(timeout=1800)
     assert process.returncode == 0, out
     assert "questions are answered" in out
-    assert "cut at the beginning, being longer than 496 tokens: " in out or name == "mt_bench"
+    assert "cut at the beginning, being longer than 1008 tokens: " in out or name == "mt_bench"
     asked = [json.loads(line) for line in (data / f"{name}_question.jsonl").read_text().splitlines()]
     for path in sorted(part.glob("*.jsonl")):
         records = read(path)
