@@ -82,7 +82,7 @@ def any_trees(draw):
 )  # fmt: skip
 def test_no_tree_changes_the_tokens(lab, drafter, tree, base_seed, draft_seed, some):
     """Every example compiles another tree."""
-    assume(tree.depth <= lab.drafters[drafter].depth)
+    assume(tree.depth <= lab.drafters[drafter].spec.depth)
     assume(not isinstance(tree, DynamicTree) or tree.expansions < lab.drafters[drafter].depth)
     texts, margin = lab.references(base_seed, some)
     assume(margin > HEALTHY)
