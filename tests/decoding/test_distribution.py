@@ -98,7 +98,8 @@ class Bigram(Scripted):
             drawn = sampled_tokens(draw.keys[:, k], logits, level.width)[:, level.parent_slot, level.ranks]
             candidates = jnp.concatenate([candidates, drawn], axis=1)
             drawn_from.append(logits)
-        return Proposal(candidates, tree.topology, jnp.concatenate(drawn_from, axis=1))
+        log_q = jnp.concatenate(drawn_from, axis=1) if drawn_from else None  # the root alone draws nothing
+        return Proposal(candidates, tree.topology, log_q)
 
 
 FOUR = Vocabulary([0, 1, 3, 4])

@@ -83,7 +83,7 @@ def any_trees(draw):
 def test_no_tree_changes_the_tokens(lab, drafter, tree, base_seed, draft_seed, some):
     """Every example compiles another tree."""
     assume(tree.depth <= lab.drafters[drafter].spec.depth)
-    assume(not isinstance(tree, DynamicTree) or tree.expansions < lab.drafters[drafter].depth)
+    assume(not isinstance(tree, DynamicTree) or tree.expansions < lab.drafters[drafter].spec.depth)
     texts, margin = lab.references(base_seed, some)
     assume(margin > HEALTHY)
     decode_fn = make_decode_fn(lab.model, lab.drafters[drafter], tree, max_new_tokens=MAX_NEW)
