@@ -62,7 +62,7 @@ class LmHead:
     and ``lm_bias [V']`` with ``bias``.
 
     Attributes:
-        shared: Use the base's own lm head; no parameters but the bias.
+        shared: Use the base's own lm head, or its part for the vocabulary; no parameters but the bias.
         rank: r of a low-rank product in place of one matrix.
         vocabulary: The V' tokens; None for all V.
         bias: Add a bias.
@@ -77,8 +77,8 @@ class LmHead:
     vocabulary: Vocabulary | None = None
 
     def __post_init__(self):
-        if self.shared and (self.rank is not None or self.vocabulary is not None):
-            raise HydrajaxError("lm_head: got shared with a rank or a vocabulary, expected one of the three")
+        if self.shared and self.rank is not None:
+            raise HydrajaxError(f"lm_head: got shared and a rank of {self.rank}, expected one of them")
         if self.rank is not None and self.rank < 1:
             raise HydrajaxError(f"lm_head.rank: got {self.rank}, expected at least 1")
 
@@ -117,14 +117,18 @@ class LmHead:
     def logits(
         self, params: Mapping[str, Array], hidden: Float[Array, "*rows D"], base_logits
     ) -> Float[Array, "*rows V_"]:
-        """Return float32 logits over the V' tokens; ``base_logits`` maps hidden states to the base's logits."""
+        """Return float32 logits over the V' tokens; ``base_logits`` is the base's `BoundBase.logits`."""
         if self.shared:
-            out = base_logits(hidden)
+            out = self.of_base(hidden, base_logits)
         elif self.rank is not None:
             out = project(project(hidden, params["lm_down"]), params["lm_up"], jnp.float32)
         else:
             out = project(hidden, params["lm_kernel"], jnp.float32)
         return out + params["lm_bias"].astype(jnp.float32) if self.bias else out
+
+    def of_base(self, hidden: Float[Array, "*rows D"], base_logits) -> Float[Array, "*rows V_"]:
+        """Return the base's logits over the V' tokens."""
+        return base_logits(hidden) if self.vocabulary is None else base_logits(hidden, self.vocabulary.tokens)
 
     # --- token ids from here on -----------------------------------------------------------------------------------
 

@@ -341,8 +341,8 @@ class AtOnce(HeadStack):
         base_logits, n_levels = [base.logits] * len(hidden), len(guesses_of(tree))
         if self.lm_head.shared and n_levels:
             # One product for all levels, so that the base's lm head is read once.
-            shared = base.logits(jnp.concatenate(hidden[:n_levels], axis=1))
-            base_logits = [lambda _, k=k: shared[:, k, None] for k in range(shared.shape[1])]
+            shared = self.lm_head.of_base(jnp.concatenate(hidden[:n_levels], axis=1), base.logits)
+            base_logits = [lambda *_, k=k: shared[:, k, None] for k in range(shared.shape[1])]
 
         def guess(nothing, beam):
             k = beam.depth

@@ -52,7 +52,8 @@ class HeadSettings(Settings):
         lm_head: ``full``, a product of rank ``lm_rank`` (``low_rank``), or the base's own (``shared``). Heads with one
             of the last two, or with a vocabulary, are saved in hydrajax's own format.
         vocabulary: The number of tokens that the draft can propose: the most frequent targets of the training text, or
-            those of the heads to start from. None for all.
+            those of the heads to start from. None for all. With ``shared``, each step multiplies with the base's lm
+            head for these tokens alone.
     """
 
     num_draft_heads: int = 4
@@ -69,8 +70,6 @@ class HeadSettings(Settings):
         at_least("draft.num_draft_heads", self.num_draft_heads, 1)
         at_least("draft.n_layers", self.n_layers, 1)
         at_least("draft.vocabulary", self.vocabulary, 1)
-        if self.vocabulary is not None and self.lm_head == "shared":
-            raise HydrajaxError("draft.vocabulary: expected none with draft.lm_head shared, the base's own lm head")
 
     def small_lm_head(self, base: LlamaConfig, target_counts: Int[np.ndarray, " V"] | None) -> LmHead | None:
         """Return the lm head of these settings; None for the drafter's own. See `vocabulary_of`."""

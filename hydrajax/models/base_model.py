@@ -68,8 +68,15 @@ class BaseModel(Protocol):
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Return raw input embeddings E(x)."""
 
-    def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Return float32 next-token logits from hidden states after the final norm."""
+    def logits(
+        self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None
+    ) -> Float[Array, "*rows V_"]:
+        """Return float32 next-token logits from hidden states after the final norm.
+
+        Args:
+            hidden: The hidden states.
+            tokens: Ids of the tokens whose logits to return, in this order; constants of the program. None for all.
+        """
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """Return the lm head as one float array."""
@@ -112,9 +119,11 @@ class BoundBase:
         """Return raw input embeddings E(x)."""
         return self._apply(tokens, method="embed")
 
-    def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Return the base's next-token logits, float32."""
-        return self._apply(hidden, method="logits")
+    def logits(
+        self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None
+    ) -> Float[Array, "*rows V_"]:
+        """Return the base's next-token logits, float32, of all tokens or of these."""
+        return self._apply(hidden, tokens, method="logits")
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """Return the base's lm head, from which draft lm heads start (medusa 2.1.1)."""

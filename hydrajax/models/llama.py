@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax.models import backend
@@ -51,11 +52,15 @@ class Llama(nn.Module):
         """Return raw input embeddings E(x), which Hydra heads read (hydra section 3)."""
         return jnp.take(self.embedding, tokens, axis=0, mode="clip")
 
-    def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Return float32 next-token logits from hidden states after the final norm."""
+    def logits(
+        self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None
+    ) -> Float[Array, "*rows V_"]:
+        """Return float32 next-token logits of all tokens, or of these; see `hydrajax.models.base_model.BaseModel`."""
         if self.config.tied_lm_head:
-            return backend.matmul_transposed(hidden, self.embedding, jnp.float32)
-        return project(hidden, self.lm_head, jnp.float32)
+            rows = self.embedding if tokens is None else self.embedding[tokens]
+            return backend.matmul_transposed(hidden, rows, jnp.float32)
+        kernel = self.lm_head if tokens is None else self.head_kernel()[:, tokens]
+        return project(hidden, kernel, jnp.float32)
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """Return the lm head as one float array."""
