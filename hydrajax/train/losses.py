@@ -198,7 +198,8 @@ def draft_loss(
         aux_hidden_states: what the drafter reads.
         hidden: the base's post-norm hidden states, the teacher. They get no gradient.
         batch: int32 ``[B, T]`` ``tokens``, ``labels`` (or `IGNORED`) and, if packed, ``segments`` (0 for padding).
-            Attention and targets stay within a document.
+            Attention and targets stay within a document. ``best``, the base's most likely token after each position, is
+            computed if it is missing.
         base: embeddings and lm head for the drafter.
         rng: for noise and the drafter's dropout. None: without these.
         counts: `head_counts` of the whole batch if this is a micro-batch. Losses, metrics and gradients of all
@@ -230,7 +231,7 @@ def draft_loss(
     if objective.lm_weight or objective.teacher_weight:
         scale = weights / counts.tokens
         token_loss, sums = _token_losses(
-            objective, drafter, draft_params, read, hidden, labels, segments, base, logits_key, scale
+            objective, drafter, draft_params, read, hidden, batch.get("best"), labels, segments, base, logits_key, scale
         )
         loss = loss + token_loss
     lm, teacher, top1, agreement = (missing if x is None else x / counts.tokens for x in sums)
@@ -294,7 +295,7 @@ class _Shared(NamedTuple):
     best: Int[Array, "B halo"] | None
 
 
-def _token_losses(objective: Objective, drafter, draft_params, read, hidden, labels, segments, base, rng, scale):
+def _token_losses(objective: Objective, drafter, draft_params, read, hidden, best, labels, segments, base, rng, scale):
     """``(Σ_k scale_k (lm_weight Σ CE + teacher_weight Σ teacher CE), sums of lm, teacher, top1 and agreement [4 K])``.
 
     Each chunk computes the base's distribution once, then one head after the other.
@@ -307,16 +308,21 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, lab
         return tokens if vocabulary is None else vocabulary.places_of(tokens, base.config.vocab_size)
 
     def prepare(frozen, index):
-        hidden, base_params, rng, scale = frozen
+        hidden, best, base_params, rng, scale = frozen
         rng = None if rng is None else jax.random.fold_in(rng, index)
         if not objective.teacher_weight:
             return _Shared(rng, scale, base_params, None, None)
         # Head k at position t has its teacher at t + 1 + k.
         halo = jax.lax.dynamic_slice_in_dim(hidden, index * width + 1, width + num_draft_heads - 1, axis=1)
-        logits = BoundBase(base.model, base_params).logits(halo)
-        draftable = logits if vocabulary is None else logits[..., vocabulary.tokens]
-        best = in_vocabulary(jnp.argmax(logits, axis=-1))
-        return _Shared(rng, scale, base_params, jax.nn.softmax(draftable, axis=-1), best)
+        bound = BoundBase(base.model, base_params)
+        if best is not None and vocabulary is not None:  # a sixth of the time for 8,192 of 49,152 tokens
+            draftable = bound.logits(halo, vocabulary.tokens)
+            halo_best = jax.lax.dynamic_slice_in_dim(best, index * width + 1, width + num_draft_heads - 1, axis=1)
+        else:
+            logits = bound.logits(halo)
+            draftable = logits if vocabulary is None else logits[..., vocabulary.tokens]
+            halo_best = jnp.argmax(logits, axis=-1)
+        return _Shared(rng, scale, base_params, jax.nn.softmax(draftable, axis=-1), in_vocabulary(halo_best))
 
     def head(k):
         def chunk_loss(params, read, rows, shared: _Shared):
@@ -342,6 +348,8 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, lab
     per_head = tuple(targets(labels, k + 2, segments) for k in range(num_draft_heads))
     read, rows = into_chunks((tuple(read), per_head), width)
     padding = len(rows[0][0]) * width + num_draft_heads - labels.shape[1]
-    frozen = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))), base.params, rng, scale
+    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
+    best = None if best is None else jnp.pad(best, ((0, 0), (0, padding)))
+    frozen = hidden, best, base.params, rng, scale
     loss, sums = sum_over_chunks([head(k) for k in range(num_draft_heads)], prepare, draft_params, read, rows, frozen)
     return loss, [None if x[0] is None else jnp.stack(x) for x in zip(*sums, strict=True)]

@@ -145,6 +145,7 @@ class DataConfig:
         limit: use only the first conversations or files, at most this many.
         prefetch: batches to prepare ahead.
         hidden_cache_gb: keep a hidden-state cache on disk if it fits into this many GB, and run the base only once.
+        hidden_cache: directory of the cache, for runs that share data and base. Default: the run's output.
     """
 
     files: tuple[str, ...] = ()
@@ -161,6 +162,7 @@ class DataConfig:
     limit: int | None = None
     prefetch: int = 2
     hidden_cache_gb: float = 0.0
+    hidden_cache: str | None = None
 
     def __post_init__(self):
         one_of("data.format", self.format, FORMATS)
@@ -169,6 +171,8 @@ class DataConfig:
         for name, least in {"length": 8, "limit": 1, "prefetch": 1, "hidden_cache_gb": 0}.items():
             at_least(f"data.{name}", getattr(self, name), least)
         below("data.held_out", self.held_out, 1)
+        if self.hidden_cache and not self.hidden_cache_gb:
+            raise HydrajaxError(f"data.hidden_cache: got {self.hidden_cache!r}, expected data.hidden_cache_gb too")
         sources = [name for name in ("files", "dataset") if getattr(self, name)]
         if self.format == "standard_library" and sources:
             raise HydrajaxError(f"data: got {' and '.join(sources)}, but format standard_library reads neither")

@@ -1,9 +1,14 @@
-"""Hidden-state cache: the base's hidden states of the training sequences on disk, to run the base only once."""
+"""Hidden-state cache: the base's outputs for the training sequences on disk, to run the base only once.
+
+Runs on the same data and base can share a cache (``data.hidden_cache``).
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +21,18 @@ from rich.progress import track
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile, sync
-from hydrajax.models.base_model import BaseModel
-from hydrajax.models.packed_forward import run_base
+from hydrajax.locking import in_use
+from hydrajax.models import backend
+from hydrajax.models.base_model import BaseModel, BoundBase
+from hydrajax.models.packed_forward import chunk_width, into_chunks, run_base
 from hydrajax.sharding import replicated
 from hydrajax.text.records import read_record
 from hydrajax.train.data.packing import Rows, digest
 from hydrajax.train.run_config import TrainConfig
 from hydrajax.train.train_step import batch_sharding
 
-FILE, RECORD = "hidden.bin", "hidden.json"
+VERSION = 2
+HIDDEN, BEST, RECORD = "hidden.bin", "best.bin", "hidden.json"
 
 
 def hidden_states(
@@ -36,12 +44,13 @@ def hidden_states(
     mesh,
     console: Console,
 ) -> dict[str, np.ndarray]:
-    """Return the post-norm hidden states of the training sequences, from ``output`` or computed and stored there.
+    """Return the base's outputs for the training sequences, from the cache or computed and stored there.
 
-    The size is printed before anything is written. The dtype is bfloat16, or float32 for a float32 run.
+    The size is printed before anything is written.
 
     Returns:
-        ``{"hidden": memmap [n, T, D]}``, or {} if ``data.hidden_cache_gb`` is 0.
+        ``hidden`` ``[n, T, D]``, the post-norm hidden states in bfloat16, or float32 for a float32 run, and ``best``
+        int32 ``[n, T]``, the most likely next tokens; memory-mapped. {} if ``data.hidden_cache_gb`` is 0.
 
     Raises:
         HydrajaxError: the cache exceeds ``data.hidden_cache_gb`` or the free disk, the drafter reads other
@@ -59,30 +68,42 @@ def hidden_states(
         )
     shape = (*rows.tokens.shape, model.config.width)
     dtype = np.dtype(np.float32) if config.dtype == "float32" else np.dtype(ml_dtypes.bfloat16)
-    size = int(np.prod(shape)) * dtype.itemsize
-    folder = Path(config.output)
-    wanted = {"shape": list(shape), "dtype": dtype.name, "rows": fingerprint(rows, base_params)}
-    path, record = folder / FILE, folder / RECORD
-    if _known(record) == wanted and path.exists() and path.stat().st_size == size:
-        console.print(f"hidden states: {size / 1e9:.2f} GB, found in {path}")
-        return {"hidden": np.memmap(path, dtype, "r", shape=shape)}
-    console.print(f"hidden states: {size / 1e9:.2f} GB to write to {path} (limit {limit} GB)")
+    folder = Path(config.data.hidden_cache or config.output)
+    record = folder / RECORD
+    files = {"hidden": (folder / HIDDEN, dtype, shape), "best": (folder / BEST, np.dtype(np.int32), shape[:-1])}
+    sizes = {path: math.prod(shape) * dtype.itemsize for path, dtype, shape in files.values()}
+    size = sum(sizes.values())
+    wanted = {"shape": list(shape), "dtype": dtype.name, "rows": fingerprint(rows, base_params), "version": VERSION}
+
+    def opened() -> dict[str, np.ndarray]:
+        return {name: np.memmap(path, dtype, "r", shape=shape) for name, (path, dtype, shape) in files.items()}
+
+    if _known(record) == wanted and all(path.exists() and path.stat().st_size == sizes[path] for path in sizes):
+        console.print(f"hidden states: {size / 1e9:.2f} GB, found in {folder}")
+        return opened()
+    console.print(f"hidden states: {size / 1e9:.2f} GB to write to {folder} (limit {limit} GB)")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise HydrajaxError(f"data.hidden_cache: cannot make the directory {folder}: {error.strerror}") from None
     free = shutil.disk_usage(folder).free
     if size > min(limit * 1e9, free):
         raise HydrajaxError(
             f"data.hidden_cache_gb: got {limit} (free disk {free / 1e9:.2f} GB), expected at least {size / 1e9:.2f}"
         )
-    record.unlink(missing_ok=True)  # written last: it marks the file as complete
-    try:
-        write(path, dtype, config, model, base_params, rows, mesh)
-        with WholeFile(record, "data.hidden_cache_gb") as file:
-            file.write_text(json.dumps(wanted))
-    except (OSError, HydrajaxError) as error:
-        path.unlink(missing_ok=True)
-        if isinstance(error, HydrajaxError):
-            raise
-        raise HydrajaxError(f"data.hidden_cache_gb: cannot write {path}: {error.strerror}") from None
-    return {"hidden": np.memmap(path, dtype, "r", shape=shape)}
+    with nullcontext() if folder == Path(config.output) else in_use(folder, "data.hidden_cache"):
+        record.unlink(missing_ok=True)  # written last: it marks the files as complete
+        try:
+            write(folder, dtype, config, model, base_params, rows, mesh)
+            with WholeFile(record, "data.hidden_cache_gb") as file:
+                file.write_text(json.dumps(wanted))
+        except (OSError, HydrajaxError) as error:
+            for path in sizes:
+                path.unlink(missing_ok=True)
+            if isinstance(error, HydrajaxError):
+                raise
+            raise HydrajaxError(f"data.hidden_cache_gb: cannot write to {folder}: {error.strerror}") from None
+    return opened()
 
 
 def _known(record: Path) -> dict | None:
@@ -92,25 +113,31 @@ def _known(record: Path) -> dict | None:
         return None
 
 
-def write(path: Path, dtype: np.dtype, config: TrainConfig, model: BaseModel, base_params, rows: Rows, mesh) -> None:
+def write(folder: Path, dtype: np.dtype, config: TrainConfig, model: BaseModel, base_params, rows: Rows, mesh) -> None:
     """Write with ordinary writes: on a full disk, writing to a memory map kills the process."""
 
     @jax.jit
     def forward(params, tokens, segments):
-        return run_base(model, params, tokens, segments=segments).hidden.astype(dtype)
+        hidden = run_base(model, params, tokens, segments=segments).hidden
+        width = chunk_width(config.objective.chunk_tokens, tokens.shape)  # logits exist for one chunk at a time
+        chunks = jax.lax.map(lambda x: backend.argmax(BoundBase(model, params).logits(x)), into_chunks(hidden, width))
+        best = jnp.moveaxis(chunks, 0, 1).reshape(len(tokens), -1)[:, : tokens.shape[1]]
+        return hidden.astype(dtype), best
 
     batch, n_rows = config.batch_size, len(rows.tokens)
     sharding = batch_sharding(mesh)
-    with path.open("wb") as file:
+    with (folder / HIDDEN).open("wb") as hidden_file, (folder / BEST).open("wb") as best_file:
         for start in track(range(0, n_rows, batch), "hidden states", transient=True, console=Console(stderr=True)):
             indices = np.arange(start, start + batch) % n_rows  # all batches have one shape; the overlap is dropped
             tokens, segments = (
                 None if x is None else jax.device_put(x[indices], sharding) for x in (rows.tokens, rows.segments)
             )
-            hidden = jax.device_put(forward(base_params, tokens, segments), replicated(mesh))
-            file.write(np.asarray(hidden)[: n_rows - start].tobytes())
-        file.flush()
-        sync(file.fileno())
+            outputs = jax.device_put(forward(base_params, tokens, segments), replicated(mesh))
+            for file, output in zip((hidden_file, best_file), outputs, strict=True):
+                file.write(np.asarray(output)[: n_rows - start].tobytes())
+        for file in (hidden_file, best_file):
+            file.flush()
+            sync(file.fileno())
 
 
 def fingerprint(rows: Rows, base_params) -> str:

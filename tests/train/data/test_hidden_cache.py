@@ -32,10 +32,10 @@ def test_same_run_with_and_without(program, config_file, settings, make_base, tm
     first = program("--config", config)
     assert first.code == 0, first.err
     record = json.loads((cached / "hidden.json").read_text())
-    size = (cached / "hidden.bin").stat().st_size
-    assert size == np.prod(record["shape"]) * 4 > 50 * 32 * BYTES
+    size = sum((cached / name).stat().st_size for name in ("hidden.bin", "best.bin"))
+    assert size == np.prod(record["shape"]) * 4 + np.prod(record["shape"][:-1]) * 4 > 50 * 32 * BYTES
     # The size is printed before anything is written.
-    told = f"hidden states: {size / 1e9:.2f} GB to write to {cached / 'hidden.bin'} (limit 0.5 GB)"
+    told = f"hidden states: {size / 1e9:.2f} GB to write to {cached} (limit 0.5 GB)"
     assert told in first.out
 
     for ours, theirs in zip(lines(cached), lines(plain), strict=True):
@@ -59,6 +59,22 @@ def test_same_run_with_and_without(program, config_file, settings, make_base, tm
     (cached / "hidden.bin").write_bytes(before[:-1])
     assert told in program("--config", config).out
     assert (cached / "hidden.bin").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_heads_with_a_vocabulary_share_a_cache(program, config_file, settings, tmp_path):
+    """The base's best tokens come from the cache: the loss of tokens outside the vocabulary stays 0."""
+    small = {"draft": settings["draft"] | {"lm_head": "shared", "vocabulary": 40}}
+    plain, first, second = (tmp_path / name for name in ("plain", "first", "second"))
+    assert program("--config", config_file(output=str(plain), **small)).code == 0
+    shared = data(settings, hidden_cache=str(tmp_path / "cache")) | small
+    assert "to write to" in program("--config", config_file(output=str(first), **shared)).out
+    assert "found in" in program("--config", config_file(output=str(second), **shared)).out
+    assert not (first / "hidden.bin").exists()
+    for output in (first, second):
+        for ours, theirs in zip(lines(output), lines(plain), strict=True):
+            for name in {"loss", "teacher", "agreement", "tokens_per_step"} & ours.keys():
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5), (ours["step"], name)
 
 
 def test_other_data_is_noticed(tmp_path, base, settings):
@@ -108,7 +124,7 @@ def test_a_write_that_fails_is_one_line(program, config_file, settings, tmp_path
     monkeypatch.setattr(hidden_cache, "write", full)
     result = program("--config", config_file(**data(settings)))
     assert result.code == 2
-    assert f"data.hidden_cache_gb: cannot write {tmp_path / 'run' / 'hidden.bin'}: No space left" in result.err
+    assert f"data.hidden_cache_gb: cannot write to {tmp_path / 'run'}: No space left" in result.err
     assert not (tmp_path / "run" / "hidden.json").exists()
 
 
