@@ -17,6 +17,7 @@ from hydrajax import processes
 from hydrajax.cli import run_command
 from hydrajax.cli.options import positive
 from hydrajax.errors import HydrajaxError
+from hydrajax.host_memory import keep_freed_memory
 from hydrajax.locking import in_use
 from hydrajax.train.run_config import TrainConfig, load_config
 
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> None:
 
 def start_devices(config: TrainConfig) -> None:
     """Split the CPU into devices and join the run's other processes, which must precede JAX's first array."""
+    keep_freed_memory()
     if config.mesh.cpu_devices:
         jax.config.update("jax_num_cpu_devices", config.mesh.cpu_devices)
     processes.start()
