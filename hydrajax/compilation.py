@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
-from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from hydrajax.files import user_cache
 
 
 def use_compilation_cache() -> None:
@@ -19,10 +19,10 @@ def use_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is not None:
         return
     try:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # a user without a home, as in some containers
+        folder = user_cache("xla")
+    except RuntimeError:
         return
-    jax.config.update("jax_compilation_cache_dir", str(home / "hydrajax" / "xla"))
+    jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def keep_collectives_out(devices: Collection[jax.Device]) -> None:

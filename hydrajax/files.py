@@ -24,6 +24,15 @@ LONGEST_TEXT = 64 << 20  # bytes, twice the largest known tokenizer
 NO_SUCH_CALL = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # from file systems without fsync
 
 
+def user_cache(name: str) -> Path:
+    """Return hydrajax's folder of this name in the user's cache: below ``$XDG_CACHE_HOME``, by default ``~/.cache``.
+
+    Raises:
+        RuntimeError: for a user without a home, as in some containers.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hydrajax" / name
+
+
 def check_directory(directory: str | Path, what: str) -> None:
     """Refuse a path that is not a directory, and one with a pipe, a device or a text above `LONGEST_TEXT` bytes.
 

@@ -54,6 +54,29 @@ def in_use(target: str | Path, what: str = "output") -> Iterator[None]:
             lock.release()
 
 
+@contextmanager
+def one_at_a_time(target: str | Path, what: str) -> Iterator[None]:
+    """Wait until no other process or thread holds ``target``, then hold it. The folder of ``target`` is made if needed.
+
+    Nothing is held on a file system without locks.
+
+    Raises:
+        HydrajaxError: the folder cannot be written. ``what`` begins the message.
+    """
+    where = Path(os.path.realpath(target))
+    lock = FileLock(where.with_name(f".{where.name}{NAME}"), fallback_to_soft=False)
+    try:
+        where.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in CANNOT_LOCK:
+            raise HydrajaxError(f"{what}: cannot write {where.parent}: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        lock.release()  # the file stays: a waiting process has opened it
+
+
 def is_lock(path: Path) -> bool:
     """Return whether a file is a lock, by its name."""
     return path.name.startswith(".") and path.name.endswith(NAME)

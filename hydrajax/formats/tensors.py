@@ -1,4 +1,4 @@
-"""Tensors by name in safetensors and PyTorch files.
+"""Tensors by name in safetensors, PyTorch and GGUF files.
 
 Nothing is executed, and files must hold exactly what is expected. Tensors are read one at a time and the file is closed
 after each, so that the host never holds a whole model (measured by ``experiments/load_memory.py``).
@@ -6,6 +6,7 @@ after each, so that the host never holds a whole model (measured by ``experiment
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -19,13 +20,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.files import check_file
+from hydrajax.files import check_file, user_cache
 from hydrajax.formats.pickles import check_torch_file, starts_as_zip
 from hydrajax.models.layout import ADAPTER, MODEL, Shape
 from hydrajax.optional_deps import needs
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names, NumPy's
 LONGEST_HEADER = 16 << 20  # bytes of a safetensors header, enough for 100,000 tensors
+GGUF_INDEX = "model.gguf.json"  # in a directory of `hydrajax.formats.gguf`: the file and its tensors
+GGUF_VERSION = 1  # of these directories
+GGUF_FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # llama.cpp's types that are not quantised
 TORCH_FILES = {MODEL: "pytorch_model.bin", ADAPTER: "adapter_model.bin"}  # names of transformers and PEFT
 
 
@@ -173,6 +177,89 @@ class TorchFiles(TensorFiles):
         return tensor.numpy()
 
 
+class GgufFiles(TensorFiles):
+    """The tensors of one GGUF file of llama.cpp, dequantised to float32 when they are read.
+
+    Quantised tensors have the dtype float16, that of their scales.
+
+    Args:
+        path: the file.
+        tensors: by transformers' name: ``type`` (llama.cpp's name), ``shape`` (row-major), ``offset`` and ``bytes`` in
+            the file, and ``head_dim`` if the rows of each head are interleaved.
+        what: begins error messages.
+    """
+
+    def __init__(self, path: Path, tensors: dict[str, dict[str, Any]], what: str):
+        self._tensors = tensors
+        super().__init__([path], what)
+
+    def _opened(self, path):
+        """Nothing stays open or mapped between tensors."""
+        return path
+
+    def _describe(self, path):
+        return {
+            name: (tuple(x["shape"]), np.dtype(GGUF_FLOATS.get(x["type"], np.float16)).name)
+            for name, x in self._tensors.items()
+        }
+
+    def _read(self, path, key, rows):
+        tensor, shape = self._tensors[key], self.shape(key)
+        n_rows = shape[0] if len(shape) > 1 else 1
+        wanted = n_rows if rows is None or len(shape) == 1 else min(rows, n_rows)
+        if head_dim := tensor.get("head_dim"):
+            wanted = -(-wanted // head_dim) * head_dim  # whole heads
+        size = tensor["bytes"] // n_rows * wanted
+        try:
+            with path.open("rb") as file:
+                file.seek(tensor["offset"])
+                content = np.frombuffer(file.read(size), np.uint8)
+        except OSError as error:
+            raise HydrajaxError(f"{self._what}: cannot read {path}: {error.strerror}") from None
+        if content.size < size:
+            raise HydrajaxError(f"{self._what}: {path} ends within tensor '{key}'")
+        array = self._dequantise(content.reshape(wanted, -1), tensor["type"])
+        if head_dim:
+            array = array.reshape(-1, head_dim // 2, 2, array.shape[-1]).swapaxes(1, 2)
+        return array.reshape(-1, *shape[1:])[:rows]
+
+    def _dequantise(self, blocks: np.ndarray, kind: str) -> np.ndarray:
+        if kind in GGUF_FLOATS:
+            return blocks.view(GGUF_FLOATS[kind])
+        try:
+            from gguf import GGMLQuantizationType, quants
+        except ImportError:
+            raise HydrajaxError(f"{self._what}: {needs('gguf')}") from None
+        return quants.dequantize(blocks, GGMLQuantizationType[kind])
+
+
+def gguf_directory(file: str | Path) -> Path:
+    """Return the directory in the user's cache that describes a GGUF file as it is now; it may not exist yet.
+
+    Raises:
+        OSError: the file cannot be read.
+        RuntimeError: for a user without a home.
+    """
+    path = os.path.realpath(file)
+    found = os.stat(path)
+    key = hashlib.sha256(f"{GGUF_VERSION} {found.st_size} {found.st_mtime_ns} {path}".encode(errors="surrogateescape"))
+    return user_cache("gguf") / key.hexdigest()[:32]
+
+
+def _open_gguf(directory: Path, what: str) -> GgufFiles:
+    """Open the GGUF file of a directory in the user's cache."""
+    index = read_json(directory / GGUF_INDEX, what)
+    try:
+        current = gguf_directory(index["file"])
+        tensors, path = dict(index["tensors"]), Path(index["file"])
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
+        current = None
+    # An index from elsewhere could name any file of this machine.
+    if current is None or not current.is_dir() or not os.path.samefile(current, directory):
+        raise HydrajaxError(f"{what}: {directory} describes no present GGUF file: give the .gguf file itself")
+    return GgufFiles(path, tensors, what)
+
+
 def torch_module():
     """Return torch, imported only to read or write its files; None if it is not installed."""
     try:
@@ -195,14 +282,18 @@ def _candidates(directory: Path, stem: str) -> list[tuple[Path, type[TensorFiles
 
 def holds(directory: Path, stem: str) -> bool:
     """Return True if the directory has files that `open_tensors` would open."""
-    return any(path.exists() for path, _ in _candidates(directory, stem))
+    return any(path.exists() for path, _ in _candidates(directory, stem)) or _is_gguf(directory, stem)
+
+
+def _is_gguf(directory: Path, stem: str) -> bool:
+    return stem == MODEL and (directory / GGUF_INDEX).is_file()
 
 
 def open_tensors(directory: Path, stem: str, what: str) -> TensorFiles:
     """Open ``stem.safetensors``, or else ``stem.pt``.
 
     The stem `MODEL` means the weights of a Hugging Face directory: ``model.safetensors`` or ``pytorch_model.bin``, each
-    one file or shards with an index. Shards must be in the directory itself.
+    one file or shards with an index, or a GGUF file. Shards must be in the directory itself.
 
     Raises:
         HydrajaxError: begins with ``what``; the files are missing or damaged.
@@ -213,6 +304,8 @@ def open_tensors(directory: Path, stem: str, what: str) -> TensorFiles:
             return kind(_shards(directory, path, what), what)
         if path.suffix != ".json" and path.is_file():
             return kind([path], what)
+    if _is_gguf(directory, stem):
+        return _open_gguf(directory, what)
     names = " nor ".join(path.name for path, _ in candidates if path.suffix != ".json")
     raise HydrajaxError(f"{what}: {directory} has neither {names}" + ", nor their .index.json" * (stem == MODEL))
 

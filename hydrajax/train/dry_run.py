@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.formats.hub import downloaded, is_gguf
 from hydrajax.formats.huggingface import read_config
 from hydrajax.models.base_model import abstract_base
 from hydrajax.models.llama import Llama
@@ -154,6 +155,8 @@ def named_shape(config: TrainConfig, field: str) -> LlamaConfig:
     name = getattr(config, field)
     if name in SHAPES:
         return SHAPES[name]
+    if is_gguf(name):
+        name = downloaded(name, field, ())
     if not (Path(name) / "config.json").is_file():
         raise not_allowed(field, name, SHAPES, " or a directory with a config.json")
     shape = read_config(Path(name), field)

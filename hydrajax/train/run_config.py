@@ -210,8 +210,8 @@ class TrainConfig:
     Attributes:
         output: directory of the run: checkpoints, metrics and, at the end, what `--base` or `--draft` load.
         task: ``heads`` on a frozen base; ``joint`` for heads and an adapter of the base; ``base`` for a whole model.
-        model: the base's directory, or a preset such as vicuna-7b for a dry run. With task ``base``: the weights to
-            start from.
+        model: the base, as for ``--base``, or a preset such as vicuna-7b for a dry run. With task ``base``: the weights
+            to start from.
         scratch: with task ``base``, the shape of a model to train from scratch, in place of ``model``.
         teacher: with task ``base``, a model whose distribution is learned in place of the text's tokens, as a draft
             model learns from its target model.

