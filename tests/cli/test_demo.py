@@ -92,10 +92,10 @@ def test_own_prompt_is_continued_as_by_transformers(program, shipped, monkeypatc
 
 def test_an_instruct_model_answers_questions(program, base, shipped, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "QUESTIONS", {"writing": "a tree", "maths": "1 + 1"})
-    medusa, copy = str(shipped / "medusa"), str(shutil.copytree(shipped / "medusa", tmp_path / "heads_2"))
+    medusa, copy = str(shipped / "medusa"), str(shutil.copytree(shipped / "medusa", tmp_path / "two"))
     result = program("demo", "--base", base, "--draft", medusa, "--draft", f"lookup+{medusa}", "--draft", copy)
     assert result.code == 0, result.err
-    kinds = ["Lookup", "Medusa", "lookup+Medusa", "Medusa (heads_2)"]
+    kinds = ["Lookup", "Medusa", "lookup+Medusa", "Medusa (two)"]
     assert list(rows_of(result.out)) == ["autoregressive", *(f"{kind} chain-2" for kind in kinds)]
     assert "All outputs equal the base's output without a draft, token for token." in result.out
     assert re.search(r"1\. writing: \d+ tokens in .*\n\na tree\n", result.out)
