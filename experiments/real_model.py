@@ -256,8 +256,10 @@ def curve(args: argparse.Namespace) -> None:
         lines = [line for line in read_metrics(folder / FILE) if line["kind"] == "eval" and "tokens_per_step" in line]
         if not lines:
             raise HydrajaxError(f"--runs: got {path} without evaluations, expected a run that trains heads")
-        row = {"name": folder.name, "over": "training tokens"}
-        rows += [row | {"at": each["step"] * tokens, "tokens_per_step": each["tokens_per_step"]} for each in lines]
+        row = {"name": folder.name, "over": "training tokens (millions)"}
+        rows += [
+            row | {"at": each["step"] * tokens / 1e6} | {"tokens_per_step": each["tokens_per_step"]} for each in lines
+        ]
     remarks = ["simulated on held-out answers of the base; training tokens: steps times batch size times length"]
     remarks += ["machine: where the curves were collected, not where the drafts were trained"]
     save(args, "curve", "curve", "tokens per step over training", rows, *remarks)

@@ -366,7 +366,7 @@ def test_real_model(tmp_path):
     assert categories == {question["category"] for question in QUESTIONS} | {"multi_turn", "overall"}
     assert {row["batch"] for row in found["batch"].rows} == {1, 4}
     assert {row["name"] for row in found["context"].rows} == set(drafts[1:])
-    assert [(row["name"], row["at"]) for row in found["curve"].rows] == [("hydra", 0), ("hydra", 8 * 4 * 2048)]
+    assert [(row["name"], row["at"]) for row in found["curve"].rows] == [("hydra", 0), ("hydra", 8 * 4 * 2048 / 1e6)]
     assert {row["difference"] for row in found["scores"].rows} == {0}
     pictures = {path.name for path in (tmp_path / "runs" / "experiments" / "figures").iterdir()}
     assert pictures == {f"real_model_{name}.png" for name in (
