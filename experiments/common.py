@@ -72,19 +72,12 @@ def program(
         parser.add_argument("--prompts", metavar="FILE.jsonl", help="prompts (default: held-out files)")
         parser.add_argument("--dtype", choices=list(api.DTYPES), default="float32")
         parser.add_argument("--output", metavar="FILE.json", help="result (default: runs/experiments/SCRIPT.json)")
-        parser.add_argument("--quick", action="store_true", help=", ".join(f"{k} {v}" for k, v in quick.items()))
-        for name, value in full.items():
-            kind = options.positives if isinstance(value, list) else options.positive
-            parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=f"default {value}")
+        add_settings(parser, full, quick)
         if add:
             add(parser)
 
     def run_with_settings(args: argparse.Namespace) -> None:
-        for name, value in full.items():
-            if getattr(args, name) is None:
-                setattr(args, name, quick.get(name, value) if args.quick else value)
-        args.settings = {name: getattr(args, name) for name in full}
-        args.command = shlex.join(["python", f"experiments/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+        set_defaults(args, full, quick)
         if args.output is None:
             args.output = Path("runs/experiments") / f"{Path(sys.argv[0]).stem}.json"
             args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -96,6 +89,23 @@ def program(
         print(f"written: {args.output}")
 
     return run_command(Path(sys.argv[0]).name, doc.splitlines()[0], add_arguments, run_with_settings, sys.argv[1:])
+
+
+def add_settings(parser: argparse.ArgumentParser, full: Mapping[str, Any], quick: Mapping[str, Any]) -> None:
+    """Add ``--quick`` and a flag for each setting, see `program`."""
+    parser.add_argument("--quick", action="store_true", help=", ".join(f"{k} {v}" for k, v in quick.items()))
+    for name, value in full.items():
+        kind = options.positives if isinstance(value, list) else options.positive
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=f"default {value}")
+
+
+def set_defaults(args: argparse.Namespace, full: Mapping[str, Any], quick: Mapping[str, Any]) -> None:
+    """Set the settings that were not given, and add ``args.settings`` and ``args.command``."""
+    for name, value in full.items():
+        if getattr(args, name) is None:
+            setattr(args, name, quick.get(name, value) if args.quick else value)
+    args.settings = {name: getattr(args, name) for name in full}
+    args.command = shlex.join(["python", f"experiments/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def write(

@@ -302,6 +302,19 @@ def _accuracy(rows: list[dict]) -> Any:
     return figure
 
 
+def _curve(rows: list[dict]) -> Any:
+    figure = new_figure(6.4, 4.4)
+    axes = figure.subplots()
+    for i, name in enumerate(distinct(rows, "name")):
+        mine = sorted((row["at"], row["tokens_per_step"]) for row in rows if row["name"] == name)
+        axes.plot(*zip(*mine, strict=True), "o-", color=f"C{i}", markersize=4, label=name)
+    axes.set(xlabel=rows[0]["over"], ylabel=TAU)
+    axes.set_ylim(bottom=1)  # without a draft
+    axes.grid(linewidth=0.4)
+    _legend(figure, ncols=3)
+    return figure
+
+
 # --- sizes of drafts --------------------------------------------------------------------------------------------------
 
 PANELS = (  # x field, x label, y field, y label, whether smaller x is better
@@ -353,6 +366,7 @@ DRAWN: dict[str, Callable[[list[dict]], Any]] = {
     "categories": _categories,
     "quality": _quality,
     "accuracy": _accuracy,
+    "curve": _curve,
     "pareto": _pareto,
     "steps": _steps,
     "prediction": _prediction,

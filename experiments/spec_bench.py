@@ -32,6 +32,14 @@ def by_category(args: argparse.Namespace, drafts: Sequence[str | Path], name: st
     """Run `evaluate` with these flags, write answers to a directory of this name, and return its rows."""
     if args.prompts:
         raise HydrajaxError("--prompts: the questions are those of Spec-Bench, leave the flag out")
+    answers = answered(args, drafts, name, flags)
+    result = next(found for _, found in find_results(answers)[0] if found.kind == "categories")
+    # Spec-Bench reports the eight categories of MT-Bench as one.
+    return [row for row in result.rows if row["category"] not in MT_BENCH]
+
+
+def answered(args: argparse.Namespace, drafts: Sequence[str | Path], name: str, flags: Sequence = ()) -> Path:
+    """Run `evaluate` with these flags, and return the directory of its answers."""
     answers = Path(args.answers) / f"{name}-{args.questions}-{args.max_new_tokens}"
     answers.parent.mkdir(parents=True, exist_ok=True)
     command = ["evaluate", "--set", "spec_bench", "--data", args.data, "--per-category", args.questions]
@@ -43,6 +51,4 @@ def by_category(args: argparse.Namespace, drafts: Sequence[str | Path], name: st
     command += ["--max-new-tokens", args.max_new_tokens, "--repeats", args.repeats]
     if code := hydrajax([str(part) for part in command]):
         sys.exit(code)
-    result = next(found for _, found in find_results(answers)[0] if found.kind == "categories")
-    # Spec-Bench reports the eight categories of MT-Bench as one.
-    return [row for row in result.rows if row["category"] not in MT_BENCH]
+    return answers

@@ -337,6 +337,69 @@ def test_long_contexts(tmp_path):
     assert "expected at most 32512 and 928" in refused.stderr
 
 
+@pytest.mark.slow
+def test_real_model(tmp_path):
+    """All parts on the shipped model: equal outputs, hence equal scores, and the pictures."""
+    sums = [{"question": f"{n} + {n} =", "answer": f"#### {2 * n}"} for n in range(3)]
+    metrics = tmp_path / "runs" / "hydra" / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text("".join(json.dumps({"step": n, "kind": "eval", "tokens_per_step": 1.5}) + "\n" for n in (0, 8)))
+    (tmp_path / "hydra.yaml").write_text("output: runs/hydra\nmodel: none\nbatch_size: 4\nsteps: 8\n")
+    (tmp_path / "questions").mkdir()
+    (tmp_path / "questions" / "gsm8k_test.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sums))
+    flags = ["--base", "shipped", "--template", "plain", "--draft", "lookup", "--draft", "hydra", "--tree", "chain-2"]
+    flags += ["--data", "DATA", "--quick", "--max-new-tokens", "24", "--score-tokens", "4", "--runs", "hydra.yaml"]
+    done = run("real_model", tmp_path, *flags)
+    assert done.returncode == 0, done.stderr
+    assert "HumanEval is left out" in done.stdout
+    found = {path.stem.removeprefix("real_model_"): result for path, result in find_results(tmp_path / "runs")[0]}
+    parts = ["batch", "context", "curve", "mt_bench", "scores", "spec_bench", "spec_bench_sampled"]
+    assert sorted(set(found) & set(parts)) == parts
+    drafts = ["autoregressive", "lookup-chain-2", "hydra-chain-2"]
+    rules = ("greedy", "exact, T 0.7")
+    rows = found["mt_bench"].rows
+    assert [row["name"] for row in rows] == [f"{name}, {rule}" for rule in rules for name in drafts]
+    assert [row["nodes"] for row in rows] == [1, 3, 3] * 2
+    assert found["mt_bench"].settings["questions"] == 8
+    assert all(row["equal"] for part in ("mt_bench", "spec_bench", "batch", "scores") for row in found[part].rows)
+    categories = {row["category"] for row in found["spec_bench"].rows}
+    assert categories == {question["category"] for question in QUESTIONS} | {"multi_turn", "overall"}
+    assert {row["batch"] for row in found["batch"].rows} == {1, 4}
+    assert {row["name"] for row in found["context"].rows} == set(drafts[1:])
+    assert [(row["name"], row["at"]) for row in found["curve"].rows] == [("hydra", 0), ("hydra", 8 * 4 * 2048 / 1e6)]
+    assert {row["difference"] for row in found["scores"].rows} == {0}
+    pictures = {path.name for path in (tmp_path / "runs" / "experiments" / "figures").iterdir()}
+    assert pictures == {f"real_model_{name}.png" for name in (
+        "speedup", "categories", "categories_sampled", "over_context", "over_training",
+    )}  # fmt: skip
+
+
+def test_contexts_of_steps(monkeypatch):
+    """Two turns: the second begins with a prompt that contains the first."""
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    script = module(EXPERIMENTS / "real_model.py")
+    choice = {"accept_lengths": [1, 3, 2, 4], "prompt_tokens": [10, 30], "decoding_steps": [3, 1]}
+    assert list(script.steps_of(choice)) == [(10, 1), (11, 3), (14, 2), (30, 4)]
+
+
+def test_real_model_reports_missing_arguments(monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    monkeypatch.chdir(tmp_path)
+    script = module(EXPERIMENTS / "real_model.py")
+    (tmp_path / "run").mkdir()
+    for argv, message in (
+        ([], "--data: got none, expected the directory of the question files"),
+        (["--parts", "curve"], "--runs: got none, expected training runs"),
+        (["--parts", "curve", "--runs", "run"], "--runs: got run without checkpoints, expected a run"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["real_model.py", *argv])
+        assert script.run_command("real_model.py", "", script.add_arguments, script.run, argv) == 2
+        assert message in capsys.readouterr().err
+    assert script.default_drafts("elsewhere") == ["lookup"]
+    bundled = [str(assets.path(name)) for name in assets.DRAFTS]
+    assert script.default_drafts("shipped") == ["lookup", *bundled, *(f"lookup+{path}" for path in bundled)]
+
+
 def test_edit_and_summary_prompts(monkeypatch):
     monkeypatch.syspath_prepend(EXPERIMENTS)
     script = module(EXPERIMENTS / "lookup_and_heads.py")

@@ -32,6 +32,11 @@ def base() -> Path:
     return path("base")
 
 
+def drafts_of(base: str | Path) -> list[Path]:
+    """Return the directories of the bundled drafts of a base, which is given by name; empty for any other base."""
+    return [path(name) for name in DRAFTS] if base in SHIPPED_BASE else []
+
+
 def about() -> dict:
     """Return ``ABOUT.json``: the ``sources`` with their licences, and the ``held_out`` files.
 

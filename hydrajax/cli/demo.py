@@ -1,6 +1,7 @@
-"""``hydrajax demo``: decode held-out Python code with the shipped model, without a draft and with each kind of draft.
+"""``hydrajax demo``: decode with and without each kind of draft, and compare speeds.
 
-Nothing is downloaded. The prompts come from the Python source files of this installation.
+By default the shipped model continues held-out Python code, from the source files of this installation, and nothing is
+downloaded. With ``--base``, an instruct model answers a few questions.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,18 +25,23 @@ from hydrajax.api import load
 from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest
 from hydrajax.cli.screen import CLOSE, OPEN, status, write_marked
 from hydrajax.decoding.executor import Executor
+from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS, title_of
 from hydrajax.generation import generate
 from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.questions.contenders import folder_name
 from hydrajax.questions.held_out import NamedPrompt, held_out_files, held_out_prompts
+from hydrajax.text.answers import Generation
 from hydrajax.text.marking import pieces
 from hydrajax.text.tokenizer import decode_text
 from hydrajax.trees import presets
 
-HELP = "compare the shipped model's speed with and without each kind of draft, and show drafted text"
+HELP = "compare a model's speed with and without each kind of draft, and show drafted text"
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 48, 80
 SHOWN = 3  # continuations
-REPEATS = 3  # timed rounds
+REPEATS, QUESTION_REPEATS = 3, 1  # timed rounds; a round of questions is longer
+WITH_LOOKUP = " with lookup"
+REPETITION = "Small models repeat themselves, which is easy to draft."
 TREE, SEARCHED = "chain-4", "searched tree"  # each draft runs with both, if a tree was searched for it
 # For a Python without source files. Written for this demo, so no model was trained on them. They end before a line
 # break, which shares a token with the indentation that follows it.
@@ -51,27 +59,59 @@ ENDS = (
     "\n@",
     "\nif ",
 )  # of the function that a prompt begins
+# For an instruct model. Written for this demo.
+QUESTIONS = {
+    "writing": "Write a short letter to a neighbour who watered your plants while you were away.",
+    "reasoning": "Ann is taller than Ben, and Ben is taller than Cleo. Who is the shortest? Explain your answer.",
+    "maths": "A train travels 180 km in 2 hours and then 60 km in 1 hour. What is its average speed? Show each step.",
+    "coding": "Write a Python function that returns the second largest number of a list.",
+    "extraction": "List the names and dates in this text: Marta visited Lisbon on 3 May 2019, and her brother Tom "
+    "followed on 12 June 2020.",
+    "translation": "Translate into French: The library opens at nine and closes at six.",
+    "summarising": "Summarise in one sentence: Bees visit flowers to collect nectar. Meanwhile they carry pollen from "
+    "flower to flower, which lets the plants form seeds and fruit. Many crops depend on this work.",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", metavar="TEXT", help="continue this text (default: held-out Python code)")
+    parser.add_argument(
+        "--base",
+        metavar="DIR|NAME",
+        help="let this instruct model answer --prompt or a few built-in questions (default: the shipped model of code)",
+    )
+    parser.add_argument(
+        "--draft",
+        metavar="DIR|NAME",
+        action="append",
+        default=[],
+        help="compare this draft with lookup, repeatable (default: the bundled drafts of the base)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     console = Console(highlight=False)
-    model = load(assets.base(), dtype="float32")  # so that outputs are equal: bfloat16 has ties
-    prompts = make_prompts(model, args.prompt)
+    model = load(args.base or assets.base(), dtype="float32")  # so that outputs are equal: bfloat16 has ties
+    drafts = args.draft or assets.drafts_of(args.base or "shipped")
+    if args.base:
+        questions = QUESTIONS if args.prompt is None else {"your prompt": args.prompt}
+        prompts = question_prompts(model, questions)
+    else:
+        prompts = make_prompts(model, args.prompt)
     with status("loading drafts") as update:
-        executors = make_executors(model)
-        rows = measure(executors, prompts, update)
+        executors = make_executors(model, drafts)
+        rows = measure(executors, prompts, update, QUESTION_REPEATS if args.base else REPEATS)
         best = max(rows[1:], key=lambda row: row.tokens_per_second)
-    show_texts(console, prompts, best.name, executors[best.name])
+    if args.base:
+        show_answers(console, prompts, questions, best.name, executors[best.name])
+    else:
+        show_texts(console, prompts, best.name, executors[best.name])
     console.print(result_table(rows))
     different = [row.name for row in rows if not row.equal]
     if not different:
         console.print("All outputs equal the base's output without a draft, token for token.")
-    console.print(verdict(rows))
+    console.print(verdict(rows) if args.base else f"{verdict(rows)} {REPETITION}")
     console.print(f"The whole run took {time.perf_counter() - began:.0f} s.")
     if different:
         sys.exit(f"hydrajax demo: {', '.join(different)}: the output differs from autoregressive decoding")
@@ -85,25 +125,42 @@ def make_prompts(model: LanguageModel, text: str | None) -> list[NamedPrompt]:
     return prompts or [NamedPrompt("built in", model.prompt_ids(code, "prompt").tolist()) for code in BUILT_IN_CODE]
 
 
-def make_executors(model: LanguageModel) -> dict[str, Executor]:
-    """Return an executor for the base alone, and for each draft with each tree, named after both."""
+def question_prompts(model: LanguageModel, questions: Mapping[str, str]) -> list[NamedPrompt]:
+    """Return the questions in the chat template of the base's tokenizer."""
+    if model.tokenizer is None or not model.tokenizer.chat_template:
+        raise HydrajaxError("--base: has no chat template, expected an instruct model; --base is for these only")
+    conversations = [[{"role": "user", "content": question}] for question in questions.values()]
+    return [
+        NamedPrompt(name, ids.tolist())
+        for name, ids in zip(questions, model.ids_of_prompts(conversations), strict=True)
+    ]
+
+
+def make_executors(model: LanguageModel, drafts: Sequence[str | Path]) -> dict[str, Executor]:
+    """Return an executor for the base alone, and for lookup and each draft with each tree, named after both."""
     # Lookahead is left out: it pays only where many nodes cost as much as one, which is not so on a CPU.
     named = [found for found in map(model.with_draft, WITHOUT_WEIGHTS) if found.drafter.spec.depth]
     drafted = [found for found in named if not found.drafter.spec.window_nodes]
-    drafted += [model.with_draft(assets.path(name)) for name in assets.DRAFTS]
+    titles = [title_of(each.drafter) for each in drafted]
+    for draft in drafts:
+        drafted.append(model.with_draft(draft))
+        title = title_of(drafted[-1].drafter)
+        if title.endswith(WITH_LOOKUP):  # the table is at most 80 columns wide
+            title = f"lookup+{title.removesuffix(WITH_LOOKUP)}"
+        titles.append(f"{title} ({folder_name(str(draft))})" if title in titles else title)
     executors = {AUTOREGRESSIVE: make_executor(model, model.spec(tree="root", max_new_tokens=NEW_TOKENS))}
-    for each in drafted:
+    for title, each in zip(titles, drafted, strict=True):
         trees = {TREE: presets.by_name(TREE), SEARCHED: presets.searched(each.draft_directory, 1)}
         for name, tree in trees.items():
             if tree is not None:
                 spec = each.spec(tree=tree, max_new_tokens=NEW_TOKENS)
-                executors[f"{title_of(each.drafter)} {name}"] = make_executor(each, spec)
+                executors[f"{title} {name}"] = make_executor(each, spec)
     return executors
 
 
-def measure(executors: dict[str, Executor], prompts: Sequence[NamedPrompt], on_status) -> list[Measured]:
+def measure(executors: dict[str, Executor], prompts: Sequence[NamedPrompt], on_status, repeats: int) -> list[Measured]:
     ids = [np.array(prompt.ids, np.int32) for prompt in prompts]
-    return contest(executors, ids, batch_size=1, repeats=REPEATS, on_status=on_status)
+    return contest(executors, ids, batch_size=1, repeats=repeats, on_status=on_status)
 
 
 def show_texts(console: Console, prompts: Sequence[NamedPrompt], name: str, executor: Executor) -> None:
@@ -116,10 +173,31 @@ def show_texts(console: Console, prompts: Sequence[NamedPrompt], name: str, exec
 
     shown = sorted(zip(prompts, results, strict=True), key=repeats_or_is_cut)[:SHOWN]
     for number, (prompt, result) in enumerate(shown, start=1):
-        facts = f"{result.new_tokens} tokens in {result.steps} steps of {name}"
-        console.print(f"\n[bold]{number}. {prompt.name}[/]: {facts}\n", soft_wrap=True)
-        console.out(decode_text(executor.tokenizer, prompt.ids), style="dim", end="", highlight=False)
-        write_marked(console, pieces(executor.tokenizer, result))
+        before = decode_text(executor.tokenizer, prompt.ids)
+        show_text(console, f"{number}. {prompt.name}", before, result, name, executor.tokenizer)
+    explain_marks(console)
+
+
+def show_answers(
+    console: Console, prompts: Sequence[NamedPrompt], questions: Mapping[str, str], name: str, executor: Executor
+) -> None:
+    """Print every question and its answer with drafted tokens marked."""
+    results = generate(executor, [prompt.ids for prompt in prompts])
+    for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), start=1):
+        before = f"{questions[prompt.name]}\n\n"
+        show_text(console, f"{number}. {prompt.name}", before, result, name, executor.tokenizer)
+    explain_marks(console)
+
+
+def show_text(console: Console, title: str, before: str, result: Generation, name: str, tokenizer: Any) -> None:
+    """Print the text before the generated one, and the latter with drafted tokens marked."""
+    facts = f"{result.new_tokens} tokens in {result.steps} steps of {name}"
+    console.print(f"\n[bold]{title}[/]: {facts}\n", soft_wrap=True)
+    console.out(before, style="dim", end="", highlight=False)
+    write_marked(console, pieces(tokenizer, result))
+
+
+def explain_marks(console: Console) -> None:
     sign = "green and underlined" if console.is_terminal else f"{OPEN}in brackets{CLOSE}"
     console.print(f"\nDrafted and accepted tokens are {sign}. The base has chosen the others.\n")
 
@@ -127,7 +205,7 @@ def show_texts(console: Console, prompts: Sequence[NamedPrompt], name: str, exec
 def result_table(rows: Sequence[Measured]) -> Table:
     """Return the table of results, the baseline first, at most 80 columns wide."""
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 0, 0, 1))
-    table.add_column("draft and tree", no_wrap=True)
+    table.add_column("draft and tree", overflow="fold")  # long names wrap, figures do not
     widths = {"nodes": 5, "tokens_per_step (τ)": 15, "tokens/s": 8, "speed-up": 8, "step cost": 9}
     for heading, width in widths.items():
         table.add_column(heading, justify="right", min_width=width, max_width=width)
@@ -155,5 +233,5 @@ def verdict(rows: Sequence[Measured]) -> str:
     return (
         f"Step cost is in steps without a draft: on this device ({jax.devices()[0].device_kind}) verifying "
         f"{largest.nodes} nodes costs {step_cost(largest, rows):.1f} times as much as one. A tree is faster if its "
-        f"steps emit more tokens (τ) than they cost. {found} Small models repeat themselves, which is easy to draft."
+        f"steps emit more tokens (τ) than they cost. {found}"
     )

@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> None:
         ask(questions, ways, prompter, files, args)
         results = summarise(files.answers, questions, baseline, same_outputs)
         cut = files.cut_prompts(questions)
-        write_summary(args, results, baseline, cut)
+        nodes = {way.model_id: way.executor.spec.verified_nodes for way in ways}
+        write_summary(args, results, baseline, cut, nodes)
     show(results, baseline)
     if most := max(cut.values()):
         total = sum(len(question.turns) for question in questions)
@@ -161,13 +162,18 @@ def ask(
 
 
 def write_summary(
-    args: argparse.Namespace, results: dict[str, dict[str, Figures]], baseline: str, cut: dict[str, int]
+    args: argparse.Namespace,
+    results: dict[str, dict[str, Figures]],
+    baseline: str,
+    cut: dict[str, int],
+    nodes: dict[str, int],
 ) -> None:
     report = {
         "machine": machine(),
         "arguments": options.recorded(args),
         "baseline": baseline,
         "prompts_cut": cut,
+        "nodes": nodes,
         "results": {
             model_id: {name: figures.as_dict() for name, figures in rows.items()} for model_id, rows in results.items()
         },

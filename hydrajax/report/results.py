@@ -51,6 +51,8 @@ KINDS: dict[str, dict[str, str]] = {
     # Share of positions at which the ``top`` likeliest tokens of a head (from 0) include the true one (amphista
     # figure 1).
     "accuracy": {"drafter": TEXT, "head": WHOLE, "top": WHOLE, "accuracy": NUMBER},
+    # Tokens per step over something else (``over``), such as the tokens of training.
+    "curve": {"name": TEXT, "over": TEXT, "at": NUMBER, "tokens_per_step": NUMBER},
     # Draft sizes. draft_ms: per step. predicted_*: for the same draft at a larger base, named in the remarks.
     "pareto": {"drafter": TEXT, "lm_head": TEXT, "nodes": WHOLE, "draft_megabytes": NUMBER}
     | {"draft_ms": NUMBER, **_RATE, "equal": BOOL + OR_NULL}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import jax
@@ -57,7 +58,7 @@ def shipped(shipped_folder, monkeypatch):
 def rows_of(out: str) -> dict[str, list[str]]:
     """Read the printed table: ``{draft and tree: the other cells}``."""
     lines = [line.rstrip() for line in out.splitlines()]
-    kinds = ("autoregressive", "Lookup", "Medusa", "Hydra", "draft model")
+    kinds = ("autoregressive", "Lookup", "lookup+", "Medusa", "Hydra", "draft model")
     lines = [line for line in lines if line.strip().startswith(kinds)]
     assert all(len(line) <= 80 for line in lines)
     assert "step cost" in out  # no heading is cut either
@@ -87,6 +88,34 @@ def test_own_prompt_is_continued_as_by_transformers(program, shipped, monkeypatc
     expected = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert "1. your prompt" in result.out
     assert f"the tree of{expected}\n" in result.out.replace(OPEN, "").replace(CLOSE, "")
+
+
+def test_an_instruct_model_answers_questions(program, base, shipped, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "QUESTIONS", {"writing": "a tree", "maths": "1 + 1"})
+    medusa, copy = str(shipped / "medusa"), str(shutil.copytree(shipped / "medusa", tmp_path / "two"))
+    result = program("demo", "--base", base, "--draft", medusa, "--draft", f"lookup+{medusa}", "--draft", copy)
+    assert result.code == 0, result.err
+    kinds = ["Lookup", "Medusa", "lookup+Medusa", "Medusa (two)"]
+    assert list(rows_of(result.out)) == ["autoregressive", *(f"{kind} chain-2" for kind in kinds)]
+    assert "All outputs equal the base's output without a draft, token for token." in result.out
+    assert re.search(r"1\. writing: \d+ tokens in .*\n\na tree\n", result.out)
+    assert re.search(r"2\. maths: \d+ tokens in .*\n\n1 \+ 1\n", result.out)
+    assert demo.REPETITION not in result.out
+
+
+def test_own_question(program, base, shipped):
+    result = program("demo", "--base", base, "--prompt", "the tree of")
+    assert result.code == 0, result.err
+    assert list(rows_of(result.out)) == ["autoregressive", "Lookup chain-2"]  # no draft is bundled for this base
+    assert "1. your prompt" in result.out
+
+
+def test_a_base_without_a_chat_template_is_refused(program, base, shipped, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "base")
+    (folder / "chat_template.jinja").unlink()
+    result = program("demo", "--base", folder)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "--base: has no chat template, expected an instruct model" in result.err
 
 
 @pytest.mark.slow
@@ -133,7 +162,7 @@ def test_a_searched_tree_is_measured_too(shipped):
     path = presets.searched_path(shipped / "hydra", 1)
     path.write_text("[[0], [1]]")
     try:
-        executors = demo.make_executors(demo.load(assets.base()))
+        executors = demo.make_executors(demo.load(assets.base()), assets.drafts_of("shipped"))
     finally:
         path.unlink()
     assert [name for name in executors if name.endswith(demo.SEARCHED)] == ["Hydra searched tree"]
@@ -149,7 +178,7 @@ def test_whole_functions_without_repeated_lines_are_shown_first(shipped, monkeyp
         for text, reason in texts.values()
     ]
     monkeypatch.setattr(demo, "generate", lambda *_, **__: iter(results))
-    demo.show_texts(demo.Console(), prompts, "none", demo.make_executors(model)["autoregressive"])
+    demo.show_texts(demo.Console(), prompts, "none", demo.make_executors(model, [])["autoregressive"])
     shown = capsys.readouterr().out
     assert shown.index("1. whole") < shown.index("2. cut")
     assert "twice" not in shown  # two are shown

@@ -94,6 +94,12 @@ def test_categories_accuracies_and_predictions():
     assert {(10.0, 9.0), (3.0, 3.3)} <= set(points(axes))
 
 
+def test_curves_rise_from_left_to_right():
+    (axes,) = draw(result("curve")).axes
+    assert points(axes) == [(0, 1.5), (1e6, 2.5)] * 2
+    assert axes.get_xlabel() == "training tokens"
+
+
 def test_sizes_are_points_with_a_pareto_front():
     figure = draw(result("pareto"))
     fronts = [axes.lines[0].get_xydata().tolist() for axes in figure.axes]
@@ -135,7 +141,7 @@ def test_programs_are_bars_over_the_floor():
 
 def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
     sources = ["", "amphista figure 1", "medusa figure 5", "hydra table 1", "hydra figures 7 to 9"]
-    sources += ["amphista table 3", "hydra figure 3", "", "medusa table 3", "hydra figure 2", ""]
+    sources += ["amphista table 3", "hydra figure 3", "", "", "medusa table 3", "hydra figure 2", ""]
     (tmp_path / "sub").mkdir()
     for at, (source, kind) in enumerate(zip(sources, ROWS, strict=True)):
         write_to(tmp_path / ("sub" if at % 2 else ".") / f"r{at // 2}.json", result(kind, source))
@@ -145,7 +151,8 @@ def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
     headings = [line[3:].rsplit(":", 1)[0] for line in text.splitlines() if line.startswith("## ")]
     assert headings == [
         "Hydra figure 2", "Hydra figure 3", "Hydra figures 7 to 9", "Hydra table 1", "Medusa figure 5",
-        "Medusa table 3", "Amphista figure 1", "Amphista table 3", "Some speed", "Some program", "Some pareto",
+        "Medusa table 3", "Amphista figure 1", "Amphista table 3", "Some speed", "Some pareto", "Some curve",
+        "Some program",
     ]  # fmt: skip
     pictures = sorted((tmp_path / "figures").iterdir())
     assert len(pictures) == len(ROWS) == len(written) - 1  # of equal names, too

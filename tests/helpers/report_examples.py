@@ -64,6 +64,11 @@ ROWS = {
         for head in (0, 1)
         for top in (1, 5)
     ],
+    "curve": [
+        {"name": name, "over": "training tokens", "at": at, "tokens_per_step": 1.5 + at / 1e6}
+        for name in ("medusa", "hydra")
+        for at in (1e6, 0)
+    ],
     "pareto": [
         {"drafter": drafter, "lm_head": lm_head, "nodes": 64, "draft_megabytes": size, "draft_ms": 0.5}
         | {**RATE, "tokens_per_step": tau, "tokens_per_second": rate, "equal": True}
