@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax.numpy as jnp
+
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.export import FORMATS, export_heads
@@ -20,6 +22,8 @@ from hydrajax.models.weights import QUANTIZED
 from hydrajax.text.prompt import PROMPT_FORMATS
 
 HELP = "export draft heads to other formats, merge an adapter, fetch from and push to the Hub, measure quantisation"
+
+STORED = options.api.DTYPES | {"int8": jnp.int8}  # dtypes of exported heads
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +48,8 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     text = "write this format (default: that of the method's published code)"
     parser.add_argument("--format", choices=FORMATS, help=text)
     _output_argument(parser)
-    parser.add_argument("--dtype", choices=list(options.api.DTYPES), help="store this dtype (default: the heads' own)")
+    text = "store this dtype; int8 is one byte per number of a matrix, in the format native (default: the heads' own)"
+    parser.add_argument("--dtype", choices=list(STORED), help=text)
     parser.add_argument("--base-name", metavar="NAME", help="record this name of the base (default: the recorded one)")
     for name, text in (("data", "training data"), ("recipe", "training recipe"), ("tau", "tokens per step")):
         parser.add_argument(f"--{name}", metavar="TEXT", help=f"describe the {text} in the model card")
@@ -98,11 +103,13 @@ def _check_output(output: str, inputs: Mapping[str, str | Path]) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    base, draft = resolve(args.base, "base"), resolve(args.draft, "draft")
+    base = resolve(args.base, "base")
+    config = read_config(base)
+    draft = resolve(args.draft, "draft", config)
     _check_output(args.output, {"heads": draft, "base": base})
     adapter = None if args.adapter is None else resolve(args.adapter, "adapter")
     made_for = {} if args.force else {"base_directory": base, "adapter": adapter}
-    drafter, params = load_draft(draft, read_config(base), None, **made_for)
+    drafter, params = load_draft(draft, config, None, **made_for)
     source = read_json(draft / "config.json", "--draft")
     record = source.get(RECORD) if isinstance(source.get(RECORD), dict) else {}
     story = record.get("story") if isinstance(record.get("story"), dict) else {}
@@ -116,7 +123,7 @@ def _export(args: argparse.Namespace) -> None:
         base_name=name if isinstance(name, str) and name else args.base,
         base_fingerprint=fingerprint(base, adapter=adapter),
         story=story | {key: value for key, value in given.items() if value is not None},
-        dtype=None if args.dtype is None else options.api.DTYPES[args.dtype],
+        dtype=None if args.dtype is None else STORED[args.dtype],
         torch_file=True,
     )
     _print_files(args.output)

@@ -55,7 +55,8 @@ def export_heads(
         base_fingerprint: of `hydrajax.formats.fingerprint.fingerprint`. The heads then load onto no other base. It also
             has the base's depth, which some formats need.
         story: ``data``, ``recipe`` and ``tokens_per_step``, for the card and later exports.
-        dtype: of the file; None keeps each parameter's own.
+        dtype: of the file; None keeps each parameter's own. ``jnp.int8``, in our own format, stores matrices in one
+            byte per number, and the rest in float32.
         torch_file: write a ``.pt`` too, if the official code opens no other and torch is installed.
         extra: more fields for ``config.json``.
         overwrite: replace a directory with any content.
@@ -64,13 +65,16 @@ def export_heads(
         HydrajaxError: the format cannot express the drafter, or the directory may not be replaced or cannot be written.
     """
     kind = kind_of(drafter)
+    int8 = dtype is not None and jnp.dtype(dtype) == jnp.int8
     made_for = MadeFor(base_name, ((base_fingerprint or {}).get("shapes") or {}).get("n_layers"))
     try:
         if kind is None:
             raise cannot_write("drafter", type(drafter).__name__, ", ".join(kind.__name__ for kind in HEADS.values()))
         if format not in (None, *FORMATS):
             raise not_allowed("format", format, FORMATS)
-        chosen = _choose(format, drafter, kind, made_for)
+        if int8 and format not in (None, NATIVE):
+            raise HydrajaxError(f"dtype: got int8 for the format {format}, expected {NATIVE}")
+        chosen = None if int8 else _choose(format, drafter, kind, made_for)
         fields = chosen.config(drafter, made_for) if chosen else {}
     except HydrajaxError as error:
         raise HydrajaxError(f"{WHAT}: {error}") from None
@@ -80,9 +84,9 @@ def export_heads(
 
     with exported(directory, overwrite) as (folder, config):
         if chosen is None:
-            own = drafter.dtype if dtype is None else jnp.dtype(dtype)
+            own = jnp.dtype(jnp.float32) if int8 else drafter.dtype if dtype is None else jnp.dtype(dtype)
             params = jax.tree.map(lambda x: np.asarray(x, own), params)
-            fields |= native.save_native(folder, replace(drafter, dtype=own), params)
+            fields |= native.save_native(folder, replace(drafter, dtype=own), params, int8=int8)
         else:
             tensors = cast(write(chosen.layout(drafter, fields), params), dtype)
             if chosen.dtype_field:

@@ -1,7 +1,8 @@
 """Our own format of draft heads: an orbax directory ``params/`` and a ``config.json`` that describes the drafter.
 
 ``config.json`` has the kind of drafter (`hydrajax.formats.draft_registry`), the fields of its dataclass, the shapes of
-all parameters, and the size and checksum of each file, as orbax does not notice a changed byte.
+all parameters, and the size and checksum of each file, as orbax does not notice a changed byte. Version 2 stores
+matrices in int8 (`hydrajax.models.weights.Int8`), which are loaded as floats.
 """
 
 from __future__ import annotations
@@ -27,28 +28,41 @@ from hydrajax.formats.tensors import FLOATS
 from hydrajax.models.layout import named_leaves
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.weights import Int8
 
 WHAT = "draft"
 MARK = "hydrajax_draft"  # field of config.json that marks the format; its value is the version
-VERSION = 1
+FLOAT, INT8 = 1, 2  # versions
+FEWEST_INPUTS = 16  # of a matrix that is stored in int8; the biases of fused layers have two rows
 PARAMS, COMMITTED = "params", "commit_success.txt"  # the latter is orbax's
 
 
-def save_native(folder: Path, drafter, params: Any) -> dict[str, Any]:
-    """Write ``params/`` of a drafter with trained parameters; return the fields of ``config.json``."""
+def save_native(folder: Path, drafter, params: Any, *, int8: bool = False) -> dict[str, Any]:
+    """Write ``params/`` of a drafter with trained parameters; return the fields of ``config.json``.
+
+    With ``int8``, matrices are rounded to one byte per number and a scale per output.
+    """
     from orbax.checkpoint import v1 as ocp  # slow to import, and not needed by other formats
 
     values = {field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter)}
     prefix = values.pop("prefix", None)  # stored outside the settings in version 1
     values["dtype"] = jnp.dtype(drafter.dtype).name
-    ocp.save(folder / PARAMS, jax.tree.map(np.asarray, params))
+    arrays = jax.tree.map(np.asarray, params)
+    if int8:
+        arrays = jax.tree.map(lambda x: vars(Int8.of(x)) if _is_matrix(x) else x, arrays)
+    ocp.save(folder / PARAMS, arrays)
     # Not needed to load, and it contains a path of this machine.
     (folder / PARAMS / COMMITTED).unlink(missing_ok=True)
     settings = {name: _to_json(value) for name, value in values.items() if value is not None}  # None is the default
     described = {"heads": kind_of(drafter), "prefix": prefix is not None, "settings": settings}
     if prefix is not None and prefix.window is not None:
         described["prefix_window"] = prefix.window
-    return {MARK: VERSION, "tensors": _shapes(params), "drafter": described, "files": checksums(folder, PARAMS)}
+    return {
+        MARK: INT8 if int8 else FLOAT,
+        "tensors": _shapes(params),
+        "drafter": described,
+        "files": checksums(folder, PARAMS),
+    }
 
 
 def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
@@ -63,8 +77,9 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
     """
     from orbax.checkpoint import v1 as ocp
 
-    if config[MARK] != VERSION:
-        raise HydrajaxError(f"{WHAT}: config.json: {MARK}: got {config[MARK]!r}, expected {VERSION}")
+    version = config[MARK]
+    if version not in (FLOAT, INT8):
+        raise HydrajaxError(f"{WHAT}: config.json: {MARK}: got {version!r}, expected {FLOAT} or {INT8}")
     drafter = _drafter(config.get("drafter"), base)
     _check_files(directory, config.get("files"))
     saved = drafter.dtype
@@ -76,14 +91,30 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
         )
     # As NumPy: orbax ties JAX arrays to their device, and programs for other devices would be compiled again.
     target = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes)
+    if version == INT8:
+        target = jax.tree.map(lambda x: _empty_int8(x.shape) if _is_matrix(x) else x, target)
     try:
         params = ocp.load((directory / PARAMS).absolute(), target)  # orbax accepts no relative path
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise  # not the file's fault
     except Exception as error:  # orbax raises many types for a damaged or foreign directory
         raise HydrajaxError(f"{WHAT}: {directory / PARAMS} is damaged: {one_line(error)}") from None
+    if version == INT8:
+        params = jax.tree.map(lambda x: Int8(**x).dequantized() if isinstance(x, dict) else x, params, is_leaf=_is_int8)
     dtype = jnp.dtype(saved if dtype is None else dtype)
     return dataclasses.replace(drafter, dtype=dtype), jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), params)
+
+
+def _is_matrix(x: Any) -> bool:
+    return len(x.shape) > 1 and x.shape[0] >= FEWEST_INPUTS
+
+
+def _is_int8(x: Any) -> bool:
+    return isinstance(x, dict) and x.keys() == {"values", "scale"}
+
+
+def _empty_int8(shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    return {"values": np.empty(shape, np.int8), "scale": np.empty(shape[1:], np.float32)}
 
 
 def _shapes(params: Any) -> dict[str, list[int]]:

@@ -226,6 +226,38 @@ def test_dtype_of_the_file_and_of_what_is_loaded(tiny_model, tmp_path, kind):
         identical(expected, ours)
 
 
+@pytest.mark.parametrize("kind", ["hydra++", "medusa"])
+@pytest.mark.quick("hydra++")
+def test_matrices_in_int8(tiny_model, tmp_path, kind):
+    """Each output's largest weight becomes 127, as in an independent formula; biases and norms keep every bit."""
+    config = tiny_model[0].config
+    drafter = heads_of(kind, config)
+    params = draft_heads.random_params(drafter, tiny_model)
+    for name, dtype in (("int8", jnp.int8), ("float", None)):
+        export_heads(tmp_path / name, drafter, params, format="native", dtype=dtype)
+    loaded, ours = load_draft(tmp_path / "int8", config, None)
+    assert loaded == drafter
+
+    def expected(x):
+        x = np.asarray(x)
+        if x.ndim == 1 or len(x) == 2:  # norms, biases, and biases of two fused layers
+            return x
+        steps = np.maximum(np.abs(x).max(axis=0), 1e-30) / 127
+        return np.round(x / steps) * steps
+
+    def close(x, y):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+
+    jax.tree.map(close, ours, jax.tree.map(expected, params))
+    assert any(np.any(np.asarray(x) != y) for x, y in zip(*map(jax.tree.leaves, (params, ours)), strict=True))
+    sizes = [sum(path.stat().st_size for path in (tmp_path / name).rglob("*")) for name in ("int8", "float")]
+    assert sizes[0] < 0.6 * sizes[1]  # of a tiny model, with orbax's own files
+    text = refusal(
+        lambda: export_heads(tmp_path / "other", drafter, params, format="hydra", dtype=jnp.int8), "export: "
+    )
+    assert "dtype: got int8 for the format hydra, expected native" in text
+
+
 # --- what is refused ------------------------------------------------------------------------------------------
 
 
@@ -331,9 +363,11 @@ def rewritten(folder: Path, *path: str, to):
 
 
 def test_other_versions(tiny_model, copied):
-    for version in (2, 0, "1", None, [1], 1.5):
+    for version in (3, 0, "1", None, [1], 1.5):
         with rewritten(copied, "hydrajax_draft", to=version):
-            refused(copied, tiny_model[0].config, "draft", "hydrajax_draft", repr(version), "1")
+            refused(copied, tiny_model[0].config, "draft", "hydrajax_draft", repr(version), "1 or 2")
+    with rewritten(copied, "hydrajax_draft", to=2):  # int8, which these are not
+        refused(copied, tiny_model[0].config, "draft", "params is damaged")
 
 
 def test_without_the_version_the_format_is_unknown(tiny_model, copied):
