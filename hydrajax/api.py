@@ -20,7 +20,7 @@ from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_registry import parse_lookup, without_weights
 from hydrajax.formats.hub import resolve
-from hydrajax.formats.huggingface import Progress, eos_ids, load_llama
+from hydrajax.formats.huggingface import Progress, eos_ids, load_llama, read_config
 from hydrajax.language_model import LanguageModel, Tree
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.weights import QUANTIZED
@@ -173,9 +173,9 @@ def load(
     if adapter is not None:
         adapter = resolve(adapter, "adapter")
     if with_lookup := parse_lookup(draft):
-        resolve(with_lookup.draft, "draft")  # report a missing draft before the base is read
+        resolve(with_lookup.draft, "draft", read_config(base))  # report a missing draft before the base is read
     elif isinstance(draft, (str, Path)) and not without_weights(draft):
-        draft = resolve(draft, "draft")
+        draft = resolve(draft, "draft", read_config(base))
     model, params = load_llama(
         base,
         DTYPES.get(name),  # None for "auto"

@@ -63,7 +63,7 @@ def find_draft(
     if kind := without_weights(draft):
         draft = kind.build(model.config, model.dtype)
     if isinstance(draft, (str, Path)):
-        directory = resolve(draft, "draft")
+        directory = resolve(draft, "draft", model.config)
         if is_model(directory):
             loaded = load_draft_model(
                 directory, model, base_params, tokenizer,

@@ -2,11 +2,14 @@
 
 Trained on Python source: the standard library and the packages that hydrajax is installed and tested with.
 ``ABOUT.json`` lists versions, licences and the held-out files. Load with `hydrajax.load("shipped", "hydra++")`.
+
+There are also heads for the base ``smollm2`` (`hydrajax.formats.known_bases`), whose own weights are not bundled.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from hydrajax.errors import HydrajaxError
@@ -14,10 +17,12 @@ from hydrajax.errors import HydrajaxError
 FOLDER = Path(__file__).parent
 HEADS = ("medusa", "hydra", "hydra_pp")
 DRAFTS = (*HEADS, "draft_model")
-NAMES = ("base", *DRAFTS)
-# Users' names, for ``base`` and for ``draft``.
+# Users' names, for ``base`` and for ``draft``; a draft's name means the one for the base.
 SHIPPED_BASE = {"shipped": "base"}
 SHIPPED_DRAFTS = {"medusa": "medusa", "hydra": "hydra", "hydra++": "hydra_pp", "draft-model": "draft_model"}
+SMOLLM2_DRAFTS = {"hydra": "smollm2_hydra", "hydra++": "smollm2_hydra_pp"}
+DRAFTS_OF = {"shipped": SHIPPED_DRAFTS, "smollm2": SMOLLM2_DRAFTS}
+NAMES = ("base", *DRAFTS, *SMOLLM2_DRAFTS.values())
 
 
 def path(name: str) -> Path:
@@ -34,7 +39,26 @@ def base() -> Path:
 
 def drafts_of(base: str | Path) -> list[Path]:
     """Return the directories of the bundled drafts of a base, which is given by name; empty for any other base."""
-    return [path(name) for name in DRAFTS] if base in SHIPPED_BASE else []
+    return [path(folder) for folder in DRAFTS_OF.get(str(base), {}).values()]
+
+
+def draft(name: str, shapes: Mapping[str, int] | None) -> Path:
+    """Return the directory of a bundled draft.
+
+    Args:
+        name: one of ``SHIPPED_DRAFTS``.
+        shapes: the base's, as heads record them (`hydrajax.formats.fingerprint.shapes_of`). Without bundled heads for
+            such a base, or if None, the draft is that of the shipped base.
+    """
+    for drafts in DRAFTS_OF.values():
+        if name in drafts and shapes is not None and _recorded_shapes(path(drafts[name])) == shapes:
+            return path(drafts[name])
+    return path(SHIPPED_DRAFTS[name])
+
+
+def _recorded_shapes(directory: Path) -> dict | None:
+    record = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("hydrajax", {})
+    return record.get("base", {}).get("shapes")
 
 
 def about() -> dict:

@@ -14,6 +14,7 @@ from hydrajax.formats.huggingface import MERGED, read_config
 from hydrajax.formats.peft import load_adapter
 from hydrajax.formats.tensors import expect_tensors, open_tensors, read_json
 from hydrajax.models.layout import MODEL
+from hydrajax.models.llama_config import LlamaConfig
 
 ROWS = 64  # of the embedding; these and the norms distinguish fine-tunes of one model
 
@@ -43,12 +44,16 @@ def fingerprint(directory: str | Path, what: str = "base", adapter: str | Path |
     expect_tensors(files, wanted, what, ignored=".*")
     for name in wanted:
         digest.update(np.asarray(files.read(name, ROWS), jnp.bfloat16).tobytes())
-    shapes = {name: getattr(config, name) for name in ("vocab_size", "width", "n_layers", "n_heads", "n_kv_heads")}
-    found = {"shapes": shapes, "sha256": digest.hexdigest()}
+    found = {"shapes": shapes_of(config), "sha256": digest.hexdigest()}
     if adapter is not None:
         return found | {"adapter": load_adapter(adapter, config).sha256}
     merged = read_json(Path(directory) / "config.json", what).get(MERGED)
     return found | ({} if merged is None else {"adapter": merged})
+
+
+def shapes_of(config: LlamaConfig) -> dict[str, int]:
+    """Return the shapes that a fingerprint has."""
+    return {name: getattr(config, name) for name in ("vocab_size", "width", "n_layers", "n_heads", "n_kv_heads")}
 
 
 def check_fingerprint(recorded: Any, name: str, directory: Path, what: str, adapter: str | Path | None = None) -> None:

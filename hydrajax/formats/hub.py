@@ -15,8 +15,10 @@ from pathlib import Path
 from hydrajax import assets
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.formats import gguf
+from hydrajax.formats.fingerprint import shapes_of
 from hydrajax.formats.known_bases import KNOWN_BASES, known_base_file
 from hydrajax.formats.tensors import GGUF_INDEX
+from hydrajax.models.llama_config import LlamaConfig
 
 WHAT = "push"
 
@@ -37,7 +39,7 @@ REPOSITORY = re.compile(r"\w(?:[\w.-]{0,94}\w)?/\w(?:[\w.-]{0,94}\w)?", re.ASCII
 REVISION = re.compile(r"(?!.*\.\.)[^\s\x00-\x1f~^:?*\[\\/.-][^\s\x00-\x1f~^:?*\[\\]*")
 
 
-def resolve(name: str | Path, flag: str) -> Path:
+def resolve(name: str | Path, flag: str, base: LlamaConfig | None = None) -> Path:
     """Return a local directory, downloaded if needed; without a network a cached copy is used.
 
     Args:
@@ -46,10 +48,13 @@ def resolve(name: str | Path, flag: str) -> Path:
             draft); for a base one of `hydrajax.formats.known_bases`; or ``org/name`` or ``org/name@revision`` (branch,
             tag or commit) on the Hub.
         flag: ``base``, ``draft`` or ``adapter``; begins error messages.
+        base: configuration of a draft's base, for which a bundled draft is chosen; by default the shipped base.
 
     Raises:
         HydrajaxError: no such directory or repository, a failed download, or no weights that hydrajax reads.
     """
+    if flag == "draft" and str(name) in assets.SHIPPED_DRAFTS and not os.path.isdir(name):
+        return assets.draft(str(name), None if base is None else shapes_of(base))
     folder = downloaded(name, flag, READ)
     weights = any(folder.glob("*.safetensors")) or (folder / "params").is_dir() or (folder / GGUF_INDEX).is_file()
     if weights or os.path.isdir(name):
