@@ -74,6 +74,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs", metavar="DIR|FILE.yaml", nargs="+", default=[], help="training runs, or their configurations"
     )
+    rules = [rule.partition(",")[0] for rule in RULES]
+    parser.add_argument(
+        "--rules",
+        nargs="+",
+        choices=rules,
+        default=rules,
+        help=f"of mt_bench and spec_bench (default {' '.join(rules)})",
+    )
     parser.add_argument("--run-code", action="store_true", help="run generated code in a sandbox; HumanEval needs it")
     parser.add_argument("--template", metavar="NAME", help="chat template (default: auto)")
     parser.add_argument("--dtype", choices=list(api.DTYPES), default="float32", help="default %(default)s")
@@ -138,9 +146,13 @@ def label(args: argparse.Namespace, model_id: str) -> str:
 ONLY_MT_BENCH = ("--categories", ",".join(MT_BENCH))
 
 
+def rules_of(args: argparse.Namespace) -> list[str]:
+    return [rule for rule in RULES if rule.partition(",")[0] in args.rules]
+
+
 def mt_bench(args: argparse.Namespace) -> None:
     rows = []
-    for rule in RULES:
+    for rule in rules_of(args):
         for name, nodes, categories in summary_of(args, answered(args, rule, *ONLY_MT_BENCH)):
             found = categories[OVERALL]
             row = {"name": f"{name}, {rule}", "draft": name, "rule": rule, "batch": 1, "nodes": nodes}
@@ -153,7 +165,7 @@ def mt_bench(args: argparse.Namespace) -> None:
 
 
 def by_category(args: argparse.Namespace) -> None:
-    for rule in RULES:
+    for rule in rules_of(args):
         rows = []
         for name, _, categories in summary_of(args, answered(args, rule)):
             for category, found in categories.items():

@@ -27,6 +27,7 @@ ORDER = (
     "assets",
     "processes",
     "compilation",
+    "host_memory",
     "models.llama_config",
     "sharding",
     "models",
