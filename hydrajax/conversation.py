@@ -29,6 +29,7 @@ class Turn:
         new_tokens: tokens of the answer.
         steps: decode steps.
         seconds: from the message to the last token; a session's first turns include compilation.
+        first_tokens, first_seconds: tokens of the first step, and the time until then, which has all compilation.
         full: the context is full and cut the answer off.
     """
 
@@ -37,7 +38,15 @@ class Turn:
     new_tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
+    first_tokens: int = 0
+    first_seconds: float = 0.0
     full: bool = False
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The rate after the first step, without prefill and compilation; None if there was only one step."""
+        seconds = self.seconds - self.first_seconds
+        return (self.new_tokens - self.first_tokens) / seconds if self.steps > 1 and seconds else None
 
 
 class Chat:
@@ -158,6 +167,8 @@ class Chat:
             done, emitted = bool(now.done[0]), now.tokens[0, : now.lengths[0]].tolist()
             self.turn.new_tokens, self.turn.steps = len(emitted), int(now.steps[0])
             self.turn.seconds = time.perf_counter() - began
+            if not self.turn.first_seconds:
+                self.turn.first_tokens, self.turn.first_seconds = len(emitted), self.turn.seconds
             if piece := text.grow(emitted, final=done):
                 yield piece
         self.turn.full = len(ids) + len(emitted) >= self._context

@@ -11,7 +11,7 @@ import pytest
 import hydrajax
 from helpers.how import sampling
 from hydrajax import assets
-from hydrajax.conversation import Chat
+from hydrajax.conversation import Chat, Turn
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 
@@ -56,6 +56,23 @@ def test_every_turn_answers_the_whole_conversation(loaded):
         reused.append(chat.turn.reused)
     assert reused[0] == 0
     assert max(reused) > NEW  # the prompt before and its answer
+
+
+def test_the_rate_leaves_out_prefill_and_compilation():
+    turn = Turn(new_tokens=21, steps=9, seconds=12.0, first_tokens=1, first_seconds=10.0)  # 10 s of compilation
+    assert turn.tokens_per_second == pytest.approx(10)
+    assert Turn(new_tokens=3, steps=1, seconds=10.0, first_tokens=3, first_seconds=10.0).tokens_per_second is None
+
+
+def test_the_first_turn_compiles_before_its_first_token(loaded):
+    chat = make(loaded)
+    pieces = chat.send(MESSAGES[0])
+    next(pieces)
+    first = chat.turn.first_seconds
+    assert (chat.turn.first_tokens, chat.turn.seconds) == (chat.turn.new_tokens, first)
+    assert "".join(pieces)
+    assert (chat.turn.first_seconds, chat.turn.steps > 1) == (first, True)
+    assert chat.turn.seconds > first
 
 
 @pytest.mark.slow

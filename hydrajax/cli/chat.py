@@ -92,10 +92,12 @@ def answer(chat: Chat, line: str, console: Console) -> None:
             raise
         console.print("broken off", style="dim")
     turn = chat.turn
-    rate = turn.new_tokens / turn.seconds if turn.seconds else 0.0
+    rate = "" if turn.tokens_per_second is None else f", then {turn.tokens_per_second:.1f} tokens/s"
     console.print(
-        f"τ {turn.new_tokens / max(turn.steps, 1):.2f}, {rate:.1f} tokens/s, {turn.new_tokens} tokens; "
+        f"τ {turn.new_tokens / max(turn.steps, 1):.2f}, {turn.new_tokens} tokens; first after "
+        f"{turn.first_seconds:.1f} s{rate}; "
         f"{turn.reused} of {turn.prompt_tokens} prompt tokens were cached"
         + ("; cut off: the context is full" if turn.full else ""),
         style="dim",
+        soft_wrap=True,
     )
