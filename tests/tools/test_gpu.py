@@ -10,7 +10,9 @@ import sys
 import pytest
 
 from helpers.scripts import TOOLS, module
+from hydrajax.cli import build_parser
 from hydrajax.report.outputs import find_results
+from hydrajax.train.run_config import load_config
 
 GPU = TOOLS / "gpu"
 
@@ -64,6 +66,57 @@ def test_every_part_of_the_half_hour(tmp_path):
     header, *lines = map(json.loads, (tmp_path / "shared_lm_head.jsonl").read_text().splitlines())
     assert header["lm_head"] == "shared"
     assert [line["what"] for line in lines] == ["autoregressive", "verify", "step hydra++", "step medusa"]
+
+
+def test_train_smollm2_carries_the_base_in_two_parts(tmp_path):
+    trainer = module(GPU / "train_smollm2.py")
+    (tmp_path / "base").write_bytes(content := bytes(range(256)) * 4 + b"odd")
+    for name in ("seeds", "texts"):
+        (tmp_path / f"{name}.jsonl").write_text(name)
+    packed, arrived, work = tmp_path / "packed", tmp_path / "arrived", tmp_path / "work"
+    trainer.main(["pack", str(packed), "--base", str(tmp_path / "base"), "--text", str(tmp_path)])
+    assert {path.name for path in (packed / "1").iterdir()} == {"base.1"}
+    join = ["join", str(arrived), "--work", str(work)]
+    arrived.mkdir()
+    (packed / "0").rename(arrived / "0")
+    trainer.main(join)
+    assert not (work / "base.gguf").exists()
+    (arrived / "0").rename(tmp_path / "gone")  # the second call brings the second part only
+    (packed / "1").rename(arrived / "1")
+    trainer.main(join)
+    assert (work / "base.gguf").read_bytes() == content
+    assert (work / "seeds.jsonl").read_text() == "seeds"
+    (work / "base.gguf").unlink()
+    (arrived / "1" / "base.1").write_bytes(b"damaged")
+    with pytest.raises(SystemExit, match="sha256"):
+        trainer.main(join)
+    assert not (work / "base.gguf").exists()
+
+
+def test_commands_of_train_smollm2(tmp_path):
+    """The commands parse, and the settings for one device replace those of the configs."""
+    trainer = module(GPU / "train_smollm2.py")
+    (tmp_path / "pack.json").write_text('{"base": "smollm2"}')
+    (tmp_path / "answers-0.jsonl").touch()
+    (tmp_path / "answers-0.jsonl.settings.json").touch()
+    work = ["--work", str(tmp_path)]
+
+    args = trainer.parse(["answers", *work, "--batch-size", "512", "dtype=float32"])
+    for number, temperatures in enumerate([(0.0, 0.7), (0.7,)]):
+        parsed = build_parser(command := trainer.distill_command(args, number)).parse_args(command)
+        assert (parsed.temperatures, parsed.batch_size, parsed.seed) == (temperatures, 512, number)
+        assert load_config(parsed.config, parsed.overrides).dtype == "float32"
+
+    args = trainer.parse(["train", *work, "--out", "out", "objective.chunk_tokens=4096"])
+    for name in args.heads:
+        command = trainer.train_command(args, name, tmp_path / name, 1000)
+        parsed = build_parser(command).parse_args(command)
+        config = load_config(parsed.config, parsed.overrides)
+        assert config.data.files == tuple(str(tmp_path / f"{file}.jsonl") for file in ("answers-0", "texts"))
+        assert (config.steps, config.batch_size, config.objective.chunk_tokens) == (1000, 64, 4096)
+        assert (config.mesh.data, config.mesh.cpu_devices, config.data.hidden_cache) == (1, None, None)
+        parsed = build_parser(command := trainer.export_command(args, name)).parse_args(command)
+        assert (parsed.dtype, parsed.base_name, parsed.draft) == ("int8", "smollm2", str(tmp_path / name / "heads"))
 
 
 @pytest.mark.slow
