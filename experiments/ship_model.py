@@ -31,7 +31,7 @@ NOTE = "Trained on these sources, all under permissive licences. No text of them
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, default=Path("runs/shipped"))
-    parser.add_argument("--only", nargs="*", default=assets.NAMES)
+    parser.add_argument("--only", nargs="*", default=("base", *assets.DRAFTS))
     args = parser.parse_args()
 
     for name in set(args.only) - set(assets.HEADS):  # whole models

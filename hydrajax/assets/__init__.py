@@ -3,7 +3,7 @@
 Trained on Python source: the standard library and the packages that hydrajax is installed and tested with.
 ``ABOUT.json`` lists versions, licences and the held-out files. Load with `hydrajax.load("shipped", "hydra++")`.
 
-There are also heads for the base ``smollm2`` (`hydrajax.formats.known_bases`), whose own weights are not bundled.
+There are also Medusa heads for the base ``smollm2`` (`hydrajax.formats.known_bases`), whose own weights are not bundled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DRAFTS = (*HEADS, "draft_model")
 # Users' names, for ``base`` and for ``draft``; a draft's name means the one for the base.
 SHIPPED_BASE = {"shipped": "base"}
 SHIPPED_DRAFTS = {"medusa": "medusa", "hydra": "hydra", "hydra++": "hydra_pp", "draft-model": "draft_model"}
-SMOLLM2_DRAFTS = {"hydra": "smollm2_hydra", "hydra++": "smollm2_hydra_pp"}
+SMOLLM2_DRAFTS = {"medusa": "smollm2_medusa"}
 DRAFTS_OF = {"shipped": SHIPPED_DRAFTS, "smollm2": SMOLLM2_DRAFTS}
 NAMES = ("base", *DRAFTS, *SMOLLM2_DRAFTS.values())
 

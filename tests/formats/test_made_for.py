@@ -6,16 +6,20 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from helpers.torch_heads import Medusa2, medusa_2_config, randomise, refused, save, vllm, vllm_config
-from hydrajax import api
+from hydrajax import api, assets
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.hub import resolve
+from hydrajax.formats.huggingface import read_config
 from hydrajax.formats.load import load_draft
+from hydrajax.models.llama_config import LlamaConfig
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,26 @@ def marked_heads(request, tiny_checkpoint, some_heads, tmp_path) -> Path:
     mark = {"base_name": "lab/tiny", "base_fingerprint": fingerprint(tiny_checkpoint)}
     export_heads(tmp_path / "heads", *some_heads, format=getattr(request, "param", "medusa"), dtype=None, **mark)
     return tmp_path / "heads"
+
+
+SMOLLM2 = LlamaConfig(
+    49152, 576, 1536, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64, max_positions=8192, tied_lm_head=True
+)
+
+
+def test_a_bundled_name_means_the_heads_for_the_base():
+    assert resolve("medusa", "draft") == assets.path("medusa")
+    assert resolve("medusa", "draft", read_config(assets.base())) == assets.path("medusa")
+    assert resolve("hydra", "draft", SMOLLM2) == assets.path("hydra")  # none of these: refused when it is loaded
+    own = assets.path("smollm2_medusa")
+    assert resolve("medusa", "draft", SMOLLM2) == own
+    assert assets.drafts_of("smollm2") == [own]
+    drafter, params = load_draft(own, SMOLLM2)
+    assert (drafter.spec.depth, len(drafter.vocabulary), drafter.lm_head.shared) == (4, 8192, True)
+    assert params.keys() == {f"head_{k}" for k in range(4)}
+    assert all(leaf.dtype == "float32" for leaf in jax.tree.leaves(params))
+    with pytest.raises(HydrajaxError, match="draft"):
+        load_draft(own, read_config(assets.base()))
 
 
 in_every_format = pytest.mark.parametrize("marked_heads", ["medusa", "vllm-medusa", "native"], indirect=True)
