@@ -3,7 +3,7 @@
 Trained on Python source: the standard library and the packages that hydrajax is installed and tested with.
 ``ABOUT.json`` lists versions, licences and the held-out files. Load with `hydrajax.load("shipped", "hydra++")`.
 
-There are also Medusa heads for the base ``smollm2`` (`hydrajax.formats.known_bases`), whose own weights are not bundled.
+There are also Medusa heads for the base ``smollm2`` (`hydrajax.formats.known_bases`), whose weights are not bundled.
 """
 
 from __future__ import annotations
