@@ -272,7 +272,7 @@ def curve(args: argparse.Namespace) -> None:
         rows += [
             row | {"at": each["step"] * tokens / 1e6} | {"tokens_per_step": each["tokens_per_step"]} for each in lines
         ]
-    remarks = ["simulated on held-out answers of the base; training tokens: steps times batch size times length"]
+    remarks = ["simulated on held-out text; training tokens: steps times batch size times length"]
     remarks += ["machine: where the curves were collected, not where the drafts were trained"]
     save(args, "curve", "curve", "tokens per step over training", rows, *remarks)
 

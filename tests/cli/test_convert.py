@@ -276,7 +276,7 @@ def test_flags(refused, base, heads, tmp_path):
     common = ("export", "--base", base, "--draft", heads, "--format", "native")
     refused(r"required: --output", *common)
     common += ("--output", tmp_path / "out")
-    refused(r"--dtype: invalid choice: 'int8'", *common, "--dtype", "int8")
+    refused(r"--dtype: invalid choice: 'int4'", *common, "--dtype", "int4")
     refused(r"unrecognized arguments: --form", "export", *common[1:], "--form", "medusa")
     refused(r"unrecognized arguments: more", *common, "more")
     assert list(tmp_path.iterdir()) == []

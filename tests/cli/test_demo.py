@@ -69,7 +69,7 @@ def test_own_prompt_is_continued_as_by_transformers(program, shipped, monkeypatc
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    monkeypatch.setattr(assets, "DRAFTS", ("medusa",))
+    monkeypatch.setattr(assets, "DRAFTS_OF", {"shipped": {"medusa": "medusa"}})
     result = program("demo", "--prompt", "the tree of")
     assert result.code == 0, result.err
     rows = rows_of(result.out)

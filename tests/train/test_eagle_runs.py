@@ -129,10 +129,6 @@ def test_every_parameter_learns(tiny_model):
             "draft.aux_hidden_layers: got 9, expected at most the base's",
         ),
         (["draft={heads: eagle3}", "data.hidden_cache_gb=1"], "data.hidden_cache_gb: got 1.0, expected 0 for heads"),
-        (
-            ["draft={heads: hydra, lm_head: shared, vocabulary: 9}"],
-            "draft.vocabulary: expected none with draft.lm_head",
-        ),
         (["tree=dynamic-8-2-4", "draft={heads: eagle}"], "tree: got dynamic-8-2-4, expected a static tree"),
     ],
 )
