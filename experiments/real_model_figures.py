@@ -57,7 +57,7 @@ def caption(result: Result) -> str:
     if "rule" in settings:
         parts.append(settings["rule"])
     if "questions" not in settings:
-        return f"{', '.join(parts)}, simulated on held-out answers"
+        return f"{', '.join(parts)}, simulated on held-out text"
     parts += [f"{settings['questions']} questions", f"at most {settings['max_new_tokens']} tokens per answer"]
     device = f"{here['cores']} cores of {here['device']}" if here["platform"] == "cpu" else here["device"]
     return f"{', '.join(parts)}\n{device}"
