@@ -16,7 +16,7 @@ from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_registry import KINDS, title_of
-from hydrajax.formats.hub import downloaded, is_gguf
+from hydrajax.formats.hub import without_hub
 from hydrajax.formats.huggingface import read_config
 from hydrajax.machine import machine
 from hydrajax.measure.benchmark import first_nodes
@@ -143,7 +143,7 @@ def _config(args: argparse.Namespace) -> LlamaConfig:
     if bool(args.shape) == bool(args.base):
         raise HydrajaxError("roofline: exactly one of --shape and --base is required")
     if args.base:
-        return read_config(downloaded(args.base, "base", ()) if is_gguf(args.base) else args.base)
+        return read_config(without_hub(args.base, "base"))
     if args.shape not in PRESETS:
         raise not_allowed("shape", args.shape, PRESETS)
     return PRESETS[args.shape]

@@ -75,11 +75,11 @@ def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
         if not os.path.isfile(text):
             raise HydrajaxError(f"{flag}: no such file: {text}")
         return gguf.described(text, flag)
-    shipped = {"draft": assets.SHIPPED_DRAFTS, "adapter": {}}.get(flag, assets.SHIPPED_BASE)
-    if text in shipped:
-        return assets.path(shipped[text])
-    if shipped is assets.SHIPPED_BASE and text in KNOWN_BASES:
-        return gguf.described(known_base_file(text, flag), flag)
+    if flag not in ("draft", "adapter"):
+        if text in assets.SHIPPED_BASE:
+            return assets.path(assets.SHIPPED_BASE[text])
+        if text in KNOWN_BASES:
+            return gguf.described(known_base_file(text, flag), flag)
     repository, at, revision = text.partition("@")
     if os.path.exists(text) or not _is_repository(repository) or (at and not REVISION.fullmatch(revision)):
         raise HydrajaxError(f"{flag}: no such directory: {text}")
@@ -96,9 +96,9 @@ def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
     return Path(folder)
 
 
-def is_gguf(name: str | Path) -> bool:
-    """Return True for the name of a GGUF file and for one of `hydrajax.formats.known_bases`."""
-    return str(name).endswith(gguf.SUFFIX) or str(name) in KNOWN_BASES
+def without_hub(name: str | Path, flag: str) -> Path:
+    """Return the directory of a base without asking the Hub: of a GGUF file, of a known base, else ``name`` itself."""
+    return downloaded(name, flag, ()) if str(name).endswith(gguf.SUFFIX) or str(name) in KNOWN_BASES else Path(name)
 
 
 def push(directory: str | Path, repository: str, *, private: bool = False, message: str | None = None) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -19,7 +18,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.formats.hub import downloaded, is_gguf
+from hydrajax.formats.hub import without_hub
 from hydrajax.formats.huggingface import read_config
 from hydrajax.models.base_model import abstract_base
 from hydrajax.models.llama import Llama
@@ -155,11 +154,10 @@ def named_shape(config: TrainConfig, field: str) -> LlamaConfig:
     name = getattr(config, field)
     if name in SHAPES:
         return SHAPES[name]
-    if is_gguf(name):
-        name = downloaded(name, field, ())
-    if not (Path(name) / "config.json").is_file():
+    directory = without_hub(name, field)
+    if not (directory / "config.json").is_file():
         raise not_allowed(field, name, SHAPES, " or a directory with a config.json")
-    shape = read_config(Path(name), field)
+    shape = read_config(directory, field)
     check_length(config, shape)
     return shape
 
