@@ -80,7 +80,8 @@ def _describe(path: Path, directory: Path, what: str) -> None:
     where = f"{what}: {path}"
     try:
         file = _GgufFile(path)
-        config, tensors = file.config(), file.tensors()
+        config = file.config()
+        tensors = file.tensors(config.head_dim)
         fields = from_llama_config(config, what) | file.token_ids()
         if config.n_layers > len(tensors):  # before a wrong number makes us list millions of names
             raise HydrajaxError(f"block_count: got {config.n_layers} layers with {len(tensors)} tensors")
@@ -111,7 +112,7 @@ class _GgufFile:
 
         class Reader(GGUFReader):
             def _get(self, offset, dtype, count=1, override_order=None):
-                # GGUFReader would read nothing past the end, for as many elements as a damaged length says.
+                # GGUFReader reads empty arrays beyond the end: a damaged length makes it loop for billions of them.
                 if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
                     raise ValueError("the file ends too early")
                 return super()._get(offset, dtype, count, override_order)
@@ -158,9 +159,9 @@ class _GgufFile:
             qk_norm=self._architecture == "qwen3",
         )
 
-    def tensors(self) -> dict[str, dict[str, Any]]:
+    def tensors(self, head_dim: int) -> dict[str, dict[str, Any]]:
         """Return the index for `GgufFiles`."""
-        head_dim, found = self.config().head_dim, {}
+        found = {}
         for name, tensor in self._found.items():
             if name == ROPE_FACTORS:
                 continue

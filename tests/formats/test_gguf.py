@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import hydrajax
 from helpers import small_tokenizer
 from helpers.gguf_files import llama3_factors, write_gguf
 from helpers.released import refusal
+from helpers.threads import in_threads
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import gguf as module
 from hydrajax.formats.fingerprint import fingerprint
@@ -303,13 +303,9 @@ def test_an_index_from_elsewhere_is_refused(write, tmp_path):
 
 
 def test_threads_make_one_directory(write, monkeypatch):
-    file, made, calls, describe = write(), [], [], module._describe
+    file, calls, describe = write(), [], module._describe
     monkeypatch.setattr(module, "_describe", lambda *args: (calls.append(args), time.sleep(0.2), describe(*args)))
-    threads = [threading.Thread(target=lambda: made.append(resolve(file, "base"))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    made = in_threads(lambda: resolve(file, "base"))
     assert len(made) == 4
     assert len(set(made)) == len(calls) == 1
 
@@ -398,7 +394,7 @@ def test_a_truncated_file(write, cache, part):
 
 
 def test_a_length_beyond_the_file(write):
-    """gguf alone would read as many empty numbers as the length says."""
+    """Without our check, gguf would read empty arrays until it has as many elements as the length states."""
     file = write()
     content = file.read_bytes()
     at = content.index(b"tokenizer.ggml.token_type") + len(b"tokenizer.ggml.token_type") + 8

@@ -10,7 +10,6 @@ import random
 import re
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from pathlib import Path
@@ -22,6 +21,7 @@ import hydrajax
 from helpers import small_tokenizer
 from helpers.gguf_files import write_gguf
 from helpers.released import refusal
+from helpers.threads import in_threads
 from hydrajax.formats import known_bases
 from hydrajax.formats.gguf import official_name
 from hydrajax.formats.hub import resolve
@@ -172,12 +172,7 @@ def test_pip_fails(pip, folder, error):
 
 
 def test_threads_download_once(pip):
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(resolve(NAME, "base"))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = in_threads(lambda: resolve(NAME, "base"))
     assert len(found) == 4
     assert len(pip.commands) == len(set(found)) == 1
 

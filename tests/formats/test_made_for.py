@@ -61,7 +61,7 @@ def test_a_bundled_name_means_the_heads_for_the_base():
     assert resolve("hydra", "draft", SMOLLM2) == assets.path("hydra")  # none of these: refused when it is loaded
     own = assets.path("smollm2_medusa")
     assert resolve("medusa", "draft", SMOLLM2) == own
-    assert assets.drafts_of("smollm2") == [own]
+    assert assets.drafts_of("smollm2") == ["medusa"]
     drafter, params = load_draft(own, SMOLLM2)
     assert (drafter.spec.depth, len(drafter.vocabulary), drafter.lm_head.shared) == (4, 8192, True)
     assert params.keys() == {f"head_{k}" for k in range(4)}
