@@ -40,6 +40,11 @@ MOST = 2500  # conversations of one source, so that arithmetic and code do not c
 SHORT = 3000  # characters of a conversation's user turns, so that answers fit the training rows
 
 
+def question(*parts: str) -> str:
+    """Join an instruction and its input, which may be blank."""
+    return "\n\n".join(part for part in parts if part.strip())
+
+
 def gsm8k(path: Path) -> Iterator[list[str]]:
     """Questions of the training half, one or two to a conversation."""
     questions = [json.loads(line)["question"] for line in path.open(encoding="utf-8")]
@@ -53,14 +58,14 @@ def gsm8k(path: Path) -> Iterator[list[str]]:
 def instructions(path: Path) -> Iterator[list[str]]:
     """GPTeacher's records: an instruction and its input."""
     for record in json.loads(path.read_text(encoding="utf-8")):
-        yield ["\n\n".join(text for text in (record["instruction"], record.get("input", "")) if text.strip())]
+        yield [question(record["instruction"], record.get("input", ""))]
 
 
 def alpaca_seeds(path: Path) -> Iterator[list[str]]:
     for line in path.open(encoding="utf-8"):
         record = json.loads(line)
         for instance in record["instances"]:
-            yield ["\n\n".join(text for text in (record["instruction"], instance["input"]) if text.strip())]
+            yield [question(record["instruction"], instance["input"])]
 
 
 def open_assistant(path: Path) -> Iterator[list[str]]:
@@ -111,8 +116,7 @@ def questions_and_answers(folder: Path) -> Iterator[tuple[str, str]]:
         yield record["question"], re.sub(r"<<.*?>>", "", record["answer"]).replace("####", "Answer:")
     for name in ("gpteacher_roleplay.json", "gpteacher_codegen.json"):
         for record in json.loads((folder / name).read_text(encoding="utf-8")):
-            question = [text for text in (record["instruction"], record.get("input", "")) if text.strip()]
-            yield "\n\n".join(question), record["response"]
+            yield question(record["instruction"], record.get("input", "")), record["response"]
 
 
 def texts(folder: Path, base: str, limit: int, seed: int) -> Iterator[dict]:
@@ -122,10 +126,10 @@ def texts(folder: Path, base: str, limit: int, seed: int) -> Iterator[dict]:
     pairs = list(questions_and_answers(folder))
     random.Random(seed).shuffle(pairs)
     done = 0
-    for question, answer in pairs:
+    for asked, answer in pairs:
         if done >= limit or not answer.strip():
             continue
-        prompt = encoder.prompt([{"role": "user", "content": question}])
+        prompt = encoder.prompt([{"role": "user", "content": asked}])
         output = [*tokenizer(answer.strip(), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         done += len(prompt) + len(output)
         yield {"prompt_ids": prompt, "output_ids": output}
