@@ -108,8 +108,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def default_drafts(base: str) -> list[str]:
-    bundled = [str(path) for path in assets.drafts_of(base)]
-    return ["lookup", *bundled, *(f"lookup+{path}" for path in bundled)]
+    bundled = assets.drafts_of(base)
+    return ["lookup", *bundled, *(f"lookup+{name}" for name in bundled)]
 
 
 def save(

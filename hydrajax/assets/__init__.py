@@ -37,9 +37,9 @@ def base() -> Path:
     return path("base")
 
 
-def drafts_of(base: str | Path) -> list[Path]:
-    """Return the directories of the bundled drafts of a base, which is given by name; empty for any other base."""
-    return [path(folder) for folder in DRAFTS_OF.get(str(base), {}).values()]
+def drafts_of(base: str | Path) -> list[str]:
+    """Return the names of the bundled drafts of a base, which is given by name; empty for any other base."""
+    return list(DRAFTS_OF.get(str(base), {}))
 
 
 def draft(name: str, shapes: Mapping[str, int] | None) -> Path:
@@ -51,13 +51,15 @@ def draft(name: str, shapes: Mapping[str, int] | None) -> Path:
             such a base, or if None, the draft is that of the shipped base.
     """
     for drafts in DRAFTS_OF.values():
-        if name in drafts and shapes is not None and _recorded_shapes(path(drafts[name])) == shapes:
+        if name in drafts and shapes is not None and _recorded_shapes(drafts[name]) == shapes:
             return path(drafts[name])
     return path(SHIPPED_DRAFTS[name])
 
 
-def _recorded_shapes(directory: Path) -> dict | None:
-    record = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("hydrajax", {})
+def _recorded_shapes(folder: str) -> dict | None:
+    """Return the shapes of the base that a bundled draft records; None without a record or without the draft."""
+    file = FOLDER / folder / "config.json"
+    record = json.loads(file.read_text(encoding="utf-8")).get("hydrajax", {}) if file.is_file() else {}
     return record.get("base", {}).get("shapes")
 
 

