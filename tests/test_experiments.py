@@ -16,6 +16,7 @@ import pytest
 from helpers.scripts import EXPERIMENTS, module
 from hydrajax import assets
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.hub import resolve
 from hydrajax.report.outputs import find_results
 
 # Scripts of figures and tables, with settings that take seconds, and the kind of their results.
@@ -396,8 +397,9 @@ def test_real_model_reports_missing_arguments(monkeypatch, capsys, tmp_path):
         assert script.run_command("real_model.py", "", script.add_arguments, script.run, argv) == 2
         assert message in capsys.readouterr().err
     assert script.default_drafts("elsewhere") == ["lookup"]
-    bundled = [str(assets.path(name)) for name in assets.DRAFTS]
-    assert script.default_drafts("shipped") == ["lookup", *bundled, *(f"lookup+{path}" for path in bundled)]
+    bundled = list(assets.SHIPPED_DRAFTS)
+    assert [resolve(name, "draft") for name in bundled] == [assets.path(name) for name in assets.DRAFTS]
+    assert script.default_drafts("shipped") == ["lookup", *bundled, *(f"lookup+{name}" for name in bundled)]
 
 
 def test_edit_and_summary_prompts(monkeypatch):
