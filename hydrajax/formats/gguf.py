@@ -76,6 +76,18 @@ def described(file: str | Path, what: str) -> Path:
     return directory
 
 
+def check_installed(what: str) -> None:
+    """Refuse GGUF files without the package gguf; ``what`` begins the message."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise _missing(error, what) from None
+
+
+def _missing(error: ImportError, what: str) -> HydrajaxError:
+    return HydrajaxError(f"{what}: {needs('gguf')} ({one_line(error)})")
+
+
 def _describe(path: Path, directory: Path, what: str) -> None:
     where = f"{what}: {path}"
     try:
@@ -87,8 +99,8 @@ def _describe(path: Path, directory: Path, what: str) -> None:
             raise HydrajaxError(f"block_count: got {config.n_layers} layers with {len(tensors)} tensors")
         expect_tensors(GgufFiles(path, tensors, what), shapes(base_layout(config)), where)
         tokenizer = file.tokenizer()
-    except ImportError as error:
-        raise HydrajaxError(f"{what}: {needs('gguf')} ({one_line(error)})") from None
+    except ImportError as error:  # of gguf, or of a transformers without its conversion
+        raise _missing(error, what) from None
     except HydrajaxError as error:
         text = str(error)
         raise HydrajaxError(text if text.startswith(f"{what}: ") else f"{where}: {text}") from None

@@ -79,6 +79,7 @@ def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
         if text in assets.SHIPPED_BASE:
             return assets.path(assets.SHIPPED_BASE[text])
         if text in KNOWN_BASES:
+            gguf.check_installed(flag)  # before the file is downloaded
             return gguf.described(known_base_file(text, flag), flag)
     repository, at, revision = text.partition("@")
     if os.path.exists(text) or not _is_repository(repository) or (at and not REVISION.fullmatch(revision)):

@@ -171,6 +171,13 @@ def test_pip_fails(pip, folder, error):
     assert resolve(NAME, "base")
 
 
+def test_without_gguf_nothing_is_downloaded(pip, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refusal(lambda: resolve(NAME, "base"), "base: GGUF files need gguf: pip install 'hydrajax[gguf]'")
+    assert pip.commands == []
+    assert not folder.exists()
+
+
 def test_threads_download_once(pip):
     found = in_threads(lambda: resolve(NAME, "base"))
     assert len(found) == 4
