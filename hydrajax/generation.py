@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompt_batch import batches, bucket, encode_prompt, encode_prompts
 from hydrajax.decoding.sampling import row_keys
 from hydrajax.decoding.spec import DecodeSpec, sampling_params
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.text.answers import Generation
 from hydrajax.text.prompt import OnePrompt
 from hydrajax.text.stopping import GrowingText
@@ -76,6 +77,10 @@ def generate(
         raise HydrajaxError(f"specs: got {len(specs)} for {len(encoded)} prompts, expected one per prompt")
     if isinstance(seed, (Sequence, np.ndarray)) and len(seed) != len(encoded):
         raise HydrajaxError(f"seed: got {len(seed)} for {len(encoded)} prompts, expected one, or one per prompt")
+    if isinstance(seed, (Sequence, np.ndarray)):
+        seed = [checked_seed(one) for one in seed]
+    else:
+        seed = seed_for(specs[0].rule if specs else executor.spec.rule, seed)
     if not encoded:
         return iter(())
     return _generate(executor, encoded, specs, tuple(stop), min(batch_size, len(encoded)), seed, on_status)
@@ -159,10 +164,22 @@ def growing_text(tokenizer: Any, stop: Sequence[str]) -> GrowingText:
 
 
 def seed_for(rule: AcceptanceRule, seed: int | None) -> int | None:
-    """Return the seed, a new one for None, and None for a rule without randomness."""
+    """Return the seed, a new one for None, and None for a rule without randomness. Raises `HydrajaxError`."""
+    seed = None if seed is None else checked_seed(seed)
     if not rule.draws:
         return None
     return secrets.randbits(SEED_BITS) if seed is None else seed
+
+
+def checked_seed(seed: Any) -> int:
+    """Return a seed as an int; raises `HydrajaxError` for one that `jax.random.key` would wrap or refuse."""
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**SEED_BITS:
+        raise HydrajaxError(f"seed: got {one_line(repr(seed), 40)}, expected an integer from 0 to {2**SEED_BITS - 1}")
+    return number
 
 
 def row_result(
@@ -222,13 +239,10 @@ def _generate(
     specs: list[DecodeSpec],
     stop: tuple[str, ...],
     batch_size: int,
-    seed: int | Sequence[int] | None,
+    seed: int | list[int] | None,
     on_status: Callable[[str], None],
 ) -> Iterator[Generation]:
-    one, each = seed, None
-    if isinstance(seed, (Sequence, np.ndarray)):
-        one, each = 0, seed
-    one = seed_for(specs[0].rule, one)
+    one, each = (seed_for(specs[0].rule, 0), seed) if isinstance(seed, list) else (seed, None)
     kinds = list(dict.fromkeys(specs))
     n_steps = STEPS_PER_BURST if stop else executor.room  # without stop strings in one burst
     for start in range(0, len(encoded), batch_size):

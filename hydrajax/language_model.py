@@ -34,7 +34,7 @@ from hydrajax.sharding import Placement
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.split_executor import SplitExecutor
 from hydrajax.text.answers import Generation
-from hydrajax.text.prompt import OnePrompt, Prompt, is_conversation
+from hydrajax.text.prompt import OnePrompt, Prompt, is_conversation, items
 from hydrajax.text.tokenizer import decode_text
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
@@ -255,7 +255,7 @@ class LanguageModel:
             ```
         """
         single = isinstance(prompts, (str, Prompt))
-        several: list[OnePrompt] = [prompts] if single else list(prompts)  # type: ignore[arg-type, list-item]
+        several: list[OnePrompt] = [prompts] if single else items(prompts, "prompts", "a text or a list of prompts")  # type: ignore[list-item]
         if is_conversation(several):
             raise HydrajaxError("prompts: got one conversation, expected a list of prompts; write [messages]")
         if several and isinstance(several[0], (int, np.integer)):

@@ -116,6 +116,29 @@ def test_a_seed_is_drawn_and_reported(m):
     assert m.generate(PROMPT, seed=first.seed, **settings).output_ids == first.output_ids
 
 
+@pytest.mark.parametrize("seed", [2**63, 2**32, -1, 1.5, "3", [2**32], [-1]])
+def test_seeds_that_jax_would_wrap_or_refuse(m, seed):
+    for rule in ("greedy", "exact"):
+        with pytest.raises(HydrajaxError, match=r"^seed: got .*, expected an integer from 0 to 4294967295$"):
+            m.generate([PROMPT], rule=rule, seed=seed, tree="chain-2", max_new_tokens=NEW)
+    if not isinstance(seed, list):
+        with pytest.raises(HydrajaxError, match=r"^seed: got "):
+            m.stream(PROMPT, rule="exact", seed=seed, tree="chain-2")
+        with pytest.raises(HydrajaxError, match=r"^seed: got "):
+            m.chat(template="plain", rule="exact", seed=seed)
+
+
+def test_prompts_that_are_none(m):
+    for prompts in (None, 5, b"ab"):
+        refused(lambda: m.generate(prompts), f"prompts: got {prompts!r}, expected a text or a list of prompts")  # noqa: B023
+    for prompt in (5.0, None, b"ab"):
+        message = f"prompt 0: got {prompt!r}, expected text, token ids or messages"
+        refused(lambda: m.generate([prompt]), message)  # noqa: B023
+        refused(lambda: m.encode([prompt]), message)  # noqa: B023
+    refused(lambda: m.encode(None), "prompts: got None, expected a list of prompts")
+    refused(lambda: m.stream(None), "prompt 0: got None, expected text, token ids or messages")
+
+
 def test_a_decode_function_of_a_loaded_model_ends_at_eos(m):
     decode_fn = hydrajax.make_decode_fn(m, tree="chain-2", rule="greedy", max_new_tokens=NEW)
     out = decode_fn(m.params, *m.encode([PROMPT, ENDING]))

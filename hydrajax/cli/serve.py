@@ -49,6 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     web.add_argument(
         "--max-body", metavar="BYTES", type=positive, default=4 << 20, help=f"limit request bodies to BYTES {default}"
     )
+    web.add_argument(
+        "--max-connections",
+        metavar="N",
+        type=positive,
+        default=1000,
+        help=f"keep at most N connections open, and at most half of the free file descriptors {default}",
+    )
     web.add_argument("--quiet", action="store_true", help="log warnings only")
     requests = parser.add_argument_group("defaults of requests")
     requests.add_argument(
@@ -89,7 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         from hydrajax.serve.app import Api, ServerSettings
-        from hydrajax.serve.server import LOOPBACK, Server, listen, serve
+        from hydrajax.serve.connections import ConnectionLimits, most_connections
+        from hydrajax.serve.server import Server, address_of, listen, local_names, serve
     except ImportError as error:
         if not error.name or error.name.startswith("hydrajax"):
             raise
@@ -102,8 +110,12 @@ def run(args: argparse.Namespace) -> int:
     if args.grace < 0:
         raise HydrajaxError(f"grace: got {args.grace}, expected at least 0")
     ExactSampling(temperature=args.temperature)  # checks it before the model is loaded
+    _check_text("host", args.host, "an address; 127.0.0.1 is reached from this machine only, 0.0.0.0 from all")
+    key = _api_key(args.api_key)
     offers = [_Offer(args.name, options.draft_of(args) or "none", args.tree, options.tree_from(args))]
     offers += [_also(args.name, text) for text in args.also]
+    for offer in offers:
+        _check_text("name", offer.name, "printable characters without outer spaces")
     check_unique([offer.name for offer in offers])
     listener = listen(args.host, args.port)  # before the model is loaded
     with status("loading") as report:
@@ -119,10 +131,10 @@ def run(args: argparse.Namespace) -> int:
     settings = ServerSettings(
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
-        api_key=args.api_key or os.environ.get(KEY) or None,
+        api_key=key,
         max_body=args.max_body,
         timeout=args.timeout,
-        hosts=LOOPBACK if args.host in LOOPBACK else None,
+        hosts=local_names(listener),
     )
     shared = {"conversations": encoder.has_chat_template}
     if not args.no_warm_up:
@@ -138,18 +150,43 @@ def run(args: argparse.Namespace) -> int:
         for offer, batcher, pool in zip(offers, batchers, pools, strict=True)
     ]
     app = Api(served, encoder, settings).app()
-    host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = f"http://{address_of(listener)}"
     memory = sum(batcher.stats().limit_nbytes for batcher in batchers) / 1e6
+    asks = "API key required" if key else "no API key required"
     print(
-        f"{model!r}\nserving on {url}/v1, {memory:.0f} MB for KV caches; chat page: {url}", file=sys.stderr, flush=True
+        f"{model!r}\nserving on {url}/v1, {memory:.0f} MB for KV caches; chat page: {url}; {asks}",
+        file=sys.stderr,
+        flush=True,
     )
     for batcher in batchers:
         batcher.start()
     try:
-        return serve(Server(app, batchers, grace=args.grace, quiet=args.quiet), batchers, listener)
+        limits = ConnectionLimits(most_connections(listener, args.max_connections))
+        return serve(Server(app, batchers, grace=args.grace, quiet=args.quiet, limits=limits), batchers, listener)
     finally:
         close_all(batchers)
+
+
+def _api_key(flag: str | None) -> str | None:
+    """Return the key of ``--api-key`` or of the environment, None without either; an empty one is a mistake."""
+    field, key = ("api_key", flag) if flag is not None else (KEY, os.environ.get(KEY))
+    if key == "":
+        raise HydrajaxError(f"{field}: got an empty key; to serve without a key, leave --api-key out and unset {KEY}")
+    if key is not None and not _is_plain(key):
+        raise HydrajaxError(
+            f"{field}: got a key that no header can hold, expected printable characters, no outer spaces"
+        )
+    return key
+
+
+def _is_plain(text: str) -> bool:
+    """Return whether headers and JSON can hold a text: bytes that are not UTF-8, among others, are not printable."""
+    return text != "" and text.isprintable() and text == text.strip()
+
+
+def _check_text(field: str, text: str, expected: str) -> None:
+    if not _is_plain(text):
+        raise HydrajaxError(f"{field}: got {text!r}, expected {expected}")
 
 
 class _Offer(NamedTuple):

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.decoding.numbers import is_mixed, numbers_as_arrays
+from hydrajax.decoding.numbers import LARGEST_NUMBER, bound, is_mixed, numbers_as_arrays
 from hydrajax.decoding.processors import NodeContext, TokenCounts, process
 from hydrajax.decoding.sampling import NEUTRAL, Sampling, check_cuts, check_temperature, shaped
 from hydrajax.drafters.drafter import Draw, Proposal
@@ -201,7 +201,8 @@ class Typical(JudgesBestGuesses):
             raise HydrajaxError(f"epsilon: got {self.epsilon}, expected a number from 0 to 1")
         if self.alpha is not None and not 0 <= self.alpha < float("inf"):
             raise HydrajaxError(f"alpha: got {self.alpha}, expected a number from 0 up")
-        check_temperature("temperature", self.temperature)
+        bound(self, alpha=(0, LARGEST_NUMBER))
+        check_temperature(self)
         check_cuts(self)
 
     def baseline(self):

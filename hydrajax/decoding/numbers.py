@@ -20,6 +20,9 @@ from hydrajax.models.arrays import Array
 
 T = TypeVar("T")
 LARGEST = np.int32(2**31 - 1)  # as top_k it keeps every token
+# Bounds within which float32 logits stay finite. Below the least temperature the most likely token has all probability
+# unless logits tie nearly; vLLM decodes greedily there, too.
+LEAST_TEMPERATURE, LEAST_SHARE, LARGEST_NUMBER = 1e-5, 1e-30, 1e9
 
 
 def numbers_as_arrays(cls: type[T]) -> type[T]:
@@ -69,6 +72,14 @@ def effective(item: Any, name: str) -> Any:
 def is_mixed(item: Any) -> bool:
     """Return whether the sequences of a batch may differ in which numbers have an effect; see `numbers_as_arrays`."""
     return getattr(item, "mixed", False)
+
+
+def bound(item: Any, **bounds: tuple[float, float]) -> None:
+    """Set numbers of a frozen dataclass that lie outside ``(least, most)`` to the nearer of the two."""
+    for name, (least, most) in bounds.items():
+        value = getattr(item, name)
+        if value is not None and not least <= value <= most:
+            object.__setattr__(item, name, least if value < least else most)
 
 
 def batched(rows: Sequence[T], like: Sequence[T] = ()) -> T:

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.decoding import numbers
-from hydrajax.decoding.numbers import effective, numbers_as_arrays
+from hydrajax.decoding.numbers import LARGEST_NUMBER, bound, effective, numbers_as_arrays
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.ranking import over_rows
@@ -117,6 +117,8 @@ class LogitsProcessor(Protocol):
 class Penalties:
     """Penalise (or favour) tokens that the text already contains.
 
+    Numbers beyond `LARGEST_NUMBER` have the effect of `LARGEST_NUMBER`.
+
     Attributes:
         repetition_penalty: Positive, 1.0 for none. Divides positive logits of tokens of prompt and output, multiplies
             negative ones (Keskar et al. 2019; transformers' processor of this name).
@@ -145,8 +147,10 @@ class Penalties:
         if not 0 < self.repetition_penalty < float("inf"):
             raise HydrajaxError(f"repetition_penalty: got {self.repetition_penalty}, expected a positive number")
         for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
+            if not -math.inf < getattr(self, name) < math.inf:
                 raise HydrajaxError(f"{name}: got {getattr(self, name)}, expected a finite number")
+            bound(self, **{name: (-LARGEST_NUMBER, LARGEST_NUMBER)})
+        bound(self, repetition_penalty=(1 / LARGEST_NUMBER, LARGEST_NUMBER))
 
     @property
     def has_effect(self):
@@ -201,7 +205,8 @@ class LogitBias:
     """Add a number to the logits of some tokens, as OpenAI's ``logit_bias`` does.
 
     Attributes:
-        logit_bias: A mapping, or pairs, of token ids and finite numbers; in a decode state float32 ``[B, V]``.
+        logit_bias: A mapping, or pairs, of token ids and finite numbers, bounded by `LARGEST_NUMBER`; in a decode state
+            float32 ``[B, V]``.
 
     Raises:
         HydrajaxError: For anything else; `batched` raises it for ids outside the vocabulary.
@@ -218,11 +223,12 @@ class LogitBias:
         try:
             pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
             pairs = tuple(sorted((_token_id(token), float(bias)) for token, bias in pairs))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise HydrajaxError(f"logit_bias: got {str(pairs)[:60]}, expected token ids with numbers") from None
         for token, bias in pairs:
             if token < 0 or not math.isfinite(bias):
                 raise HydrajaxError(f"logit_bias: got {token}: {bias}, expected ids from 0 up with finite numbers")
+        pairs = tuple((token, min(max(bias, -LARGEST_NUMBER), LARGEST_NUMBER)) for token, bias in pairs)
         object.__setattr__(self, "logit_bias", pairs)
 
     @property

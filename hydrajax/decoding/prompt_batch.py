@@ -10,7 +10,7 @@ from jaxtyping import Int
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.text.prompt import OnePrompt, Prompt
+from hydrajax.text.prompt import OnePrompt, Prompt, items
 
 SMALLEST_BUCKET = 16
 TokenIds = Sequence[int] | np.ndarray  # of one text
@@ -110,5 +110,5 @@ def encode_prompts(
     """Yield `encode_prompt` of each, lazily; messages name a prompt by its number."""
     if isinstance(prompts, str):
         raise HydrajaxError("prompts: got one text, expected a list: write [text]")
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(items(prompts, "prompts", "a list of prompts")):
         yield encode_prompt(prompt, f"prompt {row}", tokenizer, config)

@@ -51,7 +51,7 @@ class RejectionSampling(Sampling):
     def __post_init__(self):
         super().__post_init__()
         if self.draft_temperature is not None:
-            check_temperature("draft_temperature", self.draft_temperature)
+            check_temperature(self, "draft_temperature")
 
     def check(self, tree):
         if isinstance(tree, DynamicTree):

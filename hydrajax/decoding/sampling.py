@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.decoding.numbers import effective, is_mixed
+from hydrajax.decoding.numbers import (
+    LARGEST,
+    LARGEST_NUMBER,
+    LEAST_SHARE,
+    LEAST_TEMPERATURE,
+    bound,
+    effective,
+    is_mixed,
+)
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.ranking import best_token, over_rows
@@ -21,19 +29,23 @@ from hydrajax.models.ranking import best_token, over_rows
 NEUTRAL: dict[str, Any] = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
 
 
-def check_temperature(name: str, value: float) -> None:
+def check_temperature(numbers: Any, name: str = "temperature") -> None:
+    """Check and bound a temperature that cannot be 0; raises `HydrajaxError`."""
+    value = getattr(numbers, name)
     if not 0 < value < float("inf"):
         raise HydrajaxError(f"{name}: got {value}, expected a positive number")
+    bound(numbers, **{name: (LEAST_TEMPERATURE, LARGEST_NUMBER)})
 
 
 def check_cuts(numbers: Any) -> None:
-    """Check ``top_k``, ``top_p`` and ``min_p``; raises `HydrajaxError`."""
+    """Check and bound ``top_k``, ``top_p`` and ``min_p``; raises `HydrajaxError`."""
     if numbers.top_k is not None and (type(numbers.top_k) is not int or numbers.top_k < 1):
         raise HydrajaxError(f"top_k: got {numbers.top_k}, expected an integer from 1 up")
     if not 0 < numbers.top_p <= 1:
         raise HydrajaxError(f"top_p: got {numbers.top_p}, expected above 0 and at most 1")
     if not 0 <= numbers.min_p <= 1:
         raise HydrajaxError(f"min_p: got {numbers.min_p}, expected a number from 0 to 1")
+    bound(numbers, top_k=(1, int(LARGEST)), top_p=(LEAST_SHARE, 1))
 
 
 def shaped(numbers: Any, logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
@@ -74,7 +86,7 @@ class Sampling:
     sequences use it. Equally likely tokens are kept or truncated together.
 
     Attributes:
-        temperature: 0 for the most likely token (greedy), else positive.
+        temperature: 0 for the most likely token (greedy), else positive. Less than `LEAST_TEMPERATURE` is 0.
         top_k: Keep the k most likely tokens; None for all.
         top_p: Then keep the fewest tokens that hold this share of the probability, most likely first; 1.0 for all.
         min_p: Then keep tokens that are at least this fraction as likely as the most likely one; 0.0 for all (Nguyen et
@@ -94,8 +106,10 @@ class Sampling:
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
             raise HydrajaxError(f"temperature: got {self.temperature}, expected a finite number from 0 up")
+        bound(self, temperature=(0, LARGEST_NUMBER))
         check_cuts(self)
-        if self.temperature == 0:
+        if self.temperature < LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
             object.__setattr__(self, "mixed", True)
 
     def shape(self, logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:

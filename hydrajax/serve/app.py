@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -30,6 +31,8 @@ from hydrajax.serve.requests import Closed, QueueFull
 from hydrajax.serve.served_models import ServedModel, check_unique, total
 from hydrajax.serve.stream import EventStream
 
+# Texts of more characters, or prompts of more ids, take long to encode, and a hundred times their size in memory.
+LONG_CONTENT, LONG_CONTENTS = 1 << 16, 2
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
 # The page loads nothing from other hosts, and no other page may embed it.
@@ -65,6 +68,7 @@ class Api:
         check_unique([model.name for model in models])
         self._models, self._encoder, self._settings = {model.name: model for model in models}, encoder, settings
         self._metrics = ServerMetrics(self._stats)
+        self._long_contents = CapacityLimiter(LONG_CONTENTS)
 
     def _stats(self) -> Stats:
         return total([model.batcher.stats() for model in self._models.values()])
@@ -102,14 +106,21 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, CompletionBody)
-        prompts = await run_in_threadpool(lambda: [self._encoder.prompt(content) for content in body.prompts()])
+        contents = body.prompts()
+        prompts = await self._on_thread(lambda: [self._encoder.prompt(content) for content in contents], contents)
         return await self._answer(request, body, prompts, chat=False)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatBody)
         messages = [message.plain() for message in body.messages]
-        prompts = [await run_in_threadpool(self._encoder.conversation, messages)]
+        contents = [message["content"] for message in messages]
+        prompts = [await self._on_thread(lambda: self._encoder.conversation(messages), contents)]
         return await self._answer(request, body, prompts, chat=True)
+
+    async def _on_thread(self, encode: Callable[[], Any], contents: Sequence[str | list[int]]) -> Any:
+        """Encode contents on a thread. Short ones never wait for long ones, which have their own threads."""
+        limiter = self._long_contents if sum(map(len, contents)) > LONG_CONTENT else None
+        return await to_thread.run_sync(encode, limiter=limiter)
 
     # --- a request --------------------------------------------------------------------------------------------
 
@@ -119,10 +130,16 @@ class Api:
         return self._models[name]
 
     def _check_key(self, request: Request) -> None:
-        key = self._settings.api_key
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if key is not None and not secrets.compare_digest(given.encode(), key.encode()):
-            raise HTTPException(401, "the API key is missing or wrong")
+        if (key := self._settings.api_key) is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        same = secrets.compare_digest(given.strip().encode("latin-1"), key.encode())  # the header's bytes
+        if not same or scheme.lower() != "bearer":
+            raise HTTPException(
+                401,
+                "the API key is missing or wrong, expected the header 'Authorization: Bearer KEY'",
+                {"www-authenticate": "Bearer"},
+            )
 
     async def _body(self, request: Request, kind: type[RequestBody]) -> Any:
         self._check_key(request)

@@ -158,7 +158,17 @@ class Batcher:
         return found
 
     def submit(self, requests: Sequence[Request], on_change: Callable[[], None] | None = None) -> list[RequestHandle]:
-        """Queue requests, all or none. Raises `QueueFull` and `Closed`."""
+        """Queue requests, all or none.
+
+        Raises:
+            HydrajaxError: for more requests than slots and queue have room for.
+            QueueFull: if they have no room at present.
+            Closed: if the server is shutting down or has failed.
+        """
+        if len(requests) > (most := self._queue_limit + self._pool.sizes.slots):
+            raise HydrajaxError(
+                f"n: got {len(requests)} sequences (prompts x n), expected at most {most}, the server's slots and queue"
+            )
         handles = [RequestHandle(request, on_change) for request in requests]
         with self._lock:
             if self._failed:

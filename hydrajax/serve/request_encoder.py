@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.text.prompt import Prompt
 from hydrajax.text.templates import make_encoder
+from hydrajax.text.tokenizer import run_tokenizer
 
 
 class RequestEncoder:
@@ -32,8 +33,8 @@ class RequestEncoder:
             HydrajaxError: for a named template that cannot be used.
         """
         # A copy, because encoding may change the settings of the tokenizer that the batcher's thread decodes with.
-        self._tokenizer, self._config = copy.deepcopy(tokenizer), config
-        self._lock, self._max_prompt = threading.Lock(), max_prompt
+        self._tokenizer, self._config, self._max_prompt = copy.deepcopy(tokenizer), config, max_prompt
+        self._most_bytes = _most_bytes(self._tokenizer, min(max_prompt or config.max_positions, config.max_positions))
         self._no_template, self._chat = "", None
         try:
             if self._tokenizer is None:
@@ -50,29 +51,46 @@ class RequestEncoder:
 
     def prompt(self, content: str | list[int]) -> np.ndarray:
         """Encode a text or check token ids; int32 ``[P]``."""
-        with self._lock:
-            ids = Prompt(content, "prompt").ids(self._tokenizer)
+        if isinstance(content, str):
+            self._check_bytes([content], "prompt")
+        ids = Prompt(content, "prompt").ids(self._tokenizer)
         return self._checked(ids, "prompt")
 
     def conversation(self, messages: list[dict[str, str]]) -> np.ndarray:
         """Encode messages, up to the start of the answer; int32 ``[P]``."""
         if self._chat is None:
             raise HydrajaxError(self._no_template)
+        self._check_bytes([message["content"] for message in messages], "messages")
         for number, message in enumerate(messages):
             if found := self._chat.special.search(message["content"]):
                 raise HydrajaxError(f"messages.{number}: contains the special token {found[0]}, expected plain text")
-        with self._lock:
-            ids = self._chat.prompt(messages)
-        return self._checked(ids, "messages")
+        return self._checked(self._chat.prompt(messages), "messages")
 
     def token_text(self, token: int) -> str:
         """Return the text of a single token."""
         if self._tokenizer is None:
             return str(token)
-        with self._lock:
-            return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
+    def _check_bytes(self, contents: Sequence[str], field: str) -> None:
+        """Refuse before tokenizing a text that must have too many tokens."""
+        size = sum(len(content.encode(errors="surrogatepass")) for content in contents)
+        if self._most_bytes is not None and size > self._most_bytes:
+            raise HydrajaxError(f"{field}: got {size} bytes, expected at most {self._most_bytes}; shorten the text")
 
     def _checked(self, ids: list[int], field: str) -> np.ndarray:
         if self._max_prompt is not None and len(ids) > self._max_prompt:
             raise HydrajaxError(f"{field}: got {len(ids)} tokens, expected at most {self._max_prompt}")
         return encode_prompt(Prompt(ids, field), field, None, self._config)
+
+
+def _most_bytes(tokenizer: Any, most_tokens: int) -> int | None:
+    """Return the bytes of the longest text with so many tokens, None without a tokenizer.
+
+    First encodes a text, which resets the padding and truncation of a tokenizer that has any. Later calls change
+    nothing in it, so threads can share it.
+    """
+    if tokenizer is None:
+        return None
+    run_tokenizer(tokenizer, "a", where="base: ")
+    return most_tokens * max(len(token.encode()) for token in tokenizer.get_vocab())

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.text.jsonl import BYTE_ORDER_MARK, file_content, json_lines, objects, shown
 from hydrajax.text.records import TEXT, Kind, list_of
 from hydrajax.text.tokenizer import run_tokenizer
@@ -53,7 +53,7 @@ class Prompt:
         if is_conversation(self.content):
             return self._conversation_ids(tokenizer)
         if not isinstance(self.content, str):
-            return [self._integer(item) for item in self.content]
+            return [self._integer(item) for item in items(self.content, self.where, "text, token ids or messages")]
         if not self.content:
             # Refused even if the tokenizer adds BOS: an empty prompt is most likely a mistake.
             raise HydrajaxError(f"{self.where}: is empty, expected some text")
@@ -97,7 +97,18 @@ OnePrompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]] | Pro
 
 def is_conversation(content: Any) -> bool:
     """Return whether a prompt is a list of messages."""
-    return not isinstance(content, str) and len(content) > 0 and all(isinstance(item, Mapping) for item in content)
+    several = isinstance(content, Sequence) and not isinstance(content, str) and len(content) > 0
+    return several and all(isinstance(item, Mapping) for item in content)
+
+
+def items(content: Any, where: str, expected: str) -> list:
+    """Return the items of a list or array; raises `HydrajaxError` for anything else, and for bytes."""
+    try:
+        if isinstance(content, bytes):
+            raise TypeError
+        return list(content)
+    except TypeError:
+        raise HydrajaxError(f"{where}: got {one_line(repr(content), 60)}, expected {expected}") from None
 
 
 def read_prompts(path: str | Path, flag: str = "prompts") -> list[Prompt]:

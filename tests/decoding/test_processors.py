@@ -234,9 +234,22 @@ def test_processors_without_effect_are_not_in_the_program(lab, engine, rule):
         assert len(state.output.processors) == 1
 
 
+def test_numbers_that_float32_cannot_hold_are_limits():
+    most = {"presence_penalty": 1e9, "frequency_penalty": -1e9, "repetition_penalty": 1e-9}
+    assert Penalties(presence_penalty=1e39, frequency_penalty=-1e39, repetition_penalty=1e-44) == Penalties(**most)
+    assert Penalties(presence_penalty=10**400, repetition_penalty=1e39).repetition_penalty == 1e9
+    assert LogitBias({3: 1e39, 4: -1e39}) == LogitBias({3: 1e9, 4: -1e9})
+    logits = np.random.default_rng(0).normal(0, 30, 8).astype(np.float32)
+    prompt, output = [0, 1], [1, 2, 2, 3]
+    for processor in (Penalties(**most), Penalties(presence_penalty=-1e39), LogitBias({3: 1e39})):
+        (row,) = batched_processors([[processor]], 8)
+        assert np.isfinite(process([row], logits[None] / 1e-5, context(prompt, output, 8))).all()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: LogitBias({3: 10**400}), "logit_bias: got"),
         (lambda: Penalties(repetition_penalty=0.0), "repetition_penalty: got 0.0, expected a positive number"),
         (lambda: Penalties(repetition_penalty=float("inf")), "repetition_penalty: got inf, expected a positive number"),
         (lambda: Penalties(repetition_penalty=float("nan")), "repetition_penalty: got nan, expected a positive number"),

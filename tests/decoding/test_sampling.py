@@ -9,7 +9,9 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from helpers.how import per_row
-from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.acceptance import ExactSampling, Typical
+from hydrajax.decoding.numbers import is_mixed
+from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import Sampling, position_keys, row_keys
 from hydrajax.errors import HydrajaxError
 
@@ -108,6 +110,32 @@ def test_top_p_counts_all_ties_of_top_k():
 def test_numbers_out_of_range_are_rejected(settings, message):
     with pytest.raises(HydrajaxError, match=message):
         Sampling(**settings)
+
+
+EXTREME = [
+    (ExactSampling(1e-39), ExactSampling(0.0)),
+    (ExactSampling(9e-6, 3, 0.5), ExactSampling(0.0, 3, 0.5)),
+    (ExactSampling(1.0, top_p=1e-44), ExactSampling(1.0, top_p=1e-30)),
+    (ExactSampling(1e39), ExactSampling(1e9)),
+    (ExactSampling(10**400), ExactSampling(1e9)),
+    (ExactSampling(1.0, 2**40), ExactSampling(1.0, 2**31 - 1)),
+    (RejectionSampling(1e-39, draft_temperature=1e-39), RejectionSampling(0.0, draft_temperature=1e-5)),
+    (Typical(0.1, 1e39, 1e-39), Typical(0.1, 1e9, 1e-5)),
+]
+
+
+@pytest.mark.parametrize(("extreme", "limit"), EXTREME)
+def test_numbers_that_float32_cannot_hold_are_limits(extreme, limit):
+    assert extreme == limit
+    assert is_mixed(extreme) == is_mixed(limit)  # at temperature 0 the rule is greedy
+
+
+def test_the_limits_leave_logits_finite():
+    logits = np.random.default_rng(0).normal(0, 30, (1, 500)).astype(np.float32)
+    for rule in (ExactSampling(1e-5), ExactSampling(1e39), ExactSampling(1.0, top_p=1e-44)):
+        probs = distribution(per_row(rule, 1), logits)
+        np.testing.assert_allclose(probs.sum(), 1, rtol=1e-4)
+    assert (probs == 1).argmax() == logits.argmax()
 
 
 def test_numbers_without_effect_change_no_bit():

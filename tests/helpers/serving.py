@@ -15,25 +15,27 @@ from hydrajax.serve.app import Api, ServerSettings
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.request_encoder import RequestEncoder
 from hydrajax.serve.served_models import ServedModel, close_all
-from hydrajax.serve.server import Server, listen
+from hydrajax.serve.server import Server, address_of, listen
 
 SECONDS = 300
 
 
 @contextmanager
-def running(pool, queue: int = 100, model: str = "hydrajax", about=(), others=(), **settings):
+def running(
+    pool, queue: int = 100, model: str = "hydrajax", about=(), others=(), listener=None, limits=None, **settings
+):
     """Yield ``(address, batcher)`` of a server in this process. others: pools of further models by name."""
     batchers = {model: Batcher(pool, queue=queue)}
     batchers |= {name: Batcher(more, queue=queue) for name, more in dict(others).items()}
     served = [ServedModel(name, batcher.start(), dict(about)) for name, batcher in batchers.items()]
     encoder = RequestEncoder(pool.executor.tokenizer, pool.executor.model.config)
     api = Api(served, encoder, ServerSettings(**settings))
-    listener = listen("127.0.0.1", 0)
-    uvicorn = Server(api.app(), list(batchers.values()), grace=1, quiet=True)
+    listener = listener or listen("127.0.0.1", 0)
+    uvicorn = Server(api.app(), list(batchers.values()), grace=1, quiet=True, limits=limits)
     thread = threading.Thread(target=uvicorn.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", batchers[model]
+        yield f"http://{address_of(listener)}", batchers[model]
     finally:
         close_all(list(batchers.values()))
         uvicorn.should_exit = True

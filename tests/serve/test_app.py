@@ -6,11 +6,13 @@ import asyncio
 import json
 import re
 import socket
+import threading
 import time
 
 import pytest
 
 from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.errors import HydrajaxError
 
 for package in ("starlette", "uvicorn", "prometheus_client", "openai", "httpx"):
     pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve], hydrajax[test])")
@@ -19,6 +21,7 @@ import httpx  # noqa: E402
 import openai  # noqa: E402
 
 from helpers.serving import SECONDS, expected, running  # noqa: E402
+from hydrajax.serve.server import listen, local_names  # noqa: E402
 
 KEY = "a secret"
 PROMPTS = ["abc", "a bad cafe", "deaf", "no one can go"]
@@ -147,6 +150,8 @@ GOOD = {"prompt": "abc", "max_tokens": 3}
         ("completions", {"prompt": [99]}, 400, "prompt: got token id 99, expected 0 to"),
         ("completions", {"prompt": [10**30]}, 400, "prompt: .*token id 1000000000000"),
         ("completions", {"prompt": "a" * 96}, 400, "prompt: got 96 tokens, expected fewer than"),
+        ("completions", {"prompt": "a" * 385}, 400, "prompt: got 385 bytes, expected at most 384; shorten the text"),
+        ("completions", GOOD | {"stop": ["a"] * 17}, 400, "stop: got .*, expected a text or a list of up to 16 texts"),
         ("completions", {"prompt": "a" * 5000}, 413, "the body has more than 5000 bytes"),
         ("completions", GOOD | {"max_tokens": 0}, 400, "max_tokens: got 0, expected greater than or equal to 1"),
         ("completions", GOOD | {"temperature": -1}, 400, "temperature: got -1, expected greater"),
@@ -175,6 +180,7 @@ GOOD = {"prompt": "abc", "max_tokens": 3}
             400,
             "messages.0.role: got 'x', expected 'system', ",
         ),
+        ("chat/completions", {"messages": [{"role": "user", "content": "é" * 200}]}, 400, "messages: got 400 bytes, "),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": "a</s>"}]},
@@ -212,6 +218,11 @@ def test_keys_content_types_and_host_names(address):
         ({"authorization": f"Bearer {KEY}", "content-type": "text/plain"}, 415),
         (json_type | {"authorization": f"Bearer {KEY}", "host": "evil.example"}, 400),
         (json_type | {"authorization": f"Bearer {KEY}"}, 200),
+        (json_type | {"authorization": f"bearer {KEY}"}, 200),
+        (json_type | {"authorization": f"BEARER  {KEY}"}, 200),
+        (json_type | {"authorization": KEY}, 401),
+        (json_type | {"authorization": f"Basic {KEY}"}, 401),
+        (json_type | {"authorization": f"Bearer {KEY}\xff".encode("latin-1")}, 401),
     ):
         assert httpx.post(f"{address}/v1/completions", content=content, headers=headers).status_code == status
     assert httpx.get(f"{address}/v1/completions", headers={"authorization": f"Bearer {KEY}"}).status_code == 405
@@ -260,9 +271,15 @@ def test_a_client_that_disconnects_frees_its_slots(small):
 
 
 def test_a_full_queue_and_a_closed_server(small):
-    with running(small, queue=0) as (address, batcher):
-        many = {"prompt": "abc", "n": 3, "max_tokens": 5}
+    with running(small, queue=1) as (address, batcher):
+        many = {"prompt": "abc", "n": 4, "max_tokens": 5}
         answer = httpx.post(f"{address}/v1/completions", json=many)
+        assert answer.status_code == 400  # it never fits
+        assert answer.json()["error"]["message"].startswith("n: got 4 sequences (prompts x n), expected at most 3, ")
+        body = json.dumps(many | {"n": 3, "max_tokens": 90, "stream": True, "temperature": 2.0}).encode()
+        with raw(address, len(body), body) as first:
+            assert first.recv(4000).startswith(b"HTTP/1.1 200")
+            answer = httpx.post(f"{address}/v1/completions", json=many | {"n": 3})
         assert answer.status_code == 429
         assert answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["type"] == "rate_limit_error"
@@ -280,3 +297,55 @@ def test_an_answer_that_takes_too_long_is_cut_off(small, monkeypatch):
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["completion_tokens"] < 90
         assert batcher.stats().cancelled == 1
+
+
+def test_numbers_that_float32_cannot_hold_are_limits(client):
+    """The same as in Python and on the command line."""
+    for extreme, limit in (
+        ({"temperature": 1e-39}, {"temperature": 0}),
+        ({"temperature": 1, "top_p": 1e-44}, {"temperature": 0}),
+        ({"temperature": 1e39, "seed": 3}, {"temperature": 1e9, "seed": 3}),
+    ):
+        texts = [
+            client.completions.create(model="letters", prompt="abc", max_tokens=20, **numbers).choices[0].text
+            for numbers in (extreme, limit)
+        ]
+        assert texts[0] == texts[1] != ""
+
+
+def test_short_prompts_do_not_wait_for_long_ones(small, monkeypatch):
+    """While as many long prompts as there are threads for them are encoded."""
+    from hydrajax.serve import app, request_encoder
+
+    encode, long_text, go = request_encoder.Prompt.ids, "a" * 90, threading.Event()
+
+    def slow(prompt, tokenizer):
+        if prompt.content == long_text:
+            started.append(1)
+            assert go.wait(60)
+        return encode(prompt, tokenizer)
+
+    started: list[int] = []
+    monkeypatch.setattr(request_encoder.Prompt, "ids", slow)
+    monkeypatch.setattr(app, "LONG_CONTENT", 80)
+    long = json.dumps(GOOD | {"prompt": long_text}).encode()
+    with running(small) as (address, _):
+        waiting = [raw(address, len(long), long) for _ in range(5)]
+        until(lambda: len(started) == app.LONG_CONTENTS)
+        assert httpx.post(f"{address}/v1/completions", json=GOOD, timeout=SECONDS).status_code == 200
+        assert len(started) == app.LONG_CONTENTS  # the others wait, which bounds the memory
+        go.set()
+        for connection in waiting:
+            with connection:
+                assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_an_ipv6_address_is_answered(small):
+    try:
+        listener = listen("::1", 0)
+    except HydrajaxError:
+        pytest.skip("this machine has no IPv6")
+    with running(small, listener=listener, hosts=local_names(listener)) as (address, _):
+        assert address.startswith("http://[::1]:")
+        assert httpx.get(f"{address}/health").status_code == 200
+        assert httpx.get(f"{address}/health", headers={"host": "evil.example"}).status_code == 400

@@ -64,9 +64,29 @@ def test_a_busy_port_and_bad_numbers_are_refused_before_the_model_is_loaded(capf
             (["--grace", "-1"], "--grace: got -1, expected at least 0"),
             (["--temperature", "-1"], "--temperature: got -1.0, expected a finite number from 0 up"),
             (["--slots", "0"], "--slots: got"),
+            (["--host", ""], "--host: got '', expected an address; 127.0.0.1 is reached from this machine only"),
+            (["--host", "\udcff"], "--host: got '\\udcff', expected an address"),
+            (["--host", "a..b"], "--port: cannot listen on a..b port 8000"),
+            (["--name", "\udcff"], "--name: got '\\udcff', expected printable characters"),
+            (["--name", ""], "--name: got '', expected printable characters"),
+            (["--api-key", ""], "--api-key: got an empty key; to serve without a key, leave --api-key out"),
+            (["--api-key", "\udcff"], "--api-key: got a key that no header can hold"),
+            (["--api-key", "a key\n"], "--api-key: got a key that no header can hold"),
         ):
             assert main(["serve", "--base", "nowhere", *options]) == 2
-            assert message in capfd.readouterr().err
+            err = capfd.readouterr().err
+            assert message in err
+            assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("key", ["", "\udcff"])
+def test_a_bad_key_in_the_environment_is_refused(capfd, monkeypatch, key):
+    pytest.importorskip("starlette", reason="starlette is not installed")
+    monkeypatch.setenv("HYDRAJAX_API_KEY", key)
+    assert main(["serve", "--base", "nowhere"]) == 2
+    assert "HYDRAJAX_API_KEY: got a" in capfd.readouterr().err
+    assert main(["serve", "--base", "nowhere", "--api-key", "k", "--port", "0"]) == 2
+    assert "--base: no such directory" in capfd.readouterr().err
 
 
 def test_missing_packages_are_named(monkeypatch, capfd):

@@ -1,0 +1,147 @@
+"""Connections that send no request, half of one, or read no response, and more connections than allowed."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+for package in ("starlette", "uvicorn"):
+    pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve])")
+
+from starlette.applications import Starlette  # noqa: E402
+from starlette.responses import PlainTextResponse  # noqa: E402
+from starlette.routing import Route  # noqa: E402
+
+from hydrajax.serve import connections  # noqa: E402
+from hydrajax.serve.connections import ConnectionLimits, most_connections  # noqa: E402
+from hydrajax.serve.server import Server, listen  # noqa: E402
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+IDLE = 0.2
+
+
+class App:
+    """Answers ``/`` with ``size`` bytes, and ``/wait`` when ``go`` is set."""
+
+    def __init__(self, size: int = 2):
+        self.size, self.waits, self.go = size, threading.Semaphore(0), threading.Event()
+
+    def answer(self, request):
+        return PlainTextResponse("a" * self.size)
+
+    def wait(self, request):
+        self.waits.release()
+        assert self.go.wait(60)
+        return PlainTextResponse("waited")
+
+    def routes(self):
+        return Starlette(routes=[Route("/", self.answer), Route("/wait", self.wait)])
+
+
+@contextmanager
+def connecting(app: App, limits: ConnectionLimits):
+    """Yield a function that connects to a server of the app."""
+    listener = listen("127.0.0.1", 0)
+    server = Server(app.routes(), [], grace=0, quiet=True, limits=limits)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    clients = []
+
+    def connect(sent: bytes = b"") -> socket.socket:
+        clients.append(socket.create_connection(listener.getsockname()[:2], timeout=60))
+        clients[-1].sendall(sent)
+        return clients[-1]
+
+    try:
+        yield connect
+    finally:
+        app.go.set()
+        for client in clients:
+            client.close()
+        server.should_exit = server.force_exit = True
+        thread.join()
+
+
+def received(client: socket.socket) -> bytes:
+    """Everything until the server closes the connection."""
+    found = b""
+    try:
+        while piece := client.recv(1 << 20):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def test_connections_without_a_request_are_closed():
+    app = App()
+    with connecting(app, ConnectionLimits(100, IDLE)) as connect:
+        waits = connect(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n")
+        silent, half, second, unread = connect(), connect(REQUEST[:20]), connect(REQUEST), connect()
+        unread.sendall(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n")  # 405, without its body
+        assert received(silent) == received(half) == b""
+        assert received(second).count(b"HTTP/1.1 200") == 1
+        assert received(unread).count(b"HTTP/1.1 405") == 1
+        app.go.set()  # a request in progress takes longer
+        assert received(waits).endswith(b"waited")
+
+
+def test_bytes_of_half_a_request_do_not_extend_the_time():
+    with connecting(App(), ConnectionLimits(100, IDLE)) as connect:
+        client, end = connect(), time.monotonic() + 30
+        with pytest.raises(OSError):
+            while time.monotonic() < end:
+                client.sendall(b"G")
+                time.sleep(IDLE / 10)
+
+
+def test_a_client_that_does_not_read_is_disconnected():
+    """Also in the middle of a response, and of a second one that waits for the first."""
+    app = App(30_000_000)
+    with connecting(app, ConnectionLimits(100, IDLE)) as connect:
+        client = connect(REQUEST * 2)
+        time.sleep(IDLE * 4)
+        assert len(received(client)) < app.size
+        assert len(received_slowly(connect(REQUEST), app.size)) > app.size  # one that reads gets everything
+
+
+def received_slowly(client: socket.socket, size: int) -> bytes:
+    found, end = b"", time.monotonic() + IDLE * 4
+    while len(found) < size:
+        found += client.recv(1 << 20)
+        time.sleep(IDLE / 20 if time.monotonic() < end else 0)
+    return found
+
+
+def test_beyond_the_limit_the_oldest_idle_connection_makes_room(caplog, monkeypatch):
+    monkeypatch.setattr(connections.LOG, "propagate", True)
+    app = App()
+    with connecting(app, ConnectionLimits(3)) as connect, caplog.at_level(logging.WARNING, "uvicorn.error"):
+        idle = [connect() for _ in range(3)]
+        for _ in range(20):  # they lock nobody out
+            assert connect(REQUEST).recv(100).startswith(b"HTTP/1.1 200")
+        assert [received(client) for client in idle] == [b""] * 3
+        for _ in range(3):
+            connect(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n")
+            assert app.waits.acquire(timeout=60)
+        refused = received(connect())
+        assert refused.startswith(b"HTTP/1.1 503")
+        assert b"too many connections are open" in refused
+    warnings = [record.message for record in caplog.records if record.name == "uvicorn.error"]
+    assert warnings == ["3 connections are open, which is the limit: closing the one that is idle longest"]
+
+
+def test_half_of_the_file_descriptors_are_left_for_files(monkeypatch):
+    with listen("127.0.0.1", 0) as listener:
+        assert most_connections(listener, 5) == 5
+        monkeypatch.setattr(connections.resource, "getrlimit", lambda kind: (listener.fileno() + 61, 1))
+        assert 25 <= most_connections(listener, 1000) <= 30
+        monkeypatch.setattr(connections.resource, "getrlimit", lambda kind: (0, 1))
+        assert most_connections(listener, 1000) == 1
+        monkeypatch.setattr(connections, "resource", None)
+        assert most_connections(listener, 1000) == 1000
