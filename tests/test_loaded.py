@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -128,7 +129,15 @@ def test_seeds_that_jax_would_wrap_or_refuse(m, seed):
             m.chat(template="plain", rule="exact", seed=seed)
 
 
-def test_prompts_that_are_none(m):
+@pytest.fixture
+def unchecked():
+    """As users call it, without the checks of annotations in tests."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_prompts_that_are_none(m, unchecked):
     for prompts in (None, 5, b"ab"):
         refused(lambda: m.generate(prompts), f"prompts: got {prompts!r}, expected a text or a list of prompts")  # noqa: B023
     for prompt in (5.0, None, b"ab"):
@@ -136,7 +145,7 @@ def test_prompts_that_are_none(m):
         refused(lambda: m.generate([prompt]), message)  # noqa: B023
         refused(lambda: m.encode([prompt]), message)  # noqa: B023
     refused(lambda: m.encode(None), "prompts: got None, expected a list of prompts")
-    refused(lambda: m.stream(None), "prompt 0: got None, expected text, token ids or messages")
+    refused(lambda: m.stream(None, tree="root"), "prompt: got None, expected text, token ids or messages")
 
 
 def test_a_decode_function_of_a_loaded_model_ends_at_eos(m):

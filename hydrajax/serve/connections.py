@@ -78,7 +78,8 @@ class Connection(H11Protocol):
         if len(self.connections) > self._limits.most:
             self._limits.warn(self.loop.time())
             idle = [each for each in self.connections if isinstance(each, Connection) and not each.answering]
-            oldest = min(idle, key=lambda each: each._idle_since)  # the new one if all others are in use
+            # The new one only if all others are in use. The loop's clock counts milliseconds, so times can be equal.
+            oldest = min(idle, key=lambda each: (each is self, each._idle_since))
             self.connections.discard(oldest)
             if oldest is self:
                 transport.write(BUSY)

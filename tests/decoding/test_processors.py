@@ -240,10 +240,11 @@ def test_numbers_that_float32_cannot_hold_are_limits():
     assert Penalties(presence_penalty=10**400, repetition_penalty=1e39).repetition_penalty == 1e9
     assert LogitBias({3: 1e39, 4: -1e39}) == LogitBias({3: 1e9, 4: -1e9})
     logits = np.random.default_rng(0).normal(0, 30, 8).astype(np.float32)
-    prompt, output = [0, 1], [1, 2, 2, 3]
+    counts = TokenCounts(np.arange(8)[None] < 2, np.array([[0, 1, 2, 1, 0, 0, 0, 0]], np.int32))
+    context = NodeContext(np.zeros(1, np.int32), counts)
     for processor in (Penalties(**most), Penalties(presence_penalty=-1e39), LogitBias({3: 1e39})):
-        (row,) = batched_processors([[processor]], 8)
-        assert np.isfinite(process([row], logits[None] / 1e-5, context(prompt, output, 8))).all()
+        found = process(batched_processors([[processor]], 8), logits[None], context)
+        assert np.isfinite(found / np.float32(1e-5)).all()
 
 
 @pytest.mark.parametrize(

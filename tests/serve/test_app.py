@@ -276,7 +276,7 @@ def test_a_full_queue_and_a_closed_server(small):
         answer = httpx.post(f"{address}/v1/completions", json=many)
         assert answer.status_code == 400  # it never fits
         assert answer.json()["error"]["message"].startswith("n: got 4 sequences (prompts x n), expected at most 3, ")
-        body = json.dumps(many | {"n": 3, "max_tokens": 90, "stream": True, "temperature": 2.0}).encode()
+        body = json.dumps(many | {"n": 3, "max_tokens": 90, "stream": True, "logit_bias": {"16": -100}}).encode()
         with raw(address, len(body), body) as first:
             assert first.recv(4000).startswith(b"HTTP/1.1 200")
             answer = httpx.post(f"{address}/v1/completions", json=many | {"n": 3})
