@@ -37,12 +37,12 @@ class RequestEncoder:
         self._no_template, self._chat = "", None
         try:
             if self._tokenizer is None:
-                raise HydrajaxError("messages: the base has no tokenizer; give token ids to /v1/completions")
+                raise HydrajaxError("the base has no tokenizer; give token ids to /v1/completions")
             self._chat = make_encoder(self._tokenizer, template)
         except HydrajaxError as error:
             if template != "auto":
                 raise
-            self._no_template = str(error)
+            self._no_template = f"messages: {str(error).removeprefix('template: ')}"
 
     @property
     def has_chat_template(self) -> bool:

@@ -65,7 +65,7 @@ class SlowTokenizer:
 @pytest.mark.parametrize(
     ("changes", "template", "message"),
     [
-        ({}, "auto", "template: the tokenizer has no chat template; choose one of vicuna, plain"),
+        ({}, "auto", "template: the tokenizer has no chat template; .*--template plain"),
         ({}, "alpaca", "template: got 'alpaca', expected auto, vicuna, plain"),
         ({"chat_template": {"tool_use": OWN}}, "auto", "template: .*multiple chat templates with no default"),
         (
