@@ -65,6 +65,17 @@ class RequestEncoder:
             ids = self._chat.prompt(messages)
         return self._checked(ids, "messages")
 
+    def text(self, content: str | list[int]) -> str:
+        """Return a prompt's text, of token ids with special tokens."""
+        if isinstance(content, str):
+            return content
+        if self._tokenizer is None:
+            raise HydrajaxError("tokens: the base has no tokenizer to write them as text")
+        if wrong := [token for token in content if not 0 <= token < self._config.vocab_size]:
+            raise HydrajaxError(f"tokens: got token id {wrong[0]}, expected 0 to {self._config.vocab_size - 1}")
+        with self._lock:
+            return self._tokenizer.decode(content, clean_up_tokenization_spaces=False)
+
     def token_text(self, token: int) -> str:
         """Return the text of a single token."""
         if self._tokenizer is None:
