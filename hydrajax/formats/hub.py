@@ -111,8 +111,9 @@ def _known_names(text: str, flag: str) -> str:
 
 
 def without_hub(name: str | Path, flag: str) -> Path:
-    """Return the directory of a base without asking the Hub: of a GGUF file, of a known base, else ``name`` itself."""
-    return downloaded(name, flag, ()) if str(name).endswith(gguf.SUFFIX) or str(name) in KNOWN_BASES else Path(name)
+    """Return the directory of a base without asking the Hub: of a GGUF file, a known or bundled base, else ``name``."""
+    named = str(name).endswith(gguf.SUFFIX) or str(name) in (*KNOWN_BASES, *assets.SHIPPED_BASE)
+    return downloaded(name, flag, ()) if named else Path(name)
 
 
 def push(directory: str | Path, repository: str, *, private: bool = False, message: str | None = None) -> str:

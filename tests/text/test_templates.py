@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 
+from hydrajax import assets
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.templates import VICUNA_SYSTEM, make_encoder
+from hydrajax.text.templates import BUILT_IN, VICUNA_SYSTEM, make_encoder
 from hydrajax.train.data.corpus import END_OF_TEXT, train_tokenizer
 
 MESSAGES = [
@@ -56,6 +58,11 @@ def test_special_tokens_are_found_in_text(tokenizer):
     encoder = make_encoder(tokenizer, "plain")
     assert encoder.special.search(f"say {END_OF_TEXT}!")[0] == END_OF_TEXT
     assert encoder.special.search("say </s>") is None
+
+
+def test_the_shipped_base_chats_in_the_plain_template():
+    config = json.loads((assets.base() / "tokenizer_config.json").read_text())
+    assert config["chat_template"] == BUILT_IN["plain"]
 
 
 class SlowTokenizer:
