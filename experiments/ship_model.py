@@ -63,9 +63,9 @@ def main() -> None:
 
 
 def add_chat_template(file: Path) -> None:
-    """Give the tokenizer the built-in template for bases without chat training, so that serve and chat start."""
+    """Give the tokenizer the built-in template for bases that continue a text, so that serve and chat start."""
     config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"chat_template": BUILT_IN["plain"]}, indent=2, sort_keys=True) + "\n")
+    file.write_text(json.dumps(config | {"chat_template": BUILT_IN["raw"]}, indent=2, sort_keys=True) + "\n")
 
 
 def about(runs: Path) -> None:

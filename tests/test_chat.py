@@ -179,7 +179,7 @@ def test_in_the_terminal(loaded, monkeypatch, capfd, tmp_path):
     lines = [MESSAGES[0], "", "no text \udcff", MESSAGES[1], "/reset", MESSAGES[0], "/exit", "no", ""]
     given = io.BytesIO("\n".join(lines).encode(errors="surrogateescape"))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(given, "utf-8"))
-    assert main(common) == 0  # with the tokenizer's own template
+    assert main([*common, "--template", "plain"]) == 0
     out, err = capfd.readouterr()
     chat = make(loaded)
     first, second = ("".join(chat.send(message)) for message in MESSAGES[:2])
@@ -187,3 +187,6 @@ def test_in_the_terminal(loaded, monkeypatch, capfd, tmp_path):
     assert err.count("τ ") == 3
     assert err.count("message: is not valid Unicode text\n") == 1
     assert "prompt tokens were cached" in err
+    monkeypatch.setattr("sys.stdin", io.StringIO(MESSAGES[0]))
+    assert main(common) == 0  # in the tokenizer's own template
+    assert capfd.readouterr().out == "".join(Chat(executor(loaded)).send(MESSAGES[0])) + "\n" != f"{first}\n"

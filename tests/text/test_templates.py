@@ -60,9 +60,9 @@ def test_special_tokens_are_found_in_text(tokenizer):
     assert encoder.special.search("say </s>") is None
 
 
-def test_the_shipped_base_chats_in_the_plain_template():
+def test_the_shipped_base_chats_in_the_raw_template():
     config = json.loads((assets.base() / "tokenizer_config.json").read_text())
-    assert config["chat_template"] == BUILT_IN["plain"]
+    assert config["chat_template"] == BUILT_IN["raw"]
 
 
 class SlowTokenizer:
