@@ -1,4 +1,4 @@
-"""Compare greedy speculative decoding here and in other programs: same base, prompts and device, in one interleaved run.
+"""Compare greedy speculative decoding here and in other programs: one base, one device, one interleaved run.
 
     python experiments/peers.py --json experiments/results/peers.json
     python experiments/peers.py --base DIR --draft HEADS --draft lookup --assistant SMALLER_BASE --prompts FILE.jsonl
