@@ -1,15 +1,21 @@
-"""Compare greedy speculative decoding here and in transformers: same base, prompts and device, interleaved in one run.
+"""Compare greedy speculative decoding here and in other programs: one base, one device, one interleaved run.
 
     python experiments/peers.py --json experiments/results/peers.json
     python experiments/peers.py --base DIR --draft HEADS --draft lookup --assistant SMALLER_BASE --prompts FILE.jsonl
+    python experiments/peers.py --base smollm2 --questions mt_bench_question.jsonl --json FILE.json
 
 The default is the shipped model with all its drafts on held-out code. Each draft decodes with the fastest of a few
-small trees, chosen on two of the prompts. Both sides continue after EOS, for equal work. Needs the extra `test`.
+small trees, chosen on two of the prompts. All continue after EOS, for equal work. Needs the extra `test`.
+
+If the base is a GGUF file, transformers needs `accelerate`, and llama.cpp runs too where `xllamacpp` is installed. It
+computes in the file's own low-bit types, with activations rounded to 8 bits; the others widen the weights to float32.
+Its tokens may therefore differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -30,8 +36,11 @@ from hydrajax import assets
 from hydrajax.autotune.fastest import choose
 from hydrajax.cli.options import prompts_from
 from hydrajax.formats.draft_registry import title_of
+from hydrajax.formats.known_bases import KNOWN_BASES, known_base_file
 from hydrajax.machine import machine
 from hydrajax.questions.held_out import held_out_files, held_out_prompts
+from hydrajax.questions.sets import read_questions
+from hydrajax.text.templates import make_encoder
 from hydrajax.trees import presets
 
 
@@ -41,6 +50,9 @@ def main() -> int:
     parser.add_argument("--draft", action="append", help="draft, repeatable (default: lookup and all shipped drafts)")
     parser.add_argument("--assistant", help="draft model for transformers (default: the shipped one for its base)")
     parser.add_argument("--prompts", help="file of prompts (default: held-out code)")
+    parser.add_argument(
+        "--questions", help="question set; its first turns in the chat template, spread over the categories"
+    )
     parser.add_argument("--count", type=int, default=16)
     parser.add_argument(
         "--prompt-tokens", type=int, default=64, help="tokens of held-out prompts (default %(default)s)"
@@ -55,7 +67,8 @@ def main() -> int:
 
     plain = hydrajax.load(args.base or assets.base())
     prompts = list(read_prompts(args, plain))
-    runs = with_transformers(args) | with_hydrajax(args, plain, prompts)
+    gguf = gguf_of(args.base)
+    runs = with_transformers(args, gguf) | with_llama_cpp(args, gguf) | with_hydrajax(args, plain, prompts)
     for_all = {name: lambda run=run: [run(prompt) for prompt in prompts] for name, run in runs.items()}
     outputs, seconds = side_by_side(for_all, args.repeats)
     tokens = len(prompts) * args.max_new_tokens
@@ -78,6 +91,11 @@ def main() -> int:
 
 
 def read_prompts(args, loaded):
+    if args.questions:
+        ask = make_encoder(loaded.tokenizer, "auto").prompt
+        questions = read_questions(args.questions)
+        spread = questions[:: max(1, len(questions) // args.count)][: args.count]
+        return [np.array(ask([{"role": "user", "content": one.turns[0]}]), np.int32) for one in spread]
     if args.prompts:
         return prompts_from(args.prompts, loaded, args.count)
     files = held_out_files()
@@ -85,9 +103,17 @@ def read_prompts(args, loaded):
     return [np.array(prompt.ids, np.int32) for prompt in found]
 
 
-def with_transformers(args) -> dict:
+def gguf_of(base: str | None) -> Path | None:
+    """Return the base's GGUF file, if it is one."""
+    if base in KNOWN_BASES:
+        return known_base_file(base, "base")
+    return Path(base) if base and base.endswith(".gguf") else None
+
+
+def with_transformers(args, gguf: Path | None) -> dict:
     """Return transformers' decoders by name: functions from prompt ids to continuation ids."""
-    base = AutoModelForCausalLM.from_pretrained(args.base or assets.base(), dtype=torch.float32).eval()
+    folder, file = (gguf.parent, {"gguf_file": gguf.name}) if gguf else (args.base or assets.base(), {})
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file).eval()
     settings = {"greedy": {}, "prompt lookup": {"prompt_lookup_num_tokens": 5}}
     smaller = args.assistant or (None if args.base else assets.path("draft_model"))
     if smaller:
@@ -116,12 +142,36 @@ def with_transformers(args) -> dict:
     return {f"transformers, {name}": decoder(more) for name, more in settings.items()}
 
 
+def with_llama_cpp(args, gguf: Path | None) -> dict:
+    """Return llama.cpp's decoders by name, if it can be imported and read the base."""
+    if gguf is None or not importlib.util.find_spec("xllamacpp"):
+        return {}
+    import xllamacpp
+
+    def decoder(lookup: bool):
+        settings = xllamacpp.CommonParams()
+        settings.model.path, settings.n_ctx, settings.n_parallel = str(gguf), 4096, 1
+        settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = args.threads
+        if lookup:
+            settings.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+        server = xllamacpp.Server(settings)
+
+        def run(prompt):
+            asked = {"prompt": prompt.tolist(), "n_predict": args.max_new_tokens, "temperature": 0.0}
+            asked |= {"ignore_eos": True, "cache_prompt": False, "return_tokens": True}
+            return np.array(server.handle_completions(asked)["tokens"])
+
+        return run
+
+    return {"llama.cpp, greedy": decoder(False), "llama.cpp, prompt lookup": decoder(True)}
+
+
 def with_hydrajax(args, plain, prompts) -> dict:
     """Return this package's decoders by name."""
     wanted = hydrajax.DecodeSpec(max_new_tokens=args.max_new_tokens)
     plain_spec = plain.spec(wanted, tree="root", eos_ids=())
     executors = {"hydrajax, autoregressive": hydrajax.make_executor(plain, plain_spec)}
-    for draft in args.draft or ["lookup", *map(assets.path, assets.DRAFTS)]:
+    for draft in args.draft or ["lookup", *assets.drafts_of(args.base or "shipped")]:
         m = plain.with_draft(draft)
         executor = hydrajax.make_executor(m, m.spec(wanted, tree="root", eos_ids=()))
         choice = choose(executor, prompts[:2], 1)

@@ -20,6 +20,7 @@ from hydrajax.formats.export import export_heads
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.formats.load import load_draft
+from hydrajax.text.templates import BUILT_IN
 from hydrajax.train.data import dataset
 from hydrajax.train.run_config import load_config
 
@@ -39,6 +40,7 @@ def main() -> None:
         shutil.copytree(args.runs / name / "base", assets.FOLDER / name)
     if "base" in args.only:
         about(args.runs)
+        add_chat_template(assets.FOLDER / "base" / "tokenizer_config.json")
     model, _ = load_llama(assets.FOLDER / "base")
     for name in assets.HEADS:
         if name in args.only:
@@ -58,6 +60,12 @@ def main() -> None:
     print(f"{assets.FOLDER}: {size / 1e6:.1f} MB")
     if size > MOST_BYTES:
         raise SystemExit(f"assets: got {size / 1e6:.0f} MB, expected at most {MOST_BYTES / 1e6:.0f} MB")
+
+
+def add_chat_template(file: Path) -> None:
+    """Give the tokenizer the built-in template for bases that continue a text, so that serve and chat start."""
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"chat_template": BUILT_IN["raw"]}, indent=2, sort_keys=True) + "\n")
 
 
 def about(runs: Path) -> None:

@@ -19,9 +19,12 @@ from hydrajax.decoding.state import Params
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import Stream, generate, stream
 from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.machine import own_version
 from hydrajax.sharding import Placement
 from hydrajax.text.answers import Generation
 from hydrajax.trees import TreeTopology
+
+__version__ = own_version()
 
 __all__ = [
     "AllowedTokens",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from difflib import SequenceMatcher
 
 FIELD = re.compile(r"([a-z][a-z0-9_]*): ")
 
@@ -45,3 +46,8 @@ def not_allowed(field: str, found: object, allowed: Iterable[str], more: str = "
     """Return the error for a value that is not one of ``allowed``; ``more`` describes choices that cannot be listed."""
     allowed = tuple(allowed)
     return HydrajaxError(f"{field}: got '{found}', expected {', '.join(allowed)}{more}", found=found, allowed=allowed)
+
+
+def nearest_first(found: str, names: Iterable[str]) -> list[str]:
+    """Return names in the order of their likeness to ``found``."""
+    return sorted(names, key=lambda name: -SequenceMatcher(None, found.lower(), name).ratio())

@@ -71,7 +71,8 @@ class LanguageModel:
     - ``tree``: a tree, a name such as ``"chain-2"``, a file, or a list of choices. None is the fastest on this device:
       the tree that was searched or measured earlier; otherwise the first call times a few small trees, which takes
       some seconds, and prints the choice on stderr (`hydrajax.autotune.fastest`).
-    - ``rule`` and numbers: a rule, or its name (greedy, exact, typical, rejection) and numbers: ``temperature=0.7``.
+    - ``rule`` and numbers: a rule, or its name (greedy, exact, typical, rejection) and numbers. ``temperature=0.7``
+      alone samples exactly; 0, the default, is greedy.
     - ``processors`` and numbers: logits processors, or their numbers: ``repetition_penalty=1.2``,
       ``logit_bias={13: -5.0}``.
     - ``seed``: for sampling rules. None draws one, which is the result's ``seed``.

@@ -72,16 +72,15 @@ def test_decode_with_draft_heads(model, greedy):
 
 
 def test_train_heads_on_your_own_text(base, greedy, tmp_path):
-    """Train Hydra heads on files of yours with experiments/configs/own_text.yaml, then generate with them.
+    """Train Hydra heads on files of yours with the recipe own_text, then generate with them.
 
     The text is the Python code of this package's drafters. The heads learn the base's predictions on it, and the base
     then accepts some of their guesses; before training it accepts none.
     """
     package = Path(hydrajax.__file__).parent
-    config = package.parent / "experiments" / "configs" / "own_text.yaml"
     settings = [f"model={base}", f"data.files=[{package / 'drafters'}]", f"output={tmp_path}/run"]
     settings += ["steps=120", "optimizer.lr=1e-2", "data.length=64", "mesh.data=1", "mesh.cpu_devices=null"]
-    assert main(["train", "--config", str(config), *settings]) == 0
+    assert main(["train", "--config", "own_text", *settings]) == 0
 
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from importlib.metadata import version
+
 import jax
 import jax.numpy as jnp
 import jaxtyping
@@ -58,7 +61,7 @@ def test_heads_with_lookup_by_name(m):
     assert (both.drafter.spec.branch_nodes, both.draft_directory.name) == (3, "hydra")
     assert both.default_tree() == m.with_draft("hydra").default_tree()
     assert "Hydra with lookup with 4.1M;" in repr(both)
-    refused(lambda: hydrajax.load("shipped", "lookup+nowhere"), "draft: no such directory: nowhere")
+    refused(lambda: hydrajax.load("shipped", "lookup+./nowhere"), "draft: no such directory: ./nowhere")
     refused(
         lambda: m.with_draft("lookup+hydra", draft_confidence=0.5),
         "draft_confidence: requires a draft model, got Hydra",
@@ -201,23 +204,49 @@ def test_dtypes_as_jax_gives_them():
     assert hydrajax.load("shipped", dtype=jnp.bfloat16).model.dtype == jnp.bfloat16
 
 
-def test_what_cannot_be_used_is_named_as_in_python(m):
+def test_a_temperature_alone_samples_and_0_is_greedy(m):
+    how = {"tree": "chain-2", "max_new_tokens": NEW}
+    greedy, sample = m.generate(PROMPT, **how), m.generate(PROMPT, rule="exact", temperature=1.5, seed=3, **how)
+    assert m.generate(PROMPT, temperature=1.5, seed=3, **how).output_ids == sample.output_ids != greedy.output_ids
+    for numbers in ({"temperature": 0}, {"temperature": 0.0, "top_p": 0.9}, {"rule": "greedy", "temperature": 0}):
+        assert m.generate(PROMPT, **numbers, **how).output_ids == greedy.output_ids
+    both = m.generate([PROMPT, PROMPT], temperature=[0, 1.5], seed=[3, 3], batch_size=2, **how)
+    assert [one.output_ids for one in both] == [greedy.output_ids, sample.output_ids]
+    assert "".join(m.stream(PROMPT, temperature=1.5, seed=3, **how)) == sample.text
+
+
+def test_the_version_is_the_installed_one():
+    assert hydrajax.__version__ == version("hydrajax")
+
+
+def test_what_cannot_be_used_is_named_as_in_python(m, monkeypatch):
     rules = "greedy, typical, exact, rejection"
     refused(lambda: m.generate(PROMPT, rule="oak"), f"rule: got 'oak', expected {rules}")
     message = "temperature: got a value for the rule greedy, expected none, only with typical, exact, rejection"
-    refused(lambda: m.generate(PROMPT, temperature=0.5), message)
-    refused(lambda: m.generate(PROMPT, warmth=0.5), "warmth: got a value for the rule greedy, expected none")
+    refused(lambda: m.generate(PROMPT, rule="greedy", temperature=0.5), message)
+    message = "top_p: got a value for the rule greedy, expected none, only with typical, exact, rejection or with a"
+    refused(lambda: m.generate(PROMPT, top_p=0.5), f"{message} temperature")
+    message = "max_tokens: unknown argument; did you mean max_new_tokens?"
+    for call in (m.generate, m.stream, lambda prompt, **keywords: m.chat(**keywords)):
+        refused(partial(call, PROMPT, max_tokens=8), message)
+    message = "do_sample: unknown argument; did you mean temperature=0.7, which samples (0 is greedy)?"
+    refused(lambda: m.generate(PROMPT, do_sample=True), message)
+    refused(lambda: m.generate(PROMPT, temprature=0.5), "temprature: unknown argument; did you mean temperature?")
     given = hydrajax.ExactSampling()
     message = "top_k: got a value next to a rule object, expected none: set it in the rule"
     refused(lambda: m.generate(PROMPT, rule=given, top_k=3), message)
     message = "temperature: got 3 values for 1 prompts, expected one or one per prompt"
     refused(lambda: m.generate([PROMPT], rule="exact", temperature=[1, 2, 3]), message)
     refused(lambda: hydrajax.load("/nowhere"), "base: no such directory: /nowhere")
-    refused(lambda: hydrajax.load("shipped", "elm"), "draft: no such directory: elm")
-    refused(lambda: m.chat(), "template: the tokenizer has no chat template; choose one of vicuna, plain, raw")
+    refused(lambda: hydrajax.load("shiped"), "base: no such directory: shiped; known names: shipped, smollm2")
+    message = "draft: no such directory: hydra+; known names: hydra++, hydra, "
+    refused(lambda: hydrajax.load("shipped", "hydra+"), f"{message}draft-model, medusa, lookahead, none, lookup")
     message = "prompts: got one text, expected a list: write [text]"
     refused(lambda: m.encode(PROMPT), message)
-    message = "prompt 0: got messages, but the base has no chat template; give text"
+    monkeypatch.setattr(m.tokenizer, "chat_template", None)
+    message = "template: the tokenizer has no chat template; choose one of vicuna, plain, raw; for a base without chat "
+    refused(lambda: m.chat(), f"{message}training --template plain")
+    message = "prompt 0: got messages, but the base has no chat template; give text, or use m.chat(template='plain')"
     refused(lambda: m.generate([[{"role": "user", "content": "hi"}]]), message)
     message = "drafter: is required with a base model; the result of hydrajax.load has one"
     refused(lambda: hydrajax.make_decode_fn(m.model), message)

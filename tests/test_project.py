@@ -53,6 +53,7 @@ def test_the_licence_is_complete_and_packaged():
     project = PYPROJECT["project"]
     assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
     assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"]["hydrajax"]
+    assert "recipes/*.yaml" in PYPROJECT["tool"]["setuptools"]["package-data"]["hydrajax.train"]
 
 
 def test_the_citation_names_this_version_and_the_authors_of_the_papers():

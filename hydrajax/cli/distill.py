@@ -29,7 +29,10 @@ NEW_TOKENS = {False: 192, True: 512}  # of a continuation, and of an answer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", metavar="FILE.yaml", required=True, help="config of a head-training run, for its model and data"
+        "--config",
+        metavar="FILE.yaml|NAME",
+        required=True,
+        help="config of a head-training run, or a recipe in the package, for its model and data",
     )
     parser.add_argument(
         "--output",

@@ -150,10 +150,12 @@ def add_seed_argument(parser: argparse._ActionsContainer) -> None:
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--rule`` and the numbers of rules and logits processors, see `spec_from`."""
     group = parser.add_argument_group("acceptance")
-    group.add_argument("--rule", choices=list(RULES), default="greedy", help="accept drafts by RULE (default greedy)")
+    group.add_argument(
+        "--rule", choices=list(RULES), help="accept drafts by RULE (default greedy, with --temperature exact)"
+    )
     group.add_argument(
         "--temperature", metavar="T", type=float,
-        help="sample at temperature T (default 1.0, for typical 0.7; 0 is greedy, except for typical)",
+        help="sample at temperature T; 0 is greedy, except for typical (default of --rule exact 1.0, of typical 0.7)",
     )  # fmt: skip
     group.add_argument("--top-k", metavar="K", type=positive, help="keep the K most likely tokens")
     group.add_argument("--top-p", metavar="P", type=float, help="keep the most likely tokens with total probability P")
@@ -236,12 +238,16 @@ def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def spec_from(args: argparse.Namespace, **changes: Any) -> DecodeSpec:
     """Return the spec that the arguments describe, without a drafter. ``changes`` override its fields.
 
+    ``args.rule`` None is replaced by the name of the rule that was chosen, for reports.
+
     Raises `HydrajaxError` for a number out of range, or one that the rule does not use.
     """
     if "max_new_tokens" in args:
         changes = {"max_new_tokens": args.max_new_tokens} | changes
     names = (*RULE_NUMBERS, *(number.name for number in PROCESSOR_NUMBERS))
-    return with_keywords(DecodeSpec(**changes), args.rule, **{name: getattr(args, name) for name in names})
+    spec = with_keywords(DecodeSpec(**changes), args.rule, **{name: getattr(args, name) for name in names})
+    args.rule = args.rule or next(name for name, kind in RULES.items() if type(spec.rule) is kind)
+    return spec
 
 
 def draft_of(args: argparse.Namespace) -> str | None:

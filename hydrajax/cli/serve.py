@@ -32,6 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     web.add_argument("--host", default="127.0.0.1", help=f"listen on this address {default}")
     web.add_argument("--port", type=int, default=8000, help=f"listen on this port, 0 for a free one {default}")
     web.add_argument("--api-key", metavar="KEY", help=f"require this key below /v1 (default: ${KEY}, or no key)")
+    web.add_argument(
+        "--cors",
+        metavar="ORIGIN",
+        action="append",
+        default=[],
+        help="let web pages of this origin ask the server, such as https://example.org, or * for all; repeatable",
+    )
+    web.add_argument("--any-model", action="store_true", help="answer requests for unknown models (default: 404)")
     web.add_argument("--name", default="hydrajax", help=f"name the model for clients {default}")
     web.add_argument(
         "--also",
@@ -82,7 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="limit KV caches to MB megabytes (default: all slots with full context, and as much for the prefix cache)",
     )
     batch.add_argument("--no-prefix-reuse", action="store_true", help="turn the prefix cache off")
-    batch.add_argument("--penalties", action="store_true", help="support presence, frequency and repetition penalties")
+    batch.add_argument(
+        "--penalties",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="support penalties and min_tokens, for 5 bytes per sequence and token of the vocabulary (default: on)",
+    )
     batch.add_argument(
         "--top-logprobs",
         metavar="K",
@@ -135,6 +148,8 @@ def run(args: argparse.Namespace) -> int:
         max_body=args.max_body,
         timeout=args.timeout,
         hosts=local_names(listener),
+        origins=tuple(args.cors),
+        any_model=args.any_model,
     )
     shared = {"conversations": encoder.has_chat_template}
     if not args.no_warm_up:

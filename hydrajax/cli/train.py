@@ -19,7 +19,7 @@ from hydrajax.cli.options import positive
 from hydrajax.errors import HydrajaxError
 from hydrajax.host_memory import keep_freed_memory
 from hydrajax.locking import in_use
-from hydrajax.train.run_config import TrainConfig, load_config
+from hydrajax.train.run_config import TrainConfig, load_config, recipes
 
 PROG = "python -m hydrajax.train"
 HELP = "train draft heads or a whole model; the same command resumes an interrupted run"
@@ -27,8 +27,9 @@ HELP = "train draft heads or a whole model; the same command resumes an interrup
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", metavar="FILE.yaml", required=True, help="read the settings of the run from this file"
-    )
+        "--config", metavar="FILE.yaml|NAME", required=True,
+        help=f"read the settings of the run from this file, or from a recipe in the package: {', '.join(recipes())}",
+    )  # fmt: skip
     parser.add_argument(
         "--dry-run", action="store_true", help="print parameters, bytes per device and hours without running"
     )

@@ -141,6 +141,8 @@ class Engine:
         counts = jnp.minimum(accepted.accept_length + 1, out.limits - out.lengths)
         if self.eos_ids:
             is_eos = jnp.isin(tokens, jnp.asarray(self.eos_ids))
+            if out.ignore_eos is not None:
+                is_eos &= ~out.ignore_eos[:, None]
             until_eos = jnp.where(is_eos.any(axis=1), jnp.argmax(is_eos, axis=1) + 1, tokens.shape[1] + 1)
             ended = until_eos <= counts
             counts = jnp.minimum(counts, until_eos)
@@ -385,6 +387,7 @@ class Engine:
             counts=counts,
             logprobs=self._no_logprobs(*room),
             processors=sampling.processors,
+            ignore_eos=sampling.ignore_eos,
         )
 
     def _no_logprobs(self, *places: int) -> Logprobs | None:

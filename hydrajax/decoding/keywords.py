@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -12,7 +12,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, 
 from hydrajax.decoding.processors import PROCESSOR_OF, make_processors
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.errors import HydrajaxError, nearest_first, not_allowed
 
 
 class Numbers(TypedDict, total=False):
@@ -45,6 +45,42 @@ def numbers_of(name: str) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(RULES[name]))
 
 
+# Keywords of `hydrajax.LanguageModel`'s methods that are no numbers, and other libraries' words for them.
+ARGUMENTS = (
+    "draft", "tree", "rule", "processors", "max_new_tokens", "stop", "batch_size", "seed", "logprobs", "on_status",
+    "template",
+)  # fmt: skip
+OTHERS_WORDS = {
+    "max_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "do_sample": "temperature=0.7, which samples (0 is greedy)",
+    "stop_strings": "stop",
+    "chat_template": "template",
+}
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise `HydrajaxError` with the nearest known name for a keyword that is none of `Numbers`."""
+    known = [*Numbers.__annotations__, *ARGUMENTS]
+    for name in names:
+        if name not in Numbers.__annotations__:
+            nearest = OTHERS_WORDS.get(name) or nearest_first(name, known)[0]
+            raise HydrajaxError(f"{name}: unknown argument; did you mean {nearest}?")
+
+
+def default_rule(numbers: Mapping[str, Any]) -> str:
+    """Return the rule that these numbers mean without a rule's name: exact with a temperature, else greedy.
+
+    Temperature 0 alone is greedy; a list with one temperature per prompt is exact if any of them is not 0.
+    """
+    temperature = numbers.get("temperature")
+    several = isinstance(temperature, (Sequence, np.ndarray)) and not isinstance(temperature, str)
+    if all(value is None or value == 0 for value in (temperature if several else [temperature])):
+        others = any(value is not None for name, value in numbers.items() if name != "temperature")
+        return "exact" if temperature is not None and others else "greedy"
+    return "exact"
+
+
 def make_rule(name: str, **numbers: Any) -> AcceptanceRule:
     """Return the rule of this name with these numbers; a number that is None keeps its default.
 
@@ -54,10 +90,13 @@ def make_rule(name: str, **numbers: Any) -> AcceptanceRule:
     if name not in RULES:
         raise not_allowed("rule", name, RULES)
     given = {number: value for number, value in numbers.items() if value is not None}
+    if name == "greedy" and given.get("temperature") == 0:
+        del given["temperature"]
     for number in given:
         if number not in numbers_of(name):
             takers = ", ".join(other for other in RULES if number in numbers_of(other))
             only = f", only with {takers}" if takers else ""
+            only += " or with a temperature" if name == "greedy" and number in ("top_k", "top_p", "min_p") else ""
             raise HydrajaxError(f"{number}: got a value for the rule {name}, expected none{only}")
     return RULES[name](**given)
 
@@ -68,7 +107,7 @@ def with_keywords(
     processors: Sequence[Any] = (),
     **numbers: Any,
 ) -> DecodeSpec:
-    """Return the spec with a rule, by default greedy, and with processors.
+    """Return the spec with a rule, by default `default_rule`, and with processors.
 
     Args:
         spec: The other fields stay.
@@ -77,13 +116,14 @@ def with_keywords(
         numbers: Numbers of a named rule, and of processors (`hydrajax.decoding.processors.PROCESSORS`) with any rule.
 
     Raises:
-        HydrajaxError: As `make_rule`, and for a rule's number together with a rule object.
+        HydrajaxError: As `make_rule`, for an unknown keyword, and for a rule's number together with a rule object.
     """
+    check_names(numbers)
     given = {name: value for name, value in numbers.items() if value is not None}
     of_rule = {name: value for name, value in given.items() if name not in PROCESSOR_OF}
     of_processors = {name: value for name, value in given.items() if name in PROCESSOR_OF}
     if rule is None or isinstance(rule, str):
-        rule = make_rule(rule or "greedy", **of_rule)
+        rule = make_rule(rule or default_rule(of_rule), **of_rule)
     elif of_rule:
         raise HydrajaxError(
             f"{next(iter(of_rule))}: got a value next to a rule object, expected none: set it in the rule"
@@ -104,6 +144,11 @@ def specs_of_prompts(
     Raises:
         HydrajaxError: As `with_keywords`, and for lists of another length.
     """
+    check_names(keywords.keys() - {"processors"})
+    if rule is None:
+        rule = default_rule(
+            {name: value for name, value in keywords.items() if name not in (*PROCESSOR_OF, "processors")}
+        )
     of_all = {"rule": rule, "max_new_tokens": max_new_tokens, **keywords}
     each = {
         name: one_each(name, value, count)

@@ -191,6 +191,51 @@ class Penalties:
         return numbers.batched(rows, like)
 
 
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class MinTokens:
+    """Forbid EOS among the first tokens of the output (vLLM's ``min_tokens``).
+
+    Attributes:
+        min_tokens: Tokens without EOS; in a decode state int32 ``[B]``.
+        eos_ids: The same for all sequences of a batch.
+    """
+
+    min_tokens: Any = 0
+    eos_ids: tuple[int, ...] = ()
+    counts_tokens: ClassVar[bool] = True
+
+    @property
+    def has_effect(self):
+        return self.min_tokens > 0
+
+    def active(self):
+        return jnp.any(self.min_tokens > 0)
+
+    def __call__(self, logits, context):
+        early = jnp.sum(context.counts.output, axis=1) < self.min_tokens
+        ids = jnp.asarray(self.eos_ids, jnp.int32)
+        return logits.at[:, ids].set(jnp.where(early[:, None], -jnp.inf, logits[:, ids]))
+
+    def reference(self, logits, prompt, output):
+        found = np.array(logits)
+        if len(output) < self.min_tokens:
+            found[list(self.eos_ids)] = -np.inf
+        return found
+
+    @classmethod
+    def batched(cls, rows, vocab_size, like=()):
+        eos_ids = next(one.eos_ids for one in (*rows, *like) if one.eos_ids)
+        return cls(np.array([row.min_tokens for row in rows], np.int32), eos_ids)
+
+    def tree_flatten(self):
+        return (self.min_tokens,), self.eos_ids
+
+    @classmethod
+    def tree_unflatten(cls, eos_ids, leaves):
+        return cls(leaves[0], eos_ids)
+
+
 def _parse_bias(text: str) -> dict[int, float]:
     """Parse ``ID:BIAS,ID:BIAS``; raises ValueError."""
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.numbers import batched
@@ -38,12 +38,14 @@ class SamplingParams(NamedTuple):
         rule: The acceptance rule, its numbers arrays ``[B]``.
         processors: The logits processors, their numbers arrays ``[B]``.
         limits: int32 ``[B]`` maximum number of tokens, at most the engine's; None for the engine's.
+        ignore_eos: bool ``[B]`` EOS does not end the sequence; None for no sequence.
     """
 
     rng: Array
     rule: AcceptanceRule
     processors: tuple[Any, ...] = ()
     limits: Int[Array, " B"] | None = None
+    ignore_eos: Bool[Array, " B"] | None = None
 
 
 @dataclass(frozen=True)

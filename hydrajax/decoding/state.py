@@ -53,6 +53,7 @@ class OutputState(NamedTuple):
         counts: Token counts of prompt and output; None if no processor reads them.
         logprobs: Log-probabilities of ``tokens``, of the same shape; None if not requested.
         processors: The logits processors, their numbers arrays with the batch first.
+        ignore_eos: bool ``[B]`` EOS does not end the sequence; None for no sequence.
     """
 
     tokens: Int[Array, "B room"]
@@ -66,6 +67,7 @@ class OutputState(NamedTuple):
     counts: TokenCounts | None = None
     logprobs: Logprobs | None = None
     processors: tuple[Any, ...] = ()
+    ignore_eos: Bool[Array, " B"] | None = None
 
 
 class DecodeState(NamedTuple):

@@ -23,7 +23,7 @@ from hydrajax.drafters.drafter import DrafterSpec, following_tokens, last_observ
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import Beam
 from hydrajax.drafters.head_stack import Trained
-from hydrajax.drafters.settings import Settings, at_least
+from hydrajax.drafters.settings import Settings, at_least, vocabulary_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KVSegment, SamePosition, causal_mask, rope_table
@@ -73,6 +73,7 @@ class EagleNetwork(nn.Module):
     config: LlamaConfig
     dtype: DType
     fc_bias: bool
+    lm_head: LmHead
 
     def setup(self):
         width, axes = self.config.width, ("width", "mlp")
@@ -94,7 +95,7 @@ class EagleNetwork(nn.Module):
 
     def logits(self, hidden, base_logits):
         """Return float32 logits over the draft's vocabulary."""
-        return base_logits(hidden)
+        return self.lm_head.of_base(hidden, base_logits)
 
     def everything(self, aux_hidden_states, embeddings, positions, base_logits):
         """Touch every parameter, for `init`."""
@@ -109,12 +110,16 @@ class EagleSettings(Settings):
 
     Attributes:
         ttt_length: See `EagleDrafter`; None for the released number, 1 for EAGLE and 7 for EAGLE-3.
+        vocabulary: See `hydrajax.drafters.settings.HeadSettings`. EAGLE-1 then uses the base's lm head for these
+            tokens, and is saved in hydrajax's own format.
     """
 
     ttt_length: int | None = None
+    vocabulary: int | None = None
 
     def __post_init__(self):
         at_least("draft.ttt_length", self.ttt_length, 1)
+        at_least("draft.vocabulary", self.vocabulary, 1)
 
 
 class EagleDrafter(Trained):
@@ -258,6 +263,7 @@ class Eagle(EagleDrafter):
         config: Configuration of the layer, with the base's width and vocabulary.
         fc_bias: The map from [embedding, hidden state] to the layer's input has a bias, as in most released drafts.
         ttt_length: See `EagleDrafter`; 1 as released.
+        vocabulary: The tokens that it can propose; None for all, as released.
     """
 
     config: LlamaConfig
@@ -265,20 +271,21 @@ class Eagle(EagleDrafter):
     fc_bias: bool = True
     depth: int = DEPTH
     ttt_length: int = 1
+    vocabulary: Vocabulary | None = None
     aux_hidden_layers: ClassVar[tuple[int, ...]] = (0,)
-    vocabulary: ClassVar[Vocabulary | None] = None
     Settings = EagleSettings
 
     @classmethod
     def for_base(cls, base, dtype, settings=None, target_counts=None):
         """Return a draft with a layer like the base's."""
         s = settings or EagleSettings()
-        return cls(base.plain_layer, jnp.dtype(dtype), ttt_length=s.ttt_length or cls.ttt_length)
+        vocabulary = vocabulary_of(s.vocabulary, base, target_counts)
+        return cls(base.plain_layer, jnp.dtype(dtype), ttt_length=s.ttt_length or cls.ttt_length, vocabulary=vocabulary)
 
     @property
     def lm_head(self) -> LmHead:
-        return LmHead(shared=True)
+        return LmHead(shared=True, vocabulary=self.vocabulary)
 
     @property
     def network(self) -> EagleNetwork:
-        return EagleNetwork(self.config, self.dtype, self.fc_bias)
+        return EagleNetwork(self.config, self.dtype, self.fc_bias, self.lm_head)

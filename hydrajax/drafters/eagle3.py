@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.eagle import DEPTH, EagleDrafter, EagleSettings
-from hydrajax.drafters.settings import at_least, vocabulary_of, within_base
+from hydrajax.drafters.settings import vocabulary_of, within_base
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import rope_table
@@ -82,16 +82,13 @@ class Eagle3Settings(EagleSettings):
     """Settings of EAGLE-3 drafts.
 
     Attributes:
-        vocabulary: See `hydrajax.drafters.settings.HeadSettings`.
         aux_hidden_layers: The layers, counted from 0, whose inputs it reads; the number after the last layer means the
             base's last hidden states. Empty for 2, L // 2 and L - 3 of L.
     """
 
-    vocabulary: int | None = None
     aux_hidden_layers: tuple[int, ...] = ()
 
     def __post_init__(self):
-        at_least("draft.vocabulary", self.vocabulary, 1)
         super().__post_init__()
         if any(low >= high for low, high in itertools.pairwise((-1, *self.aux_hidden_layers))):
             raise HydrajaxError(

@@ -138,6 +138,7 @@ class EagleFormat(FeatureFormat):
 
     def config(self, drafter, made_for):
         check_class(drafter, Eagle)
+        check_all_tokens(drafter)
         return released_fields(drafter.config) | {"bias": drafter.fc_bias}
 
 
@@ -236,6 +237,7 @@ class Speculators(FeatureFormat):
 
     def config(self, drafter, made_for):
         if type(drafter) is Eagle:
+            check_all_tokens(drafter)
             fields = {
                 "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
                 KIND: "eagle",
@@ -343,6 +345,12 @@ def check_class(drafter: Any, kind: type) -> None:
         raise cannot_write("drafter", drafter_name(drafter), kind.__name__)
 
 
+def check_all_tokens(drafter: Eagle) -> None:
+    """Refuse a reduced vocabulary, for which no format of EAGLE-1 has a place."""
+    if drafter.vocabulary is not None:
+        raise cannot_write("vocabulary", f"{len(drafter.vocabulary)} tokens", f"all {drafter.config.vocab_size}")
+
+
 def read_eagle_3(
     config: dict, layer: LlamaConfig, aux_hidden_layers: tuple[int, ...], files: TensorFiles, base: LlamaConfig
 ) -> Eagle3:
@@ -434,16 +442,16 @@ def check(heads: EagleDrafter, base: LlamaConfig) -> None:
     check_sizes((c.vocab_size, c.width), base)
     if max(c.mlp_width, c.n_heads * c.head_dim) > MOST * c.width:
         raise ValueError(f"config: got mlp_width {c.mlp_width} and {c.n_heads} heads of {c.head_dim}")
+    if heads.vocabulary is not None and (last := int(heads.vocabulary.tokens[-1])) >= base.vocab_size:
+        raise HydrajaxError(
+            f"vocabulary: got token {last}, expected ids below {base.vocab_size}; the heads were made for another base"
+        )
     if not isinstance(heads, Eagle3):
         return
     layers = heads.aux_hidden_layers
     if len(layers) > base.n_layers or not all(0 <= layer <= base.n_layers for layer in layers):
         raise HydrajaxError(
             f"aux_hidden_layers: got {list(layers)}, expected layers of this base, which has {base.n_layers}"
-        )
-    if heads.vocabulary is not None and (last := int(heads.vocabulary.tokens[-1])) >= base.vocab_size:
-        raise HydrajaxError(
-            f"vocabulary: got token {last}, expected ids below {base.vocab_size}; the heads were made for another base"
         )
 
 
@@ -453,9 +461,10 @@ def about(heads: EagleDrafter) -> About:
         "draft": f"one layer, up to {heads.depth} tokens ahead",
         "width, vocabulary": f"{c.width}, {c.vocab_size}",
     }
+    if heads.vocabulary is not None or isinstance(heads, Eagle3):
+        rows["draft vocabulary"] = str(heads.lm_head.size(c.vocab_size))
     if not isinstance(heads, Eagle3):
         return About("EAGLE heads", "eagle", rows)
-    rows["draft vocabulary"] = str(heads.lm_head.size(c.vocab_size))
     rows["reads"] = f"{len(heads.aux_hidden_layers)} layers of the base"
     return About("EAGLE-3 heads", "eagle3", rows)
 

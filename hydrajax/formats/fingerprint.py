@@ -63,6 +63,7 @@ def check_fingerprint(recorded: Any, name: str, directory: Path, what: str, adap
         return
     found = recorded if isinstance(recorded, dict) else {}
     if found.get("shapes") != mine["shapes"]:
+        # Loading them anyway would fail.
         difference = f"shapes: got {mine['shapes']} in {directory}, expected {found.get('shapes')}"
     elif found.get("sha256") != mine["sha256"]:
         difference = f"{directory} has the same shapes but other weights"
@@ -72,6 +73,7 @@ def check_fingerprint(recorded: Any, name: str, directory: Path, what: str, adap
         difference = f"they were made for {directory} without an adapter"
     else:
         difference = "they were trained with another adapter"
+    force = "; 'force' loads them" if found.get("shapes") == mine["shapes"] else ""
     raise HydrajaxError(
-        f"{what}: the heads were made for another base, {name or 'of unknown name'}: {difference}; 'force' loads them"
+        f"{what}: the heads were made for another base, {name or 'of unknown name'}: {difference}{force}"
     )

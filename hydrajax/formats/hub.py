@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydrajax import assets
-from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.errors import HydrajaxError, nearest_first, one_line
 from hydrajax.formats import gguf
 from hydrajax.formats.fingerprint import shapes_of
 from hydrajax.formats.known_bases import KNOWN_BASES, known_base_file
@@ -83,7 +83,7 @@ def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
             return gguf.described(known_base_file(text, flag), flag)
     repository, at, revision = text.partition("@")
     if os.path.exists(text) or not _is_repository(repository) or (at and not REVISION.fullmatch(revision)):
-        raise HydrajaxError(f"{flag}: no such directory: {text}")
+        raise HydrajaxError(f"{flag}: no such directory: {text}{_known_names(text, flag)}")
 
     from huggingface_hub import snapshot_download  # slow to import
 
@@ -97,9 +97,23 @@ def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
     return Path(folder)
 
 
+def _known_names(text: str, flag: str) -> str:
+    """Return the end of the message for an unknown name: the known names, the nearest first."""
+    if flag == "adapter" or not text or os.path.exists(text) or re.search(r"[/\\]|^\.", text):
+        return ""  # a path
+    if flag == "draft":
+        from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS  # which imports drafters
+
+        names = dict.fromkeys([*WITHOUT_WEIGHTS, *(name for drafts in assets.DRAFTS_OF.values() for name in drafts)])
+    else:
+        names = dict.fromkeys([*assets.SHIPPED_BASE, *KNOWN_BASES])
+    return f"; known names: {', '.join(nearest_first(text, names))}"
+
+
 def without_hub(name: str | Path, flag: str) -> Path:
-    """Return the directory of a base without asking the Hub: of a GGUF file, of a known base, else ``name`` itself."""
-    return downloaded(name, flag, ()) if str(name).endswith(gguf.SUFFIX) or str(name) in KNOWN_BASES else Path(name)
+    """Return the directory of a base without asking the Hub: of a GGUF file, a known or bundled base, else ``name``."""
+    named = str(name).endswith(gguf.SUFFIX) or str(name) in (*KNOWN_BASES, *assets.SHIPPED_BASE)
+    return downloaded(name, flag, ()) if named else Path(name)
 
 
 def push(directory: str | Path, repository: str, *, private: bool = False, message: str | None = None) -> str:

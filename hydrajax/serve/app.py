@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -11,20 +12,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.machine import own_version
 from hydrajax.serve.batcher import Batcher, Stats
 from hydrajax.serve.prometheus import ServerMetrics
-from hydrajax.serve.protocol import MOST_CHOICES, ChatBody, CompletionBody, RequestBody, parse_body
+from hydrajax.serve.protocol import (
+    MOST_CHOICES,
+    Body,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    DetokenizeBody,
+    RequestBody,
+    TokenizeBody,
+    parse_body,
+)
 from hydrajax.serve.replies import ReplyChoice, ReplyFormat, usage
 from hydrajax.serve.request_encoder import RequestEncoder
 from hydrajax.serve.requests import Closed, QueueFull
@@ -49,6 +63,8 @@ class ServerSettings:
         max_body: bytes of a request body.
         body_timeout, timeout, write_timeout: seconds to receive a body, to answer, and to send one event.
         hosts: host names under which clients may connect, None for any.
+        origins: web pages' origins that browsers let ask this server (CORS), "*" for all.
+        any_model: answer requests for unknown models with the first one.
     """
 
     max_new_tokens: int = 256
@@ -59,10 +75,12 @@ class ServerSettings:
     timeout: float = 600.0
     write_timeout: float = 60.0
     hosts: tuple[str, ...] | None = None
+    origins: tuple[str, ...] = ()
+    any_model: bool = False
 
 
 class Api:
-    """The routes. Errors are one line in OpenAI's format. A single model answers to any name."""
+    """The routes. Errors are one line in OpenAI's format."""
 
     def __init__(self, models: Sequence[ServedModel], encoder: RequestEncoder, settings: ServerSettings):
         check_unique([model.name for model in models])
@@ -74,19 +92,25 @@ class Api:
         return total([model.batcher.stats() for model in self._models.values()])
 
     def app(self) -> Starlette:
-        hosts = self._settings.hosts
+        hosts, origins = self._settings.hosts, self._settings.origins
+        every = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        middleware = [Middleware(CORSMiddleware, allow_origins=list(origins), **every)] if origins else []
+        if hosts:  # against DNS rebinding: a web page could otherwise reach this server under a host name of its own
+            middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts)))
         return Starlette(
             routes=[
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.models),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/detokenize", self.detokenize, methods=["POST"]),
+                Route("/version", self.version),
                 Route("/health", self.health),
                 Route("/metrics", self.metrics),
                 *(Route(path, _page(name)) for path, name in PAGE.items()),
             ],
-            # Against DNS rebinding: a web page could otherwise reach this server under a host name of its own.
-            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts))] if hosts else [],
+            middleware=middleware,
             exception_handlers={HTTPException: _error_response, HydrajaxError: _error_response},
         )
 
@@ -104,18 +128,41 @@ class Api:
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": own_version()})
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request, TokenizeBody)
+        model = self._served(body.model)
+        if body.messages is None:
+            (ids,) = await self._prompts([body.prompt])
+        else:
+            ids = await self._conversation(body.messages)
+        texts = [self._encoder.token_text(token) for token in ids.tolist()] if body.return_token_strs else None
+        found = {"count": len(ids), "max_model_len": model.batcher.context, "tokens": ids.tolist()}
+        return JSONResponse(found | {"token_strs": texts})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._body(request, DetokenizeBody)
+        self._served(body.model)
+        return JSONResponse({"prompt": await self._on_thread(lambda: self._encoder.text(body.tokens), [body.tokens])})
+
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, CompletionBody)
-        contents = body.prompts()
-        prompts = await self._on_thread(lambda: [self._encoder.prompt(content) for content in contents], contents)
-        return await self._answer(request, body, prompts, chat=False)
+        return await self._answer(request, body, await self._prompts(body.prompts()), chat=False)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatBody)
-        messages = [message.plain() for message in body.messages]
-        contents = [message["content"] for message in messages]
-        prompts = [await self._on_thread(lambda: self._encoder.conversation(messages), contents)]
-        return await self._answer(request, body, prompts, chat=True)
+        return await self._answer(request, body, [await self._conversation(body.messages)], chat=True)
+
+    # --- prompts ----------------------------------------------------------------------------------------------
+
+    async def _prompts(self, contents: Sequence[str | list[int]]) -> list[np.ndarray]:
+        return await self._on_thread(lambda: [self._encoder.prompt(content) for content in contents], contents)
+
+    async def _conversation(self, messages: Sequence[ChatMessage]) -> np.ndarray:
+        plain = [message.plain() for message in messages]
+        return await self._on_thread(lambda: self._encoder.conversation(plain), [each["content"] for each in plain])
 
     async def _on_thread(self, encode: Callable[[], Any], contents: Sequence[str | list[int]]) -> Any:
         """Encode contents on a thread. Short ones never wait for long ones, which have their own threads."""
@@ -129,6 +176,12 @@ class Api:
             raise HTTPException(404, f"model: got '{name}', expected one of: {', '.join(self._models)}")
         return self._models[name]
 
+    def _served(self, name: str) -> ServedModel:
+        """Return the model of a request, the first one for a request that names none."""
+        if not name or (self._settings.any_model and name not in self._models):
+            return next(iter(self._models.values()))
+        return self._model(name)
+
     def _check_key(self, request: Request) -> None:
         if (key := self._settings.api_key) is None:
             return
@@ -141,7 +194,7 @@ class Api:
                 {"www-authenticate": "Bearer"},
             )
 
-    async def _body(self, request: Request, kind: type[RequestBody]) -> Any:
+    async def _body(self, request: Request, kind: type[Body]) -> Body:
         self._check_key(request)
         # Browsers let pages of other origins send other content types without a preflight request.
         content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
@@ -161,9 +214,7 @@ class Api:
         return await run_in_threadpool(parse_body, kind, bytes(body))
 
     async def _answer(self, request: Request, body: RequestBody, prompts: list, chat: bool) -> Response:
-        model = (
-            next(iter(self._models.values())) if len(self._models) == 1 or not body.model else self._model(body.model)
-        )
+        model = self._served(body.model)
         batcher, form = model.batcher, ReplyFormat(model.name, chat)
         n, sampling, seed = body.n or 1, body.sampling(), body.seed
         if sampling["temperature"] is None:
@@ -178,12 +229,18 @@ class Api:
                 "start the server with a larger --top-logprobs"
             )
         common = {"max_new_tokens": body.limit() or self._settings.max_new_tokens, "stop": body.stops(), "seed": seed}
+        common |= {"ignore_eos": bool(body.ignore_eos), "min_tokens": body.min_tokens or 0}
         requests = [batcher.request(ids, number=number, **common, **sampling) for ids in prompts for number in range(n)]
+        echoed = [""] * len(prompts)
+        if not chat and body.echo:
+            echoed = [await run_in_threadpool(self._encoder.text, content) for content in body.prompts()]
         reply = _Reply(batcher, self._metrics, request, self._settings.timeout)
         try:
             handles = batcher.submit(requests, reply.changed)
             options = (self._encoder.token_text, body.wants_logprobs(), top, body.stream_options.include_drafts)
-            reply.choices = [ReplyChoice(index, handle, *options) for index, handle in enumerate(handles)]
+            reply.choices = [
+                ReplyChoice(index, handle, *options, echoed[index // n]) for index, handle in enumerate(handles)
+            ]
             if body.stream:
                 events = reply.events(form, n if body.stream_options.include_usage else None)
                 return EventStream(events, self._settings.write_timeout, reply.close)
@@ -280,9 +337,13 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
+PARAM = re.compile(r"[a-z][\w.]*(?=: )")  # messages begin with the field, such as messages.0.role
+
+
 def _error(message: str, status: int) -> dict[str, Any]:
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": HydrajaxError(message).field, "code": None}}
+    param = PARAM.match(message)
+    return {"error": {"message": message, "type": kind, "param": param and param[0], "code": None}}
 
 
 async def _error_response(request: Request, error: Exception) -> Response:

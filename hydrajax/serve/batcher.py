@@ -16,6 +16,7 @@ import numpy as np
 from hydrajax.decoding.decode_loop import Snapshot, next_burst
 from hydrajax.decoding.executor import State
 from hydrajax.decoding.keywords import with_keywords
+from hydrajax.decoding.processors import MinTokens
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.generation import growing_text, row_result, seed_for
 from hydrajax.serve.admission import CacheBudget
@@ -110,6 +111,11 @@ class Batcher:
     # --- for any thread ---------------------------------------------------------------------------------------
 
     @property
+    def context(self) -> int:
+        """The base's context in tokens."""
+        return self._pool.context
+
+    @property
     def top_logprobs(self) -> int:
         """The number of most likely tokens with log-probabilities at each output position."""
         return self._pool.sizes.logprobs
@@ -126,6 +132,8 @@ class Batcher:
         stop: Sequence[str] = (),
         seed: int | None = None,
         number: int = 0,
+        ignore_eos: bool = False,
+        min_tokens: int = 0,
         **sampling: Any,
     ) -> Request:
         """Return a request for this model.
@@ -136,6 +144,8 @@ class Batcher:
             stop: stop strings.
             seed: sampling seed; drawn if the rule samples and none is given.
             number: index of the prompt among those with this seed.
+            ignore_eos: EOS does not end the answer.
+            min_tokens: EOS is not chosen before so many tokens.
             sampling: parameters of `ExactSampling` (temperature 0 by default) and of logits processors; None for
                 their defaults.
 
@@ -147,9 +157,16 @@ class Batcher:
             raise HydrajaxError(f"prompt: got {len(ids)} tokens, expected fewer than the model's context of {context}")
         sampling["temperature"] = sampling.get("temperature") or 0.0
         spec = with_keywords(spec, "exact", **sampling)
+        if min_tokens > max_new_tokens:
+            raise HydrajaxError(f"min_tokens: got {min_tokens}, expected at most max_tokens, {max_new_tokens}")
+        if min_tokens and spec.eos_ids:
+            spec = spec.replace(processors=(*spec.processors, MinTokens(min_tokens, spec.eos_ids)))
         if not self._pool.sizes.penalties and any(processor.counts_tokens for processor in spec.processors):
-            name = next(name for name, value in sampling.items() if name.endswith("penalty") and value is not None)
-            raise HydrajaxError(f"{name}: this server has no penalties; start it with --penalties")
+            given = {name: value for name, value in sampling.items() if name.endswith("penalty")}
+            name = next((name for name, value in given.items() if value is not None), "min_tokens")
+            raise HydrajaxError(f"{name}: this server has no penalties; start it without --no-penalties")
+        if ignore_eos:
+            spec = spec.replace(eos_ids=())
         spec.check(self._executor.model.config)
         seed = None if spec.rule.temperature == 0 else seed_for(spec.rule, seed)
         found = Request(np.asarray(ids, np.int32), spec, seed, number, tuple(stop))

@@ -12,7 +12,7 @@ import numpy as np
 
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.executor import Executor, State
-from hydrajax.decoding.processors import LogitBias, Penalties, TokenCounts
+from hydrajax.decoding.processors import LogitBias, MinTokens, Penalties, TokenCounts
 from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, bucket, right_padded
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
 from hydrajax.errors import HydrajaxError
@@ -29,7 +29,7 @@ class PoolSizes:
         slots: sequences that run at once.
         chunk: prompt tokens per prefill chunk.
         cache_len: smallest cache length; larger ones double it.
-        penalties: support penalties.
+        penalties: support penalties and minimum lengths, which count tokens.
         logprobs: number of most likely tokens whose log-probabilities are kept at each output position.
     """
 
@@ -95,7 +95,9 @@ class ExecutorPool:
         # Prefilled states have room for the paths of every tree.
         self._prefill = max(made.values(), key=lambda each: each.engine.depth)
         # All requests have one pytree structure: every sampling parameter is an array, neutral if unused.
-        penalties = [Penalties(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0)]
+        penalties: list = [Penalties(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0)]
+        if self.spec.eos_ids:
+            penalties.append(MinTokens(1, self.spec.eos_ids))
         rule = ExactSampling(1.0, top_k=1, top_p=0.5, min_p=0.5)
         self._like = [
             self.spec,
@@ -127,8 +129,12 @@ class ExecutorPool:
         return self._speculative[batch] if speculative or self._plain is None else self._plain
 
     def sampling(self, spec: DecodeSpec, keys) -> SamplingParams:
-        """Return the sampling arrays of one sequence. Raises `HydrajaxError` for a token id outside the vocabulary."""
-        return sampling_params([spec], keys, self._vocab_size, self._like)
+        """Return the sampling arrays of one sequence, which EOS does not end if the spec has no EOS ids.
+
+        Raises `HydrajaxError` for a token id outside the vocabulary.
+        """
+        found = sampling_params([spec], keys, self._vocab_size, self._like)
+        return found._replace(ignore_eos=np.array([not spec.eos_ids])) if self.spec.eos_ids else found
 
     def batch_for(self, sequences: int) -> int:
         """Return the smallest batch size that holds ``sequences``."""

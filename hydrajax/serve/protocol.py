@@ -6,7 +6,7 @@ Fields that would change the answer and are not supported are refused, so that n
 from __future__ import annotations
 
 import reprlib
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
@@ -15,12 +15,23 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.generation import SEED_BITS
 
 MOST_CHOICES, MOST_STOPS, MOST_PROMPTS, MOST_ALTERNATIVES = 128, 16, 128, 20
+Body = TypeVar("Body", bound=BaseModel)
 Text = Annotated[StrictStr, Field(min_length=1)]
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
 Several = Field(min_length=1, max_length=MOST_PROMPTS)
+NUMBERS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+KINDS = {  # of pydantic's errors
+    "int_type": "an integer", "int_parsing": "an integer", "int_from_float": "an integer",
+    "int_parsing_size": "a smaller integer",
+    "float_type": "a number", "float_parsing": "a number",
+    "bool_type": "true or false", "bool_parsing": "true or false",
+    "list_type": "a list", "dict_type": "an object", "model_type": "an object", "none_required": "null",
+}  # fmt: skip
 UNIONS = {
     "prompt": f"a text, a list of token ids, or a list of up to {MOST_PROMPTS} of either",
     "stop": f"a text or a list of up to {MOST_STOPS} texts",
+    "tools": "none, as this server has no tools",
+    "suffix": "none, as this server only continues prompts",
 }
 
 
@@ -52,6 +63,8 @@ class RequestBody(BaseModel):
     seed: int | None = Field(None, ge=0, lt=2**SEED_BITS)
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
     stream: bool | None = None
     stream_options: StreamOptions = StreamOptions()
     # Without effect on the answer.
@@ -95,12 +108,18 @@ class CompletionBody(RequestBody):
 
     prompt: Text | TokenIds | Annotated[list[Text], Several] | Annotated[list[TokenIds], Several]
     logprobs: int | None = Field(None, ge=0, le=5)
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     suffix: None = None
     best_of: int | None = None
 
     def prompts(self) -> list[str | list[int]]:
         return [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
+
+    @pydantic.model_validator(mode="after")
+    def _echo_has_no_logprobs(self):
+        if self.echo and self.wants_logprobs():
+            raise ValueError("echo: got true with logprobs, which a prompt does not have here; leave one of them out")
+        return self
 
     @pydantic.model_validator(mode="after")
     def _best_of_is_n(self):
@@ -158,12 +177,43 @@ class ChatBody(RequestBody):
         return self
 
 
-def parse_body(kind: type[RequestBody], body: bytes) -> RequestBody:
+class TokenizeBody(BaseModel):
+    """``POST /tokenize``, vLLM's: of a text or of messages."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = ""
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    return_token_strs: bool | None = None
+    # Only with the values that encoding has.
+    add_special_tokens: bool | None = None
+    add_generation_prompt: Literal[True] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _one_text(self):
+        if (self.prompt is None) == (self.messages is None):
+            found = "neither prompt nor messages" if self.prompt is None else "prompt and messages"
+            raise ValueError(f"prompt: got {found}, expected one of them")
+        default = self.messages is None
+        if self.add_special_tokens not in (None, default):
+            raise ValueError(f"add_special_tokens: got {not default}, expected {default}".lower())
+        return self
+
+
+class DetokenizeBody(BaseModel):
+    """``POST /detokenize``, vLLM's."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = ""
+    tokens: list[StrictInt]
+
+
+def parse_body(kind: type[Body], body: bytes) -> Body:
     """Parse a request body. Raises `HydrajaxError` that names the first wrong field."""
     try:
         return kind.model_validate_json(body)
     except pydantic.ValidationError as error:
-        raise HydrajaxError(_message(error.errors(include_url=False, include_context=False)[0])) from None
+        raise HydrajaxError(_message(error.errors(include_url=False)[0])) from None
 
 
 def _message(error: dict[str, Any]) -> str:
@@ -180,9 +230,24 @@ def _message(error: dict[str, Any]) -> str:
         return f"{field}: this field is not supported"
     if field.split(".")[0] in UNIONS:  # pydantic names the type that it tried first
         return f"{field}: got {found}, expected {UNIONS[field.split('.')[0]]}"
-    if message.startswith("Input should be "):
-        return f"{field}: got {found}, expected {message.removeprefix('Input should be ')}"
-    return f"{field}: {message}"
+    return f"{field}: got {found}, expected {_expected(error['type'], message, error.get('ctx', {}))}"
+
+
+def _expected(kind: str, message: str, numbers: dict[str, Any]) -> str:
+    """Return the allowed values of a field in our words; ``numbers`` are the limits that pydantic names."""
+    if kind in ("too_long", "too_short", "string_too_long", "string_too_short"):
+        number = numbers.get("max_length", numbers.get("min_length"))
+        unit = "character" if kind.startswith("string") else "item"
+        return f"at {'most' if kind.endswith('long') else 'least'} {number} {unit}{'s' * (number != 1)}"
+    for name, words in NUMBERS.items():
+        if name in numbers:
+            number = numbers[name]
+            return f"{words} {number:g}" if isinstance(number, float) else f"{words} {number}"
+    if kind.startswith("string_"):
+        return "a text"
+    if kind in KINDS:
+        return KINDS[kind]
+    return message.removeprefix("Input should be ").replace("True", "true")
 
 
 def _is_field(part: str | int) -> bool:

@@ -28,6 +28,7 @@ class ReplyChoice:
     Attributes:
         logprobs, drafts: Include log-probabilities, and marks of drafted tokens.
         top_logprobs: Number of most likely tokens at each position.
+        echo: Text before the answer's.
     """
 
     def __init__(
@@ -38,8 +39,9 @@ class ReplyChoice:
         logprobs: bool,
         top_logprobs: int = 0,
         drafts: bool = False,
+        echo: str = "",
     ):
-        self.index, self.handle = index, handle
+        self.index, self.handle, self._echo = index, handle, echo
         self._token_text, self._logprobs, self._top, self._drafts = token_text, logprobs, top_logprobs, drafts
         self._sent, self._tokens, self._offset = 0, 0, 0  # characters and tokens sent, offset of the next token's text
         self.ended = False  # its end has been sent
@@ -55,7 +57,7 @@ class ReplyChoice:
         if result is None:
             return Delta("", [], [], [])
         # Without a tokenizer, the ids are the text.
-        text = " ".join(map(str, result.output_ids)) if result.text is None else result.text
+        text = self._echo + (" ".join(map(str, result.output_ids)) if result.text is None else result.text)
         new, self._sent = text[self._sent :], len(text)
         first, self._tokens = self._tokens, result.new_tokens
         ids, top = result.output_ids[first:], (result.top_logprobs or [])[first:]

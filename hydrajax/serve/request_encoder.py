@@ -38,12 +38,12 @@ class RequestEncoder:
         self._no_template, self._chat = "", None
         try:
             if self._tokenizer is None:
-                raise HydrajaxError("messages: the base has no tokenizer; give token ids to /v1/completions")
+                raise HydrajaxError("the base has no tokenizer; give token ids to /v1/completions")
             self._chat = make_encoder(self._tokenizer, template)
         except HydrajaxError as error:
             if template != "auto":
                 raise
-            self._no_template = str(error)
+            self._no_template = f"messages: {str(error).removeprefix('template: ')}"
 
     @property
     def has_chat_template(self) -> bool:
@@ -65,6 +65,16 @@ class RequestEncoder:
             if found := self._chat.special.search(message["content"]):
                 raise HydrajaxError(f"messages.{number}: contains the special token {found[0]}, expected plain text")
         return self._checked(self._chat.prompt(messages), "messages")
+
+    def text(self, content: str | list[int]) -> str:
+        """Return a prompt's text, of token ids with special tokens."""
+        if isinstance(content, str):
+            return content
+        if self._tokenizer is None:
+            raise HydrajaxError("tokens: the base has no tokenizer to write them as text")
+        if wrong := [token for token in content if not 0 <= token < self._config.vocab_size]:
+            raise HydrajaxError(f"tokens: got token id {wrong[0]}, expected 0 to {self._config.vocab_size - 1}")
+        return self._tokenizer.decode(content, clean_up_tokenization_spaces=False)
 
     def token_text(self, token: int) -> str:
         """Return the text of a single token."""

@@ -73,7 +73,10 @@ class Prompt:
             if not all(isinstance(message.get(key), str) for key in ("role", "content")):
                 raise HydrajaxError(f"{self.where}: message {number}: got {message!r}, expected texts role and content")
         if tokenizer is None or not tokenizer.chat_template:
-            raise HydrajaxError(f"{self.where}: got messages, but the base has no chat template; give text")
+            raise HydrajaxError(
+                f"{self.where}: got messages, but the base has no chat template; "
+                "give text, or use m.chat(template='plain')"
+            )
         return self._chat_ids(tokenizer, [dict(message) for message in self.content])
 
     def _chat_ids(self, tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:

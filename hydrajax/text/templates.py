@@ -131,8 +131,11 @@ def make_encoder(
 
 def _own_template(tokenizer: Any, field: str) -> str:
     if not tokenizer.chat_template:
-        built_in = ", ".join(BUILT_IN)
-        raise HydrajaxError(f"{field}: the tokenizer has no chat template; choose one of {built_in}")
+        plain = "--template plain" if field == "template" else f"{field}=plain"
+        raise HydrajaxError(
+            f"{field}: the tokenizer has no chat template; choose one of {', '.join(BUILT_IN)}; "
+            f"for a base without chat training {plain}"
+        )
     try:
         return tokenizer.get_chat_template()  # of several, its default
     except ValueError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hydrajax.drafters.settings import Settings, at_least, below, one_of
-from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.errors import HydrajaxError, nearest_first, one_line
 from hydrajax.formats import draft_registry
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.llama_config import LlamaConfig
@@ -332,7 +332,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read settings from a YAML file.
 
     Args:
-        path: the file.
+        path: the file, or the name of a recipe in the package, such as ``"own_text"``.
         overrides: ``key.sub=value`` settings that replace the file's; values are YAML too.
 
     Raises:
@@ -342,9 +342,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     import yaml
 
     try:
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        raw = yaml.safe_load(_config_file(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise HydrajaxError(f"config: cannot read {path}: {error.strerror}") from None
+        named = "" if len(Path(path).parts) > 1 else f"; recipes: {', '.join(nearest_first(str(path), recipes()))}"
+        raise HydrajaxError(f"config: cannot read {path}: {error.strerror}{named}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2026-13-01, digits
         raise HydrajaxError(f"config: {path} is not YAML: {one_line(error)}") from None
     if not isinstance(raw, dict):
@@ -365,6 +366,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
                 raise HydrajaxError(f"override: got {name}, but {outer!r} is a value and not a section")
         section[key] = parsed
     return config_from(raw)
+
+
+def recipes() -> dict[str, Path]:
+    """Return the recipes in the package, by name."""
+    return {file.stem: file for file in sorted(Path(__file__).with_name("recipes").glob("*.yaml"))}
+
+
+def _config_file(path: str | Path) -> Path:
+    """Return the file, or without such a file the recipe of this name."""
+    return Path(path) if Path(path).is_file() else recipes().get(str(path), Path(path))
 
 
 def config_from(raw: dict) -> TrainConfig:

@@ -273,7 +273,7 @@ def test_flags(refused, base, flags, pattern):
     ("flags", "message"),
     [
         (
-            ("--temperature", "1"),
+            ("--rule", "greedy", "--temperature", "1"),
             "--temperature: got a value for the rule greedy, expected none, only with typical, exact, rejection",
         ),
         (("--top-k", "3"), "--top-k: got a value for the rule greedy, expected none, only with typical"),

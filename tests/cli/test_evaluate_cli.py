@@ -196,7 +196,6 @@ def test_other_rules(program, arguments, rule, tmp_path):
         (["--tree", "oak"], "tree: got 'oak'"),
         (["--draft", "nowhere"], "--draft: no such directory: nowhere"),
         (["--top-k", 3], "--top-k: got a value for the rule greedy, expected none"),
-        (["--base", assets.base()], "--template: the tokenizer has no chat template; choose one of vicuna, "),
     ],
 )
 def test_mistakes(program, arguments, flags, message, tmp_path):

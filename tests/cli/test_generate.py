@@ -235,7 +235,9 @@ def test_rules_reach_the_decoder(program, base, heads, wide_tree, prompt_file, t
     exact = ["--rule", "exact", "--temperature", 1.3, "--top-k", 20, "--top-p", 0.9]
     plain = outputs("plain", *exact)
     assert outputs("tree", *exact, *drafted, "--batch-size", 3) == plain
+    assert outputs("temperature", *exact[2:], *drafted) == plain  # without a rule
     greedy = outputs("greedy")
+    assert outputs("zero", "--temperature", 0) == greedy
     assert plain != greedy
     assert outputs("k1", "--rule", "exact", "--top-k", 1, *drafted) == greedy
     assert outputs("typical", "--rule", "typical", "--epsilon", 0, "--alpha", 0, *drafted) != greedy  # accepts all

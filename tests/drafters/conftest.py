@@ -172,9 +172,12 @@ class EagleInNumPy(HeadsInNumPy):
                 x = read = np.concatenate([e, hidden]) @ params["fc"] + params["fc_bias"]
             made.append(attention_inputs(config, params["layer"], read, place))
             out = after_layer(config, params["layer"], x, made[-1], made)
-        if not third:
+        if third:
+            known = rms_norm(out, params["norm"]["scale"], eps) @ params["lm_kernel"]
+        elif self.drafter.vocabulary is None:
             return out @ self.base_kernel
-        known = rms_norm(out, params["norm"]["scale"], eps) @ params["lm_kernel"]
+        else:
+            known = out @ self.base_kernel[:, self.drafter.vocabulary.tokens]
         return self.drafter.lm_head.over_all_tokens(known, config.vocab_size)
 
 

@@ -25,12 +25,13 @@ from hydrajax.trees.dynamic import DynamicTree
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7], [1] * 17]
 
 
-@pytest.fixture(scope="module", params=["eagle", "eagle3"])
+@pytest.fixture(scope="module", params=["eagle", "eagle, some tokens", "eagle3"])
 def drafter(request, base):
     if request.param == "eagle":
         return Eagle.for_base(base.config, jnp.float32)
+    kind = Eagle3 if request.param == "eagle3" else Eagle
     return dataclasses.replace(
-        Eagle3.for_base(base.config, jnp.float32), vocabulary=Vocabulary(range(0, base.config.vocab_size, 2))
+        kind.for_base(base.config, jnp.float32), vocabulary=Vocabulary(range(0, base.config.vocab_size, 2))
     )
 
 
@@ -68,7 +69,7 @@ def taught(drafter, base, oracle):
     return params, propose
 
 
-@pytest.mark.quick("eagle")
+@pytest.mark.quick("eagle, some tokens")
 def test_static_trees_have_the_best_tokens_after_each_path(drafter, base, taught, oracle):
     params, propose = taught
     plain, tree = oracle.eagle(drafter, params, base), oracle.random_tree(3, 18, depth=4, widest=5)

@@ -33,6 +33,7 @@ CASES = {
     "eagle": (MHA, {"fc_bias": True}),
     "eagle, no bias": (BASE, {"fc_bias": False, "depth": 5}),
     "eagle, scaled": (BASE.replace(rope_scaling=RopeScaling("linear", 4.0)), {}),
+    "eagle, some tokens": (BASE, {"vocabulary": ODD}),
     "eagle3": (MHA, {}),
     "eagle3, some tokens": (BASE, {"vocabulary": ODD}),
     "eagle3, normed": (BASE, {"vocabulary": ODD, "norm_before_residual": True}),
@@ -82,12 +83,15 @@ def test_a_chain_of_formats_keeps_every_bit_and_setting(small, tmp_path, name, d
     own = "eagle-3" if isinstance(drafter, Eagle3) else "eagle"
     found, kept = drafter, params
     own = None if "normed" in name else own  # which only speculators can express
-    for step, format in enumerate(["native", own, "speculators", None]):
+    only_native = name == "eagle, some tokens"
+    for step, format in enumerate(["native", None] if only_native else ["native", own, "speculators", None]):
         export_heads(tmp_path / str(step), found, kept, format=format, dtype=None)
         found, kept = load_draft(tmp_path / str(step), base, None)
         identical(params, kept)
         depth = drafter.spec.depth if step == 0 else type(drafter).depth
         assert found == dataclasses.replace(drafter, depth=depth)
+    if only_native:
+        return
     first, last = (load_file(tmp_path / step / "model.safetensors") for step in "13")
     assert first.keys() == last.keys()
     assert config_in(tmp_path / "1") == config_in(tmp_path / "3")
@@ -161,7 +165,7 @@ def test_official_modules_load_it_strictly_and_compute_our_logits(small, tmp_pat
 
 def test_what_the_official_code_needs(small, tmp_path):
     """Fields without a default in eagle/model/{ea_model,configs,cnets,cnets1}.py."""
-    for name in set(CASES) - {"eagle3, normed"}:
+    for name in set(CASES) - {"eagle3, normed", "eagle, some tokens"}:
         drafter = drafter_of(name)
         export_heads(tmp_path / name, drafter, with_random_bits(drafter, small, np.float32), base_name="lab/base")
         config, c = config_in(tmp_path / name), drafter.config
@@ -269,6 +273,8 @@ def test_the_default_layers_need_no_recorded_depth(small, tmp_path, n_layers):
         ),
         ("hydra", drafter_of("eagle"), ("got hydra for EAGLE heads",)),
         ("medusa", drafter_of("eagle3"), ("got medusa for EAGLE-3 heads",)),
+        ("eagle", drafter_of("eagle, some tokens"), ("vocabulary: got 30 tokens, expected all 61", "one of native")),
+        ("speculators", drafter_of("eagle, some tokens"), ("vocabulary: got 30 tokens, expected all 61",)),
         ("eagle", Eagle(BASE.replace(n_layers=1, qkv_bias=True)), ("qkv_bias=True", "LLaMA's plain layer")),
         ("speculators", Eagle3(BASE.plain_layer, (9, 2)), ("aux_hidden_layers: got (9, 2)", "unknown depth")),
         ("speculators", Eagle3(BASE.plain_layer, (3, 5)), ("aux_hidden_layers: got (3, 5)", "unknown depth")),

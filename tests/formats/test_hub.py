@@ -155,7 +155,11 @@ NO_IDS = [
 
 @pytest.mark.parametrize("name", NO_IDS, ids=lambda name: repr(name[:20]))
 def test_no_name_of_a_repository(hub, name):
-    refused(f"base: no such directory: {name}".replace("\n", " "), resolve, name, "base")
+    with pytest.raises(HydrajaxError) as caught:
+        resolve(name, "base")
+    message, _, known = str(caught.value).partition("; known names: ")
+    assert message == f"base: no such directory: {name}".replace("\n", " ")
+    assert {*known.split(", ")} in ({""}, {"shipped", "smollm2"})
     assert not hub.log
 
 

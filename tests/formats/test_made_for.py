@@ -88,6 +88,7 @@ def test_heads_of_a_base_of_another_depth_are_refused(base, marked_heads, llama_
     message = refused(marked_heads, base, "lab/tiny", str(deeper), "shapes", base_directory=deeper)
     assert "'n_layers': 2" in message
     assert "'n_layers': 3" in message
+    assert "force" not in message  # it would not help
 
 
 @in_every_format

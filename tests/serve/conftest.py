@@ -16,6 +16,6 @@ def served():
 @pytest.fixture(scope="session")
 def small(served):
     """Two slots and a single cache length, so that few programs compile."""
-    pool = letters.pool(served, PoolSizes(slots=2, chunk=16, cache_len=128))
+    pool = letters.pool(served, PoolSizes(slots=2, chunk=16, cache_len=128, penalties=True))
     pool.warm_up()
     return pool

@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 import time
+from importlib.metadata import version
 
 import pytest
 
@@ -129,6 +130,7 @@ def test_models_health_and_metrics(address, client):
 HELLO = {"messages": [{"role": "user", "content": "a"}]}
 WITH_TOP = {"logprobs": True, "top_logprobs": 2}
 GOOD = {"prompt": "abc", "max_tokens": 3}
+AUTHORISED = {"authorization": f"Bearer {KEY}"}
 
 
 @pytest.mark.parametrize(
@@ -153,12 +155,12 @@ GOOD = {"prompt": "abc", "max_tokens": 3}
         ("completions", {"prompt": "a" * 385}, 400, "prompt: got 385 bytes, expected at most 384; shorten the text"),
         ("completions", GOOD | {"stop": ["a"] * 17}, 400, "stop: got .*, expected a text or a list of up to 16 texts"),
         ("completions", {"prompt": "a" * 5000}, 413, "the body has more than 5000 bytes"),
-        ("completions", GOOD | {"max_tokens": 0}, 400, "max_tokens: got 0, expected greater than or equal to 1"),
-        ("completions", GOOD | {"temperature": -1}, 400, "temperature: got -1, expected greater"),
+        ("completions", GOOD | {"max_tokens": 0}, 400, "max_tokens: got 0, expected at least 1"),
+        ("completions", GOOD | {"temperature": -1}, 400, "temperature: got -1, expected at least 0"),
         ("completions", GOOD | {"temperature": "nan"}, 400, "temperature: got 'nan', expected a finite number"),
-        ("completions", GOOD | {"top_p": 0}, 400, "top_p: got 0, expected greater than 0"),
-        ("completions", GOOD | {"seed": -1}, 400, "seed: got -1, expected greater"),
-        ("completions", GOOD | {"n": 1000}, 400, "n: got 1000, expected less than or equal to 128"),
+        ("completions", GOOD | {"top_p": 0}, 400, "top_p: got 0, expected more than 0"),
+        ("completions", GOOD | {"seed": -1}, 400, "seed: got -1, expected at least 0"),
+        ("completions", GOOD | {"n": 1000}, 400, "n: got 1000, expected at most 128"),
         ("completions", {"prompt": ["a"] * 3, "n": 50}, 400, "n: got 3 prompts x 50 choices, expected at most 128"),
         ("completions", GOOD | {"stop": [""]}, 400, "stop.*: got .*, expected a text or a list of up to 16 texts"),
         (
@@ -167,13 +169,22 @@ GOOD = {"prompt": "abc", "max_tokens": 3}
             400,
             "logprobs: got 3, expected at most 0; start the server",
         ),
-        ("completions", GOOD | {"logprobs": 6}, 400, "logprobs: got 6, expected less than or equal to 5"),
-        ("completions", GOOD | {"presence_penalty": 1}, 400, "presence_penalty: this server has no penalties"),
-        ("completions", GOOD | {"logit_bias": {"3": 101}}, 400, "logit_bias: got 101, expected less than or equal to"),
+        ("completions", GOOD | {"logprobs": 6}, 400, "logprobs: got 6, expected at most 5"),
+        ("completions", GOOD | {"model": "gpt"}, 404, "model: got 'gpt', expected one of: letters"),
+        (
+            "completions",
+            GOOD | {"stop": ["a"] * 17},
+            400,
+            r"stop: got \['a', .*, expected a text or a list of up to 16",
+        ),
+        ("completions", GOOD | {"echo": True, "logprobs": 0}, 400, "echo: got true with logprobs"),
+        ("completions", GOOD | {"suffix": "x"}, 400, "suffix: got 'x', expected none, as this server only continues"),
+        ("completions", GOOD | {"min_tokens": 4}, 400, "min_tokens: got 4, expected at most max_tokens, 3"),
+        ("completions", GOOD | {"logit_bias": {"3": 101}}, 400, "logit_bias: got 101, expected at most 100"),
         ("completions", GOOD | {"logit_bias": {"17": 1}}, 400, "logit_bias: got token id 17, expected 0 to"),
         ("completions", GOOD | {"logit_bias": {"x": 1}}, 400, "logit_bias: got"),
         ("completions", GOOD | {"beam": 3}, 400, "beam: this field is not supported"),
-        ("chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),
+        ("chat/completions", {"messages": []}, 400, "messages: got [], expected at least 1 item"),
         (
             "chat/completions",
             {"messages": [{"role": "x", "content": "a"}]},
@@ -189,7 +200,12 @@ GOOD = {"prompt": "abc", "max_tokens": 3}
         ),
         ("chat/completions", HELLO | {"top_logprobs": 0}, 400, "top_logprobs: requires logprobs=true"),
         ("chat/completions", HELLO | WITH_TOP, 400, "top_logprobs: got 2, expected at most 0; start the server"),
-        ("chat/completions", HELLO | {"tools": [{}]}, 400, "tools: List should"),
+        (
+            "chat/completions",
+            HELLO | {"tools": [{}]},
+            400,
+            "tools: got [{}], expected none, as this server has no tools",
+        ),
         (
             "chat/completions",
             HELLO | {"response_format": {"type": "json_object"}},
@@ -207,6 +223,68 @@ def test_bad_requests_get_a_status_and_one_line(address, path, body, status, mes
     assert answer.status_code == status, error
     assert re.match(message if ".*" in message else re.escape(message), error["message"])
     assert "\n" not in error["message"]
+    assert error["param"] == (re.match(r"[a-z][\w.]*(?=: )", error["message"]) or [None])[0]
+    assert "should" not in error["message"]
+
+
+def test_numbers_that_clients_of_vllm_send(served, client, address):
+    """The body of vLLM's benchmark client, a penalty and a bias without further flags."""
+    (plain,) = expected(served, ["abc"], limit=12)
+    body = {"model": "letters", "prompt": "abc", "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 12}
+    body |= {"logprobs": None, "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    answer = httpx.post(f"{address}/v1/completions", json=body, headers=AUTHORISED, timeout=SECONDS)
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    assert json.loads(events[-1])["usage"]["completion_tokens"] == 12
+    texts = [choice["text"] for event in events for choice in json.loads(event)["choices"]]
+    assert "".join(texts).startswith(plain.text)
+    ban = {str(token): -100 for token in range(3, 17)}
+    answer = client.completions.create(model="letters", prompt="no", max_tokens=9, logit_bias=ban, presence_penalty=9)
+    assert set(answer.choices[0].text) <= set("abc")
+
+
+def test_echo_puts_the_prompt_before_each_answer(served, client):
+    answer = client.completions.create(model="letters", prompt=["abc", "deaf"], max_tokens=5, n=2, echo=True)
+    texts = [
+        prompt + one.text
+        for prompt, one in zip(["abc", "deaf"], expected(served, ["abc", "deaf"], limit=5), strict=True)
+    ]
+    assert [choice.text for choice in answer.choices] == [texts[0], texts[0], texts[1], texts[1]]
+    pieces = client.completions.create(model="letters", prompt=[[0, 1, 2]], max_tokens=5, echo=True, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == texts[0]
+
+
+def test_the_other_routes_of_vllm(address):
+    def ask(route, body, headers=None):
+        return httpx.post(f"{address}/{route}", json=body, headers=AUTHORISED if headers is None else headers)
+
+    assert httpx.get(f"{address}/version").json() == {"version": version("hydrajax")}
+    found = {"count": 3, "max_model_len": 96, "tokens": [0, 1, 2], "token_strs": None}
+    assert ask("tokenize", {"model": "letters", "prompt": "abc"}).json() == found
+    assert ask("tokenize", {"prompt": "abc", "return_token_strs": True}).json()["token_strs"] == ["a", "b", "c"]
+    assert ask("tokenize", HELLO).json()["tokens"] == [0, 15]
+    assert ask("detokenize", {"tokens": [0, 1, 2, 16]}).json() == {"prompt": "abc</s>"}
+    for route, body, status, message in (
+        ("tokenize", {}, 400, "prompt: got neither prompt nor messages, expected one of them"),
+        ("tokenize", {"prompt": "a", "model": "x"}, 404, "model: got 'x', expected one of: letters"),
+        ("tokenize", {"prompt": "a", "add_special_tokens": False}, 400, "add_special_tokens: got false, expected true"),
+        ("detokenize", {"tokens": [17]}, 400, "tokens: got token id 17, expected 0 to 16"),
+        ("detokenize", {"tokens": 3}, 400, "tokens: got 3, expected a list"),
+    ):
+        answer = ask(route, body)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (status, message)
+    for route, body in (("tokenize", {"prompt": "abc"}), ("detokenize", {"tokens": [1]})):
+        assert ask(route, body, {}).status_code == 401
+
+
+def test_any_model_and_pages_of_other_origins(small):
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    with running(small, any_model=True, origins=("https://good.example",), hosts=("127.0.0.1",)) as (address, _):
+        for origin, allowed in (("https://good.example", "https://good.example"), ("https://evil.example", None)):
+            asked = httpx.options(f"{address}/v1/completions", headers=preflight | {"origin": origin})
+            answer = httpx.post(f"{address}/v1/completions", json=GOOD | {"model": "gpt"}, headers={"origin": origin})
+            assert [one.headers.get("access-control-allow-origin") for one in (asked, answer)] == [allowed] * 2
+            assert answer.json()["model"] == "hydrajax"
 
 
 def test_keys_content_types_and_host_names(address):

@@ -197,6 +197,29 @@ def test_each_request_has_its_own_processors(served, start):
     assert batcher.stats().cached > 0
 
 
+def test_min_tokens_forbids_eos_and_ignore_eos_continues_after_it(served, small, start):
+    """Next to a request with neither, which ends as `generate` does."""
+    prompts = [np.array([at], np.int32) for at in range(16)]
+    ends = [
+        one for one in served.generate([*prompts], tree=TREE, batch_size=16, max_new_tokens=40) if one.new_tokens < 20
+    ]
+    prompt, wanted = ends[0].prompt_ids, ends[0].output_ids
+    assert wanted[-1] == END
+    batcher, least = start(small), len(wanted) + 3
+    settings = [{}, {"min_tokens": least}, {"ignore_eos": True}, {"min_tokens": least, "ignore_eos": True}]
+    handles = batcher.submit([batcher.request(np.array(prompt), max_new_tokens=40, **own) for own in settings])
+    plain, late, ignored, both = (handle.wait(SECONDS) for handle in handles)
+    assert plain.output_ids == wanted
+    assert late.output_ids[: len(wanted) - 1] == wanted[:-1]
+    assert END not in late.output_ids[:least]
+    assert late.new_tokens > least
+    # The numbers of `generate` with another processor, whose bias forbids EOS everywhere.
+    forbidden = served.generate([prompt], tree=TREE, max_new_tokens=least, logit_bias={END: -1e9})[0]
+    assert late.output_ids[:least] == both.output_ids[:least] == forbidden.output_ids
+    assert ignored.output_ids[: len(wanted)] == wanted
+    assert [(one.new_tokens, one.finish_reason) for one in (ignored, both)] == [(40, "length")] * 2
+
+
 def test_a_long_prompt_delays_others_by_one_chunk(small, start, monkeypatch):
     """Once a sequence runs, there is a step between any two chunks."""
     log, feed, advance = [], small.feed, FusedExecutor.advance
@@ -327,12 +350,18 @@ def test_bad_requests_are_refused(served, small, start):
         ("prompt: got 96 tokens, expected fewer than the model's context of 96", [1] * 96, {}),
         ("temperature: got -1, expected a finite number from 0 up", [1], {"temperature": -1}),
         ("top_p: got 0.0, expected above 0", [1], {"top_p": 0.0}),
-        ("presence_penalty: this server has no penalties; start it with --penalties", [1], {"presence_penalty": 1.0}),
+        ("min_tokens: got 7, expected at most max_tokens, 6", [1], {"max_new_tokens": 6, "min_tokens": 7}),
         ("logit_bias: got token id 17, expected 0 to 16", [1], {"logit_bias": {17: 1.0}}),
         ("logit_bias: got", [1], {"logit_bias": {"the": 1.0}}),
         ("stop: .*empty string", [1], {"stop": [""]}),
     ):
         with pytest.raises(HydrajaxError, match=match):
             batcher.request(ids, **settings)
+    without = Batcher(pool(served, PoolSizes(slots=2, chunk=16, cache_len=128)))
+    for settings in ({"presence_penalty": 1.0}, {"min_tokens": 3}):
+        with pytest.raises(
+            HydrajaxError, match=f"{next(iter(settings))}: this server has no penalties; start it without"
+        ):
+            without.request([1], **settings)
     with pytest.raises(HydrajaxError, match="slots: got 0, expected at least 1"):
         pool(served, PoolSizes(slots=0))

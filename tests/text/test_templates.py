@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 
+from hydrajax import assets
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.templates import VICUNA_SYSTEM, make_encoder
+from hydrajax.text.templates import BUILT_IN, VICUNA_SYSTEM, make_encoder
 from hydrajax.train.data.corpus import END_OF_TEXT, train_tokenizer
 
 MESSAGES = [
@@ -58,6 +60,11 @@ def test_special_tokens_are_found_in_text(tokenizer):
     assert encoder.special.search("say </s>") is None
 
 
+def test_the_shipped_base_chats_in_the_raw_template():
+    config = json.loads((assets.base() / "tokenizer_config.json").read_text())
+    assert config["chat_template"] == BUILT_IN["raw"]
+
+
 class SlowTokenizer:
     is_fast = False
 
@@ -65,7 +72,7 @@ class SlowTokenizer:
 @pytest.mark.parametrize(
     ("changes", "template", "message"),
     [
-        ({}, "auto", "template: the tokenizer has no chat template; choose one of vicuna, plain"),
+        ({}, "auto", "template: the tokenizer has no chat template; .*--template plain"),
         ({}, "alpaca", "template: got 'alpaca', expected auto, vicuna, plain"),
         ({"chat_template": {"tool_use": OWN}}, "auto", "template: .*multiple chat templates with no default"),
         (

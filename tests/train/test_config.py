@@ -10,7 +10,7 @@ import yaml
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama_config import LlamaConfig, RopeScaling
 from hydrajax.train.losses import Objective
-from hydrajax.train.run_config import DataConfig, TrainConfig, config_from, load_config
+from hydrajax.train.run_config import DataConfig, TrainConfig, config_from, load_config, recipes
 
 PROJECT_CONFIGS = "experiments/configs"
 MINIMAL = {"output": "out", "model": "base", "steps": 3, "data": {"files": ["a.json"]}}
@@ -206,10 +206,22 @@ def shipped_configs(root):
 
 def test_every_shipped_config_loads(pytestconfig):
     found = shipped_configs(pytestconfig.rootpath)
-    names = {path.name for path in found}
-    assert {"medusa1.yaml", "hydra.yaml", "hydra_pp.yaml", "amphista.yaml"} <= names
+    assert {"base.yaml", "demo_hydra.yaml"} <= {path.name for path in found}
     for path in found:
         load_config(path)
+
+
+def test_recipes_load_by_name_unless_a_file_has_it(tmp_path, monkeypatch):
+    """They are in the wheel; `experiments` is not."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hydra").mkdir()
+    assert {"medusa1", "hydra", "hydra_pp", "amphista", "own_text"} <= recipes().keys()
+    for name, file in recipes().items():
+        assert load_config(name) == load_config(file)
+    with pytest.raises(HydrajaxError, match=r"^config: cannot read own_txt: .*; recipes: own_text, "):
+        load_config("own_txt")
+    (tmp_path / "own_text").write_text("output: mine\nmodel: base\nsteps: 3\ndata: {files: [a.json]}\n")
+    assert load_config("own_text").output == "mine"
 
 
 def test_ablation_overrides_load(pytestconfig):
@@ -221,6 +233,6 @@ def test_ablation_overrides_load(pytestconfig):
     seen = set()
     for row in rows:
         config, overrides = row[2].strip(" `"), row[3].strip(" `").split()
-        changed = load_config(folder / config, [*overrides, "output=x"])
+        changed = load_config(config, [*overrides, "output=x"])
         assert changed not in seen, row  # an override that changes nothing, or the same as another, is no ablation
         seen.add(changed)

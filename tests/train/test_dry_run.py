@@ -164,6 +164,7 @@ def test_a_directory_needs_its_config_alone(tmp_path, no_compilation, dry_run):
     _, named = dry_run(settings())
     _, read = dry_run(settings(model=str(tmp_path)))
     assert read.replace(str(tmp_path), "tiny") == named
+    assert "shipped" in dry_run(settings(model="shipped"))[1]
     with pytest.raises(HydrajaxError, match=r"data\.length: got 2048, expected at most the base's context 1024"):
         dry_run(settings(model=str(tmp_path), data=DataConfig(files=("absent.json",), length=2048)))
 

@@ -1,0 +1,180 @@
+"""Let SmolLM2 write both sides of conversations, as training text for its heads that needs no seeds.
+
+    python experiments/real_model_dialogues.py --output runs/smollm2/dialogues.jsonl --tokens 1500000
+
+A chat model that was trained on whole conversations writes a user's message when its prompt ends where that message
+begins (Magpie: Xu et al. 2024, arXiv 2406.08464, section 2.1). The questions are as broad as the model's own training,
+and every token is its own. User turns are drawn at temperature 0.95; answers are greedy in half of the conversations
+and drawn at 0.7 in the others.
+
+All conversations of a batch start with the same tokens and grow together, so that no prompt is read and no row waits.
+A batch depends on its number only; a repeated command goes on with the last batch in the file.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.progress import track
+
+import hydrajax
+from hydrajax.host_memory import keep_freed_memory
+from hydrajax.models.cache import KVCache, append
+from hydrajax.text.appended import append as append_lines
+from hydrajax.text.appended import keep_settings, whole_lines
+
+USER = 0  # the role that writes; 1 is the assistant
+ASKING = 0.95  # temperature of user turns: at 1 one in ten of them is not a question
+ANSWERING = (1e-4, 0.7)  # of answers, alternating by row; the first is greedy
+CHUNK = 64  # steps of one program; the cache grows by this between two, as attention reads all of its slots
+
+
+class Turns(NamedTuple):
+    """Token ids of a chat template between the messages: all lists end where the next role begins to write."""
+
+    opening: list[int]
+    after_user: list[int]
+    after_assistant: list[int]
+
+
+class Writing(NamedTuple):
+    """Conversations that grow together, one token each in a step.
+
+    Attributes:
+        cache: What the base has read.
+        hidden: ``[B, D]`` of the last token.
+        role: int32 ``[B]``, whose turn it is.
+        forced: int32 ``[B]``, how many of the template's tokens after an ended message are written; -1 within one.
+        key: Of the draws.
+    """
+
+    cache: KVCache
+    hidden: jax.Array
+    role: jax.Array
+    forced: jax.Array
+    key: jax.Array
+
+
+def turns_of(tokenizer: Any) -> Turns:
+    """Split a rendered conversation at its messages."""
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": f"<<{number}>>"} for number, role in enumerate(roles)]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    parts = []
+    for number in range(len(roles)):
+        before, text = text.split(f"<<{number}>>")
+        parts.append(tokenizer(before, add_special_tokens=False)["input_ids"])
+    return Turns(*parts)
+
+
+def draw(key: jax.Array, logits: jax.Array) -> jax.Array:
+    """Draw a token of each row by inverting its distribution in two levels: V exponentials and no V random numbers."""
+    blocks = jnp.exp(logits - logits.max(-1, keepdims=True))
+    blocks = blocks.reshape(len(logits), -1, 256)  # 49,152 tokens are 192 blocks
+    points = jax.random.uniform(key, (2, len(logits)))
+
+    def index(weights, point):
+        total = jnp.cumsum(weights, axis=-1)
+        return jnp.minimum((total < point[:, None] * total[:, -1:]).sum(-1), weights.shape[-1] - 1)
+
+    block = index(blocks.sum(-1), points[0])
+    return block * 256 + index(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], points[1])
+
+
+def make_writer(model, turns: Turns, eos: int, batch: int):
+    """Return ``start(params, key)`` and ``go_on(params, writing)``, which writes `CHUNK` tokens ``[CHUNK, B]``."""
+    widest = max(len(turns.after_user), len(turns.after_assistant)) - 1
+    # What follows the end of a message, by the role that ended it; the end itself is the model's.
+    following = np.zeros((2, widest), np.int32)
+    lengths = np.zeros(2, np.int32)
+    for role, ids in enumerate((turns.after_user, turns.after_assistant)):
+        assert ids[0] == eos, "a message of this template does not end with the end-of-text token"
+        lengths[role] = len(ids) - 1
+        following[role, : lengths[role]] = ids[1:]
+    following, lengths = jnp.asarray(following), jnp.asarray(lengths)
+
+    def start(params, key) -> Writing:
+        ids = jnp.tile(jnp.asarray(turns.opening), (batch, 1))
+        positions = jnp.broadcast_to(jnp.arange(len(turns.opening)), ids.shape)
+        mask = np.tri(len(turns.opening), dtype=bool)
+        read = model.apply({"params": params}, ids, positions, mask)
+        cache = model.init_cache(batch, len(turns.opening))
+        cache = append(cache, read.block, jnp.full(batch, len(turns.opening)))
+        return Writing(cache, read.hidden[:, -1], jnp.zeros(batch, jnp.int32), jnp.full(batch, -1), key)
+
+    def go_on(params, writing: Writing) -> tuple[Writing, jax.Array]:
+        longer = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, CHUNK), (0, 0))), writing.cache.layers)
+        answering = jnp.asarray(ANSWERING)[jnp.arange(batch) % len(ANSWERING)]
+
+        def step(at, carry):
+            (cache, hidden, role, forced, key), written = carry
+            key, drawn = jax.random.split(key)
+            temperature = jnp.where(role == USER, ASKING, answering)
+            logits = model.apply({"params": params}, hidden, method="logits")
+            token = draw(drawn, logits / temperature[:, None])
+            token = jnp.where(forced >= 0, following[role, jnp.maximum(forced, 0)], token)
+
+            last = forced == lengths[role] - 1
+            ended = (forced < 0) & (token == eos)
+            forced = jnp.where(ended, 0, jnp.where(last, -1, jnp.where(forced >= 0, forced + 1, -1)))
+            role = jnp.where(last, 1 - role, role)
+
+            read = model.apply({"params": params}, token[:, None], cache.lengths[:, None], np.ones((1, 1), bool), cache)
+            cache = append(cache, read.block, jnp.ones(batch, jnp.int32), after=read.hidden[:, 0, 0])
+            return Writing(cache, read.hidden[:, 0], role, forced, key), written.at[at].set(token)
+
+        writing = writing._replace(cache=writing.cache._replace(layers=longer))
+        return jax.lax.fori_loop(0, CHUNK, step, (writing, jnp.zeros((CHUNK, batch), jnp.int32)))
+
+    return jax.jit(start), jax.jit(go_on)
+
+
+def records(turns: Turns, rows: np.ndarray, eos: int) -> list[dict]:
+    """Return the conversations with an answer, or the beginning of one: a message without end is often noise."""
+    return [{"prompt_ids": turns.opening, "output_ids": row.tolist()} for row in rows if eos in row]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="JSONL, for data.format: generations")
+    parser.add_argument("--tokens", type=int, default=1_500_000, help="to write in all (default %(default)s)")
+    parser.add_argument("--length", type=int, default=384, help="tokens of a conversation (default %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=64, help="default %(default)s")
+    parser.add_argument("--base", default="smollm2", help="default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    args = parser.parse_args()
+
+    keep_freed_memory()
+    loaded = hydrajax.load(args.base)
+    turns, eos = turns_of(loaded.tokenizer), loaded.tokenizer.eos_token_id
+    start, go_on = make_writer(loaded.model, turns, eos, args.batch_size)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    lines = whole_lines(args.output)
+    settings = {name: getattr(args, name) for name in ("base", "length", "batch_size", "seed")}
+    keep_settings(
+        args.output.with_name(f"{args.output.name}.settings.json"),
+        settings,
+        f"{args.output} holds conversations",
+        begun=bool(lines),
+        otherwise="choose another file, or remove it to start over",
+    )
+    # The last batch may be incomplete.
+    done = max((json.loads(line)["batch"] for line in lines), default=0)
+    kept = [line for line in lines if json.loads(line)["batch"] < done]
+    args.output.write_bytes(b"".join(line + b"\n" for line in kept))
+    batches = -(-args.tokens // (args.batch_size * args.length))
+    for number in track(range(done, batches), description="write"):
+        writing, written = start(loaded.params.base, jax.random.key(args.seed * 1_000_003 + number)), []
+        for _ in range(args.length // CHUNK):
+            writing, tokens = go_on(loaded.params.base, writing)
+            written.append(np.asarray(tokens))
+        rows = np.concatenate(written).T
+        append_lines(args.output, [{"batch": number} | record for record in records(turns, rows, eos)])
+
+
+if __name__ == "__main__":
+    main()
