@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 
 import jax
@@ -9,12 +10,14 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from hydrajax.files import user_cache
 
+SHORTEST = 0.1  # seconds; one start compiles dozens of programs below JAX's limit
+
 
 def use_compilation_cache() -> None:
     """Cache compiled programs in ``~/.cache/hydrajax/xla``, or below ``$XDG_CACHE_HOME``.
 
     A folder from ``JAX_COMPILATION_CACHE_DIR`` or `jax.config` takes precedence; ``JAX_ENABLE_COMPILATION_CACHE=false``
-    disables the cache. JAX caches programs that take longer than a second to compile.
+    disables the cache. Programs that compile in a tenth of a second are not kept; JAX's own limit is a second.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
@@ -23,6 +26,8 @@ def use_compilation_cache() -> None:
     except RuntimeError:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST)
 
 
 def keep_collectives_out(devices: Collection[jax.Device]) -> None:

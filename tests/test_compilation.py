@@ -12,14 +12,17 @@ import pytest
 from helpers.programs import command
 from hydrajax.compilation import use_compilation_cache
 
+LIMIT = "jax_persistent_cache_min_compile_time_secs"
+
 
 @pytest.fixture
 def untold():
     """JAX as it is where nobody has told it a folder."""
-    before = jax.config.jax_compilation_cache_dir
+    before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", LIMIT)}
     jax.config.update("jax_compilation_cache_dir", None)
     yield
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.mark.usefixtures("untold")
@@ -27,6 +30,18 @@ def test_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     use_compilation_cache()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "hydrajax" / "xla")
+
+
+@pytest.mark.usefixtures("untold")
+@pytest.mark.parametrize(("told", "limit"), [(None, 0.1), ("3", 7)])
+def test_short_programs_are_kept_too(monkeypatch, tmp_path, told, limit):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(LIMIT.upper(), raising=False)
+    if told:
+        monkeypatch.setenv(LIMIT.upper(), told)
+    jax.config.update(LIMIT, 7)
+    use_compilation_cache()
+    assert getattr(jax.config, LIMIT) == limit
 
 
 @pytest.mark.usefixtures("untold")

@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
         complete(build_parser)
     argv = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: build_parser(argv).parse_args(argv))
+    return guarded(lambda: parse(build_parser(argv), argv))
 
 
 def run_command(prog: str, module_help: str, add_arguments: Callable, run: Callable, argv: list[str]) -> int:
@@ -83,7 +83,20 @@ def run_command(prog: str, module_help: str, add_arguments: Callable, run: Calla
     parser = _Parser(prog=prog, description=module_help, allow_abbrev=False)
     add_arguments(parser)
     parser.set_defaults(run=run, flags=flags_of(parser))
-    return guarded(lambda: parser.parse_args(argv))
+    return guarded(lambda: parse(parser, argv))
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Parse a command line, with settings of the form ``key=value`` before, between and after the flags.
+
+    argparse takes a list of positional arguments from one place only.
+    """
+    args, rest = parser.parse_known_args(argv)
+    if "overrides" in args and not any(word.startswith("-") for word in rest):
+        args.overrides, rest = [*args.overrides, *rest], []
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
 
 
 def guarded(parse: Callable[[], argparse.Namespace]) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import check_directory
+
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # two names of one class of transformers
 
 
 def load_tokenizer(directory: str | Path, field: str = "base") -> Any | None:
@@ -27,12 +30,26 @@ def load_tokenizer(directory: str | Path, field: str = "base") -> Any | None:
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         return None
     check_directory(directory, field)
-    from transformers import AutoTokenizer  # slow to import, and prompts of ids need none
+    # Slow to import, and prompts of ids need none. AutoTokenizer imports torch where it is installed.
+    if _names_a_generic_class(directory):
+        from transformers import PreTrainedTokenizerFast as Tokenizer
+    else:
+        from transformers import AutoTokenizer as Tokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        return Tokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many types for a damaged tokenizer
         raise HydrajaxError(f"{field}: cannot read the tokenizer in {directory}: {one_line(error)}") from None
+
+
+def _names_a_generic_class(directory: Path) -> bool:
+    """Return whether ``tokenizer.json`` is all that there is to the tokenizer."""
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    named = isinstance(config, dict) and config.get("tokenizer_class") in GENERIC and "auto_map" not in config
+    return named and (directory / "tokenizer.json").is_file()
 
 
 def run_tokenizer(call: Callable, *args, where: str = "", **settings) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hydrajax.cli import distill, main, train
+from hydrajax.cli import build_parser, distill, main, parse, train
 
 CONFIGS = Path(__file__).parents[2] / "experiments" / "configs"
 
@@ -45,3 +45,24 @@ def test_training_is_a_command_too(program, capsys, name, alone, more):
     assert result.err == "hydrajax: --config: unknown key draft.num_draft_head; did you mean draft.num_draft_heads?\n"
     assert alone(asked) == 2
     assert capsys.readouterr().err == result.err
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["seed=1", "--config", "own_text", "data.length=64"],
+        ["--config", "own_text", "seed=1", "data.length=64", "--dry-run"],
+        ["seed=1", "data.length=64", "--config", "own_text"],
+    ],
+)
+def test_settings_may_stand_anywhere(order):
+    args = parse(build_parser(["train"]), ["train", *order])
+    assert (args.config, args.overrides) == ("own_text", ["seed=1", "data.length=64"])
+
+
+def test_unknown_flags_next_to_settings_are_refused(program):
+    result = program("train", "seed=1", "--config", "own_text", "--dryrun", "data.length=64")
+    assert (result.code, result.err) == (
+        2,
+        "hydrajax: unrecognized arguments: --dryrun data.length=64 (see hydrajax --help)\n",
+    )
