@@ -142,7 +142,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSONL, for data.format: generations")
     parser.add_argument("--tokens", type=int, default=1_500_000, help="to write in all (default %(default)s)")
-    parser.add_argument("--length", type=int, default=384, help="tokens of a conversation (default %(default)s)")
+    parser.add_argument("--length", type=int, default=448, help="tokens of a conversation (default %(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, help="default %(default)s")
     parser.add_argument("--base", default="smollm2", help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
