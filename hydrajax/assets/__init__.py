@@ -20,7 +20,7 @@ DRAFTS = (*HEADS, "draft_model")
 # Users' names, for ``base`` and for ``draft``; a draft's name means the one for the base.
 SHIPPED_BASE = {"shipped": "base"}
 SHIPPED_DRAFTS = {"medusa": "medusa", "hydra": "hydra", "hydra++": "hydra_pp", "draft-model": "draft_model"}
-SMOLLM2_DRAFTS = {"medusa": "smollm2_medusa"}
+SMOLLM2_DRAFTS = {"medusa": "smollm2_medusa", "hydra++": "smollm2_hydra_pp"}
 DRAFTS_OF = {"shipped": SHIPPED_DRAFTS, "smollm2": SMOLLM2_DRAFTS}
 NAMES = ("base", *DRAFTS, *SMOLLM2_DRAFTS.values())
 

@@ -61,13 +61,15 @@ def test_a_bundled_name_means_the_heads_for_the_base():
     assert resolve("hydra", "draft", SMOLLM2) == assets.path("hydra")  # none of these: refused when it is loaded
     own = assets.path("smollm2_medusa")
     assert resolve("medusa", "draft", SMOLLM2) == own
-    assert assets.drafts_of("smollm2") == ["medusa"]
+    assert assets.drafts_of("smollm2") == ["medusa", "hydra++"]
     drafter, params = load_draft(own, SMOLLM2)
     assert (drafter.spec.depth, len(drafter.vocabulary), drafter.lm_head.shared) == (4, 8192, True)
     assert params.keys() == {f"head_{k}" for k in range(4)}
     assert all(leaf.dtype == "float32" for leaf in jax.tree.leaves(params))
     with pytest.raises(HydrajaxError, match="draft"):
         load_draft(own, read_config(assets.base()))
+    drafter, _ = load_draft(resolve("hydra++", "draft", SMOLLM2), SMOLLM2)
+    assert (drafter.spec.depth, len(drafter.vocabulary), drafter.prefix.window) == (3, 8192, 512)
 
 
 in_every_format = pytest.mark.parametrize("marked_heads", ["medusa", "vllm-medusa", "native"], indirect=True)
