@@ -114,7 +114,10 @@ def test_every_parameter_learns(tiny_model):
             ["draft={heads: eagle, num_draft_heads: 3}"],
             "draft.num_draft_heads: has no effect with draft.heads eagle, remove it",
         ),
-        (["draft={heads: eagle, vocabulary: 9}"], "draft.vocabulary: has no effect with draft.heads eagle"),
+        (
+            ["draft={heads: eagle, vocabulary: 301}"],
+            "draft.vocabulary: got 301, expected at most the base's 300 tokens",
+        ),
         (["draft={heads: hydra, ttt_length: 3}"], "draft.ttt_length: has no effect with draft.heads hydra"),
         (
             ["draft={heads: eagle3, vocabulary: 301}"],
