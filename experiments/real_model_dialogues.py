@@ -8,11 +8,13 @@ and every token is its own. User turns are drawn at temperature 0.95; answers ar
 and drawn at 0.7 in the others.
 
 All conversations of a batch start with the same tokens and grow together, so that no prompt is read and no row waits.
-A batch depends on its number only; a repeated command goes on with the last batch in the file.
+A batch depends only on its number, so that a repeated command resumes at the last batch of the file.
 """
 
 import argparse
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,8 @@ import numpy as np
 from rich.progress import track
 
 import hydrajax
+from hydrajax.cli import run_command
+from hydrajax.errors import HydrajaxError
 from hydrajax.host_memory import keep_freed_memory
 from hydrajax.models.cache import KVCache, append
 from hydrajax.text.appended import append as append_lines
@@ -30,6 +34,7 @@ from hydrajax.text.appended import keep_settings, whole_lines
 USER = 0  # the role that writes; 1 is the assistant
 ASKING = 0.95  # temperature of user turns: at 1 one in ten of them is not a question
 ANSWERING = (1e-4, 0.7)  # of answers, alternating by row; the first is greedy
+BLOCK = 256  # tokens; 49,152 are 192 blocks
 CHUNK = 64  # steps of one program; the cache grows by this between two, as attention reads all of its slots
 
 
@@ -72,9 +77,12 @@ def turns_of(tokenizer: Any) -> Turns:
 
 
 def draw(key: jax.Array, logits: jax.Array) -> jax.Array:
-    """Draw a token of each row by inverting its distribution in two levels: V exponentials and no V random numbers."""
-    blocks = jnp.exp(logits - logits.max(-1, keepdims=True))
-    blocks = blocks.reshape(len(logits), -1, 256)  # 49,152 tokens are 192 blocks
+    """Draw a token of each row: invert the distribution over blocks of tokens, then within a block.
+
+    Noise for every logit (Gumbel) takes a third of a step on a CPU.
+    """
+    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+    blocks = jnp.pad(weights, ((0, 0), (0, -logits.shape[-1] % BLOCK))).reshape(len(logits), -1, BLOCK)
     points = jax.random.uniform(key, (2, len(logits)))
 
     def index(weights, point):
@@ -82,17 +90,21 @@ def draw(key: jax.Array, logits: jax.Array) -> jax.Array:
         return jnp.minimum((total < point[:, None] * total[:, -1:]).sum(-1), weights.shape[-1] - 1)
 
     block = index(blocks.sum(-1), points[0])
-    return block * 256 + index(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], points[1])
+    return block * BLOCK + index(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], points[1])
 
 
 def make_writer(model, turns: Turns, eos: int, batch: int):
-    """Return ``start(params, key)`` and ``go_on(params, writing)``, which writes `CHUNK` tokens ``[CHUNK, B]``."""
+    """Return ``start(params, key)`` and ``advance(params, writing)``, which writes `CHUNK` tokens ``[CHUNK, B]``.
+
+    Raises `HydrajaxError` for a template whose messages do not end with EOS.
+    """
     widest = max(len(turns.after_user), len(turns.after_assistant)) - 1
     # What follows the end of a message, by the role that ended it; the end itself is the model's.
     following = np.zeros((2, widest), np.int32)
     lengths = np.zeros(2, np.int32)
     for role, ids in enumerate((turns.after_user, turns.after_assistant)):
-        assert ids[0] == eos, "a message of this template does not end with the end-of-text token"
+        if ids[:1] != [eos]:
+            raise HydrajaxError("base: the chat template ends no message with EOS, which tells where a turn ends")
         lengths[role] = len(ids) - 1
         following[role, : lengths[role]] = ids[1:]
     following, lengths = jnp.asarray(following), jnp.asarray(lengths)
@@ -106,7 +118,7 @@ def make_writer(model, turns: Turns, eos: int, batch: int):
         cache = append(cache, read.block, jnp.full(batch, len(turns.opening)))
         return Writing(cache, read.hidden[:, -1], jnp.zeros(batch, jnp.int32), jnp.full(batch, -1), key)
 
-    def go_on(params, writing: Writing) -> tuple[Writing, jax.Array]:
+    def advance(params, writing: Writing) -> tuple[Writing, jax.Array]:
         longer = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, CHUNK), (0, 0))), writing.cache.layers)
         answering = jnp.asarray(ANSWERING)[jnp.arange(batch) % len(ANSWERING)]
 
@@ -130,7 +142,7 @@ def make_writer(model, turns: Turns, eos: int, batch: int):
         writing = writing._replace(cache=writing.cache._replace(layers=longer))
         return jax.lax.fori_loop(0, CHUNK, step, (writing, jnp.zeros((CHUNK, batch), jnp.int32)))
 
-    return jax.jit(start), jax.jit(go_on)
+    return jax.jit(start), jax.jit(advance)
 
 
 def records(turns: Turns, rows: np.ndarray, eos: int) -> list[dict]:
@@ -138,20 +150,26 @@ def records(turns: Turns, rows: np.ndarray, eos: int) -> list[dict]:
     return [{"prompt_ids": turns.opening, "output_ids": row.tolist()} for row in rows if eos in row]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSONL, for data.format: generations")
     parser.add_argument("--tokens", type=int, default=1_500_000, help="to write in all (default %(default)s)")
-    parser.add_argument("--length", type=int, default=448, help="tokens of a conversation (default %(default)s)")
+    parser.add_argument(
+        "--length", type=int, default=448, help=f"tokens of a conversation, a multiple of {CHUNK} (default %(default)s)"
+    )
     parser.add_argument("--batch-size", type=int, default=64, help="default %(default)s")
     parser.add_argument("--base", default="smollm2", help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
-    args = parser.parse_args()
 
+
+def run(args: argparse.Namespace) -> None:
+    if args.length < 1 or args.length % CHUNK:
+        raise HydrajaxError(f"length: got {args.length}, expected a multiple of {CHUNK}")
     keep_freed_memory()
     loaded = hydrajax.load(args.base)
+    if not getattr(loaded.tokenizer, "chat_template", None):
+        raise HydrajaxError("base: got a base without a chat template, expected a chat model")
     turns, eos = turns_of(loaded.tokenizer), loaded.tokenizer.eos_token_id
-    start, go_on = make_writer(loaded.model, turns, eos, args.batch_size)
+    start, advance = make_writer(loaded.model, turns, eos, args.batch_size)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     lines = whole_lines(args.output)
     settings = {name: getattr(args, name) for name in ("base", "length", "batch_size", "seed")}
@@ -162,19 +180,19 @@ def main():
         begun=bool(lines),
         otherwise="choose another file, or remove it to start over",
     )
-    # The last batch may be incomplete.
-    done = max((json.loads(line)["batch"] for line in lines), default=0)
-    kept = [line for line in lines if json.loads(line)["batch"] < done]
-    args.output.write_bytes(b"".join(line + b"\n" for line in kept))
+    numbers = [json.loads(line)["batch"] for line in lines]
+    done = max(numbers, default=0)  # this one may be incomplete
+    if lines:
+        os.truncate(args.output, sum(len(line) + 1 for line, at in zip(lines, numbers, strict=True) if at < done))
     batches = -(-args.tokens // (args.batch_size * args.length))
     for number in track(range(done, batches), description="write"):
         writing, written = start(loaded.params.base, jax.random.key(args.seed * 1_000_003 + number)), []
         for _ in range(args.length // CHUNK):
-            writing, tokens = go_on(loaded.params.base, writing)
+            writing, tokens = advance(loaded.params.base, writing)
             written.append(np.asarray(tokens))
         rows = np.concatenate(written).T
         append_lines(args.output, [{"batch": number} | record for record in records(turns, rows, eos)])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(Path(__file__).name, __doc__.partition("\n")[0], add_arguments, run, sys.argv[1:]))

@@ -126,7 +126,8 @@ def load(
             - a directory or repository of draft heads (`hydrajax.formats.load`), or of a smaller model with the base's
               tokenizer (`hydrajax.formats.draft_model_format`), which may also be a GGUF file;
             - a name: ``"lookup"`` or another drafter without weights (`hydrajax.formats.draft_registry`), or a draft of
-              the shipped base: ``"medusa"``, ``"hydra"``, ``"hydra++"``, ``"draft-model"``, of smollm2 ``"medusa"``;
+              the shipped base: ``"medusa"``, ``"hydra"``, ``"hydra++"``, ``"draft-model"``; of smollm2: ``"medusa"``,
+              ``"hydra++"``;
             - either of these after ``"lookup+"``, or ``"lookup-8+"`` for 8 nodes: lookup's chain becomes one more
               branch of the trees (`hydrajax.drafters.with_lookup`);
             - a `Drafter` without weights; None to decode autoregressively.

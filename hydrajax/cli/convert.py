@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.draft_registry import title_of
 from hydrajax.formats.export import FORMATS, export_heads
 from hydrajax.formats.fetch import fetch_heads
 from hydrajax.formats.fingerprint import fingerprint
@@ -50,6 +51,9 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     _output_argument(parser)
     text = "store this dtype; int8 is one byte per number of a matrix, in the format native (default: the heads' own)"
     parser.add_argument("--dtype", choices=list(STORED), help=text)
+    parser.add_argument(
+        "--heads", metavar="N", type=options.positive, help="keep the first N heads of Medusa or Hydra (default: all)"
+    )
     parser.add_argument("--base-name", metavar="NAME", help="record this name of the base (default: the recorded one)")
     for name, text in (("data", "training data"), ("recipe", "training recipe"), ("tau", "tokens per step")):
         parser.add_argument(f"--{name}", metavar="TEXT", help=f"describe the {text} in the model card")
@@ -110,6 +114,11 @@ def _export(args: argparse.Namespace) -> None:
     adapter = None if args.adapter is None else resolve(args.adapter, "adapter")
     made_for = {} if args.force else {"base_directory": base, "adapter": adapter}
     drafter, params = load_draft(draft, config, None, **made_for)
+    if args.heads is not None:
+        if not hasattr(drafter, "first_heads") or args.heads > drafter.num_draft_heads:
+            found = getattr(drafter, "num_draft_heads", "no")
+            raise HydrajaxError(f"--heads: got {args.heads}, but {title_of(drafter)} has {found} heads to choose from")
+        drafter, params = drafter.first_heads(params, args.heads)
     source = read_json(draft / "config.json", "--draft")
     record = source.get(RECORD) if isinstance(source.get(RECORD), dict) else {}
     story = record.get("story") if isinstance(record.get("story"), dict) else {}

@@ -45,7 +45,7 @@ def numbers_of(name: str) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(RULES[name]))
 
 
-# Keywords of `hydrajax.LanguageModel`'s methods that are no numbers, and other libraries' words for them.
+# The other keywords of `hydrajax.LanguageModel`'s methods, and the names of other libraries for them.
 ARGUMENTS = (
     "draft", "tree", "rule", "processors", "max_new_tokens", "stop", "batch_size", "seed", "logprobs", "on_status",
     "template",
@@ -60,7 +60,7 @@ OTHERS_WORDS = {
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise `HydrajaxError` with the nearest known name for a keyword that is none of `Numbers`."""
+    """Raise `HydrajaxError` with the nearest known name for a keyword that is not in `Numbers`."""
     known = [*Numbers.__annotations__, *ARGUMENTS]
     for name in names:
         if name not in Numbers.__annotations__:
@@ -69,10 +69,14 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def default_rule(numbers: Mapping[str, Any]) -> str:
-    """Return the rule that these numbers mean without a rule's name: exact with a temperature, else greedy.
+    """Return the rule for numbers without a rule's name: exact with a temperature, else greedy.
 
     Temperature 0 alone is greedy; a list with one temperature per prompt is exact if any of them is not 0.
+
+    Args:
+        numbers: Keywords; only the numbers of rules count.
     """
+    numbers = {name: value for name, value in numbers.items() if name not in (*PROCESSOR_OF, "processors")}
     temperature = numbers.get("temperature")
     several = isinstance(temperature, (Sequence, np.ndarray)) and not isinstance(temperature, str)
     if all(value is None or value == 0 for value in (temperature if several else [temperature])):
@@ -146,9 +150,7 @@ def specs_of_prompts(
     """
     check_names(keywords.keys() - {"processors"})
     if rule is None:
-        rule = default_rule(
-            {name: value for name, value in keywords.items() if name not in (*PROCESSOR_OF, "processors")}
-        )
+        rule = default_rule(keywords)
     of_all = {"rule": rule, "max_new_tokens": max_new_tokens, **keywords}
     each = {
         name: one_each(name, value, count)

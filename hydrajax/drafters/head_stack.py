@@ -318,6 +318,12 @@ class HeadStack(Trained):
             raise HydrajaxError(f"draft: got heads {found}, expected {self} by the settings")
         return wanted
 
+    def first_heads(self, params, n: int):
+        """Return the first n heads and their parameters. They propose what they did: no head reads a later one."""
+        heads = {f"head_{k}": (params if self.prefix is None else params["heads"])[f"head_{k}"] for k in range(n)}
+        kept = heads if self.prefix is None else {"prefix": params["prefix"], "heads": heads}
+        return dataclasses.replace(self, num_draft_heads=n), kept
+
     # --- one head -----------------------------------------------------------------------------------------------------
 
     def apply_head(self, params, k: int, *inputs, method: str, **settings):

@@ -145,7 +145,7 @@ class Batcher:
             seed: sampling seed; drawn if the rule samples and none is given.
             number: index of the prompt among those with this seed.
             ignore_eos: EOS does not end the answer.
-            min_tokens: EOS is not chosen before so many tokens.
+            min_tokens: forbid EOS among the first ``min_tokens`` tokens.
             sampling: parameters of `ExactSampling` (temperature 0 by default) and of logits processors; None for
                 their defaults.
 

@@ -17,10 +17,10 @@ except ImportError:  # Windows
     resource = None
 
 LOG = logging.getLogger("uvicorn.error")
-BUSY = json.dumps({"error": {"message": "too many connections are open", "type": "server_error"}}).encode()
+BUSY_BODY = json.dumps({"error": {"message": "too many connections are open", "type": "server_error"}}).encode()
 BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
-    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(BUSY), BUSY)
+    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(BUSY_BODY), BUSY_BODY)
 )
 SECONDS_BETWEEN_WARNINGS = 60
 

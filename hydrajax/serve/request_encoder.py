@@ -95,7 +95,7 @@ class RequestEncoder:
 
 
 def _most_bytes(tokenizer: Any, most_tokens: int) -> int | None:
-    """Return the bytes of the longest text with so many tokens, None without a tokenizer.
+    """Return how many bytes a text of ``most_tokens`` tokens has at most; None without a tokenizer.
 
     First encodes a text, which resets the padding and truncation of a tokenizer that has any. Later calls change
     nothing in it, so threads can share it.

@@ -122,6 +122,19 @@ def test_hydra_heads_into_every_format_and_back(export, hydra, format):
     same_tensors(*files, ignored="input_embed_fn.*")
 
 
+def test_the_first_heads(export, refused, base, hydra, tmp_path):
+    files = [
+        folder / "hydra_lm_head.safetensors" for folder in (hydra, export(hydra, "fewer", "hydra", "--heads", "1"))
+    ]
+    same_tensors(*files, ignored=r"input_embed_fn.*|hydra_(mlp|lm_head)\.[1-9]\..*")
+    assert config_in(files[1].parent)["hydra_num_heads"] == 1
+    too_many = ("--draft", hydra, "--output", tmp_path / "more", "--heads", str(HEADS + 1))
+    refused(
+        f"--heads: got {HEADS + 1}, but Hydra has {HEADS} heads to choose from", "export", "--base", base, *too_many
+    )
+    assert not (tmp_path / "more").exists()
+
+
 def test_vllms_names(export, heads):
     found = load_file(export(heads, "vllm", "vllm-medusa") / "model.safetensors")
     for name, tensor in load_file(heads / "medusa_lm_head.safetensors").items():
